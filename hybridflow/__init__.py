@@ -1,0 +1,18 @@
+"""hybridflow: PPO and its relatives for language models, trained by Megatron-core and sampled by vLLM.
+
+`import hybridflow` loads none of torch, megatron-core and vLLM; the trainer is imported when it is asked for:
+
+    from hybridflow import RLTrainer
+"""
+
+from typing import Any
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RLTrainer":
+        from hybridflow.trainer import RLTrainer
+
+        return RLTrainer
+    raise AttributeError(f"module 'hybridflow' has no attribute '{name}'")

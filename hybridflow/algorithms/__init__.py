@@ -1,0 +1,1 @@
+"""The mathematics of policy optimisation: pure functions, no communication, no configuration."""

@@ -1,0 +1,160 @@
+"""From one score a sequence to one reward a token, and the shaping of scores on the way.
+
+Scores are float (N,). "Normalised" means (score - mean) / (std + eps) with the unbiased variance, taken in
+float64 so that equal scores give zeros.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms._shapes import require_flat, require_lengths, require_mask, require_nonempty
+
+SCORE_EPS = 1e-6  # added to the standard deviation
+
+
+def token_rewards(
+    scores: Tensor, kl: Tensor, response_mask: Tensor, *, lengths: Tensor, kl_coef: float
+) -> Tensor:
+    """A KL penalty on every response token, and the score on the last one.
+
+        r_t = -kl_coef KL_t + [t is the last token of sequence i] s_i
+
+    Ziegler et al. 2019, arXiv 1909.08593, equation 2, with the penalty spread over the tokens it is a sum of.
+
+    Args:
+        scores: float (N,).
+        kl: float (T,), an estimate per token (see `kl.py`); not read outside the response.
+        response_mask: bool (T,), True on the run of response tokens that ends each sequence.
+        lengths: int64 (N,), tokens in each sequence, prompt included, all > 0.
+        kl_coef: factor of the penalty, >= 0.
+
+    Returns:
+        float (T,), of kl's dtype, zero outside the response.
+
+    Raises:
+        ValueError: a shape or dtype is not as above, or lengths does not sum to T.
+    """
+    require_flat(kl=kl, response_mask=response_mask)
+    require_flat(lengths=lengths, scores=scores)
+    require_mask(response_mask=response_mask)
+    require_lengths(lengths, kl.shape[0])
+    penalties = (-kl_coef * kl).masked_fill(~response_mask, 0.0)
+    return penalties.index_add(0, lengths.cumsum(0) - 1, scores.to(kl.dtype))
+
+
+def clip_scores(scores: Tensor, limit: float) -> Tensor:
+    """Hold scores within a symmetric range: min(max(s_i, -limit), limit).
+
+    Args:
+        scores: float (N,).
+        limit: half-width of the range, > 0.
+
+    Returns:
+        float (N,).
+
+    Raises:
+        ValueError: scores is not (N,).
+    """
+    require_flat(scores=scores)
+    return scores.clamp(-limit, limit)
+
+
+def batch_normalized(scores: Tensor) -> Tensor:
+    """Scores relative to their own batch.
+
+        (s_i - mean) / (std + eps),    std^2 = sum_i (s_i - mean)^2 / (N - 1)
+
+    Args:
+        scores: float (N,), N >= 1.
+
+    Returns:
+        float (N,); zero for equal scores, and for a single one.
+
+    Raises:
+        ValueError: scores is not (N,), or is empty.
+    """
+    require_flat(scores=scores)
+    require_nonempty(scores=scores)
+    centred = scores.double() - scores.double().mean()
+    std = (centred.square().sum() / max(scores.shape[0] - 1, 1)).sqrt()
+    return (centred / (std + SCORE_EPS)).to(scores.dtype)
+
+
+def penalize_truncated(scores: Tensor, truncated: Tensor, *, penalty: float) -> Tensor:
+    """Subtract a constant from the score of every response that was cut at the length limit.
+
+        s_i - penalty [truncated_i]
+
+    Args:
+        scores: float (N,).
+        truncated: bool (N,), True where the limit ended the response.
+        penalty: what a cut costs, in units of the score, >= 0.
+
+    Returns:
+        float (N,).
+
+    Raises:
+        ValueError: a shape or dtype is not as above.
+    """
+    require_flat(scores=scores, truncated=truncated)
+    require_mask(truncated=truncated)
+    return torch.where(truncated, scores - penalty, scores)
+
+
+@dataclass(frozen=True)
+class RunningMoments:
+    """Count, mean and sum of squared deviations of all scores seen so far: floats, fit for a checkpoint.
+
+    Merging a batch b into what was seen, a:
+
+        mean = mean_a + delta n_b / n,    M2 = M2_a + M2_b + delta^2 n_a n_b / n,    delta = mean_b - mean_a
+
+    Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample Variance".
+
+    Args:
+        count: n, scores seen.
+        mean: their mean.
+        m2: M2, the sum of their squared deviations from the mean.
+    """
+
+    count: float = 0.0
+    mean: float = 0.0
+    m2: float = 0.0
+
+    @property
+    def std(self) -> float:
+        """Unbiased standard deviation; 0 before the second score."""
+        return math.sqrt(self.m2 / max(self.count - 1, 1.0))
+
+    def updated(self, scores: Tensor) -> Self:
+        """The moments of everything seen before and of scores, float (N,), N >= 1.
+
+        Raises:
+            ValueError: scores is not (N,), or is empty.
+        """
+        require_flat(scores=scores)
+        require_nonempty(scores=scores)
+        batch = scores.detach().double()
+        batch_count, batch_mean = float(batch.shape[0]), float(batch.mean())
+        batch_m2 = float((batch - batch_mean).square().sum())
+        count, delta = self.count + batch_count, batch_mean - self.mean
+        return type(self)(
+            count=count,
+            mean=self.mean + delta * batch_count / count,
+            m2=self.m2 + batch_m2 + delta**2 * self.count * batch_count / count,
+        )
+
+    def normalized(self, scores: Tensor) -> Tensor:
+        """(s_i - mean) / (std + eps), float (N,). Update first: a spread not yet seen makes the result large.
+
+        Raises:
+            ValueError: scores is not (N,), or nothing has been seen yet.
+        """
+        require_flat(scores=scores)
+        if self.count == 0:
+            raise ValueError(f"count is {self.count}: update with scores before normalising any")
+        return ((scores.double() - self.mean) / (self.std + SCORE_EPS)).to(scores.dtype)

@@ -1,0 +1,395 @@
+"""The experiment config: frozen, validated, and the only reader of YAML.
+
+    config = ExperimentConfig.from_yaml("configs/quickstart.yaml", ["actor.optimizer.lr=1e-5", "seed=3"])
+    config.check_world_size(8)
+
+Unknown keys are errors that name the nearest known one. Everything that can be checked without reading a model is
+checked here, once; nothing later asks whether a field is there.
+"""
+
+import difflib
+import itertools
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from hybridflow.errors import ConfigError
+
+Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class DataConfig(Section):
+    """Where prompts come from. Every other column of a line travels to the reward functions."""
+
+    train: str
+    heldout: str | None = None
+    prompt_key: str = "prompt"
+    chat_template: bool = False  # the prompt column holds a list of messages
+    prompts_per_iteration: PositiveInt
+    max_prompt_length: PositiveInt  # tokens
+    overlong_prompts: Literal["drop", "error"] = "error"
+    shuffle: bool = True
+
+
+class SamplingConfig(Section):
+    """How responses are drawn; the names and meanings are vLLM's."""
+
+    samples_per_prompt: PositiveInt = 1
+    max_response_length: PositiveInt  # tokens, the end token included
+    min_response_length: NonNegativeInt = 0
+    temperature: PositiveFloat = 1.0
+    top_p: Fraction = 1.0
+    top_k: NonNegativeInt = 0  # 0: all
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    repetition_penalty: PositiveFloat = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[NonNegativeInt, ...] | None = None
+    logit_bias: dict[int, float] | None = None
+    ignore_eos: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.min_response_length > self.max_response_length:
+            raise ValueError(
+                f"min_response_length = {self.min_response_length} exceeds "
+                f"max_response_length = {self.max_response_length}"
+            )
+        return self
+
+
+class OptimizerConfig(Section):
+    """Adam (AdamW) or SGD in float32 main weights. The learning rate follows its schedule by iteration."""
+
+    name: Literal["adam", "sgd"] = "adam"
+    lr: NonNegativeFloat
+    min_lr: NonNegativeFloat = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_iterations: NonNegativeInt = 0
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0  # sgd only
+    weight_decay: NonNegativeFloat = 0.0
+    clip_grad: NonNegativeFloat = 1.0  # global gradient norm; 0: no clipping
+    zero1: bool = True  # split optimizer state over the data-parallel replicas (adam only)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr = {self.min_lr} exceeds lr = {self.lr}")
+        return self
+
+
+class LayoutConfig(Section):
+    """How one role is cut over ranks."""
+
+    tensor_parallel_size: PositiveInt = 1
+    pipeline_parallel_size: Literal[1] = 1
+    data_parallel_size: PositiveInt | None = None  # None: what is left of the world
+    sequence_parallel: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.sequence_parallel and self.tensor_parallel_size == 1:
+            raise ValueError("sequence_parallel needs tensor_parallel_size > 1, it is 1")
+        return self
+
+    def data_parallel(self, world_size: int) -> int:
+        """Replicas over `world_size` ranks (checked before by `check_world_size`)."""
+        return self.data_parallel_size or world_size // (self.tensor_parallel_size * self.pipeline_parallel_size)
+
+
+class RoleConfig(LayoutConfig):
+    """A model on a grid."""
+
+    model: str  # a HuggingFace directory
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    micro_batch_tokens: PositiveInt = 16384  # tokens per forward pass and replica, at most
+
+
+class TrainedRoleConfig(RoleConfig):
+    optimizer: OptimizerConfig
+    recompute: Literal["none", "selective", "full"] = "none"
+
+
+class RewardModelConfig(RoleConfig):
+    weight: float = 1.0
+
+
+class RewardFunctionConfig(Section):
+    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]  # package.module:function
+    weight: float = 1.0
+
+
+class RewardConfig(Section):
+    """The score of a response: the weighted sum of reward models and reward functions."""
+
+    models: tuple[RewardModelConfig, ...] = ()
+    functions: tuple[RewardFunctionConfig, ...] = ()
+    clip_score: PositiveFloat | None = None  # scores are held within [-clip_score, clip_score]
+    normalization: Literal["none", "batch", "running"] = "none"
+    truncation_penalty: NonNegativeFloat = 0.0  # taken off the score of a response cut at max_response_length
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.models and not self.functions:
+            raise ValueError("names neither a model nor a function: give reward.models or reward.functions")
+        return self
+
+
+class RolloutConfig(Section):
+    """The vLLM engine. Its replicas are the ranks' groups of tensor_parallel_size."""
+
+    tensor_parallel_size: PositiveInt | None = None  # None: the actor's
+    kv_cache_gib: PositiveFloat = 4.0  # per rank
+    max_num_seqs: PositiveInt = 256
+    max_num_batched_tokens: PositiveInt = 8192
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+
+
+class KLConfig(Section):
+    """Where the KL to the reference enters: taken off the reward of each token, or added to the actor's loss."""
+
+    use: Literal["reward", "loss", "none"] = "reward"
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    coef: NonNegativeFloat = 0.05
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    target: PositiveFloat = 6.0  # adaptive: nats per sequence
+    horizon: PositiveFloat = 10000.0  # adaptive: sequences
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.use == "none" and self.controller == "adaptive":
+            raise ValueError("controller: adaptive has nothing to control where use is none")
+        return self
+
+
+class AlgorithmConfig(Section):
+    gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95
+    whiten_advantages: bool = True
+    clip_range: PositiveFloat = 0.2
+    clip_range_high: PositiveFloat | None = None  # None: clip_range
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = None
+    value_clip_range: PositiveFloat | None = 0.2
+    entropy_coef: NonNegativeFloat = 0.0
+    kl: KLConfig = KLConfig()
+    importance_cap: PositiveFloat | None = None  # truncated importance sampling, engine against trainer
+    ppo_epochs: PositiveInt = 1
+    mini_batch_size: PositiveInt  # sequences per optimizer step
+    critic_warmup_iterations: NonNegativeInt = 0  # the actor is not updated in these
+
+
+class MetricsConfig(Section):
+    csv: bool = True
+    tensorboard: bool = True
+    dump_batches: bool = False
+    eval_interval: NonNegativeInt = 0  # iterations between evaluations on data.heldout; 0: never
+    eval_reward: str | None = None  # package.module:function whose 1.0 counts as right in eval/accuracy
+    num_samples: NonNegativeInt = 4  # responses per iteration written to samples.jsonl
+
+
+class ExperimentConfig(Section):
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    seed: NonNegativeInt = 0
+    output_dir: str = "runs"
+    num_iterations: PositiveInt
+    data: DataConfig
+    sampling: SamplingConfig
+    actor: TrainedRoleConfig
+    critic: TrainedRoleConfig
+    reference: RoleConfig
+    reward: RewardConfig
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig
+    metrics: MetricsConfig = MetricsConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        batch = self.data.prompts_per_iteration * self.sampling.samples_per_prompt
+        if batch % self.algorithm.mini_batch_size:
+            raise ValueError(
+                f"algorithm.mini_batch_size = {self.algorithm.mini_batch_size} does not divide the sequences of an "
+                f"iteration: data.prompts_per_iteration x sampling.samples_per_prompt = "
+                f"{self.data.prompts_per_iteration} x {self.sampling.samples_per_prompt} = {batch}"
+            )
+        if self.algorithm.kl.controller == "adaptive" and batch >= 5 * self.algorithm.kl.horizon:
+            raise ValueError(
+                f"algorithm.kl.horizon = {self.algorithm.kl.horizon} is too short for {batch} sequences an iteration: "
+                f"one step may change the coefficient by 0.2 x {batch} / {self.algorithm.kl.horizon}, which must stay below 1"
+            )
+        longest = self.max_sequence_length
+        for name, role in self.roles().items():
+            if role.micro_batch_tokens < longest:
+                raise ValueError(
+                    f"{name}.micro_batch_tokens = {role.micro_batch_tokens} cannot hold one sequence: "
+                    f"data.max_prompt_length + sampling.max_response_length = {longest}"
+                )
+        if self.rollout_tensor_parallel_size != self.actor.tensor_parallel_size:
+            raise ValueError(
+                f"rollout.tensor_parallel_size = {self.rollout.tensor_parallel_size} must equal "
+                f"actor.tensor_parallel_size = {self.actor.tensor_parallel_size}: the engine reads the actor's own "
+                f"weight memory"
+            )
+        if self.metrics.eval_interval and not (self.data.heldout and self.metrics.eval_reward):
+            raise ValueError(
+                f"metrics.eval_interval = {self.metrics.eval_interval} needs data.heldout and metrics.eval_reward"
+            )
+        return self
+
+    @property
+    def max_sequence_length(self) -> int:
+        return self.data.max_prompt_length + self.sampling.max_response_length
+
+    @property
+    def rollout_tensor_parallel_size(self) -> int:
+        return self.rollout.tensor_parallel_size or self.actor.tensor_parallel_size
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.output_dir) / self.name
+
+    def roles(self) -> dict[str, RoleConfig]:
+        """Every model of the run by the config key that names it."""
+        rewards = {f"reward.models.{i}": model for i, model in enumerate(self.reward.models)}
+        return {"actor": self.actor, "critic": self.critic, "reference": self.reference, **rewards}
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise ConfigError unless every role's grid fills `world_size` ranks and every replica gets rows."""
+        for name, role in self.roles().items():
+            _check_layout(name, role, world_size)
+            replicas = role.data_parallel(world_size)
+            if isinstance(role, TrainedRoleConfig) and self.algorithm.mini_batch_size < replicas:
+                raise ConfigError(
+                    f"algorithm.mini_batch_size = {self.algorithm.mini_batch_size} leaves replicas of {name} without "
+                    f"a sequence: {name} has data_parallel_size {replicas} on {world_size} ranks"
+                )
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Self:
+        """Read `path`, apply `section.key=value` overrides (values are YAML), validate.
+
+        Errors: ConfigError naming the file, the key, the value and the rule.
+        """
+        try:
+            tree = yaml.safe_load(Path(path).read_text())
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: is not YAML: {error}") from error
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{path}: a config is a mapping of sections, this is {type(tree).__name__}")
+        for override in overrides:
+            _apply_override(tree, override)
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            raise ConfigError(_explain(error, cls, path)) from error
+
+
+def _check_layout(name: str, role: LayoutConfig, world_size: int) -> None:
+    tp, pp, dp = role.tensor_parallel_size, role.pipeline_parallel_size, role.data_parallel_size
+    if dp is None and world_size % (tp * pp):
+        raise ConfigError(
+            f"{name}: tensor_parallel_size x pipeline_parallel_size = {tp} x {pp} = {tp * pp} does not divide the "
+            f"{world_size} ranks of the run: {world_size} = {world_size // (tp * pp)} x {tp * pp} + "
+            f"{world_size % (tp * pp)}"
+        )
+    if dp is not None and tp * pp * dp != world_size:
+        raise ConfigError(
+            f"{name}: tensor_parallel_size x pipeline_parallel_size x data_parallel_size = {tp} x {pp} x {dp} = "
+            f"{tp * pp * dp}, but the run has {world_size} ranks"
+        )
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one `a.b.0.c=value` in a tree of dicts and lists."""
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"override {override!r}: expected section.key=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not YAML: {error}") from error
+    node: Any = tree
+    for key, following in itertools.pairwise(keys):
+        node = _descend(node, key, override, default=[] if following == "0" else {})
+    node[_slot(node, keys[-1], override)] = value
+
+
+def _descend(node: Any, key: str, override: str, *, default: Any) -> Any:
+    """The dict or list at `key` of a dict or list; `default` is put there where there is none."""
+    slot = _slot(node, key, override)
+    if node[slot] is None:
+        node[slot] = default
+    if not isinstance(node[slot], dict | list):
+        raise ConfigError(f"override {override!r}: {key!r} is {node[slot]!r}, not a section")
+    return node[slot]
+
+
+def _slot(node: Any, key: str, override: str) -> int | str:
+    """What `key` stands for in a dict or list, which gets an empty entry there if it has none."""
+    if isinstance(node, dict):
+        node.setdefault(key)
+        return key
+    if not key.isdecimal() or int(key) > len(node):
+        raise ConfigError(f"override {override!r}: {key!r} is no index of a list of {len(node)}")
+    if int(key) == len(node):
+        node.append(None)
+    return int(key)
+
+
+def _explain(error: ValidationError, model: type[BaseModel], path: str | Path) -> str:
+    lines = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"]) or "config"
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"{key}: unknown key{_nearest(model, problem['loc'])}")
+        elif problem["type"] == "missing":
+            lines.append(f"{key}: is required")
+        elif problem["type"] == "value_error":
+            lines.append(f"{key}: {problem['ctx']['error']}" if problem["loc"] else str(problem["ctx"]["error"]))
+        else:
+            lines.append(f"{key} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}")
+    return "\n".join(f"{path}: {line}" for line in lines)
+
+
+def _nearest(model: Any, location: tuple[int | str, ...]) -> str:
+    """`; did you mean x?` out of the keys of the section that `location` lies in."""
+    for part in location[:-1]:
+        if isinstance(part, str):
+            model = _section_of(model.model_fields[part].annotation)
+    close = difflib.get_close_matches(str(location[-1]), model.model_fields, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(model.model_fields)}"
+
+
+def _section_of(annotation: Any) -> Any:
+    """The section class inside an annotation such as tuple[Section, ...] or Section | None."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    inner = (_section_of(argument) for argument in getattr(annotation, "__args__", ()) if argument is not Ellipsis)
+    return next((section for section in inner if section is not None), None)

@@ -1,0 +1,99 @@
+"""Core attention over packed sequences.
+
+On CUDA: torch's variable-length flash attention. On a CPU: scaled_dot_product_attention, once for every run of
+sequences of equal length (micro-batches are ordered by length, so a run is a plain view and nothing is padded).
+"""
+
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Where sequences begin and end. It travels through megatron's layers as its PackedSeqParams.
+
+    qkv_format stays None: megatron then keeps (tokens, 1, heads, head_dim) tensors and applies the rotary embedding as
+    given, one row a token, instead of splitting the batch sequence by sequence in every layer.
+    """
+
+    lengths: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], device: torch.device) -> "PackedSequences":
+        bounds = torch.tensor((0, *lengths)).cumsum(0).to(device=device, dtype=torch.int32)
+        longest = max(lengths)
+        return cls(
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            lengths=lengths,
+        )
+
+    def runs(self) -> list[tuple[int, int]]:
+        """(count, length) of neighbouring sequences of equal length."""
+        return [(len(list(run)), length) for length, run in groupby(self.lengths)]
+
+
+class PackedAttention(MegatronModule):
+    """megatron's `core_attention` for packed causal self-attention. (tokens, 1, heads / tp, head_dim) in,
+    (tokens, 1, heads / tp x head_dim) out."""
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, **kwargs) -> None:
+        super().__init__(config=config)
+        self.scale = kwargs.get("softmax_scale") or config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: object = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:
+        assert packed_seq_params is not None and attention_bias is None
+        attend = varlen_attention if query.is_cuda else attention_by_length
+        out = attend(query[:, 0], key[:, 0], value[:, 0], packed=packed_seq_params, scale=self.scale)
+        return out.flatten(1).unsqueeze(1)
+
+
+def attention_by_length(query: Tensor, key: Tensor, value: Tensor, *, packed: PackedSequences, scale: float) -> Tensor:
+    """Causal attention within each sequence: (tokens, heads, head_dim) from query and grouped key, value."""
+    sizes = [count * length for count, length in packed.runs()]
+    outputs = []
+    for (count, length), *tensors in zip(
+        packed.runs(), query.split(sizes), key.split(sizes), value.split(sizes), strict=True
+    ):
+        # (count x length, heads, head_dim) -> (count, heads, length, head_dim)
+        q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in tensors)
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def varlen_attention(query: Tensor, key: Tensor, value: Tensor, *, packed: PackedSequences, scale: float) -> Tensor:
+    """The same on CUDA in one kernel (half precision), without regard to the order of lengths."""
+    if query.dtype == torch.float32:  # flash attention takes 16-bit types only
+        return attention_by_length(query, key, value, packed=packed, scale=scale)
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(
+        query,
+        key,
+        value,
+        packed.cu_seqlens_q,
+        packed.cu_seqlens_kv,
+        packed.max_seqlen_q,
+        packed.max_seqlen_kv,
+        window_size=(-1, 0),
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )

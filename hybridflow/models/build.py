@@ -1,0 +1,235 @@
+"""Build a megatron-core model on a grid and fill it from a HuggingFace directory.
+
+Every rank reads only the slices it holds. A policy model returns this rank's columns of the logits, a value model one
+scalar, both only for the rows that the micro-batch wants.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from hybridflow.models.attention import PackedAttention
+from hybridflow.models.checkpoint_files import SafetensorsDirectory
+from hybridflow.models.micro_batch import MicroBatch
+from hybridflow.models.spec import ModelSpec
+from hybridflow.models.weights import (
+    VALUE_HEAD,
+    Weight,
+    canonical_name,
+    join_parts,
+    local_slice,
+    model_weights,
+    shard_shape,
+)
+from hybridflow.parallel.grid import Grid
+from hybridflow.parallel.platform import adapt_megatron
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+class PackedModel(GPTModel):
+    """A GPTModel that runs micro-batches of packed sequences; subclasses say what comes after the last layer."""
+
+    def __init__(self, config: TransformerConfig, spec: ModelSpec, grid: Grid, *, tied: bool) -> None:
+        super().__init__(
+            config,
+            _block_spec(config, grid.pp_rank),
+            spec.padded_vocab_size,
+            spec.max_positions,
+            pre_process=grid.is_first_stage,
+            post_process=grid.is_last_stage,
+            share_embeddings_and_output_weights=tied,
+            position_embedding_type="none",  # rotary angles are made here, from the packed positions
+            pg_collection=grid.groups,
+        )
+        # a plain attribute: as a buffer it would be cast to the weights' dtype
+        self.inverse_frequencies = spec.inverse_frequencies().to(torch.cuda.current_device() if _cuda() else "cpu")
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        hidden = None
+        if self.pre_process:
+            hidden = self.embedding(input_ids=micro_batch.input_ids[None], position_ids=None)  # (t, 1, hidden)
+        angles = micro_batch.positions[:, None] * self.inverse_frequencies
+        hidden = self.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=torch.cat([angles, angles], dim=-1)[:, None, None],  # (t, 1, 1, head_dim)
+            packed_seq_params=micro_batch.packed,
+        )
+        return self.outputs(self._whole(hidden)[micro_batch.rows, 0]) if self.post_process else hidden
+
+    def _whole(self, hidden: Tensor) -> Tensor:
+        """All tokens on every tensor-parallel rank. Each rank's gradient is complete, so it is merely split again."""
+        if not self.config.sequence_parallel:
+            return hidden
+        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp)
+
+    def outputs(self, hidden: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class PolicyModel(PackedModel):
+    """Output: (r, padded vocabulary / tp) logits in the model's dtype."""
+
+    def __init__(self, config: TransformerConfig, spec: ModelSpec, grid: Grid) -> None:
+        super().__init__(config, spec, grid, tied=spec.tied)
+        if self.post_process and config.sequence_parallel:
+            # its input is whole already: it must not gather again, and must sum its input's gradient over the group
+            self.output_layer.sequence_parallel = False
+            self.output_layer.allreduce_dgrad = True
+
+    def outputs(self, hidden: Tensor) -> Tensor:
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        return self.output_layer(hidden, weight=weight)[0]
+
+
+class ValueModel(PackedModel):
+    """Output: (r,) float32."""
+
+    def __init__(self, config: TransformerConfig, spec: ModelSpec, grid: Grid) -> None:
+        super().__init__(config, spec, grid, tied=False)
+        if self.post_process:
+            del self.output_layer
+            self.output_layer = nn.Linear(spec.hidden_size, 1, bias=False, dtype=config.params_dtype)
+            nn.init.zeros_(self.output_layer.weight)  # a new value head starts at V = 0
+
+    def outputs(self, hidden: Tensor) -> Tensor:
+        return self.output_layer(hidden).squeeze(-1).float()
+
+
+class RMSNorm(nn.RMSNorm):
+    """megatron's own wrapper refuses sequence parallelism; it only needs the mark on the weight."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+def build_model(
+    spec: ModelSpec, grid: Grid, *, value_head: bool, dtype: str, sequence_parallel: bool, recompute: str, device: torch.device
+) -> PackedModel:
+    """This rank's part of the model, filled from `spec.path`.
+
+    Errors: CheckpointError naming the file and tensor that is missing, damaged or of another shape.
+    """
+    config = transformer_config(spec, grid, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute)
+    adapt_megatron()
+    model = (ValueModel if value_head else PolicyModel)(config, spec, grid).to(device=device, dtype=DTYPES[dtype])
+    load_weights(model, spec, grid, value_head=value_head)
+    return model
+
+
+def transformer_config(
+    spec: ModelSpec, grid: Grid, *, dtype: str, sequence_parallel: bool, recompute: str
+) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        ffn_hidden_size=spec.ffn_hidden_size,
+        num_attention_heads=spec.num_heads,
+        num_query_groups=spec.num_kv_heads,
+        kv_channels=spec.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=spec.norm_eps,
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=spec.qkv_bias,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=grid.tp,
+        pipeline_model_parallel_size=grid.pp,
+        sequence_parallel=sequence_parallel,
+        params_dtype=DTYPES[dtype],
+        pipeline_dtype=DTYPES[dtype],
+        bf16=dtype == "bfloat16",
+        perform_initialization=False,  # every weight is loaded
+        use_cpu_initialization=not _cuda(),
+        calculate_per_token_loss=True,  # losses arrive normalised; megatron must not divide by micro-batches or replicas
+        gradient_accumulation_fusion=_cuda() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        bias_activation_fusion=_cuda(),
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        batch_p2p_comm=False,
+        **RECOMPUTE[recompute],
+    )
+
+
+def _cuda() -> bool:
+    return torch.cuda.is_available()
+
+
+def _block_spec(config: TransformerConfig, pp_rank: int) -> TransformerBlockSubmodules:
+    if _cuda() and importlib.util.find_spec("transformer_engine") is not None:
+        layer = get_gpt_layer_with_transformer_engine_spec()
+    else:
+        layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    num_layers = get_num_layers_to_build(config, pp_rank=pp_rank)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def named_weights(model: nn.Module, spec: ModelSpec, *, value_head: bool) -> Iterator[tuple[Weight, nn.Parameter]]:
+    """This rank's parameters with their entries of the weight table, in the table's order."""
+    parameters = {}
+    layers = {local: layer.layer_number - 1 for local, layer in enumerate(_unwrapped(model).decoder.layers)}
+    for name, parameter in _unwrapped(model).named_parameters():
+        parameters[_with_global_layer(canonical_name(name), layers)] = parameter
+    for weight in model_weights(spec, "score" if value_head else "lm"):
+        if weight.megatron in parameters:
+            yield weight, parameters.pop(weight.megatron)
+    assert not parameters, f"parameters without an entry in the weight table: {sorted(parameters)}"
+
+
+def _unwrapped(model: nn.Module) -> PackedModel:
+    return _unwrapped(model.module) if hasattr(model, "module") else model
+
+
+def _with_global_layer(name: str, layers: dict[int, int]) -> str:
+    """megatron counts layers within a stage, the table over the whole model."""
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(layers[int(parts[2])])
+    return ".".join(parts)
+
+
+def load_weights(model: nn.Module, spec: ModelSpec, grid: Grid, *, value_head: bool) -> None:
+    """Read this rank's slices of every weight. A missing score.weight leaves the value head at zero."""
+    files = SafetensorsDirectory(Path(spec.path))
+    with torch.no_grad():
+        for weight, parameter in named_weights(model, spec, value_head=value_head):
+            if weight is VALUE_HEAD and VALUE_HEAD.hf[0] not in files:
+                continue
+            shard = read_shard(files, weight, spec, tp_rank=grid.tp_rank, tp=grid.tp)
+            assert shard.shape == parameter.shape == shard_shape(weight, spec, grid.tp), (
+                f"{weight.megatron}: shard {tuple(shard.shape)}, parameter {tuple(parameter.shape)}"
+            )
+            parameter.copy_(shard)
+
+
+def read_shard(files: SafetensorsDirectory, weight: Weight, spec: ModelSpec, *, tp_rank: int, tp: int) -> Tensor:
+    """A rank's megatron shard of one weight, read from its slices of the HuggingFace tensors."""
+    parts = []
+    for i, (name, shape) in enumerate(zip(weight.hf, weight.shapes(spec), strict=True)):
+        dim, start, stop = local_slice(weight, i, spec, tp_rank, tp)
+        parts.append(files.read(name, shape, dim, start, stop))
+    return join_parts(weight, parts, spec, tp)

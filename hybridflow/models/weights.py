@@ -1,0 +1,225 @@
+"""The one table of weights: HuggingFace name <-> megatron name <-> engine name, layout, and slice.
+
+Loading, resharding and export read this table and nothing else. A parameter of megatron is made of one or more parts, the
+HuggingFace tensors; each layout says which slice of every part a tensor-parallel rank holds and how they are joined.
+
+    layout       parts                 a rank's shard
+    REPLICATED   1                     the part
+    VOCAB        1 (vocab, hidden)     its rows of the part, zero rows past the vocabulary
+    COLUMNS      1 (out, in)           its columns
+    GATED        gate, up              [its rows of gate; its rows of up]
+    QKV          q, k, v               for each of its key/value groups [q of the group; k; v]
+
+vLLM joins alike, except QKV: [all q; all k; all v] of the rank.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from hybridflow.models.spec import ModelSpec
+
+Shape = tuple[int, ...]
+
+
+class Layout(Enum):
+    REPLICATED = auto()
+    VOCAB = auto()
+    COLUMNS = auto()
+    GATED = auto()
+    QKV = auto()
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of a model. Names hold `{layer}` where there is one a layer, counted over the whole model."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    engine: str
+    layout: Layout
+    shapes: Callable[[ModelSpec], tuple[Shape, ...]]  # of the HuggingFace parts
+
+    def for_layer(self, layer: int) -> "Weight":
+        return Weight(
+            self.megatron.format(layer=layer),
+            tuple(name.format(layer=layer) for name in self.hf),
+            self.engine.format(layer=layer),
+            self.layout,
+            self.shapes,
+        )
+
+
+def _norm(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.hidden_size,),)
+
+
+def _vocab(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.vocab_size, spec.hidden_size),)
+
+
+def _qkv(spec: ModelSpec) -> tuple[Shape, ...]:
+    kv = (spec.num_kv_heads * spec.head_dim, spec.hidden_size)
+    return ((spec.num_heads * spec.head_dim, spec.hidden_size), kv, kv)
+
+
+def _qkv_bias(spec: ModelSpec) -> tuple[Shape, ...]:
+    return tuple(shape[:1] for shape in _qkv(spec))
+
+
+def _attention_out(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.hidden_size, spec.num_heads * spec.head_dim),)
+
+
+def _gate_up(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.ffn_hidden_size, spec.hidden_size),) * 2
+
+
+def _down(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.hidden_size, spec.ffn_hidden_size),)
+
+
+def _score(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((1, spec.hidden_size),)
+
+
+EMBEDDING = Weight(
+    "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "model.embed_tokens.weight", Layout.VOCAB, _vocab
+)
+FINAL_NORM = Weight(
+    "decoder.final_layernorm.weight", ("model.norm.weight",), "model.norm.weight", Layout.REPLICATED, _norm
+)
+LM_HEAD = Weight("output_layer.weight", ("lm_head.weight",), "lm_head.weight", Layout.VOCAB, _vocab)
+VALUE_HEAD = Weight("output_layer.weight", ("score.weight",), "score.weight", Layout.REPLICATED, _score)
+
+
+def _layer(megatron: str, hf: tuple[str, ...], engine: str, layout: Layout, shapes: Callable) -> Weight:
+    prefix = "model.layers.{layer}."
+    return Weight(
+        "decoder.layers.{layer}." + megatron, tuple(prefix + name for name in hf), prefix + engine, layout, shapes
+    )
+
+
+QKV_WEIGHT = _layer(
+    "self_attention.linear_qkv.weight",
+    ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "self_attn.qkv_proj.weight",
+    Layout.QKV,
+    _qkv,
+)
+QKV_BIAS = _layer(
+    "self_attention.linear_qkv.bias",
+    ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "self_attn.qkv_proj.bias",
+    Layout.QKV,
+    _qkv_bias,
+)
+LAYER = (
+    _layer("input_layernorm.weight", ("input_layernorm.weight",), "input_layernorm.weight", Layout.REPLICATED, _norm),
+    QKV_WEIGHT,
+    _layer(
+        "self_attention.linear_proj.weight",
+        ("self_attn.o_proj.weight",),
+        "self_attn.o_proj.weight",
+        Layout.COLUMNS,
+        _attention_out,
+    ),
+    _layer(
+        "pre_mlp_layernorm.weight",
+        ("post_attention_layernorm.weight",),
+        "post_attention_layernorm.weight",
+        Layout.REPLICATED,
+        _norm,
+    ),
+    _layer(
+        "mlp.linear_fc1.weight",
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        "mlp.gate_up_proj.weight",
+        Layout.GATED,
+        _gate_up,
+    ),
+    _layer("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), "mlp.down_proj.weight", Layout.COLUMNS, _down),
+)
+
+# Transformer Engine fuses the norms into the linear layers that follow them.
+FUSED_NAMES = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+def layer_weights(spec: ModelSpec) -> tuple[Weight, ...]:
+    return LAYER + ((QKV_BIAS,) if spec.qkv_bias else ())
+
+
+def model_weights(spec: ModelSpec, head: str) -> Iterator[Weight]:
+    """Every parameter of a model with this head ("lm" or "score"), in the order of the layers."""
+    yield EMBEDDING
+    for layer in range(spec.num_layers):
+        for weight in layer_weights(spec):
+            yield weight.for_layer(layer)
+    yield FINAL_NORM
+    if head == "score":
+        yield VALUE_HEAD
+    elif not spec.tied:
+        yield LM_HEAD
+
+
+def canonical_name(name: str) -> str:
+    """The table's name of a megatron parameter: wrappers and Transformer Engine's fusions undone."""
+    name = name.replace("module.", "")
+    for fused, plain in FUSED_NAMES.items():
+        name = name.replace(fused, plain)
+    return name
+
+
+def local_slice(weight: Weight, part: int, spec: ModelSpec, tp_rank: int, tp: int) -> tuple[int, int, int]:
+    """(dim, start, stop): what of a HuggingFace part rank `tp_rank` of `tp` holds."""
+    shape = weight.shapes(spec)[part]
+    if weight.layout is Layout.REPLICATED:
+        return 0, 0, shape[0]
+    if weight.layout is Layout.VOCAB:
+        rows = spec.padded_vocab_size // tp
+        return 0, min(tp_rank * rows, shape[0]), min((tp_rank + 1) * rows, shape[0])
+    dim = 1 if weight.layout is Layout.COLUMNS else 0
+    size = shape[dim] // tp
+    return dim, tp_rank * size, (tp_rank + 1) * size
+
+
+def join_parts(weight: Weight, parts: list[Tensor], spec: ModelSpec, tp: int) -> Tensor:
+    """A rank's megatron shard from its slices of the HuggingFace parts."""
+    if weight.layout is Layout.QKV:
+        groups = spec.num_kv_heads // tp
+        return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+    if weight.layout is Layout.VOCAB:
+        missing = spec.padded_vocab_size // tp - parts[0].shape[0]
+        return torch.cat([parts[0], parts[0].new_zeros(missing, *parts[0].shape[1:])]) if missing else parts[0]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def split_parts(weight: Weight, shard: Tensor, spec: ModelSpec, tp_rank: int, tp: int) -> list[Tensor]:
+    """A rank's slices of the HuggingFace parts from its megatron shard: the inverse of `join_parts`."""
+    if weight.layout is Layout.QKV:
+        groups, dim = spec.num_kv_heads // tp, spec.head_dim
+        queries = spec.num_heads // spec.num_kv_heads * dim
+        parts = shard.unflatten(0, (groups, -1)).split([queries, dim, dim], dim=1)
+        return [part.flatten(0, 1) for part in parts]
+    if weight.layout is Layout.VOCAB:
+        _, start, stop = local_slice(weight, 0, spec, tp_rank, tp)
+        return [shard[: stop - start]]
+    return list(shard.chunk(len(weight.hf)))
+
+
+def shard_shape(weight: Weight, spec: ModelSpec, tp: int) -> Shape:
+    """Shape of a rank's megatron shard."""
+    shapes = weight.shapes(spec)
+    if weight.layout is Layout.VOCAB:
+        return (spec.padded_vocab_size // tp, *shapes[0][1:])
+    if weight.layout is Layout.REPLICATED:
+        return shapes[0]
+    if weight.layout is Layout.COLUMNS:
+        return (shapes[0][0], shapes[0][1] // tp)
+    return (sum(shape[0] for shape in shapes) // tp, *shapes[0][1:])

@@ -1,0 +1,1 @@
+"""Process groups, devices, and the few exchanges that make sharded results whole."""

@@ -1,0 +1,220 @@
+"""One code, two devices: CUDA with NCCL, or a CPU with gloo. Only this module knows which.
+
+It also holds everything that megatron-core 0.16.1 needs in order to run where CUDA is absent. Megatron names CUDA in four
+ways: `torch.cuda.current_device()` and its like, factories with device="cuda", `Tensor.cuda()`, and comparing
+`Tensor.type()` with 'torch.cuda.*'. Where CUDA is absent each is answered for megatron's own modules; the real torch
+module stays untouched.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+CPU = torch.device("cpu")
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Where this rank computes."""
+
+    device: torch.device
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @property
+    def has_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait for the device, so that a clock read next measures work and not its enqueueing."""
+        if self.has_cuda:
+            torch.cuda.synchronize(self.device)
+
+
+def start(seed: int) -> Platform:
+    """Join the process group that torchrun describes and make megatron-core usable on this rank's device."""
+    if torch.cuda.is_available():
+        local_rank = _env_int("LOCAL_RANK", 0)
+        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    else:
+        device, backend = CPU, "gloo"
+        prepare_cpu()
+    _single_process_defaults()
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    _prepare_megatron(seed)
+    return Platform(device, dist.get_rank(), _env_int("LOCAL_RANK", 0), dist.get_world_size())
+
+
+def torchrun_rank() -> tuple[int, int]:
+    """(rank, world size) as torchrun tells them, before any process group exists."""
+    return _env_int("RANK", 0), _env_int("WORLD_SIZE", 1)
+
+
+def first_to_fail() -> bool:
+    """Whether no other rank of this run has reported an error yet. Before the process group exists: rank 0's word."""
+    if not dist.is_initialized():
+        return torchrun_rank()[0] == 0
+    return dist.distributed_c10d._get_default_store().add("hybridflow/errors", 1) == 1
+
+
+def stop() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch on every device, alike on every rank. What must be random draws from its own generator."""
+    torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """The block leaves torch's global generators as it found them."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+def _env_int(name: str, default: int) -> int:
+    return int(os.environ.get(name, default))
+
+
+def _single_process_defaults() -> None:
+    """Without torchrun the run is a world of one on a free port of this machine."""
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def prepare_cpu() -> None:
+    """Settings that must stand before torch._dynamo, megatron-core or vLLM are imported on a CPU.
+
+    megatron's `jit_fuser` is torch.compile: on a CPU it compiles for seconds to gain nothing.
+    """
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    warnings.filterwarnings("ignore", message=".*CUDA.*", category=UserWarning)
+
+
+def _prepare_megatron(seed: int) -> None:
+    """Random states and buffers that megatron expects once a process, whatever grids come later."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    adapt_megatron()
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        seed, tp_rank=0, ep_rank=0, etp_rank=0, force_reset_rng=True
+    )
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+    seed_everything(seed)
+
+
+def adapt_megatron() -> None:
+    """Let every megatron module loaded so far run without CUDA. Does nothing where CUDA is; may be called again.
+
+    Seen necessary in megatron-core 0.16.1. Call it after importing further megatron modules.
+    """
+    if torch.cuda.is_available():
+        return
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and module.__dict__.get("torch") is torch:
+            module.__dict__["torch"] = _TORCH
+    random = sys.modules.get("megatron.core.tensor_parallel.random")
+    if random is not None:
+        random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+        random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+        logging.getLogger(random.__name__).setLevel(logging.ERROR)  # it warns that the CPU state changed
+    if torch.Tensor.cuda is not _stay:
+        torch.Tensor.cuda = _stay
+        torch.Tensor.type = _type_for_megatron(torch.Tensor.type)
+
+
+def _stay(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Tensor.cuda() where there is no CUDA: megatron moves tied embeddings with it."""
+    return self
+
+
+def _type_for_megatron(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensor.type() that answers 'torch.cuda.*' to megatron, whose optimizers accept nothing else."""
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = real(self, *args, **kwargs)
+        asked_by_megatron = sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core")
+        if asked_by_megatron and isinstance(answer, str) and not answer.startswith("torch.cuda."):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    return type_name
+
+
+class _CudaOnCpu(types.ModuleType):
+    """torch.cuda as megatron sees it where there is none."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    def current_device(self) -> torch.device:
+        return CPU
+
+    def synchronize(self, *args: Any) -> None:
+        """Nothing is asynchronous on a CPU."""
+
+    def empty_cache(self) -> None:
+        """There is no caching allocator on a CPU."""
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def get_device_capability(self, *args: Any) -> tuple[int, int]:
+        return (0, 0)
+
+
+class _TorchOnCpu(types.ModuleType):
+    """torch as megatron sees it where there is no CUDA: factories asked for "cuda" allocate on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.cuda = _CudaOnCpu("torch.cuda")
+        for name in ("zeros", "ones", "empty", "tensor", "arange", "full", "rand", "randn"):
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def build(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return build
+
+
+_TORCH = _TorchOnCpu()

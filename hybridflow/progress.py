@@ -1,0 +1,171 @@
+"""What a person sees of a run: a live bar on a terminal, elsewhere a line an iteration; on rank 0 alone.
+
+    with Progress(config.num_iterations) as progress:
+        progress.phase("iteration 1: generating")
+        progress.iteration(1, metrics)
+
+A metric may be a tensor; it is read when it is shown.
+"""
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.spinner import Spinner
+from rich.table import Column, Table
+from rich.text import Text
+from torch import Tensor
+
+Metrics = Mapping[str, float | Tensor]
+
+# metric -> how it is shown; order of a line
+SHOWN = {
+    "reward/score_mean": "score {:.3g}",
+    "eval/accuracy": "accuracy {:.3g}",
+    "kl/reference_mean": "kl {:.3g}",
+    "actor/loss": "actor/loss {:.3g}",
+    "train/tokens_per_sec": "{:.0f} tok/s",
+    "time/iteration_seconds": "{:.1f} s",
+}
+SHOWN_IN_BAR = ("reward/score_mean", "eval/accuracy", "train/tokens_per_sec")  # 80 columns hold no more
+
+
+class Progress:
+    """The display of rank 0: a bar where the console is a terminal, else a line an iteration."""
+
+    def __init__(self, num_iterations: int, *, console: Console | None = None) -> None:
+        self._console = console or Console()
+        display = _Bar if self._console.is_interactive else _Lines
+        self._display: _Bar | _Lines = display(num_iterations, self._console)
+
+    def __enter__(self) -> Self:
+        self._display.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._display.stop()
+
+    def phase(self, text: str) -> None:
+        """Say what is going on now; shown on a terminal only."""
+        self._display.phase(text)
+
+    def iteration(self, iteration: int, metrics: Metrics) -> None:
+        """Iteration `iteration` is done (0: evaluation before training). Absent metrics are not shown."""
+        self._display.iteration(iteration, metrics)
+
+    def message(self, text: str) -> None:
+        """Print a line, above the bar where there is one."""
+        _print_line(self._console, text)
+
+
+class SilentProgress:
+    """The display of every other rank."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def phase(self, text: str) -> None:
+        pass
+
+    def iteration(self, iteration: int, metrics: Metrics) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        pass
+
+
+def iteration_line(iteration: int, num_iterations: int, metrics: Metrics) -> str:
+    """`iteration 12/60  score 0.812  kl 0.0123  actor/loss -0.01  412 tok/s  1.9 s`"""
+    return "  ".join([f"iteration {iteration}/{num_iterations}", *_shown(metrics, tuple(SHOWN))])
+
+
+def summary_table(rows: list[tuple[str, str]]) -> Table:
+    """Two columns, names and values, as they stand: brackets are no markup."""
+    table = Table(show_header=False, title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(name), Text(value))
+    return table
+
+
+def print_summary(title: str, rows: list[tuple[str, str]], *, console: Console | None = None) -> None:
+    """Print a table under a title, as at the end of a run."""
+    table = summary_table(rows)
+    table.title = Text(title)
+    (console or Console()).print(table)
+
+
+class _Bar:
+    """A bar with the last known metrics, and under it the phase. Redrawn in place."""
+
+    def __init__(self, num_iterations: int, console: Console) -> None:
+        self._bar = RichProgress(
+            TextColumn("iteration"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),  # what the others leave
+            TextColumn("{task.fields[shown]}", markup=False, table_column=Column(no_wrap=True)),
+            TextColumn("eta"),
+            TimeRemainingColumn(compact=True),
+            expand=True,
+            # rich forgets samples older than this, and with them how long an iteration takes
+            speed_estimate_period=7 * 24 * 3600,
+        )
+        self._task = self._bar.add_task("", total=num_iterations, shown="")
+        self._phase = Spinner("dots", Text("starting"))
+        self._live = Live(Group(self._bar, self._phase), console=console, refresh_per_second=4)
+        self._known: dict[str, float | Tensor] = {}
+
+    def start(self) -> None:
+        self._live.start()
+
+    def stop(self) -> None:
+        self._live.update(self._bar)  # the phase is over
+        self._live.stop()
+
+    def phase(self, text: str) -> None:
+        self._phase.update(text=Text(text))
+
+    def iteration(self, iteration: int, metrics: Metrics) -> None:
+        self._known.update({name: metrics[name] for name in SHOWN_IN_BAR if name in metrics})
+        self._bar.update(self._task, completed=iteration, shown="  ".join(_shown(self._known, SHOWN_IN_BAR)))
+
+
+class _Lines:
+    """One line an iteration, for files and pipes."""
+
+    def __init__(self, num_iterations: int, console: Console) -> None:
+        self._num_iterations = num_iterations
+        self._console = console
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def phase(self, text: str) -> None:
+        pass
+
+    def iteration(self, iteration: int, metrics: Metrics) -> None:
+        _print_line(self._console, iteration_line(iteration, self._num_iterations, metrics))
+
+
+def _shown(metrics: Metrics, names: tuple[str, ...]) -> list[str]:
+    return [SHOWN[name].format(float(metrics[name])) for name in names if name in metrics]
+
+
+def _print_line(console: Console, text: str) -> None:
+    """As it stands: no markup, no colours, no line breaks at the width of a terminal that is not there."""
+    console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)

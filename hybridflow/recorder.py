@@ -1,0 +1,142 @@
+"""What a run writes and shows while it goes: rank 0 records, the other ranks stay silent."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hybridflow.batch import TrainBatch
+from hybridflow.config import ExperimentConfig
+from hybridflow.evaluate import Evaluation
+from hybridflow.metrics import MetricsWriter, SampleWriter
+from hybridflow.progress import Progress, SilentProgress
+from hybridflow.report import Iteration
+from hybridflow.roles.scoring import response_token_lists
+from hybridflow.run_dir import dump_batch, open_run_dir
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a person wants to know at the end of a run."""
+
+    accuracy_before: float | None
+    accuracy_after: float | None
+    score_first: float
+    score_last: float
+    tokens_per_sec: float
+    seconds: float
+
+    def rows(self, run_dir: Path) -> list[tuple[str, str]]:
+        """(name, value) pairs for the closing table."""
+        rows = []
+        if self.accuracy_before is not None and self.accuracy_after is not None:
+            gained = 100 * (self.accuracy_after - self.accuracy_before)
+            shown = f"{self.accuracy_before:.1%} -> {self.accuracy_after:.1%} ({gained:+.1f} points)"
+            rows.append(("held-out accuracy", shown))
+        return rows + [
+            ("mean score", f"{self.score_first:.3f} -> {self.score_last:.3f} (first and last iteration)"),
+            ("throughput", f"{self.tokens_per_sec:.0f} tokens/s"),
+            ("time", f"{self.seconds:.0f} s"),
+            ("run directory", str(run_dir)),
+            ("trained model", str(run_dir / "hf")),
+        ]
+
+
+@dataclass
+class Recorder:
+    """Keeps the history every rank needs for its summary; shows nothing and writes nothing."""
+
+    progress: Progress | SilentProgress = field(default_factory=SilentProgress)
+    started: float = field(default_factory=time.perf_counter)
+    accuracies: list[float] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+
+    def phase(self, text: str) -> None:
+        self.progress.phase(text)
+
+    def message(self, text: str) -> None:
+        self.progress.message(text)
+
+    def before_training(self, evaluation: Evaluation) -> None:
+        self.accuracies.append(evaluation.accuracy)
+
+    def evaluated(self, done: Iteration, evaluation: Evaluation) -> None:
+        self.accuracies.append(evaluation.accuracy)
+        done.metrics.update(evaluation.metrics())
+
+    def batch(self, iteration: int, batch: TrainBatch) -> None:
+        """A training batch is complete."""
+
+    def iteration(self, done: Iteration) -> None:
+        self.scores.append(float(done.metrics["reward/score_mean"]))
+        self.rates.append(float(done.metrics["train/tokens_per_sec"]))
+
+    def summary(self) -> RunSummary:
+        return RunSummary(
+            accuracy_before=self.accuracies[0] if self.accuracies else None,
+            accuracy_after=self.accuracies[-1] if self.accuracies else None,
+            score_first=self.scores[0],
+            score_last=self.scores[-1],
+            tokens_per_sec=sum(self.rates) / len(self.rates),
+            seconds=time.perf_counter() - self.started,
+        )
+
+
+@dataclass
+class WritingRecorder(Recorder):
+    """Rank 0's: metrics.csv, TensorBoard, samples.jsonl, batches/, and the progress display."""
+
+    config: ExperimentConfig = None
+    decode: Callable[[list[int]], str] = None
+    metrics: MetricsWriter = None
+    samples: SampleWriter = None
+
+    def before_training(self, evaluation: Evaluation) -> None:
+        super().before_training(evaluation)
+        self.metrics.write(0, evaluation.metrics())
+        self.message(f"before training: held-out accuracy {evaluation.accuracy:.3f}")
+
+    def batch(self, iteration: int, batch: TrainBatch) -> None:
+        if self.config.metrics.dump_batches:
+            dump_batch(self.config.run_dir, iteration, batch)
+
+    def iteration(self, done: Iteration) -> None:
+        super().iteration(done)
+        self.metrics.write(done.number, done.metrics)
+        self.samples.write(done.number, self._sample_rows(done))
+        self.progress.iteration(done.number, done.metrics)
+
+    def _sample_rows(self, done: Iteration) -> list[dict]:
+        rows = list(range(min(self.config.metrics.num_samples, len(done.batch))))
+        responses = response_token_lists(done.batch, rows)
+        return [
+            {
+                "prompt": done.prompts.texts[int(done.batch.prompt_indices[row])],
+                "response": self.decode(ids),
+                "score": float(done.scores[row]),
+            }
+            for row, ids in zip(rows, responses, strict=True)
+        ]
+
+
+@contextlib.contextmanager
+def record_run(
+    config: ExperimentConfig, num_iterations: int, *, rank: int, decode: Callable[[list[int]], str]
+) -> Iterator[Recorder]:
+    """The recorder of this rank, for the time of a run."""
+    if rank != 0:
+        yield Recorder()
+        return
+    moved = open_run_dir(config.run_dir, config.to_yaml())
+    metrics = MetricsWriter(config.run_dir, csv=config.metrics.csv, tensorboard=config.metrics.tensorboard)
+    samples = SampleWriter(config.run_dir / "samples.jsonl")
+    with Progress(num_iterations) as progress:
+        if moved is not None:
+            progress.message(f"{config.run_dir} held an earlier run; it is now {moved}")
+        try:
+            yield WritingRecorder(progress, config=config, decode=decode, metrics=metrics, samples=samples)
+        finally:
+            metrics.close()
+            samples.close()

@@ -1,0 +1,109 @@
+"""The numbers of an iteration: what was sampled, what it cost, and what each rank held."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.advantages import masked_mean
+from hybridflow.algorithms.kl import kl_k1
+from hybridflow.algorithms.value_loss import explained_variance
+from hybridflow.batch import PromptBatch, TrainBatch
+from hybridflow.metrics import Stopwatch, peak_rss_mb
+from hybridflow.parallel.exchange import Exchange
+from hybridflow.reshard.transfer import HandOffCost
+
+Metrics = dict[str, float | Tensor]
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One finished iteration. `scores` are the raw ones, before penalty, normalisation and clipping."""
+
+    number: int
+    prompts: PromptBatch
+    batch: TrainBatch
+    scores: Tensor  # (N,)
+    metrics: Metrics = field(default_factory=dict)
+
+
+def rollout_metrics(batch: TrainBatch, scores: Tensor) -> Metrics:
+    """What was generated and how it was judged."""
+    mask = batch.response_mask
+    response_lengths = (batch.lengths - batch.prompt_lengths).float()
+    difference = (batch.rollout_log_probs - batch.log_probs).abs()
+    kl = kl_k1(batch.log_probs, batch.ref_log_probs) * mask
+    return {
+        "reward/score_mean": scores.mean(),
+        "reward/score_std": scores.std(correction=0),
+        "reward/score_shaped_mean": batch.scores.mean(),
+        "rollout/response_length_mean": response_lengths.mean(),
+        "rollout/truncated_fraction": batch.truncated.float().mean(),
+        "rollout/log_prob_diff_mean": masked_mean(difference, mask),
+        "rollout/log_prob_diff_max": (difference * mask).max(),
+        "kl/reference_mean": masked_mean(kl, mask),
+        "kl/sequence_mean": kl.sum() / len(batch),
+        "critic/explained_variance": explained_variance(batch.values, batch.returns, mask),
+    }
+
+
+def cost_metrics(
+    batch: TrainBatch,
+    *,
+    watch: Stopwatch,
+    hand_offs: list[HandOffCost],
+    exchange: Exchange,
+    actor_bytes: dict[str, int],
+    engine_bytes: int,
+    num_steps: int,
+) -> Metrics:
+    """Seconds, rates and bytes. Times are rank 0's; bytes and hand-off times are the largest of any rank."""
+    seconds = watch.seconds
+    idle = exchange.seconds
+    total = sum(seconds[name] for name in ("rollout", "reward", "estimate", "update"))
+    largest = exchange.maximum(
+        torch.tensor(
+            [
+                sum(cost.seconds for cost in hand_offs),
+                sum(cost.bytes_received for cost in hand_offs),
+                sum(cost.bytes_permuted for cost in hand_offs),
+                max((cost.peak_extra_bytes for cost in hand_offs), default=0),
+                sum(actor_bytes.values()) / MIB,
+                actor_bytes["weights"],
+                engine_bytes,
+                peak_rss_mb(),
+            ],
+            dtype=torch.float64,
+        ).to(exchange.device)
+    )
+    mean_idle = exchange.mean(idle / total)
+    names = (
+        "reshard/seconds",
+        "reshard/bytes_received",
+        "reshard/bytes_permuted",
+        "reshard/peak_extra_bytes",
+        "memory/actor_gpu_mem_mb",
+        "memory/actor_weight_bytes",
+        "memory/engine_own_weight_bytes",
+        "memory/peak_rss_mb",
+    )
+    response_tokens = float(batch.response_mask.sum())
+    return dict(zip(names, largest.tolist(), strict=True)) | {
+        "rollout/throughput_tokens_per_sec": response_tokens / seconds["generate"],
+        "reward/latency_ms": 1e3 * seconds["reward"],
+        "critic/update_latency_ms": 1e3 * seconds["critic_update"] / num_steps,
+        "train/step_time_ms": 1e3 * seconds["update"] / num_steps,
+        "train/tokens_per_sec": len(batch.input_ids) / total,
+        **{f"time/{name}_seconds": value for name, value in seconds.items()},
+        "time/iteration_seconds": total,
+        "time/idle_fraction": mean_idle,
+    }
+
+
+def own_bytes(engine: Iterable[Tensor], trainer: Iterable[Tensor]) -> int:
+    """Bytes of the engine's parameters that do not lie in the trainer's memory."""
+    held = {x.untyped_storage().data_ptr() for x in trainer}
+    outside = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in engine}
+    return sum(storage.nbytes() for pointer, storage in outside.items() if pointer not in held)

@@ -1,0 +1,1 @@
+"""Actor, critic, reference and reward model: each a model on a grid."""

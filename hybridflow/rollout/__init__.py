@@ -1,0 +1,1 @@
+"""vLLM in this process: the only package that imports it."""

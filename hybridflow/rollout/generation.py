@@ -1,0 +1,84 @@
+"""Generate a batch over the engine's replicas: each its own prompts, the result whole on every rank."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.batch import PromptBatch, RolloutBatch, balanced_partition, response_mask, token_index
+from hybridflow.parallel.exchange import Exchange
+from hybridflow.parallel.grid import Grid
+from hybridflow.rollout.engine import Request, Response, RolloutEngine, request_seed
+
+
+def generate(
+    engine: RolloutEngine,
+    prompts: PromptBatch,
+    params: Any,
+    *,
+    samples_per_prompt: int,
+    seed: int,
+    iteration: int,
+    first_prompt: int,
+    grid: Grid,
+    exchange: Exchange,
+) -> RolloutBatch:
+    """`samples_per_prompt` responses to each prompt: row p x samples_per_prompt + s is sample s of prompt p.
+
+    `first_prompt` numbers the prompts of the run, so that a request's seed is (seed, iteration, prompt, sample).
+    """
+    own = balanced_partition(prompts.lengths.tolist(), grid.dp)[grid.dp_rank]
+    rows = [p * samples_per_prompt + s for p in own for s in range(samples_per_prompt)]
+    token_lists = prompts.token_lists()
+    requests = [
+        Request(token_lists[p], request_seed(seed, iteration, first_prompt + p, s))
+        for p in own
+        for s in range(samples_per_prompt)
+    ]
+    responses = engine.generate(requests, params)
+    return _whole(prompts, samples_per_prompt, rows, responses, grid=grid, exchange=exchange)
+
+
+def _whole(
+    prompts: PromptBatch,
+    samples_per_prompt: int,
+    rows: list[int],
+    responses: list[Response],
+    *,
+    grid: Grid,
+    exchange: Exchange,
+) -> RolloutBatch:
+    """Every rank's rows in one batch. The tokens of a replica are those of its first rank."""
+    num_rows, where = len(prompts) * samples_per_prompt, torch.tensor(rows, dtype=torch.int64)
+
+    def shared(size: int, at: Tensor, values: list, dtype: torch.dtype) -> Tensor:
+        return exchange.whole(size, at, torch.tensor(values, dtype=dtype), speaks=grid.speaks)
+
+    counts = shared(num_rows, where, [len(r.token_ids) for r in responses], torch.int64)
+    truncated = shared(num_rows, where, [int(r.truncated) for r in responses], torch.int64).bool()
+    at = token_index(counts, where)
+    token_ids = shared(int(counts.sum()), at, [t for r in responses for t in r.token_ids], torch.int64)
+    log_probs = shared(int(counts.sum()), at, [p for r in responses for p in r.log_probs], torch.float32)
+    return _joined(prompts, samples_per_prompt, counts, truncated, token_ids=token_ids, log_probs=log_probs)
+
+
+def _joined(
+    prompts: PromptBatch,
+    samples_per_prompt: int,
+    counts: Tensor,
+    truncated: Tensor,
+    *,
+    token_ids: Tensor,
+    log_probs: Tensor,
+) -> RolloutBatch:
+    """Prompts and responses, packed one after the other."""
+    prompt_indices = torch.arange(len(prompts)).repeat_interleave(samples_per_prompt)
+    prompt_lengths = prompts.lengths[prompt_indices]
+    lengths = prompt_lengths + counts
+    mask = response_mask(lengths, prompt_lengths)
+    input_ids = torch.empty(len(mask), dtype=torch.int64)
+    input_ids[mask] = token_ids
+    input_ids[~mask] = prompts.input_ids[token_index(prompts.lengths, prompt_indices)]
+    rollout_log_probs = torch.zeros(len(mask))
+    rollout_log_probs[mask] = log_probs
+    return RolloutBatch(input_ids, lengths, prompt_lengths, prompt_indices, truncated, mask, rollout_log_probs)

@@ -1,0 +1,68 @@
+"""Train on one experiment config, under torchrun:
+
+    torchrun --nproc-per-node 2 -m hybridflow.train configs/quickstart.yaml [section.key=value ...]
+
+CONFIG is a YAML file; each override replaces one of its values, `actor.optimizer.lr=1e-5` or
+`reward.models.0.weight=2`. The number of ranks is torchrun's; parallel sizes are in the config. What a run leaves behind
+is in OUTPUT_DIR/NAME: config.yaml (resolved), metrics.csv, tensorboard/, samples.jsonl and hf/, the trained actor.
+"""
+
+import argparse
+import os
+import sys
+import traceback
+
+from hybridflow import __version__
+from hybridflow.config import ExperimentConfig
+from hybridflow.errors import UserError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="hybridflow.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", metavar="CONFIG", help="the experiment's YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")
+    parser.add_argument("--num-iterations", type=int, default=None, help="instead of the config's num_iterations")
+    parser.add_argument("--version", action="version", version=__version__)
+    options = parser.parse_args(arguments)
+    try:
+        _train(options)
+    except Exception as error:  # the boundary of the process: one rank reports, all end
+        _report(error)
+        _leave(1)
+    _leave(0)
+
+
+def _train(options: argparse.Namespace) -> None:
+    config = ExperimentConfig.from_yaml(options.config, options.overrides)
+    from hybridflow.progress import print_summary  # torch and megatron load for seconds: a bad config fails before
+    from hybridflow.trainer import RLTrainer
+
+    trainer = RLTrainer(config)
+    summary = trainer.fit(options.num_iterations)
+    if trainer.platform.rank == 0:
+        print_summary(f"hybridflow {config.name}", summary.rows(config.run_dir))
+
+
+def _report(error: Exception) -> None:
+    """Print the error on the first rank that meets one. Ranks that fail because a peer left stay silent."""
+    from hybridflow.parallel.platform import first_to_fail
+
+    if not first_to_fail():
+        return
+    if isinstance(error, UserError):
+        print(f"hybridflow: error: {error}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
+
+
+def _leave(status: int) -> None:
+    """End at once: other ranks may be inside a collective, and engine threads would wait for them."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

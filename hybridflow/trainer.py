@@ -1,0 +1,265 @@
+"""The iteration and the loop.
+
+Every rank runs this same program over the same global batch; the roles shard the work. Start it under torchrun:
+
+    trainer = RLTrainer.from_yaml("configs/quickstart.yaml", ["seed=3"])
+    trainer.fit()
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.algorithms.advantages import gae, whiten
+from hybridflow.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL
+from hybridflow.algorithms.rewards import token_rewards
+from hybridflow.batch import PromptBatch, RolloutBatch, TrainBatch
+from hybridflow.config import ExperimentConfig
+from hybridflow.data import PromptOrder
+from hybridflow.evaluate import Evaluation, evaluate
+from hybridflow.export import export_huggingface
+from hybridflow.inputs import Inputs, load_inputs
+from hybridflow.metrics import Stopwatch
+from hybridflow.models.optimizer import learning_rate
+from hybridflow.parallel import platform as platforms
+from hybridflow.parallel.exchange import Exchange
+from hybridflow.recorder import Recorder, RunSummary, record_run
+from hybridflow.report import Iteration, cost_metrics, own_bytes, rollout_metrics
+from hybridflow.reshard.plan import plan_reshard
+from hybridflow.reshard.transfer import HandOffCost, WeightHandOff
+from hybridflow.roles.objectives import PolicyObjective, value_objective
+from hybridflow.roles.policy import Actor, Reference
+from hybridflow.roles.scoring import Scorer
+from hybridflow.roles.values import Critic, RewardModel
+from hybridflow.rollout.engine import RolloutEngine, request_seed
+from hybridflow.rollout.generation import generate
+
+Metrics = dict[str, float | Tensor]
+
+
+class RLTrainer:
+    """PPO on one config. Building it is collective over the world and checks everything a user gave."""
+
+    def __init__(self, config: ExperimentConfig) -> None:
+        _, world_size = platforms.torchrun_rank()
+        config.check_world_size(world_size)
+        self.config = config
+        self.platform = platforms.start(config.seed)
+        self.inputs: Inputs = load_inputs(config)
+        self.exchange = Exchange(dist.group.WORLD, self.platform.device)
+        self.watch = Stopwatch(self.platform.synchronize)
+        self._build_roles()
+        self._build_engine()
+        self.order = PromptOrder(len(self.inputs.train), config.seed, config.data.shuffle)
+        self.kl_control = _kl_controller(config)
+        self._costs: list[HandOffCost] = []
+
+    @classmethod
+    def from_yaml(cls, path: str, overrides: list[str] | tuple[str, ...] = ()) -> Self:
+        return cls(ExperimentConfig.from_yaml(path, overrides))
+
+    def _build_roles(self) -> None:
+        config, shared = self.config, {"platform": self.platform, "exchange": self.exchange}
+        temperature = config.sampling.temperature
+        self.actor = Actor(config.actor, temperature=temperature, **shared)
+        self.critic = Critic(config.critic, **shared)
+        self.reference = Reference(config.reference, temperature=temperature, **shared)
+        models = [RewardModel(f"reward.models.{i}", m, **shared) for i, m in enumerate(config.reward.models)]
+        self.scorer = Scorer(
+            config.reward,
+            models,
+            decode=self.inputs.decode,
+            rank=self.platform.rank,
+            world_size=self.platform.world_size,
+            exchange=self.exchange,
+        )
+        self.policy_objective = PolicyObjective.of(config.algorithm)
+        self.value_objective = value_objective(config.algorithm)
+
+    def _build_engine(self) -> None:
+        config, actor = self.config, self.actor
+        weights = {name: tensor for name, (_, tensor) in actor.weights().items()}
+        self.hand_off = WeightHandOff(plan_reshard(actor.spec, actor.grid.tp), weights)
+        self.engine = RolloutEngine(
+            actor.spec.path,
+            actor.engine_source(),
+            dtype=config.actor.dtype,
+            tp_rank_lists=actor.grid.tp_rank_lists(),
+            max_length=config.max_sequence_length,
+            sampling=config.sampling,
+            config=config.rollout,
+            platform=self.platform,
+        )
+        self.sampling_params = self.engine.sampling_params(config.sampling, self.inputs.eos_token_ids)
+        self.greedy_params = self.engine.greedy_params(config.sampling, self.inputs.eos_token_ids)
+        self._engine_bytes = own_bytes(self.engine.parameters().values(), weights.values())
+
+    # ---- the loop
+
+    def fit(self, num_iterations: int | None = None) -> RunSummary:
+        """Train for `num_iterations` (default: the config's) and write the run directory; ends with runs/NAME/hf."""
+        num_iterations = num_iterations or self.config.num_iterations
+        with record_run(self.config, num_iterations, rank=self.platform.rank, decode=self.inputs.decode) as recorder:
+            if self.config.metrics.eval_interval:
+                recorder.phase("evaluating before training")
+                recorder.before_training(self.evaluate())
+            for iteration in range(1, num_iterations + 1):
+                done = self.iterate(iteration, num_iterations, recorder)
+                if self._evaluates(iteration, num_iterations):
+                    recorder.phase(f"iteration {iteration}: evaluating")
+                    recorder.evaluated(done, self.evaluate())
+                recorder.iteration(done)
+            recorder.phase("writing the trained actor")
+            export_huggingface(self.actor, self.config.run_dir / "hf", report=recorder.message)
+        return recorder.summary()
+
+    def _evaluates(self, iteration: int, num_iterations: int) -> bool:
+        interval = self.config.metrics.eval_interval
+        return interval > 0 and (iteration % interval == 0 or iteration == num_iterations)
+
+    def iterate(self, iteration: int, num_iterations: int, recorder: Recorder) -> Iteration:
+        """One PPO iteration: generate, score, estimate advantages, update."""
+        self._reset_costs()
+        prompts, first_prompt = self._next_prompts()
+        recorder.phase(f"iteration {iteration}: generating")
+        with self.watch.phase("rollout"):
+            rollout = self.generate(prompts, iteration, first_prompt)
+        recorder.phase(f"iteration {iteration}: scoring")
+        with self.watch.phase("reward"):
+            raw_scores = self.scorer.scores(rollout, prompts)
+        with self.watch.phase("estimate"):
+            batch = self.estimate(rollout, self.scorer.shaped(raw_scores, rollout))
+        recorder.batch(iteration, batch)
+        recorder.phase(f"iteration {iteration}: updating")
+        with self.watch.phase("update"):
+            updates = self.update(batch, iteration, num_iterations)
+        metrics = rollout_metrics(batch, raw_scores) | {"kl/coef": self.kl_control.coef} | updates
+        self.kl_control = self.kl_control.updated(float(metrics["kl/sequence_mean"]), len(batch))
+        metrics |= cost_metrics(
+            batch,
+            watch=self.watch,
+            hand_offs=self._costs,
+            exchange=self.exchange,
+            actor_bytes=self.actor.trained.memory_bytes(),
+            engine_bytes=self._engine_bytes,
+            num_steps=self.config.algorithm.ppo_epochs * len(batch) // self.config.algorithm.mini_batch_size,
+        )
+        return Iteration(iteration, prompts, batch, raw_scores, metrics)
+
+    def _next_prompts(self) -> tuple[PromptBatch, int]:
+        """The next prompts, and the number of the first of them in the run."""
+        first_prompt = self.order.position
+        return self.inputs.train.batch(self.order.next(self.config.data.prompts_per_iteration)), first_prompt
+
+    def _reset_costs(self) -> None:
+        self.watch.reset()
+        self.exchange.seconds = 0.0
+        self._costs = []
+
+    def generate(self, prompts: PromptBatch, iteration: int, first_prompt: int) -> RolloutBatch:
+        with self.handed_to_engine(), self.watch.phase("generate"):
+            return generate(
+                self.engine,
+                prompts,
+                self.sampling_params,
+                samples_per_prompt=self.config.sampling.samples_per_prompt,
+                seed=self.config.seed,
+                iteration=iteration,
+                first_prompt=first_prompt,
+                grid=self.actor.grid,
+                exchange=self.exchange,
+            )
+
+    def estimate(self, rollout: RolloutBatch, scores: Tensor) -> TrainBatch:
+        """Log-probs, values, token rewards, advantages and returns: all that the update needs."""
+        algorithm, mask = self.config.algorithm, rollout.response_mask
+        with self.watch.phase("log_probs"):
+            log_probs = self.actor.log_probs(rollout)
+        with self.watch.phase("reference"):
+            ref_log_probs = self.reference.log_probs(rollout)
+        with self.watch.phase("values"):
+            values = self.critic.values(rollout)
+        rewards = token_rewards(
+            scores,
+            KL_ESTIMATORS[algorithm.kl.estimator](log_probs, ref_log_probs) * mask,
+            mask,
+            lengths=rollout.lengths,
+            kl_coef=self.kl_control.coef if algorithm.kl.use == "reward" else 0.0,
+        )
+        advantages, returns = gae(
+            rewards, values, mask, lengths=rollout.lengths, gamma=algorithm.gamma, gae_lambda=algorithm.gae_lambda
+        )
+        if algorithm.whiten_advantages:
+            advantages = whiten(advantages, mask)
+        return TrainBatch(
+            **vars(rollout),
+            log_probs=log_probs,
+            ref_log_probs=ref_log_probs,
+            values=values,
+            scores=scores,
+            rewards=rewards,
+            advantages=advantages,
+            returns=returns,
+        )
+
+    def update(self, batch: TrainBatch, iteration: int, num_iterations: int) -> Metrics:
+        """ppo_epochs passes over the batch in mini-batches; the means of what the steps report."""
+        algorithm = self.config.algorithm
+        actor_lr = learning_rate(self.config.actor.optimizer, iteration, num_iterations)
+        critic_lr = learning_rate(self.config.critic.optimizer, iteration, num_iterations)
+        steps: list[Metrics] = []
+        for epoch in range(algorithm.ppo_epochs):
+            generator = torch.Generator().manual_seed(request_seed(self.config.seed, iteration, epoch))
+            for mini_batch in batch.mini_batches(algorithm.mini_batch_size, generator):
+                with self.watch.phase("critic_update"):
+                    critic = self.critic.update(mini_batch, self.value_objective, lr=critic_lr)
+                step = {f"critic/{name}": value for name, value in critic.items()}
+                if iteration > algorithm.critic_warmup_iterations:
+                    with self.watch.phase("actor_update"):
+                        actor = self.actor.update(
+                            mini_batch, self.policy_objective, kl_coef=self.kl_control.coef, lr=actor_lr
+                        )
+                    step |= {f"actor/{name}": value for name, value in actor.items()}
+                steps.append(step)
+        means = {name: sum(float(step[name]) for step in steps) / len(steps) for name in steps[0]}
+        return means | {"actor/lr": actor_lr, "critic/lr": critic_lr}
+
+    def evaluate(self) -> Evaluation:
+        """Greedy responses to the held-out prompts: how many are right, and their mean score."""
+        heldout, right, name = self.inputs.heldout, self.inputs.right, self.config.metrics.eval_reward
+        assert heldout is not None and right is not None and name is not None, "the config names no held-out data"
+        prompts = heldout.batch(list(range(len(heldout))))
+        return evaluate(self.greedy_responses(prompts), prompts, self.scorer, right, name)
+
+    def greedy_responses(self, prompts: PromptBatch) -> RolloutBatch:
+        with self.handed_to_engine():
+            return generate(
+                self.engine,
+                prompts,
+                self.greedy_params,
+                samples_per_prompt=1,
+                seed=self.config.seed,
+                iteration=0,
+                first_prompt=0,
+                grid=self.actor.grid,
+                exchange=self.exchange,
+            )
+
+    @contextlib.contextmanager
+    def handed_to_engine(self) -> Iterator[None]:
+        """The actor's weights are the engine's within the block, in the engine's layout; bitwise restored after it."""
+        self._costs.append(self.hand_off.to_engine())
+        self.engine.reset_prefix_cache()
+        try:
+            yield
+        finally:
+            self._costs.append(self.hand_off.to_trainer())
+
+
+def _kl_controller(config: ExperimentConfig) -> FixedKL | AdaptiveKL:
+    kl = config.algorithm.kl
+    return FixedKL(kl.coef) if kl.controller == "fixed" else AdaptiveKL(kl.coef, kl.target, kl.horizon)

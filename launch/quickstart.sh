@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Trains a tiny model with PPO on two CPU processes, from nothing:
+#
+#   bash launch/quickstart.sh [CONFIG] [KEY=VALUE ...]        CONFIG: configs/quickstart.yaml
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+config=configs/quickstart.yaml
+if [[ $# -gt 0 && $1 == *.yaml ]]; then
+    config=$1
+    shift
+fi
+[[ -f $config ]] || { echo "quickstart.sh: no config $config (paths count from $PWD)" >&2 && exit 1; }
+
+show_and_run() {
+    printf '$ %s\n' "$*"
+    "$@"
+}
+
+show_and_run bash launch/setup.sh
+export OMP_NUM_THREADS=1  # one thread for each of the two processes
+show_and_run .venv/bin/python -m tools.make_tiny data/tiny --if-missing
+show_and_run .venv/bin/torchrun --nproc-per-node 2 -m hybridflow.train "$config" "$@"

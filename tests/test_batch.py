@@ -1,0 +1,303 @@
+"""Packed batches against loops over plain lists, and the pure functions that split them."""
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from hybridflow.batch import (
+    PromptBatch,
+    RolloutBatch,
+    TrainBatch,
+    balanced_partition,
+    micro_batch_rows,
+    offsets,
+    response_mask,
+    token_index,
+)
+
+LENGTHS = [3, 5, 1, 4]
+PROMPT_LENGTHS = [2, 1, 1, 2]
+TOKEN_FIELDS = [
+    *["input_ids", "response_mask", "rollout_log_probs", "log_probs", "ref_log_probs"],
+    *["values", "rewards", "advantages", "returns"],
+]
+SEQUENCE_FIELDS = ["lengths", "prompt_lengths", "prompt_indices", "truncated", "scores"]
+
+
+def rollout_fields() -> dict[str, torch.Tensor]:
+    lengths, prompt_lengths = torch.tensor(LENGTHS), torch.tensor(PROMPT_LENGTHS)
+    return {
+        "input_ids": torch.arange(100, 113),
+        "lengths": lengths,
+        "prompt_lengths": prompt_lengths,
+        "prompt_indices": torch.tensor([0, 0, 1, 1]),
+        "truncated": torch.tensor([False, True, False, False]),
+        "response_mask": response_mask(lengths, prompt_lengths),
+        "rollout_log_probs": -torch.arange(13.0) / 10,
+    }
+
+
+def rollout_batch() -> RolloutBatch:
+    return RolloutBatch(**rollout_fields())
+
+
+def train_batch() -> TrainBatch:
+    """Every field holds other numbers, so that a mix-up shows."""
+    names = ["log_probs", "ref_log_probs", "values", "rewards", "advantages", "returns"]
+    tokens = {name: 1000.0 * (i + 1) + torch.arange(13.0) for i, name in enumerate(names)}
+    return TrainBatch(**rollout_fields(), scores=torch.tensor([0.5, -1.0, 2.0, 0.0]), **tokens)
+
+
+def rows_of(batch: RolloutBatch, name: str) -> list:
+    """A field as one entry a sequence: a number, or the list of its tokens' numbers."""
+    field = getattr(batch, name)
+    if name in SEQUENCE_FIELDS:
+        return field.tolist()
+    return [part.tolist() for part in field.split(batch.lengths.tolist())]
+
+
+# ------------------------------------------------------------------------------------------------ packed tensors
+
+
+def test_prompt_batch_gives_token_lists() -> None:
+    batch = PromptBatch(
+        input_ids=torch.tensor([5, 6, 7, 8]), lengths=torch.tensor([1, 3]), texts=("a", "b"), columns={}
+    )
+    assert batch.token_lists() == [[5], [6, 7, 8]]
+    assert len(batch) == 2
+
+
+def test_offsets_are_where_sequences_start() -> None:
+    assert offsets(torch.tensor(LENGTHS)).tolist() == [0, 3, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([0, 1, 2, 3], list(range(13))),
+        ([2], [8]),
+        ([3, 0], [9, 10, 11, 12, 0, 1, 2]),
+        ([1, 1], [3, 4, 5, 6, 7, 3, 4, 5, 6, 7]),
+        ([], []),
+    ],
+)
+def test_token_index_is_the_tokens_of_the_rows(rows: list[int], expected: list[int]) -> None:
+    index = token_index(torch.tensor(LENGTHS), torch.tensor(rows, dtype=torch.int64))
+    assert index.dtype == torch.int64
+    assert index.tolist() == expected
+
+
+def test_token_index_skips_empty_sequences() -> None:
+    assert token_index(torch.tensor([2, 0, 3]), torch.tensor([1, 2, 0])).tolist() == [2, 3, 4, 0, 1]
+
+
+def test_response_mask_starts_after_the_prompt() -> None:
+    mask = response_mask(torch.tensor(LENGTHS), torch.tensor(PROMPT_LENGTHS))
+    assert mask.dtype == torch.bool
+    assert mask.int().tolist() == [0, 0, 1, 0, 1, 1, 1, 1, 0, 0, 0, 1, 1]
+
+
+def test_select_takes_every_field_in_the_order_of_the_rows() -> None:
+    batch = train_batch()
+    rows = [3, 1, 3]
+    chosen = batch.select(torch.tensor(rows))
+    assert isinstance(chosen, TrainBatch)
+    assert len(chosen) == 3
+    for name in [*TOKEN_FIELDS, *SEQUENCE_FIELDS]:
+        whole = rows_of(batch, name)
+        assert rows_of(chosen, name) == [whole[row] for row in rows], name
+        assert getattr(chosen, name).dtype == getattr(batch, name).dtype, name
+
+
+def test_select_keeps_the_kind_and_the_original() -> None:
+    batch = rollout_batch()
+    assert type(batch.select(torch.tensor([1]))) is RolloutBatch
+    chosen = batch.select(torch.arange(4))
+    chosen.input_ids.zero_()
+    assert batch.input_ids.tolist() == list(range(100, 113))
+
+
+def test_selecting_back_and_forth_is_the_identity() -> None:
+    batch, order = train_batch(), torch.tensor([2, 0, 3, 1])
+    again = batch.select(order).select(order.argsort())
+    for name in [*TOKEN_FIELDS, *SEQUENCE_FIELDS]:
+        assert torch.equal(getattr(again, name), getattr(batch, name)), name
+
+
+def test_selecting_nothing_gives_an_empty_batch() -> None:
+    empty = train_batch().select(torch.empty(0, dtype=torch.int64))
+    assert len(empty) == 0
+    assert empty.input_ids.shape == (0,)
+
+
+@pytest.mark.parametrize("name", TOKEN_FIELDS + SEQUENCE_FIELDS)
+def test_a_field_of_the_wrong_length_fails_with_its_name(name: str) -> None:
+    batch = train_batch()
+    fields = {field: getattr(batch, field) for field in [*TOKEN_FIELDS, *SEQUENCE_FIELDS]}
+    fields[name] = fields[name][:-1]
+    with pytest.raises(AssertionError) as raised:
+        TrainBatch(**fields)
+    if name != "lengths":  # every other one is measured against lengths
+        num = 4 if name in SEQUENCE_FIELDS else 13
+        assert f"TrainBatch.{name}: shape ({num - 1},), expected ({num},)" in str(raised.value)
+
+
+def test_a_field_of_two_dimensions_fails() -> None:
+    fields = rollout_fields() | {"rollout_log_probs": torch.zeros(13, 1)}
+    with pytest.raises(AssertionError, match=r"rollout_log_probs: shape \(13, 1\), expected \(13,\)"):
+        RolloutBatch(**fields)
+
+
+# ------------------------------------------------------------------------------------------------ mini-batches
+
+
+def mini_batches(size: int, seed: int) -> list[TrainBatch]:
+    return list(train_batch().mini_batches(size, torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_mini_batches_hold_every_sequence_once(size: int) -> None:
+    batches = mini_batches(size, seed=0)
+    assert [len(batch) for batch in batches] == [size] * (4 // size)
+    scores = [score for batch in batches for score in batch.scores.tolist()]
+    assert sorted(scores) == sorted(train_batch().scores.tolist())
+    tokens = [token for batch in batches for token in rows_of(batch, "input_ids")]
+    assert sorted(tokens) == sorted(rows_of(train_batch(), "input_ids"))
+
+
+def test_mini_batches_are_drawn_from_the_generator() -> None:
+    def orders(seed: int) -> list[int]:
+        return [row for batch in mini_batches(2, seed) for row in batch.lengths.tolist()]
+
+    assert orders(1) == orders(1)
+    assert len({tuple(orders(seed)) for seed in range(20)}) > 5
+
+
+def test_every_epoch_draws_another_order() -> None:
+    generator = torch.Generator().manual_seed(0)
+    epochs = [
+        tuple(length for batch in train_batch().mini_batches(2, generator) for length in batch.lengths.tolist())
+        for _ in range(6)
+    ]
+    assert len(set(epochs)) > 1
+
+
+# ------------------------------------------------------------------------------------------------ partition
+
+
+def part_costs(costs: list[int], parts: list[list[int]]) -> list[int]:
+    return [sum(costs[row] for row in part) for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("costs", "num_parts", "expected"),
+    [
+        ([5, 4, 3, 2, 1], 1, [[0, 1, 2, 3, 4]]),
+        ([1, 2, 3, 4], 2, [[0, 3], [1, 2]]),
+        ([7, 7, 7], 3, [[0], [1], [2]]),
+        ([2, 2, 2, 2], 2, [[0, 2], [1, 3]]),
+        ([10, 1, 1, 1], 2, [[0], [1, 2, 3]]),
+        ([0, 0, 0], 3, [[0], [1], [2]]),
+        ([3], 2, [[0], []]),
+        ([], 2, [[], []]),
+    ],
+)
+def test_partitions_by_hand(costs: list[int], num_parts: int, expected: list[list[int]]) -> None:
+    assert balanced_partition(costs, num_parts) == expected
+
+
+def random_costs(seed: int, count: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randint(1, 500) for _ in range(count)]
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize("count", [8, 9, 64])
+def test_partitions_hold_every_row_once_and_no_part_is_empty(num_parts: int, count: int) -> None:
+    parts = balanced_partition(random_costs(count, count), num_parts)
+    assert len(parts) == num_parts
+    assert sorted(itertools.chain(*parts)) == list(range(count))
+    assert all(part == sorted(part) and part for part in parts)
+
+
+@pytest.mark.parametrize("num_parts", [2, 4, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_parts_differ_by_no_more_than_one_row(num_parts: int, seed: int) -> None:
+    costs = random_costs(seed, 64)
+    found = part_costs(costs, balanced_partition(costs, num_parts))
+    # the costliest part was the cheapest before it got its last row
+    assert max(found) - min(found) <= max(costs)
+    assert max(found) <= sum(costs) / num_parts * 1.05
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_costliest_part_is_at_most_four_thirds_of_the_best(seed: int) -> None:
+    costs, num_parts = random_costs(seed, 7), 3
+    best = min(
+        max(part_costs(costs, [[i for i in range(7) if choice[i] == part] for part in range(num_parts)]))
+        for choice in itertools.product(range(num_parts), repeat=7)
+    )
+    assert max(part_costs(costs, balanced_partition(costs, num_parts))) <= best * 4 / 3
+
+
+def test_a_permutation_of_the_rows_gives_parts_of_the_same_costs() -> None:
+    costs = random_costs(1, 40)
+    expected = Counter(part_costs(costs, balanced_partition(costs, 6)))
+    for seed in range(5):
+        shuffled = random.Random(seed).sample(costs, len(costs))
+        assert Counter(part_costs(shuffled, balanced_partition(shuffled, 6))) == expected
+
+
+def test_equal_calls_give_equal_partitions() -> None:
+    costs = [3] * 10 + [5] * 10
+    assert balanced_partition(costs, 4) == balanced_partition(list(costs), 4)
+
+
+# ------------------------------------------------------------------------------------------------ micro-batches
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rows", "max_tokens", "expected"),
+    [
+        ([4, 4, 4, 4], [0, 1, 2, 3], 8, [[0, 1], [2, 3]]),
+        ([4, 4, 4, 4], [0, 1, 2, 3], 7, [[0], [1], [2], [3]]),
+        ([1, 5, 3, 5], [0, 1, 2, 3], 10, [[1, 3], [2, 0]]),
+        ([1, 5, 3, 5], [0, 2], 10, [[2, 0]]),
+        ([5, 9], [1], 9, [[1]]),
+        ([5], [], 5, []),
+    ],
+)
+def test_micro_batches_by_hand(lengths: list[int], rows: list[int], max_tokens: int, expected: list[list[int]]) -> None:
+    assert micro_batch_rows(lengths, rows, max_tokens) == expected
+
+
+@pytest.mark.parametrize("max_tokens", [30, 64, 200, 10_000])
+@pytest.mark.parametrize("seed", range(4))
+def test_micro_batches_keep_the_budget_and_hold_all_rows_once(max_tokens: int, seed: int) -> None:
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, 30) for _ in range(60)]
+    rows = draw.sample(range(60), 45)
+    groups = micro_batch_rows(lengths, rows, max_tokens)
+    assert sorted(itertools.chain(*groups)) == sorted(rows)
+    assert all(groups)
+    assert max(part_costs(lengths, groups)) <= max_tokens
+    in_order = [lengths[row] for group in groups for row in group]
+    assert in_order == sorted(in_order, reverse=True)  # so rows of one length stand side by side
+    # the fewest runs of that order: no group could have taken the next one's first row
+    for group, following in itertools.pairwise(groups):
+        assert sum(lengths[row] for row in group) + lengths[following[0]] > max_tokens
+
+
+def test_micro_batches_do_not_depend_on_the_order_of_the_rows() -> None:
+    lengths = [3, 1, 3, 2, 3, 1]
+    expected = micro_batch_rows(lengths, [0, 1, 2, 3, 4, 5], 6)
+    for rows in itertools.permutations(range(6)):
+        assert micro_batch_rows(lengths, list(rows), 6) == expected
+
+
+def test_a_row_beyond_the_budget_fails_with_its_length() -> None:
+    with pytest.raises(AssertionError, match="row 1 has 9 tokens, the budget is 8"):
+        micro_batch_rows([5, 9], [0, 1], 8)

@@ -1,0 +1,493 @@
+"""The experiment config: what it accepts, what each mistake's message says, overrides, and the shipped files."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hybridflow.config import ExperimentConfig
+from hybridflow.errors import ConfigError, UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
+
+MINIMAL: dict[str, Any] = {
+    "name": "run-1",
+    "num_iterations": 10,
+    "data": {"train": "train.jsonl", "prompts_per_iteration": 8, "max_prompt_length": 100},
+    "sampling": {"samples_per_prompt": 2, "max_response_length": 50},
+    "actor": {"model": "models/policy", "optimizer": {"lr": 1.0e-5}},
+    "critic": {"model": "models/value", "optimizer": {"lr": 2.0e-5}},
+    "reference": {"model": "models/policy"},
+    "reward": {"functions": [{"function": "hybridflow.rewards:exact_match"}]},
+    "algorithm": {"mini_batch_size": 4},
+}
+REWARD_MODELS = [{"model": "models/a"}, {"model": "models/b", "weight": 0.5}]
+
+
+def changed(changes: dict[str, Any]) -> dict[str, Any]:
+    """MINIMAL with dotted keys set."""
+    tree = copy.deepcopy(MINIMAL)
+    for path, value in changes.items():
+        *sections, key = path.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[key] = value
+    return tree
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Any:
+    """Writes MINIMAL with changes, or a text as it stands, and gives the path."""
+
+    def write(content: dict[str, Any] | str = "") -> Path:
+        path = tmp_path / "experiment.yaml"
+        text = content if isinstance(content, str) and content else yaml.safe_dump(changed(content or {}))
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def problem(path: Path, *overrides: str) -> str:
+    """The message of loading a config that does not hold."""
+    with pytest.raises(ConfigError) as raised:
+        ExperimentConfig.from_yaml(path, overrides)
+    assert isinstance(raised.value, UserError)
+    return str(raised.value)
+
+
+def load(**changes: Any) -> ExperimentConfig:
+    return ExperimentConfig.model_validate(changed(changes))
+
+
+# ------------------------------------------------------------------------------------------------ what is accepted
+
+
+def test_a_minimal_config_gets_the_defaults(config_file) -> None:
+    config = ExperimentConfig.from_yaml(config_file())
+    assert config.seed == 0
+    assert config.data.prompt_key == "prompt"
+    assert config.actor.optimizer.lr == 1e-5
+    assert config.actor.optimizer.betas == (0.9, 0.95)
+    assert config.algorithm.clip_range == 0.2
+    assert config.algorithm.kl.estimator == "k1"
+    assert config.metrics.csv
+    assert config.max_sequence_length == 150
+    assert config.rollout_tensor_parallel_size == 1
+    assert config.run_dir == Path("runs/run-1")
+
+
+def test_a_config_is_frozen() -> None:
+    config = load()
+    with pytest.raises(ValueError, match="frozen"):
+        config.seed = 3
+    with pytest.raises(ValueError, match="frozen"):
+        config.actor.optimizer.lr = 3.0
+
+
+def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
+    config = load(
+        **{
+            "reward.models": REWARD_MODELS,
+            "sampling.logit_bias": {5: -1.5, 7: 2.0},
+            "sampling.stop": ["\n", "#"],
+            "sampling.allowed_token_ids": [1, 2],
+            "actor.optimizer.lr": 1e-7,
+            "algorithm.dual_clip": 3.0,
+        }
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml())
+    assert ExperimentConfig.from_yaml(path) == config
+
+
+def test_roles_are_named_as_in_the_file() -> None:
+    config = load(**{"reward.models": REWARD_MODELS})
+    assert list(config.roles()) == ["actor", "critic", "reference", "reward.models.0", "reward.models.1"]
+    assert config.roles()["reward.models.1"].model == "models/b"
+
+
+def test_yamls_numbers_without_a_point_are_numbers(config_file) -> None:
+    text = yaml.safe_dump(MINIMAL).replace("lr: 1.0e-05", "lr: 1e-5")
+    assert "lr: 1e-5" in text
+    assert ExperimentConfig.from_yaml(config_file(text)).actor.optimizer.lr == 1e-5
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: [1", "is not YAML"),
+        ("- a\n- b\n", "a config is a mapping of sections, this is list"),
+        ("just a text", "this is str"),
+        ("# nothing\n", "this is NoneType"),
+    ],
+)
+def test_a_file_that_is_no_config_is_an_error(config_file, text: str, expected: str) -> None:
+    path = config_file(text)
+    message = problem(path)
+    assert str(path) in message
+    assert expected in message
+
+
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    assert "absent.yaml: cannot be read: No such file" in problem(tmp_path / "absent.yaml")
+    assert "cannot be read: Is a directory" in problem(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"name: \xff\xfe")
+    assert "binary.yaml: is not YAML" in problem(tmp_path / "binary.yaml")
+
+
+# ------------------------------------------------------------------------------------------------ keys
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("algorithm.clip_rang", "clip_range"),
+        ("algorithm.kl.coeff", "coef"),
+        ("actor.optimizer.learning", None),
+        ("actor.optimiser", "optimizer"),
+        ("actor.tensor_parallel", "tensor_parallel_size"),
+        ("data.max_prompt_len", "max_prompt_length"),
+        ("sampling.temprature", "temperature"),
+        ("metric", "metrics"),
+        ("rollout.kv_cache_gb", "kv_cache_gib"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_one(config_file, key: str, nearest: str | None) -> None:
+    path = config_file({key: 1})
+    (line,) = [line for line in problem(path).splitlines() if "unknown key" in line]
+    hint = f"did you mean {nearest}?" if nearest else "known are name, lr, min_lr"
+    assert line.startswith(f"{path}: {key}: unknown key; {hint}")
+
+
+def test_an_unknown_key_in_a_list_names_its_place(config_file) -> None:
+    path = config_file({"reward.models": [{"model": "a"}, {"model": "b", "wieght": 2}]})
+    assert f"{path}: reward.models.1.wieght: unknown key; did you mean weight?" in problem(path)
+
+
+@pytest.mark.parametrize("section", ["data", "algorithm", "actor", "name", "num_iterations", "reward"])
+def test_a_missing_section_is_named(config_file, section: str) -> None:
+    text = yaml.safe_dump({key: value for key, value in MINIMAL.items() if key != section})
+    assert f"{section}: is required" in problem(config_file(text))
+
+
+def test_a_missing_field_is_named(config_file) -> None:
+    path = config_file({"actor": {"optimizer": {}}})
+    assert problem(path).splitlines() == [
+        f"{path}: actor.model: is required",
+        f"{path}: actor.optimizer.lr: is required",
+    ]
+
+
+def test_every_problem_is_told_at_once(config_file) -> None:
+    path = config_file({"algorithm.gamma": 2, "sampling.top_p": 0, "seeed": 1})
+    message = problem(path)
+    assert len(message.splitlines()) == 3
+    assert all(line.startswith(f"{path}: ") for line in message.splitlines())
+    for key in ("algorithm.gamma = 2", "sampling.top_p = 0", "seeed: unknown key; did you mean seed?"):
+        assert key in message
+
+
+# ------------------------------------------------------------------------------------------------ values
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("num_iterations", 0, "greater than 0"),
+        ("num_iterations", 1.5, "integer"),
+        ("seed", -1, "greater than or equal to 0"),
+        ("name", "a/b", "pattern"),
+        ("name", "", "pattern"),
+        ("data.prompts_per_iteration", "many", "integer"),
+        ("data.overlong_prompts", "truncate", "'drop' or 'error'"),
+        ("sampling.temperature", 0, "greater than 0"),
+        ("sampling.top_p", 1.1, "less than or equal to 1"),
+        ("sampling.presence_penalty", 3, "less than or equal to 2"),
+        ("actor.dtype", "float16", "'float32' or 'bfloat16'"),
+        ("actor.pipeline_parallel_size", 2, "1"),
+        ("actor.optimizer.name", "lion", "'adam' or 'sgd'"),
+        ("actor.optimizer.lr", -1e-5, "greater than or equal to 0"),
+        ("actor.optimizer.lr", float("nan"), "finite"),
+        ("actor.optimizer.lr", float("inf"), "finite"),
+        ("actor.optimizer.schedule", "cosin", "'constant', 'linear' or 'cosine'"),
+        ("actor.recompute", True, "'none', 'selective' or 'full'"),
+        ("algorithm.gamma", 1.5, "less than or equal to 1"),
+        ("algorithm.clip_range", 0, "greater than 0"),
+        ("algorithm.dual_clip", 1.0, "greater than 1"),
+        ("algorithm.kl.estimator", "k4", "'k1', 'k2' or 'k3'"),
+        ("algorithm.ppo_epochs", 0, "greater than 0"),
+        ("reward.normalization", "z", "'none', 'batch' or 'running'"),
+        ("metrics.csv", "maybe", "boolean"),
+    ],
+)
+def test_a_value_out_of_range_is_named_with_its_rule(config_file, key: str, value: Any, rule: str) -> None:
+    path = config_file({key: value})
+    (line,) = problem(path).splitlines()
+    assert line.startswith(f"{path}: {key} = {value!r}: ")
+    assert rule in line
+
+
+@pytest.mark.parametrize("function", ["exact_match", "a.b", "a.b:", ":f", "a-b:f", "a.b:c.d"])
+def test_a_reward_function_is_module_and_name(config_file, function: str) -> None:
+    path = config_file({"reward.functions": [{"function": function}]})
+    assert f"{path}: reward.functions.0.function = {function!r}: " in problem(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"algorithm.mini_batch_size": 5},
+            [
+                "algorithm.mini_batch_size = 5 does not divide",
+                "data.prompts_per_iteration x sampling.samples_per_prompt = 8 x 2 = 16",
+            ],
+        ),
+        (
+            {"algorithm.mini_batch_size": 32},
+            ["algorithm.mini_batch_size = 32 does not divide", "8 x 2 = 16"],
+        ),
+        (
+            {"critic.micro_batch_tokens": 149},
+            [
+                "critic.micro_batch_tokens = 149 cannot hold one sequence",
+                "data.max_prompt_length + sampling.max_response_length = 150",
+            ],
+        ),
+        (
+            {"reward.models": [{"model": "a", "micro_batch_tokens": 100}]},
+            ["reward.models.0.micro_batch_tokens = 100 cannot hold"],
+        ),
+        (
+            {"sampling.min_response_length": 51},
+            ["sampling: min_response_length = 51 exceeds max_response_length = 50"],
+        ),
+        (
+            {"actor.optimizer.min_lr": 0.1},
+            ["actor.optimizer: min_lr = 0.1 exceeds lr = 1e-05"],
+        ),
+        (
+            {"actor.sequence_parallel": True},
+            ["actor: sequence_parallel needs tensor_parallel_size > 1, it is 1"],
+        ),
+        (
+            {"reward": {}},
+            ["reward: names neither a model nor a function", "reward.models or reward.functions"],
+        ),
+        (
+            {"algorithm.kl.use": "none", "algorithm.kl.controller": "adaptive"},
+            ["algorithm.kl: ", "adaptive has nothing to control"],
+        ),
+        (
+            {"rollout.tensor_parallel_size": 2},
+            ["rollout.tensor_parallel_size = 2 must equal actor.tensor_parallel_size = 1"],
+        ),
+        (
+            {"metrics.eval_interval": 5},
+            ["metrics.eval_interval = 5 needs data.heldout and metrics.eval_reward"],
+        ),
+        (
+            {"metrics.eval_interval": 5, "data.heldout": "heldout.jsonl"},
+            ["metrics.eval_interval = 5 needs data.heldout and metrics.eval_reward"],
+        ),
+    ],
+)
+def test_fields_that_do_not_agree_are_errors_that_show_the_arithmetic(
+    config_file, changes: dict[str, Any], expected: list[str]
+) -> None:
+    path = config_file(changes)
+    (line,) = problem(path).splitlines()
+    for part in [f"{path}: ", *expected]:
+        assert part in line
+
+
+# ------------------------------------------------------------------------------------------------ world size
+
+
+def test_a_world_that_every_role_fills_is_accepted() -> None:
+    config = load(**{"actor.tensor_parallel_size": 2, "critic.data_parallel_size": 4, "algorithm.mini_batch_size": 16})
+    config.check_world_size(4)
+    assert config.actor.data_parallel(4) == 2
+    assert config.critic.data_parallel(4) == 4
+    assert config.reference.data_parallel(4) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "expected"),
+    [
+        (
+            {"critic.tensor_parallel_size": 4, "algorithm.mini_batch_size": 8},
+            6,
+            [
+                "critic: tensor_parallel_size x pipeline_parallel_size = 4 x 1 = 4 does not divide the 6 ranks",
+                "6 = 1 x 4 + 2",
+            ],
+        ),
+        (
+            {"reference.tensor_parallel_size": 2, "reference.data_parallel_size": 3},
+            4,
+            [
+                "reference: tensor_parallel_size x pipeline_parallel_size x data_parallel_size = 2 x 1 x 3 = 6",
+                "the run has 4 ranks",
+            ],
+        ),
+        (
+            {"actor.data_parallel_size": 1},
+            2,
+            ["actor: ", "1 x 1 x 1 = 1", "the run has 2 ranks"],
+        ),
+        (
+            {"reward.models": [{"model": "a", "tensor_parallel_size": 2}]},
+            3,
+            ["reward.models.0: ", "2 x 1 = 2 does not divide the 3 ranks", "3 = 1 x 2 + 1"],
+        ),
+        (
+            {},
+            8,
+            [
+                "algorithm.mini_batch_size = 4 leaves replicas of actor without a sequence",
+                "data_parallel_size 8 on 8 ranks",
+            ],
+        ),
+    ],
+)
+def test_a_world_that_does_not_fit_is_an_error_that_shows_the_arithmetic(
+    changes: dict[str, Any], world_size: int, expected: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(**changes).check_world_size(world_size)
+    for part in expected:
+        assert part in str(raised.value)
+
+
+# ------------------------------------------------------------------------------------------------ overrides
+
+
+def value_at(config: ExperimentConfig, path: str) -> Any:
+    node: Any = config
+    for key in path.split("."):
+        node = node[int(key)] if key.isdigit() else getattr(node, key)
+    return node
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("seed=3", 3),
+        ("actor.optimizer.lr=1e-5", 1e-5),
+        ("actor.optimizer.lr=3", 3.0),
+        ("actor.optimizer.betas=[0.9, 0.99]", (0.9, 0.99)),
+        ("algorithm.kl.coef=0", 0.0),
+        ("algorithm.kl={coef: 0.2, estimator: k3}", 0.2),
+        ("data.heldout=a=b.jsonl", "a=b.jsonl"),
+        ("data.heldout=null", None),
+        ("data.heldout=", None),
+        ("metrics.csv=false", False),
+        ("sampling.stop=[a, b]", ("a", "b")),
+        ("sampling.stop.0=a", ("a",)),
+        ("reward.models.0.weight=2", 2.0),
+        ("reward.models.1.model=models/c", "models/c"),
+        ("rollout.enforce_eager=true", True),
+        (" seed =4", 4),
+    ],
+)
+def test_an_override_sets_one_key(config_file, override: str, expected: Any) -> None:
+    path = config_file({"reward.models": REWARD_MODELS})
+    config = ExperimentConfig.from_yaml(path, [override])
+    key = override.partition("=")[0].strip()
+    if override.startswith("algorithm.kl={"):
+        key = "algorithm.kl.coef"
+    found = value_at(config, key)
+    found = found if not override.startswith("sampling.stop.0") else (found,)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+def test_overrides_apply_in_order_and_leave_the_rest(config_file) -> None:
+    path = config_file({"reward.models": REWARD_MODELS})
+    config = ExperimentConfig.from_yaml(path, ["seed=1", "reward.models.0.weight=2", "seed=2"])
+    expected = load(**{"seed": 2, "reward.models": [{"model": "models/a", "weight": 2.0}, REWARD_MODELS[1]]})
+    assert config == expected
+
+
+def test_an_override_fills_an_empty_section(config_file) -> None:
+    text = yaml.safe_dump(MINIMAL) + "rollout:\n"
+    config = ExperimentConfig.from_yaml(config_file(text), ["rollout.max_num_seqs=8"])
+    assert config.rollout.max_num_seqs == 8
+
+
+def test_an_override_may_add_an_entry_to_a_list(config_file) -> None:
+    path = config_file({"reward.models": REWARD_MODELS})
+    config = ExperimentConfig.from_yaml(path, ["reward.models.2.model=models/c"])
+    assert [model.model for model in config.reward.models] == ["models/a", "models/b", "models/c"]
+    config = ExperimentConfig.from_yaml(config_file(), ["reward.models.0.model=models/c"])
+    assert [model.model for model in config.reward.models] == ["models/c"]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("seed", "expected section.key=value"),
+        ("=3", "expected section.key=value"),
+        ("actor..lr=3", "expected section.key=value"),
+        (".seed=3", "expected section.key=value"),
+        ("seed=[1", "the value is not YAML"),
+        ("reward.models.5.weight=2", "'5' is no index of a list of 2"),
+        ("reward.models.first.weight=2", "'first' is no index of a list of 2"),
+        ("reward.models.weight=2", "'weight' is no index of a list of 2"),
+        ("reward.models.-1.weight=2", "'-1' is no index of a list of 2"),
+        ("num_iterations.x=2", "'num_iterations' is 10, not a section"),
+        ("actor.model.x.y=2", "'model' is 'models/policy', not a section"),
+        ("sampling.stop.0.x=2", "'0' is 'end', not a section"),
+        ("sampling.stop.0.x.y=2", "'0' is 'end', not a section"),
+    ],
+)
+def test_a_bad_override_is_an_error_that_quotes_it(config_file, override: str, expected: str) -> None:
+    path = config_file({"reward.models": REWARD_MODELS, "sampling.stop": ["end"]})
+    message = problem(path, override)
+    assert message.startswith(f"override {override!r}: ")
+    assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("num_iterations=ten", "num_iterations = 'ten': "),
+        ("algorithm.clip_rang=0.1", "algorithm.clip_rang: unknown key; did you mean clip_range?"),
+        ("algorithms.clip_range=0.1", "algorithms: unknown key; did you mean algorithm?"),
+        ("actor.optimizer.lr=fast", "actor.optimizer.lr = 'fast': "),
+        ("actor.optimizer.lr=.inf", "actor.optimizer.lr = inf: "),
+        ("metrics.csv=", "metrics.csv = None: "),
+        ("reward.models.0.wieght=1", "reward.models.0.wieght: unknown key; did you mean weight?"),
+    ],
+)
+def test_an_override_is_checked_like_the_file(config_file, override: str, expected: str) -> None:
+    path = config_file({"reward.models": REWARD_MODELS})
+    assert f"{path}: {expected}" in problem(path, override)
+
+
+# ------------------------------------------------------------------------------------------------ shipped files
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_shipped_config_loads(path: Path) -> None:
+    config = ExperimentConfig.from_yaml(path)
+    assert ExperimentConfig.model_validate(yaml.safe_load(config.to_yaml())) == config
+
+
+def test_shipped_configs_have_names_of_their_own() -> None:
+    """Two of one name would write into one run directory."""
+    names = [ExperimentConfig.from_yaml(path).name for path in SHIPPED]
+    assert len(set(names)) == len(names)
+
+
+def test_the_quickstart_is_among_the_shipped_configs() -> None:
+    assert ROOT / "configs" / "quickstart.yaml" in SHIPPED

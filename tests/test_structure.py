@@ -1,0 +1,380 @@
+"""Who may import whom: floors, cycles, sole users, read from the syntax of hybridflow/, tools/ and launch/.
+
+Nothing is imported, so an import inside a function or under TYPE_CHECKING counts like any other. The second
+half of the file gives `violations` small made-up trees, one for each thing that it has to find.
+"""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("hybridflow", "tools", "launch")
+
+# A module may import modules of its own floor and of lower ones. Names are relative to hybridflow.
+FLOORS: dict[int, list[str]] = {
+    0: ["config", "batch", "errors", "algorithms", "algorithms.*"],
+    1: ["parallel", "parallel.*", "models", "models.spec", "models.weights", "data"],
+    2: [
+        *["models.build", "models.attention", "models.pipeline", "models.memory"],
+        *["models.checkpoint_files", "models.micro_batch", "models.optimizer"],
+        *["reshard", "reshard.*", "rollout", "rollout.*", "rewards"],
+        *["metrics", "samples", "run_dir", "progress"],
+    ],
+    3: ["roles", "roles.*", "checkpoint", "evaluate", "export"],
+    4: ["trainer"],
+    5: ["train", "health"],
+}
+ENTRY_FLOOR = 5  # hybridflow itself, whose __getattr__ imports the trainer
+OUTER_FLOOR = 6  # tools and launch: nothing in hybridflow imports them
+
+ENVIRONMENT_USERS = [
+    "hybridflow.parallel.platform",
+    "hybridflow.rollout",
+    "hybridflow.rollout.*",
+    "launch",
+    "launch.*",
+]
+
+# What only these modules may name, in an import or as an attribute.
+SOLE_USERS: dict[str, list[str]] = {
+    "megatron.core.parallel_state": ["hybridflow.parallel.grid", "hybridflow.parallel.platform"],
+    "megatron.core.mpu": ["hybridflow.parallel.grid", "hybridflow.parallel.platform"],  # the same module
+    "megatron.core.pipeline_parallel": ["hybridflow.models.pipeline"],
+    "megatron.core.dist_checkpointing": ["hybridflow.checkpoint"],
+    "vllm": ["hybridflow.rollout", "hybridflow.rollout.*"],
+    "triton": ["hybridflow.reshard.kernel"],
+    "yaml": ["hybridflow.config"],
+    **{name: ENVIRONMENT_USERS for name in ("os.environ", "os.getenv", "os.putenv", "os.unsetenv")},
+}
+
+# What these modules may not name.
+FORBIDDEN: dict[str, list[str]] = {
+    "hybridflow.algorithms": ["torch.distributed", "hybridflow.config"],
+    "hybridflow.reshard.plan": ["torch.distributed"],
+    "launch": ["hybridflow"],
+}
+
+# Neither may reach the other, not even through a third module: the trainer introduces them.
+STRANGERS = ("hybridflow.reshard", "hybridflow.rollout")
+
+
+def test_the_tree_keeps_its_structure() -> None:
+    assert violations(read_tree(ROOT)) == []
+
+
+def test_importing_hybridflow_loads_no_heavy_package() -> None:
+    heavy = {"torch", "megatron", "vllm", "transformers"}
+    code = f"import hybridflow, sys; loaded = {heavy} & set(sys.modules); assert not loaded, loaded"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------------------------ the checker
+
+
+def violations(tree: dict[str, str]) -> list[str]:
+    """One line for each broken rule in a tree of module name -> source; empty when every rule holds."""
+    used = {module: used_names(module, source, tree) for module, source in tree.items()}
+    imports = {module: imported_modules(module, names, tree) for module, names in used.items()}
+    return [
+        *unlisted(tree),
+        *upward_imports(imports),
+        *import_cycles(imports),
+        *sole_user_breaches(used),
+        *forbidden_names(used),
+        *strangers_met(imports),
+    ]
+
+
+def read_tree(root: Path) -> dict[str, str]:
+    paths = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
+    return {module_name(path.relative_to(root)): path.read_text() for path in paths}
+
+
+def module_name(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def used_names(module: str, source: str, tree: dict[str, str]) -> dict[str, int]:
+    """Every dotted name that the source imports, or reaches by attribute from an import, with its line."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt | ast.expr)]
+    nodes.sort(key=lambda node: node.lineno)
+    is_package = any(other.startswith(module + ".") for other in tree)
+    package = module if is_package else module.rpartition(".")[0]
+    bound: dict[str, str] = {}  # local name -> what it stands for
+    used: dict[str, int] = {}
+    for node in nodes:
+        for local, name in imports_of(node, package):
+            # `import a.b` binds `a`; every other form binds the whole name
+            bound[local] = local if name.partition(".")[0] == local else name
+            used.setdefault(name, node.lineno)
+    for node in nodes:
+        first, _, rest = dotted(node).partition(".")
+        if rest and first in bound:
+            used.setdefault(f"{bound[first]}.{rest}", node.lineno)
+    return used
+
+
+def imports_of(node: ast.AST, package: str) -> Iterable[tuple[str, str]]:
+    """(local name, full dotted name) of each thing that an import statement, or one by string, brings in."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield alias.asname or alias.name.partition(".")[0], alias.name
+    elif isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            above = package.split(".")[: len(package.split(".")) - (node.level - 1)]
+            base = ".".join([*above, *([base] if base else [])])
+        for alias in node.names:
+            yield alias.asname or alias.name, f"{base}.{alias.name}"
+    elif isinstance(node, ast.Call) and dotted(node.func).endswith(("import_module", "__import__")):
+        for argument in node.args[:1]:
+            if isinstance(argument, ast.Constant):
+                yield "", str(argument.value)
+
+
+def dotted(node: ast.AST) -> str:
+    """'a.b.c' for that expression, '' for anything that is not a chain of attributes on a name."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (value := dotted(node.value)):
+        return f"{value}.{node.attr}"
+    return ""
+
+
+def imported_modules(module: str, names: dict[str, int], tree: dict[str, str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, line in names.items():
+        if within(name, PACKAGES) and name != "hybridflow.__version__":
+            target = owner(name, tree)
+            if target != module:
+                found.setdefault(target, line)
+    return found
+
+
+def owner(name: str, tree: dict[str, str]) -> str:
+    """The module that a dotted name of ours lives in: its longest prefix that is a module."""
+    parts = name.split(".")
+    prefixes = [".".join(parts[:count]) for count in range(len(parts), 1, -1)]
+    in_tree = [prefix for prefix in prefixes if prefix in tree]
+    in_table = [
+        prefix for prefix in prefixes if floor(prefix) <= OUTER_FLOOR
+    ]  # a module that is yet to be written
+    return [*in_tree, *in_table, parts[0]][0]
+
+
+def floor(module: str) -> float:
+    """The floor of a module, infinity for one that is on none."""
+    if module == "hybridflow":
+        return ENTRY_FLOOR
+    if within(module, ("tools", "launch")):
+        return OUTER_FLOOR
+    short = module.removeprefix("hybridflow.")
+    return next((level for level, patterns in FLOORS.items() if matches(short, patterns)), float("inf"))
+
+
+def matches(module: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(module, pattern) for pattern in patterns)
+
+
+def within(name: str, packages: Iterable[str]) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def unlisted(tree: dict[str, str]) -> list[str]:
+    return [
+        f"{module} is on no floor: add it to FLOORS in tests/test_structure.py, as low as its imports allow"
+        for module in tree
+        if floor(module) == float("inf")
+    ]
+
+
+def upward_imports(imports: dict[str, dict[str, int]]) -> list[str]:
+    return [
+        f"{module}:{line} (floor {floor(module)}) imports {target} (floor {floor(target)}): only downwards"
+        for module, targets in imports.items()
+        for target, line in targets.items()
+        if floor(module) < floor(target) < float("inf")  # infinity: reported as unlisted
+    ]
+
+
+def import_cycles(imports: dict[str, dict[str, int]]) -> list[str]:
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        return ["import cycle: " + " -> ".join(reversed(error.args[1]))]
+    return []
+
+
+def sole_user_breaches(used: dict[str, dict[str, int]]) -> list[str]:
+    return [
+        f"{module}:{line} uses {name}: only {', '.join(users)} may use {owned}"
+        for module, names in used.items()
+        for owned, users in SOLE_USERS.items()
+        if not matches(module, users)
+        for name, line in first_within(names, owned)
+    ]
+
+
+def forbidden_names(used: dict[str, dict[str, int]]) -> list[str]:
+    return [
+        f"{module}:{line} uses {name}: {area} may not use {banned}"
+        for module, names in used.items()
+        for area, bans in FORBIDDEN.items()
+        if within(module, [area])
+        for banned in bans
+        for name, line in first_within(names, banned)
+    ]
+
+
+def first_within(names: dict[str, int], package: str) -> list[tuple[str, int]]:
+    """The first use of a package, as a list of one or none: each module is reported once."""
+    uses = [(name, line) for name, line in names.items() if within(name, [package])]
+    return sorted(uses, key=lambda use: use[1])[:1]
+
+
+def strangers_met(imports: dict[str, dict[str, int]]) -> list[str]:
+    return [
+        f"{module} imports {met}, if not directly: reshard and rollout never import each other"
+        for one, other in (STRANGERS, STRANGERS[::-1])
+        for module in imports
+        if within(module, [one])
+        for met in sorted(reachable(module, imports))
+        if within(met, [other])
+    ]
+
+
+def reachable(module: str, imports: dict[str, dict[str, int]]) -> set[str]:
+    seen: set[str] = set()
+    waiting = [module]
+    while waiting:
+        new = set(imports.get(waiting.pop(), ())) - seen
+        seen |= new
+        waiting.extend(new)
+    return seen
+
+
+# --------------------------------------------------------------------------- the checker finds what it has to
+
+CLEAN = {
+    "hybridflow": "__version__ = '0'\ndef __getattr__(name):\n    from hybridflow.trainer import RLTrainer",
+    "hybridflow.config": "import yaml",
+    "hybridflow.algorithms": "",
+    "hybridflow.algorithms.advantages": "import torch\nfrom hybridflow.algorithms.moments import whiten",
+    "hybridflow.algorithms.moments": "import torch\ntorch.zeros(1).sum()",
+    "hybridflow.parallel.platform": "import os\nos.environ['A']\nfrom megatron.core import parallel_state",
+    "hybridflow.models.pipeline": "from megatron.core.pipeline_parallel import schedules",
+    "hybridflow.reshard.kernel": "import triton\nimport triton.language as tl",
+    "hybridflow.reshard.plan": "from hybridflow.config import Experiment",
+    "hybridflow.rollout.engine": "import os, vllm\nos.environ.get('A')\nfrom hybridflow import __version__",
+    "hybridflow.checkpoint": "from megatron.core import dist_checkpointing",
+    "hybridflow.trainer": "import hybridflow.reshard.plan\nfrom hybridflow.rollout.engine import Engine",
+    "tools.convert": "from hybridflow.models.pipeline import run",
+    "launch.hosts": "from os import environ\nimport subprocess",
+}
+
+MOMENTS = "hybridflow.algorithms.moments"
+ACTOR = "hybridflow.roles.actor"
+# what is wrong: (module, its source, part of the message)
+BROKEN = {
+    "unlisted module": ("hybridflow.novelty", "", "hybridflow.novelty is on no floor: add it to FLOORS"),
+    "unlisted model file": ("hybridflow.models.extra", "", "hybridflow.models.extra is on no floor"),
+    "upward import": (
+        "hybridflow.data",
+        "from hybridflow.trainer import A",
+        "hybridflow.data:1 (floor 1) imports",
+    ),
+    "upward, from the package": ("hybridflow.data", "from hybridflow import trainer", "trainer (floor 4)"),
+    "upward, in a function": (
+        "hybridflow.data",
+        "def f():\n    import hybridflow.trainer",
+        "data:2 (floor 1)",
+    ),
+    "upward, relative": ("hybridflow.parallel.grid", "from ..roles import actor", "imports hybridflow.roles"),
+    "upward, by string": ("hybridflow.data", "importlib.import_module('hybridflow.trainer')", "(floor 4)"),
+    "upward, lazily": ("hybridflow.data", "from hybridflow import RLTrainer", "imports hybridflow (floor 5)"),
+    "upward, to the tools": ("hybridflow.train", "import tools.convert", "imports tools.convert (floor 6)"),
+    "cycle": (MOMENTS, "from hybridflow.algorithms.advantages import gae", "import cycle: "),
+    "parallel state": (
+        ACTOR,
+        "from megatron.core import parallel_state",
+        "uses megatron.core.parallel_state",
+    ),
+    "parallel state, its other name": (
+        ACTOR,
+        "from megatron.core import mpu as m",
+        "only hybridflow.parallel.grid",
+    ),
+    "parallel state, by attribute": (
+        ACTOR,
+        "import megatron.core as m\n\nm.parallel_state.x()",
+        "actor:3 uses",
+    ),
+    "schedules": (ACTOR, "from megatron.core.pipeline_parallel.schedules import f", "only hybridflow.models"),
+    "dist_checkpointing": (ACTOR, "import megatron.core.dist_checkpointing", "only hybridflow.checkpoint"),
+    "vllm": ("hybridflow.trainer", "from vllm import LLM", "only hybridflow.rollout"),
+    "triton": (
+        "hybridflow.reshard.transfer",
+        "import triton.language as tl",
+        "only hybridflow.reshard.kernel",
+    ),
+    "yaml": ("tools.convert", "import yaml", "tools.convert:1 uses yaml"),
+    "os.environ": (
+        "hybridflow.train",
+        "import os\nos.environ.get('RANK')",
+        "hybridflow.train:2 uses os.environ",
+    ),
+    "os.environ, from os": ("hybridflow.train", "from os import environ as e", "uses os.environ"),
+    "os.getenv": ("tools.convert", "import os\nos.getenv('RANK')", "uses os.getenv"),
+    "reshard to rollout": (
+        "hybridflow.reshard.transfer",
+        "import hybridflow.rollout.engine",
+        "imports hybridflow.rollout.engine",
+    ),
+    "rollout to reshard": (
+        "hybridflow.rollout.engine",
+        "from hybridflow.reshard import plan",
+        "imports hybridflow.reshard.plan",
+    ),
+    "launch to hybridflow": ("launch.hosts", "from hybridflow.config import load", "launch may not"),
+    "collective": (MOMENTS, "import torch\ntorch.distributed.barrier()", "may not use torch.distributed"),
+    "collective, aliased": (MOMENTS, "import torch.distributed as dist", "may not use torch.distributed"),
+    "config in an algorithm": (MOMENTS, "from hybridflow.config import C", "may not use hybridflow.config"),
+    "collective in the planner": ("hybridflow.reshard.plan", "from torch import distributed", "plan may not"),
+}
+
+
+def test_a_clean_tree_has_no_violations() -> None:
+    assert violations(CLEAN) == []
+
+
+@pytest.mark.parametrize(("module", "source", "message"), BROKEN.values(), ids=BROKEN)
+def test_each_breach_is_found_once(module: str, source: str, message: str) -> None:
+    [found] = violations(CLEAN | {module: source})
+    assert message in found
+
+
+def test_strangers_are_found_through_a_third_module() -> None:
+    go_between = {"hybridflow.metrics": "import hybridflow.rollout.engine"}
+    found = violations(CLEAN | go_between | {"hybridflow.reshard.plan": "import hybridflow.metrics"})
+    assert found == [
+        "hybridflow.reshard.plan imports hybridflow.rollout.engine, if not directly:"
+        " reshard and rollout never import each other"
+    ]
+
+
+def test_read_tree_names_modules_and_packages(tmp_path: Path) -> None:
+    for name in ("hybridflow/__init__.py", "launch/hosts.py", "hybridflow/roles/actor.py", "tests/a.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("pass\n")
+    assert read_tree(tmp_path) == dict.fromkeys(
+        ["hybridflow", "hybridflow.roles.actor", "launch.hosts"], "pass\n"
+    )

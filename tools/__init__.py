@@ -1,0 +1,1 @@
+"""Command line tools that stand beside the hybridflow package and are not imported by it."""
