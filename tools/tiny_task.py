@@ -1,8 +1,8 @@
-"""The task of the tiny quickstart: two-digit addition, its prompts, right and wrong responses, and its tokenizer.
+"""The task of the tiny quickstart: two-digit addition, its prompts, right and wrong responses, its tokenizer.
 
-A prompt is "47+85=", the right response is "132" and then the end token. The answer is checkable, the problem space
-is small enough to learn on a CPU in seconds, and a half-trained model makes a graded variety of mistakes (carries,
-single digits, length), which is the head-room that reinforcement learning then uses.
+A prompt is "47+85=", the right response is "132" and then the end token. The answer can be checked, a CPU
+learns it in seconds, and a half-trained model makes a graded variety of mistakes (carries, single digits,
+length), which is the head-room that reinforcement learning then uses.
 
 Everything here is strings and `random.Random`; what needs a network lives in `make_tiny.py`.
 """
@@ -16,12 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import sentencepiece
-from transformers import LlamaTokenizer, PreTrainedTokenizerBase
+from transformers import LlamaTokenizer
 
 LOW, HIGH = 10, 99  # operands, inclusive
 CHARACTERS = string.digits + "+-*/=()<>.,:;?!'\"%@#$&_" + string.ascii_lowercase
-SPECIAL_PIECES = {"unk": 0, "bos": 1, "eos": 2, "pad": 3}  # pad differs from eos: a padded row keeps its end token
-MAX_RAMBLE = 9  # characters of the longest made-up response
+SPECIAL_PIECES = {
+    "unk": 0,
+    "bos": 1,
+    "eos": 2,
+    "pad": 3,
+}  # pad differs from eos: a padded row keeps its end token
+MAX_RAMBLE = 8  # characters of the longest made-up response
 
 
 @dataclass(frozen=True)
@@ -45,10 +50,13 @@ class Response:
     text: str
     ended: bool = True
 
+    def __str__(self) -> str:
+        return f"{self.text}</s>" if self.ended else self.text
+
 
 @dataclass(frozen=True)
 class Split:
-    """Disjoint sets of problems. a+b and b+a always fall into the same set, so that none is known from its mirror."""
+    """Disjoint sets of problems; a+b and b+a are never in two of them."""
 
     train: list[Problem]
     validation: list[Problem]
@@ -63,7 +71,7 @@ def split_problems(source: random.Random, *, num_validation: int, num_heldout: i
     pairs = [(a, b) for a in range(LOW, HIGH + 1) for b in range(a, HIGH + 1)]
     source.shuffle(pairs)
     num_reserved = num_validation + num_heldout
-    assert num_reserved < len(pairs) // 2, f"{num_reserved} reserved problems of {len(pairs)} leave too few to train on"
+    assert num_reserved < len(pairs) // 2, f"{num_reserved} of {len(pairs)} reserved: too few to train on"
     reserved = [Problem(*source.choice([(a, b), (b, a)])) for a, b in pairs[:num_reserved]]
     train = [Problem(a, b) for pair in pairs[num_reserved:] for a, b in sorted({pair, pair[::-1]})]
     source.shuffle(train)
@@ -71,11 +79,23 @@ def split_problems(source: random.Random, *, num_validation: int, num_heldout: i
 
 
 def write_prompts(path: Path, problems: list[Problem]) -> None:
-    lines = (json.dumps({"prompt": problem.prompt, "answer": problem.answer}) for problem in problems)
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    write_lines(path, [{"prompt": problem.prompt, "answer": problem.answer} for problem in problems])
 
 
-# Wrong responses. Each maker covers one way in which a policy fails or could please a reward model without being right.
+def write_pairs(path: Path, problems: list[Problem], wrong: list[Response]) -> None:
+    """Both responses with "</s>" where they ended, which the tokenizer reads as the end token."""
+    rows = [
+        {"prompt": problem.prompt, "chosen": str(Response(problem.answer)), "rejected": str(response)}
+        for problem, response in zip(problems, wrong, strict=True)
+    ]
+    write_lines(path, rows)
+
+
+def write_lines(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+
+
+# Wrong responses. Each maker covers one way to fail, or to please a reward model without being right.
 
 
 def _one_digit_off(source: random.Random, answer: str) -> Response:
@@ -133,7 +153,7 @@ def _text_before(source: random.Random, answer: str) -> Response:
 
 def _never_ended(source: random.Random, answer: str) -> Response:
     """Right so far, or more digits than fit: what stands at the limit of the response length."""
-    tail = "".join(source.choices(string.digits, k=source.choice([0, 0, 1, 2, 4, 6])))
+    tail = "".join(source.choices(string.digits, k=source.choice([0, 0, 1, 2, 3, 5])))
     return Response(answer + tail, ended=False)
 
 
@@ -168,7 +188,7 @@ MISTAKE_WEIGHTS = [6, 2, 6, 1, 1, 1, 1, 2, 1, 1, 1, 2, 1, 1]
 
 
 def is_wrong(response: Response, answer: str) -> bool:
-    """A right number without its end token counts as wrong: a policy that never stops must not be paid for it."""
+    """A right number without its end token counts as wrong: a policy must not be paid for never stopping."""
     return not (response.ended and is_right(response.text, answer))
 
 
@@ -219,7 +239,8 @@ def write_tokenizer(directory: Path, source: random.Random) -> None:
     (directory / "tokenizer.model").write_bytes(model.getvalue())
     tokenizer = LlamaTokenizer.from_pretrained(directory, add_prefix_space=False, pad_token="<pad>")
     tokenizer.backend_tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(), indent=2) + "\n", encoding="utf-8")
+    config = json.dumps(_tokenizer_config(), indent=2)
+    (directory / "tokenizer_config.json").write_text(f"{config}\n", encoding="utf-8")
 
 
 def _tokenizer_config() -> dict[str, object]:
@@ -237,13 +258,3 @@ def _tokenizer_config() -> dict[str, object]:
         "eos_token": "</s>",
         "pad_token": "<pad>",
     }
-
-
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> list[list[int]]:
-    return tokenizer(prompts)["input_ids"] if prompts else []
-
-
-def encode_responses(tokenizer: PreTrainedTokenizerBase, responses: list[Response]) -> list[list[int]]:
-    texts = tokenizer([response.text for response in responses], add_special_tokens=False)["input_ids"]
-    end = [tokenizer.eos_token_id]
-    return [ids + end if response.ended else ids for ids, response in zip(texts, responses, strict=True)]

@@ -29,7 +29,7 @@ class SafetensorsDirectory:
             return [self.path / "model.safetensors"]
         try:
             return [self.path / name for name in json.loads(index.read_text())["weight_map"].values()]
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index}: is no index of safetensors files: {error}") from error
 
     def __contains__(self, name: str) -> bool:

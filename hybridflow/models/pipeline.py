@@ -24,7 +24,8 @@ def forward(model: nn.Module, grid: Grid, micro_batches: list[MicroBatch], head:
     def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Results]:
         return output.new_zeros(()), head(output, micro_batch)
 
-    return _run(model, grid, micro_batches, loss, forward_only=True) if micro_batches else []
+    with torch.no_grad():  # forward_only alone keeps the graph
+        return _run(model, grid, micro_batches, loss, forward_only=True) if micro_batches else []
 
 
 def forward_backward(model: nn.Module, grid: Grid, micro_batches: list[MicroBatch], loss: Loss) -> list[Results]:

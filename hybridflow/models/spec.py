@@ -125,8 +125,9 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _spec_from(file: Path, raw: dict[str, Any], family: str, head: str) -> ModelSpec:
     heads = raw["num_attention_heads"]
-    rope = (raw.get("rope_parameters") or raw.get("rope_scaling") or {}).get("rope_type", "default")
-    _refuse(file, "rope_type", rope, rope not in ROPE_TYPES, f"known are {', '.join(ROPE_TYPES)}")
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))  # older files say "type"
+    _refuse(file, "rope_type", rope_type, rope_type not in ROPE_TYPES, f"known are {', '.join(ROPE_TYPES)}")
     _refuse(file, "hidden_act", raw.get("hidden_act"), raw.get("hidden_act", "silu") != "silu", "must be silu")
     if family == "llama":
         for key in ("attention_bias", "mlp_bias"):

@@ -45,6 +45,7 @@ class Platform:
 
 def start(seed: int) -> Platform:
     """Join the process group that torchrun describes and make megatron-core usable on this rank's device."""
+    quiet()
     if torch.cuda.is_available():
         local_rank = _env_int("LOCAL_RANK", 0)
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
@@ -115,7 +116,19 @@ def prepare_cpu() -> None:
     """
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-    warnings.filterwarnings("ignore", message=".*CUDA.*", category=UserWarning)
+
+
+def quiet() -> None:
+    """Keep what a user of this program cannot act on out of every rank's output."""
+    for message in (
+        ".*(CUDA|cuda).*",
+        ".*(Apex|apex|Transformer Engine|transformer_engine).*",  # optional; the README says what they bring
+        r".*\.grad attribute of a Tensor that is not a leaf.*",  # megatron's distributed optimizer looks at all tensors
+    ):
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
+    warnings.filterwarnings("ignore", message=".*torch.distributed.*deprecated.*", category=FutureWarning)
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
 def _prepare_megatron(seed: int) -> None:

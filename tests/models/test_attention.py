@@ -1,0 +1,111 @@
+"""Attention over packed sequences against a softmax written out, sequence by sequence, in float64."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridflow.models.attention import PackedAttention, PackedSequences, attention_by_length
+
+CPU = torch.device("cpu")
+SCALE = 0.3
+
+
+def qkv(lengths: tuple[int, ...], *, heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(sum(lengths) + heads)
+    shapes = [(sum(lengths), count, 4) for count in (heads, kv_heads, kv_heads)]
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+def naive_attention(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Token by token: softmax of scaled products with the tokens up to it, in its own sequence."""
+    per_group = query.shape[1] // key.shape[1]
+    outputs = []
+    for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+        for t in range(len(q)):
+            for head in range(q.shape[1]):
+                group = head // per_group
+                weights = torch.softmax(SCALE * k[: t + 1, group] @ q[t, head], dim=0)
+                outputs.append(weights @ v[: t + 1, group])
+    return torch.stack(outputs).view_as(query)
+
+
+LENGTHS = [(1,), (5,), (3, 3, 3), (6, 4, 4, 1, 1, 1), (2, 5, 2, 2)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (6, 2), (3, 1)])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_equals_naive_attention_forward_and_backward(lengths: tuple[int, ...], heads: int, kv_heads: int) -> None:
+    packed = PackedSequences.of(lengths, CPU)
+    leaves = [x.requires_grad_() for x in qkv(lengths, heads=heads, kv_heads=kv_heads)]
+    actual = attention_by_length(*leaves, packed=packed, scale=SCALE)
+    expected = naive_attention(*leaves, lengths)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for mine, naive in zip(
+        torch.autograd.grad((actual * weight).sum(), leaves),
+        torch.autograd.grad((expected * weight).sum(), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, naive, rtol=1e-12, atol=1e-12)
+
+
+def test_two_tokens_by_hand() -> None:
+    # the first token sees itself; the second weighs 10 and 20 with softmax(0, log 3) = (1/4, 3/4)
+    query = torch.tensor([7.0, 1.0]).view(2, 1, 1)
+    key = torch.tensor([0.0, 1.0986122886681098]).view(2, 1, 1)
+    value = torch.tensor([10.0, 20.0]).view(2, 1, 1)
+    out = attention_by_length(query, key, value, packed=PackedSequences.of((2,), CPU), scale=1.0)
+    torch.testing.assert_close(out.flatten(), torch.tensor([10.0, 17.5]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("changed", range(4))
+def test_a_sequence_does_not_reach_another(changed: int, dtype: torch.dtype) -> None:
+    lengths = (5, 3, 3, 2)
+    packed = PackedSequences.of(lengths, CPU)
+    inputs = qkv(lengths, heads=4, kv_heads=2, dtype=dtype)
+    before = attention_by_length(*inputs, packed=packed, scale=SCALE).split(lengths)
+    for x in inputs:
+        x.split(lengths)[changed].mul_(-3.0)
+    after = attention_by_length(*inputs, packed=packed, scale=SCALE).split(lengths)
+    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [i != changed for i in range(4)]
+
+
+@pytest.mark.parametrize("changed", range(5))
+def test_a_token_does_not_reach_the_tokens_before_it(changed: int) -> None:
+    packed = PackedSequences.of((5,), CPU)
+    inputs = qkv((5,), heads=4, kv_heads=2)
+    before = attention_by_length(*inputs, packed=packed, scale=SCALE)
+    for x in inputs[1:]:
+        x[changed] += 1.0
+    after = attention_by_length(*inputs, packed=packed, scale=SCALE)
+    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [t < changed for t in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "runs", "bounds"),
+    [
+        ((4,), [(1, 4)], [0, 4]),
+        ((6, 4, 4, 1, 1, 1), [(1, 6), (2, 4), (3, 1)], [0, 6, 10, 14, 15, 16, 17]),
+        ((2, 5, 2, 2), [(1, 2), (1, 5), (2, 2)], [0, 2, 7, 9, 11]),
+    ],
+)
+def test_packed_sequences_by_hand(lengths: tuple[int, ...], runs: list[tuple[int, int]], bounds: list[int]) -> None:
+    packed = PackedSequences.of(lengths, CPU)
+    assert packed.runs() == runs
+    assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == bounds
+    assert packed.max_seqlen_q == packed.max_seqlen_kv == max(lengths)
+    assert packed.qkv_format is None  # else megatron splits the batch in every layer
+
+
+@pytest.mark.parametrize(("given", "used"), [({}, 0.5), ({"softmax_scale": SCALE}, SCALE)])
+def test_the_module_takes_and_gives_megatrons_shapes(given: dict[str, float], used: float) -> None:
+    lengths = (3, 2)
+    packed = PackedSequences.of(lengths, CPU)
+    inputs = qkv(lengths, heads=4, kv_heads=2)
+    module = PackedAttention(SimpleNamespace(kv_channels=4), 1, None, "self", **given)
+    out = module(*(x[:, None] for x in inputs), None, packed_seq_params=packed)
+    expected = attention_by_length(*inputs, packed=packed, scale=used)
+    assert torch.equal(out, expected.reshape(5, 1, 16))

@@ -1,0 +1,161 @@
+"""What a forward pass reads of a batch made by hand: tokens, positions, wanted rows, and where their outputs belong."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from hybridflow.batch import RolloutBatch, balanced_partition, response_mask
+from hybridflow.models.micro_batch import MicroBatch, prediction_micro_batches, sequence_micro_batches
+
+CPU = torch.device("cpu")
+
+
+def rollout_batch(lengths: list[int], prompt_lengths: list[int]) -> RolloutBatch:
+    """Token t has id 100 + t."""
+    sizes, prompts = torch.tensor(lengths), torch.tensor(prompt_lengths)
+    return RolloutBatch(
+        input_ids=torch.arange(100, 100 + sum(lengths)),
+        lengths=sizes,
+        prompt_lengths=prompts,
+        prompt_indices=torch.arange(len(lengths)),
+        truncated=torch.zeros(len(lengths), dtype=torch.bool),
+        response_mask=response_mask(sizes, prompts),
+        rollout_log_probs=torch.zeros(sum(lengths)),
+    )
+
+
+# tokens     100 101 102 | 103 104 105 106 107 | 108 109 | 110 111 112 113
+# response            x         x   x   x   x          x           x   x
+BATCH = rollout_batch(lengths=[3, 5, 2, 4], prompt_lengths=[2, 1, 1, 2])
+
+
+def lists(micro_batch: MicroBatch) -> dict[str, list[int]]:
+    names = ("input_ids", "positions", "rows", "where", "targets")
+    return {"lengths": list(micro_batch.packed.lengths), **{name: getattr(micro_batch, name).tolist() for name in names}}
+
+
+def test_predictions_of_the_whole_batch_by_hand() -> None:
+    # longest first; the last token of each sequence is not run
+    (micro_batch,) = prediction_micro_batches(BATCH, [0, 1, 2, 3], max_tokens=100, multiple=1, device=CPU)
+    assert lists(micro_batch) == {
+        "lengths": [4, 3, 2, 1],
+        "input_ids": [103, 104, 105, 106, 110, 111, 112, 100, 101, 108],
+        "positions": [0, 1, 2, 3, 0, 1, 2, 0, 1, 0],
+        "rows": [0, 1, 2, 3, 5, 6, 8, 9],
+        "where": [4, 5, 6, 7, 12, 13, 2, 9],
+        "targets": [104, 105, 106, 107, 112, 113, 102, 109],
+    }
+    assert micro_batch.packed.cu_seqlens_q.tolist() == micro_batch.packed.cu_seqlens_kv.tolist() == [0, 4, 7, 9, 10]
+    assert micro_batch.packed.cu_seqlens_q.dtype == torch.int32
+    assert micro_batch.packed.max_seqlen_q == micro_batch.packed.max_seqlen_kv == 4
+
+
+def test_predictions_cut_by_the_token_budget() -> None:
+    # the tokens that are run are 4, 3, 2, 1 of them: with a budget of 5 that is [4], [3, 2], [1]
+    micro_batches = prediction_micro_batches(BATCH, [0, 1, 2, 3], max_tokens=5, multiple=1, device=CPU)
+    assert [lists(m)["lengths"] for m in micro_batches] == [[4], [3, 2], [1]]
+    assert [lists(m)["where"] for m in micro_batches] == [[4, 5, 6, 7], [12, 13, 2], [9]]
+
+
+def test_predictions_of_some_rows_only() -> None:
+    (micro_batch,) = prediction_micro_batches(BATCH, [0, 3], max_tokens=100, multiple=1, device=CPU)
+    assert lists(micro_batch) == {
+        "lengths": [3, 2],
+        "input_ids": [110, 111, 112, 100, 101],
+        "positions": [0, 1, 2, 0, 1],
+        "rows": [1, 2, 4],
+        "where": [12, 13, 2],
+        "targets": [112, 113, 102],
+    }
+
+
+def test_missing_tokens_are_one_more_sequence_that_nobody_reads() -> None:
+    (plain,) = prediction_micro_batches(BATCH, [0, 3], max_tokens=100, multiple=1, device=CPU)
+    (padded,) = prediction_micro_batches(BATCH, [0, 3], max_tokens=100, multiple=4, device=CPU)
+    expected = lists(plain)
+    for name, tail in {"lengths": [3], "input_ids": [0, 0, 0], "positions": [0, 1, 2]}.items():
+        expected[name] += tail
+    assert lists(padded) == expected
+    assert padded.packed.cu_seqlens_q.tolist() == [0, 3, 5, 8]
+
+
+def test_no_padding_where_the_tokens_divide() -> None:
+    (micro_batch,) = prediction_micro_batches(BATCH, [0, 1, 2, 3], max_tokens=100, multiple=5, device=CPU)
+    assert micro_batch.packed.lengths == (4, 3, 2, 1)
+
+
+def test_sequences_by_hand() -> None:
+    # every token is run; the output wanted is the last one's, and belongs to the row
+    micro_batches = sequence_micro_batches(BATCH, [0, 1, 2, 3], max_tokens=9, multiple=4, device=CPU)
+    first, second = map(lists, micro_batches)
+    assert first == {
+        "lengths": [5, 4, 3],
+        "input_ids": [103, 104, 105, 106, 107, 110, 111, 112, 113, 0, 0, 0],
+        "positions": [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2],
+        "rows": [4, 8],
+        "where": [1, 3],
+        "targets": first["targets"],
+    }
+    assert second == {
+        "lengths": [3, 2, 3],
+        "input_ids": [100, 101, 102, 108, 109, 0, 0, 0],
+        "positions": [0, 1, 2, 0, 1, 0, 1, 2],
+        "rows": [2, 4],
+        "where": [0, 2],
+        "targets": second["targets"],
+    }
+
+
+def test_no_rows_make_no_micro_batch() -> None:
+    assert prediction_micro_batches(BATCH, [], max_tokens=9, multiple=4, device=CPU) == []
+    assert sequence_micro_batches(BATCH, [], max_tokens=9, multiple=4, device=CPU) == []
+
+
+# --------------------------------------------------------------------- every output once over all replicas
+
+
+def random_batch(seed: int) -> RolloutBatch:
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(1, 9, (23,), generator=generator)
+    responses = torch.randint(1, 13, (23,), generator=generator)
+    return rollout_batch((prompts + responses).tolist(), prompts.tolist())
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+@pytest.mark.parametrize("max_tokens", [21, 64])
+@pytest.mark.parametrize("dp", [1, 3])
+def test_every_response_token_is_predicted_once_from_the_token_before_it(
+    dp: int, max_tokens: int, multiple: int
+) -> None:
+    batch = random_batch(seed=dp)
+    last = set((batch.lengths.cumsum(0) - 1 + 100).tolist())
+    where: list[int] = []
+    run: list[int] = []
+    for rows in balanced_partition(batch.lengths.tolist(), dp):
+        for micro_batch in prediction_micro_batches(
+            batch, rows, max_tokens=max_tokens, multiple=multiple, device=CPU
+        ):
+            assert len(micro_batch.input_ids) % multiple == 0
+            assert len(micro_batch.input_ids) < max_tokens + multiple
+            assert sum(micro_batch.packed.lengths) == len(micro_batch.input_ids) == len(micro_batch.positions)
+            # ids count the batch's tokens from 100: the one read is the predecessor of the one predicted
+            assert torch.equal(micro_batch.input_ids[micro_batch.rows] + 1, micro_batch.targets)
+            assert torch.equal(micro_batch.where + 100, micro_batch.targets)
+            where += micro_batch.where.tolist()
+            run += micro_batch.input_ids[micro_batch.input_ids > 0].tolist()
+    assert sorted(where) == batch.response_mask.nonzero().squeeze(1).tolist()
+    assert Counter(run) == Counter(set(batch.input_ids.tolist()) - last)
+
+
+@pytest.mark.parametrize("dp", [1, 3])
+def test_every_sequence_has_one_output_read_at_its_last_token(dp: int) -> None:
+    batch = random_batch(seed=7)
+    ends = batch.lengths.cumsum(0) - 1
+    where: list[int] = []
+    for rows in balanced_partition(batch.lengths.tolist(), dp):
+        for micro_batch in sequence_micro_batches(batch, rows, max_tokens=50, multiple=4, device=CPU):
+            assert torch.equal(micro_batch.input_ids[micro_batch.rows], ends[micro_batch.where] + 100)
+            assert torch.equal(micro_batch.positions[micro_batch.rows], batch.lengths[micro_batch.where] - 1)
+            where += micro_batch.where.tolist()
+    assert sorted(where) == list(range(len(batch)))

@@ -1,0 +1,288 @@
+"""read_spec on configs that transformers wrote, and everything it refuses."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.models.spec import ARCHITECTURES, ModelSpec, read_spec
+
+SIZES = dict(
+    hidden_size=48,
+    intermediate_size=40,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    vocab_size=70,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=100,
+)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=50,
+)
+ROPES = {
+    "default": dict(rope_type="default", rope_theta=12345.0),
+    "linear": dict(rope_type="linear", rope_theta=10000.0, factor=4.0),
+    "llama3": LLAMA3,
+}
+
+
+def hf_config(architecture: str = "LlamaForCausalLM", **changes: Any) -> transformers.PreTrainedConfig:
+    family = architecture.partition("For")[0]
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+    config.architectures = [architecture]
+    return config
+
+
+def hf_model(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
+    return getattr(transformers, config.architectures[0])(config)
+
+
+def written(path: Path, *, without: tuple[str, ...] = (), **changes: Any) -> Path:
+    """A Llama's directory with `changes` made to its config.json."""
+    hf_config().save_pretrained(path)
+    file = path / "config.json"
+    raw = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({key: value for key, value in raw.items() if key not in without}))
+    return path
+
+
+def expected_spec(path: Path, **changes: Any) -> ModelSpec:
+    fields = dict(
+        path=path,
+        family="llama",
+        head="lm",
+        num_layers=3,
+        hidden_size=48,
+        ffn_hidden_size=40,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=8,
+        vocab_size=70,
+        norm_eps=1e-5,
+        qkv_bias=False,
+        tied=False,
+        max_positions=100,
+    )
+    return ModelSpec(**{**fields, **changes})
+
+
+# --------------------------------------------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "fields"),
+    [
+        ("LlamaForCausalLM", {}, {}),
+        ("LlamaForCausalLM", {"tie_word_embeddings": True, "head_dim": 16}, {"tied": True, "head_dim": 16}),
+        ("LlamaForSequenceClassification", {"tie_word_embeddings": True}, {"head": "score"}),
+        ("Qwen2ForCausalLM", {"tie_word_embeddings": True}, {"family": "qwen2", "qkv_bias": True, "tied": True}),
+        ("Qwen2ForSequenceClassification", {}, {"family": "qwen2", "qkv_bias": True, "head": "score"}),
+    ],
+)
+def test_what_transformers_writes(
+    architecture: str, config: dict[str, Any], fields: dict[str, Any], tmp_path: Path
+) -> None:
+    hf_config(architecture, **config).save_pretrained(tmp_path)
+    assert read_spec(tmp_path) == read_spec(str(tmp_path)) == expected_spec(tmp_path, **fields)
+
+
+def test_fields_that_older_files_leave_out(tmp_path: Path) -> None:
+    left_out = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "max_position_embeddings", "rope_parameters")
+    spec = read_spec(written(tmp_path, without=left_out))
+    assert spec == expected_spec(tmp_path, num_kv_heads=6, max_positions=1 << 31)
+
+
+@pytest.mark.parametrize(("vocab_size", "padded"), [(1, 64), (64, 64), (65, 128), (70, 128), (32000, 32000)])
+def test_the_vocabulary_is_padded_to_a_multiple_of_64(vocab_size: int, padded: int) -> None:
+    assert expected_spec(Path("x"), vocab_size=vocab_size).padded_vocab_size == padded
+
+
+# ----------------------------------------------------------------------------------- equal to transformers
+
+
+@pytest.mark.parametrize("rope", list(ROPES))
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
+@pytest.mark.parametrize("head_dim", [8, 64])
+def test_inverse_frequencies_equal_the_rotary_embedding(
+    architecture: str, rope: str, head_dim: int, tmp_path: Path
+) -> None:
+    config = hf_config(architecture, hidden_size=6 * head_dim, rope_parameters=ROPES[rope])
+    config.save_pretrained(tmp_path)
+    expected = hf_model(config).model.rotary_emb
+    actual = read_spec(tmp_path).inverse_frequencies()
+    assert actual.dtype == torch.float32
+    assert torch.equal(actual, expected.inv_freq)
+    assert expected.attention_scaling == 1.0  # nothing else scales the angles
+
+
+def test_the_three_rope_types_differ(tmp_path: Path) -> None:
+    found = []
+    for name, rope in ROPES.items():
+        hf_config(rope_parameters={**rope, "rope_theta": 10000.0}).save_pretrained(tmp_path / name)
+        found.append(read_spec(tmp_path / name).inverse_frequencies())
+    default, linear, llama3 = found
+    torch.testing.assert_close(default, 10000.0 ** -torch.tensor([0, 0.25, 0.5, 0.75]))
+    torch.testing.assert_close(linear, default / 4)
+    assert not torch.equal(llama3, default)
+
+
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_rope_as_older_files_say_it(key: str, tmp_path: Path) -> None:
+    old = {"rope_theta": 10000.0, "rope_scaling": {key: "linear", "factor": 4.0}}
+    spec = read_spec(written(tmp_path, without=("rope_parameters",), **old))
+    torch.testing.assert_close(spec.inverse_frequencies(), 10000.0 ** -torch.tensor([0, 0.25, 0.5, 0.75]) / 4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+def test_num_parameters_equals_the_model_of_transformers(architecture: str, tied: bool, tmp_path: Path) -> None:
+    config = hf_config(architecture, tie_word_embeddings=tied, num_labels=1)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = hf_model(config)
+    score = config.hidden_size if "Sequence" in architecture else 0  # the head of a value model is not counted
+    assert read_spec(tmp_path).num_parameters == model.num_parameters() - score
+
+
+# --------------------------------------------------------------------------------------------------- refused
+
+
+def refusal(path: Path) -> str:
+    """The message of read_spec, which names the file."""
+    with pytest.raises(CheckpointError) as caught:
+        read_spec(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path / 'config.json'}: ")
+    return message.removeprefix(f"{path / 'config.json'}: ")
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "absent") == "no such file; a model is a HuggingFace directory"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"model: x"])
+def test_no_json(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    assert refusal(tmp_path).startswith("is not JSON: ")
+
+
+def test_a_directory_in_place_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    assert refusal(tmp_path).startswith("is not JSON: ")
+
+
+def test_json_that_is_no_object(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[1]")
+    assert refusal(tmp_path) == "holds list, not an object"
+
+
+@pytest.mark.parametrize(("architectures", "named"), [(["MistralForCausalLM"], "MistralForCausalLM"), (None, "none")])
+def test_an_unknown_architecture_lists_the_known(architectures: list[str] | None, named: str, tmp_path: Path) -> None:
+    message = refusal(written(tmp_path, architectures=architectures))
+    assert message == (
+        f"architectures = '{named}' is not supported; known are LlamaForCausalLM, LlamaForSequenceClassification, "
+        f"Qwen2ForCausalLM, Qwen2ForSequenceClassification"
+    )
+
+
+REQUIRED = [
+    *["hidden_size", "num_hidden_layers", "num_attention_heads"],
+    *["intermediate_size", "vocab_size", "rms_norm_eps"],
+]
+
+
+@pytest.mark.parametrize("field", REQUIRED)
+def test_a_missing_field_is_named(field: str, tmp_path: Path) -> None:
+    assert refusal(written(tmp_path, without=(field,))) == f"{field} is missing or no number: None"
+
+
+def test_a_field_that_is_no_number(tmp_path: Path) -> None:
+    assert refusal(written(tmp_path, hidden_size="48")) == "hidden_size is missing or no number: '48'"
+
+
+KNOWN_ROPES = "known are default, linear, llama3"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            f"rope_type = 'yarn' is not supported: {KNOWN_ROPES}",
+        ),
+        (
+            {"rope_parameters": None, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            f"rope_type = 'dynamic' is not supported: {KNOWN_ROPES}",
+        ),
+        (  # as Qwen2.5's model card asks users to write it
+            {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            f"rope_type = 'yarn' is not supported: {KNOWN_ROPES}",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported: must be silu"),
+        ({"attention_bias": True}, "attention_bias = True is not supported: biases of Llama are not supported"),
+        ({"mlp_bias": True}, "mlp_bias = True is not supported: biases of Llama are not supported"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quantization_config = '...' is not supported: quantised weights",
+        ),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 32},
+            "use_sliding_window = True is not supported: must be false",
+        ),
+    ],
+)
+def test_an_unsupported_model(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    assert refusal(written(tmp_path, **changes)) == message
+
+
+# --------------------------------------------------------------------------------------- what a run asks of it
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_check_parallel_passes_where_everything_divides(tp: int) -> None:
+    expected_spec(Path("x")).check_parallel("actor", tp)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tp", "message"),
+    [
+        ({}, 4, "actor.tensor_parallel_size = 4 does not divide num_attention_heads = 6 of a/b: 6 = 1 x 4 + 2"),
+        ({}, 3, "actor.tensor_parallel_size = 3 does not divide num_key_value_heads = 2 of a/b: 2 = 0 x 3 + 2"),
+        (
+            {"num_heads": 9, "num_kv_heads": 9},
+            3,
+            "actor.tensor_parallel_size = 3 does not divide intermediate_size = 40 of a/b: 40 = 13 x 3 + 1",
+        ),
+        (
+            {"num_heads": 9, "num_kv_heads": 9, "ffn_hidden_size": 42},
+            3,
+            "actor.tensor_parallel_size = 3 does not divide padded vocab_size = 128 of a/b: 128 = 42 x 3 + 2",
+        ),
+    ],
+)
+def test_check_parallel_shows_the_arithmetic(fields: dict[str, int], tp: int, message: str) -> None:
+    spec = dataclasses.replace(expected_spec(Path("a/b")), **fields)
+    with pytest.raises(ConfigError) as caught:
+        spec.check_parallel("actor", tp)
+    assert str(caught.value) == message
+
+
+def test_check_length() -> None:
+    spec = expected_spec(Path("a/b"))
+    spec.check_length(100)
+    with pytest.raises(ConfigError) as caught:
+        spec.check_length(101)
+    assert str(caught.value) == (
+        "data.max_prompt_length + sampling.max_response_length = 101 exceeds max_position_embeddings = 100 of a/b"
+    )

@@ -1,0 +1,225 @@
+"""Vocabulary-parallel log-probs and entropy against torch.log_softmax in float64: values and gradients.
+
+Tensor parallelism runs in one launch of three processes, which are this file as a script.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.parallel import vocab
+from hybridflow.parallel.vocab import vocab_parallel_log_probs
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS, VOCAB, PADDED = 7, 50, 54  # 54 = 2 x 27 = 3 x 18: with 3 ranks the last holds 14 true columns of 18
+TEMPERATURE = 0.7
+HUGE = 1e30
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[dist.ProcessGroup]:
+    """A world of one, unless another test file has left one."""
+    started = not dist.is_initialized()
+    if started:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.get_world_size() == 1
+    yield dist.group.WORLD
+    if started:
+        dist.destroy_process_group()
+
+
+def case(num_rows: int = ROWS, columns: int = PADDED, vocab_size: int = VOCAB) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits whose columns past the vocabulary are huge, targets, and weights of log-probs and entropies in a sum."""
+    generator = torch.Generator().manual_seed(3)
+    logits = 4.0 * torch.randn(num_rows, columns, generator=generator) + 30.0
+    logits[:, vocab_size:] = HUGE
+    targets = torch.randint(vocab_size, (num_rows,), generator=generator)
+    if num_rows > 2:
+        targets[:3] = torch.tensor([0, vocab_size - 1, columns // 2])  # first and last, and one of the second rank
+    weights = torch.randn(2, num_rows, generator=generator)
+    return logits, targets, *weights
+
+
+def reference(
+    logits: Tensor, targets: Tensor, a: Tensor, b: Tensor, *, vocab_size: int = VOCAB, temperature: float = TEMPERATURE
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Dense float64: log-probs, entropy, and the gradient of sum a log p + b H for all columns."""
+    leaf = logits.detach().double().requires_grad_()
+    log_p = torch.log_softmax(leaf[:, :vocab_size] / temperature, dim=1)
+    log_probs = log_p.gather(1, targets[:, None]).squeeze(1)
+    entropy = torch.distributions.Categorical(logits=log_p).entropy()
+    (a.double() * log_probs + b.double() * entropy).sum().backward()
+    return log_probs.detach(), entropy.detach(), leaf.grad
+
+
+def computed(
+    logits: Tensor,
+    targets: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    vocab_size: int = VOCAB,
+    temperature: float = TEMPERATURE,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same from this rank's columns, whose gradient is returned."""
+    leaf = logits.clone().requires_grad_()
+    log_probs, entropy = vocab_parallel_log_probs(
+        leaf.clone(), targets, group=group, vocab_size=vocab_size, temperature=temperature
+    )
+    assert log_probs.dtype == entropy.dtype == torch.float32
+    (a * log_probs + b * entropy).sum().backward()
+    return log_probs.detach(), entropy.detach(), leaf.grad
+
+
+def assert_near(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_two_equal_logits_by_hand(world: dist.ProcessGroup) -> None:
+    # log p = -log 2 and H = log 2; d log p(0) = (1/2, -1/2) / temperature; the entropy stands at its maximum
+    logits = torch.tensor([[3.0, 3.0]], requires_grad=True)
+    log_probs, entropy = vocab_parallel_log_probs(
+        logits.clone(), torch.tensor([0]), group=world, vocab_size=2, temperature=0.5
+    )
+    log_2 = 0.6931471805599453
+    assert log_probs.tolist() == pytest.approx([-log_2])
+    assert entropy.tolist() == pytest.approx([log_2])
+    (log_probs + 5.0 * entropy).sum().backward()
+    torch.testing.assert_close(logits.grad, torch.tensor([[1.0, -1.0]]))
+
+
+@pytest.mark.parametrize("temperature", [1.0, TEMPERATURE, 1.5])
+def test_values_and_gradients_equal_dense_float64(world: dist.ProcessGroup, temperature: float) -> None:
+    inputs = case(columns=VOCAB)
+    actual = computed(*inputs, group=world, temperature=temperature)
+    for mine, dense in zip(actual, reference(*inputs, temperature=temperature), strict=True):
+        assert_near(mine, dense)
+
+
+def test_padding_columns_take_no_part(world: dist.ProcessGroup) -> None:
+    inputs = case()
+    log_probs, entropy, grad = computed(*inputs, group=world)
+    dense_log_probs, dense_entropy, dense_grad = reference(*inputs)
+    assert_near(log_probs, dense_log_probs)
+    assert_near(entropy, dense_entropy)
+    assert_near(grad, dense_grad)
+    assert (grad[:, VOCAB:] == 0).all()
+    assert grad[:, :VOCAB].abs().sum() > 1
+
+
+@pytest.mark.parametrize("elements", [1, 2 * PADDED, 3 * PADDED + 5])
+def test_chunks_do_not_change_the_result(
+    world: dist.ProcessGroup, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = case()
+    whole = computed(*inputs, group=world)
+    monkeypatch.setattr(vocab, "CHUNK_ELEMENTS", elements)
+    chunks = vocab._row_chunks(inputs[0])
+    assert len(chunks) == {1: 7, 2 * PADDED: 4, 3 * PADDED + 5: 3}[elements]
+    for mine, unchunked in zip(computed(*inputs, group=world), whole, strict=True):
+        torch.testing.assert_close(mine, unchunked, rtol=1e-6, atol=1e-6)
+
+
+def test_bfloat16_logits_lose_only_in_the_rounding_of_the_gradient(world: dist.ProcessGroup) -> None:
+    logits, *rest = case()
+    inputs = (logits.bfloat16(), *rest)
+    log_probs, entropy, grad = computed(*inputs, group=world)
+    dense_log_probs, dense_entropy, dense_grad = reference(*inputs)
+    assert grad.dtype == torch.bfloat16
+    assert_near(log_probs, dense_log_probs)
+    assert_near(entropy, dense_entropy)
+    torch.testing.assert_close(grad.double(), dense_grad, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize(("use_log_probs", "use_entropy"), [(True, False), (False, True)])
+def test_one_output_alone(world: dist.ProcessGroup, use_log_probs: bool, use_entropy: bool) -> None:
+    logits, targets, a, b = case()
+    leaf = logits.clone().requires_grad_()
+    outputs = vocab_parallel_log_probs(
+        leaf.clone(), targets, group=world, vocab_size=VOCAB, temperature=TEMPERATURE
+    )
+    (outputs[0] * a if use_log_probs else outputs[1] * b).sum().backward()
+    _, _, dense_grad = reference(logits, targets, a * use_log_probs, b * use_entropy)
+    assert_near(leaf.grad, dense_grad)
+
+
+def test_the_logits_stand_until_backward_and_then_hold_their_gradient(world: dist.ProcessGroup) -> None:
+    logits, targets, a, b = case()
+    consumed = logits.clone().requires_grad_().clone()
+    log_probs, entropy = vocab_parallel_log_probs(
+        consumed, targets, group=world, vocab_size=VOCAB, temperature=TEMPERATURE
+    )
+    assert torch.equal(consumed, logits)
+    (a * log_probs + b * entropy).sum().backward()
+    assert_near(consumed.detach(), reference(logits, targets, a, b)[2])
+
+
+def test_no_rows(world: dist.ProcessGroup) -> None:
+    log_probs, entropy, grad = computed(*case(num_rows=0), group=world)
+    assert log_probs.tolist() == entropy.tolist() == []
+    assert grad.shape == (0, PADDED)
+
+
+def test_a_certain_token_has_no_entropy(world: dist.ProcessGroup) -> None:
+    logits = torch.tensor([[0.0, 1000.0, -1000.0]], requires_grad=True)
+    targets = torch.tensor([1])
+    log_probs, entropy = vocab_parallel_log_probs(logits.clone(), targets, group=world, vocab_size=3, temperature=1.0)
+    assert log_probs.tolist() == entropy.tolist() == [0.0]
+    (log_probs + entropy).sum().backward()
+    assert logits.grad.tolist() == [[0.0, 0.0, 0.0]]
+
+
+@pytest.mark.distributed
+def test_tensor_parallel_two_and_three_equal_dense(tmp_path: Path) -> None:
+    command = [sys.executable, __file__, str(tmp_path / "store")]
+    settings = {
+        "env": {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True},
+    }
+    ranks = [subprocess.Popen([*command, str(rank)], **settings) for rank in range(3)]
+    try:
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0, 0], "\n".join(outputs)
+    assert "equal in groups [(0, 1), (0, 1, 2), (1, 2)]" in outputs[1], outputs[1]
+
+
+def run_rank(store: str, rank: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in [(0, 1), (1, 2), (0, 1, 2)]}
+    mine = {ranks: group for ranks, group in groups.items() if rank in ranks}
+    for group in mine.values():
+        for dtype in (torch.float32, torch.bfloat16):
+            check_shard(group, dtype, vocab_size=VOCAB)
+    # of 54 columns over 3 ranks a vocabulary of 30 leaves the third rank without a true one
+    check_shard(groups[0, 1, 2], torch.float32, vocab_size=30)
+    dist.barrier()
+    dist.destroy_process_group()
+    print(f"equal in groups {sorted(mine)}")
+
+
+def check_shard(group: dist.ProcessGroup, dtype: torch.dtype, *, vocab_size: int) -> None:
+    """This rank's columns of one case against the dense result; outputs are whole on every rank."""
+    logits, *rest = case(vocab_size=vocab_size)
+    logits = logits.to(dtype)
+    columns = logits.chunk(group.size(), dim=1)[group.rank()]
+    log_probs, entropy, grad = computed(columns, *rest, group=group, vocab_size=vocab_size)
+    dense_log_probs, dense_entropy, dense_grad = reference(logits, *rest, vocab_size=vocab_size)
+    assert_near(log_probs, dense_log_probs)
+    assert_near(entropy, dense_entropy)
+    mine = dense_grad.chunk(group.size(), dim=1)[group.rank()]
+    assert_near(grad, mine, 1e-5 if dtype == torch.float32 else 2**-8)
+
+
+if __name__ == "__main__":
+    run_rank(sys.argv[1], int(sys.argv[2]))
