@@ -24,6 +24,15 @@ class Inputs:
     def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
+    def left_out(self) -> list[str]:
+        """What the user should know of prompts that data.overlong_prompts = drop took away: a line a file."""
+        return [
+            f"{key}: left out {prompts.num_dropped} of {len(prompts) + prompts.num_dropped} prompts longer than "
+            f"data.max_prompt_length"
+            for key, prompts in (("data.train", self.train), ("data.heldout", self.heldout))
+            if prompts is not None and prompts.num_dropped
+        ]
+
 
 def load_inputs(config: ExperimentConfig) -> Inputs:
     """Read and check all of it, and that every model can hold the longest sequence.

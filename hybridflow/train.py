@@ -36,7 +36,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace) -> None:
     config = ExperimentConfig.from_yaml(options.config, options.overrides)
-    from hybridflow.progress import print_summary  # torch and megatron load for seconds: a bad config fails before
+    from hybridflow.parallel.platform import prepare_imports  # torch loads for seconds: a bad config fails before
+
+    prepare_imports()
+    from hybridflow.progress import print_summary
     from hybridflow.trainer import RLTrainer
 
     trainer = RLTrainer(config)

@@ -104,6 +104,8 @@ class RLTrainer:
         """Train for `num_iterations` (default: the config's) and write the run directory; ends with runs/NAME/hf."""
         num_iterations = num_iterations or self.config.num_iterations
         with record_run(self.config, num_iterations, rank=self.platform.rank, decode=self.inputs.decode) as recorder:
+            for line in self.inputs.left_out():
+                recorder.message(line)
             if self.config.metrics.eval_interval:
                 recorder.phase("evaluating before training")
                 recorder.before_training(self.evaluate())

@@ -25,9 +25,9 @@ FLOORS: dict[int, list[str]] = {
         *["models.build", "models.attention", "models.pipeline", "models.memory"],
         *["models.checkpoint_files", "models.micro_batch", "models.optimizer"],
         *["reshard", "reshard.*", "rollout", "rollout.*", "rewards"],
-        *["metrics", "samples", "run_dir", "progress"],
+        *["metrics", "run_dir", "progress", "inputs"],
     ],
-    3: ["roles", "roles.*", "checkpoint", "evaluate", "export"],
+    3: ["roles", "roles.*", "checkpoint", "evaluate", "export", "report", "recorder"],
     4: ["trainer"],
     5: ["train", "health"],
 }

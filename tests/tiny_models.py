@@ -42,7 +42,7 @@ def make_checkpoints(directory: Path, *, family: str, tied: bool, head_dim: int 
         torch.manual_seed(100 * seed + number)
         config = config_class(
             vocab_size=VOCAB_SIZE,
-            hidden_size=64,
+            hidden_size=8 * head_dim,
             intermediate_size=96,
             num_hidden_layers=2,
             num_attention_heads=8,

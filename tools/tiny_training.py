@@ -68,7 +68,6 @@ def llama_config(settings: Settings, *, num_layers: int, vocab_size: int) -> Lla
         rms_norm_eps=1e-5,
         initializer_range=0.04,  # 0.02 is for wider models; here it doubles the steps to the first right sum
         tie_word_embeddings=False,
-        use_cache=False,
         **{f"{name}_token_id": index for name, index in SPECIAL_PIECES.items() if name != "unk"},
         num_labels=1,  # of the reward model
     )
@@ -211,9 +210,7 @@ def train_policy(
                 progress("policy", step, loss, accuracy=accuracy)
             if accuracy >= settings.stop_accuracy:
                 return model
-    raise TargetMissed(
-        f"policy: validation accuracy after {step} steps is {accuracy:.3f}; try another --seed"
-    )
+    raise TargetMissed(f"policy: validation accuracy {accuracy:.3f} after {step} steps; try another --seed")
 
 
 def train_teacher(

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 CPU = torch.device("cpu")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+STORE_TIMEOUT = timedelta(seconds=30)
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,13 @@ class Platform:
 
 def start(seed: int) -> Platform:
     """Join the process group that torchrun describes and make megatron-core usable on this rank's device."""
-    quiet()
+    prepare_imports()
     if torch.cuda.is_available():
         local_rank = _env_int("LOCAL_RANK", 0)
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     else:
         device, backend = CPU, "gloo"
-        prepare_cpu()
     _single_process_defaults()
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
@@ -66,10 +66,14 @@ def torchrun_rank() -> tuple[int, int]:
 
 
 def first_to_fail() -> bool:
-    """Whether no other rank of this run has reported an error yet. Before the process group exists: rank 0's word."""
-    if not dist.is_initialized():
+    """Whether no other rank of this run has reported an error yet. Without a store to ask: rank 0's word."""
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's, there before any process group
+        store, _, _ = next(dist.rendezvous("env://", timeout=STORE_TIMEOUT))
+    else:
         return torchrun_rank()[0] == 0
-    return dist.distributed_c10d._get_default_store().add("hybridflow/errors", 1) == 1
+    return store.add("hybridflow/errors", 1) == 1
 
 
 def stop() -> None:
@@ -109,13 +113,23 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
+def prepare_imports() -> None:
+    """What must stand before megatron-core and vLLM are imported, which warn and read settings as they load."""
+    quiet()
+    if not torch.cuda.is_available():
+        prepare_cpu()
+
+
 def prepare_cpu() -> None:
     """Settings that must stand before torch._dynamo, megatron-core or vLLM are imported on a CPU.
 
     megatron's `jit_fuser` is torch.compile: on a CPU it compiles for seconds to gain nothing.
     """
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # read by vLLM
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    import torch._dynamo.config
+
+    torch._dynamo.config.disable = True  # the environment is read only once, and that may be past
 
 
 def quiet() -> None:

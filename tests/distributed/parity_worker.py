@@ -102,7 +102,7 @@ def whole(role: Role, of) -> dict[str, torch.Tensor]:
     """HuggingFace name -> whole tensor, gathered over the tensor-parallel group; `of` picks a tensor of a parameter."""
     tensors = {}
     for weight, parameter in named_weights(role.model, role.spec, value_head=role.value_head):
-        shards = [torch.empty_like(parameter) for _ in range(role.grid.tp)]
+        shards = [torch.empty_like(parameter, dtype=torch.float32) for _ in range(role.grid.tp)]
         dist.all_gather(shards, of(parameter).detach().float().contiguous(), group=role.grid.groups.tp)
         parts = [split_parts(weight, x, role.spec, r, role.grid.tp) for r, x in enumerate(shards)]
         for i, name in enumerate(weight.hf):

@@ -31,8 +31,8 @@ BATCH = rollout_batch(lengths=[3, 5, 2, 4], prompt_lengths=[2, 1, 1, 2])
 
 
 def lists(micro_batch: MicroBatch) -> dict[str, list[int]]:
-    names = ("input_ids", "positions", "rows", "where", "targets")
-    return {"lengths": list(micro_batch.packed.lengths), **{name: getattr(micro_batch, name).tolist() for name in names}}
+    tensors = {name: getattr(micro_batch, name) for name in ("input_ids", "positions", "rows", "where", "targets")}
+    return {"lengths": list(micro_batch.packed.lengths), **{name: x.tolist() for name, x in tensors.items()}}
 
 
 def test_predictions_of_the_whole_batch_by_hand() -> None:
@@ -133,9 +133,7 @@ def test_every_response_token_is_predicted_once_from_the_token_before_it(
     where: list[int] = []
     run: list[int] = []
     for rows in balanced_partition(batch.lengths.tolist(), dp):
-        for micro_batch in prediction_micro_batches(
-            batch, rows, max_tokens=max_tokens, multiple=multiple, device=CPU
-        ):
+        for micro_batch in prediction_micro_batches(batch, rows, max_tokens=max_tokens, multiple=multiple, device=CPU):
             assert len(micro_batch.input_ids) % multiple == 0
             assert len(micro_batch.input_ids) < max_tokens + multiple
             assert sum(micro_batch.packed.lengths) == len(micro_batch.input_ids) == len(micro_batch.positions)

@@ -143,9 +143,7 @@ def test_bfloat16_logits_lose_only_in_the_rounding_of_the_gradient(world: dist.P
 def test_one_output_alone(world: dist.ProcessGroup, use_log_probs: bool, use_entropy: bool) -> None:
     logits, targets, a, b = case()
     leaf = logits.clone().requires_grad_()
-    outputs = vocab_parallel_log_probs(
-        leaf.clone(), targets, group=world, vocab_size=VOCAB, temperature=TEMPERATURE
-    )
+    outputs = vocab_parallel_log_probs(leaf.clone(), targets, group=world, vocab_size=VOCAB, temperature=TEMPERATURE)
     (outputs[0] * a if use_log_probs else outputs[1] * b).sum().backward()
     _, _, dense_grad = reference(logits, targets, a * use_log_probs, b * use_entropy)
     assert_near(leaf.grad, dense_grad)

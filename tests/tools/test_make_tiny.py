@@ -32,9 +32,7 @@ SMALL = Settings(  # trained until some prompts are answered rightly, so that ac
     num_validation=128,
     num_heldout=128,
 )
-SMALLEST = replace(
-    SMALL, batch_size=8, stop_accuracy=0.0, teacher_steps=2, max_reward_steps=3, reward_decay_steps=2
-)
+SMALLEST = replace(SMALL, stop_accuracy=0.0, teacher_steps=2, max_reward_steps=3, reward_decay_steps=2)
 
 
 def read_lines(path: Path) -> list[dict[str, str]]:
@@ -49,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-# ---------------------------------------------------------------------------------------------------- the task
+# --------------------------------------------------------------------------------------------------- the task
 
 
 def test_right_answers() -> None:
@@ -61,10 +59,8 @@ def test_right_answers() -> None:
 
 def test_no_prompt_is_in_two_sets_nor_its_mirror() -> None:
     split = split_problems(random.Random(0), num_validation=300, num_heldout=200)
-    unordered = [
-        {frozenset((p.left, p.right)) for p in part}
-        for part in (split.train, split.validation, split.heldout)
-    ]
+    parts = (split.train, split.validation, split.heldout)
+    unordered = [{frozenset((problem.left, problem.right)) for problem in part} for part in parts]
     assert [len(part) for part in unordered[1:]] == [300, 200]
     assert not unordered[0] & unordered[1]
     assert not unordered[0] & unordered[2]
@@ -73,9 +69,8 @@ def test_no_prompt_is_in_two_sets_nor_its_mirror() -> None:
 
 
 def test_the_split_is_a_function_of_the_seed() -> None:
-    first, again, other = (
-        split_problems(random.Random(seed), num_validation=10, num_heldout=10) for seed in (1, 1, 2)
-    )
+    sources = [random.Random(seed) for seed in (1, 1, 2)]
+    first, again, other = (split_problems(source, num_validation=9, num_heldout=9) for source in sources)
     assert first == again
     assert first.heldout != other.heldout
 
@@ -112,7 +107,7 @@ def test_tokenizer_round_trip(tmp_path: Path) -> None:
     assert len(tokenizer) == 64
 
 
-# ------------------------------------------------------------------------------------------- what a run leaves
+# ------------------------------------------------------------------------------------------ what a run leaves
 
 
 def test_special_tokens_agree_everywhere(made: Path) -> None:
@@ -130,16 +125,14 @@ def test_prompts_and_answers(made: Path) -> None:
     for row in train + heldout:
         left, right = row["prompt"].removesuffix("=").split("+")
         assert int(left) + int(right) == int(row["answer"])
-    assert not {row["prompt"] for row in train} & {row["prompt"] for row in heldout}
-    assert not {row["prompt"] for row in heldout} & {
-        row["prompt"] for row in read_lines(made / "pairs.jsonl")
-    }
+    unseen = {row["prompt"] for row in heldout}
+    assert not unseen & {row["prompt"] for row in train}
+    assert not unseen & {row["prompt"] for row in read_lines(made / "pairs.jsonl")}
 
 
 def test_held_out_accuracy_agrees_with_transformers_generate(made: Path) -> None:
-    model, tokenizer = (
-        kind.from_pretrained(made / "policy") for kind in (AutoModelForCausalLM, AutoTokenizer)
-    )
+    model = AutoModelForCausalLM.from_pretrained(made / "policy")
+    tokenizer = AutoTokenizer.from_pretrained(made / "policy")
     rows = read_lines(made / "heldout.jsonl")
     prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt")
     ids = model.generate(**prompts, do_sample=False, max_new_tokens=8)[:, prompts["input_ids"].shape[1] :]
@@ -150,9 +143,8 @@ def test_held_out_accuracy_agrees_with_transformers_generate(made: Path) -> None
 
 
 def test_pair_accuracy_agrees_one_sequence_at_a_time(made: Path) -> None:
-    model, tokenizer = (
-        kind.from_pretrained(made / "reward") for kind in (AutoModelForSequenceClassification, AutoTokenizer)
-    )
+    model = AutoModelForSequenceClassification.from_pretrained(made / "reward")
+    tokenizer = AutoTokenizer.from_pretrained(made / "reward")
     rows = read_lines(made / "pairs.jsonl")
 
     def last_score(text: str) -> float:
@@ -187,9 +179,8 @@ def test_generation_stops_at_the_end_token_or_the_limit(made: Path) -> None:
 def test_the_same_seed_makes_the_same_bytes(tmp_path: Path) -> None:
     for name in ("one", "two"):
         make_tiny.make(tmp_path / name, SMALLEST, 5)
-    files = sorted(
-        path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file()
-    )
+    one_out = tmp_path / "one"
+    files = sorted(path.relative_to(one_out) for path in one_out.rglob("*") if path.is_file())
     assert len(files) > 10
     for file in files:
         one, two = ((tmp_path / name / file).read_bytes() for name in ("one", "two"))
@@ -198,7 +189,7 @@ def test_the_same_seed_makes_the_same_bytes(tmp_path: Path) -> None:
         assert one == two, file
 
 
-# ------------------------------------------------------------------------------------------------ command line
+# ----------------------------------------------------------------------------------------------- command line
 
 
 def test_an_existing_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -1,0 +1,128 @@
+"""Train with the engine on the actor's memory; after every hand-off compare the engine with HuggingFace.
+
+    torchrun --nproc-per-node N -m tests.distributed.handoff_worker TP CHECKPOINTS PROMPTS OUT
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from hybridflow.batch import RolloutBatch, offsets
+from hybridflow.config import ExperimentConfig
+from hybridflow.parallel import platform as platforms
+from hybridflow.recorder import Recorder
+from hybridflow.roles.base import Role
+from hybridflow.trainer import RLTrainer
+from tests.distributed.parity_worker import whole
+from tests.launch import watchdog
+
+NUM_ITERATIONS = 5
+
+
+def main(tp: int, checkpoints: Path, prompts: Path, out: Path) -> None:
+    watchdog()
+    results = {}
+    for family, dtype in (("llama", "float32"), ("qwen2", "float32"), ("llama", "bfloat16")):
+        trainer = RLTrainer(config(tp, checkpoints / family, prompts, dtype))
+        results[f"{family}-{dtype}"] = run(trainer, checkpoints / family / "policy", dtype)
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, results)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(everyone))
+    platforms.stop()
+
+
+def config(tp: int, models: Path, prompts: Path, dtype: str) -> ExperimentConfig:
+    def role(name: str, **fields) -> dict:
+        return {"model": str(models / name), "dtype": dtype, "tensor_parallel_size": tp, **fields}
+
+    return ExperimentConfig.model_validate(
+        {
+            "name": "handoff",
+            "num_iterations": NUM_ITERATIONS,
+            "data": {"train": str(prompts), "prompts_per_iteration": 8, "max_prompt_length": 64},
+            "sampling": {"max_response_length": 12},
+            "actor": role("policy", optimizer={"lr": 1e-2}),
+            "critic": role("critic", optimizer={"lr": 1e-2}),
+            "reference": role("reference"),
+            "reward": {"models": [role("reward")]},
+            "rollout": {"kv_cache_gib": 0.03125},
+            "algorithm": {"mini_batch_size": 4},
+        }
+    )
+
+
+def run(trainer: RLTrainer, model: Path, dtype: str) -> list[dict]:
+    """One record before training and one after each iteration."""
+    records = [check(trainer, model, dtype)]
+    for iteration in range(1, NUM_ITERATIONS + 1):
+        done = trainer.iterate(iteration, NUM_ITERATIONS, Recorder())
+        records.append(check(trainer, model, dtype) | {"metrics": {k: float(v) for k, v in done.metrics.items()}})
+    return records
+
+
+def check(trainer: RLTrainer, model: Path, dtype: str) -> dict:
+    """Greedy tokens of the engine against HuggingFace's with the trainer's current weights, and what memory holds."""
+    before = {name: tensor.clone() for name, (_, tensor) in trainer.actor.weights().items()}
+    prompts = trainer.inputs.train.batch(list(range(8)))
+    responses = trainer.greedy_responses(prompts)
+    restored = all(torch.equal(before[name], tensor) for name, (_, tensor) in trainer.actor.weights().items())
+    del before
+    log_probs = trainer.actor.log_probs(responses)
+    difference = (log_probs - responses.rollout_log_probs).abs().max()
+    record = {"restored": restored, "log_prob_difference": float(difference), "copies": weight_copies(trainer)}
+    weights = whole(trainer.actor, lambda p: p.data)
+    if dtype == "float32":
+        record["right"] = equal_to_huggingface(responses, model, weights)
+    return record
+
+
+def equal_to_huggingface(responses: RolloutBatch, model: Path, weights: dict[str, torch.Tensor]) -> list[bool]:
+    """For each sequence, whether its response is what HuggingFace generates greedily."""
+    reference = AutoModelForCausalLM.from_pretrained(model)
+    reference.load_state_dict(weights, strict=not reference.config.tie_word_embeddings)
+    starts, right = offsets(responses.lengths).tolist(), []
+    for start, prompt, length in zip(
+        starts, responses.prompt_lengths.tolist(), responses.lengths.tolist(), strict=True
+    ):
+        tokens = responses.input_ids[start : start + length]
+        with torch.no_grad():
+            generated = reference.generate(
+                tokens[None, :prompt], do_sample=False, max_new_tokens=12, attention_mask=torch.ones(1, prompt)
+            )[0]
+        right.append(generated.tolist() == tokens.tolist())
+    return right
+
+
+def weight_copies(trainer: RLTrainer) -> int:
+    """Bytes of live tensors shaped like a weight of the actor that belong to no role and no optimizer."""
+    gc.unfreeze()  # vLLM freezes what exists when it starts
+    gc.collect()
+    roles: list[Role] = [trainer.actor, trainer.critic, trainer.reference, *trainer.scorer._models]
+    known = {p.data.untyped_storage().data_ptr() for role in roles for p in role.model.parameters()}
+    for role in roles[:2]:
+        known |= {buffer.grad_data.untyped_storage().data_ptr() for buffer in role.trained.ddp.buffers}
+        for optimizer in role.trained._torch_optimizers():
+            known |= {p.untyped_storage().data_ptr() for g in optimizer.param_groups for p in g["params"]}
+            states = [x for s in optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor)]
+            known |= {x.untyped_storage().data_ptr() for x in states}
+    shapes = {tuple(x.shape) for _, x in trainer.actor.weights().values() if x.dim() == 2}
+    sizes = {x.untyped_storage().nbytes() for _, x in trainer.actor.weights().values()}  # the flat buffer
+    found = {}
+    for thing in gc.get_objects():
+        if not isinstance(thing, torch.Tensor) or not thing.is_floating_point() or thing.is_meta:
+            continue
+        storage = thing.untyped_storage()
+        alike = tuple(thing.shape) in shapes or tuple(thing.shape[::-1]) in shapes or storage.nbytes() in sizes
+        if alike and storage.nbytes() and storage.data_ptr() not in known:
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *map(Path, sys.argv[2:]))

@@ -1,0 +1,24 @@
+"""Reward functions that tests name in configs, as tests.distributed.reward_functions:NAME.
+
+Those that fail do so for rows whose `answer` is BAD_ANSWER, so that a test chooses when, and on which rank.
+"""
+
+from typing import Any
+
+BAD_ANSWER = "bad"
+
+Columns = dict[str, list[Any]]
+
+
+def raises(prompts: list[str], responses: list[str], columns: Columns) -> list[float]:
+    if BAD_ANSWER in columns["answer"]:
+        raise ValueError("this answer has no score")
+    return [0.5] * len(responses)
+
+
+def not_a_number(prompts: list[str], responses: list[str], columns: Columns) -> list[float]:
+    return [float("nan") if answer == BAD_ANSWER else 0.5 for answer in columns["answer"]]
+
+
+def one_short(prompts: list[str], responses: list[str], columns: Columns) -> list[float]:
+    return [0.5 for answer in columns["answer"] if answer != BAD_ANSWER]

