@@ -236,7 +236,8 @@ class ExperimentConfig(Section):
         if self.algorithm.kl.controller == "adaptive" and batch >= 5 * self.algorithm.kl.horizon:
             raise ValueError(
                 f"algorithm.kl.horizon = {self.algorithm.kl.horizon} is too short for {batch} sequences an iteration: "
-                f"one step may change the coefficient by 0.2 x {batch} / {self.algorithm.kl.horizon}, which must stay below 1"
+                f"one step may change the coefficient by 0.2 x {batch} / {self.algorithm.kl.horizon}, which must stay "
+                f"below 1"
             )
         longest = self.max_sequence_length
         for name, role in self.roles().items():

@@ -1,7 +1,8 @@
 """Write the actor as a HuggingFace directory that transformers and vLLM load.
 
-The tensor-parallel ranks of the first replica send their shards of one weight at a time to its first rank, which writes
-files of at most `MAX_FILE_BYTES`; it never holds more than one file's tensors. The directory appears when it is complete.
+The tensor-parallel ranks of the first replica send their shards of one weight at a time to its first rank, which
+writes files of at most `MAX_FILE_BYTES`; it never holds more than one file's tensors. The directory appears when it is
+complete.
 """
 
 import json
@@ -25,7 +26,11 @@ NOT_COPIED = ("config.json", "model.safetensors.index.json")
 
 
 def export_huggingface(
-    actor: Actor, target: Path, *, max_file_bytes: int = MAX_FILE_BYTES, report: Callable[[str], None] = lambda text: None
+    actor: Actor,
+    target: Path,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    report: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Collective over the world. The weights are those the actor holds now, in its dtype."""
     if actor.grid.dp_rank == 0:

@@ -39,10 +39,12 @@ def load_inputs(config: ExperimentConfig) -> Inputs:
 
     Errors: DataError, CheckpointError, ConfigError, RewardError naming file, field and rule.
     """
+    actor = read_spec(config.actor.model)
     for name, role in config.roles().items():
         spec = read_spec(role.model)
         spec.check_parallel(name, role.tensor_parallel_size)
         spec.check_length(config.max_sequence_length)
+        spec.check_vocabulary(name, actor)
     path, data = Path(config.actor.model), config.data
     tokenizer = _load_tokenizer(path)
     return Inputs(

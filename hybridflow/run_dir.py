@@ -1,4 +1,4 @@
-"""What a run leaves behind: a directory of its own, written by rank 0; an earlier run of that name is kept beside it."""
+"""What a run leaves behind: a directory, written by rank 0. An earlier run of that name is kept beside it."""
 
 import dataclasses
 import os

@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 -m hybridflow.train configs/quickstart.yaml [section.key=value ...]
 
 CONFIG is a YAML file; each override replaces one of its values, `actor.optimizer.lr=1e-5` or
-`reward.models.0.weight=2`. The number of ranks is torchrun's; parallel sizes are in the config. What a run leaves behind
-is in OUTPUT_DIR/NAME: config.yaml (resolved), metrics.csv, tensorboard/, samples.jsonl and hf/, the trained actor.
+`reward.models.0.weight=2`. The number of ranks is torchrun's; parallel sizes are in the config. What a run leaves
+behind is in OUTPUT_DIR/NAME: config.yaml (resolved), metrics.csv, tensorboard/, samples.jsonl and hf/, the trained
+actor.
 """
 
 import argparse

@@ -165,9 +165,7 @@ def owner(name: str, tree: dict[str, str]) -> str:
     parts = name.split(".")
     prefixes = [".".join(parts[:count]) for count in range(len(parts), 1, -1)]
     in_tree = [prefix for prefix in prefixes if prefix in tree]
-    in_table = [
-        prefix for prefix in prefixes if floor(prefix) <= OUTER_FLOOR
-    ]  # a module that is yet to be written
+    in_table = [prefix for prefix in prefixes if floor(prefix) <= OUTER_FLOOR]  # a module that is yet to be written
     return [*in_tree, *in_table, parts[0]][0]
 
 
@@ -375,6 +373,4 @@ def test_read_tree_names_modules_and_packages(tmp_path: Path) -> None:
     for name in ("hybridflow/__init__.py", "launch/hosts.py", "hybridflow/roles/actor.py", "tests/a.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("pass\n")
-    assert read_tree(tmp_path) == dict.fromkeys(
-        ["hybridflow", "hybridflow.roles.actor", "launch.hosts"], "pass\n"
-    )
+    assert read_tree(tmp_path) == dict.fromkeys(["hybridflow", "hybridflow.roles.actor", "launch.hosts"], "pass\n")

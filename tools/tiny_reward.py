@@ -145,11 +145,20 @@ def pair_accuracy(model: LlamaForSequenceClassification, pairs: Pairs) -> float:
 def on_top_of(teacher: LlamaForCausalLM, settings: Settings) -> LlamaForSequenceClassification:
     """The teacher's embeddings and layers, further layers above them, and a score head."""
     vocab_size = teacher.config.vocab_size
-    model = LlamaForSequenceClassification(
-        llama_config(settings, num_layers=settings.reward_layers, vocab_size=vocab_size)
-    )
+    config = llama_config(settings, vocab_size, settings.reward_layers, initializer_range=0.08)
+    model = LlamaForSequenceClassification(config)
     model.model.load_state_dict(teacher.model.state_dict(), strict=False)
     return model
+
+
+def split_parameters(
+    model: LlamaForSequenceClassification, teacher: LlamaForCausalLM
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Those that start at random and those that come from the teacher."""
+    from_teacher = teacher.model.state_dict().keys()
+    named = [(name.removeprefix("model."), parameter) for name, parameter in model.named_parameters()]
+    fresh = [parameter for name, parameter in named if name not in from_teacher]
+    return fresh, [parameter for name, parameter in named if name in from_teacher]
 
 
 def train_reward(
@@ -165,7 +174,11 @@ def train_reward(
     """Full pace until the validation pairs are right, then down to nothing over `reward_decay_steps`."""
     model = on_top_of(teacher, settings)
     helpers = Helpers(settings.hidden_size, teacher.config.vocab_size)
-    descent = Descent([model, helpers], settings.reward_learning_rate)
+    fresh, inherited = split_parameters(model, teacher)
+    descent = Descent(
+        ([*fresh, *helpers.parameters()], settings.reward_learning_rate),
+        (inherited, settings.inherited_learning_rate),
+    )
     batches = epochs(problems, settings.reward_batch_size, source)
     num_left = settings.reward_decay_steps
     decaying = False

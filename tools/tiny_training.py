@@ -32,7 +32,8 @@ class Settings:
     teacher_steps: int = 200
     reward_layers: int = 4
     reward_batch_size: int = 48
-    reward_learning_rate: float = 1e-3
+    reward_learning_rate: float = 2e-3
+    inherited_learning_rate: float = 6e-4  # lower, or the layers that can add forget it before they are used
     max_reward_steps: int = 700
     reward_decay_steps: int = 75
     least_pair_accuracy: float = 0.97
@@ -54,7 +55,14 @@ def progress(name: str, step: int, loss: Tensor, *, accuracy: float) -> None:
     say(f"{name}: step {step}, loss {loss.item():.3f}, validation accuracy {accuracy:.3f}")
 
 
-def llama_config(settings: Settings, *, num_layers: int, vocab_size: int) -> LlamaConfig:
+def llama_config(
+    settings: Settings,
+    vocab_size: int,
+    num_layers: int,
+    *,
+    initializer_range: float,
+) -> LlamaConfig:
+    """`initializer_range`: the usual 0.02 is for wider models and takes twice the steps here."""
     return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=settings.hidden_size,
@@ -66,7 +74,7 @@ def llama_config(settings: Settings, *, num_layers: int, vocab_size: int) -> Lla
         max_position_embeddings=64,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         rms_norm_eps=1e-5,
-        initializer_range=0.04,  # 0.02 is for wider models; here it doubles the steps to the first right sum
+        initializer_range=initializer_range,
         tie_word_embeddings=False,
         **{f"{name}_token_id": index for name, index in SPECIAL_PIECES.items() if name != "unk"},
         num_labels=1,  # of the reward model
@@ -107,15 +115,17 @@ def epochs(items: list, batch_size: int, source: random.Random) -> Iterator[list
 
 
 class Descent:
-    """AdamW over some modules, its pace (share of the learning rate) given at each step."""
+    """AdamW over parts of a model, each with its learning rate; a step multiplies these by its pace."""
 
-    def __init__(self, modules: list[nn.Module], learning_rate: float) -> None:
-        self.parameters = [parameter for module in modules for parameter in module.parameters()]
-        self.learning_rate = learning_rate
-        self.optimizer = torch.optim.AdamW(self.parameters, betas=(0.9, 0.98), weight_decay=0.01)
+    def __init__(self, *parts: tuple[list[nn.Parameter], float]) -> None:
+        self.parameters = [parameter for parameters, _ in parts for parameter in parameters]
+        self.rates = [rate for _, rate in parts]
+        groups = [{"params": parameters} for parameters, _ in parts]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.01)
 
     def step(self, loss: Tensor, pace: float) -> None:
-        self.optimizer.param_groups[0]["lr"] = self.learning_rate * pace
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * pace
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
@@ -196,9 +206,9 @@ def train_policy(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, split: Split, source: random.Random
 ) -> LlamaForCausalLM:
     """Supervised training until an evaluation on the validation set reaches `stop_accuracy`."""
-    config = llama_config(settings, num_layers=settings.num_layers, vocab_size=len(tokenizer))
+    config = llama_config(settings, len(tokenizer), settings.num_layers, initializer_range=0.04)
     model = LlamaForCausalLM(config)
-    descent = Descent([model], settings.learning_rate)
+    descent = Descent((list(model.parameters()), settings.learning_rate))
     validation = answered_batch(tokenizer, split.validation)
     batches = epochs(split.train, settings.batch_size, source)
     for step in range(1, settings.max_policy_steps + 1):
@@ -223,7 +233,7 @@ def train_teacher(
 ) -> LlamaForCausalLM:
     """A copy of the policy trained on until it adds well: to judge an answer takes nearly as much."""
     model = copy.deepcopy(policy)
-    descent = Descent([model], settings.learning_rate)
+    descent = Descent((list(model.parameters()), settings.learning_rate))
     validation = answered_batch(tokenizer, split.validation)
     batches = epochs(split.train, settings.batch_size, source)
     for step in range(1, settings.teacher_steps + 1):

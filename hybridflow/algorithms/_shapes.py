@@ -17,8 +17,9 @@ def require_flat(**tensors: Tensor) -> None:
     first_name, first = next(iter(tensors.items()))
     for name, tensor in tensors.items():
         _require(tensor.ndim == 1, name, tensor=tensor, rule="have one dimension")
-        _require(tensor.shape == first.shape, name, tensor=tensor,
-                 rule=f"be as long as {first_name}, {tuple(first.shape)}")
+        _require(
+            tensor.shape == first.shape, name, tensor=tensor, rule=f"be as long as {first_name}, {tuple(first.shape)}"
+        )
 
 
 def require_mask(**tensors: Tensor) -> None:
@@ -38,5 +39,6 @@ def require_lengths(lengths: Tensor, num_tokens: int) -> None:
     _require(lengths.ndim == 1, "lengths", tensor=lengths, rule="have one dimension")
     _require(lengths.dtype == torch.int64, "lengths", tensor=lengths, rule="be int64")
     total = int(lengths.sum())
-    _require(total == num_tokens, "lengths", tensor=lengths,
-             rule=f"sum to the number of tokens, {num_tokens}, not {total}")
+    _require(
+        total == num_tokens, "lengths", tensor=lengths, rule=f"sum to the number of tokens, {num_tokens}, not {total}"
+    )

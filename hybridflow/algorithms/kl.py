@@ -155,8 +155,6 @@ class AdaptiveKL:
         if math.isnan(kl_mean):
             raise ValueError(f"kl_mean is {kl_mean}: it must be a number")
         if MAX_RELATIVE_ERROR * num_sequences >= self.horizon:
-            raise ValueError(
-                f"num_sequences is {num_sequences}: it must be below 5 times horizon, {self.horizon}"
-            )
+            raise ValueError(f"num_sequences is {num_sequences}: it must be below 5 times horizon, {self.horizon}")
         error = min(max(kl_mean / self.target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
         return replace(self, coef=self.coef * (1 + error * num_sequences / self.horizon))

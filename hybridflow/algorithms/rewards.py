@@ -16,9 +16,7 @@ from hybridflow.algorithms._shapes import require_flat, require_lengths, require
 SCORE_EPS = 1e-6  # added to the standard deviation
 
 
-def token_rewards(
-    scores: Tensor, kl: Tensor, response_mask: Tensor, *, lengths: Tensor, kl_coef: float
-) -> Tensor:
+def token_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, *, lengths: Tensor, kl_coef: float) -> Tensor:
     """A KL penalty on every response token, and the score on the last one.
 
         r_t = -kl_coef KL_t + [t is the last token of sequence i] s_i

@@ -79,7 +79,9 @@ class PackedModel(GPTModel):
         """All tokens on every tensor-parallel rank. Each rank's gradient is complete, so it is merely split again."""
         if not self.config.sequence_parallel:
             return hidden
-        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp)
+        return gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+        )
 
     def outputs(self, hidden: Tensor) -> Tensor:
         raise NotImplementedError
@@ -123,7 +125,14 @@ class RMSNorm(nn.RMSNorm):
 
 
 def build_model(
-    spec: ModelSpec, grid: Grid, *, value_head: bool, dtype: str, sequence_parallel: bool, recompute: str, device: torch.device
+    spec: ModelSpec,
+    grid: Grid,
+    *,
+    value_head: bool,
+    dtype: str,
+    sequence_parallel: bool,
+    recompute: str,
+    device: torch.device,
 ) -> PackedModel:
     """This rank's part of the model, filled from `spec.path`.
 
@@ -162,7 +171,7 @@ def transformer_config(
         bf16=dtype == "bfloat16",
         perform_initialization=False,  # every weight is loaded
         use_cpu_initialization=not _cuda(),
-        calculate_per_token_loss=True,  # losses arrive normalised; megatron must not divide by micro-batches or replicas
+        calculate_per_token_loss=True,  # losses arrive normalised: no division by micro-batches or replicas
         gradient_accumulation_fusion=_cuda() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         bias_activation_fusion=_cuda(),
         bias_dropout_fusion=False,

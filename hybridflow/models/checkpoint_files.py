@@ -56,5 +56,3 @@ def _open(file: Path) -> safe_open:
         raise CheckpointError(f"{file}: no such file; weights are read from safetensors") from error
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file}: is damaged or cut short: {error}") from error
-
-

@@ -21,7 +21,7 @@ class MicroBatch:
     positions: Tensor  # (t,) int64, from 0 in each sequence
     packed: PackedSequences
     rows: Tensor  # (r,) int64: tokens whose output is wanted
-    where: Tensor  # (r,) int64, on the CPU like the batch: the entry of the batch's (T,) or (N,) tensors each output belongs to
+    where: Tensor  # (r,) int64, on the CPU: the entry of the batch's (T,) or (N,) tensors that each output belongs to
     targets: Tensor  # (r,) int64: the tokens that the outputs predict; without meaning where outputs are per sequence
 
 
@@ -79,7 +79,7 @@ def _micro_batch(
     multiple: int,
     device: torch.device,
 ) -> MicroBatch:
-    """`multiple`: sequence parallelism splits the tokens evenly; what is missing is one more sequence that nobody reads."""
+    """`multiple`: sequence parallelism splits tokens evenly; what is missing becomes a sequence that nobody reads."""
     positions = torch.arange(len(tokens)) - offsets(lengths).repeat_interleave(lengths)
     input_ids, missing = batch.input_ids[tokens], -len(tokens) % multiple
     if missing:

@@ -16,7 +16,7 @@ from hybridflow.parallel.platform import adapt_megatron
 
 
 class TrainedModel:
-    """A model with float32 gradients and float32 main weights; with ZeRO-1 its optimizer state is split over replicas."""
+    """A model with float32 gradients and main weights; with ZeRO-1 its optimizer state is split over replicas."""
 
     def __init__(self, model: PackedModel, grid: Grid, config: OptimizerConfig) -> None:
         adapt_megatron()
@@ -90,7 +90,7 @@ def _megatron_config(config: OptimizerConfig, dtype: torch.dtype, *, zero1: bool
 
 
 def learning_rate(config: OptimizerConfig, iteration: int, num_iterations: int) -> float:
-    """The rate of iteration 1 .. num_iterations: linear warm-up to `lr`, then constant, linear or cosine to `min_lr`."""
+    """The rate of iteration 1 .. num_iterations: linear warm-up to `lr`, then constant, or falling to `min_lr`."""
     if iteration <= config.warmup_iterations:
         return config.lr * iteration / config.warmup_iterations
     done = (iteration - 1 - config.warmup_iterations) / max(1, num_iterations - 1 - config.warmup_iterations)

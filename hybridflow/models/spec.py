@@ -14,7 +14,14 @@ from torch import Tensor
 from hybridflow.errors import CheckpointError, ConfigError
 
 VOCAB_MULTIPLE = 64  # vLLM pads vocabularies to it; padding alike lets embedding and output alias
-REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size", "rms_norm_eps")
+REQUIRED = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+    "rms_norm_eps",
+)
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -70,6 +77,14 @@ class ModelSpec:
             raise ConfigError(
                 f"data.max_prompt_length + sampling.max_response_length = {longest} exceeds "
                 f"max_position_embeddings = {self.max_positions} of {self.path}"
+            )
+
+    def check_vocabulary(self, role: str, actor: "ModelSpec") -> None:
+        """Raise ConfigError unless this model knows every token id of the actor's."""
+        if self.vocab_size < actor.vocab_size:
+            raise ConfigError(
+                f"{role}.model = {self.path} has vocab_size {self.vocab_size}, fewer than the actor's "
+                f"{actor.vocab_size}: all models of a run read the actor's token ids"
             )
 
     def inverse_frequencies(self) -> Tensor:

@@ -1,7 +1,8 @@
 """The one table of weights: HuggingFace name <-> megatron name <-> engine name, layout, and slice.
 
-Loading, resharding and export read this table and nothing else. A parameter of megatron is made of one or more parts, the
-HuggingFace tensors; each layout says which slice of every part a tensor-parallel rank holds and how they are joined.
+Loading, resharding and export read this table and nothing else. A parameter of megatron is made of one or more parts,
+the HuggingFace tensors; each layout says which slice of every part a tensor-parallel rank holds and how they are
+joined.
 
     layout       parts                 a rank's shard
     REPLICATED   1                     the part
@@ -87,7 +88,11 @@ def _score(spec: ModelSpec) -> tuple[Shape, ...]:
 
 
 EMBEDDING = Weight(
-    "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "model.embed_tokens.weight", Layout.VOCAB, _vocab
+    "embedding.word_embeddings.weight",
+    ("model.embed_tokens.weight",),
+    "model.embed_tokens.weight",
+    Layout.VOCAB,
+    _vocab,
 )
 FINAL_NORM = Weight(
     "decoder.final_layernorm.weight", ("model.norm.weight",), "model.norm.weight", Layout.REPLICATED, _norm

@@ -1,7 +1,7 @@
 """Make a sharded result whole: every rank ends with the same global tensor, bit for bit.
 
-Each element is computed by one replica and contributed by one rank of it; the others add zero, and x + 0 = x exactly. The
-time spent here is time spent waiting for the slowest rank plus the transfer of a few bytes a token.
+Each element is computed by one replica and contributed by one rank of it; the others add zero, and x + 0 = x exactly.
+The time spent here is time spent waiting for the slowest rank plus the transfer of a few bytes a token.
 """
 
 import time

@@ -1,7 +1,7 @@
 """One code, two devices: CUDA with NCCL, or a CPU with gloo. Only this module knows which.
 
-It also holds everything that megatron-core 0.16.1 needs in order to run where CUDA is absent. Megatron names CUDA in four
-ways: `torch.cuda.current_device()` and its like, factories with device="cuda", `Tensor.cuda()`, and comparing
+It also holds everything that megatron-core 0.16.1 needs in order to run where CUDA is absent. Megatron names CUDA in
+four ways: `torch.cuda.current_device()` and its like, factories with device="cuda", `Tensor.cuda()`, and comparing
 `Tensor.type()` with 'torch.cuda.*'. Where CUDA is absent each is answered for megatron's own modules; the real torch
 module stays untouched.
 """
@@ -150,9 +150,7 @@ def _prepare_megatron(seed: int) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     adapt_megatron()
-    tensor_parallel.model_parallel_cuda_manual_seed(
-        seed, tp_rank=0, ep_rank=0, etp_rank=0, force_reset_rng=True
-    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, tp_rank=0, ep_rank=0, etp_rank=0, force_reset_rng=True)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     seed_everything(seed)

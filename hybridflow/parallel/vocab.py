@@ -1,8 +1,8 @@
 """Log-probabilities and entropy of logits that are split over the vocabulary.
 
-megatron's own vocabulary-parallel cross entropy works on the global tensor-parallel group and overwrites its input; here
-the group is given. Work goes in chunks of rows, so that no float32 copy of the logits ever exists: what is kept for the
-backward pass are the logits themselves, and the backward pass writes their gradient over them.
+megatron's own vocabulary-parallel cross entropy works on the global tensor-parallel group and overwrites its input;
+here the group is given. Work goes in chunks of rows, so that no float32 copy of the logits ever exists: what is kept
+for the backward pass are the logits themselves, and the backward pass writes their gradient over them.
 
 With z = logits / temperature, m = max z, over the true vocabulary (padding columns take no part):
     log p(y) = z_y - logsumexp(z)            H = logsumexp(z) - sum_j p_j z_j

@@ -1,8 +1,9 @@
 """Permute the head blocks of a weight or bias in place: engine block i becomes trainer block order[i].
 
-On CUDA one Triton kernel: a program owns one fibre (a row within the head, a tile of columns), loads that fibre of every
-head and stores it permuted. No two programs touch the same element, so nothing is followed and nothing allocated. On a
-CPU the cycles of the permutation are followed with one head block as scratch; blocks that stay are not touched.
+On CUDA one Triton kernel: a program owns one fibre (a row within the head, a tile of columns), loads that fibre of
+every head and stores it permuted. No two programs touch the same element, so nothing is followed and nothing
+allocated. On a CPU the cycles of the permutation are followed with one head block as scratch; blocks that stay are
+not touched.
 
 Elements move as integers of their width: any dtype of 1, 2 or 4 bytes, NaN payloads included, arrives bit for bit.
 """
@@ -76,9 +77,7 @@ def permute_triton(blocks: Tensor, order: tuple[int, ...]) -> None:
 if triton is not None:
 
     @triton.jit
-    def permute_kernel(
-        data, sources, num_blocks, head_dim, columns, PADDED_BLOCKS: tl.constexpr, TILE: tl.constexpr
-    ):
+    def permute_kernel(data, sources, num_blocks, head_dim, columns, PADDED_BLOCKS: tl.constexpr, TILE: tl.constexpr):
         row = tl.program_id(0)
         column = tl.program_id(1) * TILE + tl.arange(0, TILE)
         block = tl.arange(0, PADDED_BLOCKS)

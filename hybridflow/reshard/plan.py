@@ -26,7 +26,9 @@ class Operation:
 
     weight: Weight
     way: Way
-    order: tuple[int, ...]  # permute: block i of the engine's rows is block order[i] of the trainer's; a block is a head
+    order: tuple[
+        int, ...
+    ]  # permute: block i of the engine's rows is block order[i] of the trainer's; a block is a head
     num_elements: int  # of the shard
 
 

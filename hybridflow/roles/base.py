@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from hybridflow.batch import RolloutBatch, balanced_partition
 from hybridflow.config import RoleConfig
-from hybridflow.errors import ConfigError
 from hybridflow.models import pipeline
 from hybridflow.models.build import build_model
 from hybridflow.models.micro_batch import MicroBatch, prediction_micro_batches, sequence_micro_batches
@@ -76,19 +75,10 @@ class Role:
         )
 
     def _accumulate(self, batch: RolloutBatch, loss: Loss) -> dict[str, Tensor]:
-        """Gradients of the summed loss over all rows; the sums over all rows of the results of `loss`, 0-d on the CPU."""
+        """Add the gradients of the loss over all rows; the sums over them of what `loss` reports, 0-d on the CPU."""
         micro_batches = self._micro_batches(batch, prediction_micro_batches)
         results = pipeline.forward_backward(self.model, self.grid, micro_batches, loss)
         names = sorted(results[0])
         own = torch.stack([torch.stack([result[name].double() for name in names]) for result in results]).sum(0)
         whole = self._exchange.summed(own if self.grid.speaks else torch.zeros_like(own)).cpu()
         return dict(zip(names, whole, strict=True))
-
-
-def check_same_vocabulary(actor: ModelSpec, other: ModelSpec, name: str) -> None:
-    """Every model reads the actor's token ids."""
-    if other.vocab_size < actor.vocab_size:
-        raise ConfigError(
-            f"{name}.model = {other.path} has vocab_size {other.vocab_size}, fewer than the actor's {actor.vocab_size}: "
-            f"all models of a run share one tokenizer"
-        )

@@ -1,4 +1,4 @@
-"""Reference and actor: models that give log-probabilities. The actor is trained, and is what the engine generates with."""
+"""Reference and actor: models that give log-probabilities. The actor is trained, and the engine generates with it."""
 
 from collections.abc import Callable
 
@@ -30,9 +30,7 @@ class Policy(Role):
         platform: Platform,
         exchange: Exchange,
     ) -> None:
-        super().__init__(
-            name, config, value_head=False, recompute=recompute, platform=platform, exchange=exchange
-        )
+        super().__init__(name, config, value_head=False, recompute=recompute, platform=platform, exchange=exchange)
         self._temperature = temperature
 
     def log_probs(self, batch: RolloutBatch) -> Tensor:
@@ -52,9 +50,7 @@ class Policy(Role):
 class Reference(Policy):
     """The policy that the actor is held close to. Never trained."""
 
-    def __init__(
-        self, config: RoleConfig, *, temperature: float, platform: Platform, exchange: Exchange
-    ) -> None:
+    def __init__(self, config: RoleConfig, *, temperature: float, platform: Platform, exchange: Exchange) -> None:
         super().__init__(
             "reference",
             config,
@@ -83,9 +79,7 @@ class Actor(Policy):
         self.trained = TrainedModel(self.model, self.grid, config.optimizer)
         self.model = self.trained.ddp
 
-    def update(
-        self, batch: TrainBatch, objective: PolicyObjective, *, kl_coef: float, lr: float
-    ) -> dict[str, Tensor]:
+    def update(self, batch: TrainBatch, objective: PolicyObjective, *, kl_coef: float, lr: float) -> dict[str, Tensor]:
         """One optimizer step on a mini-batch; means over its response tokens, and the gradient norm."""
         self.trained.zero_gradients()
         sums = self.accumulate(batch, objective, kl_coef=kl_coef)

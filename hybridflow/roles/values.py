@@ -36,9 +36,7 @@ class Critic(Role):
         sums = self.accumulate(batch, objective)
         return {**sums, "grad_norm": self.trained.step(lr)}
 
-    def accumulate(
-        self, batch: TrainBatch, objective: Callable[[Tensor, Tensor, Tensor], Tensor]
-    ) -> dict[str, Tensor]:
+    def accumulate(self, batch: TrainBatch, objective: Callable[[Tensor, Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
         """Add the gradient of the mean objective over the mini-batch's response tokens, wherever they are computed."""
         num_tokens = int(batch.response_mask.sum())
 
@@ -53,9 +51,7 @@ class Critic(Role):
 class RewardModel(Role):
     """A `*ForSequenceClassification` with one label, read at the last token. Never trained."""
 
-    def __init__(
-        self, name: str, config: RewardModelConfig, *, platform: Platform, exchange: Exchange
-    ) -> None:
+    def __init__(self, name: str, config: RewardModelConfig, *, platform: Platform, exchange: Exchange) -> None:
         super().__init__(name, config, value_head=True, recompute="none", platform=platform, exchange=exchange)
         if self.spec.head != "score":
             raise CheckpointError(

@@ -1,7 +1,7 @@
 """A vLLM engine in this process that generates with the actor's own weight memory.
 
-Each tensor-parallel group of ranks is one replica of the engine with its own rows. Every request has a seed of its own, so
-that what is generated depends neither on which other requests share a step nor on how many replicas there are.
+Each tensor-parallel group of ranks is one replica of the engine with its own rows. Every request has a seed of its own,
+so that what is generated depends neither on which other requests share a step nor on how many replicas there are.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """A vLLM model loader that points the engine's parameters at memory the trainer owns.
 
-It runs before vLLM's post-processing and before anything captures addresses. Linear and embedding weights are first made on
-the meta device, so that the engine's own weights are never allocated, not even for a moment.
+It runs before vLLM's post-processing and before anything captures addresses. Linear and embedding weights are first
+made on the meta device, so that the engine's own weights are never allocated, not even for a moment.
 """
 
 import contextlib

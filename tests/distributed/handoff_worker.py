@@ -1,6 +1,6 @@
 """Train with the engine on the actor's memory; after every hand-off compare the engine with HuggingFace.
 
-    torchrun --nproc-per-node N -m tests.distributed.handoff_worker TP CHECKPOINTS PROMPTS OUT
+torchrun --nproc-per-node N -m tests.distributed.handoff_worker TP CHECKPOINTS PROMPTS OUT
 """
 
 import gc

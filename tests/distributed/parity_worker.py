@@ -1,6 +1,6 @@
 """On every rank: build the roles on several layouts and save what they compute, as whole HuggingFace tensors.
 
-    torchrun --nproc-per-node N -m tests.distributed.parity_worker CHECKPOINTS OUT
+torchrun --nproc-per-node N -m tests.distributed.parity_worker CHECKPOINTS OUT
 """
 
 import sys
@@ -49,7 +49,9 @@ def run_case(case: Case, models: Path, platform: platforms.Platform, exchange: E
             model=str(models / name), optimizer=optimizer, recompute=case.recompute, micro_batch_tokens=budget, **layout
         )
 
-    reference = Reference(RoleConfig(model=str(models / "reference"), **layout), temperature=HYPER.temperature, **shared)
+    reference = Reference(
+        RoleConfig(model=str(models / "reference"), **layout), temperature=HYPER.temperature, **shared
+    )
     reward = RewardModel("reward", RewardModelConfig(model=str(models / "reward"), **layout), **shared)
     for budget in BUDGETS if case.all_budgets else BUDGETS[:1]:
         actor = Actor(trained("policy", SGD, budget), temperature=HYPER.temperature, **shared)

@@ -1,6 +1,6 @@
 """What a user gets wrong ends the whole run soon, with one message and nothing half-written.
 
-    hybridflow: error: <field or file> ... <value> ... <rule>
+hybridflow: error: <field or file> ... <value> ... <rule>
 """
 
 import csv
@@ -145,16 +145,17 @@ def test_reward_function_that_returns_nan(config, tmp_path):
 def test_reward_function_that_returns_too_few(config, tmp_path):
     message = error_in_second_iteration(config, tmp_path, "one_short", bad_rows=[0])
     assert message == (
-        "reward function tests.distributed.reward_functions:one_short: returned 1 numbers for 2 rows; expected one a row"
+        "reward function tests.distributed.reward_functions:one_short: returned 1 numbers for 2 rows; "
+        "expected one a row"
     )
 
 
 # ---- the environment
 
 
-def test_vllm_not_installed(config, tmp_path):
-    absent = tmp_path / "packages" / "vllm"
-    absent.mkdir(parents=True)
+def test_vllm_not_installed(config, tmp_path_factory):
+    absent = tmp_path_factory.mktemp("packages") / "vllm"
+    absent.mkdir()
     (absent / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'vllm'\")\n")
     message = error_before_training(config, environment={"PYTHONPATH": f"{ROOT}:{absent.parent}"})
     assert message.startswith("vLLM cannot be imported (No module named 'vllm'). Install it into this environment: `")

@@ -38,7 +38,9 @@ def family(request) -> str:
 
 @pytest.fixture(scope="module")
 def expected(family, checkpoints) -> dict[str, torch.Tensor]:
-    models = {name: AutoModelForCausalLM.from_pretrained(checkpoints / family / name) for name in ("policy", "reference")}
+    models = {
+        name: AutoModelForCausalLM.from_pretrained(checkpoints / family / name) for name in ("policy", "reference")
+    }
     for name in ("reward", "critic"):
         models[name] = AutoModelForSequenceClassification.from_pretrained(checkpoints / family / name)
     rollout = make_rollout()

@@ -82,9 +82,7 @@ def actor_loss(episodes: list[Episode], policy: torch.nn.Module, h: Hyperparamet
     for e in episodes:
         log_probs, entropy = response_log_probs(policy, e, h.temperature)
         ratio = (log_probs - e.log_probs).exp()
-        surrogate = torch.minimum(
-            ratio * e.advantages, ratio.clamp(1 - h.clip_low, 1 + h.clip_high) * e.advantages
-        )
+        surrogate = torch.minimum(ratio * e.advantages, ratio.clamp(1 - h.clip_low, 1 + h.clip_high) * e.advantages)
         total = total - (surrogate + h.entropy_coef * entropy).sum()
         count += len(log_probs)
     return total / count

@@ -1,0 +1,194 @@
+"""Seconds and tokens/s of each phase of one PPO iteration, beside what the machine's matrix products would allow.
+
+    torchrun --nproc-per-node 2 -m tests.bench.iteration [--size small medium] [--dtype float32 bfloat16]
+
+Random Llama models of the given size play actor, critic, reference and reward model: 64 prompts x (64 + 128) tokens,
+one epoch, 4 mini-batches by default. Every number is the median over the measured iterations of this one run; the
+matrix-product rate is measured in the same run, on all ranks at once, just before.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+from hybridflow.config import ExperimentConfig
+from hybridflow.models.spec import ModelSpec
+from hybridflow.recorder import Recorder
+from hybridflow.trainer import RLTrainer
+
+SIZES = {  # hidden, ffn, layers, heads
+    "small": (256, 672, 5, 4),  # 5.2 M parameters
+    "medium": (384, 1024, 6, 6),  # 12.6 M
+}
+VOCAB_SIZE = 2560
+GOALS = {("small", "float32"): 4.5, ("medium", "float32"): 9.5, ("small", "bfloat16"): 1.8, ("medium", "bfloat16"): 3.2}
+PRODUCT = (3072, 384, 1024)
+
+
+@dataclass(frozen=True)
+class Shape:
+    prompts: int
+    prompt_length: int
+    response_length: int
+    mini_batches: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prompts * (self.prompt_length + self.response_length)
+
+
+def main() -> None:
+    options = parse()
+    shape = Shape(options.prompts, options.prompt_length, options.response_length, options.mini_batches)
+    with tempfile.TemporaryDirectory() as directory:
+        for size in options.size:  # all before ranks know of each other: then transformers writes on the first one only
+            make_inputs(Path(directory) / size, size, shape)
+        for size in options.size:
+            for dtype in options.dtype:
+                bench(size, dtype, shape, options, Path(directory) / size)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--prompt-length", type=int, default=64)
+    parser.add_argument("--response-length", type=int, default=128)
+    parser.add_argument("--mini-batches", type=int, default=4)
+    parser.add_argument("--iterations", type=int, default=3, help="measured, after one that is not")
+    parser.add_argument(
+        "--tp", type=int, default=1, help="tensor-parallel size of every role; the rest is data-parallel"
+    )
+    return parser.parse_args()
+
+
+def bench(size: str, dtype: str, shape: Shape, options: argparse.Namespace, directory: Path) -> None:
+    trainer = RLTrainer(config(directory, dtype, shape, options.tp))
+    rate = matrix_product_rate(dtype)
+    seconds = []
+    for iteration in range(1, options.iterations + 2):
+        trainer.iterate(iteration, 10**6, Recorder())
+        seconds.append(dict(trainer.watch.seconds))
+    medians = {name: statistics.median(run[name] for run in seconds[1:]) for name in seconds[0]}
+    if trainer.platform.rank == 0:
+        report(size, dtype, shape, trainer.actor.spec, medians, rate)
+
+
+def make_inputs(directory: Path, size: str, shape: Shape) -> None:
+    """Every rank makes the same files in its own temporary directory."""
+    hidden, ffn, layers, heads = SIZES[size]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=shape.prompt_length + shape.response_length,
+        num_labels=1,
+    )
+    vocabulary = {f"w{i}": i for i in range(VOCAB_SIZE)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="w0")))
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    for name, model_class in (("policy", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
+        model_class(config).save_pretrained(directory / name)
+        tokenizer.save_pretrained(directory / name)
+    ids = torch.randint(0, VOCAB_SIZE, (shape.prompts, shape.prompt_length)).tolist()
+    lines = [json.dumps({"prompt": " ".join(f"w{i}" for i in row)}) for row in ids]
+    (directory / "prompts.jsonl").write_text("\n".join(lines))
+
+
+def config(directory: Path, dtype: str, shape: Shape, tp: int) -> ExperimentConfig:
+    def role(name: str, **fields: object) -> dict:
+        return {"model": str(directory / name), "dtype": dtype, "tensor_parallel_size": tp, **fields}
+
+    return ExperimentConfig.model_validate(
+        {
+            "name": "bench",
+            "num_iterations": 1,
+            "data": {
+                "train": str(directory / "prompts.jsonl"),
+                "prompts_per_iteration": shape.prompts,
+                "max_prompt_length": shape.prompt_length,
+            },
+            "sampling": {"max_response_length": shape.response_length, "ignore_eos": True},
+            "actor": role("policy", optimizer={"lr": 1e-6}),
+            "critic": role("reward", optimizer={"lr": 1e-6}),
+            "reference": role("policy"),
+            "reward": {"models": [role("reward")]},
+            "rollout": {"kv_cache_gib": 0.5},
+            "algorithm": {"mini_batch_size": shape.prompts // shape.mini_batches},
+        }
+    )
+
+
+def matrix_product_rate(dtype: str) -> float:
+    """FLOP/s of this machine: the sum over ranks of an m x k x n product, all ranks at once."""
+    m, k, n = PRODUCT
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    a, b = (torch.randn(*size, dtype=getattr(torch, dtype), device=device) for size in ((m, k), (k, n)))
+    for _ in range(5):
+        a @ b
+    dist.barrier(group=dist.group.WORLD)
+    started, count = time.perf_counter(), 0
+    while time.perf_counter() - started < 1.0:
+        for _ in range(10):
+            a @ b
+        if device == "cuda":
+            torch.cuda.synchronize()
+        count += 10
+    rate = torch.tensor(2.0 * m * k * n * count / (time.perf_counter() - started), device=device)
+    dist.all_reduce(rate, group=dist.group.WORLD)
+    return float(rate)
+
+
+def forward_flops(spec: ModelSpec, tokens: int, length: int) -> float:
+    """Of a forward pass over all tokens without the output layer: 2 a parameter and token, and attention."""
+    layers = spec.num_parameters - spec.vocab_size * spec.hidden_size * (1 if spec.head == "score" or spec.tied else 2)
+    attention = 4 * spec.num_layers * spec.num_heads * spec.head_dim * length / 2
+    return tokens * (2 * layers + attention)
+
+
+def report(size: str, dtype: str, shape: Shape, spec: ModelSpec, seconds: dict[str, float], rate: float) -> None:
+    body = forward_flops(spec, shape.tokens, shape.prompt_length + shape.response_length)
+    response_tokens = shape.prompts * shape.response_length
+    head = 2.0 * response_tokens * spec.vocab_size * spec.hidden_size
+    flops = {
+        "generate": body + head,
+        "reward": body,
+        "log_probs": body + head,
+        "reference": body + head,
+        "values": body,
+        "critic_update": 3 * body,
+        "actor_update": 3 * (body + head),
+    }
+    total = seconds["rollout"] + seconds["reward"] + seconds["estimate"] + seconds["update"]
+    millions, goal = spec.num_parameters / 1e6, GOALS[size, dtype]
+    table = Table(title=f"{size} ({millions:.1f} M parameters), {dtype}, matrix products {rate / 1e12:.2f} TFLOP/s")
+    for column in ("phase", "seconds", "tokens/s", "share of the rate"):
+        table.add_column(column, justify="left" if column == "phase" else "right")
+    for name, work in flops.items():
+        tokens = response_tokens if name == "generate" else shape.tokens
+        share = work / seconds[name] / rate
+        table.add_row(name, f"{seconds[name]:.3f}", f"{tokens / seconds[name]:.0f}", f"{share:.1%}")
+    share = sum(flops.values()) / total / rate
+    table.add_row("iteration", f"{total:.3f}", f"{shape.tokens / total:.0f}", f"{share:.1%}")
+    table.caption = f"goal for an iteration of the default shape on the 2-core test machine: {goal} s"
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()

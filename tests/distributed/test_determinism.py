@@ -1,0 +1,194 @@
+"""Whole runs: alike under one seed, the same responses on any number of replicas, and PPO by hand on a batch of theirs.
+
+The second half reads the batch that the first iteration trained on and computes it again, one sequence at a time in
+float64, from the equations and not from hybridflow/algorithms.
+"""
+
+import csv
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.distributed.tiny_experiment import PROMPTS_PER_ITERATION, make_inputs, write_config
+from tests.launch import torchrun
+from tests.tiny_models import make_tokenizer
+
+END, END_BIAS = 2, 2.5  # the end token, and what makes it likelier
+SAMPLES_PER_PROMPT = 2
+MAX_RESPONSE_LENGTH, TEMPERATURE, GAMMA, GAE_LAMBDA, KL_COEF = 8, 0.8, 0.97, 0.9, 0.1
+OVERRIDES = (
+    f"sampling.samples_per_prompt={SAMPLES_PER_PROMPT}",
+    f"sampling.temperature={TEMPERATURE}",
+    f"sampling.logit_bias={{{END}: {END_BIAS}}}",  # so that lengths vary
+    f"algorithm.gamma={GAMMA}",
+    f"algorithm.gae_lambda={GAE_LAMBDA}",
+    f"algorithm.kl.coef={KL_COEF}",
+    "data.shuffle=true",
+    f"data.prompts_per_iteration={PROMPTS_PER_ITERATION}",
+    "metrics.dump_batches=true",
+)
+EVALUATION = ("metrics.eval_interval=2", "metrics.eval_reward=hybridflow.rewards:exact_match")
+# columns of metrics.csv that measure the machine
+MEASURED = re.compile(r"(time|memory)/.*|reshard/seconds|.*_ms|.*tokens_per_sec")
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def runs(inputs, tmp_path_factory) -> tuple[Path, Path]:
+    """Run directories of one config, launched twice on two ranks: the actor tp 2, the others dp 2."""
+    return tuple(run(inputs, tmp_path_factory, 2, "num_iterations=3", *evaluation(inputs)) for _ in range(2))
+
+
+@pytest.fixture(scope="module")
+def batch(runs) -> dict[str, Tensor]:
+    return dumped(runs[0], 1)
+
+
+@pytest.fixture(scope="module")
+def sequences(batch) -> list[dict[str, Tensor]]:
+    """The token-level tensors of each sequence."""
+    lengths = batch["lengths"].tolist()
+    pieces = {name: x.split(lengths) for name, x in batch.items() if len(x) == sum(lengths)}
+    return [{name: pieces[name][i] for name in pieces} for i in range(len(lengths))]
+
+
+# ---- the same again
+
+
+def test_same_seed_gives_the_same_metrics(runs):
+    first, second = (metrics(path) for path in runs)
+    assert [row["iteration"] for row in first] == ["0", "1", "2", "3"]
+    assert {"reward/score_mean", "actor/loss", "critic/grad_norm", "eval/accuracy"} <= first[0].keys()
+    assert first == second
+
+
+def test_same_seed_gives_the_same_samples(runs):
+    first, second = ((path / "samples.jsonl").read_bytes() for path in runs)
+    assert [json.loads(line)["iteration"] for line in first.splitlines()] == [1] * 4 + [2] * 4 + [3] * 4
+    assert first == second
+
+
+def test_same_seed_gives_the_same_batches(runs):
+    for iteration in (1, 2, 3):
+        first, second = (dumped(path, iteration) for path in runs)
+        assert first.keys() == second.keys()
+        different = [name for name in first if not torch.equal(first[name], second[name])]
+        assert not different, f"iteration {iteration}: {different}"
+
+
+def test_same_prompts_give_the_same_responses_on_any_number_of_replicas(inputs, tmp_path_factory):
+    """Before the first update, two samples a prompt, bit for bit."""
+    shared = ("num_iterations=1", "actor.tensor_parallel_size=1")
+    one, two = (dumped(run(inputs, tmp_path_factory, ranks, *shared), 1) for ranks in (1, 2))
+    for name in ("input_ids", "lengths", "prompt_lengths", "prompt_indices", "truncated", "response_mask"):
+        assert torch.equal(one[name], two[name]), name
+    torch.testing.assert_close(one["rollout_log_probs"], two["rollout_log_probs"], atol=1e-5, rtol=0)
+
+
+# ---- what the dumped batch holds
+
+
+def test_batch_is_made_of_prompts_and_their_responses(batch, sequences, inputs):
+    prompts = [json.loads(line)["prompt"] for line in (inputs / "train.jsonl").read_text().splitlines()]
+    known = {tuple(ids) for ids in make_tokenizer()(prompts)["input_ids"]}
+    length_of = batch["prompt_lengths"].tolist()
+    asked = [tuple(x["input_ids"][:n].tolist()) for x, n in zip(sequences, length_of, strict=True)]
+    assert batch["prompt_indices"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert set(asked) <= known and asked[0::2] == asked[1::2] and len(set(asked)) == PROMPTS_PER_ITERATION
+    for i, x in enumerate(sequences):
+        response = x["input_ids"][length_of[i] :].tolist()
+        assert 0 < len(response) <= MAX_RESPONSE_LENGTH
+        assert END not in response[:-1]
+        assert bool(batch["truncated"][i]) == (response[-1] != END)
+        assert x["response_mask"].tolist() == [False] * length_of[i] + [True] * len(response)
+    assert len(batch["lengths"].unique()) > 1 and batch["truncated"].any() and not batch["truncated"].all()
+
+
+@pytest.mark.parametrize(
+    "name", ["rollout_log_probs", "log_probs", "ref_log_probs", "values", "rewards", "advantages", "returns"]
+)
+def test_token_tensors_are_zero_outside_the_response(name, batch):
+    mask = batch["response_mask"]
+    assert batch[name].dtype == torch.float32
+    assert batch[name][~mask].eq(0).all() and batch[name][mask].ne(0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "end_bias"),
+    [("log_probs", "policy", 0.0), ("ref_log_probs", "reference", 0.0), ("rollout_log_probs", "policy", END_BIAS)],
+)
+def test_log_probs_are_of_the_token_given_what_precedes_it(name, model, end_bias, sequences, inputs):
+    """The engine's are of the distribution that it drew from, bias included; the trainer's of the model."""
+    network = AutoModelForCausalLM.from_pretrained(inputs / model)
+    for x in sequences:
+        with torch.no_grad():
+            logits = network(x["input_ids"][None]).logits[0]
+        logits[:, END] += end_bias
+        log_probs = (logits[:-1] / TEMPERATURE).log_softmax(-1)
+        expected = log_probs.gather(1, x["input_ids"][1:, None])[:, 0]
+        mask = x["response_mask"]
+        torch.testing.assert_close(x[name][mask], expected[mask[1:]], atol=1e-5, rtol=1e-5)
+
+
+def test_rewards_advantages_and_returns_by_hand(batch, sequences):
+    scores = batch["scores"].tolist()
+    by_hand = [estimated(x, score) for x, score in zip(sequences, scores, strict=True)]
+    rewards, advantages, returns = (list(itertools.chain(*column)) for column in zip(*by_hand, strict=True))
+    mean = sum(advantages) / len(advantages)
+    variance = sum((a - mean) ** 2 for a in advantages) / (len(advantages) - 1)
+    whitened = [(a - mean) / (variance + 1e-8) ** 0.5 for a in advantages]
+    mask = batch["response_mask"]
+    for name, expected in (("rewards", rewards), ("returns", returns), ("advantages", whitened)):
+        assert batch[name][mask].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5), name
+
+
+def estimated(x: dict[str, Tensor], score: float) -> tuple[list[float], list[float], list[float]]:
+    """Token rewards, advantages before whitening, and returns of one response: k1 penalty, GAE."""
+    mask = x["response_mask"]
+    log_probs, ref_log_probs, values = (x[name][mask].tolist() for name in ("log_probs", "ref_log_probs", "values"))
+    rewards = [-KL_COEF * (p - q) for p, q in zip(log_probs, ref_log_probs, strict=True)]
+    rewards[-1] += score
+    advantages: list[float] = []
+    advantage = next_value = 0.0  # of the state after the last token
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        advantage = reward + GAMMA * next_value - value + GAMMA * GAE_LAMBDA * advantage
+        next_value = value
+        advantages.insert(0, advantage)
+    return rewards, advantages, [a + v for a, v in zip(advantages, values, strict=True)]
+
+
+# ---- how they are run and read
+
+
+def run(inputs: Path, tmp_path_factory, num_ranks: int, *overrides: str) -> Path:
+    config = write_config(tmp_path_factory.mktemp("run") / "config.yaml", inputs)
+    torchrun(num_ranks, "-m", "hybridflow.train", config, *OVERRIDES, *overrides, timeout=240)
+    return config.parent / "run"
+
+
+def evaluation(inputs: Path) -> tuple[str, ...]:
+    return (f"data.heldout={inputs / 'heldout.jsonl'}", *EVALUATION)
+
+
+def metrics(path: Path) -> list[dict[str, str]]:
+    """The rows of metrics.csv as they are written, without what is measured."""
+    with (path / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [{name: cell for name, cell in row.items() if not MEASURED.fullmatch(name)} for row in rows]
+
+
+def dumped(path: Path, iteration: int) -> dict[str, Tensor]:
+    return load_file(path / "batches" / f"iteration_{iteration:06d}.safetensors")
