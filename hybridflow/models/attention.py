@@ -1,11 +1,12 @@
-"""Core attention over packed sequences.
+"""Core attention over packed sequences, rotary embedding included.
 
 On CUDA: torch's variable-length flash attention. On a CPU: scaled_dot_product_attention, once for every run of
 sequences of equal length (micro-batches are ordered by length, so a run is a plain view and nothing is padded).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -18,11 +19,13 @@ from torch.nn.functional import scaled_dot_product_attention
 class PackedSequences(PackedSeqParams):
     """Where sequences begin and end. It travels through megatron's layers as its PackedSeqParams.
 
-    qkv_format stays None: megatron then keeps (tokens, 1, heads, head_dim) tensors and applies the rotary embedding as
-    given, one row a token, instead of splitting the batch sequence by sequence in every layer.
+    qkv_format stays None: megatron then keeps (tokens, 1, heads, head_dim) tensors. It applies no rotary embedding
+    either (it would take cosines anew in every layer): cos and sin, one row a token, come along with the sequences.
     """
 
     lengths: tuple[int, ...] = ()
+    cos: Tensor | None = None  # (t, 1, head_dim / 2)
+    sin: Tensor | None = None
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], device: torch.device) -> "PackedSequences":
@@ -35,6 +38,11 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_kv=longest,
             lengths=lengths,
         )
+
+    def with_rotary(self, angles: Tensor, dtype: torch.dtype) -> "PackedSequences":
+        """The same with the rotary angles of every token, (t, head_dim / 2) float32."""
+        cos, sin = (table[:, None].to(dtype) for table in (angles.cos(), angles.sin()))
+        return replace(self, cos=cos, sin=sin)
 
     def runs(self) -> list[tuple[int, int]]:
         """(count, length) of neighbouring sequences of equal length."""
@@ -61,8 +69,35 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         assert packed_seq_params is not None and attention_bias is None
         attend = varlen_attention if query.is_cuda else attention_by_length
-        out = attend(query[:, 0], key[:, 0], value[:, 0], packed=packed_seq_params, scale=self.scale)
+        cos, sin = packed_seq_params.cos, packed_seq_params.sin
+        query, key = (Rotate.apply(x[:, 0], cos, sin) for x in (query, key))
+        out = attend(query, key, value[:, 0], packed=packed_seq_params, scale=self.scale)
         return out.flatten(1).unsqueeze(1)
+
+
+class Rotate(torch.autograd.Function):
+    """Rotary embedding (Su et al. 2021, eq. 34) in the half-split layout of HuggingFace's Llama:
+
+    (a, b) -> (a cos - b sin, b cos + a sin), a and b being the halves of each head. x: (t, heads, head_dim).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    (a, b), (out_a, out_b) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=out_b).addcmul_(a, sin)
+    return out
 
 
 def attention_by_length(query: Tensor, key: Tensor, value: Tensor, *, packed: PackedSequences, scale: float) -> Tensor:

@@ -56,7 +56,7 @@ class PackedModel(GPTModel):
             pre_process=grid.is_first_stage,
             post_process=grid.is_last_stage,
             share_embeddings_and_output_weights=tied,
-            position_embedding_type="none",  # rotary angles are made here, from the packed positions
+            position_embedding_type="none",  # rotary angles are made in forward, from the packed positions
             pg_collection=grid.groups,
         )
         # a plain attribute: as a buffer it would be cast to the weights' dtype
@@ -70,8 +70,8 @@ class PackedModel(GPTModel):
         hidden = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=torch.cat([angles, angles], dim=-1)[:, None, None],  # (t, 1, 1, head_dim)
-            packed_seq_params=micro_batch.packed,
+            rotary_pos_emb=None,  # applied in our core attention
+            packed_seq_params=micro_batch.packed.with_rotary(angles, self.config.params_dtype),
         )
         return self.outputs(self._whole(hidden)[micro_batch.rows, 0]) if self.post_process else hidden
 
