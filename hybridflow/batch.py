@@ -115,8 +115,8 @@ def balanced_partition(costs: list[int], num_parts: int) -> list[list[int]]:
     """Rows 0..len(costs)-1 split into `num_parts` lists of nearly equal cost, each ascending.
 
     Longest-processing-time greedy: the costliest row left goes to the cheapest part (Graham 1969; at most 4/3 of the
-    best makespan). Ties go to the lower index, so that every rank gets the same answer. With at least `num_parts` rows no
-    part is empty.
+    best makespan). Ties go to the lower index, so that every rank gets the same answer. With at least `num_parts` rows
+    no part is empty.
     """
     heap = [(0, part) for part in range(num_parts)]
     parts: list[list[int]] = [[] for _ in range(num_parts)]

@@ -64,27 +64,6 @@ class Progress:
         _print_line(self._console, text)
 
 
-class SilentProgress:
-    """The display of every other rank."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-    def phase(self, text: str) -> None:
-        pass
-
-    def iteration(self, iteration: int, metrics: Metrics) -> None:
-        pass
-
-    def message(self, text: str) -> None:
-        pass
-
-
 def iteration_line(iteration: int, num_iterations: int, metrics: Metrics) -> str:
     """`iteration 12/60  score 0.812  kl 0.0123  actor/loss -0.01  412 tok/s  1.9 s`"""
     return "  ".join([f"iteration {iteration}/{num_iterations}", *_shown(metrics, tuple(SHOWN))])

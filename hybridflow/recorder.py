@@ -3,14 +3,14 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from hybridflow.batch import TrainBatch
 from hybridflow.config import ExperimentConfig
 from hybridflow.evaluate import Evaluation
 from hybridflow.metrics import MetricsWriter, SampleWriter
-from hybridflow.progress import Progress, SilentProgress
+from hybridflow.progress import Progress
 from hybridflow.report import Iteration
 from hybridflow.roles.scoring import response_token_lists
 from hybridflow.run_dir import dump_batch, open_run_dir
@@ -43,78 +43,90 @@ class RunSummary:
         ]
 
 
-@dataclass
 class Recorder:
     """Keeps the history every rank needs for its summary; shows nothing and writes nothing."""
 
-    progress: Progress | SilentProgress = field(default_factory=SilentProgress)
-    started: float = field(default_factory=time.perf_counter)
-    accuracies: list[float] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._accuracies: list[float] = []
+        self._scores: list[float] = []
+        self._rates: list[float] = []
 
     def phase(self, text: str) -> None:
-        self.progress.phase(text)
+        """What is going on now."""
 
     def message(self, text: str) -> None:
-        self.progress.message(text)
+        """A line for the person who watches."""
 
     def before_training(self, evaluation: Evaluation) -> None:
-        self.accuracies.append(evaluation.accuracy)
+        self._accuracies.append(evaluation.accuracy)
 
     def evaluated(self, done: Iteration, evaluation: Evaluation) -> None:
-        self.accuracies.append(evaluation.accuracy)
+        self._accuracies.append(evaluation.accuracy)
         done.metrics.update(evaluation.metrics())
 
     def batch(self, iteration: int, batch: TrainBatch) -> None:
         """A training batch is complete."""
 
     def iteration(self, done: Iteration) -> None:
-        self.scores.append(float(done.metrics["reward/score_mean"]))
-        self.rates.append(float(done.metrics["train/tokens_per_sec"]))
+        self._scores.append(float(done.metrics["reward/score_mean"]))
+        self._rates.append(float(done.metrics["train/tokens_per_sec"]))
 
     def summary(self) -> RunSummary:
         return RunSummary(
-            accuracy_before=self.accuracies[0] if self.accuracies else None,
-            accuracy_after=self.accuracies[-1] if self.accuracies else None,
-            score_first=self.scores[0],
-            score_last=self.scores[-1],
-            tokens_per_sec=sum(self.rates) / len(self.rates),
-            seconds=time.perf_counter() - self.started,
+            accuracy_before=self._accuracies[0] if self._accuracies else None,
+            accuracy_after=self._accuracies[-1] if self._accuracies else None,
+            score_first=self._scores[0],
+            score_last=self._scores[-1],
+            tokens_per_sec=sum(self._rates) / len(self._rates),
+            seconds=time.perf_counter() - self._started,
         )
 
 
-@dataclass
 class WritingRecorder(Recorder):
     """Rank 0's: metrics.csv, TensorBoard, samples.jsonl, batches/, and the progress display."""
 
-    config: ExperimentConfig = None
-    decode: Callable[[list[int]], str] = None
-    metrics: MetricsWriter = None
-    samples: SampleWriter = None
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        progress: Progress,
+        *,
+        metrics: MetricsWriter,
+        samples: SampleWriter,
+        decode: Callable[[list[int]], str],
+    ) -> None:
+        super().__init__()
+        self._config, self._progress, self._decode = config, progress, decode
+        self._metrics, self._samples = metrics, samples
+
+    def phase(self, text: str) -> None:
+        self._progress.phase(text)
+
+    def message(self, text: str) -> None:
+        self._progress.message(text)
 
     def before_training(self, evaluation: Evaluation) -> None:
         super().before_training(evaluation)
-        self.metrics.write(0, evaluation.metrics())
+        self._metrics.write(0, evaluation.metrics())
         self.message(f"before training: held-out accuracy {evaluation.accuracy:.3f}")
 
     def batch(self, iteration: int, batch: TrainBatch) -> None:
-        if self.config.metrics.dump_batches:
-            dump_batch(self.config.run_dir, iteration, batch)
+        if self._config.metrics.dump_batches:
+            dump_batch(self._config.run_dir, iteration, batch)
 
     def iteration(self, done: Iteration) -> None:
         super().iteration(done)
-        self.metrics.write(done.number, done.metrics)
-        self.samples.write(done.number, self._sample_rows(done))
-        self.progress.iteration(done.number, done.metrics)
+        self._metrics.write(done.number, done.metrics)
+        self._samples.write(done.number, self._sample_rows(done))
+        self._progress.iteration(done.number, done.metrics)
 
     def _sample_rows(self, done: Iteration) -> list[dict]:
-        rows = list(range(min(self.config.metrics.num_samples, len(done.batch))))
+        rows = list(range(min(self._config.metrics.num_samples, len(done.batch))))
         responses = response_token_lists(done.batch, rows)
         return [
             {
                 "prompt": done.prompts.texts[int(done.batch.prompt_indices[row])],
-                "response": self.decode(ids),
+                "response": self._decode(ids),
                 "score": float(done.scores[row]),
             }
             for row, ids in zip(rows, responses, strict=True)
@@ -136,7 +148,7 @@ def record_run(
         if moved is not None:
             progress.message(f"{config.run_dir} held an earlier run; it is now {moved}")
         try:
-            yield WritingRecorder(progress, config=config, decode=decode, metrics=metrics, samples=samples)
+            yield WritingRecorder(config, progress, metrics=metrics, samples=samples, decode=decode)
         finally:
             metrics.close()
             samples.close()

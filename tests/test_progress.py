@@ -1,6 +1,5 @@
 """What is printed: plain lines into a file, a bar on a terminal, nothing from silent ranks."""
 
-import inspect
 import io
 import re
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from hybridflow.progress import Progress, SilentProgress, iteration_line, print_summary, summary_table
+from hybridflow.progress import Progress, iteration_line, print_summary, summary_table
 
 METRICS = {
     "time/iteration_seconds": 1.94,
@@ -100,17 +99,6 @@ def test_an_exception_ends_the_display_and_passes() -> None:
     assert console.file.getvalue().endswith("\x1b[?25h")  # the cursor is back
     console.print("after")
     assert "after" in console.file.getvalue()
-
-
-def test_silent_ranks_have_the_same_interface_and_say_nothing(capfd: pytest.CaptureFixture) -> None:
-    with SilentProgress() as progress:
-        progress.phase("iteration 1: generating")
-        progress.iteration(1, METRICS)
-        progress.message("hello")
-    assert capfd.readouterr() == ("", "")
-    for name in ("__enter__", "__exit__", "phase", "iteration", "message"):
-        silent, shown = (inspect.signature(getattr(kind, name)) for kind in (SilentProgress, Progress))
-        assert silent == shown, name
 
 
 def test_the_default_console_is_standard_output(capsys: pytest.CaptureFixture) -> None:
