@@ -52,22 +52,26 @@ def call_reward_function(
     prompts: Sequence[str],
     responses: Sequence[str],
     columns: Mapping[str, Sequence[Any]],
+    *,
+    rows: Sequence[int] | None = None,
 ) -> list[float]:
     """The scores of these rows, each a finite float. The function gets copies that it may change.
 
     Args:
         name: what messages call the function.
+        rows: what messages number the rows by, where they are some of a larger batch; from 0 if left out.
 
     Raises:
         RewardError: it raised (the first row that raises by itself is looked for and named), or did not
             return one finite number a row. Ints, bools, 0-d tensors and numpy numbers are numbers.
     """
+    rows = range(len(prompts)) if rows is None else rows
     copies = {key: list(column) for key, column in columns.items()}
     try:
         returned = function(list(prompts), list(responses), copies)
         results = list(returned) if _has_rows(returned) else None  # a generator may raise here
     except Exception as error:  # the boundary to a user's code
-        problem = _explain_failure(function, prompts, responses, columns, error=error)
+        problem = _explain_failure(function, prompts, responses, columns, error=error, rows=rows)
         raise RewardError(f"reward function {name}: {problem}") from error
     if results is None:
         raise RewardError(
@@ -77,7 +81,10 @@ def call_reward_function(
         raise RewardError(
             f"reward function {name}: returned {len(results)} numbers for {len(prompts)} rows; expected one a row"
         )
-    return [_checked(value, f"reward function {name}: row {row}") for row, value in enumerate(results)]
+    return [
+        _checked(value, f"reward function {name}: row {row}", f"its prompt is {_shown(prompt)}")
+        for row, prompt, value in zip(rows, prompts, results, strict=True)
+    ]
 
 
 def _has_rows(returned: Any) -> bool:
@@ -86,12 +93,12 @@ def _has_rows(returned: Any) -> bool:
     return isinstance(returned, Iterable) and not scalar and not isinstance(returned, str | Mapping)
 
 
-def _checked(value: Any, where: str) -> float:
+def _checked(value: Any, where: str, prompt: str) -> float:
     number = value.item() if getattr(value, "ndim", None) == 0 else value  # 0-d tensors, numpy numbers
     if not isinstance(number, numbers.Real):
-        raise RewardError(f"{where}: scored {_shown(value)}, a {type(value).__name__}; expected a number")
+        raise RewardError(f"{where}: scored {_shown(value)}, a {type(value).__name__}; expected a number; {prompt}")
     if not math.isfinite(number):
-        raise RewardError(f"{where}: scored {float(number)!r}; a score is finite")
+        raise RewardError(f"{where}: scored {float(number)!r}; a score is finite; {prompt}")
     return float(number)
 
 
@@ -102,6 +109,7 @@ def _explain_failure(
     columns: Mapping[str, Sequence[Any]],
     *,
     error: Exception,
+    rows: Sequence[int],
 ) -> str:
     """What went wrong, with the first row that raises when it is scored alone."""
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
@@ -110,7 +118,7 @@ def _explain_failure(
             list(returned if _has_rows(returned) else ())
         except Exception as row_error:
             return (
-                f"row {row}: raised {type(row_error).__name__}: {row_error}; "
+                f"row {rows[row]}: raised {type(row_error).__name__}: {row_error}; "
                 f"its prompt is {_shown(prompt)}, the response {_shown(response)}"
             )
     return f"raised {type(error).__name__}: {error}; none of the {len(prompts)} rows raises when scored alone"

@@ -37,9 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace) -> None:
     config = ExperimentConfig.from_yaml(options.config, options.overrides)
-    from hybridflow.parallel.platform import prepare_imports  # torch loads for seconds: a bad config fails before
+    # torch and megatron load for seconds: a bad config fails before
+    from hybridflow.parallel.platform import prepare_imports, torchrun_rank
 
     prepare_imports()
+    config.check_world_size(torchrun_rank()[1])
     from hybridflow.progress import print_summary
     from hybridflow.trainer import RLTrainer
 

@@ -37,6 +37,7 @@ from hybridflow.roles.scoring import Scorer
 from hybridflow.roles.values import Critic, RewardModel
 from hybridflow.rollout.engine import RolloutEngine, request_seed
 from hybridflow.rollout.generation import generate
+from hybridflow.rollout.patches import prepare_vllm
 
 Metrics = dict[str, float | Tensor]
 
@@ -50,6 +51,7 @@ class RLTrainer:
         self.config = config
         self.platform = platforms.start(config.seed)
         self.inputs: Inputs = load_inputs(config)
+        prepare_vllm()  # a missing vLLM is told before the models load
         self.exchange = Exchange(dist.group.WORLD, self.platform.device)
         self.watch = Stopwatch(self.platform.synchronize)
         self._build_roles()

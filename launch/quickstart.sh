@@ -20,5 +20,6 @@ show_and_run() {
 
 show_and_run bash launch/setup.sh
 export OMP_NUM_THREADS=1  # one thread for each of the two processes
+export TORCH_CPP_LOG_LEVEL=ERROR  # vLLM tells every rank how it binds memory
 show_and_run .venv/bin/python -m tools.make_tiny data/tiny --if-missing
 show_and_run .venv/bin/torchrun --nproc-per-node 2 -m hybridflow.train "$config" "$@"

@@ -71,7 +71,7 @@ class Grid:
 
 
 def _process_groups(tp: int, pp: int, dp: int) -> ProcessGroupCollection:
-    grid = HyperCommGrid([tp, 1, dp, pp], ["tp", "cp", "dp", "pp"], backend=dist.get_backend())
+    grid = HyperCommGrid([tp, 1, dp, pp], ["tp", "cp", "dp", "pp"])
     groups = ProcessGroupCollection()
     groups.tp, groups.cp, groups.dp, groups.pp = (grid.create_pg(name) for name in ("tp", "cp", "dp", "pp"))
     groups.mp = groups.tp_ep_pp = grid.create_pg(["tp", "pp"])

@@ -54,7 +54,7 @@ class Scorer:
             asked = rollout.prompt_indices[rows].tolist()
             responses = [self._decode(ids) for ids in response_token_lists(rollout, rows)]
             texts = [prompts.texts[i] for i in asked]
-            values = call_reward_function(function, name, texts, responses, _columns(prompts.columns, asked))
+            values = call_reward_function(function, name, texts, responses, _columns(prompts.columns, asked), rows=rows)
         where = torch.tensor(rows, dtype=torch.int64)
         return self._exchange.whole(len(rollout), where, torch.tensor(values, dtype=torch.float32), speaks=True)
 
