@@ -210,7 +210,7 @@ class MetricsConfig(Section):
 
 
 class ExperimentConfig(Section):
-    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
     seed: NonNegativeInt = 0
     output_dir: str = "runs"
     num_iterations: PositiveInt
