@@ -41,7 +41,10 @@ def _train(options: argparse.Namespace) -> None:
     from hybridflow.parallel.platform import prepare_imports, torchrun_rank
 
     prepare_imports()
-    config.check_world_size(torchrun_rank()[1])
+    rank, world_size = torchrun_rank()
+    config.check_world_size(world_size)
+    if rank == 0:
+        print(f"{config.name}: loading {', '.join(config.roles())} and the engine, {world_size} ranks", flush=True)
     from hybridflow.progress import print_summary
     from hybridflow.trainer import RLTrainer
 

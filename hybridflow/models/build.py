@@ -26,6 +26,7 @@ from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.weights import (
     VALUE_HEAD,
+    Layout,
     Weight,
     canonical_name,
     join_parts,
@@ -226,6 +227,7 @@ def load_weights(model: nn.Module, spec: ModelSpec, grid: Grid, *, value_head: b
     files = SafetensorsDirectory(Path(spec.path))
     with torch.no_grad():
         for weight, parameter in named_weights(model, spec, value_head=value_head):
+            _mark_split(parameter, weight)
             if weight is VALUE_HEAD and VALUE_HEAD.hf[0] not in files:
                 continue
             shard = read_shard(files, weight, spec, tp_rank=grid.tp_rank, tp=grid.tp)
@@ -233,6 +235,17 @@ def load_weights(model: nn.Module, spec: ModelSpec, grid: Grid, *, value_head: b
                 f"{weight.megatron}: shard {tuple(shard.shape)}, parameter {tuple(parameter.shape)}"
             )
             parameter.copy_(shard)
+
+
+def _mark_split(parameter: nn.Parameter, weight: Weight) -> None:
+    """Tell megatron that ranks hold different parts of this parameter.
+
+    It does so itself only where it initialises weights. Without the mark its gradient norm counts the shard of the
+    first rank alone, and gradients are clipped too little.
+    """
+    parameter.tensor_model_parallel = weight.layout is not Layout.REPLICATED
+    parameter.partition_dim = {Layout.REPLICATED: -1, Layout.COLUMNS: 1}.get(weight.layout, 0)
+    parameter.partition_stride = 1
 
 
 def read_shard(files: SafetensorsDirectory, weight: Weight, spec: ModelSpec, *, tp_rank: int, tp: int) -> Tensor:

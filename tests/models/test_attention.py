@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.models.attention import PackedAttention, PackedSequences, attention_by_length
+from hybridflow.models.attention import PackedAttention, PackedSequences, Rotate, attention_by_length
 
 CPU = torch.device("cpu")
 SCALE = 0.3
@@ -106,6 +106,26 @@ def test_the_module_takes_and_gives_megatrons_shapes(given: dict[str, float], us
     packed = PackedSequences.of(lengths, CPU)
     inputs = qkv(lengths, heads=4, kv_heads=2)
     module = PackedAttention(SimpleNamespace(kv_channels=4), 1, None, "self", **given)
-    out = module(*(x[:, None] for x in inputs), None, packed_seq_params=packed)
-    expected = attention_by_length(*inputs, packed=packed, scale=used)
-    assert torch.equal(out, expected.reshape(5, 1, 16))
+    angles = torch.randn(5, 2, generator=torch.Generator().manual_seed(1))
+    rotated = packed.with_rotary(angles, inputs[0].dtype)
+    out = module(*(x[:, None] for x in inputs), None, packed_seq_params=rotated)
+    query, key = (by_hand(x, angles.to(x.dtype)) for x in inputs[:2])
+    expected = attention_by_length(query, key, inputs[2], packed=packed, scale=used)
+    assert torch.allclose(out, expected.reshape(5, 1, 16), atol=1e-6)
+
+
+def by_hand(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Each pair (x_i, x_{i + half}) turned by its angle, as complex numbers."""
+    half = x.shape[-1] // 2
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def test_rotation_literals_and_gradient() -> None:
+    """A quarter turn takes (a, b) to (-b, a); the gradient is turned back."""
+    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]], requires_grad=True)  # halves (1, 2) and (3, 4)
+    cos, sin = torch.tensor([[[0.0, 1.0]]]), torch.tensor([[[1.0, 0.0]]])  # a quarter turn, and none
+    out = Rotate.apply(x, cos, sin)
+    assert out.tolist() == [[[-3.0, 2.0, 1.0, 4.0]]]
+    (gradient,) = torch.autograd.grad(out, x, torch.tensor([[[10.0, 20.0, 30.0, 40.0]]]))
+    assert gradient.tolist() == [[[30.0, 20.0, -10.0, 40.0]]]
