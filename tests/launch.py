@@ -1,6 +1,7 @@
 """Start one torchrun with many cases in it: starting ranks costs more than most cases."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ def torchrun(
 ) -> subprocess.CompletedProcess:
     """Run `torchrun -m ARGUMENTS` or a script on `num_ranks` ranks of this machine; output as text.
 
-    A hang ends after `timeout` seconds; workers print every rank's stack shortly before (tests.launch.watchdog).
+    A hang ends after `timeout` seconds, with the stacks of every rank in the error.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), *map(str, arguments)]
@@ -22,21 +23,22 @@ def torchrun(
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
-        "HYBRIDFLOW_TEST_LIMIT": str(timeout - 10),
+        "PYTHONFAULTHANDLER": "1",  # SIGABRT prints the stacks of all threads
         **(environment or {}),
     }
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    agent = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert not check or done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    try:
+        out, error = agent.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        for rank in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split():
+            os.kill(int(rank), signal.SIGABRT)
+        out, error = agent.communicate(timeout=60)  # torchrun ends by itself when its ranks have
+        raise AssertionError(f"{' '.join(command)}\nno end after {timeout} s\n{out[-4000:]}\n{error[-8000:]}") from None
+    done = subprocess.CompletedProcess(command, agent.returncode, out, error)
+    assert not check or done.returncode == 0, f"{' '.join(command)}\n{out[-4000:]}\n{error[-8000:]}"
     return done
-
-
-def watchdog() -> None:
-    """In a worker: print this rank's stacks and exit when the launcher's time is nearly over."""
-    import faulthandler
-
-    faulthandler.dump_traceback_later(float(os.environ["HYBRIDFLOW_TEST_LIMIT"]), exit=True)
 
 
 def free_port() -> int:

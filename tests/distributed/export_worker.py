@@ -10,11 +10,9 @@ import torch
 
 from hybridflow import RLTrainer
 from hybridflow.export import export_huggingface
-from tests.launch import watchdog
 
 
 def main(config: str, out: Path) -> None:
-    watchdog()
     trainer = RLTrainer.from_yaml(config, ["metrics.num_samples=2"])
     export_huggingface(trainer.actor, out / "before")
     export_huggingface(trainer.actor, out / "sharded", max_file_bytes=300_000)

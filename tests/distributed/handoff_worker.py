@@ -19,13 +19,11 @@ from hybridflow.recorder import Recorder
 from hybridflow.roles.base import Role
 from hybridflow.trainer import RLTrainer
 from tests.distributed.parity_worker import whole
-from tests.launch import watchdog
 
 NUM_ITERATIONS = 5
 
 
 def main(tp: int, checkpoints: Path, prompts: Path, out: Path) -> None:
-    watchdog()
     results = {}
     for family, dtype in (("llama", "float32"), ("qwen2", "float32"), ("llama", "bfloat16")):
         trainer = RLTrainer(config(tp, checkpoints / family, prompts, dtype))

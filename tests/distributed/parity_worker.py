@@ -23,11 +23,9 @@ from hybridflow.roles.objectives import PolicyObjective, value_objective
 from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.values import Critic, RewardModel
 from tests.distributed.cases import ADAM, ALGORITHM, BUDGETS, HYPER, SGD, Case, cases_for, make_rollout
-from tests.launch import watchdog
 
 
 def main(checkpoints: Path, out: Path) -> None:
-    watchdog()
     platform = platforms.start(seed=0)
     exchange = Exchange(dist.group.WORLD, platform.device)
     for case in cases_for(platform.world_size):

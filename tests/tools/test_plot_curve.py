@@ -1,0 +1,37 @@
+"""Learning curves as SVG: where points land, and what a missing metric says."""
+
+import re
+from pathlib import Path
+
+from tools.plot_curve import main, read_curve
+
+CSV = "iteration,reward/score_mean,eval/accuracy\n0,,0.25\n1,1.5,\n2,2.5,0.75\n"
+
+
+def run_directory(path: Path) -> Path:
+    path.mkdir()
+    (path / "metrics.csv").write_text(CSV)
+    return path
+
+
+def test_only_measured_iterations_are_points(tmp_path):
+    run = run_directory(tmp_path / "run")
+    assert read_curve(run / "metrics.csv", "eval/accuracy") == [(0.0, 0.25), (2.0, 0.75)]
+    assert read_curve(run / "metrics.csv", "reward/score_mean") == [(1.0, 1.5), (2.0, 2.5)]
+
+
+def test_a_curve_spans_the_picture(tmp_path):
+    run, target = run_directory(tmp_path / "run"), tmp_path / "new" / "curve.svg"
+    assert main([str(target), str(run)]) == 0
+    text = target.read_text()
+    (points,) = re.findall(r'polyline points="([^"]+)"', text)
+    # x from 56 to 620; accuracy 0 at y = 316, 1 at y = 36
+    assert points == "56.0,246.0 620.0,106.0"
+    assert "run: 0.25 to 0.75" in text
+
+
+def test_a_missing_metric_is_an_error_that_names_it(tmp_path, capsys):
+    run, target = run_directory(tmp_path / "run"), tmp_path / "curve.svg"
+    assert main([str(target), str(run), "--metric", "actor/loss"]) == 1
+    assert "metrics.csv: no curve of actor/loss" in capsys.readouterr().err
+    assert not target.exists()
