@@ -20,6 +20,7 @@ from hybridflow.algorithms.rewards import token_rewards
 from hybridflow.batch import PromptBatch, RolloutBatch, TrainBatch
 from hybridflow.config import ExperimentConfig
 from hybridflow.data import PromptOrder
+from hybridflow.errors import ConfigError
 from hybridflow.evaluate import Evaluation, evaluate
 from hybridflow.export import export_huggingface
 from hybridflow.inputs import Inputs, load_inputs
@@ -104,7 +105,9 @@ class RLTrainer:
 
     def fit(self, num_iterations: int | None = None) -> RunSummary:
         """Train for `num_iterations` (default: the config's) and write the run directory; ends with runs/NAME/hf."""
-        num_iterations = num_iterations or self.config.num_iterations
+        num_iterations = self.config.num_iterations if num_iterations is None else num_iterations
+        if num_iterations < 1:
+            raise ConfigError(f"num_iterations = {num_iterations}: a run has at least one iteration")
         with record_run(self.config, num_iterations, rank=self.platform.rank, decode=self.inputs.decode) as recorder:
             for line in self.inputs.left_out():
                 recorder.message(line)

@@ -22,3 +22,7 @@ def not_a_number(prompts: list[str], responses: list[str], columns: Columns) -> 
 
 def one_short(prompts: list[str], responses: list[str], columns: Columns) -> list[float]:
     return [0.5 for answer in columns["answer"] if answer != BAD_ANSWER]
+
+
+def length(prompts: list[str], responses: list[str], columns: dict[str, list]) -> list[float]:
+    return [float(len(prompt)) for prompt in prompts]

@@ -1,0 +1,72 @@
+"""Two iterations under each of several sets of options, in one launch; the metrics of every iteration as JSON.
+
+torchrun --nproc-per-node 2 -m tests.distributed.options_worker CONFIG OUT
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from hybridflow.parallel import platform as platforms
+from hybridflow.recorder import Recorder
+from hybridflow.trainer import RLTrainer
+
+OPTIONS = {
+    "base": ["actor.optimizer.lr=1e-3"],
+    "warmup": ["algorithm.critic_warmup_iterations=1", "actor.optimizer.schedule=cosine"],
+    "adaptive": ["algorithm.kl={use: reward, coef: 0.1, controller: adaptive, target: 0.5, horizon: 100}"],
+    "loss_terms": [
+        "algorithm.kl={use: loss, estimator: k3, coef: 0.5}",
+        "algorithm.entropy_coef=0.01",
+        "algorithm.dual_clip=3.0",
+        "algorithm.importance_cap=2.0",
+        "algorithm.value_clip_range=null",
+        "algorithm.ppo_epochs=2",
+        "actor.optimizer.name=sgd",
+        "actor.recompute=full",
+        "critic.recompute=selective",
+    ],
+    "scores": [
+        "reward.functions.0={function: 'tests.distributed.reward_functions:length', weight: 0.5}",
+        "reward.models.0.weight=2.0",
+        "reward.truncation_penalty=3.0",
+        "reward.normalization=running",
+        "reward.clip_score=0.8",
+    ],
+    "sampling": [
+        "sampling.samples_per_prompt=2",
+        "sampling.temperature=0.7",
+        "sampling.top_k=20",
+        "sampling.repetition_penalty=1.1",
+        "sampling.min_response_length=3",
+        "sampling.stop=['+']",
+    ],
+    "bfloat16": ["actor.dtype=bfloat16", "actor.sequence_parallel=true", "critic.dtype=bfloat16"],
+}
+
+
+def main(config: str, out: Path) -> None:
+    records = {}
+    for name, overrides in OPTIONS.items():
+        trainer = RLTrainer.from_yaml(config, overrides)
+        iterations = []
+        for i in (1, 2):
+            before = {k: x.clone() for k, (_, x) in trainer.actor.weights().items()}
+            done = trainer.iterate(i, 2, Recorder())
+            moved = any(not torch.equal(before[k], x) for k, (_, x) in trainer.actor.weights().items())
+            fields = ("scores", "truncated", "lengths", "prompt_lengths", "prompt_indices")
+            iterations.append(
+                {name: float(value) for name, value in done.metrics.items()}
+                | {name: getattr(done.batch, name).tolist() for name in fields}
+                | {"raw_scores": done.scores.tolist(), "moved": moved}
+            )
+        records[name] = iterations
+    if trainer.platform.rank == 0:
+        out.write_text(json.dumps(records))
+    platforms.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
