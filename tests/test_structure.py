@@ -23,7 +23,7 @@ FLOORS: dict[int, list[str]] = {
     1: ["parallel", "parallel.*", "models", "models.spec", "models.weights", "data"],
     2: [
         *["models.build", "models.attention", "models.pipeline", "models.memory"],
-        *["models.checkpoint_files", "models.micro_batch", "models.optimizer"],
+        *["models.checkpoint_files", "models.layers", "models.micro_batch", "models.optimizer"],
         *["reshard", "reshard.*", "rollout", "rollout.*", "rewards"],
         *["metrics", "run_dir", "progress", "inputs"],
     ],

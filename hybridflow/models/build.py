@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from hybridflow.models.attention import PackedAttention
 from hybridflow.models.checkpoint_files import SafetensorsDirectory
+from hybridflow.models.layers import RMSNorm, SwiGLU
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.weights import (
@@ -117,14 +118,6 @@ class ValueModel(PackedModel):
         return self.output_layer(hidden).squeeze(-1).float()
 
 
-class RMSNorm(nn.RMSNorm):
-    """megatron's own wrapper refuses sequence parallelism; it only needs the mark on the weight."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
-
-
 def build_model(
     spec: ModelSpec,
     grid: Grid,
@@ -174,7 +167,8 @@ def transformer_config(
         use_cpu_initialization=not _cuda(),
         calculate_per_token_loss=True,  # losses arrive normalised: no division by micro-batches or replicas
         gradient_accumulation_fusion=_cuda() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
-        bias_activation_fusion=_cuda(),
+        bias_activation_fusion=_transformer_engine(),
+        use_te_activation_func=not _transformer_engine(),  # what megatron calls an activation that the layer spec names
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
@@ -187,12 +181,17 @@ def _cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def _transformer_engine() -> bool:
+    return _cuda() and importlib.util.find_spec("transformer_engine") is not None
+
+
 def _block_spec(config: TransformerConfig, pp_rank: int) -> TransformerBlockSubmodules:
-    if _cuda() and importlib.util.find_spec("transformer_engine") is not None:
+    if _transformer_engine():
         layer = get_gpt_layer_with_transformer_engine_spec()
     else:
         layer = get_gpt_layer_local_spec(normalization="RMSNorm")
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+        layer.submodules.mlp.submodules.activation_func = SwiGLU
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
     num_layers = get_num_layers_to_build(config, pp_rank=pp_rank)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

@@ -1,0 +1,79 @@
+"""RMSNorm and SwiGLU for megatron's local layers, where Transformer Engine's fused ones are not to be had.
+
+Each is one autograd function that keeps only its input and passes over memory about half as often as the chain of
+elementwise operations that autograd would record. On a CPU these passes take as long as the matrix products.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """y = w x / sqrt(mean(x^2) + eps) over the last dimension (Zhang and Sennrich 2019), computed in float32.
+
+    megatron's own wrapper refuses sequence parallelism, which only needs the mark on the weight.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return RMSNormFunction.apply(x, self.weight, self.eps)
+
+
+class RMSNormFunction(torch.autograd.Function):
+    """With r = 1 / sqrt(mean(x^2) + eps) and n = x r:  y = w n,  dw = sum(dy n),  dx = r (w dy - n mean(w dy n))."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        r = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        return (x * r).to(x.dtype).mul_(weight)  # rounded before the weight, as HuggingFace's Llama does
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, r = ctx.saved_tensors
+        n = x * r  # float32
+        products = grad * n
+        mean = (products @ weight.float()).unsqueeze(-1).div_(x.shape[-1])
+        grad_weight = products.view(-1, x.shape[-1]).sum(0).to(weight.dtype)
+        grad_x = torch.mul(grad, weight, out=products) if grad.dtype == torch.float32 else (grad * weight).float()
+        return grad_x.addcmul_(n, mean, value=-1).mul_(r).to(x.dtype), grad_weight, None
+
+
+class SwiGLU(nn.Module):
+    """silu(gate) up (Shazeer 2020) of fc1's output, whose last dimension is [gate; up]."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return SwiGLUFunction.apply(x)
+
+
+class SwiGLUFunction(torch.autograd.Function):
+    """The gradients of gate and up are written where they belong: nothing is concatenated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return nn.functional.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        grad_x = torch.empty_like(x)
+        grad_gate, grad_up = grad_x.chunk(2, dim=-1)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        torch.ops.aten.silu.out(gate, out=grad_up)
+        grad_up.mul_(grad)
+        return grad_x

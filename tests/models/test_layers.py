@@ -1,0 +1,72 @@
+"""RMSNorm and SwiGLU against their equations in float64: values and gradients; bfloat16 against transformers."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from hybridflow.models.layers import RMSNorm, RMSNormFunction, SwiGLU
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(output: torch.Tensor, inputs: list[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
+    return [x.double() for x in torch.autograd.grad(output, inputs, grad.to(output.dtype))]
+
+
+def test_rms_norm_literal():
+    """mean(3^2, 4^2) = 12.5 and eps 12.5 make r = 1/5."""
+    out = RMSNormFunction.apply(torch.tensor([[3.0, 4.0]]), torch.tensor([10.0, 100.0]), 12.5)
+    assert out.tolist() == [[pytest.approx(6.0), pytest.approx(80.0)]]
+
+
+@pytest.mark.parametrize("shape", [(7, 1, 32), (32,), (2, 3, 32)])
+def test_rms_norm_equals_its_equation(shape):
+    x, w, grad = draw(*shape), draw(32, seed=1), draw(*shape, seed=2)
+    found = [t.clone().requires_grad_() for t in (x, w)]
+    exact = [t.double().requires_grad_() for t in (x, w)]
+    out = RMSNormFunction.apply(*found, 1e-5)
+    expected = exact[1] * exact[0] / (exact[0].square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    assert torch.allclose(out.double(), expected, atol=1e-5)
+    for one, other in zip(gradients(out, found, grad), gradients(expected, exact, grad), strict=True):
+        assert torch.allclose(one, other, atol=2e-5)
+
+
+def test_rms_norm_in_bfloat16_is_what_transformers_computes():
+    x, w, grad = (t.bfloat16() for t in (draw(9, 64), draw(64, seed=1), draw(9, 64, seed=2)))
+    config = SimpleNamespace(params_dtype=torch.bfloat16, sequence_parallel=True)
+    ours, theirs = RMSNorm(config, 64, eps=1e-6), LlamaRMSNorm(64, eps=1e-6).bfloat16()
+    for module in (ours, theirs):
+        module.weight.data.copy_(w)
+    assert ours.weight.sequence_parallel
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    out, expected = ours(inputs[0]), theirs(inputs[1])
+    assert (out.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
+    pairs = zip(
+        gradients(out, [inputs[0], ours.weight], grad),
+        gradients(expected, [inputs[1], theirs.weight], grad),
+        strict=True,
+    )
+    for one, other in pairs:
+        assert (one - other).abs().max() <= 2**-6 * other.abs().max()
+
+
+def test_swiglu_equals_its_equation():
+    x, grad = draw(6, 1, 20), draw(6, 1, 10, seed=1)
+    found, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    out = SwiGLU(None)(found)
+    gate, up = exact.chunk(2, dim=-1)
+    expected = gate * torch.sigmoid(gate) * up
+    assert torch.allclose(out.double(), expected, atol=1e-6)
+    assert torch.allclose(gradients(out, [found], grad)[0], gradients(expected, [exact], grad)[0], atol=1e-6)
+
+
+def test_swiglu_literal():
+    """silu(0) = 0 with slope 1/2: only the gate gets a gradient, half of grad x up."""
+    x = torch.tensor([[0.0, 6.0]], requires_grad=True)
+    out = SwiGLU(None)(x)
+    (grad,) = torch.autograd.grad(out, x, torch.tensor([[4.0]]))
+    assert out.tolist() == [[0.0]] and grad.tolist() == [[12.0, 0.0]]
