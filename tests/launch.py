@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -32,13 +33,23 @@ def torchrun(
     try:
         out, error = agent.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        for rank in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split():
-            os.kill(int(rank), signal.SIGABRT)
+        abort_ranks(agent.pid)
         out, error = agent.communicate(timeout=60)  # torchrun ends by itself when its ranks have
-        raise AssertionError(f"{' '.join(command)}\nno end after {timeout} s\n{out[-4000:]}\n{error[-8000:]}") from None
+        raise AssertionError(
+            f"{' '.join(command)}\nno end after {timeout} s\n{out[-4000:]}\n{error[-30000:]}"
+        ) from None
     done = subprocess.CompletedProcess(command, agent.returncode, out, error)
     assert not check or done.returncode == 0, f"{' '.join(command)}\n{out[-4000:]}\n{error[-8000:]}"
     return done
+
+
+def abort_ranks(agent: int) -> None:
+    """Have every rank of a torchrun print its stacks and end; the agent, held meanwhile, would end the others first."""
+    os.kill(agent, signal.SIGSTOP)
+    for rank in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
+        os.kill(int(rank), signal.SIGABRT)
+    time.sleep(2)
+    os.kill(agent, signal.SIGCONT)
 
 
 def free_port() -> int:
