@@ -60,7 +60,8 @@ def draw(curves: dict[str, Curve], metric: str) -> str:
         path = " ".join(f"{place(x, x_range, *X):.1f},{place(y, y_range, *Y):.1f}" for x, y in curve)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
         label = f"{name}: {curve[0][1]:.2f} to {curve[-1][1]:.2f}"
-        parts.append(f'<text x="{LEFT + 8}" y="{TOP + 16 * (number + 1)}" fill="{color}">{escape(label)}</text>')
+        line = HEIGHT - BOTTOM - 8 - 16 * (len(curves) - 1 - number)  # at the bottom right: curves rise
+        parts.append(f'<text x="{X[1] - 8}" y="{line}" fill="{color}" text-anchor="end">{escape(label)}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
