@@ -61,10 +61,6 @@ class Grid:
         assert self.groups is not None, f"rank {dist.get_rank()} is not in the grid of ranks {self.ranks}"
         return self.groups
 
-    def replica_of(self, rank: int) -> int:
-        """The data-parallel index of a rank of this grid."""
-        return self.ranks.index(rank) // self.tp % self.dp
-
     def tp_rank_lists(self) -> list[list[int]]:
         """The tensor-parallel groups, each ascending."""
         return [list(self.ranks[i : i + self.tp]) for i in range(0, len(self.ranks), self.tp)]

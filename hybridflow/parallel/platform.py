@@ -138,7 +138,7 @@ def prepare_cpu() -> None:
 def _keep_freed_memory() -> None:
     """Let glibc reuse what tensors free, instead of giving it back to the kernel and faulting it in again.
 
-    Page faults were half of the time of a step on a CPU, matrix products included (tests/bench/iteration.py).
+    Every operation of a step allocates its result; where that is fresh memory it pays for page faults first.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

@@ -91,10 +91,6 @@ class RolloutEngine:
         """The engine's parameters by its own names."""
         return dict(self._model_runner().model.named_parameters())
 
-    def kv_cache_bytes(self) -> int:
-        caches = [x for x in self._model_runner().kv_caches if isinstance(x, Tensor)]
-        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in caches}.values())
-
     def _model_runner(self) -> Any:
         return self._engine.model_executor.driver_worker.worker.model_runner
 
