@@ -27,7 +27,7 @@ from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.weights import (
     VALUE_HEAD,
-    Layout,
+    Split,
     Weight,
     canonical_name,
     join_parts,
@@ -242,8 +242,8 @@ def _mark_split(parameter: nn.Parameter, weight: Weight) -> None:
     It does so itself only where it initialises weights. Without the mark its gradient norm counts the shard of the
     first rank alone, and gradients are clipped too little.
     """
-    parameter.tensor_model_parallel = weight.layout is not Layout.REPLICATED
-    parameter.partition_dim = {Layout.REPLICATED: -1, Layout.COLUMNS: 1}.get(weight.layout, 0)
+    parameter.tensor_model_parallel = weight.split is not Split.REPLICATED
+    parameter.partition_dim = {Split.REPLICATED: -1, Split.COLUMNS: 1}.get(weight.split, 0)
     parameter.partition_stride = 1
 
 

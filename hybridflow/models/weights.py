@@ -1,10 +1,10 @@
-"""The one table of weights: HuggingFace name <-> megatron name <-> engine name, layout, and slice.
+"""The one table of weights: HuggingFace name <-> megatron name <-> engine name, split over ranks, and slice.
 
 Loading, resharding and export read this table and nothing else. A parameter of megatron is made of one or more parts,
-the HuggingFace tensors; each layout says which slice of every part a tensor-parallel rank holds and how they are
+the HuggingFace tensors; each split says which slice of every part a tensor-parallel rank holds and how they are
 joined.
 
-    layout       parts                 a rank's shard
+    split        parts                 a rank's shard
     REPLICATED   1                     the part
     VOCAB        1 (vocab, hidden)     its rows of the part, zero rows past the vocabulary
     COLUMNS      1 (out, in)           its columns
@@ -26,7 +26,7 @@ from hybridflow.models.spec import ModelSpec
 Shape = tuple[int, ...]
 
 
-class Layout(Enum):
+class Split(Enum):
     REPLICATED = auto()
     VOCAB = auto()
     COLUMNS = auto()
@@ -41,7 +41,7 @@ class Weight:
     megatron: str
     hf: tuple[str, ...]
     engine: str
-    layout: Layout
+    split: Split
     shapes: Callable[[ModelSpec], tuple[Shape, ...]]  # of the HuggingFace parts
 
     def for_layer(self, layer: int) -> "Weight":
@@ -49,7 +49,7 @@ class Weight:
             self.megatron.format(layer=layer),
             tuple(name.format(layer=layer) for name in self.hf),
             self.engine.format(layer=layer),
-            self.layout,
+            self.split,
             self.shapes,
         )
 
@@ -91,20 +91,20 @@ EMBEDDING = Weight(
     "embedding.word_embeddings.weight",
     ("model.embed_tokens.weight",),
     "model.embed_tokens.weight",
-    Layout.VOCAB,
+    Split.VOCAB,
     _vocab,
 )
 FINAL_NORM = Weight(
-    "decoder.final_layernorm.weight", ("model.norm.weight",), "model.norm.weight", Layout.REPLICATED, _norm
+    "decoder.final_layernorm.weight", ("model.norm.weight",), "model.norm.weight", Split.REPLICATED, _norm
 )
-LM_HEAD = Weight("output_layer.weight", ("lm_head.weight",), "lm_head.weight", Layout.VOCAB, _vocab)
-VALUE_HEAD = Weight("output_layer.weight", ("score.weight",), "score.weight", Layout.REPLICATED, _score)
+LM_HEAD = Weight("output_layer.weight", ("lm_head.weight",), "lm_head.weight", Split.VOCAB, _vocab)
+VALUE_HEAD = Weight("output_layer.weight", ("score.weight",), "score.weight", Split.REPLICATED, _score)
 
 
-def _layer(megatron: str, hf: tuple[str, ...], engine: str, layout: Layout, shapes: Callable) -> Weight:
+def _layer(megatron: str, hf: tuple[str, ...], engine: str, split: Split, shapes: Callable) -> Weight:
     prefix = "model.layers.{layer}."
     return Weight(
-        "decoder.layers.{layer}." + megatron, tuple(prefix + name for name in hf), prefix + engine, layout, shapes
+        "decoder.layers.{layer}." + megatron, tuple(prefix + name for name in hf), prefix + engine, split, shapes
     )
 
 
@@ -112,41 +112,41 @@ QKV_WEIGHT = _layer(
     "self_attention.linear_qkv.weight",
     ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     "self_attn.qkv_proj.weight",
-    Layout.QKV,
+    Split.QKV,
     _qkv,
 )
 QKV_BIAS = _layer(
     "self_attention.linear_qkv.bias",
     ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
     "self_attn.qkv_proj.bias",
-    Layout.QKV,
+    Split.QKV,
     _qkv_bias,
 )
 LAYER = (
-    _layer("input_layernorm.weight", ("input_layernorm.weight",), "input_layernorm.weight", Layout.REPLICATED, _norm),
+    _layer("input_layernorm.weight", ("input_layernorm.weight",), "input_layernorm.weight", Split.REPLICATED, _norm),
     QKV_WEIGHT,
     _layer(
         "self_attention.linear_proj.weight",
         ("self_attn.o_proj.weight",),
         "self_attn.o_proj.weight",
-        Layout.COLUMNS,
+        Split.COLUMNS,
         _attention_out,
     ),
     _layer(
         "pre_mlp_layernorm.weight",
         ("post_attention_layernorm.weight",),
         "post_attention_layernorm.weight",
-        Layout.REPLICATED,
+        Split.REPLICATED,
         _norm,
     ),
     _layer(
         "mlp.linear_fc1.weight",
         ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
         "mlp.gate_up_proj.weight",
-        Layout.GATED,
+        Split.GATED,
         _gate_up,
     ),
-    _layer("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), "mlp.down_proj.weight", Layout.COLUMNS, _down),
+    _layer("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), "mlp.down_proj.weight", Split.COLUMNS, _down),
 )
 
 # Transformer Engine fuses the norms into the linear layers that follow them.
@@ -184,22 +184,22 @@ def canonical_name(name: str) -> str:
 def local_slice(weight: Weight, part: int, spec: ModelSpec, tp_rank: int, tp: int) -> tuple[int, int, int]:
     """(dim, start, stop): what of a HuggingFace part rank `tp_rank` of `tp` holds."""
     shape = weight.shapes(spec)[part]
-    if weight.layout is Layout.REPLICATED:
+    if weight.split is Split.REPLICATED:
         return 0, 0, shape[0]
-    if weight.layout is Layout.VOCAB:
+    if weight.split is Split.VOCAB:
         rows = spec.padded_vocab_size // tp
         return 0, min(tp_rank * rows, shape[0]), min((tp_rank + 1) * rows, shape[0])
-    dim = 1 if weight.layout is Layout.COLUMNS else 0
+    dim = 1 if weight.split is Split.COLUMNS else 0
     size = shape[dim] // tp
     return dim, tp_rank * size, (tp_rank + 1) * size
 
 
 def join_parts(weight: Weight, parts: list[Tensor], spec: ModelSpec, tp: int) -> Tensor:
     """A rank's megatron shard from its slices of the HuggingFace parts."""
-    if weight.layout is Layout.QKV:
+    if weight.split is Split.QKV:
         groups = spec.num_kv_heads // tp
         return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
-    if weight.layout is Layout.VOCAB:
+    if weight.split is Split.VOCAB:
         missing = spec.padded_vocab_size // tp - parts[0].shape[0]
         return torch.cat([parts[0], parts[0].new_zeros(missing, *parts[0].shape[1:])]) if missing else parts[0]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -207,12 +207,12 @@ def join_parts(weight: Weight, parts: list[Tensor], spec: ModelSpec, tp: int) ->
 
 def split_parts(weight: Weight, shard: Tensor, spec: ModelSpec, tp_rank: int, tp: int) -> list[Tensor]:
     """A rank's slices of the HuggingFace parts from its megatron shard: the inverse of `join_parts`."""
-    if weight.layout is Layout.QKV:
+    if weight.split is Split.QKV:
         groups, dim = spec.num_kv_heads // tp, spec.head_dim
         queries = spec.num_heads // spec.num_kv_heads * dim
         parts = shard.unflatten(0, (groups, -1)).split([queries, dim, dim], dim=1)
         return [part.flatten(0, 1) for part in parts]
-    if weight.layout is Layout.VOCAB:
+    if weight.split is Split.VOCAB:
         _, start, stop = local_slice(weight, 0, spec, tp_rank, tp)
         return [shard[: stop - start]]
     return list(shard.chunk(len(weight.hf)))
@@ -221,10 +221,10 @@ def split_parts(weight: Weight, shard: Tensor, spec: ModelSpec, tp_rank: int, tp
 def shard_shape(weight: Weight, spec: ModelSpec, tp: int) -> Shape:
     """Shape of a rank's megatron shard."""
     shapes = weight.shapes(spec)
-    if weight.layout is Layout.VOCAB:
+    if weight.split is Split.VOCAB:
         return (spec.padded_vocab_size // tp, *shapes[0][1:])
-    if weight.layout is Layout.REPLICATED:
+    if weight.split is Split.REPLICATED:
         return shapes[0]
-    if weight.layout is Layout.COLUMNS:
+    if weight.split is Split.COLUMNS:
         return (shapes[0][0], shapes[0][1] // tp)
     return (sum(shape[0] for shape in shapes) // tp, *shapes[0][1:])

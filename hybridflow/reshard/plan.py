@@ -12,7 +12,7 @@ from enum import Enum
 from math import prod
 
 from hybridflow.models.spec import ModelSpec
-from hybridflow.models.weights import Layout, Weight, model_weights, shard_shape
+from hybridflow.models.weights import Split, Weight, model_weights, shard_shape
 
 
 class Way(Enum):
@@ -55,7 +55,7 @@ def plan_reshard(spec: ModelSpec, tp: int) -> ReshardPlan:
     identity = tuple(range(len(order)))
     operations = []
     for weight in model_weights(spec, "lm"):
-        moves = weight.layout is Layout.QKV and order != identity
+        moves = weight.split is Split.QKV and order != identity
         size = prod(shard_shape(weight, spec, tp))
         operations.append(Operation(weight, Way.PERMUTE if moves else Way.ALIAS, order if moves else (), size))
     return ReshardPlan(tuple(operations))

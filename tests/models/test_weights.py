@@ -16,7 +16,7 @@ from hybridflow.models.weights import (
     QKV_BIAS,
     QKV_WEIGHT,
     VALUE_HEAD,
-    Layout,
+    Split,
     Weight,
     canonical_name,
     join_parts,
@@ -150,12 +150,12 @@ def test_shards_hold_every_element_once(weight: Weight, tp: int) -> None:
     found = shards(weight, parts, spec, tp)
     assert {tuple(shard.shape) for shard in found} == {shard_shape(weight, spec, tp)}
     everything = torch.cat([part.flatten() for part in parts])
-    if weight.layout is Layout.REPLICATED:
+    if weight.split is Split.REPLICATED:
         assert all(torch.equal(shard.flatten(), everything) for shard in found)
         return
     held = torch.cat([shard.flatten() for shard in found])
     assert torch.equal(held[held > 0].sort().values, everything)
-    assert (held == 0).sum() == (58 * 24 if weight.layout is Layout.VOCAB else 0)
+    assert (held == 0).sum() == (58 * 24 if weight.split is Split.VOCAB else 0)
 
 
 @EACH_TP
@@ -165,8 +165,8 @@ def test_neighbouring_slices_meet_and_the_last_ends_the_part(weight: Weight, tp:
     for part, shape in enumerate(weight.shapes(spec)):
         slices = [local_slice(weight, part, spec, rank, tp) for rank in range(tp)]
         dims, starts, stops = zip(*slices, strict=True)
-        assert dims == (1 if weight.layout is Layout.COLUMNS else 0,) * tp
-        if weight.layout is Layout.REPLICATED:
+        assert dims == (1 if weight.split is Split.COLUMNS else 0,) * tp
+        if weight.split is Split.REPLICATED:
             assert set(slices) == {(0, 0, shape[0])}
         else:
             assert (starts[0], *starts[1:], stops[-1]) == (0, *stops[:-1], shape[dims[0]])
@@ -208,7 +208,7 @@ def test_for_layer_fills_every_name() -> None:
     assert weight.megatron == "decoder.layers.7.mlp.linear_fc1.weight"
     assert weight.hf == ("model.layers.7.mlp.gate_proj.weight", "model.layers.7.mlp.up_proj.weight")
     assert weight.engine == "model.layers.7.mlp.gate_up_proj.weight"
-    assert weight.layout is Layout.GATED
+    assert weight.split is Split.GATED
 
 
 HF_SIZES = dict(

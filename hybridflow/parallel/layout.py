@@ -1,0 +1,145 @@
+"""Where ranks stand, without any process group: training layouts TP x PP x DP and rollout layouts. Pure.
+
+Ranks of a layout are numbered with tp fastest, then dp, then pp: tp neighbours share a node, pipeline stages lie far
+apart. What a rank holds follows from its coordinates alone, on every rank alike, and so does every plan.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+Stages = tuple[tuple[int, ...], ...]  # the layers of each pipeline stage, ascending
+
+
+class Place(NamedTuple):
+    """Where a rank stands in a training layout."""
+
+    tp: int
+    dp: int
+    pp: int
+
+
+class Seat(NamedTuple):
+    """Where a rank stands in a rollout layout."""
+
+    replica: int
+    pp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One role's TP x PP x DP over its ranks."""
+
+    tp: int
+    pp: int
+    dp: int
+    ranks: tuple[int, ...]  # ascending
+    vpp: int = 1  # model chunks per pipeline stage (interleaved schedule)
+    first_stage_layers: int | None = None  # None: alike on all stages
+    last_stage_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.tp * self.pp * self.dp == len(self.ranks), (
+            f"tp x pp x dp = {self.tp} x {self.pp} x {self.dp} does not fill {len(self.ranks)} ranks"
+        )
+        assert list(self.ranks) == sorted(set(self.ranks)), f"ranks must ascend: {self.ranks}"
+
+    @cached_property
+    def _index(self) -> dict[int, int]:
+        return {rank: i for i, rank in enumerate(self.ranks)}
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._index
+
+    def rank_at(self, place: Place) -> int:
+        return self.ranks[(place.pp * self.dp + place.dp) * self.tp + place.tp]
+
+    def place(self, rank: int) -> Place:
+        rest, tp = divmod(self._index[rank], self.tp)
+        pp, dp = divmod(rest, self.dp)
+        return Place(tp, dp, pp)
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """The groups of ranks that differ in `axes` ("tp", "dp", "pp") alone; all ascending, every rank in one."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in self.ranks:
+            place = self.place(rank)._asdict()
+            found.setdefault(tuple(place[axis] for axis in place if axis not in axes), []).append(rank)
+        return [tuple(ranks) for ranks in found.values()]
+
+    def chunks(self, num_layers: int) -> tuple[Stages, ...]:
+        """chunks[stage][chunk]: layers of each model chunk. Chunk c of all stages precedes chunk c + 1 of any.
+
+        Errors: ValueError with the arithmetic where the layers cannot be cut so.
+        """
+        counts = self._layers_per_chunk(num_layers)
+        stages: list[list[tuple[int, ...]]] = [[] for _ in range(self.pp)]
+        start = 0
+        for _ in range(self.vpp):
+            for stage, count in enumerate(counts):
+                stages[stage].append(tuple(range(start, start + count)))
+                start += count
+        assert start == num_layers, f"{start} layers placed, the model has {num_layers}"
+        return tuple(tuple(chunks) for chunks in stages)
+
+    def stages(self, num_layers: int) -> Stages:
+        """The layers of each pipeline stage, all its chunks together."""
+        return tuple(tuple(layer for chunk in chunks for layer in chunk) for chunks in self.chunks(num_layers))
+
+    def _layers_per_chunk(self, num_layers: int) -> list[int]:
+        """Layers in a chunk of each stage."""
+        ends = {0: self.first_stage_layers, self.pp - 1: self.last_stage_layers}
+        given = {stage: count for stage, count in ends.items() if count is not None}
+        rest, open_stages = num_layers - sum(given.values()), self.pp - len(given)
+        each = rest // open_stages if open_stages else 0
+        if rest < 0 or each * open_stages != rest or (open_stages and each == 0):
+            raise ValueError(
+                f"{num_layers} layers cannot be cut into {self.pp} pipeline stages: {rest} are left for {open_stages} "
+                f"equal stages" + (f" beside the stages of {sorted(given.values())}" if given else "")
+            )
+        counts = [given.get(stage, each) for stage in range(self.pp)]
+        for stage, count in enumerate(counts):
+            if count % self.vpp:
+                raise ValueError(
+                    f"the {count} layers of pipeline stage {stage} cannot be cut into {self.vpp} model chunks: "
+                    f"{count} = {count // self.vpp} x {self.vpp} + {count % self.vpp}"
+                )
+        return [count // self.vpp for count in counts]
+
+
+@dataclass(frozen=True)
+class RolloutLayout:
+    """Engine replicas of pp x tp ranks: replicas[i][p * tp + t] is tensor-parallel rank t of stage p of replica i."""
+
+    tp: int
+    pp: int
+    replicas: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def _seats(self) -> dict[int, Seat]:
+        return {
+            rank: Seat(number, *divmod(i, self.tp))
+            for number, replica in enumerate(self.replicas)
+            for i, rank in enumerate(replica)
+        }
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(self._seats))
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._seats
+
+    def seat(self, rank: int) -> Seat:
+        return self._seats[rank]
+
+    def speaks(self, rank: int) -> bool:
+        """Whether this rank tells what its replica generated: the first one does."""
+        return rank in self and self.seat(rank)[1:] == (0, 0)
+
+    def tp_groups(self) -> list[list[int]]:
+        return [list(replica[p * self.tp : (p + 1) * self.tp]) for replica in self.replicas for p in range(self.pp)]
+
+    def pp_groups(self) -> list[list[int]]:
+        return [list(replica[t :: self.tp]) for replica in self.replicas for t in range(self.tp)]
