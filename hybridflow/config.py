@@ -26,8 +26,11 @@ from pydantic import (
 )
 
 from hybridflow.errors import ConfigError
+from hybridflow.parallel.layout import Layout
+from hybridflow.placement import RankList, check_engine, check_placement, check_ranks, check_sizes, resolve_ranks
 
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
+Ranks = Annotated[RankList, Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -100,22 +103,47 @@ class OptimizerConfig(Section):
 
 
 class LayoutConfig(Section):
-    """How one role is cut over ranks."""
+    """How one role is cut over ranks: tensor x pipeline x data parallel sizes are as many as its ranks.
+
+    ranks: [start, stop] is the interval start .. stop - 1; any other number of entries is a list of ranks; a list of
+    intervals joins them. None: all ranks of the run.
+    """
 
     tensor_parallel_size: PositiveInt = 1
-    pipeline_parallel_size: Literal[1] = 1
-    data_parallel_size: PositiveInt | None = None  # None: what is left of the world
+    pipeline_parallel_size: PositiveInt = 1
+    virtual_pipeline_parallel_size: PositiveInt = 1  # model chunks per stage: the interleaved schedule
+    num_layers_in_first_pipeline_stage: PositiveInt | None = None  # None: as many as in the others
+    num_layers_in_last_pipeline_stage: PositiveInt | None = None
+    data_parallel_size: PositiveInt | None = None  # None: what is left of the ranks
     sequence_parallel: bool = False
+    ranks: Ranks | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.sequence_parallel and self.tensor_parallel_size == 1:
             raise ValueError("sequence_parallel needs tensor_parallel_size > 1, it is 1")
+        for key in (
+            "virtual_pipeline_parallel_size",
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+        ):
+            if self.pipeline_parallel_size == 1 and (getattr(self, key) or 1) > 1:
+                raise ValueError(f"{key} = {getattr(self, key)} needs pipeline_parallel_size > 1, it is 1")
         return self
 
-    def data_parallel(self, world_size: int) -> int:
-        """Replicas over `world_size` ranks (checked before by `check_world_size`)."""
-        return self.data_parallel_size or world_size // (self.tensor_parallel_size * self.pipeline_parallel_size)
+    def layout(self, world_size: int) -> Layout:
+        """The layout in a run of `world_size` ranks (checked before by `check_world_size`)."""
+        ranks = resolve_ranks(self.ranks, world_size)
+        tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
+        return Layout(
+            tp=tp,
+            pp=pp,
+            dp=self.data_parallel_size or len(ranks) // (tp * pp),
+            ranks=ranks,
+            vpp=self.virtual_pipeline_parallel_size,
+            first_stage_layers=self.num_layers_in_first_pipeline_stage,
+            last_stage_layers=self.num_layers_in_last_pipeline_stage,
+        )
 
 
 class RoleConfig(LayoutConfig):
@@ -129,6 +157,8 @@ class RoleConfig(LayoutConfig):
 class TrainedRoleConfig(RoleConfig):
     optimizer: OptimizerConfig
     recompute: Literal["none", "selective", "full"] = "none"
+    offload_optimizer: bool = False  # optimizer state waits in host memory while the engine generates
+    offload_gradients: bool = False  # the gradient buffers are given back while the engine generates
 
 
 class RewardModelConfig(RoleConfig):
@@ -157,10 +187,14 @@ class RewardConfig(Section):
 
 
 class RolloutConfig(Section):
-    """The vLLM engine. Its replicas are the ranks' groups of tensor_parallel_size."""
+    """The vLLM engine: replicas of tensor x pipeline parallel ranks, on the actor's ranks or on ranks of its own."""
 
     tensor_parallel_size: PositiveInt | None = None  # None: the actor's
+    pipeline_parallel_size: PositiveInt = 1
+    ranks: Ranks | None = None  # None: the actor's; as in the roles. Own ranks receive the weights
     kv_cache_gib: PositiveFloat = 4.0  # per rank
+    sleep_level: Literal[0, 1] = 1  # 1: the KV cache is given back while the models train
+    reshard_bucket_mib: PositiveFloat = 256.0  # weights travel in buckets; never more than one is held twice
     max_num_seqs: PositiveInt = 256
     max_num_batched_tokens: PositiveInt = 8192
     enable_prefix_caching: bool = True
@@ -246,12 +280,6 @@ class ExperimentConfig(Section):
                     f"{name}.micro_batch_tokens = {role.micro_batch_tokens} cannot hold one sequence: "
                     f"data.max_prompt_length + sampling.max_response_length = {longest}"
                 )
-        if self.rollout_tensor_parallel_size != self.actor.tensor_parallel_size:
-            raise ValueError(
-                f"rollout.tensor_parallel_size = {self.rollout.tensor_parallel_size} must equal "
-                f"actor.tensor_parallel_size = {self.actor.tensor_parallel_size}: the engine reads the actor's own "
-                f"weight memory"
-            )
         if self.metrics.eval_interval and not (self.data.heldout and self.metrics.eval_reward):
             raise ValueError(
                 f"metrics.eval_interval = {self.metrics.eval_interval} needs data.heldout and metrics.eval_reward"
@@ -276,15 +304,27 @@ class ExperimentConfig(Section):
         return {"actor": self.actor, "critic": self.critic, "reference": self.reference, **rewards}
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise ConfigError unless every role's grid fills `world_size` ranks and every replica gets rows."""
+        """Raise ConfigError unless every role's grid fills its ranks, all ranks are used, and replicas get rows."""
+        placed = {}
         for name, role in self.roles().items():
-            _check_layout(name, role, world_size)
-            replicas = role.data_parallel(world_size)
+            ranks = placed[f"{name}.ranks"] = check_ranks(f"{name}.ranks", role.ranks, world_size)
+            sizes = role.tensor_parallel_size, role.pipeline_parallel_size, role.data_parallel_size
+            check_sizes(name, sizes, role.ranks, ranks)
+            replicas = role.layout(world_size).dp
             if isinstance(role, TrainedRoleConfig) and self.algorithm.mini_batch_size < replicas:
                 raise ConfigError(
                     f"algorithm.mini_batch_size = {self.algorithm.mini_batch_size} leaves replicas of {name} without "
-                    f"a sequence: {name} has data_parallel_size {replicas} on {world_size} ranks"
+                    f"a sequence: {name} has data_parallel_size {replicas} on {len(ranks)} ranks"
                 )
+        check_ranks("rollout.ranks", self.rollout.ranks, world_size)
+        engine = placed["rollout.ranks"] = self.rollout_ranks(world_size)
+        sizes = self.rollout_tensor_parallel_size, self.rollout.pipeline_parallel_size
+        check_engine(sizes, engine, placed["actor.ranks"])
+        check_placement(placed, world_size)
+
+    def rollout_ranks(self, world_size: int) -> tuple[int, ...]:
+        """Where the engine runs: by default on the actor's ranks."""
+        return resolve_ranks(self.rollout.ranks or self.actor.ranks, world_size)
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
@@ -309,21 +349,6 @@ class ExperimentConfig(Section):
             return cls.model_validate(tree)
         except ValidationError as error:
             raise ConfigError(_explain(error, cls, path)) from error
-
-
-def _check_layout(name: str, role: LayoutConfig, world_size: int) -> None:
-    tp, pp, dp = role.tensor_parallel_size, role.pipeline_parallel_size, role.data_parallel_size
-    if dp is None and world_size % (tp * pp):
-        raise ConfigError(
-            f"{name}: tensor_parallel_size x pipeline_parallel_size = {tp} x {pp} = {tp * pp} does not divide the "
-            f"{world_size} ranks of the run: {world_size} = {world_size // (tp * pp)} x {tp * pp} + "
-            f"{world_size % (tp * pp)}"
-        )
-    if dp is not None and tp * pp * dp != world_size:
-        raise ConfigError(
-            f"{name}: tensor_parallel_size x pipeline_parallel_size x data_parallel_size = {tp} x {pp} x {dp} = "
-            f"{tp * pp * dp}, but the run has {world_size} ranks"
-        )
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

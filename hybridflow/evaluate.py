@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from hybridflow.batch import PromptBatch, RolloutBatch
+from hybridflow.parallel.exchange import Exchange
 from hybridflow.rewards import RewardFunction
 from hybridflow.roles.scoring import Scorer
 
@@ -17,9 +18,15 @@ class Evaluation:
 
 
 def evaluate(
-    responses: RolloutBatch, prompts: PromptBatch, scorer: Scorer, right: RewardFunction, name: str
+    responses: RolloutBatch,
+    prompts: PromptBatch,
+    scorer: Scorer,
+    right: RewardFunction,
+    name: str,
+    *,
+    exchange: Exchange,
 ) -> Evaluation:
     """Right is what the function `right`, called `name`, gives exactly 1.0."""
-    correct = scorer.function_scores(right, name, responses, prompts) == 1.0
-    scores = scorer.scores(responses, prompts)
-    return Evaluation(float(correct.float().mean()), float(scores.mean()))
+    parts = [scorer.function_part(right, name, responses, prompts), *scorer.parts(responses, prompts)]
+    marks, *scores = exchange.wholes(parts)
+    return Evaluation(float((marks == 1.0).float().mean()), float(scorer.total(scores).mean()))

@@ -1,8 +1,8 @@
 """Write the actor as a HuggingFace directory that transformers and vLLM load.
 
-The tensor-parallel ranks of the first replica send their shards of one weight at a time to its first rank, which
-writes files of at most `MAX_FILE_BYTES`; it never holds more than one file's tensors. The directory appears when it is
-complete.
+The ranks of the first replica send their shards of one weight at a time, tensor-parallel ranks to the first of their
+pipeline stage, that to the first stage, which writes files of at most `MAX_FILE_BYTES`; it never holds more than one
+file's tensors. The directory appears when it is complete.
 """
 
 import json
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hybridflow.models.weights import Weight, local_slice, split_parts
+from hybridflow.models.weights import Weight, model_weights, staged_weights, whole_parts
 from hybridflow.roles.policy import Actor
 from hybridflow.run_dir import replace_directory
 
@@ -33,9 +33,10 @@ def export_huggingface(
     report: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Collective over the world. The weights are those the actor holds now, in its dtype."""
-    if actor.grid.dp_rank == 0:
+    grid = actor.grid
+    if grid.inside and grid.dp_rank == 0:
         tensors = _whole_tensors(actor)
-        if actor.grid.tp_rank == 0:
+        if grid.tp_rank == grid.pp_rank == 0:
             partial = target.with_name(f".{target.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
@@ -49,24 +50,32 @@ def export_huggingface(
 
 
 def _whole_tensors(actor: Actor) -> Iterator[tuple[str, Tensor]]:
-    """(HuggingFace name, tensor) on the first rank of the group; the others only send."""
-    for weight, shard in actor.weights().values():
-        shards = _gather(shard.contiguous(), actor)
-        if not shards:
-            yield weight.megatron, shard
-            continue
-        parts = [split_parts(weight, x, actor.spec, rank, actor.grid.tp) for rank, x in enumerate(shards)]
-        for i, name in enumerate(weight.hf):
-            yield name, _join(weight, i, [rank_parts[i] for rank_parts in parts], actor)
+    """(HuggingFace name, tensor on the CPU) on the first rank of the replica; the others only send."""
+    own, grid = actor.weights(), actor.grid
+    for weight, stage in staged_weights(actor.spec, "lm", grid.layout.stages(actor.spec.num_layers)):
+        parts = None
+        if grid.pp_rank == stage:
+            shards = _gather(own[weight.megatron][1].contiguous(), actor)
+            parts = [part.contiguous() for part in whole_parts(weight, shards, actor.spec)] if shards else None
+        if stage != 0 and grid.tp_rank == 0:
+            parts = _to_first_stage(weight, parts, stage, actor)
+        if parts is not None and grid.pp_rank == 0:
+            for name, part, shape in zip(weight.hf, parts, weight.shapes(actor.spec), strict=True):
+                assert tuple(part.shape) == shape, f"{name}: {tuple(part.shape)}, expected {shape}"
+                yield name, part.cpu()
 
 
-def _join(weight: Weight, part: int, slices: list[Tensor], actor: Actor) -> Tensor:
-    dim, _, stop = local_slice(weight, part, actor.spec, 0, actor.grid.tp)
-    whole = weight.shapes(actor.spec)[part]
-    held_whole = slices[0].shape == whole and (stop == whole[dim])
-    tensor = slices[0] if held_whole else torch.cat(slices, dim=dim)
-    assert tuple(tensor.shape) == whole, f"{weight.hf[part]}: {tuple(tensor.shape)}, expected {whole}"
-    return tensor.cpu().contiguous()
+def _to_first_stage(weight: Weight, parts: list[Tensor] | None, stage: int, actor: Actor) -> list[Tensor] | None:
+    """The parts of a later stage's weight, on the first stage."""
+    grid, like = actor.grid, next(iter(actor.weights().values()))[1]
+    if grid.pp_rank == stage:
+        for part in parts:
+            dist.send(part, group=grid.groups.pp, group_dst=0)
+    elif grid.pp_rank == 0:
+        parts = [like.new_empty(shape) for shape in weight.shapes(actor.spec)]
+        for part in parts:
+            dist.recv(part, group=grid.groups.pp, group_src=stage)
+    return parts
 
 
 def _gather(shard: Tensor, actor: Actor) -> list[Tensor]:
@@ -81,9 +90,10 @@ def _file_plan(actor: Actor, max_file_bytes: int) -> dict[str, str]:
     """File of each tensor, known before the first is written: sizes follow from the config."""
     groups: list[list[str]] = [[]]
     room = max_file_bytes
-    for weight, shard in actor.weights().values():
+    element_size = next(iter(actor.weights().values()))[1].element_size()
+    for weight in model_weights(actor.spec, "lm"):
         for name, shape in zip(weight.hf, weight.shapes(actor.spec), strict=True):
-            size = prod(shape) * shard.element_size()
+            size = prod(shape) * element_size
             if size > room and groups[-1]:
                 groups.append([])
                 room = max_file_bytes

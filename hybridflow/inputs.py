@@ -42,7 +42,7 @@ def load_inputs(config: ExperimentConfig) -> Inputs:
     actor = read_spec(config.actor.model)
     for name, role in config.roles().items():
         spec = read_spec(role.model)
-        spec.check_parallel(name, role.tensor_parallel_size)
+        spec.check_parallel(f"{name}.tensor_parallel_size", role.tensor_parallel_size)
         spec.check_length(config.max_sequence_length)
         spec.check_vocabulary(name, actor)
     path, data = Path(config.actor.model), config.data

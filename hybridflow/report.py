@@ -59,46 +59,32 @@ def cost_metrics(
     engine_bytes: int,
     num_steps: int,
 ) -> Metrics:
-    """Seconds, rates and bytes. Times are rank 0's; bytes and hand-off times are the largest of any rank."""
-    seconds = watch.seconds
-    idle = exchange.seconds
-    total = sum(seconds[name] for name in ("rollout", "reward", "estimate", "update"))
-    largest = exchange.maximum(
-        torch.tensor(
-            [
-                sum(cost.seconds for cost in hand_offs),
-                sum(cost.bytes_received for cost in hand_offs),
-                sum(cost.bytes_permuted for cost in hand_offs),
-                max((cost.peak_extra_bytes for cost in hand_offs), default=0),
-                sum(actor_bytes.values()) / MIB,
-                actor_bytes["weights"],
-                engine_bytes,
-                peak_rss_mb(),
-            ],
-            dtype=torch.float64,
-        ).to(exchange.device)
-    )
-    mean_idle = exchange.mean(idle / total)
-    names = (
-        "reshard/seconds",
-        "reshard/bytes_received",
-        "reshard/bytes_permuted",
-        "reshard/peak_extra_bytes",
-        "memory/actor_gpu_mem_mb",
-        "memory/actor_weight_bytes",
-        "memory/engine_own_weight_bytes",
-        "memory/peak_rss_mb",
-    )
-    response_tokens = float(batch.response_mask.sum())
-    return dict(zip(names, largest.tolist(), strict=True)) | {
-        "rollout/throughput_tokens_per_sec": response_tokens / seconds["generate"],
+    """Seconds, rates and bytes, each the largest of any rank: a role need not lie on rank 0."""
+    total = sum(watch.seconds[name] for name in ("rollout", "estimate", "update"))
+    idle = exchange.seconds / total
+    own = {
+        "reshard/seconds": sum(cost.seconds for cost in hand_offs),
+        "reshard/bytes_received": sum(cost.bytes_received for cost in hand_offs),
+        "reshard/bytes_sent": sum(cost.bytes_sent for cost in hand_offs),
+        "reshard/bytes_permuted": sum(cost.bytes_permuted for cost in hand_offs),
+        "reshard/peak_extra_bytes": max((cost.peak_extra_bytes for cost in hand_offs), default=0),
+        "memory/actor_gpu_mem_mb": sum(actor_bytes.values()) / MIB,
+        "memory/actor_weight_bytes": actor_bytes["weights"],
+        "memory/engine_own_weight_bytes": engine_bytes,
+        "memory/peak_rss_mb": peak_rss_mb(),
+        "time/iteration_seconds": total,
+        **{f"time/{name}_seconds": value for name, value in watch.seconds.items()},
+    }
+    values = torch.tensor(list(own.values()), dtype=torch.float64, device=exchange.device)
+    largest = dict(zip(own, exchange.maximum(values).tolist(), strict=True))
+    seconds = {name: largest[f"time/{name}_seconds"] for name in watch.seconds}
+    return largest | {
+        "rollout/throughput_tokens_per_sec": float(batch.response_mask.sum()) / seconds["generate"],
         "reward/latency_ms": 1e3 * seconds["reward"],
         "critic/update_latency_ms": 1e3 * seconds["critic_update"] / num_steps,
         "train/step_time_ms": 1e3 * seconds["update"] / num_steps,
-        "train/tokens_per_sec": len(batch.input_ids) / total,
-        **{f"time/{name}_seconds": value for name, value in seconds.items()},
-        "time/iteration_seconds": total,
-        "time/idle_fraction": mean_idle,
+        "train/tokens_per_sec": len(batch.input_ids) / largest["time/iteration_seconds"],
+        "time/idle_fraction": exchange.mean(idle),
     }
 
 

@@ -8,7 +8,7 @@ Every rank runs this same program over the same global batch; the roles shard th
 
 import contextlib
 from collections.abc import Iterator
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -25,20 +25,26 @@ from hybridflow.evaluate import Evaluation, evaluate
 from hybridflow.export import export_huggingface
 from hybridflow.inputs import Inputs, load_inputs
 from hybridflow.metrics import Stopwatch
-from hybridflow.models.optimizer import learning_rate
+from hybridflow.models.build import DTYPES
+from hybridflow.models.optimizer import NO_BYTES, learning_rate
+from hybridflow.models.spec import ModelSpec
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
+from hybridflow.parallel.grid import ProcessGroups
+from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.recorder import Recorder, RunSummary, record_run
-from hybridflow.report import Iteration, cost_metrics, own_bytes, rollout_metrics
+from hybridflow.report import MIB, Iteration, cost_metrics, own_bytes, rollout_metrics
+from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout
 from hybridflow.reshard.plan import plan_reshard
 from hybridflow.reshard.transfer import HandOffCost, WeightHandOff
+from hybridflow.roles.base import World
 from hybridflow.roles.objectives import PolicyObjective, value_objective
 from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.scoring import Scorer
 from hybridflow.roles.values import Critic, RewardModel
 from hybridflow.rollout.engine import RolloutEngine, request_seed
 from hybridflow.rollout.generation import generate
-from hybridflow.rollout.patches import prepare_vllm
+from hybridflow.rollout.patches import join_groups, prepare_vllm
 
 Metrics = dict[str, float | Tensor]
 
@@ -55,51 +61,80 @@ class RLTrainer:
         prepare_vllm()  # a missing vLLM is told before the models load
         self.exchange = Exchange(dist.group.WORLD, self.platform.device)
         self.watch = Stopwatch(self.platform.synchronize)
+        self._costs: list[HandOffCost] = []
         self._build_roles()
         self._build_engine()
         self.order = PromptOrder(len(self.inputs.train), config.seed, config.data.shuffle)
         self.kl_control = _kl_controller(config)
-        self._costs: list[HandOffCost] = []
 
     @classmethod
     def from_yaml(cls, path: str, overrides: list[str] | tuple[str, ...] = ()) -> Self:
         return cls(ExperimentConfig.from_yaml(path, overrides))
 
     def _build_roles(self) -> None:
-        config, shared = self.config, {"platform": self.platform, "exchange": self.exchange}
+        config = self.config
         temperature = config.sampling.temperature
-        self.actor = Actor(config.actor, temperature=temperature, **shared)
-        self.critic = Critic(config.critic, **shared)
-        self.reference = Reference(config.reference, temperature=temperature, **shared)
-        models = [RewardModel(f"reward.models.{i}", m, **shared) for i, m in enumerate(config.reward.models)]
+        bucket_bytes = int(config.rollout.reshard_bucket_mib * MIB)
+        world = World(self.platform, ProcessGroups(), self.exchange, bucket_bytes)
+        self.actor = Actor(config.actor, temperature=temperature, world=world)
+        self.critic = Critic(config.critic, world=world)
+        self.reference = Reference(config.reference, temperature=temperature, world=world)
+        models = [RewardModel(f"reward.models.{i}", m, world=world) for i, m in enumerate(config.reward.models)]
         self.scorer = Scorer(
             config.reward,
             models,
             decode=self.inputs.decode,
             rank=self.platform.rank,
             world_size=self.platform.world_size,
-            exchange=self.exchange,
         )
         self.policy_objective = PolicyObjective.of(config.algorithm)
         self.value_objective = value_objective(config.algorithm)
 
     def _build_engine(self) -> None:
-        config, actor = self.config, self.actor
-        weights = {name: tensor for name, (_, tensor) in actor.weights().items()}
-        self.hand_off = WeightHandOff(plan_reshard(actor.spec, actor.grid.tp), weights)
-        self.engine = RolloutEngine(
-            actor.spec.path,
-            actor.engine_source(),
+        """The engine is built while the weights are in its layout: it takes their memory as its own."""
+        config, spec = self.config, self.actor.spec
+        dtype = DTYPES[config.actor.dtype]
+        self.rollout_layout, stages = rollout_of(config, spec, self.platform.world_size)
+        bucket_elements = int(config.rollout.reshard_bucket_mib * MIB) // dtype.itemsize
+        plan = plan_reshard(spec, self.actor.grid.layout, self.rollout_layout, bucket_elements=bucket_elements)
+        weights = {name: tensor for name, (_, tensor) in self.actor.weights().items()}
+        self.hand_off = WeightHandOff(
+            plan,
+            weights,
+            rank=self.platform.rank,
+            dtype=dtype,
+            device=self.platform.device,
+            group=dist.group.WORLD,
+        )
+        self.engine: RolloutEngine | None = None
+        self._engine_bytes = 0
+        self.sampling_params = self.greedy_params = None
+        join_groups(self.rollout_layout, stages, self.platform.local_rank)
+        with self._weights_with_engine():
+            if self.platform.rank in self.rollout_layout:
+                self.engine = self._new_engine(stages)
+                self.sampling_params = self.engine.sampling_params(config.sampling, self.inputs.eos_token_ids)
+                self.greedy_params = self.engine.greedy_params(config.sampling, self.inputs.eos_token_ids)
+                self._engine_bytes = own_bytes(self.engine.parameters().values(), weights.values())
+                self.engine.sleep()
+        self._costs = []
+
+    def _new_engine(self, stages: Stages) -> RolloutEngine:
+        config = self.config
+        rollout = config.rollout
+        if not self.hand_off.in_place:  # memory that comes and goes has no fixed address for a CUDA graph to keep
+            rollout = rollout.model_copy(update={"enforce_eager": True})
+        return RolloutEngine(
+            self.actor.spec.path,
+            self.hand_off.source,
             dtype=config.actor.dtype,
-            tp_rank_lists=actor.grid.tp_rank_lists(),
+            layout=self.rollout_layout,
+            stages=stages,
             max_length=config.max_sequence_length,
             sampling=config.sampling,
-            config=config.rollout,
+            config=rollout,
             platform=self.platform,
         )
-        self.sampling_params = self.engine.sampling_params(config.sampling, self.inputs.eos_token_ids)
-        self.greedy_params = self.engine.greedy_params(config.sampling, self.inputs.eos_token_ids)
-        self._engine_bytes = own_bytes(self.engine.parameters().values(), weights.values())
 
     # ---- the loop
 
@@ -136,10 +171,8 @@ class RLTrainer:
         with self.watch.phase("rollout"):
             rollout = self.generate(prompts, iteration, first_prompt)
         recorder.phase(f"iteration {iteration}: scoring")
-        with self.watch.phase("reward"):
-            raw_scores = self.scorer.scores(rollout, prompts)
         with self.watch.phase("estimate"):
-            batch = self.estimate(rollout, self.scorer.shaped(raw_scores, rollout))
+            batch, raw_scores = self.estimate(rollout, prompts)
         recorder.batch(iteration, batch)
         recorder.phase(f"iteration {iteration}: updating")
         with self.watch.phase("update"):
@@ -151,7 +184,7 @@ class RLTrainer:
             watch=self.watch,
             hand_offs=self._costs,
             exchange=self.exchange,
-            actor_bytes=self.actor.trained.memory_bytes(),
+            actor_bytes=self.actor.trained.memory_bytes() if self.actor.trained else NO_BYTES,
             engine_bytes=self._engine_bytes,
             num_steps=self.config.algorithm.ppo_epochs * len(batch) // self.config.algorithm.mini_batch_size,
         )
@@ -169,27 +202,43 @@ class RLTrainer:
 
     def generate(self, prompts: PromptBatch, iteration: int, first_prompt: int) -> RolloutBatch:
         with self.handed_to_engine(), self.watch.phase("generate"):
-            return generate(
-                self.engine,
+            return self._generate(
                 prompts,
                 self.sampling_params,
                 samples_per_prompt=self.config.sampling.samples_per_prompt,
-                seed=self.config.seed,
                 iteration=iteration,
                 first_prompt=first_prompt,
-                grid=self.actor.grid,
-                exchange=self.exchange,
             )
 
-    def estimate(self, rollout: RolloutBatch, scores: Tensor) -> TrainBatch:
-        """Log-probs, values, token rewards, advantages and returns: all that the update needs."""
+    def _generate(self, prompts: PromptBatch, params: Any, **numbers: int) -> RolloutBatch:
+        return generate(
+            self.engine,
+            prompts,
+            params,
+            seed=self.config.seed,
+            layout=self.rollout_layout,
+            rank=self.platform.rank,
+            exchange=self.exchange,
+            **numbers,
+        )
+
+    def estimate(self, rollout: RolloutBatch, prompts: PromptBatch) -> tuple[TrainBatch, Tensor]:
+        """Scores, log-probs, values, token rewards, advantages and returns: all that the update needs; the raw scores.
+
+        Every rank computes what the roles on it can; the results are exchanged when all are done.
+        """
         algorithm, mask = self.config.algorithm, rollout.response_mask
+        with self.watch.phase("reward"):
+            parts = self.scorer.parts(rollout, prompts)
         with self.watch.phase("log_probs"):
-            log_probs = self.actor.log_probs(rollout)
+            parts.append(self.actor.log_probs(rollout))
         with self.watch.phase("reference"):
-            ref_log_probs = self.reference.log_probs(rollout)
+            parts.append(self.reference.log_probs(rollout))
         with self.watch.phase("values"):
-            values = self.critic.values(rollout)
+            parts.append(self.critic.values(rollout))
+        *scores, log_probs, ref_log_probs, values = self.exchange.wholes(parts)
+        raw_scores = self.scorer.total(scores)
+        scores = self.scorer.shaped(raw_scores, rollout)
         rewards = token_rewards(
             scores,
             KL_ESTIMATORS[algorithm.kl.estimator](log_probs, ref_log_probs) * mask,
@@ -202,7 +251,7 @@ class RLTrainer:
         )
         if algorithm.whiten_advantages:
             advantages = whiten(advantages, mask)
-        return TrainBatch(
+        batch = TrainBatch(
             **vars(rollout),
             log_probs=log_probs,
             ref_log_probs=ref_log_probs,
@@ -212,59 +261,85 @@ class RLTrainer:
             advantages=advantages,
             returns=returns,
         )
+        return batch, raw_scores
 
     def update(self, batch: TrainBatch, iteration: int, num_iterations: int) -> Metrics:
-        """ppo_epochs passes over the batch in mini-batches; the means of what the steps report."""
+        """ppo_epochs passes over the batch in mini-batches; the means of what the steps report.
+
+        No step waits for what another role does: roles on different ranks update at the same time.
+        """
         algorithm = self.config.algorithm
         actor_lr = learning_rate(self.config.actor.optimizer, iteration, num_iterations)
         critic_lr = learning_rate(self.config.critic.optimizer, iteration, num_iterations)
-        steps: list[Metrics] = []
+        actor_steps, critic_steps = [], []
         for epoch in range(algorithm.ppo_epochs):
             generator = torch.Generator().manual_seed(request_seed(self.config.seed, iteration, epoch))
             for mini_batch in batch.mini_batches(algorithm.mini_batch_size, generator):
                 with self.watch.phase("critic_update"):
-                    critic = self.critic.update(mini_batch, self.value_objective, lr=critic_lr)
-                step = {f"critic/{name}": value for name, value in critic.items()}
-                if iteration > algorithm.critic_warmup_iterations:
-                    with self.watch.phase("actor_update"):
-                        actor = self.actor.update(
-                            mini_batch, self.policy_objective, kl_coef=self.kl_control.coef, lr=actor_lr
-                        )
-                    step |= {f"actor/{name}": value for name, value in actor.items()}
-                steps.append(step)
-        means = {name: sum(float(step[name]) for step in steps) / len(steps) for name in steps[0]}
-        return means | {"actor/lr": actor_lr, "critic/lr": critic_lr}
+                    critic_steps.append(self.critic.update(mini_batch, self.value_objective, lr=critic_lr))
+                if iteration <= algorithm.critic_warmup_iterations:
+                    continue
+                with self.watch.phase("actor_update"):
+                    kl_coef = self.kl_control.coef
+                    step = self.actor.update(mini_batch, self.policy_objective, kl_coef=kl_coef, lr=actor_lr)
+                    actor_steps.append(step)
+        metrics = self._means("critic", self.critic.report, critic_steps)
+        if actor_steps:
+            metrics |= self._means("actor", self.actor.report, actor_steps)
+        return metrics | {"actor/lr": actor_lr, "critic/lr": critic_lr}
+
+    def _means(self, role: str, names: tuple[str, ...], steps: list[Tensor]) -> Metrics:
+        """The mean over the steps of what all ranks together report."""
+        means = self.exchange.summed(torch.stack(steps)).mean(0).tolist()
+        return {f"{role}/{name}": mean for name, mean in zip(names, means, strict=True)}
 
     def evaluate(self) -> Evaluation:
         """Greedy responses to the held-out prompts: how many are right, and their mean score."""
         heldout, right, name = self.inputs.heldout, self.inputs.right, self.config.metrics.eval_reward
         assert heldout is not None and right is not None and name is not None, "the config names no held-out data"
         prompts = heldout.batch(list(range(len(heldout))))
-        return evaluate(self.greedy_responses(prompts), prompts, self.scorer, right, name)
+        responses = self.greedy_responses(prompts)
+        return evaluate(responses, prompts, self.scorer, right, name, exchange=self.exchange)
 
     def greedy_responses(self, prompts: PromptBatch) -> RolloutBatch:
         with self.handed_to_engine():
-            return generate(
-                self.engine,
-                prompts,
-                self.greedy_params,
-                samples_per_prompt=1,
-                seed=self.config.seed,
-                iteration=0,
-                first_prompt=0,
-                grid=self.actor.grid,
-                exchange=self.exchange,
-            )
+            return self._generate(prompts, self.greedy_params, samples_per_prompt=1, iteration=0, first_prompt=0)
 
     @contextlib.contextmanager
     def handed_to_engine(self) -> Iterator[None]:
-        """The actor's weights are the engine's within the block, in the engine's layout; bitwise restored after it."""
+        """The actor's weights are the engine's within the block, in the engine's layout; bitwise restored after it.
+
+        In strict order: what training alone needs leaves, weights are put in place, caches are emptied, and only when
+        that is so on every rank the KV cache takes its memory.
+        """
+        with contextlib.ExitStack() as away:
+            for role in (self.actor, self.critic):
+                away.enter_context(role.away())
+            with self._weights_with_engine():
+                self.platform.empty_caches()
+                dist.barrier(group=dist.group.WORLD)
+                if self.engine is not None:
+                    self.engine.wake_up()
+                    self.engine.reset_prefix_cache()
+                yield
+                if self.engine is not None:
+                    self.engine.sleep()
+
+    @contextlib.contextmanager
+    def _weights_with_engine(self) -> Iterator[None]:
         self._costs.append(self.hand_off.to_engine())
-        self.engine.reset_prefix_cache()
         try:
             yield
         finally:
             self._costs.append(self.hand_off.to_trainer())
+
+
+def rollout_of(config: ExperimentConfig, spec: ModelSpec, world_size: int) -> tuple[RolloutLayout, Stages]:
+    """Which ranks generate together, and the layers of each engine stage."""
+    tp, pp = config.rollout_tensor_parallel_size, config.rollout.pipeline_parallel_size
+    train, ranks = config.actor.layout(world_size), config.rollout_ranks(world_size)
+    layout = rollout_layout(train, tp, pp) if ranks == train.ranks else standalone_layout(ranks, tp, pp)
+    return layout, engine_stages(spec.num_layers, train, layout)
 
 
 def _kl_controller(config: ExperimentConfig) -> FixedKL | AdaptiveKL:

@@ -19,7 +19,7 @@ PACKAGES = ("hybridflow", "tools", "launch")
 
 # A module may import modules of its own floor and of lower ones. Names are relative to hybridflow.
 FLOORS: dict[int, list[str]] = {
-    0: ["config", "batch", "errors", "algorithms", "algorithms.*"],
+    0: ["config", "batch", "errors", "algorithms", "algorithms.*", "parallel.layout", "placement"],
     1: ["parallel", "parallel.*", "models", "models.spec", "models.weights", "data"],
     2: [
         *["models.build", "models.attention", "models.pipeline", "models.memory"],

@@ -35,7 +35,17 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_checkpoints(directory: Path, *, family: str, tied: bool, head_dim: int = 8, seed: int = 0) -> Path:
+def make_checkpoints(
+    directory: Path,
+    *,
+    family: str,
+    tied: bool,
+    head_dim: int = 8,
+    num_layers: int = 2,
+    num_kv_heads: int = 4,
+    max_length: int = 128,
+    seed: int = 0,
+) -> Path:
     """DIRECTORY/{policy,reference,reward,critic}: the same architecture, other weights. Biases and norms are random."""
     config_class, lm_class, score_class = FAMILIES[family]
     for number, name in enumerate(("policy", "reference", "reward", "critic")):
@@ -44,11 +54,11 @@ def make_checkpoints(directory: Path, *, family: str, tied: bool, head_dim: int 
             vocab_size=VOCAB_SIZE,
             hidden_size=8 * head_dim,
             intermediate_size=96,
-            num_hidden_layers=2,
+            num_hidden_layers=num_layers,
             num_attention_heads=8,
-            num_key_value_heads=4,
+            num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
-            max_position_embeddings=128,
+            max_position_embeddings=max_length,
             tie_word_embeddings=tied and number < 2,
             bos_token_id=1,
             eos_token_id=2,

@@ -1,11 +1,12 @@
 """Build a megatron-core model on a grid and fill it from a HuggingFace directory.
 
-Every rank reads only the slices it holds. A policy model returns this rank's columns of the logits, a value model one
-scalar, both only for the rows that the micro-batch wants.
+Every rank reads only the slices it holds: those of its tensor-parallel rank and its pipeline stage, in one model chunk
+or, with virtual pipeline parallelism, several. The last stage of a policy model returns this rank's columns of the
+logits, that of a value model one scalar, both only for the rows that the micro-batch wants.
 """
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -26,6 +27,8 @@ from hybridflow.models.layers import RMSNorm, SwiGLU
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.weights import (
+    EMBEDDING,
+    LM_HEAD,
     VALUE_HEAD,
     Split,
     Weight,
@@ -36,7 +39,7 @@ from hybridflow.models.weights import (
     shard_shape,
 )
 from hybridflow.parallel.grid import Grid
-from hybridflow.parallel.platform import adapt_megatron
+from hybridflow.parallel.platform import adapt_megatron, current_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -47,22 +50,27 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 class PackedModel(GPTModel):
-    """A GPTModel that runs micro-batches of packed sequences; subclasses say what comes after the last layer."""
+    """A chunk of a GPTModel that runs packed micro-batches; subclasses say what comes after the last layer."""
 
-    def __init__(self, config: TransformerConfig, spec: ModelSpec, grid: Grid, *, tied: bool) -> None:
+    def __init__(self, config: TransformerConfig, spec: ModelSpec, grid: Grid, chunk: int, *, tied: bool) -> None:
+        layout = grid.layout
+        self.layers = layout.chunks(spec.num_layers)[grid.pp_rank][chunk]
         super().__init__(
             config,
-            _block_spec(config, grid.pp_rank),
+            _block_spec(len(self.layers)),
             spec.padded_vocab_size,
             spec.max_positions,
-            pre_process=grid.is_first_stage,
-            post_process=grid.is_last_stage,
+            pre_process=grid.is_first_stage and chunk == 0,
+            post_process=grid.is_last_stage and chunk == layout.vpp - 1,
             share_embeddings_and_output_weights=tied,
             position_embedding_type="none",  # rotary angles are made in forward, from the packed positions
             pg_collection=grid.groups,
+            vp_stage=chunk if layout.vpp > 1 else None,
         )
+        numbers = tuple(layer.layer_number - 1 for layer in self.decoder.layers)
+        assert numbers == self.layers, f"megatron placed the layers {numbers} where the layout has {self.layers}"
         # a plain attribute: as a buffer it would be cast to the weights' dtype
-        self.inverse_frequencies = spec.inverse_frequencies().to(torch.cuda.current_device() if _cuda() else "cpu")
+        self.inverse_frequencies = spec.inverse_frequencies().to(current_device())
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         hidden = None
@@ -92,8 +100,8 @@ class PackedModel(GPTModel):
 class PolicyModel(PackedModel):
     """Output: (r, padded vocabulary / tp) logits in the model's dtype."""
 
-    def __init__(self, config: TransformerConfig, spec: ModelSpec, grid: Grid) -> None:
-        super().__init__(config, spec, grid, tied=spec.tied)
+    def __init__(self, config: TransformerConfig, spec: ModelSpec, grid: Grid, chunk: int) -> None:
+        super().__init__(config, spec, grid, chunk, tied=spec.tied)
         if self.post_process and config.sequence_parallel:
             # its input is whole already: it must not gather again, and must sum its input's gradient over the group
             self.output_layer.sequence_parallel = False
@@ -107,8 +115,8 @@ class PolicyModel(PackedModel):
 class ValueModel(PackedModel):
     """Output: (r,) float32."""
 
-    def __init__(self, config: TransformerConfig, spec: ModelSpec, grid: Grid) -> None:
-        super().__init__(config, spec, grid, tied=False)
+    def __init__(self, config: TransformerConfig, spec: ModelSpec, grid: Grid, chunk: int) -> None:
+        super().__init__(config, spec, grid, chunk, tied=False)
         if self.post_process:
             del self.output_layer
             self.output_layer = nn.Linear(spec.hidden_size, 1, bias=False, dtype=config.params_dtype)
@@ -127,16 +135,20 @@ def build_model(
     sequence_parallel: bool,
     recompute: str,
     device: torch.device,
-) -> PackedModel:
-    """This rank's part of the model, filled from `spec.path`.
+) -> list[PackedModel]:
+    """This rank's chunks of the model, filled from `spec.path`.
 
     Errors: CheckpointError naming the file and tensor that is missing, damaged or of another shape.
     """
     config = transformer_config(spec, grid, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute)
     adapt_megatron()
-    model = (ValueModel if value_head else PolicyModel)(config, spec, grid).to(device=device, dtype=DTYPES[dtype])
-    load_weights(model, spec, grid, value_head=value_head)
-    return model
+    model_class = ValueModel if value_head else PolicyModel
+    chunks = [
+        model_class(config, spec, grid, chunk).to(device=device, dtype=DTYPES[dtype])
+        for chunk in range(grid.layout.vpp)
+    ]
+    load_weights(chunks, spec, grid, value_head=value_head)
+    return chunks
 
 
 def transformer_config(
@@ -159,6 +171,9 @@ def transformer_config(
         hidden_dropout=0.0,
         tensor_model_parallel_size=grid.tp,
         pipeline_model_parallel_size=grid.pp,
+        virtual_pipeline_model_parallel_size=grid.layout.vpp if grid.layout.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=grid.layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=grid.layout.last_stage_layers,
         sequence_parallel=sequence_parallel,
         params_dtype=DTYPES[dtype],
         pipeline_dtype=DTYPES[dtype],
@@ -173,6 +188,8 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
         batch_p2p_comm=False,
+        variable_seq_lengths=grid.pp > 1,  # micro-batches differ in length
+        moe_token_dispatcher_type="alltoall" if grid.pp > 1 else "allgather",  # else it refuses varying lengths
         **RECOMPUTE[recompute],
     )
 
@@ -185,7 +202,7 @@ def _transformer_engine() -> bool:
     return _cuda() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def _block_spec(config: TransformerConfig, pp_rank: int) -> TransformerBlockSubmodules:
+def _block_spec(num_layers: int) -> TransformerBlockSubmodules:
     if _transformer_engine():
         layer = get_gpt_layer_with_transformer_engine_spec()
     else:
@@ -193,39 +210,45 @@ def _block_spec(config: TransformerConfig, pp_rank: int) -> TransformerBlockSubm
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
         layer.submodules.mlp.submodules.activation_func = SwiGLU
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
-    num_layers = get_num_layers_to_build(config, pp_rank=pp_rank)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 
-def named_weights(model: nn.Module, spec: ModelSpec, *, value_head: bool) -> Iterator[tuple[Weight, nn.Parameter]]:
-    """This rank's parameters with their entries of the weight table, in the table's order."""
+def named_weights(
+    chunks: Sequence[nn.Module], spec: ModelSpec, *, value_head: bool
+) -> Iterator[tuple[Weight, nn.Parameter]]:
+    """This rank's parameters with their entries of the weight table, in the table's order.
+
+    Where a tied embedding has a second copy on the last pipeline stage, that one is the last stage's EMBEDDING.
+    """
     parameters = {}
-    layers = {local: layer.layer_number - 1 for local, layer in enumerate(_unwrapped(model).decoder.layers)}
-    for name, parameter in _unwrapped(model).named_parameters():
-        parameters[_with_global_layer(canonical_name(name), layers)] = parameter
+    for chunk in map(unwrapped, chunks):
+        for name, parameter in chunk.named_parameters():
+            parameters[_with_global_layer(canonical_name(name), chunk.layers)] = parameter
+    if spec.tied and not value_head and LM_HEAD.megatron in parameters:
+        parameters[EMBEDDING.megatron] = parameters.pop(LM_HEAD.megatron)
     for weight in model_weights(spec, "score" if value_head else "lm"):
         if weight.megatron in parameters:
             yield weight, parameters.pop(weight.megatron)
     assert not parameters, f"parameters without an entry in the weight table: {sorted(parameters)}"
 
 
-def _unwrapped(model: nn.Module) -> PackedModel:
-    return _unwrapped(model.module) if hasattr(model, "module") else model
+def unwrapped(model: nn.Module) -> PackedModel:
+    return unwrapped(model.module) if hasattr(model, "module") else model
 
 
-def _with_global_layer(name: str, layers: dict[int, int]) -> str:
-    """megatron counts layers within a stage, the table over the whole model."""
+def _with_global_layer(name: str, layers: tuple[int, ...]) -> str:
+    """megatron counts layers within a chunk, the table over the whole model."""
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(layers[int(parts[2])])
     return ".".join(parts)
 
 
-def load_weights(model: nn.Module, spec: ModelSpec, grid: Grid, *, value_head: bool) -> None:
+def load_weights(chunks: Sequence[nn.Module], spec: ModelSpec, grid: Grid, *, value_head: bool) -> None:
     """Read this rank's slices of every weight. A missing score.weight leaves the value head at zero."""
     files = SafetensorsDirectory(Path(spec.path))
     with torch.no_grad():
-        for weight, parameter in named_weights(model, spec, value_head=value_head):
+        for weight, parameter in named_weights(chunks, spec, value_head=value_head):
             _mark_split(parameter, weight)
             if weight is VALUE_HEAD and VALUE_HEAD.hf[0] not in files:
                 continue
@@ -253,4 +276,4 @@ def read_shard(files: SafetensorsDirectory, weight: Weight, spec: ModelSpec, *, 
     for i, (name, shape) in enumerate(zip(weight.hf, weight.shapes(spec), strict=True)):
         dim, start, stop = local_slice(weight, i, spec, tp_rank, tp)
         parts.append(files.read(name, shape, dim, start, stop))
-    return join_parts(weight, parts, spec, tp)
+    return join_parts(weight, parts, spec, tp_rank, tp)

@@ -94,3 +94,18 @@ def _micro_batch(
         where=where,
         targets=batch.input_ids[where].to(device),
     )
+
+
+def filled_up(micro_batches: list[MicroBatch], group: int, *, multiple: int, device: torch.device) -> list[MicroBatch]:
+    """As many micro-batches as the next multiple of `group`: those missing run one token that nobody reads."""
+    missing = -len(micro_batches) % group
+    nothing = torch.zeros(0, dtype=torch.int64)
+    filler = MicroBatch(
+        input_ids=torch.zeros(multiple, dtype=torch.int64, device=device),
+        positions=torch.arange(multiple, device=device),
+        packed=PackedSequences.of((multiple,), device),
+        rows=nothing.to(device),
+        where=nothing,
+        targets=nothing.to(device),
+    )
+    return micro_batches + [filler] * missing

@@ -1,6 +1,9 @@
 """megatron's data-parallel wrapper and optimizer over a model, and the learning-rate schedule."""
 
+import contextlib
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -11,32 +14,74 @@ from torch import Tensor
 
 from hybridflow.config import OptimizerConfig
 from hybridflow.models.build import PackedModel
+from hybridflow.models.memory import Offloaded, Released, live_bytes, storages
 from hybridflow.parallel.grid import Grid
-from hybridflow.parallel.platform import adapt_megatron
+from hybridflow.parallel.platform import adapt_megatron, gathers_within
+
+
+class BucketedDataParallel(DistributedDataParallel):
+    """megatron's data-parallel wrapper with the bucket size we ask for.
+
+    megatron 0.16.1 puts everything into one bucket unless gradients are reduced during the backward pass. We need
+    several, because a bucket's parameters live in one storage, and the hand-off to the engine releases them storage by
+    storage.
+    """
+
+    def __init__(self, model: PackedModel, grid: Grid, *, zero1: bool, bucket_elements: int) -> None:
+        self.__dict__["_bucket_elements"] = bucket_elements
+        config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=zero1)
+        super().__init__(model.config, config, model, pg_collection=grid.groups)
+        for buffer in self.buffers:
+            _split_storage(buffer)
+
+    @property
+    def bucket_size(self) -> int:
+        return self.__dict__["_bucket_elements"]
+
+    @bucket_size.setter
+    def bucket_size(self, value: int | None) -> None:
+        """What megatron would have it be."""
+
+
+def _split_storage(buffer: Any) -> None:
+    """Give each bucket a storage of its own for its parameters, before the optimizer takes views of them."""
+    if buffer.param_data is None:  # without ZeRO-1 each parameter has its own
+        return
+    for bucket in buffer.buckets:
+        bucket.param_data = bucket.param_data.clone()
+        for parameter in bucket.params_list:
+            start, stop, _ = buffer.param_index_map[parameter]
+            flat = bucket.param_data[start - bucket.offset : stop - bucket.offset]
+            parameter.data = flat.view(parameter.shape)
+    buffer.param_data = None  # nothing else reads it but megatron's own offloading
+
+
+NO_BYTES = {"weights": 0, "gradients": 0, "optimizer": 0}
 
 
 class TrainedModel:
-    """A model with float32 gradients and main weights; with ZeRO-1 its optimizer state is split over replicas."""
+    """Model chunks with float32 gradients and main weights; with ZeRO-1 the optimizer state is split over replicas."""
 
-    def __init__(self, model: PackedModel, grid: Grid, config: OptimizerConfig) -> None:
+    def __init__(self, chunks: list[PackedModel], grid: Grid, config: OptimizerConfig, *, bucket_bytes: int) -> None:
         adapt_megatron()
         zero1 = config.zero1 and config.name == "adam"  # megatron's distributed optimizer knows no other
+        dtype = chunks[0].config.params_dtype
         self._config = config
-        self.ddp = DistributedDataParallel(
-            model.config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=zero1),
-            model,
-            pg_collection=grid.groups,
-        )
-        self.optimizer: MegatronOptimizer = get_megatron_optimizer(
-            _megatron_config(config, model.config.params_dtype, zero1=zero1),
-            [self.ddp],
-            use_gloo_process_groups=False,
-            pg_collection=grid.groups,
-        )
+        self.chunks = [
+            BucketedDataParallel(chunk, grid, zero1=zero1, bucket_elements=bucket_bytes // dtype.itemsize)
+            for chunk in chunks
+        ]
+        with gathers_within(grid.groups.intra_dist_opt):
+            self.optimizer: MegatronOptimizer = get_megatron_optimizer(
+                _megatron_config(config, dtype, zero1=zero1),
+                self.chunks,
+                use_gloo_process_groups=False,
+                pg_collection=grid.groups,
+            )
 
     def zero_gradients(self) -> None:
-        self.ddp.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def step(self, lr: float) -> Tensor:
@@ -48,28 +93,43 @@ class TrainedModel:
         assert stepped, "the optimizer skipped a step without loss scaling"
         return torch.as_tensor(grad_norm, dtype=torch.float32)
 
+    @contextlib.contextmanager
+    def away(self, *, gradients: bool, optimizer: bool) -> Iterator[None]:
+        """Within the block gradients are released (zero after it) and the optimizer state waits in host memory."""
+        held: list[Released | Offloaded] = []
+        if gradients:
+            held.append(Released(self._gradients()))
+        if optimizer:
+            held.append(Offloaded(self._optimizer_state()))
+        try:
+            yield
+        finally:
+            for memory in held:
+                memory.restore()
+
     def memory_bytes(self) -> dict[str, int]:
         """Bytes this rank holds: weights, gradients, optimizer state with float32 main weights."""
-        weights = _storage_bytes([p.data for p in self.ddp.parameters()])
-        gradients = sum(buffer.grad_data.nbytes for buffer in self.ddp.buffers)
-        state = [x for group in self._torch_optimizers() for s in group.state.values() for x in s.values()]
-        mains = [p for group in self._torch_optimizers() for g in group.param_groups for p in g["params"]]
-        known = {p.data.untyped_storage().data_ptr() for p in self.ddp.parameters()}
-        own = [p for p in mains if p.untyped_storage().data_ptr() not in known]
         return {
-            "weights": weights,
-            "gradients": gradients,
-            "optimizer": _storage_bytes([x for x in state if isinstance(x, Tensor)] + own),
+            "weights": live_bytes(self._weights()),
+            "gradients": live_bytes(self._gradients()),
+            "optimizer": live_bytes(self._optimizer_state()),
         }
 
-    def _torch_optimizers(self) -> list[torch.optim.Optimizer]:
-        chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        return [part.optimizer for part in chained if part.optimizer is not None]
+    def _weights(self) -> list[Tensor]:
+        return [parameter.data for chunk in self.chunks for parameter in chunk.parameters()]
 
+    def _gradients(self) -> list[Tensor]:
+        return [buffer.grad_data for chunk in self.chunks for buffer in chunk.buffers]
 
-def _storage_bytes(tensors: list[Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors`."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    def _optimizer_state(self) -> list[Tensor]:
+        """Moments and main weights, without those that are views of the weights (float32 models have no other)."""
+        optimizers = [part.optimizer for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
+        optimizers = [optimizer for optimizer in optimizers if optimizer is not None]
+        moments = [x for optimizer in optimizers for s in optimizer.state.values() for x in s.values()]
+        mains = [p.data for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        known = {storage.data_ptr() for storage in storages(self._weights())}
+        tensors = [x for x in moments if isinstance(x, Tensor)] + mains
+        return [x for x in tensors if x.untyped_storage().data_ptr() not in known]
 
 
 def _megatron_config(config: OptimizerConfig, dtype: torch.dtype, *, zero1: bool) -> MegatronOptimizerConfig:

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from hybridflow.models.micro_batch import MicroBatch
@@ -18,29 +21,60 @@ Head = Callable[[Tensor, MicroBatch], Results]
 Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, Results]]
 
 
-def forward(model: nn.Module, grid: Grid, micro_batches: list[MicroBatch], head: Head) -> list[Results]:
-    """`head` of the model's output for every micro-batch, on the last stage; without gradients."""
+class StageCommunicator(P2PCommunicator):
+    """Passes activations and gradients between stages; each stage knows their shapes, for it has the micro-batches.
+
+    megatron-core 0.16.1 would ask the neighbour for every shape, and with the interleaved schedule that waits for ever:
+    a stage would not send before it knew what it will receive, and the one that it waits for neither.
+    """
+
+    def __init__(self, grid: Grid, config: TransformerConfig, micro_batches: list[MicroBatch]) -> None:
+        super().__init__(grid.groups.pp, config)
+        num_chunks, split = grid.layout.vpp, grid.tp if config.sequence_parallel else 1
+        steps = get_schedule_table(len(micro_batches), num_chunks, grid.pp)
+
+        def shapes(skipped: Callable[[int], bool]) -> Iterator[list[int]]:
+            for index, chunk in steps:
+                if not skipped(chunk):
+                    yield [len(micro_batches[index].input_ids) // split, 1, config.hidden_size]
+
+        # chunks run forward from the first and backward from the last: there nothing comes from another stage
+        self._activations = shapes(lambda chunk: grid.is_first_stage and chunk == 0)
+        self._gradients = shapes(lambda chunk: grid.is_last_stage and chunk == 0)
+
+    def _communicate_shapes(
+        self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
+    ) -> tuple[list[int], list[int]]:
+        """(what comes from the previous stage, from the next one): the next of either in the order of the schedule."""
+        before = next(self._activations) if recv_prev else [0, 0, 0]
+        return before, next(self._gradients) if recv_next else [0, 0, 0]
+
+
+def forward(chunks: list[nn.Module], grid: Grid, micro_batches: list[MicroBatch], head: Head) -> list[Results]:
+    """`head` of the model's output for every micro-batch, on the last stage, else empty; without gradients."""
 
     def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Results]:
         return output.new_zeros(()), head(output, micro_batch)
 
     with torch.no_grad():  # forward_only alone keeps the graph
-        return _run(model, grid, micro_batches, loss, forward_only=True) if micro_batches else []
+        return _run(chunks, grid, micro_batches, loss, forward_only=True) if micro_batches else []
 
 
-def forward_backward(model: nn.Module, grid: Grid, micro_batches: list[MicroBatch], loss: Loss) -> list[Results]:
+def forward_backward(chunks: list[nn.Module], grid: Grid, micro_batches: list[MicroBatch], loss: Loss) -> list[Results]:
     """Accumulate the gradients of the summed losses over micro-batches and replicas; `loss`'s results, detached.
 
-    `model` is wrapped in megatron's DistributedDataParallel; its gradient buffers must be zeroed before.
+    The results are on the last stage; other stages get none. The chunks are wrapped in megatron's
+    DistributedDataParallel; their gradient buffers must be zeroed before.
     """
     assert micro_batches, "every replica takes part in an update: a mini-batch has at least one row for each"
-    return _run(model, grid, micro_batches, loss, forward_only=False)
+    return _run(chunks, grid, micro_batches, loss, forward_only=False)
 
 
 def _run(
-    model: nn.Module, grid: Grid, micro_batches: list[MicroBatch], loss: Loss, *, forward_only: bool
+    chunks: list[nn.Module], grid: Grid, micro_batches: list[MicroBatch], loss: Loss, *, forward_only: bool
 ) -> list[Results]:
-    model.config.finalize_model_grads_func = _sum_gradients
+    config, interleaved = chunks[0].config, len(chunks) > 1
+    config.finalize_model_grads_func = _sum_gradients
 
     def step(batches: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable]:
         micro_batch = next(batches)
@@ -51,15 +85,16 @@ def _run(
 
         return model(micro_batch), reduce
 
-    return get_forward_backward_func(pp_size=grid.pp, vp_size=None)(
+    return get_forward_backward_func(pp_size=grid.pp, vp_size=len(chunks) if interleaved else None)(
         forward_step_func=step,
-        data_iterator=iter(micro_batches),
-        model=model,
+        data_iterator=[iter(micro_batches) for _ in chunks] if interleaved else iter(micro_batches),
+        model=chunks if interleaved else chunks[0],
         num_microbatches=len(micro_batches),
         seq_length=1,  # packed: the schedules learn shapes from the tensors
         micro_batch_size=1,
         forward_only=forward_only,
         pg_collection=grid.groups,
+        p2p_communicator=StageCommunicator(grid, config, micro_batches) if grid.pp > 1 else None,
     )
 
 

@@ -57,19 +57,24 @@ class ModelSpec:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied or self.head == "score" else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
 
-    def check_parallel(self, role: str, tp: int) -> None:
-        """Raise ConfigError unless `tp` ranks can share this model."""
+    def check_parallel(self, key: str, tp: int) -> None:
+        """Raise ConfigError, naming `key`, unless `tp` ranks can share this model."""
         for what, count in (
             ("num_attention_heads", self.num_heads),
-            ("num_key_value_heads", self.num_kv_heads),
             ("intermediate_size", self.ffn_hidden_size),
             ("padded vocab_size", self.padded_vocab_size),
         ):
             if count % tp:
                 raise ConfigError(
-                    f"{role}.tensor_parallel_size = {tp} does not divide {what} = {count} of {self.path}: "
+                    f"{key} = {tp} does not divide {what} = {count} of {self.path}: "
                     f"{count} = {count // tp} x {tp} + {count % tp}"
                 )
+        few, many = sorted((self.num_kv_heads, tp))
+        if many % few:
+            raise ConfigError(
+                f"{key} = {tp} neither divides num_key_value_heads = {self.num_kv_heads} of {self.path} nor is a "
+                f"multiple of it: {many} = {many // few} x {few} + {many % few}"
+            )
 
     def check_length(self, longest: int) -> None:
         """Raise ConfigError where sequences exceed the positions the model knows."""

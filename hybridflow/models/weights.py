@@ -9,12 +9,13 @@ joined.
     VOCAB        1 (vocab, hidden)     its rows of the part, zero rows past the vocabulary
     COLUMNS      1 (out, in)           its columns
     GATED        gate, up              [its rows of gate; its rows of up]
-    QKV          q, k, v               for each of its key/value groups [q of the group; k; v]
+    QKV          q, k, v               for each of its key/value groups [q of the group; k; v]; where ranks outnumber
+                                       the groups, an equal share of the rows of its group
 
-vLLM joins alike, except QKV: [all q; all k; all v] of the rank.
+vLLM joins alike, except QKV: [all q; all k; all v] of the rank, keys and values copied where ranks outnumber them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -162,15 +163,21 @@ def layer_weights(spec: ModelSpec) -> tuple[Weight, ...]:
 
 def model_weights(spec: ModelSpec, head: str) -> Iterator[Weight]:
     """Every parameter of a model with this head ("lm" or "score"), in the order of the layers."""
-    yield EMBEDDING
+    return (weight for weight, _ in staged_weights(spec, head, [range(spec.num_layers)]))
+
+
+def staged_weights(spec: ModelSpec, head: str, stages: Sequence[Sequence[int]]) -> Iterator[tuple[Weight, int]]:
+    """`model_weights` with the first pipeline stage that holds each; stages: the layers of every stage."""
+    stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
+    yield EMBEDDING, 0
     for layer in range(spec.num_layers):
         for weight in layer_weights(spec):
-            yield weight.for_layer(layer)
-    yield FINAL_NORM
+            yield weight.for_layer(layer), stage_of[layer]
+    yield FINAL_NORM, len(stages) - 1
     if head == "score":
-        yield VALUE_HEAD
+        yield VALUE_HEAD, len(stages) - 1
     elif not spec.tied:
-        yield LM_HEAD
+        yield LM_HEAD, len(stages) - 1
 
 
 def canonical_name(name: str) -> str:
@@ -182,40 +189,51 @@ def canonical_name(name: str) -> str:
 
 
 def local_slice(weight: Weight, part: int, spec: ModelSpec, tp_rank: int, tp: int) -> tuple[int, int, int]:
-    """(dim, start, stop): what of a HuggingFace part rank `tp_rank` of `tp` holds."""
+    """(dim, start, stop): what of a HuggingFace part rank `tp_rank` of `tp` reads.
+
+    It is what the rank holds, except where fewer key/value groups than ranks make several ranks share a group: each of
+    them reads the whole group, and `join_parts` takes its share.
+    """
     shape = weight.shapes(spec)[part]
     if weight.split is Split.REPLICATED:
         return 0, 0, shape[0]
     if weight.split is Split.VOCAB:
         rows = spec.padded_vocab_size // tp
         return 0, min(tp_rank * rows, shape[0]), min((tp_rank + 1) * rows, shape[0])
+    if weight.split is Split.QKV and tp > spec.num_kv_heads:
+        group, rows = tp_rank * spec.num_kv_heads // tp, shape[0] // spec.num_kv_heads
+        return 0, group * rows, (group + 1) * rows
     dim = 1 if weight.split is Split.COLUMNS else 0
     size = shape[dim] // tp
     return dim, tp_rank * size, (tp_rank + 1) * size
 
 
-def join_parts(weight: Weight, parts: list[Tensor], spec: ModelSpec, tp: int) -> Tensor:
+def join_parts(weight: Weight, parts: list[Tensor], spec: ModelSpec, tp_rank: int, tp: int) -> Tensor:
     """A rank's megatron shard from its slices of the HuggingFace parts."""
     if weight.split is Split.QKV:
-        groups = spec.num_kv_heads // tp
-        return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+        groups, sharing = max(spec.num_kv_heads // tp, 1), max(tp // spec.num_kv_heads, 1)
+        joined = torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+        return joined.chunk(sharing)[tp_rank % sharing]
     if weight.split is Split.VOCAB:
         missing = spec.padded_vocab_size // tp - parts[0].shape[0]
         return torch.cat([parts[0], parts[0].new_zeros(missing, *parts[0].shape[1:])]) if missing else parts[0]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def split_parts(weight: Weight, shard: Tensor, spec: ModelSpec, tp_rank: int, tp: int) -> list[Tensor]:
-    """A rank's slices of the HuggingFace parts from its megatron shard: the inverse of `join_parts`."""
-    if weight.split is Split.QKV:
-        groups, dim = spec.num_kv_heads // tp, spec.head_dim
-        queries = spec.num_heads // spec.num_kv_heads * dim
-        parts = shard.unflatten(0, (groups, -1)).split([queries, dim, dim], dim=1)
-        return [part.flatten(0, 1) for part in parts]
+def whole_parts(weight: Weight, shards: list[Tensor], spec: ModelSpec) -> list[Tensor]:
+    """The HuggingFace parts from the megatron shards of all tensor-parallel ranks, in rank order."""
+    if weight.split is Split.REPLICATED:
+        return shards[:1]
+    if weight.split is Split.COLUMNS:
+        return [torch.cat(shards, dim=1)]
     if weight.split is Split.VOCAB:
-        _, start, stop = local_slice(weight, 0, spec, tp_rank, tp)
-        return [shard[: stop - start]]
-    return list(shard.chunk(len(weight.hf)))
+        return [torch.cat(shards)[: spec.vocab_size]]
+    if weight.split is Split.GATED:
+        halves = [shard.chunk(2) for shard in shards]
+        return [torch.cat([half[i] for half in halves]) for i in range(2)]
+    dim, queries = spec.head_dim, spec.num_heads // spec.num_kv_heads * spec.head_dim
+    groups = torch.cat(shards).unflatten(0, (spec.num_kv_heads, -1))
+    return [part.flatten(0, 1) for part in groups.split([queries, dim, dim], dim=1)]
 
 
 def shard_shape(weight: Weight, spec: ModelSpec, tp: int) -> Shape:

@@ -1,47 +1,84 @@
-"""A grid of ranks, TP x PP x DP, and its process groups: the only user of megatron's group machinery.
+"""A layout's process groups on this rank: the only user of megatron's group collection.
 
-Ranks are numbered with tp fastest, then dp, then pp: tp neighbours share a node. Every role has its own grid; several
-grids may lie over the same ranks. Nothing is written into megatron's global parallel state.
+Every role has its own grid; several may lie over the same ranks or over others. Nothing is written into megatron's
+global parallel state.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
-from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from hybridflow.errors import ConfigError
+from hybridflow.parallel.layout import Layout, Place
+
+
+@dataclass
+class ProcessGroups:
+    """Groups by their ranks: roles with like groups share them. All ranks of the world ask alike, in one order."""
+
+    _made: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
+
+    def own(self, rank_lists: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:
+        """Make the groups of the lists, which do not overlap; the one that this rank is in, if any."""
+        rank, found = dist.get_rank(), None
+        for ranks in rank_lists:
+            if ranks not in self._made:
+                self._made[ranks] = self._make(ranks, rank)
+            found = self._made[ranks] if rank in ranks else found
+        return found
+
+    def _make(self, ranks: tuple[int, ...], rank: int) -> dist.ProcessGroup | None:
+        if len(ranks) == 1:  # nobody else needs to know: without this a world of n ranks would meet n times
+            return dist.new_group(list(ranks), use_local_synchronization=True) if rank in ranks else None
+        group = dist.new_group(list(ranks))
+        return group if rank in ranks else None
 
 
 @dataclass(frozen=True)
 class Grid:
-    """One role's layout as this rank sees it. `build` is collective over the world."""
+    """One role's layout and groups as this rank sees them. `build` is collective over the world."""
 
-    tp: int
-    pp: int
-    dp: int
-    ranks: tuple[int, ...]
-    groups: ProcessGroupCollection | None  # None on a rank outside the grid
+    layout: Layout
+    place: Place | None  # None on a rank outside the layout, which has no groups either
+    groups: ProcessGroupCollection | None
 
     @classmethod
-    def build(cls, tp: int, pp: int, dp: int) -> "Grid":
-        """The grid over all ranks of the world; every rank calls this in the same order."""
-        world_size = dist.get_world_size()
-        if tp * pp * dp != world_size:
-            raise ConfigError(f"a grid of tp x pp x dp = {tp} x {pp} x {dp} does not fill {world_size} ranks")
-        return cls(tp, pp, dp, tuple(range(world_size)), _process_groups(tp, pp, dp))
+    def build(cls, layout: Layout, groups: ProcessGroups) -> "Grid":
+        """Every rank of the world calls this in the same order, those outside the layout too."""
+        collection, rank = _collection(layout, groups), dist.get_rank()
+        if rank not in layout:
+            return cls(layout, None, None)
+        return cls(layout, layout.place(rank), collection)
+
+    @property
+    def tp(self) -> int:
+        return self.layout.tp
+
+    @property
+    def pp(self) -> int:
+        return self.layout.pp
+
+    @property
+    def dp(self) -> int:
+        return self.layout.dp
+
+    @property
+    def inside(self) -> bool:
+        """Whether this rank holds a part of the model."""
+        return self.place is not None
 
     @property
     def tp_rank(self) -> int:
-        return self._member.tp.rank()
+        return self._own_place.tp
 
     @property
     def pp_rank(self) -> int:
-        return self._member.pp.rank()
+        return self._own_place.pp
 
     @property
     def dp_rank(self) -> int:
-        return self._member.dp.rank()
+        return self._own_place.dp
 
     @property
     def is_first_stage(self) -> bool:
@@ -54,42 +91,30 @@ class Grid:
     @property
     def speaks(self) -> bool:
         """Whether this rank contributes its replica's results to an exchange: one rank of each replica does."""
-        return self.groups is not None and self.tp_rank == 0 and self.is_last_stage
+        return self.inside and self.tp_rank == 0 and self.is_last_stage
 
     @property
-    def _member(self) -> ProcessGroupCollection:
-        assert self.groups is not None, f"rank {dist.get_rank()} is not in the grid of ranks {self.ranks}"
-        return self.groups
-
-    def tp_rank_lists(self) -> list[list[int]]:
-        """The tensor-parallel groups, each ascending."""
-        return [list(self.ranks[i : i + self.tp]) for i in range(0, len(self.ranks), self.tp)]
+    def _own_place(self) -> Place:
+        assert self.place is not None, f"rank {dist.get_rank()} is not among the ranks {self.layout.ranks}"
+        return self.place
 
 
-def _process_groups(tp: int, pp: int, dp: int) -> ProcessGroupCollection:
-    grid = HyperCommGrid([tp, 1, dp, pp], ["tp", "cp", "dp", "pp"])
-    groups = ProcessGroupCollection()
-    groups.tp, groups.cp, groups.dp, groups.pp = (grid.create_pg(name) for name in ("tp", "cp", "dp", "pp"))
-    groups.mp = groups.tp_ep_pp = grid.create_pg(["tp", "pp"])
-    groups.dp_cp = groups.intra_dp_cp = grid.create_pg(["cp", "dp"])
-    groups.tp_cp = grid.create_pg(["tp", "cp"])
-    groups.tp_dp_cp = grid.create_pg(["tp", "cp", "dp"])
-    groups.intra_dist_opt = grid.create_pg(["tp", "cp", "dp", "pp"])
-    # one expert, no context parallelism: their groups are the dense ones
-    groups.expt_tp = groups.tp_ep = groups.tp
-    groups.ep = groups.cp
-    groups.expt_dp = groups.intra_expt_dp = groups.dp
-    groups.inter_dist_opt = groups.hcp = None
-    groups.embd, groups.pos_embd = _embedding_groups(grid)
-    return groups
+def _collection(layout: Layout, groups: ProcessGroups) -> ProcessGroupCollection:
+    """megatron's collection; its groups are None on ranks outside the layout."""
+    made = ProcessGroupCollection()
+    made.tp, made.dp, made.pp = (groups.own(layout.groups(axis)) for axis in ("tp", "dp", "pp"))
+    made.mp = made.tp_ep_pp = groups.own(layout.groups("tp", "pp"))
+    made.tp_dp_cp = groups.own(layout.groups("tp", "dp"))
+    made.intra_dist_opt = groups.own([layout.ranks])
+    made.embd, made.pos_embd = groups.own(_ends(layout)), groups.own(layout.groups()[: layout.tp * layout.dp])
+    # one expert, no context parallelism: their groups are the dense ones, or this rank alone
+    made.cp = made.ep = groups.own((rank,) for rank in layout.ranks)
+    made.dp_cp = made.intra_dp_cp = made.expt_dp = made.intra_expt_dp = made.dp
+    made.tp_cp = made.expt_tp = made.tp_ep = made.tp
+    made.inter_dist_opt = made.hcp = None
+    return made
 
 
-def _embedding_groups(grid: HyperCommGrid) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """(first and last stage, first stage) of this rank's pipeline: where tied and position embeddings live."""
-    rank, embedding, position = dist.get_rank(), None, None
-    for pipeline in grid.get_rank_enum("pp"):
-        ends = sorted({pipeline[0], pipeline[-1]})
-        ends_group, first_group = dist.new_group(ends), dist.new_group(pipeline[:1])
-        embedding = ends_group if rank in ends else embedding
-        position = first_group if rank == pipeline[0] else position
-    return embedding, position
+def _ends(layout: Layout) -> list[tuple[int, ...]]:
+    """(first and last stage) of each pipeline: where tied embeddings live."""
+    return [tuple(sorted({pipeline[0], pipeline[-1]})) for pipeline in layout.groups("pp")]

@@ -40,6 +40,11 @@ class Platform:
     def has_cuda(self) -> bool:
         return self.device.type == "cuda"
 
+    def empty_caches(self) -> None:
+        """Give what torch's allocator holds without use back to the device, for others to take."""
+        if self.has_cuda:
+            torch.cuda.empty_cache()
+
     def synchronize(self) -> None:
         """Wait for the device, so that a clock read next measures work and not its enqueueing."""
         if self.has_cuda:
@@ -76,6 +81,11 @@ def first_to_fail() -> bool:
     else:
         return torchrun_rank()[0] == 0
     return store.add("hybridflow/errors", 1) == 1
+
+
+def current_device() -> torch.device:
+    """Where this rank computes, once `start` has chosen it."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
 
 
 def stop() -> None:
@@ -189,6 +199,40 @@ def adapt_megatron() -> None:
     if torch.Tensor.cuda is not _stay:
         torch.Tensor.cuda = _stay
         torch.Tensor.type = _type_for_megatron(torch.Tensor.type)
+
+
+@contextlib.contextmanager
+def gathers_within(group: dist.ProcessGroup) -> Iterator[None]:
+    """Within the block megatron's optimizer set-up compares parameter groups over `group` only.
+
+    megatron-core 0.16.1 gathers them over the world, where ranks outside a role's grid do not take part.
+    """
+    import megatron.core.optimizer as module
+
+    before = module.torch
+    module.torch = _Overlay(
+        before,
+        distributed=_Overlay(
+            torch.distributed,
+            get_world_size=group.size,
+            all_gather_object=lambda objects, own: dist.all_gather_object(objects, own, group=group),
+        ),
+    )
+    try:
+        yield
+    finally:
+        module.torch = before
+
+
+class _Overlay(types.ModuleType):
+    """A module some of whose names are replaced."""
+
+    def __init__(self, module: Any, **names: Any) -> None:
+        super().__init__(module.__name__)
+        self.__dict__.update(names, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_module"], name)
 
 
 def _stay(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,75 +1,375 @@
-"""The reshard plan: how each of the actor's parameters becomes the engine's. Pure: no tensors, no torch.distributed.
+"""The reshard plan: how the actor's training shards become the engine's. Pure: no tensors, no torch.distributed.
 
-    alias     the engine's shard is byte for byte the training shard: the engine's parameter is the trainer's memory
-    permute   the same elements in another row order: one read and one write in place, undone before training goes on
+    alias     the engine's shard lies in the training shard as it stands: the engine's parameter is the trainer's memory
+    permute   all its elements are on the rank, in another row order: one read and one write in place, undone the same
+              way before training goes on
+    gather    other ranks hold some: exactly those are received, in buckets; the rest is copied from the own shard
 
-The engine has the training layout (tp alike), so no rank needs what another holds and nothing is received.
+A rank of the training layout receives from its own data-parallel replica, so each replica serves itself. Ranks that
+only generate are dealt out over the replicas. What a rank does depends on few coordinates and layers are alike: sums
+over all ranks and weights are counted by kind of weight and by standing, never one by one.
 """
 
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from math import prod
+from functools import cached_property
+from itertools import zip_longest
+from typing import NamedTuple
 
 from hybridflow.models.spec import ModelSpec
-from hybridflow.models.weights import Split, Weight, model_weights, shard_shape
+from hybridflow.models.weights import EMBEDDING, FINAL_NORM, LM_HEAD, Weight, layer_weights
+from hybridflow.parallel.layout import Layout, Place, RolloutLayout, Seat, Stages
+from hybridflow.reshard.groups import engine_stages
+from hybridflow.reshard.slices import (
+    Arrangement,
+    Matrix,
+    Piece,
+    View,
+    arrangement_of,
+    engine_shard,
+    matrix_of,
+    overlap_elements,
+    sources_of,
+    training_shard,
+)
+
+BUCKET_ELEMENTS = 1 << 26
+Sources = tuple[tuple[int, Piece], ...]  # (rank, piece)
 
 
 class Way(Enum):
     ALIAS = "alias"
     PERMUTE = "permute"
+    GATHER = "gather"
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What happens to one parameter on its way to the engine."""
+    """What happens to one parameter of a rank's engine."""
 
     weight: Weight
     way: Way
-    order: tuple[
-        int, ...
-    ]  # permute: block i of the engine's rows is block order[i] of the trainer's; a block is a head
-    num_elements: int  # of the shard
+    shape: tuple[int, ...]  # of the engine's shard
+    order: tuple[int, ...]  # permute: rows as len(order) equal blocks; block i is then the former block order[i]
+    view: View | None  # alias, permute: where the engine's shard lies in the (permuted) training shard
+    pieces: Sources  # every element of the engine's shard once
+    contains_training_shard: bool  # the rank trains this weight, and its engine shard has all of that; else False
 
 
-@dataclass(frozen=True)
+class Message(NamedTuple):
+    """What goes between two ranks in one bucket, in an order that both know."""
+
+    peer: int
+    parts: tuple[tuple[Weight, Piece], ...]
+
+    @property
+    def num_elements(self) -> int:
+        return sum(piece.num_elements for _, piece in self.parts)
+
+
+class Exchange(NamedTuple):
+    """A rank's messages in one bucket, peers ascending."""
+
+    receives: tuple[Message, ...]
+    sends: tuple[Message, ...]
+
+
+class _Kind(NamedTuple):
+    """All that matters of a weight but its name."""
+
+    matrix: Matrix
+    is_vector: bool
+    training: tuple[int, ...]  # the training stages that hold it
+    engine: tuple[int, ...]  # the engine stages that need it
+
+
+class _Entry(NamedTuple):
+    weight: Weight
+    kind: _Kind
+
+
+class _Standing(NamedTuple):
+    """All that a rank's counts depend on."""
+
+    engine: tuple[int, int] | None  # its pp, tp
+    origin: tuple[int, int]  # pp, tp in training
+    trains: bool
+
+
+class _Counts(NamedTuple):
+    held: int
+    engine: int
+    overlap: int
+    permuted: int
+    sources: dict[tuple[int, int], int]  # training (pp, tp) -> elements of the engine's shards from there
+
+
 class ReshardPlan:
-    operations: tuple[Operation, ...]
+    """Who sends what to whom; the same on every rank. Made by `plan_reshard`."""
 
-    def permuted(self) -> Iterator[Operation]:
-        return (operation for operation in self.operations if operation.way is Way.PERMUTE)
+    def __init__(self, train: Layout, rollout: RolloutLayout, table: tuple[_Entry, ...], bucket_elements: int) -> None:
+        self.train, self.rollout = train, rollout
+        self._table = table
+        self._buckets = _fill_buckets(table, train.pp, rollout, bucket_elements)
+        self._counts: dict[_Standing, _Counts] = {}
 
     @property
-    def permuted_elements(self) -> int:
-        return sum(operation.num_elements for operation in self.permuted())
+    def buckets(self) -> tuple[tuple[Weight, ...], ...]:
+        """The order in which weights travel: each weight once, the same on every rank."""
+        return tuple(tuple(entry.weight for entry in bucket) for bucket in self._buckets)
 
-    @property
-    def received_elements(self) -> int:
-        """What this rank must receive: engine shard - what it holds = 0 where the layouts match."""
-        return 0
+    def trained_weights(self, rank: int) -> tuple[Weight, ...]:
+        """The weights that `rank` holds a training shard of, in table order; none outside the training layout."""
+        return tuple(entry.weight for entry in self._table if self._trains(rank, entry.kind))
+
+    def operations(self, rank: int) -> tuple[Operation, ...]:
+        """How each of the engine's shards on `rank` comes about, in table order; none outside the rollout."""
+        return tuple(self._operation(entry, rank) for entry in self._table if self._generates(rank, entry.kind))
+
+    def exchanges(self, rank: int) -> tuple[Exchange, ...]:
+        """What `rank` receives and sends, one exchange a bucket. What it has itself is no part of it."""
+        return tuple(
+            Exchange(self._messages(bucket, rank, self._received), self._messages(bucket, rank, self._sent))
+            for bucket in self._buckets
+        )
+
+    # ------------------------------------------------------------------------------------------------ counts
+
+    def held_elements(self, rank: int) -> int:
+        """Of the training shards."""
+        return self._count(rank).held
+
+    def engine_elements(self, rank: int) -> int:
+        """Of the engine's shards."""
+        return self._count(rank).engine
+
+    def permuted_elements(self, rank: int) -> int:
+        """Of the training shards that are permuted."""
+        return self._count(rank).permuted
+
+    def received_elements(self, rank: int) -> int:
+        """Of the pieces that other ranks send."""
+        sources = self._count(rank).sources
+        return sum(sources.values()) - (sources.get(_stage_and_tp(self._origin(rank)), 0) if rank in self.train else 0)
+
+    def sent_elements(self, rank: int) -> int:
+        return self._sent_elements[rank]
+
+    def lower_bound(self, rank: int) -> int:
+        """What no plan can do without: the engine's shards less what the training shards have of them."""
+        counts = self._count(rank)
+        return counts.engine - counts.overlap
+
+    def _count(self, rank: int) -> _Counts:
+        seat = self._seats.get(rank)
+        standing = _Standing(seat and _stage_and_tp(seat), _stage_and_tp(self._origin(rank)), rank in self.train)
+        if standing not in self._counts:
+            self._counts[standing] = _count(standing, self._kinds, self.train.tp, self.rollout.tp)
+        return self._counts[standing]
+
+    @cached_property
+    def _kinds(self) -> Counter[_Kind]:
+        return Counter(entry.kind for entry in self._table)
+
+    @cached_property
+    def _sent_elements(self) -> Counter[int]:
+        sent: Counter[int] = Counter()
+        for receiver in self._seats:
+            dp = self._origin(receiver).dp
+            for (pp, tp), elements in self._count(receiver).sources.items():
+                sent[self.train.rank_at(Place(tp, dp, pp))] += elements
+            if receiver in self.train:  # its own pieces
+                sent[receiver] -= self._count(receiver).sources.get(_stage_and_tp(self._origin(receiver)), 0)
+        return sent
+
+    # -------------------------------------------------------------------------------------- coordinates
+
+    @cached_property
+    def _seats(self) -> dict[int, Seat]:
+        return {rank: self.rollout.seat(rank) for rank in self.rollout.ranks}
+
+    @cached_property
+    def _origins(self) -> dict[int, Place]:
+        """The place in training that each rank receives from first: its own, or one it is dealt."""
+        dealt = {rank: _dealt_place(seat, self.train, self.rollout) for rank, seat in self._seats.items()}
+        return dealt | {rank: self.train.place(rank) for rank in self.train.ranks}
+
+    @cached_property
+    def _receivers(self) -> dict[int, list[int]]:
+        """The engine ranks that each data-parallel replica serves."""
+        found = defaultdict(list)
+        for rank in self.rollout.ranks:
+            found[self._origin(rank).dp].append(rank)
+        return found
+
+    def _origin(self, rank: int) -> Place:
+        return self._origins[rank]
+
+    def _trains(self, rank: int, kind: _Kind) -> bool:
+        return rank in self.train and self._origin(rank).pp in kind.training
+
+    def _generates(self, rank: int, kind: _Kind) -> bool:
+        return rank in self._seats and self._seats[rank].pp in kind.engine
+
+    # ------------------------------------------------------------------------------ operations, messages
+
+    def _pieces(self, kind: _Kind, receiver: int) -> Sources:
+        """(source rank, piece) of the engine's shard."""
+        origin, seat = self._origin(receiver), self._seats[receiver]
+        stage = _source_stage(kind, origin.pp)
+        sources = sources_of(kind.matrix, self.train.tp, origin.tp, self.rollout.tp, seat.tp)
+        return tuple((self.train.rank_at(Place(tp, origin.dp, stage)), piece) for tp, piece in sources)
+
+    def _operation(self, entry: _Entry, rank: int) -> Operation:
+        kind, place, seat = entry.kind, self._origin(rank), self._seats[rank]
+        corner = (kind.matrix, self.train.tp, place.tp, self.rollout.tp, seat.tp)
+        trains = self._trains(rank, kind)
+        found = arrangement_of(*corner) if trains else None
+        target, held = engine_shard(kind.matrix, self.rollout.tp, seat.tp), training_shard(*corner[:3])
+        return Operation(
+            weight=entry.weight,
+            way=_way(found),
+            shape=(target.num_rows,) if kind.is_vector else (target.num_rows, target.num_columns),
+            order=found.order if found else (),
+            view=found.view if found else None,
+            pieces=self._pieces(kind, rank),
+            contains_training_shard=trains and overlap_elements(*corner) == held.num_elements,
+        )
+
+    def _messages(
+        self, bucket: tuple[_Entry, ...], rank: int, pieces_of: Callable[[_Kind, int], Sources]
+    ) -> tuple[Message, ...]:
+        found: dict[int, list[tuple[Weight, Piece]]] = defaultdict(list)
+        for entry in bucket:
+            for peer, piece in pieces_of(entry.kind, rank):
+                found[peer].append((entry.weight, piece))
+        return tuple(Message(peer, tuple(found[peer])) for peer in sorted(found))
+
+    def _received(self, kind: _Kind, rank: int) -> Sources:
+        """(peer, piece) that `rank` receives of a weight."""
+        if not self._generates(rank, kind):
+            return ()
+        return tuple((source, piece) for source, piece in self._pieces(kind, rank) if source != rank)
+
+    def _sent(self, kind: _Kind, rank: int) -> Sources:
+        """(peer, piece) that `rank` sends of a weight."""
+        if not self._trains(rank, kind):
+            return ()
+        return tuple(
+            (receiver, piece)
+            for receiver in self._receivers[self._origin(rank).dp]
+            if receiver != rank and self._generates(receiver, kind)
+            for source, piece in self._pieces(kind, receiver)
+            if source == rank
+        )
 
 
-def plan_reshard(spec: ModelSpec, tp: int) -> ReshardPlan:
-    """The plan for an actor and an engine that are both cut over `tp` ranks. The same for every rank."""
-    order = head_order(spec.num_heads // tp, spec.num_kv_heads // tp)
-    identity = tuple(range(len(order)))
-    operations = []
-    for weight in model_weights(spec, "lm"):
-        moves = weight.split is Split.QKV and order != identity
-        size = prod(shard_shape(weight, spec, tp))
-        operations.append(Operation(weight, Way.PERMUTE if moves else Way.ALIAS, order if moves else (), size))
-    return ReshardPlan(tuple(operations))
+def plan_reshard(
+    spec: ModelSpec, train: Layout, rollout: RolloutLayout, *, bucket_elements: int = BUCKET_ELEMENTS
+) -> ReshardPlan:
+    """The plan from training in `train` to engines in `rollout`, over the same ranks, over others, or partly.
 
-
-def head_order(num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
-    """Where each head of the engine's [all q; all k; all v] stands in megatron's [q.., k, v] per key/value group."""
-    queries = num_heads // num_kv_heads
-    group = queries + 2
-    q = [g * group + i for g in range(num_kv_heads) for i in range(queries)]
-    k = [g * group + queries for g in range(num_kv_heads)]
-    return (*q, *k, *(block + 1 for block in k))
+    bucket_elements: what a bucket may add to the engine's memory of any rank; a larger weight is a bucket of its own.
+    Errors: ConfigError where the layers do not fill the engine's stages. Else the layouts must fit the model
+    (`check_rollout`, `ModelSpec.check_parallel`).
+    """
+    stages = train.stages(spec.num_layers), engine_stages(spec.num_layers, train, rollout)
+    return ReshardPlan(train, rollout, _table(spec, *stages), bucket_elements)
 
 
 def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
     """The order that undoes `order`."""
-    return tuple(order.index(i) for i in range(len(order)))
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+
+def _table(spec: ModelSpec, training: Stages, engine: Stages) -> tuple[_Entry, ...]:
+    """Every weight of the language model, as `model_weights` orders them, and the stages it is on."""
+
+    def entry(weight: Weight, training_stages: tuple[int, ...], engine_stages: tuple[int, ...]) -> _Entry:
+        is_vector = len(weight.shapes(spec)[0]) == 1
+        return _Entry(weight, _Kind(matrix_of(weight, spec), is_vector, training_stages, engine_stages))
+
+    # tied, the output layer of the last stage is the embedding
+    ends = [(0, len(stages) - 1) if spec.tied and len(stages) > 1 else (0,) for stages in (training, engine)]
+    last = (len(training) - 1,), (len(engine) - 1,)
+    table = [entry(EMBEDDING, *ends)]
+    for layer in range(spec.num_layers):
+        held = (_stage_of(layer, training),), (_stage_of(layer, engine),)
+        table += [entry(weight, *held)._replace(weight=weight.for_layer(layer)) for weight in layer_weights(spec)]
+    table.append(entry(FINAL_NORM, *last))
+    return tuple(table if spec.tied else [*table, entry(LM_HEAD, *last)])
+
+
+def _stage_of(layer: int, stages: Stages) -> int:
+    return next(stage for stage, layers in enumerate(stages) if layer in layers)
+
+
+def _fill_buckets(
+    table: tuple[_Entry, ...], num_stages: int, rollout: RolloutLayout, bucket_elements: int
+) -> tuple[tuple[_Entry, ...], ...]:
+    """Weights of the training stages by turns, each stage's last first, so that every stage sends in every bucket.
+
+    Megatron lays its buffers out from the last weight to the first: they complete in this order.
+    """
+    stages = [[entry for entry in reversed(table) if entry.kind.training[0] == stage] for stage in range(num_stages)]
+    buckets: list[tuple[_Entry, ...]] = []
+    bucket: list[_Entry] = []
+    filled: Counter[int] = Counter()  # engine stage -> elements of the bucket
+    for entry in (entry for turn in zip_longest(*stages) for entry in turn if entry):
+        size = engine_shard(entry.kind.matrix, rollout.tp, 0).num_elements  # alike on all tp ranks
+        added = Counter(dict.fromkeys(entry.kind.engine, size))
+        if bucket and max((filled + added).values()) > bucket_elements:
+            buckets.append(tuple(bucket))
+            bucket, filled = [], Counter()
+        bucket.append(entry)
+        filled += added
+    return (*buckets, tuple(bucket))
+
+
+def _dealt_place(seat: Seat, train: Layout, rollout: RolloutLayout) -> Place:
+    """The place in training that a rank which only generates receives from first, dealt to spread the load.
+
+    Engine ranks that need the same training shard count here: those at the same place of other replicas, and the
+    neighbours that share one. To count the others too would leave most training ranks idle: tp rank 0 of every
+    engine might then be served by replica 0 alone, whose other ranks hold nothing for it.
+    """
+    shared_tp, shared_pp = max(1, rollout.tp // train.tp), max(1, rollout.pp // train.pp)
+    number = (seat.replica * shared_tp + seat.tp % shared_tp) * shared_pp + seat.pp % shared_pp
+    turn, dp = divmod(number, train.dp)
+    return Place((seat.tp + turn) % train.tp, dp, (seat.pp + turn) % train.pp)
+
+
+def _stage_and_tp(where: Place | Seat) -> tuple[int, int]:
+    return where.pp, where.tp
+
+
+def _source_stage(kind: _Kind, near: int) -> int:
+    """The training stage to take a weight from: the receiver's own, or by turns where two hold it (tied embedding)."""
+    return near if near in kind.training else kind.training[near % len(kind.training)]
+
+
+def _way(found: Arrangement | None) -> Way:
+    if found is None:
+        return Way.GATHER
+    return Way.PERMUTE if found.order else Way.ALIAS
+
+
+def _count(standing: _Standing, kinds: Counter[_Kind], tp: int, rollout_tp: int) -> _Counts:
+    held = engine = overlap = permuted = 0
+    sources: Counter[tuple[int, int]] = Counter()
+    near_pp, near_tp = standing.origin
+    for kind, number in kinds.items():
+        trains = standing.trains and near_pp in kind.training
+        training_elements = training_shard(kind.matrix, tp, near_tp).num_elements
+        held += trains * number * training_elements
+        if standing.engine is None or standing.engine[0] not in kind.engine:
+            continue
+        corner = (kind.matrix, tp, near_tp, rollout_tp, standing.engine[1])
+        engine += number * engine_shard(kind.matrix, rollout_tp, standing.engine[1]).num_elements
+        overlap += trains * number * overlap_elements(*corner)
+        permuted += number * training_elements * (trains and _way(arrangement_of(*corner)) is Way.PERMUTE)
+        for source_tp, piece in sources_of(*corner):
+            sources[_source_stage(kind, near_pp), source_tp] += number * piece.num_elements
+    return _Counts(held, engine, overlap, permuted, sources)

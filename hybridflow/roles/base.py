@@ -1,84 +1,137 @@
-"""What every role shares: its rows of a batch, its micro-batches, and results made whole."""
+"""What every role shares: its rows of a batch, its micro-batches, and what this rank contributes to the results."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from hybridflow.batch import RolloutBatch, balanced_partition
-from hybridflow.config import RoleConfig
+from hybridflow.config import RoleConfig, TrainedRoleConfig
 from hybridflow.models import pipeline
 from hybridflow.models.build import build_model
-from hybridflow.models.micro_batch import MicroBatch, prediction_micro_batches, sequence_micro_batches
+from hybridflow.models.micro_batch import (
+    MicroBatch,
+    filled_up,
+    prediction_micro_batches,
+    sequence_micro_batches,
+)
+from hybridflow.models.optimizer import TrainedModel
 from hybridflow.models.pipeline import Head, Loss
 from hybridflow.models.spec import ModelSpec, read_spec
-from hybridflow.parallel.exchange import Exchange
-from hybridflow.parallel.grid import Grid
+from hybridflow.parallel.exchange import Exchange, Part
+from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.platform import Platform
 
 MakeMicroBatches = Callable[..., list[MicroBatch]]
 
 
-class Role:
-    """A model on a grid. `model` is what the schedules run: the bare model, or its data-parallel wrapper."""
+@dataclass(frozen=True)
+class World:
+    """What all roles of a run share."""
 
-    def __init__(
-        self, name: str, config: RoleConfig, *, value_head: bool, recompute: str, platform: Platform, exchange: Exchange
-    ) -> None:
+    platform: Platform
+    groups: ProcessGroups
+    exchange: Exchange
+    bucket_bytes: int  # weights live and travel in buckets of about this size
+
+
+class Role:
+    """A model on a grid. `chunks` is what the schedules run: this rank's model chunks, or their data-parallel wrappers.
+
+    A rank outside the grid has no chunks; it contributes nothing and goes straight on.
+    """
+
+    def __init__(self, name: str, config: RoleConfig, *, value_head: bool, recompute: str, world: World) -> None:
         self.spec: ModelSpec = read_spec(Path(config.model))
-        self.spec.check_parallel(name, config.tensor_parallel_size)
-        dp = config.data_parallel(platform.world_size)
-        self.grid = Grid.build(config.tensor_parallel_size, config.pipeline_parallel_size, dp)
+        self.spec.check_parallel(f"{name}.tensor_parallel_size", config.tensor_parallel_size)
+        self.grid = Grid.build(config.layout(world.platform.world_size), world.groups)
         self.value_head = value_head
         self._config = config
-        self._platform = platform
-        self._exchange = exchange
-        self.model: nn.Module = build_model(
-            self.spec,
-            self.grid,
-            value_head=value_head,
-            dtype=config.dtype,
-            sequence_parallel=config.sequence_parallel,
-            recompute=recompute,
-            device=platform.device,
-        )
+        self._platform = world.platform
+        self.chunks: list[nn.Module] = []
+        if self.grid.inside:
+            self.chunks = build_model(
+                self.spec,
+                self.grid,
+                value_head=value_head,
+                dtype=config.dtype,
+                sequence_parallel=config.sequence_parallel,
+                recompute=recompute,
+                device=world.platform.device,
+            )
 
     def _micro_batches(self, batch: RolloutBatch, make: MakeMicroBatches) -> list[MicroBatch]:
         """This replica's rows, balanced by tokens over the replicas, cut by the token budget."""
-        return make(
+        multiple = self.grid.tp if self._config.sequence_parallel else 1
+        micro_batches = make(
             batch,
             balanced_partition(batch.lengths.tolist(), self.grid.dp)[self.grid.dp_rank],
             max_tokens=self._config.micro_batch_tokens,
-            multiple=self.grid.tp if self._config.sequence_parallel else 1,
+            multiple=multiple,
             device=self._platform.device,
         )
+        if self.grid.layout.vpp > 1:  # the interleaved schedule takes them in groups of pp
+            return filled_up(micro_batches, self.grid.pp, multiple=multiple, device=self._platform.device)
+        return micro_batches
 
-    def _token_results(self, batch: RolloutBatch, head: Head) -> Tensor:
-        """(T,) float32: `head`'s "out" for every response token, zero elsewhere."""
+    def _token_results(self, batch: RolloutBatch, head: Head) -> Part:
+        """Of (T,) float32: `head`'s "out" for every response token."""
         return self._results(batch, prediction_micro_batches, len(batch.input_ids), head)
 
-    def _sequence_results(self, batch: RolloutBatch, head: Head) -> Tensor:
-        """(N,) float32: `head`'s "out" for every sequence."""
+    def _sequence_results(self, batch: RolloutBatch, head: Head) -> Part:
+        """Of (N,) float32: `head`'s "out" for every sequence."""
         return self._results(batch, sequence_micro_batches, len(batch), head)
 
-    def _results(self, batch: RolloutBatch, make: MakeMicroBatches, size: int, head: Head) -> Tensor:
+    def _results(self, batch: RolloutBatch, make: MakeMicroBatches, size: int, head: Head) -> Part:
+        if not self.grid.inside:
+            return Part.nothing(size)
         micro_batches = self._micro_batches(batch, make)
-        results = pipeline.forward(self.model, self.grid, micro_batches, head)
-        where = [micro_batch.where for micro_batch in micro_batches]
-        values = [result["out"] for result in results]
-        return self._exchange.whole(
-            size,
-            torch.cat(where) if values else torch.zeros(0, dtype=torch.int64),
-            torch.cat(values) if values else torch.zeros(0),
-            speaks=self.grid.speaks,
-        )
+        results = pipeline.forward(self.chunks, self.grid, micro_batches, head)
+        if not self.grid.speaks or not micro_batches:
+            return Part.nothing(size)
+        where = torch.cat([micro_batch.where for micro_batch in micro_batches])
+        return Part(size, where, torch.cat([result["out"] for result in results]))
 
-    def _accumulate(self, batch: RolloutBatch, loss: Loss) -> dict[str, Tensor]:
-        """Add the gradients of the loss over all rows; the sums over them of what `loss` reports, 0-d on the CPU."""
+    def _accumulate(self, batch: RolloutBatch, loss: Loss, names: Sequence[str]) -> Tensor:
+        """Add the gradients of the loss over all rows; this rank's sums of what `loss` tells, (names,) float64.
+
+        Their sum over all ranks of the world is the sum over all rows.
+        """
         micro_batches = self._micro_batches(batch, prediction_micro_batches)
-        results = pipeline.forward_backward(self.model, self.grid, micro_batches, loss)
-        names = sorted(results[0])
-        own = torch.stack([torch.stack([result[name].double() for name in names]) for result in results]).sum(0)
-        whole = self._exchange.summed(own if self.grid.speaks else torch.zeros_like(own)).cpu()
-        return dict(zip(names, whole, strict=True))
+        results = pipeline.forward_backward(self.chunks, self.grid, micro_batches, loss)
+        if not self.grid.speaks:
+            return torch.zeros(len(names), dtype=torch.float64, device=self._platform.device)
+        return torch.stack([torch.stack([result[name].double() for name in names]) for result in results]).sum(0)
+
+
+class TrainedRole(Role):
+    """A role with an optimizer; `trained` is None on a rank outside its grid."""
+
+    report: tuple[str, ...]  # what an update tells; the gradient norm is the last
+
+    def __init__(self, name: str, config: TrainedRoleConfig, *, value_head: bool, world: World) -> None:
+        super().__init__(name, config, value_head=value_head, recompute=config.recompute, world=world)
+        self.trained: TrainedModel | None = None
+        if self.grid.inside:
+            self.trained = TrainedModel(self.chunks, self.grid, config.optimizer, bucket_bytes=world.bucket_bytes)
+            self.chunks = self.trained.chunks
+
+    def away(self) -> contextlib.AbstractContextManager[None]:
+        """Within the block what the config says is out of device memory: gradients, optimizer state."""
+        if self.trained is None:
+            return contextlib.nullcontext()
+        config: TrainedRoleConfig = self._config
+        return self.trained.away(gradients=config.offload_gradients, optimizer=config.offload_optimizer)
+
+    def _step(self, accumulate: Callable[[], Tensor], lr: float) -> Tensor:
+        """One optimizer step; this rank's part of `report`, (report,) float64: the whole is the sum over the world."""
+        if self.trained is None:
+            return torch.zeros(len(self.report), dtype=torch.float64, device=self._platform.device)
+        self.trained.zero_gradients()
+        sums = accumulate()
+        norm = self.trained.step(lr).to(sums)
+        once = self.grid.speaks and self.grid.dp_rank == 0  # alike on all ranks of the grid: one tells
+        return torch.cat([sums, norm[None] if once else torch.zeros_like(norm)[None]])

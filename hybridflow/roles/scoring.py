@@ -9,7 +9,7 @@ from torch import Tensor
 from hybridflow.algorithms.rewards import RunningMoments, batch_normalized, clip_scores, penalize_truncated
 from hybridflow.batch import PromptBatch, RolloutBatch, offsets
 from hybridflow.config import RewardConfig
-from hybridflow.parallel.exchange import Exchange
+from hybridflow.parallel.exchange import Part
 from hybridflow.rewards import RewardFunction, call_reward_function, load_reward_function
 from hybridflow.roles.values import RewardModel
 
@@ -25,29 +25,31 @@ class Scorer:
         decode: Callable[[list[int]], str],
         rank: int,
         world_size: int,
-        exchange: Exchange,
     ) -> None:
         self._config = config
         self._models = models
         self._functions = [(load_reward_function(f.function), f) for f in config.functions]
         self._decode = decode
         self._rank, self._world_size = rank, world_size
-        self._exchange = exchange
         self.moments = RunningMoments()
 
-    def scores(self, rollout: RolloutBatch, prompts: PromptBatch) -> Tensor:
-        """(N,) weighted sum of every model and function."""
-        total = torch.zeros(len(rollout))
-        for model in self._models:
-            total += model.weight * model.scores(rollout)
-        for function, config in self._functions:
-            total += config.weight * self.function_scores(function, config.function, rollout, prompts)
+    def parts(self, rollout: RolloutBatch, prompts: PromptBatch) -> list[Part]:
+        """Of (N,) each: what this rank knows of the scores of every model and function."""
+        functions = [(function, config.function) for function, config in self._functions]
+        return [model.scores(rollout) for model in self._models] + [
+            self.function_part(function, name, rollout, prompts) for function, name in functions
+        ]
+
+    def total(self, scores: list[Tensor]) -> Tensor:
+        """(N,) weighted sum of the whole scores, in the order of `parts`."""
+        weights = [model.weight for model in self._models] + [config.weight for _, config in self._functions]
+        total = torch.zeros_like(scores[0])
+        for weight, score in zip(weights, scores, strict=True):
+            total += weight * score
         return total
 
-    def function_scores(
-        self, function: RewardFunction, name: str, rollout: RolloutBatch, prompts: PromptBatch
-    ) -> Tensor:
-        """(N,) results of a user's function, `name` in messages. Each row is scored once, on one rank."""
+    def function_part(self, function: RewardFunction, name: str, rollout: RolloutBatch, prompts: PromptBatch) -> Part:
+        """Of (N,): results of a user's function, `name` in messages. Each row is scored once, on one rank."""
         rows = list(range(self._rank, len(rollout), self._world_size))
         values: list[float] = []
         if rows:
@@ -56,7 +58,7 @@ class Scorer:
             texts = [prompts.texts[i] for i in asked]
             values = call_reward_function(function, name, texts, responses, _columns(prompts.columns, asked), rows=rows)
         where = torch.tensor(rows, dtype=torch.int64)
-        return self._exchange.whole(len(rollout), where, torch.tensor(values, dtype=torch.float32), speaks=True)
+        return Part(len(rollout), where, torch.tensor(values, dtype=torch.float32))
 
     def shaped(self, scores: Tensor, rollout: RolloutBatch) -> Tensor:
         """(N,) scores as PPO sees them: the cut responses penalised, then normalised, then clipped."""

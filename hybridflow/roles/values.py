@@ -8,35 +8,29 @@ from hybridflow.batch import RolloutBatch, TrainBatch
 from hybridflow.config import RewardModelConfig, TrainedRoleConfig
 from hybridflow.errors import CheckpointError
 from hybridflow.models.micro_batch import MicroBatch
-from hybridflow.models.optimizer import TrainedModel
-from hybridflow.parallel.exchange import Exchange
-from hybridflow.parallel.platform import Platform
-from hybridflow.roles.base import Role
+from hybridflow.parallel.exchange import Part
+from hybridflow.roles.base import Role, TrainedRole, World
+
+ValueObjective = Callable[[Tensor, Tensor, Tensor], Tensor]  # (values, old values, returns) -> loss per token
 
 
-class Critic(Role):
+class Critic(TrainedRole):
     """V of the state before each response token."""
 
-    def __init__(self, config: TrainedRoleConfig, *, platform: Platform, exchange: Exchange) -> None:
-        super().__init__(
-            "critic", config, value_head=True, recompute=config.recompute, platform=platform, exchange=exchange
-        )
-        self.trained = TrainedModel(self.model, self.grid, config.optimizer)
-        self.model = self.trained.ddp
+    report = ("loss", "grad_norm")
 
-    def values(self, batch: RolloutBatch) -> Tensor:
-        """(T,) values at the response tokens."""
-        return self._token_results(batch, lambda values, mb: {"out": values})
+    def __init__(self, config: TrainedRoleConfig, *, world: World) -> None:
+        super().__init__("critic", config, value_head=True, world=world)
 
-    def update(
-        self, batch: TrainBatch, objective: Callable[[Tensor, Tensor, Tensor], Tensor], *, lr: float
-    ) -> dict[str, Tensor]:
-        """One optimizer step on a mini-batch; the mean loss over its response tokens, and the gradient norm."""
-        self.trained.zero_gradients()
-        sums = self.accumulate(batch, objective)
-        return {**sums, "grad_norm": self.trained.step(lr)}
+    def values(self, batch: RolloutBatch) -> Part:
+        """Of (T,): values at the response tokens."""
+        return self._token_results(batch, _as_is)
 
-    def accumulate(self, batch: TrainBatch, objective: Callable[[Tensor, Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
+    def update(self, batch: TrainBatch, objective: ValueObjective, *, lr: float) -> Tensor:
+        """One optimizer step on a mini-batch; this rank's part of `report`, means over its response tokens."""
+        return self._step(lambda: self.accumulate(batch, objective), lr)
+
+    def accumulate(self, batch: TrainBatch, objective: ValueObjective) -> Tensor:
         """Add the gradient of the mean objective over the mini-batch's response tokens, wherever they are computed."""
         num_tokens = int(batch.response_mask.sum())
 
@@ -45,24 +39,25 @@ class Critic(Role):
             total = objective(values, old_values, returns).sum()
             return total / num_tokens, {"loss": total.detach()}
 
-        return {name: total / num_tokens for name, total in self._accumulate(batch, loss).items()}
+        return self._accumulate(batch, loss, self.report[:-1]) / num_tokens
 
 
 class RewardModel(Role):
     """A `*ForSequenceClassification` with one label, read at the last token. Never trained."""
 
-    def __init__(self, name: str, config: RewardModelConfig, *, platform: Platform, exchange: Exchange) -> None:
-        super().__init__(name, config, value_head=True, recompute="none", platform=platform, exchange=exchange)
+    def __init__(self, name: str, config: RewardModelConfig, *, world: World) -> None:
+        super().__init__(name, config, value_head=True, recompute="none", world=world)
         if self.spec.head != "score":
             raise CheckpointError(
                 f"{self.spec.path / 'config.json'}: {name}.model must be a *ForSequenceClassification with a trained "
                 f"score.weight, this is a causal language model"
             )
-        self.model.requires_grad_(False)
+        for chunk in self.chunks:
+            chunk.requires_grad_(False)
         self.weight = config.weight
 
-    def scores(self, batch: RolloutBatch) -> Tensor:
-        """(N,) scores of the sequences."""
+    def scores(self, batch: RolloutBatch) -> Part:
+        """Of (N,): scores of the sequences."""
         return self._sequence_results(batch, _as_is)
 
 

@@ -1,9 +1,10 @@
 """A vLLM engine in this process that generates with the actor's own weight memory.
 
-Each tensor-parallel group of ranks is one replica of the engine with its own rows. Every request has a seed of its own,
-so that what is generated depends neither on which other requests share a step nor on how many replicas there are.
+Each replica of the rollout layout (pp x tp ranks) generates its own rows. Every request has a seed of its own, so that
+what is generated depends neither on which other requests share a step nor on how many replicas there are.
 """
 
+import gc
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from hybridflow.config import RolloutConfig, SamplingConfig
+from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.parallel.platform import Platform, preserved_random_state
-from hybridflow.rollout.patches import join_groups, prepare_vllm
+from hybridflow.rollout.cache import CudaKVCache, KVCache
+from hybridflow.rollout.patches import prepare_vllm
 
 GIB = 1 << 30
 
@@ -41,7 +44,13 @@ def request_seed(*identity: int) -> int:
 
 
 class RolloutEngine:
-    """The engine over `source`, the actor's memory by engine parameter name (in the engine's layout while it runs)."""
+    """The engine over `source`, the actor's memory by engine parameter name (in the engine's layout while it runs).
+
+    A rank of `layout` builds it when all ranks have joined the groups of that layout (`patches.join_groups`, with the
+    same `stages`). All ranks of a replica are given the same requests, and each gets every token and log-prob: the last
+    pipeline stage hands its logits to the others, and all draw alike from the requests' seeds. A second engine may be
+    built when the first is closed.
+    """
 
     def __init__(
         self,
@@ -49,7 +58,8 @@ class RolloutEngine:
         source: Callable[[str], Tensor],
         *,
         dtype: str,
-        tp_rank_lists: list[list[int]],
+        layout: RolloutLayout,
+        stages: Stages,
         max_length: int,
         sampling: SamplingConfig,
         config: RolloutConfig,
@@ -60,8 +70,9 @@ class RolloutEngine:
 
         from hybridflow.rollout.loader import LOAD_FORMAT
 
-        join_groups(tp_rank_lists, platform.local_rank)
         self._needs_text = bool(sampling.stop or sampling.bad_words)
+        self._sleeps = config.sleep_level == 1
+        pp = layout.seat(platform.rank).pp
         with preserved_random_state():
             self._llm = vllm.LLM(
                 model=str(model),
@@ -69,22 +80,48 @@ class RolloutEngine:
                 model_loader_extra_config={"source": source},
                 dtype=dtype,
                 skip_tokenizer_init=not self._needs_text,
-                tensor_parallel_size=len(tp_rank_lists[0]),
+                tensor_parallel_size=layout.tp,
+                pipeline_parallel_size=layout.pp,
                 distributed_executor_backend="external_launcher",
                 max_model_len=max_length,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=max(config.max_num_batched_tokens, max_length),
-                kv_cache_memory_bytes=int(config.kv_cache_gib * GIB),
+                kv_cache_memory_bytes=_kv_cache_bytes(config.kv_cache_gib, stages, pp),
+                # a prompt cut in two takes a seeded draw back, which vLLM 0.32.0 cannot on a CPU
+                enable_chunked_prefill=platform.has_cuda,
                 enable_prefix_caching=config.enable_prefix_caching,
                 enforce_eager=config.enforce_eager or not platform.has_cuda,
+                enable_sleep_mode=self._sleeps and platform.has_cuda,  # refused on a CPU
                 logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
                 generation_config="vllm",  # sampling is what the experiment's config says, nothing else
                 seed=0,
             )
         self._engine = self._llm.llm_engine
+        self.kv_cache = (CudaKVCache if platform.has_cuda else KVCache)(self._llm)
+        _check_stage(self._model_runner(), stages, pp)
+        if not platform.has_cuda:
+            _receive_from_earlier_stage(self._model_runner())
+
+    def close(self) -> None:
+        """Free what the engine holds: cache, buffers, references to the trainer's memory. The groups stay."""
+        runner = self._model_runner()
+        runner._cleanup_profiling_kv_cache = runner.kv_caches.clear  # vLLM's collects garbage, too early to find much
+        self._engine.engine_core.shutdown()
+        del self._llm, self._engine, self.kv_cache
+        gc.collect()  # the engine refers to itself
+
+    def sleep(self) -> None:
+        """Release the KV cache where sleep_level asks for it. No request may be running."""
+        if self._sleeps:
+            self.kv_cache.release()
+
+    def wake_up(self) -> None:
+        """Take the KV cache back. What was in it is gone: reset_prefix_cache must follow before generation."""
+        if self._sleeps:
+            self.kv_cache.restore()
 
     def reset_prefix_cache(self) -> None:
-        """Forget keys and values of earlier weights; must follow every hand-off."""
+        """Forget keys and values of earlier weights; must follow every hand-off and every wake_up."""
         assert self._llm.reset_prefix_cache(), "the prefix cache cannot be reset while requests run"
 
     def parameters(self) -> dict[str, Tensor]:
@@ -119,6 +156,30 @@ class RolloutEngine:
         """One response per request, in the order of the requests."""
         responses = dict(self.stream(requests, params))
         return [responses[i] for i in range(len(requests))]
+
+
+def _kv_cache_bytes(kv_cache_gib: float, stages: Stages, pp: int) -> int:
+    """This stage's share of what the stage with most layers is given, so that all stages have as many blocks.
+
+    Each rank schedules for itself: with more blocks on one stage than on another they would part in a full cache.
+    """
+    return int(kv_cache_gib * GIB) * len(stages[pp]) // max(map(len, stages))
+
+
+def _check_stage(runner: Any, stages: Stages, pp: int) -> None:
+    """The groups and the partition that vLLM found must be those of this engine, not of a layout joined since."""
+    layers = tuple(range(runner.model.model.start_layer, runner.model.model.end_layer))
+    assert layers == tuple(stages[pp]), f"stage {pp} of the engine has layers {layers}, the layout says {stages[pp]}"
+
+
+def _receive_from_earlier_stage(runner: Any) -> None:
+    """Room for what a later pipeline stage receives. vLLM 0.32.0 makes it in a profile run, which a CPU skips."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    if not get_pp_group().is_first_rank:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
 
 def _sampling_params(

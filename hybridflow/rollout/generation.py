@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch, balanced_partition, response_mask, token_index
-from hybridflow.parallel.exchange import Exchange
-from hybridflow.parallel.grid import Grid
+from hybridflow.parallel.exchange import Exchange, Part
+from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.rollout.engine import Request, Response, RolloutEngine, request_seed
 
 
 def generate(
-    engine: RolloutEngine,
+    engine: RolloutEngine | None,
     prompts: PromptBatch,
     params: Any,
     *,
@@ -20,46 +20,49 @@ def generate(
     seed: int,
     iteration: int,
     first_prompt: int,
-    grid: Grid,
+    layout: RolloutLayout,
+    rank: int,
     exchange: Exchange,
 ) -> RolloutBatch:
     """`samples_per_prompt` responses to each prompt: row p x samples_per_prompt + s is sample s of prompt p.
 
     `first_prompt` numbers the prompts of the run, so that a request's seed is (seed, iteration, prompt, sample).
+    A rank without an engine waits for the others.
     """
-    own = balanced_partition(prompts.lengths.tolist(), grid.dp)[grid.dp_rank]
-    rows = [p * samples_per_prompt + s for p in own for s in range(samples_per_prompt)]
-    token_lists = prompts.token_lists()
-    requests = [
-        Request(token_lists[p], request_seed(seed, iteration, first_prompt + p, s))
-        for p in own
-        for s in range(samples_per_prompt)
-    ]
-    responses = engine.generate(requests, params)
-    return _whole(prompts, samples_per_prompt, rows, responses, grid=grid, exchange=exchange)
+    rows: list[int] = []
+    responses: list[Response] = []
+    if engine is not None:
+        own = balanced_partition(prompts.lengths.tolist(), len(layout.replicas))[layout.seat(rank).replica]
+        samples = [(p, s) for p in own for s in range(samples_per_prompt)]
+        token_lists = prompts.token_lists()
+        seeds = [request_seed(seed, iteration, first_prompt + p, s) for p, s in samples]
+        requests = [Request(token_lists[p], seed) for (p, _), seed in zip(samples, seeds, strict=True)]
+        responses = engine.generate(requests, params)
+        rows = [p * samples_per_prompt + s for p, s in samples]
+    if not layout.speaks(rank):
+        rows, responses = [], []
+    return _whole(prompts, samples_per_prompt, rows, responses, exchange=exchange)
 
 
 def _whole(
-    prompts: PromptBatch,
-    samples_per_prompt: int,
-    rows: list[int],
-    responses: list[Response],
-    *,
-    grid: Grid,
-    exchange: Exchange,
+    prompts: PromptBatch, samples_per_prompt: int, rows: list[int], responses: list[Response], *, exchange: Exchange
 ) -> RolloutBatch:
-    """Every rank's rows in one batch. The tokens of a replica are those of its first rank."""
+    """Every replica's rows in one batch. The tokens of a replica are those of its first rank."""
     num_rows, where = len(prompts) * samples_per_prompt, torch.tensor(rows, dtype=torch.int64)
 
-    def shared(size: int, at: Tensor, values: list, dtype: torch.dtype) -> Tensor:
-        return exchange.whole(size, at, torch.tensor(values, dtype=dtype), speaks=grid.speaks)
+    def part(size: int, at: Tensor, values: list, dtype: torch.dtype) -> Part:
+        return Part(size, at, torch.tensor(values, dtype=dtype))
 
-    counts = shared(num_rows, where, [len(r.token_ids) for r in responses], torch.int64)
-    truncated = shared(num_rows, where, [int(r.truncated) for r in responses], torch.int64).bool()
-    at = token_index(counts, where)
-    token_ids = shared(int(counts.sum()), at, [t for r in responses for t in r.token_ids], torch.int64)
-    log_probs = shared(int(counts.sum()), at, [p for r in responses for p in r.log_probs], torch.float32)
-    return _joined(prompts, samples_per_prompt, counts, truncated, token_ids=token_ids, log_probs=log_probs)
+    counts, truncated = exchange.wholes(
+        [
+            part(num_rows, where, [len(r.token_ids) for r in responses], torch.int64),
+            part(num_rows, where, [int(r.truncated) for r in responses], torch.int64),
+        ]
+    )
+    at, size = token_index(counts, where), int(counts.sum())
+    token_ids = exchange.whole(part(size, at, [t for r in responses for t in r.token_ids], torch.int64))
+    log_probs = exchange.whole(part(size, at, [p for r in responses for p in r.log_probs], torch.float32))
+    return _joined(prompts, samples_per_prompt, counts, truncated.bool(), token_ids=token_ids, log_probs=log_probs)
 
 
 def _joined(

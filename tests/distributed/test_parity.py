@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.distributed.cases import ADAM, BUDGETS, CASES, HYPER, SGD, Case, make_rollout
+from tests.distributed.cases import ADAM, BUDGETS, CASES, HYPER, NUM_LAYERS, SGD, Case, make_rollout
 from tests.launch import torchrun
 from tests.reference.ppo import Episode, actor_loss, critic_loss, estimate
 from tests.tiny_models import make_checkpoints
@@ -19,15 +19,15 @@ FAMILIES = {"llama": False, "qwen2": True}  # tied embeddings?
 def checkpoints(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
     for family, tied in FAMILIES.items():
-        make_checkpoints(root / family, family=family, tied=tied)
+        make_checkpoints(root / family, family=family, tied=tied, num_layers=NUM_LAYERS)
     return root
 
 
 @pytest.fixture(scope="module")
 def results(checkpoints, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("results")
-    for num_ranks in sorted({case.tp * case.dp for case in CASES}):
-        torchrun(num_ranks, "-m", "tests.distributed.parity_worker", checkpoints, out, timeout=240)
+    for num_ranks in sorted({case.num_ranks for case in CASES}):
+        torchrun(num_ranks, "-m", "tests.distributed.parity_worker", checkpoints, out, timeout=300)
     return out
 
 

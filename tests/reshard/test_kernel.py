@@ -1,8 +1,8 @@
-"""Head blocks permuted in place, against index_select, bit for bit.
+"""Row blocks permuted in place against index_select, and copies of pieces against copy_, bit for bit.
 
-The cycles run here. The Triton kernel runs in Triton's interpreter, in one process of its own, which is this file as a
-script; and it is compiled for a GPU, which needs none, to read in the PTX what the interpreter cannot show: that all
-loads come before all stores. A test marked `gpu` runs it on one.
+What a CPU does runs here. The Triton kernels run in Triton's interpreter, in one process of its own, which is this
+file as a script; and they are compiled for a GPU, which needs none, to read in the PTX what the interpreter cannot
+show: that all loads of a permutation come before all its stores. Tests marked `gpu` run them on one.
 """
 
 import os
@@ -21,21 +21,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybridflow.reshard import kernel
 from hybridflow.reshard.kernel import (
     COLUMN_TILE,
+    COPY_COLUMNS,
+    COPY_ROWS,
     INTEGERS,
+    Copy,
     as_blocks,
+    copy_pieces,
+    copy_table,
+    copy_triton,
+    permute_blocks,
     permute_cycles,
-    permute_heads,
     permute_triton,
     triton,
 )
-from hybridflow.reshard.plan import head_order, inverse
+from hybridflow.reshard.plan import inverse
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = [
     *[torch.float32, torch.int32, torch.bfloat16, torch.float16, torch.int16],
     *[torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8],
 ]
-# (heads, kv heads, head_dim, columns); columns None: a bias
+# (query heads, key/value heads, head_dim, columns) of a QKV weight; columns None: a bias
 SHAPES = [
     (4, 2, 3, 5),
     (6, 2, 2, 1),
@@ -52,6 +58,13 @@ MARGIN = 8  # elements of the flat buffer before and after the weight
 
 Shape = tuple[int, int, int, int | None]
 Permute = Callable[[Tensor, tuple[int, ...]], object]
+
+
+def head_order(num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
+    """Where each head of [all q; all k; all v] stands in [q.., k, v] per key/value group."""
+    blocks = torch.arange(num_heads + 2 * num_kv_heads).view(num_kv_heads, -1)
+    queries, keys, values = blocks[:, :-2], blocks[:, -2], blocks[:, -1]
+    return tuple(torch.cat([queries.flatten(), keys, values]).tolist())
 
 
 def random_bits(size: int, dtype: torch.dtype) -> Tensor:
@@ -111,13 +124,13 @@ def triton_permute(x: Tensor, order: tuple[int, ...]) -> None:
 @EACH_SHAPE
 @EACH_DTYPE
 def test_cycles_equal_index_select_bitwise(shape: Shape, dtype: torch.dtype) -> None:
-    check_permutation(shape, dtype, permute_heads)
+    check_permutation(shape, dtype, permute_blocks)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 3, 2), (1, 2, 3, 0), (3, 0, 2, 1), (2, 3, 1, 0)])
 def test_cycles_of_any_permutation_by_hand(order: tuple[int, ...]) -> None:
     x = torch.tensor([[0.0, 1.0], [10.0, 11.0], [20.0, 21.0], [30.0, 31.0]])
-    permute_heads(x, order)
+    permute_blocks(x, order)
     assert x.tolist() == [[10.0 * i, 10.0 * i + 1] for i in order]
 
 
@@ -125,7 +138,7 @@ def test_nan_payloads_survive() -> None:
     payloads = [0x7FC00001, 0x7F800001, 0x7FFFFFFF, 0x7FABCDEF]  # quiet and signalling
     x = torch.tensor(payloads, dtype=torch.int32).view(torch.float32)
     assert x.isnan().all()
-    permute_heads(x, (3, 0, 1, 2))
+    permute_blocks(x, (3, 0, 1, 2))
     assert x.view(torch.int32).tolist() == [payloads[i] for i in (3, 0, 1, 2)]
 
 
@@ -145,13 +158,31 @@ class Allocations(TorchDispatchMode):
 
 
 @EACH_SHAPE
-def test_scratch_is_one_head_block(shape: Shape) -> None:
+def test_scratch_is_one_block(shape: Shape) -> None:
     _, weight, order = weight_in_buffer(shape, torch.float32)
     one_block = shape[2] * (shape[3] or 1) * 4
     with Allocations() as allocations:
-        returned = permute_heads(weight, order)
+        returned = permute_blocks(weight, order)
     assert returned == one_block
     assert allocations.sizes == [one_block]
+
+
+@EACH_SHAPE
+@pytest.mark.parametrize("limit", [4, 12, 16])
+def test_scratch_is_bounded_and_the_result_the_same(shape: Shape, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "SCRATCH_BYTES", limit)
+    check_permutation(shape, torch.float32, permute_blocks)
+    _, weight, order = weight_in_buffer(shape, torch.float32)
+    with Allocations() as allocations:
+        returned = permute_blocks(weight, order)
+    assert returned == min(limit, shape[2] * (shape[3] or 1) * 4)
+    assert allocations.sizes == [returned]
+
+
+def test_the_bound_is_a_mebibyte() -> None:
+    x = torch.arange(2 * 600 * 500, dtype=torch.int32).view(-1, 500)  # two blocks of 1.2 MB
+    assert permute_blocks(x, (1, 0)) == 1 << 20
+    assert torch.equal(x.flatten(), torch.arange(600_000, dtype=torch.int32).roll(300_000))
 
 
 def test_blocks_that_stay_are_not_written() -> None:
@@ -171,13 +202,107 @@ def test_blocks_that_stay_are_not_written() -> None:
     assert len(written) == 3  # one more, to the scratch
 
 
+# -------------------------------------------------------------------------------------------- copies of pieces
+
+COPY_OFFSETS = (0, 1)  # elements by which all addresses are off a multiple of 8 bytes
+# (rows, columns, destination row stride, source row stride)
+COPIES = [
+    (1, 1, 1, 1),
+    (3, 4, 4, 8),
+    (5, 7, 16, 7),
+    (COPY_ROWS, COPY_COLUMNS, COPY_COLUMNS, COPY_COLUMNS),
+    (2 * COPY_ROWS + 1, 12, 24, 12),
+    (2, 2 * COPY_COLUMNS + 8, 3 * COPY_COLUMNS, 2 * COPY_COLUMNS + 8),
+]
+GAP = 3  # elements between two destinations
+
+
+def strided(flat: Tensor, start: int, rows: int, columns: int, stride: int) -> tuple[Tensor, int]:
+    """(a view of rows x columns from `start` of a flat buffer, where it ends)."""
+    end = start + (rows - 1) * stride + columns
+    return flat.as_strided((rows, columns), (stride, 1), start), end
+
+
+def check_copies(dtype: torch.dtype, offset: int, copy: Callable[[list[Copy]], None], device: str = "cpu") -> None:
+    """Every destination equals its source, and what lies between the rows and around them is not touched."""
+    source = random_bits(20_000, dtype).to(device)
+    flat = random_bits(20_001, dtype).to(device)
+    expected = bits(flat).clone()
+    copies, to, start = [], offset, offset
+    for rows, columns, to_stride, stride in COPIES:
+        destination, to_end = strided(flat, to, rows, columns, to_stride)
+        view, end = strided(source, start, rows, columns, stride)
+        strided(expected, to, rows, columns, to_stride)[0].copy_(bits(view))
+        copies.append((destination, view))
+        to, start = to_end + GAP, end
+    copy(copies)
+    assert torch.equal(bits(flat), expected), f"{dtype} {offset}: not the reference"
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("offset", COPY_OFFSETS)
+def test_copies_land_bitwise_and_nothing_else_is_touched(dtype: torch.dtype, offset: int) -> None:
+    check_copies(dtype, offset, copy_pieces)
+
+
+def test_copies_by_hand() -> None:
+    engine, training = torch.zeros(4, 5), torch.arange(1.0, 13.0).view(3, 4)
+    vector = torch.zeros(6)
+    copy_pieces(
+        [
+            (engine[1:3, 2:4], training[:2, 1:3]),
+            (engine[3:, :1], training[2:, 3:]),
+            (vector[2:5], training[0, :3]),
+            (vector[:0], training[0, :0]),
+        ]
+    )
+    assert engine.tolist() == [[0, 0, 0, 0, 0], [0, 0, 2, 3, 0], [0, 0, 6, 7, 0], [12, 0, 0, 0, 0]]
+    assert vector.tolist() == [0, 0, 1, 2, 3, 0]
+    copy_pieces([])
+
+
+def test_copies_of_parameters_record_no_gradient() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2, 2))
+    copy_pieces([(parameter[:1], torch.nn.Parameter(torch.ones(1, 2)))])
+    assert parameter.tolist() == [[1, 1], [0, 0]]
+
+
+def test_the_table_of_copies_by_hand() -> None:
+    a = torch.zeros(64, dtype=torch.int16)  # its storage begins at a multiple of 8 bytes
+    wide = [(a[:32].view(4, 8)[:, :4], a[32:48].view(4, 4))]
+    table, element_bytes = copy_table(wide)
+    at = a.data_ptr()
+    assert element_bytes == 8  # rows of 4 x 2 bytes
+    assert table.tolist() == [[at, at + 64, 4, 1, 2, 1, 1]]
+    one_row = (a[:21].view(3, 7)[:1, :4], a[32:36].view(1, 4))  # a stride of 7, which nothing uses
+    assert copy_table([*wide, one_row])[1] == 8
+    narrow = (a[1:15].view(2, 7), a[17:31].view(2, 7))
+    table, element_bytes = copy_table([*wide, narrow])
+    assert element_bytes == 2
+    assert table.tolist() == [[at, at + 64, 4, 4, 8, 4, 1], [at + 2, at + 34, 2, 7, 7, 7, 1]]
+
+
+@pytest.mark.parametrize(
+    ("destination", "source", "message"),
+    [
+        (torch.zeros(2, 3), torch.zeros(3, 2), "cannot copy (3, 2) torch.float32 on cpu to (2, 3) torch.float32"),
+        (torch.zeros(2), torch.zeros(2).int(), "cannot copy (1, 2) torch.int32"),
+        (torch.zeros(1, 1, 2), torch.zeros(1, 1, 2), "a copy is between vectors or matrices alike"),
+        (torch.zeros(2, 3), torch.zeros(3, 2).t(), "strides (1, 2): the elements of a row must be neighbours"),
+    ],
+)
+def test_copies_that_are_refused(destination: Tensor, source: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        copy_pieces([(destination, source)])
+
+
 # ---------------------------------------------------------------------------------------------- refused
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64])
 def test_dtypes_of_eight_bytes_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=re.escape(f"dtype {dtype} has 8 bytes; 1, 2 and 4 are supported")):
-        permute_heads(torch.zeros(4, dtype=dtype), (1, 0))
+        permute_blocks(torch.zeros(4, dtype=dtype), (1, 0))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +315,7 @@ def test_dtypes_of_eight_bytes_are_refused(dtype: torch.dtype) -> None:
 )
 def test_what_is_no_contiguous_stack_of_blocks_is_refused(x: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{message} is no contiguous stack of 2 blocks")):
-        permute_heads(x, (1, 0))
+        permute_blocks(x, (1, 0))
 
 
 # ------------------------------------------------------------------------------------------ Triton's kernel
@@ -205,11 +330,14 @@ needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installe
 
 
 @needs_triton
-def test_the_triton_kernel_equals_index_select_in_the_interpreter() -> None:
+def test_the_triton_kernels_equal_torch_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"{len(TRITON_CASES)} permutations equal"
+    assert done.stdout.splitlines()[-2:] == [
+        f"{len(TRITON_CASES)} permutations equal",
+        f"{len(DTYPES) * len(COPY_OFFSETS)} lists of copies equal",
+    ]
 
 
 @pytest.mark.gpu
@@ -218,20 +346,31 @@ def test_the_triton_kernel_equals_index_select_on_a_gpu() -> None:
     real = [(32, 8, 128, 4096), (28, 4, 128, 3584), (16, 8, 64, 1000)]
     cases = [(shape, dtype) for shape in SHAPES for dtype in DTYPES]
     for shape, dtype in cases + [(shape, torch.bfloat16) for shape in real] * 5:  # a race shows now and then
-        check_permutation(shape, dtype, permute_heads, device="cuda")
+        check_permutation(shape, dtype, permute_blocks, device="cuda")
 
 
-def memory_operations(jitted: Any, element: str, padded_blocks: int) -> str:
-    """Global loads, global stores and barriers of a kernel's PTX in their order: "L", "S" and "B"."""
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_copies_land_bitwise_on_a_gpu() -> None:
+    for dtype in DTYPES:
+        for offset in COPY_OFFSETS:
+            check_copies(dtype, offset, copy_pieces, device="cuda")
+
+
+def ptx_of(jitted: Any, arguments: dict[str, str], constants: dict[str, object]) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    constants = {"PADDED_BLOCKS": padded_blocks, "TILE": COLUMN_TILE}
-    pointers = {"data": f"*{element}", "sources": "*i32"}
-    integers = dict.fromkeys(("num_blocks", "head_dim", "columns"), "i32")
-    signature = {**pointers, **integers, **dict.fromkeys(constants, "constexpr")}
+    signature = arguments | dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=jitted, signature=signature, constexprs=constants)
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+def memory_operations(jitted: Any, element: str, padded_blocks: int) -> str:
+    """Global loads, global stores and barriers of the permutation's PTX in their order: "L", "S" and "B"."""
+    arguments = {"data": f"*{element}", "sources": "*i32"}
+    arguments |= dict.fromkeys(("num_blocks", "block_rows", "columns"), "i32")
+    ptx = ptx_of(jitted, arguments, {"PADDED_BLOCKS": padded_blocks, "TILE": COLUMN_TILE})
     letters = {"ld.global": "L", "st.global": "S", "bar.sync": "B"}
     return "".join(letters[name] for name in re.findall(r"ld\.global|st\.global|bar\.sync", ptx))
 
@@ -244,6 +383,18 @@ ALL_LOADS_THEN_BARRIER_THEN_STORES = r"[LB]*LB+S+"
 def test_the_ptx_has_a_barrier_between_the_loads_and_the_stores(element: str, padded_blocks: int) -> None:
     operations = memory_operations(kernel.permute_kernel, element, padded_blocks)
     assert re.fullmatch(ALL_LOADS_THEN_BARRIER_THEN_STORES, operations), operations
+
+
+@needs_triton
+@pytest.mark.parametrize(("element", "bits_moved"), [("int8", 8), ("int16", 16), ("int32", 32), ("int64", 64)])
+def test_the_copies_compile_to_accesses_of_their_width(element: str, bits_moved: int) -> None:
+    import triton.language as tl
+
+    constants = {"ELEMENT": getattr(tl, element), "FIELDS": kernel.COPY_FIELDS}
+    constants |= {"ROWS": COPY_ROWS, "COLUMNS": COPY_COLUMNS}
+    ptx = ptx_of(kernel.copy_kernel, {"table": "*i64", "owners": "*i32"}, constants)
+    stores = re.findall(r"st\.global[\w.]*\.b(\d+)", ptx)
+    assert stores and set(stores) == {str(bits_moved)}, stores
 
 
 @needs_triton
@@ -264,6 +415,10 @@ def interpret() -> None:
     for shape, dtype in TRITON_CASES:
         check_permutation(shape, dtype, triton_permute)
     print(f"{len(TRITON_CASES)} permutations equal")
+    for dtype in DTYPES:
+        for offset in COPY_OFFSETS:
+            check_copies(dtype, offset, copy_triton)
+    print(f"{len(DTYPES) * len(COPY_OFFSETS)} lists of copies equal")
 
 
 if __name__ == "__main__":

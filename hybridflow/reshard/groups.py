@@ -1,0 +1,148 @@
+"""Which ranks generate together, and which layers each engine stage holds. Pure.
+
+Generation groups lie over the training ranks without redundancy (HybridFlow, section 5). Where the rollout needs less
+tensor parallelism than training has, a group takes ranks at intervals of tp / rollout_tp: each rank's training shard
+then lies inside its engine shard, and the ranks in between serve further replicas. Pipeline stages alike. Where it
+needs more, the missing factor comes from data parallelism, and what is still missing from ranks at the intervals of
+the other axis.
+
+Lists of ranks ascend: vLLM generates wrong tokens, silently, over lists that do not. Ranks number pp slowest, then
+dp, then tp, so within a group the digits stand in this order too.
+"""
+
+from dataclasses import dataclass
+from math import gcd
+
+from hybridflow.errors import ConfigError
+from hybridflow.models.spec import ModelSpec
+from hybridflow.parallel.layout import Layout, Place, RolloutLayout, Stages
+
+TP_KEY, PP_KEY = "rollout.tensor_parallel_size", "rollout.pipeline_parallel_size"
+
+
+def rollout_layout(train: Layout, tp: int, pp: int) -> RolloutLayout:
+    """Engine replicas of pp x tp ranks over all training ranks, by first rank.
+
+    Errors: ConfigError where tp x pp does not divide the number of ranks.
+    """
+    _check_blocks(len(train.ranks), tp, pp)
+    factors = _factors(train, tp, pp)
+    if factors is None:
+        return _blocks(train.ranks, tp, pp)
+    replicas: dict[tuple[int, ...], dict[tuple[int, int], int]] = {}
+    for rank in train.ranks:
+        replica, seat = _seat(train.place(rank), factors)
+        replicas.setdefault(replica, {})[seat] = rank
+    found = [tuple(rank for _, rank in sorted(seats.items())) for seats in replicas.values()]
+    return _ascending(RolloutLayout(tp, pp, tuple(sorted(found))))
+
+
+def standalone_layout(ranks: tuple[int, ...], tp: int, pp: int) -> RolloutLayout:
+    """Engine replicas over ranks of their own: neighbours together. Errors: as `rollout_layout`."""
+    _check_blocks(len(ranks), tp, pp)
+    return _blocks(ranks, tp, pp)
+
+
+def check_rollout(spec: ModelSpec, tp: int) -> None:
+    """Raise ConfigError unless `tp` ranks of an engine can share this model; key/value heads may be repeated."""
+    spec.check_parallel(TP_KEY, tp)
+
+
+def engine_stages(num_layers: int, train: Layout, rollout: RolloutLayout) -> Stages:
+    """The layers of each engine stage: consecutive, one at least, cut where training cuts as far as possible.
+
+    Errors: ConfigError where there are fewer layers than stages.
+    """
+    if num_layers < rollout.pp:
+        raise ConfigError(f"{PP_KEY} = {rollout.pp} exceeds num_hidden_layers = {num_layers}: a stage needs a layer")
+    counts = _aligned_counts([len(layers) for layers in train.stages(num_layers)], rollout.pp)
+    if counts is None or min(counts) == 0 or train.vpp > 1:  # the stages of model chunks are no consecutive layers
+        counts = _even(num_layers, rollout.pp)
+    starts = [sum(counts[:stage]) for stage in range(rollout.pp)]
+    return tuple(tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------- stages
+
+
+def _aligned_counts(training: list[int], pp: int) -> list[int] | None:
+    """Layers of `pp` engine stages that join whole training stages or cut them; None where neither goes up."""
+    if len(training) % pp == 0:
+        size = len(training) // pp
+        return [sum(training[stage * size : (stage + 1) * size]) for stage in range(pp)]
+    if pp % len(training) == 0:
+        return [count for layers in training for count in _even(layers, pp // len(training))]
+    return None
+
+
+def _even(total: int, parts: int) -> list[int]:
+    each, rest = divmod(total, parts)
+    return [each + (part < rest) for part in range(parts)]
+
+
+# ------------------------------------------------------------------------------------------------------- groups
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """How the axes of training make up those of the rollout. tp = tp_own x tp_spare, pp likewise."""
+
+    tp_own: int
+    tp_spare: int  # the interval
+    tp_for_pp: int  # part of tp_spare
+    pp_spare: int
+    pp_for_tp: int  # part of pp_spare
+    dp_for_tp: int
+    dp_for_pp: int
+
+
+def _factors(train: Layout, tp: int, pp: int) -> _Factors | None:
+    """None where an axis of the rollout is neither a divisor nor a multiple of that of training."""
+    tp_own, pp_own = min(tp, train.tp), min(pp, train.pp)
+    if max(tp, train.tp) % tp_own or max(pp, train.pp) % pp_own:
+        return None
+    tp_spare, pp_spare = train.tp // tp_own, train.pp // pp_own
+    dp_for_tp = gcd(tp // tp_own, train.dp)
+    dp_for_pp = gcd(pp // pp_own, train.dp // dp_for_tp)
+    pp_for_tp, tp_for_pp = tp // tp_own // dp_for_tp, pp // pp_own // dp_for_pp
+    # rollout tp x pp divides tp x pp x dp: what dp lacks of a factor, the spare ranks of the other axis have
+    assert pp_spare % pp_for_tp == tp_spare % tp_for_pp == 0, f"{train} cannot make up {tp} x {pp}"
+    return _Factors(tp_own, tp_spare, tp_for_pp, pp_spare, pp_for_tp, dp_for_tp, dp_for_pp)
+
+
+def _seat(place: Place, factors: _Factors) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """(which replica, (rollout pp rank, rollout tp rank)) of a training rank."""
+    f = factors
+    tp_own, tp_left = divmod(place.tp, f.tp_spare)
+    tp_for_pp, tp_rest = divmod(tp_left, f.tp_spare // f.tp_for_pp)
+    pp_own, pp_left = divmod(place.pp, f.pp_spare)
+    pp_for_tp, pp_rest = divmod(pp_left, f.pp_spare // f.pp_for_tp)
+    # neighbours in dp are taken together: they are the nearest ranks
+    dp_left, dp_for_tp = divmod(place.dp, f.dp_for_tp)
+    dp_rest, dp_for_pp = divmod(dp_left, f.dp_for_pp)
+    tp_rank = (pp_for_tp * f.dp_for_tp + dp_for_tp) * f.tp_own + tp_own
+    pp_rank = (pp_own * f.dp_for_pp + dp_for_pp) * f.tp_for_pp + tp_for_pp
+    return (pp_rest, dp_rest, tp_rest), (pp_rank, tp_rank)
+
+
+def _blocks(ranks: tuple[int, ...], tp: int, pp: int) -> RolloutLayout:
+    size = tp * pp
+    return _ascending(RolloutLayout(tp, pp, tuple(ranks[i : i + size] for i in range(0, len(ranks), size))))
+
+
+def _ascending(rollout: RolloutLayout) -> RolloutLayout:
+    for group in rollout.tp_groups() + rollout.pp_groups():
+        assert group == sorted(set(group)), f"ranks of a group must ascend: {group}"
+    return rollout
+
+
+# ------------------------------------------------------------------------------------------------------- errors
+
+
+def _check_blocks(num_ranks: int, tp: int, pp: int) -> None:
+    size = tp * pp
+    if num_ranks % size:
+        raise ConfigError(
+            f"{TP_KEY} x {PP_KEY} = {tp} x {pp} = {size} does not divide the {num_ranks} ranks of the rollout: "
+            f"{num_ranks} = {num_ranks // size} x {size} + {num_ranks % size}"
+        )

@@ -1,0 +1,75 @@
+"""Memory that changes hands: the engine's own, and training storages that are released meanwhile.
+
+Storages are emptied and filled behind the tensors that view them: the tensors stay the same objects throughout.
+"""
+
+from collections.abc import Mapping
+from math import prod
+
+import torch
+from torch import Tensor
+
+from hybridflow.reshard.plan import Operation, Way
+
+ALIGNMENT = 64  # elements: where a weight begins in the engine's own memory
+
+
+class OwnMemory:
+    """The engine's own memory of one bucket: one storage, allocated only while the engine has the weights."""
+
+    def __init__(self, operations: list[Operation], dtype: torch.dtype, device: torch.device) -> None:
+        self.operations = operations
+        starts, size = [], 0
+        for operation in operations:
+            starts.append(size)
+            size += -(-prod(operation.shape) // ALIGNMENT) * ALIGNMENT
+        flat = torch.empty(size, dtype=dtype, device=device)
+        self.tensors = {
+            o.weight.megatron: flat[start : start + prod(o.shape)].view(o.shape)
+            for o, start in zip(operations, starts, strict=True)
+        }
+        self._storage, self._size = flat.untyped_storage(), flat.nbytes
+        self._storage.resize_(0)
+
+    def allocate(self) -> int:
+        """Bytes more."""
+        self._storage.resize_(self._size)
+        return self._size
+
+    def release(self) -> int:
+        """Bytes more: a negative number."""
+        self._storage.resize_(0)
+        return -self._size
+
+
+class Move:
+    """A training storage that is released while the engine holds all of it in memory of its own."""
+
+    def __init__(self, storage: torch.UntypedStorage, operations: list[Operation]) -> None:
+        self.operations = operations
+        self.names = [operation.weight.megatron for operation in operations]
+        self._storage, self._size = storage, storage.nbytes()
+
+    def allocate(self) -> int:
+        """Bytes more. What lies between the weights of a storage is zero, as it was."""
+        self._storage.resize_(self._size)
+        self._storage.fill_(0)
+        return self._size
+
+    def release(self) -> int:
+        self._storage.resize_(0)
+        return -self._size
+
+
+def moves(weights: Mapping[str, Tensor], operations: Mapping[str, Operation]) -> list[Move]:
+    """The storages to release: something in them must be gathered, and the engine has all of what they hold."""
+    held: dict[int, list[str]] = {}
+    for name, tensor in weights.items():
+        held.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    found_moves = []
+    for names in held.values():
+        found = [operations[name] for name in names if name in operations]
+        contained = len(found) == len(names) and all(o.contains_training_shard for o in found)
+        if contained and any(o.way is Way.GATHER for o in found):
+            found_moves.append(Move(weights[names[0]].untyped_storage(), found))
+    return found_moves

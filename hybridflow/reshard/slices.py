@@ -1,0 +1,257 @@
+"""Shards of a matrix as rows and columns of the whole, and the rectangles that two of them share. Pure.
+
+A parameter is a matrix of rows x columns in megatron's order, a vector one of 1 column. In this global order QKV rows
+stand per key/value group [q of the group; k; v], GATED rows are [gate; up], VOCAB rows are padded.
+
+    split        training shard (tp rank r)             engine shard (rollout tp rank r)
+    REPLICATED   all                                    all
+    VOCAB        its rows                               its rows
+    COLUMNS      its columns                            its columns
+    GATED        [its rows of gate; its rows of up]     the same
+    QKV          its even share of the rows             [its q heads; its k heads; its v heads]
+
+Where there are fewer key/value heads than ranks, megatron cuts inside a group and the engine repeats heads. The cached
+functions are asked for the same few shards again and again: layers are alike.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
+from typing import NamedTuple
+
+from hybridflow.models.spec import ModelSpec
+from hybridflow.models.weights import Split, Weight
+
+Interval = tuple[int, int]  # start, stop
+
+cached = lru_cache(maxsize=1 << 16)
+
+
+class Matrix(NamedTuple):
+    """What a whole parameter looks like; all that its shards depend on."""
+
+    split: Split
+    rows: int
+    columns: int
+    num_heads: int = 0  # the heads: QKV alone
+    num_kv_heads: int = 0
+    head_dim: int = 0
+
+
+class Shard(NamedTuple):
+    """A rank's part of a matrix: these rows, in this order, of these columns."""
+
+    rows: tuple[Interval, ...]
+    columns: Interval
+
+    @property
+    def num_rows(self) -> int:
+        return sum(stop - start for start, stop in self.rows)
+
+    @property
+    def num_columns(self) -> int:
+        return self.columns[1] - self.columns[0]
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_rows * self.num_columns
+
+
+class Piece(NamedTuple):
+    """rows x columns at (row, column) of the engine's shard = those at (source_row, source_column) of a training shard.
+
+    A vector's pieces have column 0 and 1 column.
+    """
+
+    row: int
+    column: int
+    source_row: int
+    source_column: int
+    rows: int
+    columns: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True)
+class View:
+    """Where an engine's shard lies in a training shard."""
+
+    row: int
+    rows: int
+    column: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How an engine's shard is found in one training shard: at `view`, after the row blocks are put in `order`.
+
+    order: the shard's rows as len(order) equal blocks; block i is then the former block order[i]. Empty: as it stands.
+    """
+
+    order: tuple[int, ...]
+    view: View
+
+
+# ------------------------------------------------------------------------------------------------------- shards
+
+
+def matrix_of(weight: Weight, spec: ModelSpec) -> Matrix:
+    shapes = weight.shapes(spec)
+    columns = shapes[0][1] if len(shapes[0]) == 2 else 1
+    if weight.split is Split.VOCAB:
+        return Matrix(weight.split, spec.padded_vocab_size, columns)
+    rows = sum(shape[0] for shape in shapes)
+    if weight.split is Split.QKV:
+        return Matrix(weight.split, rows, columns, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    return Matrix(weight.split, rows, columns)
+
+
+@cached
+def training_shard(matrix: Matrix, tp: int, tp_rank: int) -> Shard:
+    """What megatron's rank `tp_rank` of `tp` holds."""
+    rows, columns = (0, matrix.rows), (0, matrix.columns)
+    match matrix.split:
+        case Split.REPLICATED:
+            return Shard((rows,), columns)
+        case Split.COLUMNS:
+            return Shard((rows,), share(matrix.columns, tp, tp_rank))
+        case Split.GATED:
+            half = matrix.rows // 2
+            start, stop = share(half, tp, tp_rank)
+            return Shard(joined([(start, stop), (half + start, half + stop)]), columns)
+    return Shard((share(matrix.rows, tp, tp_rank),), columns)
+
+
+@cached
+def engine_shard(matrix: Matrix, tp: int, tp_rank: int) -> Shard:
+    """What the engine's rank `tp_rank` of `tp` needs, in its order."""
+    if matrix.split is not Split.QKV:
+        return training_shard(matrix, tp, tp_rank)
+    queries = matrix.num_heads // matrix.num_kv_heads  # of a group
+    group, dim = (queries + 2) * matrix.head_dim, matrix.head_dim
+    q = [h // queries * group + h % queries * dim for h in range(*share(matrix.num_heads, tp, tp_rank))]
+    k = [g * group + queries * dim for g in range(*_kv_heads(matrix.num_kv_heads, tp, tp_rank))]
+    starts = [*q, *k, *(start + dim for start in k)]
+    return Shard(joined([(start, start + dim) for start in starts]), (0, matrix.columns))
+
+
+def _kv_heads(num_kv_heads: int, tp: int, tp_rank: int) -> Interval:
+    if tp <= num_kv_heads:
+        return share(num_kv_heads, tp, tp_rank)
+    assert tp % num_kv_heads == 0, f"{tp} ranks cannot repeat {num_kv_heads} key/value heads alike"
+    head = tp_rank * num_kv_heads // tp
+    return head, head + 1
+
+
+def share(total: int, parts: int, index: int) -> Interval:
+    """Part `index` of `total` things cut into equal parts."""
+    assert total % parts == 0, f"{total} cannot be cut into {parts}: {total} = {total // parts} x {parts} + ..."
+    size = total // parts
+    return index * size, (index + 1) * size
+
+
+def joined(intervals: list[Interval]) -> tuple[Interval, ...]:
+    """The same rows in the same order, in as few intervals as can be."""
+    found: list[Interval] = []
+    for start, stop in intervals:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+# ---------------------------------------------------------------------------------------------- two shards
+
+
+def common(a: Interval, b: Interval) -> Interval:
+    """What both hold; empty intervals have stop = start."""
+    start = max(a[0], b[0])
+    return start, max(start, min(a[1], b[1]))
+
+
+@cached
+def pieces_of(matrix: Matrix, tp: int, tp_rank: int, rollout_tp: int, rollout_tp_rank: int) -> tuple[Piece, ...]:
+    """What training rank `tp_rank` has of the engine shard of `rollout_tp_rank`: the fewest rectangles, top down."""
+    source, target = training_shard(matrix, tp, tp_rank), engine_shard(matrix, rollout_tp, rollout_tp_rank)
+    left, right = common(source.columns, target.columns)
+    if left == right:
+        return ()
+    found: list[Piece] = []
+    row = 0
+    for wanted in target.rows:
+        # training rows ascend in every split, so these pieces do too
+        for source_row, start, stop in _overlaps(wanted, source.rows):
+            at = (row + start - wanted[0], left - target.columns[0])
+            _append(found, Piece(*at, source_row, left - source.columns[0], stop - start, right - left))
+        row += wanted[1] - wanted[0]
+    return tuple(found)
+
+
+def _append(pieces: list[Piece], piece: Piece) -> None:
+    """Add a piece of the same columns, to the last one where it continues that in both shards."""
+    last = pieces[-1] if pieces else None
+    if last and (last.row + last.rows, last.source_row + last.rows) == (piece.row, piece.source_row):
+        pieces[-1] = last._replace(rows=last.rows + piece.rows)
+    else:
+        pieces.append(piece)
+
+
+def _overlaps(wanted: Interval, rows: tuple[Interval, ...]) -> list[tuple[int, int, int]]:
+    """(row of the shard, global start, global stop) of the wanted rows that a shard of these rows holds."""
+    found, offset = [], 0
+    for interval in rows:
+        start, stop = common(wanted, interval)
+        if stop > start:
+            found.append((offset + start - interval[0], start, stop))
+        offset += interval[1] - interval[0]
+    return found
+
+
+@cached
+def overlap_elements(matrix: Matrix, tp: int, tp_rank: int, rollout_tp: int, rollout_tp_rank: int) -> int:
+    """How many elements two such shards share, counted from the intervals alone."""
+    source, target = training_shard(matrix, tp, tp_rank), engine_shard(matrix, rollout_tp, rollout_tp_rank)
+    pairs = [common(a, b) for a in source.rows for b in target.rows]
+    columns = common(source.columns, target.columns)
+    return sum(stop - start for start, stop in pairs) * (columns[1] - columns[0])
+
+
+@cached
+def sources_of(
+    matrix: Matrix, tp: int, near: int, rollout_tp: int, rollout_tp_rank: int
+) -> tuple[tuple[int, Piece], ...]:
+    """(training tp rank, piece) that make up an engine shard, each element once, by row and column of the target.
+
+    near: the training tp rank to take what all of them hold from.
+    """
+    ranks = [near] if matrix.split is Split.REPLICATED else range(tp)
+    found = [(rank, piece) for rank in ranks for piece in pieces_of(matrix, tp, rank, rollout_tp, rollout_tp_rank)]
+    return tuple(sorted(found, key=lambda source: source[1]))
+
+
+@cached
+def arrangement_of(matrix: Matrix, tp: int, tp_rank: int, rollout_tp: int, rollout_tp_rank: int) -> Arrangement | None:
+    """How the engine shard is found in the one training shard; None where that lacks elements."""
+    target = engine_shard(matrix, rollout_tp, rollout_tp_rank)
+    pieces = pieces_of(matrix, tp, tp_rank, rollout_tp, rollout_tp_rank)
+    if sum(piece.num_elements for piece in pieces) < target.num_elements:
+        return None
+    first = pieces[0]
+    if len(pieces) == 1:
+        return Arrangement((), View(first.source_row, first.rows, first.source_column, first.columns))
+    order = _order_of(pieces, training_shard(matrix, tp, tp_rank).num_rows)
+    return Arrangement(order, View(0, target.num_rows, first.source_column, first.columns))
+
+
+def _order_of(pieces: tuple[Piece, ...], num_rows: int) -> tuple[int, ...]:
+    """The order of row blocks, as large as can be, that puts the pieces first and keeps the rest ascending."""
+    size = gcd(num_rows, *(piece.source_row for piece in pieces), *(piece.rows for piece in pieces))
+    starts = [row for piece in pieces for row in range(piece.source_row, piece.source_row + piece.rows, size)]
+    wanted = [row // size for row in starts]
+    assert len(set(wanted)) == len(wanted), f"an engine shard needs a row twice: blocks {wanted}"
+    return (*wanted, *sorted(set(range(num_rows // size)) - set(wanted)))

@@ -1,0 +1,71 @@
+"""The engine's KV cache: released while the trainer needs the memory, and back before the next generation."""
+
+from typing import Any
+
+from torch import Tensor, UntypedStorage
+
+
+class KVCache:
+    """Of an engine on a CPU, where vLLM's sleep mode does not exist (0.32.0): the storages shrink to nothing.
+
+    The tensors and every view of them stay; only the memory under them goes and comes.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self._storages = _storages(runner.kv_caches)
+        self._sizes = [storage.nbytes() for storage in self._storages]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        return sum(storage.nbytes() for storage in self._storages)
+
+    def release(self) -> None:
+        """No request may be running. The content is lost."""
+        for storage in self._storages:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """The content is zero: the engine's prefix cache must be reset before it is used."""
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(size)
+            storage.fill_(0)  # vLLM multiplies what lies behind a sequence by zero: what was a NaN would stay one
+
+
+class CudaKVCache:
+    """Of an engine on CUDA, built with enable_sleep_mode: vLLM unmaps the memory and keeps the addresses.
+
+    CUDA graphs hold addresses, so storages cannot be resized there. Our weights are no part of vLLM's memory pool,
+    having been allocated elsewhere; what little of the model lies in it (rotary tables) is kept on the host meanwhile
+    and comes back too. Written from vLLM 0.32.0's source and never run: it was developed without a GPU.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self._size = sum(storage.nbytes() for storage in _storages(runner.kv_caches))
+        self._released = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        return 0 if self._released else self._size
+
+    def release(self) -> None:
+        """No request may be running. The content is lost."""
+        if not self._released:
+            self._llm.sleep(level=1)
+            self._released = True
+
+    def restore(self) -> None:
+        """The content is garbage: the engine's prefix cache must be reset before it is used."""
+        if self._released:
+            self._llm.wake_up()  # all tags: the rotary tables lie under "weights"
+            self._released = False
+
+
+def _storages(tensors: list[Tensor]) -> list[UntypedStorage]:
+    """Each once: the layers' caches are views of one storage or of several, as vLLM likes."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return list({storage.data_ptr(): storage for storage in storages}.values())

@@ -1,0 +1,235 @@
+"""Build engines of many layouts one after the other; compare each with HuggingFace. The engine without a trainer.
+
+torchrun --nproc-per-node 4 -m tests.distributed.engine_worker CHECKPOINTS OUT
+"""
+
+import functools
+import json
+import sys
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hybridflow.config import RolloutConfig, SamplingConfig
+from hybridflow.parallel import platform as platforms
+from hybridflow.parallel.layout import RolloutLayout, Stages
+from hybridflow.rollout.engine import Request, RolloutEngine
+from hybridflow.rollout.patches import join_groups
+
+NUM_RANKS = 4
+NUM_LAYERS = 3
+NUM_PROMPTS = 4
+PROMPT_LENGTHS = (9, 120, 33, 124, 5, 140, 121)  # replica i has four from the i-th on; a block holds 128 tokens
+MAX_LENGTH = 256
+WHOLE: Stages = ((0, 1, 2),)
+EARLY: Stages = ((0,), (1, 2))  # vLLM by itself would cut the other way
+LATE: Stages = ((0, 1), (2,))
+SAMPLING = SamplingConfig(max_response_length=12, temperature=0.7, ignore_eos=True)
+CONFIG = RolloutConfig(kv_cache_gib=1 / 128, max_num_seqs=8, max_num_batched_tokens=256)
+NUM_REBUILDS = 10
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    tp: int
+    pp: int
+    replicas: tuple[tuple[int, ...], ...]
+    stages: Stages = WHOLE
+    dtype: str = "float32"
+    kv_cache_gib: float = CONFIG.kv_cache_gib
+
+    @property
+    def layout(self) -> RolloutLayout:
+        return RolloutLayout(self.tp, self.pp, self.replicas)
+
+
+CASES = {
+    "tp1": Case("llama", 1, 1, ((0,), (1,), (2,), (3,))),
+    "tp2": Case("llama", 2, 1, ((0, 1), (2, 3))),
+    "tp2 tied": Case("qwen2", 2, 1, ((0, 1), (2, 3))),
+    "tp2 at intervals": Case("llama", 2, 1, ((0, 2), (1, 3))),
+    "tp4": Case("qwen2", 4, 1, ((0, 1, 2, 3),)),
+    "tp4 replicated kv": Case("few_kv", 4, 1, ((0, 1, 2, 3),)),
+    "pp2 apart": Case("llama", 1, 2, ((0, 2), (1, 3)), EARLY),
+    "pp2 apart tied": Case("qwen2", 1, 2, ((0, 2), (1, 3)), LATE),
+    "pp2 next": Case("qwen2", 1, 2, ((0, 1), (2, 3)), EARLY),
+    "tp2 pp2": Case("llama", 2, 2, ((0, 1, 2, 3),), LATE),
+    "tp2 pp2 at intervals": Case("qwen2", 2, 2, ((0, 2, 1, 3),), EARLY),
+    # five blocks, one of them vLLM's own: enough to start on four prompts, not to end on them
+    "pp2 full cache": Case("llama", 1, 2, ((0, 2), (1, 3)), EARLY, kv_cache_gib=5 * 2 * 2**17 / 2**30),
+    "last two ranks": Case("llama", 2, 1, ((2, 3),)),
+    "odd ranks": Case("qwen2", 2, 1, ((1, 3),)),
+    "one rank": Case("llama", 1, 1, ((2,),)),
+    "bfloat16": Case("llama", 2, 1, ((0, 1), (2, 3)), dtype="bfloat16"),  # equal tokens cannot be expected
+}
+
+
+def main(checkpoints: Path, out: Path) -> None:
+    platform = platforms.start(seed=0)
+    records = {name: run(case, checkpoints, platform) for name, case in CASES.items()}
+    results = {"cases": records, "rebuilds": rebuild(checkpoints, platform)}
+    everyone = [None] * platform.world_size
+    dist.all_gather_object(everyone, results)
+    if platform.rank == 0:
+        out.write_text(json.dumps(everyone))
+    platforms.stop()
+
+
+def run(case: Case, checkpoints: Path, platform: platforms.Platform) -> dict | None:
+    """The case on its ranks; the others go straight to a collective of the world and wait there."""
+    join_groups(case.layout, case.stages, platform.local_rank)
+    record = check(case, checkpoints, platform) if platform.rank in case.layout else None
+    total = torch.ones(1)
+    dist.all_reduce(total, group=dist.group.WORLD)
+    assert total.item() == platform.world_size
+    return record
+
+
+def build(case: Case, checkpoints: Path, platform: platforms.Platform, sleep_level: int = 1) -> RolloutEngine:
+    seat = case.layout.seat(platform.rank)
+    return RolloutEngine(
+        checkpoints / case.model / "policy",
+        Weights(huggingface(checkpoints, case.model, case.dtype), seat.tp, case.tp),
+        dtype=case.dtype,
+        layout=case.layout,
+        stages=case.stages,
+        max_length=MAX_LENGTH,
+        sampling=SAMPLING,
+        config=CONFIG.model_copy(update={"kv_cache_gib": case.kv_cache_gib, "sleep_level": sleep_level}),
+        platform=platform,
+    )
+
+
+def check(case: Case, checkpoints: Path, platform: platforms.Platform) -> dict:
+    engine = build(case, checkpoints, platform)
+    record = {
+        "parameters": sorted(engine.parameters()),
+        "blocks": engine._engine.vllm_config.cache_config.num_gpu_blocks,
+    }
+    replica = case.layout.seat(platform.rank).replica
+    requests = [Request(prompt, seed) for seed, prompt in enumerate(prompts()[replica : replica + NUM_PROMPTS])]
+    greedy = engine.generate(requests, engine.greedy_params(SAMPLING, ()))
+    sampled = engine.generate(requests, engine.sampling_params(SAMPLING, ()))
+    record |= against_huggingface(huggingface(checkpoints, case.model, case.dtype), requests, greedy, sampled)
+    record |= sleep_and_wake(engine, requests, [response.token_ids for response in greedy])
+    model = weakref.ref(engine._model_runner().model)
+    engine.close()
+    return record | {"collected": model() is None}
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(4, 100, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+
+
+def against_huggingface(model: PreTrainedModel, requests: list, greedy: list, sampled: list) -> dict:
+    """Whether each greedy response is right, and the differences of the sampled tokens' log-probs."""
+    right, differences = [], []
+    for request, likeliest, drawn in zip(requests, greedy, sampled, strict=True):
+        right.append(likeliest.token_ids == greedy_tokens(model, tuple(request.prompt)))
+        with torch.no_grad():
+            logits = model(torch.tensor([request.prompt + drawn.token_ids])).logits[0, len(request.prompt) - 1 : -1]
+        expected = torch.log_softmax(logits.float() / SAMPLING.temperature, -1)
+        expected = expected.gather(1, torch.tensor(drawn.token_ids)[:, None])[:, 0]
+        differences.append((expected - torch.tensor(drawn.log_probs)).abs())
+    difference = torch.cat(differences)
+    return {
+        "right": right,
+        "difference": float(difference.max()),
+        "mean_difference": float(difference.mean()),
+        "sampled": [drawn.token_ids for drawn in sampled],
+    }
+
+
+@functools.cache
+def greedy_tokens(model: PreTrainedModel, prompt: tuple[int, ...]) -> list[int]:
+    tokens = model.generate(
+        torch.tensor([prompt]),
+        do_sample=False,
+        max_new_tokens=SAMPLING.max_response_length,
+        attention_mask=torch.ones(1, len(prompt)),
+        eos_token_id=None,
+    )
+    return tokens[0, len(prompt) :].tolist()
+
+
+def sleep_and_wake(engine: RolloutEngine, requests: list[Request], tokens: list[list[int]]) -> dict:
+    """Bytes of the cache before, in and after sleep, and whether the same is generated with what comes back."""
+    caches = engine._model_runner().kv_caches
+    for cache in caches:
+        cache.fill_(float("nan"))  # freed memory may come back with anything in it
+    awake = engine.kv_cache.nbytes
+    engine.sleep()
+    asleep = sum(cache.untyped_storage().nbytes() for cache in caches)
+    engine.wake_up()
+    engine.reset_prefix_cache()
+    again = engine.generate(requests, engine.greedy_params(SAMPLING, ()))
+    return {
+        "nbytes": [awake, asleep, engine.kv_cache.nbytes],
+        "same_after_sleep": [response.token_ids for response in again] == tokens,
+    }
+
+
+def rebuild(checkpoints: Path, platform: platforms.Platform) -> dict:
+    """Engines built and closed in turn: resident memory after each, and what a cache that never sleeps holds asleep."""
+    resident, kept, seconds = [], [], []
+    for number in range(NUM_REBUILDS):
+        case = CASES[("tp2", "pp2 apart tied")[number % 2]]
+        join_groups(case.layout, case.stages, platform.local_rank)
+        started = time.monotonic()
+        engine = build(case, checkpoints, platform, sleep_level=0)
+        seconds.append(time.monotonic() - started)
+        engine.generate([Request(prompts()[0], 0)], engine.greedy_params(SAMPLING, ()))
+        engine.sleep()
+        kept.append(engine.kv_cache.nbytes)
+        engine.close()
+        resident.append(psutil.Process().memory_info().rss)
+    return {"resident": resident, "kept": kept, "seconds": seconds}
+
+
+@functools.cache
+def huggingface(checkpoints: Path, model: str, dtype: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(checkpoints / model / "policy", dtype=getattr(torch, dtype)).eval()
+
+
+class Weights:
+    """What a rank's engine reads, cut out of HuggingFace's tensors: rows are copied, columns are strided views."""
+
+    def __init__(self, model: PreTrainedModel, tp_rank: int, tp: int) -> None:
+        self._tensors, self._config = model.state_dict(), model.config
+        self._tp_rank, self._tp = tp_rank, tp
+
+    def __call__(self, name: str) -> Tensor:
+        prefix, _, leaf = name.rpartition(".")
+        parent, _, module = prefix.rpartition(".")
+        if module == "qkv_proj":
+            kv_parts = min(self._tp, self._config.num_key_value_heads)  # beyond that, ranks share a head
+            parts = {"q_proj": self._tp, "k_proj": kv_parts, "v_proj": kv_parts}
+            return torch.cat([self._rows(f"{parent}.{part}.{leaf}", of) for part, of in parts.items()])
+        if module == "gate_up_proj":
+            return torch.cat([self._rows(f"{parent}.{part}_proj.{leaf}", self._tp) for part in ("gate", "up")])
+        if module in ("o_proj", "down_proj"):
+            return self._tensors[name].chunk(self._tp, dim=1)[self._tp_rank]
+        if module in ("embed_tokens", "lm_head"):
+            return self._vocabulary(self._tensors[name])
+        return self._tensors[name]
+
+    def _rows(self, name: str, parts: int) -> Tensor:
+        return self._tensors[name].chunk(parts)[self._tp_rank * parts // self._tp]
+
+    def _vocabulary(self, whole: Tensor) -> Tensor:
+        """The rows of padding hold what would win if it were looked at."""
+        padding = whole.new_full((-len(whole) % 64, whole.shape[1]), 100.0)
+        return torch.cat([whole, padding]).chunk(self._tp)[self._tp_rank]
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""The engine alone: every rollout layout against HuggingFace, the KV cache asleep, one engine after the other."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.engine_worker import CASES, CONFIG, MAX_LENGTH, NUM_LAYERS, NUM_PROMPTS, NUM_RANKS
+from tests.launch import torchrun
+from tests.tiny_models import make_checkpoints
+
+KV_CACHE_BYTES = CONFIG.kv_cache_gib * 2**30
+MODELS = {"llama": ("llama", False, 4), "qwen2": ("qwen2", True, 4), "few_kv": ("llama", False, 2)}
+FLOAT32 = [name for name, case in CASES.items() if case.dtype == "float32"]
+STAGED = [name for name, case in CASES.items() if case.pp > 1]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What each rank saw."""
+    root: Path = tmp_path_factory.mktemp("engine")
+    for name, (family, tied, num_kv_heads) in MODELS.items():
+        make_checkpoints(
+            root / name,
+            family=family,
+            tied=tied,
+            head_dim=32,
+            num_layers=NUM_LAYERS,
+            num_kv_heads=num_kv_heads,
+            max_length=MAX_LENGTH,
+        )
+    torchrun(NUM_RANKS, "-m", "tests.distributed.engine_worker", root, root / "results.json", timeout=280)
+    return json.loads((root / "results.json").read_text())
+
+
+def records(ranks: list[dict], name: str) -> dict[int, dict]:
+    """The records of a case by the ranks that take part in it; no other rank has one."""
+    found = {rank: results["cases"][name] for rank, results in enumerate(ranks) if results["cases"][name] is not None}
+    assert tuple(found) == CASES[name].layout.ranks
+    return found
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_greedy_tokens_are_huggingfaces_on_every_rank(ranks, name):
+    for record in records(ranks, name).values():
+        assert record["right"] == [True] * NUM_PROMPTS
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_sampled_log_probs_are_huggingfaces_on_every_rank(ranks, name):
+    for record in records(ranks, name).values():
+        assert record["difference"] < 1e-4
+
+
+def test_bfloat16_log_probs_are_near(ranks):
+    """Two programs that round to 8 bits at different places; wrong weights would differ by whole nats."""
+    for record in records(ranks, "bfloat16").values():
+        assert 1e-3 < record["mean_difference"] < 0.2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_of_a_replica_draw_alike(ranks, name):
+    found = records(ranks, name)
+    drawn = [[found[rank]["sampled"] for rank in replica] for replica in CASES[name].replicas]
+    for replica in drawn:
+        assert all(other == replica[0] for other in replica)
+    assert all(other[0] != drawn[0][0] for other in drawn[1:])  # each replica has prompts of its own
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cache_is_released_asleep_and_back_awake(ranks, name):
+    for record in records(ranks, name).values():
+        awake, asleep, again = record["nbytes"]
+        assert 0 < awake <= KV_CACHE_BYTES
+        assert (asleep, again) == (0, awake)
+        assert record["same_after_sleep"]
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_stages_have_the_layers_they_were_given(ranks, name):
+    case = CASES[name]
+    for rank, record in records(ranks, name).items():
+        found = {int(parameter.split(".")[2]) for parameter in record["parameters"] if ".layers." in parameter}
+        assert found == set(case.stages[case.layout.seat(rank).pp])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_of_a_replica_have_as_many_blocks(ranks, name):
+    """Each schedules for itself: with other numbers of blocks they would part when the cache is full."""
+    found = records(ranks, name)
+    for replica in CASES[name].replicas:
+        assert len({found[rank]["blocks"] for rank in replica}) == 1
+
+
+def test_the_full_cache_is_small(ranks):
+    """Else that case would show nothing that the others do not."""
+    assert all(record["blocks"] == 5 for record in records(ranks, "pp2 full cache").values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_closed_engine_is_gone(ranks, name):
+    assert all(record["collected"] for record in records(ranks, name).values())
+
+
+def test_memory_does_not_grow_with_engines(ranks):
+    for results in ranks:
+        resident = results["rebuilds"]["resident"]
+        assert resident[-1] - resident[1] < 16 << 20  # after one engine of each of the two kinds
+
+
+def test_cache_stays_at_sleep_level_0(ranks):
+    for results in ranks:
+        assert min(results["rebuilds"]["kept"]) > KV_CACHE_BYTES / 4
