@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -27,10 +28,18 @@ from pydantic import (
 
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Layout
-from hybridflow.placement import RankList, check_engine, check_placement, check_ranks, check_sizes, resolve_ranks
+from hybridflow.placement import (
+    RankList,
+    check_engine,
+    check_placement,
+    check_ranks,
+    check_sizes,
+    resolve_ranks,
+    well_formed,
+)
 
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
-Ranks = Annotated[RankList, Field(min_length=1)]
+Ranks = Annotated[RankList, BeforeValidator(well_formed)]
 
 
 class Section(BaseModel):
@@ -122,12 +131,12 @@ class LayoutConfig(Section):
     def _check(self) -> Self:
         if self.sequence_parallel and self.tensor_parallel_size == 1:
             raise ValueError("sequence_parallel needs tensor_parallel_size > 1, it is 1")
-        for key in (
-            "virtual_pipeline_parallel_size",
-            "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage",
+        for key, neutral in (
+            ("virtual_pipeline_parallel_size", 1),
+            ("num_layers_in_first_pipeline_stage", None),
+            ("num_layers_in_last_pipeline_stage", None),
         ):
-            if self.pipeline_parallel_size == 1 and (getattr(self, key) or 1) > 1:
+            if self.pipeline_parallel_size == 1 and getattr(self, key) != neutral:
                 raise ValueError(f"{key} = {getattr(self, key)} needs pipeline_parallel_size > 1, it is 1")
         return self
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hybridflow.config import DataConfig, ExperimentConfig
+from hybridflow.config import DataConfig, ExperimentConfig, RoleConfig
 from hybridflow.data import PromptDataset, load_prompts
-from hybridflow.errors import CheckpointError
-from hybridflow.models.spec import read_spec
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.models.spec import ModelSpec, read_spec
+from hybridflow.parallel.layout import RolloutLayout, Stages
+from hybridflow.reshard.groups import check_rollout, engine_stages, rollout_layout, standalone_layout
 from hybridflow.rewards import RewardFunction, load_reward_function
 
 
@@ -34,17 +36,13 @@ class Inputs:
         ]
 
 
-def load_inputs(config: ExperimentConfig) -> Inputs:
-    """Read and check all of it, and that every model can hold the longest sequence.
+def load_inputs(config: ExperimentConfig, world_size: int) -> Inputs:
+    """Read and check all of it, and that every model fits its role's layout and the longest sequence.
 
+    The config must have passed `check_world_size`.
     Errors: DataError, CheckpointError, ConfigError, RewardError naming file, field and rule.
     """
-    actor = read_spec(config.actor.model)
-    for name, role in config.roles().items():
-        spec = read_spec(role.model)
-        spec.check_parallel(f"{name}.tensor_parallel_size", role.tensor_parallel_size)
-        spec.check_length(config.max_sequence_length)
-        spec.check_vocabulary(name, actor)
+    _check_models(config, world_size)
     path, data = Path(config.actor.model), config.data
     tokenizer = _load_tokenizer(path)
     return Inputs(
@@ -54,6 +52,41 @@ def load_inputs(config: ExperimentConfig) -> Inputs:
         heldout=_prompts(data.heldout, tokenizer, data) if data.heldout else None,
         right=load_reward_function(config.metrics.eval_reward) if config.metrics.eval_reward else None,
     )
+
+
+def rollout_of(config: ExperimentConfig, spec: ModelSpec, world_size: int) -> tuple[RolloutLayout, Stages]:
+    """Which ranks generate together, and the layers of each engine stage."""
+    tp, pp = config.rollout_tensor_parallel_size, config.rollout.pipeline_parallel_size
+    train, ranks = config.actor.layout(world_size), config.rollout_ranks(world_size)
+    layout = rollout_layout(train, tp, pp) if ranks == train.ranks else standalone_layout(ranks, tp, pp)
+    return layout, engine_stages(spec.num_layers, train, layout)
+
+
+def _check_models(config: ExperimentConfig, world_size: int) -> None:
+    actor = read_spec(config.actor.model)
+    for name, role in config.roles().items():
+        spec = read_spec(role.model)
+        spec.check_parallel(f"{name}.tensor_parallel_size", role.tensor_parallel_size)
+        _check_layers(name, role, spec, world_size)
+        spec.check_length(config.max_sequence_length)
+        spec.check_vocabulary(name, actor)
+    check_rollout(actor, config.rollout_tensor_parallel_size)
+    rollout_of(config, actor, world_size)
+
+
+def _check_layers(name: str, role: RoleConfig, spec: ModelSpec, world_size: int) -> None:
+    """Raise ConfigError unless the layers go up in the role's pipeline stages and model chunks."""
+    keys = [
+        *["pipeline_parallel_size", "virtual_pipeline_parallel_size"],
+        *["num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"],
+    ]
+    given = [f"{name}.{key} = {getattr(role, key)}" for key in keys if key in role.model_fields_set]
+    try:
+        role.layout(world_size).chunks(spec.num_layers)
+    except ValueError as error:
+        raise ConfigError(
+            f"{', '.join(given)} and num_hidden_layers = {spec.num_layers} of {spec.path}: {error}"
+        ) from error
 
 
 def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:

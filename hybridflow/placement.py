@@ -7,11 +7,21 @@ ranks: [[0, 2], [4, 6]]   intervals joined: 0, 1, 4, 5
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hybridflow.errors import ConfigError
 
 Ranks = tuple[int, ...]
 RankList = tuple[int, ...] | tuple[tuple[int, int], ...]
+
+
+def well_formed(given: Any) -> Any:
+    """What a `ranks` key was given, if it has one of the three forms. Errors: ValueError."""
+    entries = given if isinstance(given, list | tuple) else []
+    intervals = all(isinstance(x, list | tuple) and len(x) == 2 and all(type(y) is int for y in x) for x in entries)
+    if given is not None and not (entries and (intervals or all(type(x) is int for x in entries))):
+        raise ValueError(f"{given!r} is neither [start, stop], nor a list of ranks, nor a list of [start, stop]")
+    return given
 
 
 def resolve_ranks(given: RankList | None, world_size: int) -> Ranks:
@@ -28,10 +38,11 @@ def check_ranks(key: str, given: RankList | None, world_size: int) -> Ranks:
     ranks = resolve_ranks(given, world_size)
     if not ranks or list(ranks) != sorted(set(ranks)):
         raise ConfigError(f"{key} = {_listed(given)} means the ranks {list(ranks)}: ranks must ascend, each named once")
-    if ranks[-1] >= world_size:
-        raise ConfigError(
-            f"{key} = {_listed(given)} names rank {ranks[-1]}, the run has {world_size} ranks: 0 .. {world_size - 1}"
-        )
+    for rank in (ranks[-1], ranks[0]):
+        if not 0 <= rank < world_size:
+            raise ConfigError(
+                f"{key} = {_listed(given)} names rank {rank}, the run has {world_size} ranks: 0 .. {world_size - 1}"
+            )
     return ranks
 
 
@@ -76,7 +87,7 @@ def check_placement(placed: Mapping[str, Ranks], world_size: int) -> None:
     unused = sorted(set(range(world_size)) - {rank for ranks in placed.values() for rank in ranks})
     if unused:
         used = ", ".join(f"{key} = {shown(ranks)}" for key, ranks in placed.items())
-        raise ConfigError(f"rank {shown(unused)} of {world_size} has no work: {used}")
+        raise ConfigError(f"of the {world_size} ranks of the run nothing uses {shown(unused)}: {used}")
     for (one, first), (other, second) in itertools.combinations(placed.items(), 2):
         shared = sorted(set(first) & set(second))
         if shared and len(shared) < min(len(first), len(second)):

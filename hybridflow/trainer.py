@@ -23,18 +23,16 @@ from hybridflow.data import PromptOrder
 from hybridflow.errors import ConfigError
 from hybridflow.evaluate import Evaluation, evaluate
 from hybridflow.export import export_huggingface
-from hybridflow.inputs import Inputs, load_inputs
+from hybridflow.inputs import Inputs, load_inputs, rollout_of
 from hybridflow.metrics import Stopwatch
 from hybridflow.models.build import DTYPES
 from hybridflow.models.optimizer import NO_BYTES, learning_rate
-from hybridflow.models.spec import ModelSpec
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
-from hybridflow.parallel.layout import RolloutLayout, Stages
+from hybridflow.parallel.layout import Stages
 from hybridflow.recorder import Recorder, RunSummary, record_run
 from hybridflow.report import MIB, Iteration, cost_metrics, own_bytes, rollout_metrics
-from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout
 from hybridflow.reshard.plan import plan_reshard
 from hybridflow.reshard.transfer import HandOffCost, WeightHandOff
 from hybridflow.roles.base import World
@@ -57,7 +55,7 @@ class RLTrainer:
         config.check_world_size(world_size)
         self.config = config
         self.platform = platforms.start(config.seed)
-        self.inputs: Inputs = load_inputs(config)
+        self.inputs: Inputs = load_inputs(config, world_size)
         prepare_vllm()  # a missing vLLM is told before the models load
         self.exchange = Exchange(dist.group.WORLD, self.platform.device)
         self.watch = Stopwatch(self.platform.synchronize)
@@ -332,14 +330,6 @@ class RLTrainer:
             yield
         finally:
             self._costs.append(self.hand_off.to_trainer())
-
-
-def rollout_of(config: ExperimentConfig, spec: ModelSpec, world_size: int) -> tuple[RolloutLayout, Stages]:
-    """Which ranks generate together, and the layers of each engine stage."""
-    tp, pp = config.rollout_tensor_parallel_size, config.rollout.pipeline_parallel_size
-    train, ranks = config.actor.layout(world_size), config.rollout_ranks(world_size)
-    layout = rollout_layout(train, tp, pp) if ranks == train.ranks else standalone_layout(ranks, tp, pp)
-    return layout, engine_stages(spec.num_layers, train, layout)
 
 
 def _kl_controller(config: ExperimentConfig) -> FixedKL | AdaptiveKL:

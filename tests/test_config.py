@@ -9,6 +9,7 @@ import yaml
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError, UserError
+from hybridflow.parallel.layout import Layout
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -212,7 +213,8 @@ def test_every_problem_is_told_at_once(config_file) -> None:
         ("sampling.top_p", 1.1, "less than or equal to 1"),
         ("sampling.presence_penalty", 3, "less than or equal to 2"),
         ("actor.dtype", "float16", "'float32' or 'bfloat16'"),
-        ("actor.pipeline_parallel_size", 2, "1"),
+        ("actor.pipeline_parallel_size", 0, "greater than 0"),
+        ("rollout.pipeline_parallel_size", 0, "greater than 0"),
         ("actor.optimizer.name", "lion", "'adam' or 'sgd'"),
         ("actor.optimizer.lr", -1e-5, "greater than or equal to 0"),
         ("actor.optimizer.lr", float("nan"), "finite"),
@@ -287,8 +289,20 @@ def test_a_reward_function_is_module_and_name(config_file, function: str) -> Non
             ["algorithm.kl: ", "adaptive has nothing to control"],
         ),
         (
-            {"rollout.tensor_parallel_size": 2},
-            ["rollout.tensor_parallel_size = 2 must equal actor.tensor_parallel_size = 1"],
+            {"critic.virtual_pipeline_parallel_size": 2},
+            ["critic: virtual_pipeline_parallel_size = 2 needs pipeline_parallel_size > 1, it is 1"],
+        ),
+        (
+            {"actor.num_layers_in_last_pipeline_stage": 1},
+            ["actor: num_layers_in_last_pipeline_stage = 1 needs pipeline_parallel_size > 1, it is 1"],
+        ),
+        (
+            {"actor.ranks": [[0, 2], [3]]},
+            ["actor.ranks: [[0, 2], [3]] is neither [start, stop], nor a list of ranks, nor a list of [start, stop]"],
+        ),
+        (
+            {"rollout.ranks": []},
+            ["rollout.ranks: [] is neither [start, stop], nor a list of ranks"],
         ),
         (
             {"metrics.eval_interval": 5},
@@ -315,9 +329,38 @@ def test_fields_that_do_not_agree_are_errors_that_show_the_arithmetic(
 def test_a_world_that_every_role_fills_is_accepted() -> None:
     config = load(**{"actor.tensor_parallel_size": 2, "critic.data_parallel_size": 4, "algorithm.mini_batch_size": 16})
     config.check_world_size(4)
-    assert config.actor.data_parallel(4) == 2
-    assert config.critic.data_parallel(4) == 4
-    assert config.reference.data_parallel(4) == 4
+    everywhere = (0, 1, 2, 3)
+    assert config.actor.layout(4) == Layout(tp=2, pp=1, dp=2, ranks=everywhere)
+    assert config.critic.layout(4) == Layout(tp=1, pp=1, dp=4, ranks=everywhere)
+    assert config.reference.layout(4) == Layout(tp=1, pp=1, dp=4, ranks=everywhere)
+    assert config.rollout_tensor_parallel_size == 2
+    assert config.rollout_ranks(4) == everywhere
+
+
+def test_roles_on_ranks_of_their_own_are_accepted() -> None:
+    config = load(
+        **{
+            "actor.ranks": [0, 4],
+            "actor.pipeline_parallel_size": 2,
+            "actor.virtual_pipeline_parallel_size": 3,
+            "actor.num_layers_in_first_pipeline_stage": 3,
+            "critic.ranks": [[4, 5], [6, 7]],
+            "critic.tensor_parallel_size": 2,
+            "reference.ranks": [[5, 6], [7, 8]],
+            "rollout.ranks": [8, 12],
+            "rollout.tensor_parallel_size": 2,
+            "rollout.pipeline_parallel_size": 2,
+        }
+    )
+    config.check_world_size(12)
+    assert config.actor.layout(12) == Layout(tp=1, pp=2, dp=2, ranks=(0, 1, 2, 3), vpp=3, first_stage_layers=3)
+    assert config.critic.layout(12) == Layout(tp=2, pp=1, dp=1, ranks=(4, 6))
+    assert config.reference.layout(12) == Layout(tp=1, pp=1, dp=2, ranks=(5, 7))
+    assert config.rollout_ranks(12) == (8, 9, 10, 11)
+
+
+def test_the_engine_runs_on_the_actors_ranks_unless_it_has_its_own() -> None:
+    assert load(**{"actor.ranks": [2, 5]}).rollout_ranks(8) == (2, 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -326,46 +369,118 @@ def test_a_world_that_every_role_fills_is_accepted() -> None:
         (
             {"critic.tensor_parallel_size": 4, "algorithm.mini_batch_size": 8},
             6,
-            [
-                "critic: tensor_parallel_size x pipeline_parallel_size = 4 x 1 = 4 does not divide the 6 ranks",
-                "6 = 1 x 4 + 2",
-            ],
+            "critic: tensor_parallel_size x pipeline_parallel_size = 4 x 1 = 4 does not divide the 6 ranks of the "
+            "run: 6 = 1 x 4 + 2",
+        ),
+        (
+            {"critic.tensor_parallel_size": 2, "critic.pipeline_parallel_size": 2, "algorithm.mini_batch_size": 8},
+            6,
+            "critic: tensor_parallel_size x pipeline_parallel_size = 2 x 2 = 4 does not divide the 6 ranks of the "
+            "run: 6 = 1 x 4 + 2",
         ),
         (
             {"reference.tensor_parallel_size": 2, "reference.data_parallel_size": 3},
             4,
-            [
-                "reference: tensor_parallel_size x pipeline_parallel_size x data_parallel_size = 2 x 1 x 3 = 6",
-                "the run has 4 ranks",
-            ],
+            "reference: tensor_parallel_size x pipeline_parallel_size x data_parallel_size = 2 x 1 x 3 = 6, but there "
+            "are 4 ranks of the run",
         ),
         (
             {"actor.data_parallel_size": 1},
             2,
-            ["actor: ", "1 x 1 x 1 = 1", "the run has 2 ranks"],
+            "actor: tensor_parallel_size x pipeline_parallel_size x data_parallel_size = 1 x 1 x 1 = 1, but there are "
+            "2 ranks of the run",
         ),
         (
             {"reward.models": [{"model": "a", "tensor_parallel_size": 2}]},
             3,
-            ["reward.models.0: ", "2 x 1 = 2 does not divide the 3 ranks", "3 = 1 x 2 + 1"],
+            "reward.models.0: tensor_parallel_size x pipeline_parallel_size = 2 x 1 = 2 does not divide the 3 ranks "
+            "of the run: 3 = 1 x 2 + 1",
+        ),
+        (
+            {"critic.ranks": [0, 3], "critic.tensor_parallel_size": 2},
+            4,
+            "critic: tensor_parallel_size x pipeline_parallel_size = 2 x 1 = 2 does not divide the 3 ranks of "
+            "critic.ranks = [0, 3], which is the interval 0 .. 2: 3 = 1 x 2 + 1",
         ),
         (
             {},
             8,
-            [
-                "algorithm.mini_batch_size = 4 leaves replicas of actor without a sequence",
-                "data_parallel_size 8 on 8 ranks",
-            ],
+            "algorithm.mini_batch_size = 4 leaves replicas of actor without a sequence: actor has data_parallel_size "
+            "8 on 8 ranks",
+        ),
+        (
+            {"critic.ranks": [2, 5]},
+            4,
+            "critic.ranks = [2, 5] names rank 4, the run has 4 ranks: 0 .. 3",
+        ),
+        (
+            {"critic.ranks": [-1, 2]},
+            4,
+            "critic.ranks = [-1, 2] names rank -1, the run has 4 ranks: 0 .. 3",
+        ),
+        (
+            {"reference.ranks": [0, 2, 1]},
+            4,
+            "reference.ranks = [0, 2, 1] means the ranks [0, 2, 1]: ranks must ascend, each named once",
+        ),
+        (
+            {"reward.models": [{"model": "a", "ranks": [[0, 2], [1, 3]]}]},
+            4,
+            "reward.models.0.ranks = [[0, 2], [1, 3]] means the ranks [0, 1, 1, 2]: ranks must ascend, each named once",
+        ),
+        (
+            {"actor.ranks": [3, 1]},
+            4,
+            "actor.ranks = [3, 1] means the ranks []: ranks must ascend, each named once",
+        ),
+        (
+            {"rollout.ranks": [4, 6]},
+            4,
+            "rollout.ranks = [4, 6] names rank 5, the run has 4 ranks: 0 .. 3",
+        ),
+        (
+            {"actor.ranks": [0, 3], "critic.ranks": [2, 4]},
+            4,
+            "actor.ranks = 0 .. 2 and critic.ranks = 2 .. 3 overlap in 2 only: two roles lie on the same ranks, on "
+            "different ones, or one within the other; else each waits for the other",
+        ),
+        (
+            {"actor.ranks": [0, 2], "critic.ranks": [0, 1], "reference.ranks": [0, 2]},
+            4,
+            "of the 4 ranks of the run nothing uses 2 .. 3: actor.ranks = 0 .. 1, critic.ranks = 0, "
+            "reference.ranks = 0 .. 1, rollout.ranks = 0 .. 1",
+        ),
+        (
+            {"actor.ranks": [0, 3], "rollout.ranks": [2, 4]},
+            4,
+            "rollout.ranks = 2 .. 3 and actor.ranks = 0 .. 2 share 2: the engine runs on exactly the actor's ranks, "
+            "where it uses the actor's memory, or on none of them",
+        ),
+        (
+            {"rollout.tensor_parallel_size": 2, "rollout.pipeline_parallel_size": 3},
+            4,
+            "rollout.tensor_parallel_size x rollout.pipeline_parallel_size = 2 x 3 = 6 does not divide the 4 ranks of "
+            "the engine: 4 = 0 x 6 + 4",
+        ),
+        (
+            {
+                "actor.ranks": [0, 4],
+                "rollout.ranks": [4, 7],
+                "rollout.tensor_parallel_size": 2,
+                "algorithm.mini_batch_size": 8,
+            },
+            7,
+            "rollout.tensor_parallel_size x rollout.pipeline_parallel_size = 2 x 1 = 2 does not divide the 3 ranks of "
+            "the engine: 3 = 1 x 2 + 1",
         ),
     ],
 )
 def test_a_world_that_does_not_fit_is_an_error_that_shows_the_arithmetic(
-    changes: dict[str, Any], world_size: int, expected: list[str]
+    changes: dict[str, Any], world_size: int, expected: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
         load(**changes).check_world_size(world_size)
-    for part in expected:
-        assert part in str(raised.value)
+    assert str(raised.value) == expected
 
 
 # ------------------------------------------------------------------------------------------------ overrides

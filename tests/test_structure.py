@@ -20,16 +20,16 @@ PACKAGES = ("hybridflow", "tools", "launch")
 # A module may import modules of its own floor and of lower ones. Names are relative to hybridflow.
 FLOORS: dict[int, list[str]] = {
     0: ["config", "batch", "errors", "algorithms", "algorithms.*", "parallel.layout", "placement"],
-    1: ["parallel", "parallel.*", "models", "models.spec", "models.weights", "data"],
+    1: ["parallel", "parallel.*", "models", "models.spec", "models.weights", "data", "footprint"],
     2: [
         *["models.build", "models.attention", "models.pipeline", "models.memory"],
         *["models.checkpoint_files", "models.layers", "models.micro_batch", "models.optimizer"],
         *["reshard", "reshard.*", "rollout", "rollout.*", "rewards"],
         *["metrics", "run_dir", "progress", "inputs"],
     ],
-    3: ["roles", "roles.*", "checkpoint", "evaluate", "export", "report", "recorder"],
+    3: ["roles", "roles.*", "checkpoint", "evaluate", "export", "report", "recorder", "forecast"],
     4: ["trainer"],
-    5: ["train", "health"],
+    5: ["train", "health", "plan"],
 }
 ENTRY_FLOOR = 5  # hybridflow itself, whose __getattr__ imports the trainer
 OUTER_FLOOR = 6  # tools and launch: nothing in hybridflow imports them

@@ -75,6 +75,12 @@ class ModelSpec:
                 f"{key} = {tp} neither divides num_key_value_heads = {self.num_kv_heads} of {self.path} nor is a "
                 f"multiple of it: {many} = {many // few} x {few} + {many % few}"
             )
+        rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim  # ranks may share a key/value group
+        if rows % tp:
+            raise ConfigError(
+                f"{key} = {tp} does not divide the {rows} rows of queries, keys and values of {self.path}: "
+                f"{rows} = {rows // tp} x {tp} + {rows % tp}"
+            )
 
     def check_length(self, longest: int) -> None:
         """Raise ConfigError where sequences exceed the positions the model knows."""

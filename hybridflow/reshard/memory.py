@@ -15,7 +15,10 @@ ALIGNMENT = 64  # elements: where a weight begins in the engine's own memory
 
 
 class OwnMemory:
-    """The engine's own memory of one bucket: one storage, allocated only while the engine has the weights."""
+    """The engine's own memory of one bucket: one storage, allocated only while the engine has the weights.
+
+    It is allocated at first, for views of it to be taken.
+    """
 
     def __init__(self, operations: list[Operation], dtype: torch.dtype, device: torch.device) -> None:
         self.operations = operations
@@ -29,7 +32,6 @@ class OwnMemory:
             for o, start in zip(operations, starts, strict=True)
         }
         self._storage, self._size = flat.untyped_storage(), flat.nbytes
-        self._storage.resize_(0)
 
     def allocate(self) -> int:
         """Bytes more."""

@@ -152,7 +152,7 @@ class ReshardPlan:
     def received_elements(self, rank: int) -> int:
         """Of the pieces that other ranks send."""
         sources = self._count(rank).sources
-        return sum(sources.values()) - (sources.get(_stage_and_tp(self._origin(rank)), 0) if rank in self.train else 0)
+        return sum(sources.values()) - (sources.get(_stage_and_tp(self.origin(rank)), 0) if rank in self.train else 0)
 
     def sent_elements(self, rank: int) -> int:
         return self._sent_elements[rank]
@@ -164,7 +164,7 @@ class ReshardPlan:
 
     def _count(self, rank: int) -> _Counts:
         seat = self._seats.get(rank)
-        standing = _Standing(seat and _stage_and_tp(seat), _stage_and_tp(self._origin(rank)), rank in self.train)
+        standing = _Standing(seat and _stage_and_tp(seat), _stage_and_tp(self.origin(rank)), rank in self.train)
         if standing not in self._counts:
             self._counts[standing] = _count(standing, self._kinds, self.train.tp, self.rollout.tp)
         return self._counts[standing]
@@ -177,11 +177,11 @@ class ReshardPlan:
     def _sent_elements(self) -> Counter[int]:
         sent: Counter[int] = Counter()
         for receiver in self._seats:
-            dp = self._origin(receiver).dp
+            dp = self.origin(receiver).dp
             for (pp, tp), elements in self._count(receiver).sources.items():
                 sent[self.train.rank_at(Place(tp, dp, pp))] += elements
             if receiver in self.train:  # its own pieces
-                sent[receiver] -= self._count(receiver).sources.get(_stage_and_tp(self._origin(receiver)), 0)
+                sent[receiver] -= self._count(receiver).sources.get(_stage_and_tp(self.origin(receiver)), 0)
         return sent
 
     # -------------------------------------------------------------------------------------- coordinates
@@ -201,14 +201,15 @@ class ReshardPlan:
         """The engine ranks that each data-parallel replica serves."""
         found = defaultdict(list)
         for rank in self.rollout.ranks:
-            found[self._origin(rank).dp].append(rank)
+            found[self.origin(rank).dp].append(rank)
         return found
 
-    def _origin(self, rank: int) -> Place:
+    def origin(self, rank: int) -> Place:
+        """The place in training that `rank` receives from first: its own, or the one it is dealt."""
         return self._origins[rank]
 
     def _trains(self, rank: int, kind: _Kind) -> bool:
-        return rank in self.train and self._origin(rank).pp in kind.training
+        return rank in self.train and self.origin(rank).pp in kind.training
 
     def _generates(self, rank: int, kind: _Kind) -> bool:
         return rank in self._seats and self._seats[rank].pp in kind.engine
@@ -217,13 +218,13 @@ class ReshardPlan:
 
     def _pieces(self, kind: _Kind, receiver: int) -> Sources:
         """(source rank, piece) of the engine's shard."""
-        origin, seat = self._origin(receiver), self._seats[receiver]
+        origin, seat = self.origin(receiver), self._seats[receiver]
         stage = _source_stage(kind, origin.pp)
         sources = sources_of(kind.matrix, self.train.tp, origin.tp, self.rollout.tp, seat.tp)
         return tuple((self.train.rank_at(Place(tp, origin.dp, stage)), piece) for tp, piece in sources)
 
     def _operation(self, entry: _Entry, rank: int) -> Operation:
-        kind, place, seat = entry.kind, self._origin(rank), self._seats[rank]
+        kind, place, seat = entry.kind, self.origin(rank), self._seats[rank]
         corner = (kind.matrix, self.train.tp, place.tp, self.rollout.tp, seat.tp)
         trains = self._trains(rank, kind)
         found = arrangement_of(*corner) if trains else None
@@ -259,7 +260,7 @@ class ReshardPlan:
             return ()
         return tuple(
             (receiver, piece)
-            for receiver in self._receivers[self._origin(rank).dp]
+            for receiver in self._receivers[self.origin(rank).dp]
             if receiver != rank and self._generates(receiver, kind)
             for source, piece in self._pieces(kind, receiver)
             if source == rank

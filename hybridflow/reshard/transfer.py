@@ -7,7 +7,7 @@ On the way back training storages are filled from the engine's memory, without c
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.models.memory import storages
-from hybridflow.models.weights import EMBEDDING, LM_HEAD
+from hybridflow.models.weights import EMBEDDING, LM_HEAD, Weight
+from hybridflow.reshard.flows import content, flows_of
 from hybridflow.reshard.kernel import Copy, copy_pieces, permute_blocks
 from hybridflow.reshard.memory import OwnMemory, moves
-from hybridflow.reshard.plan import Message, Operation, ReshardPlan, Way, inverse
+from hybridflow.reshard.plan import Exchange, Message, Operation, ReshardPlan, Way, inverse
 from hybridflow.reshard.slices import Piece
 
 
@@ -53,19 +54,13 @@ class WeightHandOff:
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank, self._weights, self._group, self._on_change = rank, dict(weights), group, on_change
+        self._dtype, self._device = dtype, device
         operations = {operation.weight.megatron: operation for operation in plan.operations(rank)}
         self._moves = moves(self._weights, operations)
         moved = {name for move in self._moves for name in move.names}
         self._steps = [
-            _Step(
-                names=[weight.megatron for weight in bucket],
-                memory=OwnMemory([o for o in mine if o.way is Way.GATHER or o.weight.megatron in moved], dtype, device),
-                permuted=[o for o in mine if o.way is Way.PERMUTE and o.weight.megatron not in moved],
-                receives=exchange.receives,
-                sends=exchange.sends,
-            )
+            self._step([operations[w.megatron] for w in bucket if w.megatron in operations], bucket, exchange, moved)
             for bucket, exchange in zip(plan.buckets, plan.exchanges(rank), strict=True)
-            for mine in [[operations[w.megatron] for w in bucket if w.megatron in operations]]
         ]
         self._own = {name: tensor for step in self._steps for name, tensor in step.memory.tensors.items()}
         self._engine = {o.weight.engine: self._engine_tensor(o) for o in operations.values()}
@@ -90,6 +85,22 @@ class WeightHandOff:
         assert self._with_engine, "the weights are in the trainer's layout already"
         self._with_engine = False
         return self._measured(self._restore_trainer)
+
+    def _step(
+        self, operations: list[Operation], bucket: Sequence[Weight], exchange: Exchange, moved: set[str]
+    ) -> "_Step":
+        """operations: of the bucket's weights that the engine has here."""
+        own = [o for o in operations if o.way is Way.GATHER or o.weight.megatron in moved]
+        memory = OwnMemory(own, self._dtype, self._device)
+        contents, sends = self._sends(exchange.sends)
+        receives = [
+            (message.peer, [_target(memory.tensors[weight.megatron], piece) for weight, piece in flow])
+            for message in exchange.receives
+            for flow in flows_of(message.parts)
+        ]
+        permuted = [o for o in operations if o.way is Way.PERMUTE and o.weight.megatron not in moved]
+        memory.release()
+        return _Step([weight.megatron for weight in bucket], memory, permuted, receives, contents, sends)
 
     def _engine_tensor(self, operation: Operation) -> Tensor:
         name, view = operation.weight.megatron, operation.view
@@ -156,30 +167,39 @@ class WeightHandOff:
     # ------------------------------------------------------------------------------------------ between ranks
 
     def _exchange(self, step: "_Step") -> tuple[int, int]:
-        """Send and receive the messages of a bucket; bytes received, bytes sent."""
+        """Send and receive what is due in a bucket; bytes received, bytes sent."""
         if not step.receives and not step.sends:
             return 0, 0
-        like = next(iter((self._own or self._weights).values()))
-        incoming = [like.new_empty(message.num_elements) for message in step.receives]
-        outgoing = [like.new_empty(message.num_elements) for message in step.sends]
-        staged = sum(buffer.nbytes for buffer in incoming + outgoing)
+        outgoing = [_contiguous(parts) for parts in step.contents]
+        incoming = [_contiguous_target(parts) for _, parts in step.receives]
+        staged = sum(x.nbytes for x, parts in zip(outgoing, step.contents, strict=True) if x is not parts[0])
+        staged += sum(x.nbytes for x, (_, parts) in zip(incoming, step.receives, strict=True) if x is not parts[0])
         self._changed(staged)
-        for message, buffer in zip(step.sends, outgoing, strict=True):
-            parts = [_source(self._weights[weight.megatron], piece) for weight, piece in message.parts]
-            copy_pieces(list(zip(_packed(buffer, parts), parts, strict=True)))
-        peers = [message.peer for message in step.sends + step.receives]
-        ways = [dist.isend] * len(outgoing) + [dist.irecv] * len(incoming)
-        operations = [
-            dist.P2POp(way, buffer, peer, self._group)
-            for way, buffer, peer in zip(ways, outgoing + incoming, peers, strict=True)
+        operations = [dist.P2POp(dist.isend, outgoing[i], peer, self._group) for peer, i in step.sends]
+        operations += [
+            dist.P2POp(dist.irecv, x, peer, self._group) for x, (peer, _) in zip(incoming, step.receives, strict=True)
         ]
         for request in dist.batch_isend_irecv(operations):
             request.wait()
-        for message, buffer in zip(step.receives, incoming, strict=True):
-            parts = [_target(self._own[weight.megatron], piece) for weight, piece in message.parts]
-            copy_pieces(list(zip(parts, _packed(buffer, parts), strict=True)))
+        staged_parts = [(x, parts) for x, (_, parts) in zip(incoming, step.receives, strict=True) if x is not parts[0]]
+        copy_pieces([copy for x, parts in staged_parts for copy in zip(parts, _packed(x, parts), strict=True)])
+        received, sent = sum(x.nbytes for x in incoming), sum(outgoing[i].nbytes for _, i in step.sends)
+        del operations, outgoing, incoming, staged_parts
         self._changed(-staged)
-        return sum(buffer.nbytes for buffer in incoming), sum(buffer.nbytes for buffer in outgoing)
+        return received, sent
+
+    def _sends(self, messages: Sequence[Message]) -> tuple[list[list[Tensor]], list[tuple[int, int]]]:
+        """(contents, (peer, index of its content)): what several peers get is held once."""
+        known: dict[tuple, int] = {}
+        contents: list[list[Tensor]] = []
+        sends = []
+        for message in messages:
+            for flow in flows_of(message.parts):
+                if content(flow) not in known:
+                    known[content(flow)] = len(contents)
+                    contents.append([_source(self._weights[weight.megatron], piece) for weight, piece in flow])
+                sends.append((message.peer, known[content(flow)]))
+        return contents, sends
 
     # ------------------------------------------------------------------------------------------ accounting
 
@@ -209,8 +229,9 @@ class _Step:
     names: list[str]
     memory: OwnMemory
     permuted: list[Operation]  # in place
-    receives: tuple[Message, ...]
-    sends: tuple[Message, ...]
+    receives: list[tuple[int, list[Tensor]]]  # (peer, where it goes)
+    contents: list[list[Tensor]]  # what is sent
+    sends: list[tuple[int, int]]  # (peer, which content)
 
 
 def _target(x: Tensor, piece: Piece) -> Tensor:
@@ -225,6 +246,21 @@ def _source(x: Tensor, piece: Piece) -> Tensor:
     return rows if x.dim() == 1 else rows[:, piece.source_column : piece.source_column + piece.columns]
 
 
+def _contiguous(parts: list[Tensor]) -> Tensor:
+    """The parts one after the other: the part itself where there is one of neighbouring elements, else a copy."""
+    buffer = _contiguous_target(parts)
+    if buffer is not parts[0]:
+        copy_pieces(list(zip(_packed(buffer, parts), parts, strict=True)))
+    return buffer
+
+
+def _contiguous_target(parts: list[Tensor]) -> Tensor:
+    """Where the parts can be received at once: the part itself, or a buffer."""
+    if len(parts) == 1 and parts[0].is_contiguous():
+        return parts[0]
+    return parts[0].new_empty(sum(part.numel() for part in parts))
+
+
 def _packed(buffer: Tensor, parts: list[Tensor]) -> list[Tensor]:
-    """The parts of a message in its buffer, each in its shape."""
+    """The parts in a buffer, each in its shape."""
     return [flat.view(part.shape) for flat, part in zip(buffer.split([x.numel() for x in parts]), parts, strict=True)]

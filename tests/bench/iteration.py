@@ -4,7 +4,8 @@
 
 Random Llama models of the given size play actor, critic, reference and reward model: 64 prompts x (64 + 128) tokens,
 one epoch, 4 mini-batches by default. Every number is the median over the measured iterations of this one run; the
-matrix-product rate is measured in the same run, on all ranks at once, just before.
+matrix-product rate is measured in the same run, on all ranks at once, just before. The seconds are rank 0's, which
+with --pp does not wait for later stages in a forward pass.
 """
 
 import argparse
@@ -68,14 +69,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--response-length", type=int, default=128)
     parser.add_argument("--mini-batches", type=int, default=4)
     parser.add_argument("--iterations", type=int, default=3, help="measured, after one that is not")
-    parser.add_argument(
-        "--tp", type=int, default=1, help="tensor-parallel size of every role; the rest is data-parallel"
-    )
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size of every role and of the engine")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages of every role; the rest is data-parallel")
     return parser.parse_args()
 
 
 def bench(size: str, dtype: str, shape: Shape, options: argparse.Namespace, directory: Path) -> None:
-    trainer = RLTrainer(config(directory, dtype, shape, options.tp))
+    trainer = RLTrainer(config(directory, dtype, shape, options.tp, options.pp))
     rate = matrix_product_rate(dtype)
     seconds = []
     for iteration in range(1, options.iterations + 2):
@@ -111,9 +111,14 @@ def make_inputs(directory: Path, size: str, shape: Shape) -> None:
     (directory / "prompts.jsonl").write_text("\n".join(lines))
 
 
-def config(directory: Path, dtype: str, shape: Shape, tp: int) -> ExperimentConfig:
+def config(directory: Path, dtype: str, shape: Shape, tp: int, pp: int) -> ExperimentConfig:
+    num_layers = SIZES[directory.name][2]
+
     def role(name: str, **fields: object) -> dict:
-        return {"model": str(directory / name), "dtype": dtype, "tensor_parallel_size": tp, **fields}
+        parallel = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+        if pp > 1:  # what does not divide is the last stage's
+            parallel["num_layers_in_last_pipeline_stage"] = num_layers - num_layers // pp * (pp - 1)
+        return {"model": str(directory / name), "dtype": dtype, **parallel, **fields}
 
     return ExperimentConfig.model_validate(
         {

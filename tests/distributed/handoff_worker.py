@@ -18,9 +18,12 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.recorder import Recorder
 from hybridflow.roles.base import Role
 from hybridflow.trainer import RLTrainer
-from tests.distributed.parity_worker import whole
+from tests.distributed.gather import whole
 
 NUM_ITERATIONS = 5
+NUM_PROMPTS = 8  # of an iteration, and of each check
+BLOCK = 128  # tokens of a KV cache block: only prompts that fill one are looked up in the prefix cache
+MAX_PROMPT_LENGTH = 160
 
 
 def main(tp: int, checkpoints: Path, prompts: Path, out: Path) -> None:
@@ -43,7 +46,11 @@ def config(tp: int, models: Path, prompts: Path, dtype: str) -> ExperimentConfig
         {
             "name": "handoff",
             "num_iterations": NUM_ITERATIONS,
-            "data": {"train": str(prompts), "prompts_per_iteration": 8, "max_prompt_length": 64},
+            "data": {
+                "train": str(prompts),
+                "prompts_per_iteration": NUM_PROMPTS,
+                "max_prompt_length": MAX_PROMPT_LENGTH,
+            },
             "sampling": {"max_response_length": 12},
             "actor": role("policy", optimizer={"lr": 1e-2}),
             "critic": role("critic", optimizer={"lr": 1e-2}),
@@ -67,13 +74,14 @@ def run(trainer: RLTrainer, model: Path, dtype: str) -> list[dict]:
 def check(trainer: RLTrainer, model: Path, dtype: str) -> dict:
     """Greedy tokens of the engine against HuggingFace's with the trainer's current weights, and what memory holds."""
     before = {name: tensor.clone() for name, (_, tensor) in trainer.actor.weights().items()}
-    prompts = trainer.inputs.train.batch(list(range(8)))
+    prompts = trainer.inputs.train.batch(list(range(NUM_PROMPTS)))
     responses = trainer.greedy_responses(prompts)
     restored = all(torch.equal(before[name], tensor) for name, (_, tensor) in trainer.actor.weights().items())
     del before
-    log_probs = trainer.actor.log_probs(responses)
+    log_probs = trainer.exchange.whole(trainer.actor.log_probs(responses))
     difference = (log_probs - responses.rollout_log_probs).abs().max()
     record = {"restored": restored, "log_prob_difference": float(difference), "copies": weight_copies(trainer)}
+    record["num_cached"] = sum(length > BLOCK for length in prompts.lengths.tolist())
     weights = whole(trainer.actor, lambda p: p.data)
     if dtype == "float32":
         record["right"] = equal_to_huggingface(responses, model, weights)
@@ -102,13 +110,9 @@ def weight_copies(trainer: RLTrainer) -> int:
     gc.unfreeze()  # vLLM freezes what exists when it starts
     gc.collect()
     roles: list[Role] = [trainer.actor, trainer.critic, trainer.reference, *trainer.scorer._models]
-    known = {p.data.untyped_storage().data_ptr() for role in roles for p in role.model.parameters()}
-    for role in roles[:2]:
-        known |= {buffer.grad_data.untyped_storage().data_ptr() for buffer in role.trained.ddp.buffers}
-        for optimizer in role.trained._torch_optimizers():
-            known |= {p.untyped_storage().data_ptr() for g in optimizer.param_groups for p in g["params"]}
-            states = [x for s in optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor)]
-            known |= {x.untyped_storage().data_ptr() for x in states}
+    known = {p.data.untyped_storage().data_ptr() for role in roles for c in role.chunks for p in c.parameters()}
+    for trained in (trainer.actor.trained, trainer.critic.trained):
+        known |= {x.untyped_storage().data_ptr() for x in trained._gradients() + trained._optimizer_state()}
     shapes = {tuple(x.shape) for _, x in trainer.actor.weights().values() if x.dim() == 2}
     sizes = {x.untyped_storage().nbytes() for _, x in trainer.actor.weights().values()}  # the flat buffer
     found = {}

@@ -13,21 +13,28 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.recorder import Recorder
 from hybridflow.trainer import RLTrainer
 
+OFFLOADED = [f"{role}.offload_{what}=true" for role in ("actor", "critic") for what in ("optimizer", "gradients")]
+BFLOAT16 = [
+    "actor.dtype=bfloat16",
+    "actor.sequence_parallel=true",
+    "critic.dtype=bfloat16",
+]  # main weights of their own
+LOSS_TERMS = [
+    "algorithm.kl={use: loss, estimator: k3, coef: 0.5}",
+    "algorithm.entropy_coef=0.01",
+    "algorithm.dual_clip=3.0",
+    "algorithm.importance_cap=2.0",
+    "algorithm.value_clip_range=null",
+    "algorithm.ppo_epochs=2",
+    "actor.optimizer.name=sgd",
+    "actor.recompute=full",
+    "critic.recompute=selective",
+]
 OPTIONS = {
     "base": ["actor.optimizer.lr=1e-3"],
     "warmup": ["algorithm.critic_warmup_iterations=1", "actor.optimizer.schedule=cosine"],
     "adaptive": ["algorithm.kl={use: reward, coef: 0.1, controller: adaptive, target: 0.5, horizon: 100}"],
-    "loss_terms": [
-        "algorithm.kl={use: loss, estimator: k3, coef: 0.5}",
-        "algorithm.entropy_coef=0.01",
-        "algorithm.dual_clip=3.0",
-        "algorithm.importance_cap=2.0",
-        "algorithm.value_clip_range=null",
-        "algorithm.ppo_epochs=2",
-        "actor.optimizer.name=sgd",
-        "actor.recompute=full",
-        "critic.recompute=selective",
-    ],
+    "loss_terms": LOSS_TERMS,
     "scores": [
         "reward.functions.0={function: 'tests.distributed.reward_functions:length', weight: 0.5}",
         "reward.models.0.weight=2.0",
@@ -43,7 +50,10 @@ OPTIONS = {
         "sampling.min_response_length=3",
         "sampling.stop=['+']",
     ],
-    "bfloat16": ["actor.dtype=bfloat16", "actor.sequence_parallel=true", "critic.dtype=bfloat16"],
+    "bfloat16": BFLOAT16,
+    "offloaded": ["actor.optimizer.lr=1e-3", *OFFLOADED],
+    "bfloat16 offloaded": [*BFLOAT16, *OFFLOADED],
+    "loss_terms offloaded": [*LOSS_TERMS, *OFFLOADED],
 }
 
 
@@ -62,7 +72,12 @@ def main(config: str, out: Path) -> None:
                 | {name: getattr(done.batch, name).tolist() for name in fields}
                 | {"raw_scores": done.scores.tolist(), "moved": moved}
             )
+        with trainer.handed_to_engine():
+            iterations[-1]["bytes_with_engine"] = [
+                role.trained.memory_bytes() for role in (trainer.actor, trainer.critic)
+            ]
         records[name] = iterations
+        trainer.engine.close()
     if trainer.platform.rank == 0:
         out.write_text(json.dumps(records))
     platforms.stop()

@@ -57,7 +57,23 @@ def test_world_size_that_does_not_fit(config):
     )
 
 
-# ---- checkpoints
+def test_engine_on_some_of_the_actors_ranks(config):
+    message = error_before_training(config, "rollout.ranks=[0, 1]", "rollout.tensor_parallel_size=1")
+    assert message == (
+        "rollout.ranks = 0 and actor.ranks = 0 .. 1 share 0: the engine runs on exactly the actor's ranks, where it "
+        "uses the actor's memory, or on none of them"
+    )
+
+
+# ---- checkpoints; more of how a model does not suit a layout is in test_inputs.py
+
+
+def test_layers_that_pipeline_stages_cannot_share(config, inputs):
+    keys = ["critic.pipeline_parallel_size=2", "critic.virtual_pipeline_parallel_size=2"]
+    assert error_before_training(config, *keys) == (
+        f"critic.pipeline_parallel_size = 2, critic.virtual_pipeline_parallel_size = 2 and num_hidden_layers = 2 of "
+        f"{inputs / 'critic'}: the 1 layers of pipeline stage 0 cannot be cut into 2 model chunks: 1 = 0 x 2 + 1"
+    )
 
 
 def test_heads_that_tensor_parallel_ranks_cannot_share(config, inputs, tmp_path):
@@ -65,7 +81,8 @@ def test_heads_that_tensor_parallel_ranks_cannot_share(config, inputs, tmp_path)
     described = json.loads((policy / "config.json").read_text())
     (policy / "config.json").write_text(json.dumps(described | {"num_key_value_heads": 3}))
     assert error_before_training(config, f"actor.model={policy}") == (
-        f"actor.tensor_parallel_size = 2 does not divide num_key_value_heads = 3 of {policy}: 3 = 1 x 2 + 1"
+        f"actor.tensor_parallel_size = 2 neither divides num_key_value_heads = 3 of {policy} nor is a multiple of it: "
+        "3 = 1 x 2 + 1"
     )
 
 
@@ -207,7 +224,7 @@ def error_in_second_iteration(config: Path, directory: Path, function: str, *, b
 def only_message(done: subprocess.CompletedProcess) -> str:
     """What follows `hybridflow: error: ` up to the end of the line, the one that all ranks together print."""
     output = SUMMARY.sub("", done.stdout + done.stderr)
-    assert done.returncode != 0, output
+    assert done.returncode == 1, output
     assert output.count(MESSAGE) == 1 and "Traceback" not in output, output
     return output.partition(MESSAGE)[2].partition("\n")[0]
 

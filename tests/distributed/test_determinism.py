@@ -1,4 +1,4 @@
-"""Whole runs: alike under one seed, the same responses on any number of replicas, and PPO by hand on a batch of theirs.
+"""Whole runs: alike under one seed, the same responses in any layout, and PPO by hand on a batch of theirs.
 
 The second half reads the batch that the first iteration trained on and computes it again, one sequence at a time in
 float64, from the equations and not from hybridflow/algorithms.
@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.distributed.layouts_worker import LAYOUTS, NUM_RANKS, PROMPTS
 from tests.distributed.tiny_experiment import PROMPTS_PER_ITERATION, make_inputs, write_config
 from tests.launch import torchrun
 from tests.tiny_models import make_tokenizer
@@ -89,13 +90,45 @@ def test_same_seed_gives_the_same_batches(runs):
         assert not different, f"iteration {iteration}: {different}"
 
 
-def test_same_prompts_give_the_same_responses_on_any_number_of_replicas(inputs, tmp_path_factory):
-    """Before the first update, two samples a prompt, bit for bit."""
-    shared = ("num_iterations=1", "actor.tensor_parallel_size=1")
-    one, two = (dumped(run(inputs, tmp_path_factory, ranks, *shared), 1) for ranks in (1, 2))
+@pytest.fixture(scope="module")
+def responses(inputs, tmp_path_factory) -> dict[str, dict]:
+    """What each layout of the worker generated."""
+    root = tmp_path_factory.mktemp("layouts")
+    config = write_config(root / "config.yaml", inputs)
+    arguments = [config, root / "responses.pt", *OVERRIDES, "algorithm.mini_batch_size=4"]
+    torchrun(NUM_RANKS, "-m", "tests.distributed.layouts_worker", *arguments, timeout=240)
+    return torch.load(root / "responses.pt")
+
+
+def test_replicas_lie_where_the_layouts_say(responses):
+    assert {name: result["replicas"] for name, result in responses.items()} == {
+        "one replica": ((3,),),
+        "two replicas": ((0,), (2,)),
+        "four replicas": ((0,), (1,), (2,), (3,)),
+        "tp2": ((0, 1), (2, 3)),
+        "tp1 of tp2": ((0,), (1,), (2,), (3,)),
+        "pp2": ((0, 1), (2, 3)),
+        "tp2 pp2": ((0, 1, 2, 3),),
+        "tp2 on its own ranks": ((2, 3),),
+    }
+
+
+@pytest.mark.parametrize("kind", ["sampled", "greedy"])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one replica"])
+def test_same_prompts_give_the_same_responses_in_any_layout(layout, kind, responses):
+    """Tokens bit for bit, whatever the number of replicas and the cut of the engine; log-probs up to rounding."""
+    one, other = responses["one replica"][kind], responses[layout][kind]
     for name in ("input_ids", "lengths", "prompt_lengths", "prompt_indices", "truncated", "response_mask"):
-        assert torch.equal(one[name], two[name]), name
-    torch.testing.assert_close(one["rollout_log_probs"], two["rollout_log_probs"], atol=1e-5, rtol=0)
+        assert torch.equal(one[name], other[name]), name
+    torch.testing.assert_close(one["rollout_log_probs"], other["rollout_log_probs"], atol=1e-5, rtol=1e-5)
+
+
+def test_two_samples_of_a_prompt_differ(responses):
+    """Else that they are alike in every layout would prove little."""
+    sampled, greedy = responses["one replica"]["sampled"], responses["one replica"]["greedy"]
+    tokens = [x.tolist() for x in sampled["input_ids"].split(sampled["lengths"].tolist())]
+    assert len(tokens) == 2 * len(PROMPTS) == 2 * len(greedy["lengths"])
+    assert sum(first != second for first, second in zip(tokens[0::2], tokens[1::2], strict=True)) >= 5
 
 
 # ---- what the dumped batch holds

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.distributed.export_layouts_worker import CASES, MODELS, NUM_LAYERS, NUM_RANKS
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import ROOT, torchrun
-from tests.tiny_models import make_tokenizer
+from tests.tiny_models import make_checkpoints, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +52,33 @@ def test_files_are_split_by_size_and_listed(inputs, out):
     assert found.keys() == source.keys() and all(torch.equal(found[name], source[name]) for name in source)
 
 
-def test_nothing_half_written_stays(out):
-    assert not list(out.rglob("*.partial")) and not list(out.rglob(".*"))
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory) -> Path:
+    """One directory for each case of the worker, and models/ with what they were loaded from."""
+    root = tmp_path_factory.mktemp("layouts")
+    for name, (family, tied, num_kv_heads) in MODELS.items():
+        make_checkpoints(
+            root / "models" / name, family=family, tied=tied, num_layers=NUM_LAYERS, num_kv_heads=num_kv_heads
+        )
+    torchrun(NUM_RANKS, "-m", "tests.distributed.export_layouts_worker", root / "models", root, timeout=150)
+    return root
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_export_from_any_layout_is_bitwise_its_source(layouts, name):
+    model, _ = CASES[name]
+    source = load_file(layouts / "models" / model / "policy" / "model.safetensors")
+    files = sorted((layouts / name).glob("*.safetensors"))
+    tensors = [load_file(file) for file in files]
+    exported = {key: tensor for file in tensors for key, tensor in file.items()}
+    assert len(files) > 1 and sum(map(len, tensors)) == len(exported)
+    assert source.keys() == exported.keys()
+    assert all(torch.equal(source[key], exported[key]) for key in source)
+    assert json.loads((layouts / name / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_nothing_half_written_stays(out, layouts):
+    assert not list(out.rglob(".*")) and not list(layouts.rglob(".*"))
 
 
 def test_transformers_loads_the_trained_actor(inputs, out):

@@ -1,12 +1,14 @@
 """The engine reads the trainer's memory: right after every hand-off, nothing received, no second copy."""
 
 import json
+import random
+from pathlib import Path
 
 import pytest
 
-from tests.distributed.handoff_worker import NUM_ITERATIONS
+from tests.distributed.handoff_worker import BLOCK, MAX_PROMPT_LENGTH, NUM_ITERATIONS, NUM_PROMPTS
 from tests.launch import torchrun
-from tests.tiny_models import make_checkpoints, make_prompts
+from tests.tiny_models import make_checkpoints
 
 LAYOUTS = {"tp1dp1": (1, 1), "tp2dp1": (2, 2), "tp1dp2": (2, 1)}  # ranks, tp
 HEAD_BLOCK_BYTES = 32 * 256 * 4  # head_dim x hidden_size in float32: the scratch of the permutation
@@ -17,12 +19,21 @@ def ranks(request, tmp_path_factory) -> list[dict[str, list[dict]]]:
     """For each rank and model, the records of one run."""
     root = tmp_path_factory.mktemp("handoff")
     for family, tied in (("llama", False), ("qwen2", True)):
-        make_checkpoints(root / family, family=family, tied=tied, head_dim=32)
-    prompts = make_prompts(root / "prompts.jsonl", 64)
+        make_checkpoints(root / family, family=family, tied=tied, head_dim=32, max_length=256)
+    prompts = make_prompts(root / "prompts.jsonl")
     num_ranks, tp = LAYOUTS[request.param]
     out = root / "records.json"
     torchrun(num_ranks, "-m", "tests.distributed.handoff_worker", tp, root, prompts, out, timeout=280)
     return json.loads(out.read_text())
+
+
+def make_prompts(path: Path) -> Path:
+    """Every other one longer than a block of the KV cache, so that it is kept for the same prompt later."""
+    rng = random.Random(0)
+    lengths = [rng.randrange(4, 12) if i % 2 else rng.randrange(BLOCK + 1, MAX_PROMPT_LENGTH) for i in range(64)]
+    prompts = ["".join(rng.choices("0123456789+-=", k=length)) for length in lengths]
+    path.write_text("".join(f"{json.dumps({'prompt': prompt})}\n" for prompt in prompts))
+    return path
 
 
 @pytest.fixture(params=["llama-float32", "qwen2-float32"])
@@ -32,7 +43,13 @@ def records(request, ranks) -> list[list[dict]]:
 
 def test_greedy_tokens_equal_huggingface_after_every_hand_off(records):
     for rank in records:
-        assert [record["right"] for record in rank] == [[True] * 8] * (NUM_ITERATIONS + 1)
+        assert [record["right"] for record in rank] == [[True] * NUM_PROMPTS] * (NUM_ITERATIONS + 1)
+
+
+def test_keys_and_values_of_earlier_weights_are_forgotten(records):
+    """Each check asks the same prompts again. Had these not been long enough for the prefix cache, right would say
+    nothing of it: with a hand-off that leaves out `reset_prefix_cache` they are wrong."""
+    assert records[0][0]["num_cached"] == NUM_PROMPTS // 2
 
 
 def test_engine_log_probs_equal_the_trainers(records):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ import torch
 from hybridflow.algorithms.rewards import RunningMoments
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import torchrun
+
+# metrics that measure the machine, and bytes with the engine
+MEASURED = re.compile(r"(time|memory)/.*|reshard/seconds|.*_ms|.*tokens_per_sec|bytes_with_engine")
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +83,25 @@ def test_bfloat16_under_sequence_parallelism(records):
     for metrics, exact in zip(records["bfloat16"], records["base"], strict=True):
         assert metrics["moved"] and metrics["rollout/log_prob_diff_mean"] < 0.1
         assert metrics["memory/actor_weight_bytes"] == exact["memory/actor_weight_bytes"] / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("offloaded", "base"), ("bfloat16 offloaded", "bfloat16"), ("loss_terms offloaded", "loss_terms")],
+)
+def test_memory_given_back_while_the_engine_generates_changes_nothing(name, kept, records):
+    """Every metric but what is measured, bit for bit: losses, gradient norms, scores."""
+    for iteration, expected in zip(records[name], records[kept], strict=True):
+        alike = {key for key in expected if not MEASURED.fullmatch(key)}
+        assert {"actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "raw_scores"} <= alike
+        assert {key: iteration[key] for key in alike} == {key: expected[key] for key in alike}
+    assert records[name][0]["actor/grad_norm"] != records[name][1]["actor/grad_norm"]
+
+
+def test_what_is_away_while_the_engine_generates(records):
+    """Bytes of each rank's actor and critic: float32 Adam has two moments, bfloat16 main weights besides."""
+    for role in records["base"][1]["bytes_with_engine"]:
+        assert role["gradients"] == role["weights"] > 0 and role["optimizer"] > 0
+    for name in ("offloaded", "bfloat16 offloaded", "loss_terms offloaded"):
+        for role in records[name][1]["bytes_with_engine"]:
+            assert role["gradients"] == role["optimizer"] == 0 < role["weights"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridflow.batch import RolloutBatch, balanced_partition, response_mask
-from hybridflow.models.micro_batch import MicroBatch, prediction_micro_batches, sequence_micro_batches
+from hybridflow.models.micro_batch import MicroBatch, filled_up, prediction_micro_batches, sequence_micro_batches
 
 CPU = torch.device("cpu")
 
@@ -110,6 +110,21 @@ def test_sequences_by_hand() -> None:
 def test_no_rows_make_no_micro_batch() -> None:
     assert prediction_micro_batches(BATCH, [], max_tokens=9, multiple=4, device=CPU) == []
     assert sequence_micro_batches(BATCH, [], max_tokens=9, multiple=4, device=CPU) == []
+
+
+@pytest.mark.parametrize(("group", "missing"), [(1, 0), (2, 1), (3, 0), (4, 1), (5, 2)])
+def test_micro_batches_are_filled_up_with_some_that_nobody_reads(group: int, missing: int) -> None:
+    micro_batches = prediction_micro_batches(BATCH, [0, 1, 2, 3], max_tokens=5, multiple=1, device=CPU)
+    filled = filled_up(micro_batches, group, multiple=4, device=CPU)
+    assert filled[:3] == micro_batches and len(filled) == 3 + missing
+    nothing = {"rows": [], "where": [], "targets": []}
+    fillers = [lists(micro_batch) for micro_batch in filled[3:]]
+    assert fillers == [{"lengths": [4], "input_ids": [0] * 4, "positions": [0, 1, 2, 3], **nothing}] * missing
+
+
+def test_none_are_filled_up_with_none() -> None:
+    """Every replica has a row of a mini-batch; where it has none it takes part in nothing."""
+    assert filled_up([], 2, multiple=1, device=CPU) == []
 
 
 # --------------------------------------------------------------------- every output once over all replicas

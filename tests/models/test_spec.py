@@ -251,14 +251,38 @@ def test_an_unsupported_model(changes: dict[str, Any], message: str, tmp_path: P
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_check_parallel_passes_where_everything_divides(tp: int) -> None:
-    expected_spec(Path("x")).check_parallel("actor", tp)
+    expected_spec(Path("x")).check_parallel("actor.tensor_parallel_size", tp)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
+def test_ranks_may_share_a_key_value_head(num_kv_heads: int) -> None:
+    spec = expected_spec(Path("x"), num_heads=8, num_kv_heads=num_kv_heads)
+    for tp in (1, 2, 4, 8):
+        spec.check_parallel("actor.tensor_parallel_size", tp)
 
 
 @pytest.mark.parametrize(
     ("fields", "tp", "message"),
     [
         ({}, 4, "actor.tensor_parallel_size = 4 does not divide num_attention_heads = 6 of a/b: 6 = 1 x 4 + 2"),
-        ({}, 3, "actor.tensor_parallel_size = 3 does not divide num_key_value_heads = 2 of a/b: 2 = 0 x 3 + 2"),
+        (
+            {"ffn_hidden_size": 96, "vocab_size": 192},
+            3,
+            "actor.tensor_parallel_size = 3 neither divides num_key_value_heads = 2 of a/b nor is a multiple of it: "
+            "3 = 1 x 2 + 1",
+        ),
+        (  # 3 ranks share each group
+            {"num_heads": 12, "num_kv_heads": 2, "ffn_hidden_size": 96, "vocab_size": 192},
+            6,
+            "actor.tensor_parallel_size = 6 does not divide the 128 rows of queries, keys and values of a/b: "
+            "128 = 21 x 6 + 2",
+        ),
+        (
+            {"num_heads": 12, "num_kv_heads": 6},
+            4,
+            "actor.tensor_parallel_size = 4 neither divides num_key_value_heads = 6 of a/b nor is a multiple of it: "
+            "6 = 1 x 4 + 2",
+        ),
         (
             {"num_heads": 9, "num_kv_heads": 9},
             3,
@@ -274,7 +298,7 @@ def test_check_parallel_passes_where_everything_divides(tp: int) -> None:
 def test_check_parallel_shows_the_arithmetic(fields: dict[str, int], tp: int, message: str) -> None:
     spec = dataclasses.replace(expected_spec(Path("a/b")), **fields)
     with pytest.raises(ConfigError) as caught:
-        spec.check_parallel("actor", tp)
+        spec.check_parallel("actor.tensor_parallel_size", tp)
     assert str(caught.value) == message
 
 

@@ -1,4 +1,4 @@
-"""The weight table: shards by hand, split back bitwise, every element held once, complete against transformers."""
+"""The weight table: shards by hand, made whole again bitwise, each element held once, complete against transformers."""
 
 from pathlib import Path
 
@@ -23,7 +23,8 @@ from hybridflow.models.weights import (
     local_slice,
     model_weights,
     shard_shape,
-    split_parts,
+    staged_weights,
+    whole_parts,
 )
 
 
@@ -69,7 +70,7 @@ def sliced(weight: Weight, parts: list[Tensor], spec: ModelSpec, tp_rank: int, t
 
 
 def shards(weight: Weight, parts: list[Tensor], spec: ModelSpec, tp: int) -> list[Tensor]:
-    return [join_parts(weight, sliced(weight, parts, spec, rank, tp), spec, tp) for rank in range(tp)]
+    return [join_parts(weight, sliced(weight, parts, spec, rank, tp), spec, rank, tp) for rank in range(tp)]
 
 
 # --------------------------------------------------------------------------------------------------- by hand
@@ -80,17 +81,39 @@ def test_qkv_rows_by_hand() -> None:
     spec = tiny_spec(num_heads=4, num_kv_heads=2, head_dim=1, hidden_size=2)
     q, k, v = (torch.arange(n)[:, None].expand(n, 2) + first for n, first in [(4, 0), (2, 10), (2, 20)])
     whole = [[0, 0], [1, 1], [10, 10], [20, 20], [2, 2], [3, 3], [11, 11], [21, 21]]
-    assert join_parts(QKV_WEIGHT, [q, k, v], spec, 1).tolist() == whole
+    assert join_parts(QKV_WEIGHT, [q, k, v], spec, 0, 1).tolist() == whole
     assert [shard.tolist() for shard in shards(QKV_WEIGHT, [q, k, v], spec, 2)] == [whole[:4], whole[4:]]
     bias = [part[:, 0] for part in (q, k, v)]
-    assert join_parts(QKV_BIAS, bias, spec, 1).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    assert join_parts(QKV_BIAS, bias, spec, 0, 1).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+
+
+def test_qkv_rows_of_ranks_that_share_a_group_by_hand() -> None:
+    # 8 query heads of one element in 2 groups, 4 ranks: each group [q q q q k v] is cut in the middle
+    spec = tiny_spec(num_heads=8, num_kv_heads=2, head_dim=1)
+    parts = [torch.arange(8), torch.arange(10, 12), torch.arange(20, 22)]
+    assert [local_slice(QKV_BIAS, 0, spec, rank, 4) for rank in range(4)] == [
+        (0, 0, 4),
+        (0, 0, 4),
+        (0, 4, 8),
+        (0, 4, 8),
+    ]
+    assert [local_slice(QKV_BIAS, 1, spec, rank, 4) for rank in range(4)] == [
+        (0, 0, 1),
+        (0, 0, 1),
+        (0, 1, 2),
+        (0, 1, 2),
+    ]
+    assert [shard.tolist() for shard in shards(QKV_BIAS, parts, spec, 4)] == [
+        *[[0, 1, 2], [3, 10, 20]],
+        *[[4, 5, 6], [7, 11, 21]],
+    ]
 
 
 def test_qkv_rows_of_wider_heads_by_hand() -> None:
     # 2 heads of 2 elements in 2 groups: q0 q0' k0 k0' v0 v0' q1 ...
     spec = tiny_spec(num_heads=2, num_kv_heads=2, head_dim=2)
     parts = [torch.arange(4), torch.arange(10, 14), torch.arange(20, 24)]
-    assert join_parts(QKV_BIAS, parts, spec, 1).tolist() == [0, 1, 10, 11, 20, 21, 2, 3, 12, 13, 22, 23]
+    assert join_parts(QKV_BIAS, parts, spec, 0, 1).tolist() == [0, 1, 10, 11, 20, 21, 2, 3, 12, 13, 22, 23]
 
 
 def test_gated_rows_by_hand() -> None:
@@ -128,24 +151,23 @@ def test_rows_past_the_vocabulary_are_zero(weight: Weight, tp: int) -> None:
 @EACH_TP
 @EACH_WEIGHT
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_split_undoes_join_bitwise(weight: Weight, tp: int, dtype: torch.dtype) -> None:
-    spec = tiny_spec()
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
+def test_whole_parts_undoes_join_bitwise(weight: Weight, tp: int, dtype: torch.dtype, num_kv_heads: int) -> None:
+    spec = tiny_spec(num_kv_heads=num_kv_heads, head_dim=4)
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(shape, generator=generator).to(dtype) for shape in weight.shapes(spec)]
-    for rank in range(tp):
-        mine = sliced(weight, parts, spec, rank, tp)
-        shard = join_parts(weight, mine, spec, tp)
-        assert shard.dtype == dtype
-        back = split_parts(weight, shard, spec, rank, tp)
-        assert len(back) == len(mine)
-        assert all(torch.equal(a, b) for a, b in zip(back, mine, strict=True))
-        assert torch.equal(join_parts(weight, back, spec, tp), shard)
+    found = shards(weight, parts, spec, tp)
+    assert all(shard.dtype == dtype and shard.shape == shard_shape(weight, spec, tp) for shard in found)
+    back = whole_parts(weight, found, spec)
+    assert len(back) == len(parts)
+    assert all(torch.equal(a, b) for a, b in zip(back, parts, strict=True))
 
 
 @EACH_TP
 @EACH_WEIGHT
-def test_shards_hold_every_element_once(weight: Weight, tp: int) -> None:
-    spec = tiny_spec()
+@pytest.mark.parametrize("num_kv_heads", [2, 4])
+def test_shards_hold_every_element_once(weight: Weight, tp: int, num_kv_heads: int) -> None:
+    spec = tiny_spec(num_kv_heads=num_kv_heads)
     parts = numbered_parts(weight, spec)
     found = shards(weight, parts, spec, tp)
     assert {tuple(shard.shape) for shard in found} == {shard_shape(weight, spec, tp)}
@@ -177,7 +199,7 @@ def test_grouped_queries_stay_with_their_key(num_kv_heads: int) -> None:
     """Element h of q and element g of k stand in one group exactly where transformers' repeat_kv pairs them."""
     spec = tiny_spec(num_kv_heads=num_kv_heads, head_dim=1)
     q, k, v = torch.arange(8), torch.arange(100, 100 + num_kv_heads), torch.arange(200, 200 + num_kv_heads)
-    rows = join_parts(QKV_BIAS, [q, k, v], spec, 1).view(num_kv_heads, -1)
+    rows = join_parts(QKV_BIAS, [q, k, v], spec, 0, 1).view(num_kv_heads, -1)
     pairs = {(int(head), int(group[-2]) - 100) for group in rows for head in group[:-2]}
     assert pairs == {(head, head // (8 // num_kv_heads)) for head in range(8)}
     assert torch.equal(rows[:, -1] - 100, rows[:, -2])
@@ -245,6 +267,26 @@ def test_the_table_lists_every_parameter_of_transformers_once(architecture: str,
         for name, shape in zip(weight.hf, weight.shapes(spec), strict=True)
     ]
     assert sorted(listed) == sorted((name, tuple(x.shape)) for name, x in model.named_parameters())
+
+
+def test_the_first_stage_that_holds_each_weight() -> None:
+    """Of interleaved stages: layers 0 and 2 on the first, 1 and 3 on the second."""
+    spec = tiny_spec(num_layers=4)
+    staged = {weight.engine: stage for weight, stage in staged_weights(spec, "lm", [(0, 2), (1, 3)])}
+    assert list(staged) == [weight.engine for weight in model_weights(spec, "lm")]
+    assert {name: stage for name, stage in staged.items() if "layers" not in name or "down_proj" in name} == {
+        "model.embed_tokens.weight": 0,
+        "model.layers.0.mlp.down_proj.weight": 0,
+        "model.layers.1.mlp.down_proj.weight": 1,
+        "model.layers.2.mlp.down_proj.weight": 0,
+        "model.layers.3.mlp.down_proj.weight": 1,
+        "model.norm.weight": 1,
+        "lm_head.weight": 1,
+    }
+    tied = tiny_spec(num_layers=4, tied=True)
+    assert [name for name in staged if name != "lm_head.weight"] == [
+        weight.engine for weight, _ in staged_weights(tied, "lm", [(0, 2), (1, 3)])
+    ]
 
 
 def test_names_of_megatron_and_engine_are_unique() -> None:

@@ -1,0 +1,233 @@
+"""Plan an experiment without running it: grids, memory per GPU, and what the reshard will move.
+
+    python -m hybridflow.plan configs/quickstart.yaml [section.key=value ...] [--world-size N] [--json]
+
+No process is started and no weights are read: of each model its config.json is enough. Without --world-size the
+smallest number of ranks that fits is taken. Where a layout cannot work all reasons are printed and the status is 1.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hybridflow import __version__
+from hybridflow.config import ExperimentConfig, RoleConfig
+from hybridflow.errors import ConfigError, UserError
+from hybridflow.placement import resolve_ranks, shown
+
+WIDTH = 112  # columns of a pipe
+GIB = 1 << 30
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="hybridflow.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", metavar="CONFIG", help="the experiment's YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")
+    parser.add_argument("--world-size", type=_positive, default=None, metavar="N", help="ranks of the run")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--version", action="version", version=__version__)
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        _plan(options)
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"hybridflow.plan: error: {line}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: a run has at least one rank")
+    return number
+
+
+def _plan(options: argparse.Namespace) -> None:
+    config = ExperimentConfig.from_yaml(options.config, options.overrides)
+    world_size = options.world_size or smallest_world_size(config)
+    # torch loads for a second: a bad config fails before
+    from hybridflow.forecast import forecast
+
+    plan = {"config": str(options.config), "smallest_that_fits": options.world_size is None}
+    plan |= forecast(config, world_size)
+    if options.json:
+        print(json.dumps(plan, indent=2))
+    else:
+        print_plan(plan, Console() if sys.stdout.isatty() else Console(width=WIDTH))
+
+
+def smallest_world_size(config: ExperimentConfig) -> int:
+    """The least number of ranks that `check_world_size` accepts. Errors: ConfigError where there is none.
+
+    No fewer than a grid needs or a `ranks` key names; and what does not fit within one common multiple of the grids
+    that lie over all ranks fits nowhere.
+    """
+    engine = config.rollout_tensor_parallel_size * config.rollout.pipeline_parallel_size
+    grids = [(role.ranks, _least_ranks(role)) for role in config.roles().values()]
+    grids.append((config.rollout.ranks or config.actor.ranks, engine))
+    least = max(max([least, *(rank + 1 for rank in resolve_ranks(ranks, 0))]) for ranks, least in grids)
+    step = math.lcm(*(least for ranks, least in grids if ranks is None))
+    for world_size in range(least, least + step):
+        with contextlib.suppress(ConfigError):
+            config.check_world_size(world_size)
+            return world_size
+    try:
+        config.check_world_size(least)
+    except ConfigError as error:
+        raise ConfigError(f"no number of ranks fits; on {least}, the least that the grids need: {error}") from error
+    raise AssertionError(f"{least} ranks fit, and do not")
+
+
+def _least_ranks(role: RoleConfig) -> int:
+    return role.tensor_parallel_size * role.pipeline_parallel_size * (role.data_parallel_size or 1)
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+
+def print_plan(plan: dict, console: Console) -> None:
+    """The tables of a forecast."""
+    chosen = " (the smallest that fits)" if plan["smallest_that_fits"] else ""
+    console.print(Text(f"{plan['config']}: {plan['name']}, world size {plan['world_size']}{chosen}"))
+    tables = (_roles_table(plan), _memory_table(plan), _reshard_table(plan["reshard"]))
+    for table, notes in zip(tables, (_rollout_notes(plan), MEMORY_NOTES, _reshard_notes(plan["reshard"])), strict=True):
+        console.print()
+        console.print(table)
+        for note in notes:
+            console.print(Text(note))
+
+
+def _table(title: str, columns: Iterable[str], num_left: int = 1) -> Table:
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(
+            column, justify="left" if i < num_left else "right", overflow="fold", no_wrap=column != "model"
+        )
+    return table
+
+
+def _roles_table(plan: dict) -> Table:
+    columns = ("role", "dtype", "parameters", "grid", "ranks", "layers a stage", "model")
+    table = _table("Roles", columns, num_left=len(columns))
+    for role in plan["roles"]:
+        table.add_row(
+            role["role"],
+            role["dtype"],
+            _count(role["parameters"]),
+            _grid(role),
+            role["ranks"],
+            _layers(role["layers_per_stage"]),
+            Text(role["model"]),
+        )
+    rollout = plan["rollout"]
+    engine = f"{rollout['replicas']} of tp {rollout['tp']} x pp {rollout['pp']}"
+    table.add_row("engine", "", "", engine, rollout["ranks"], _layers(rollout["layers_per_stage"]), "the actor's")
+    return table
+
+
+def _grid(role: dict) -> str:
+    chunks = f" (vpp {role['vpp']})" if role["vpp"] > 1 else ""
+    split = " sp" if role["sequence_parallel"] else ""
+    return f"tp {role['tp']}{split} x pp {role['pp']}{chunks} x dp {role['dp']}"
+
+
+def _layers(counts: list[int]) -> str:
+    return f"{len(counts)} x {counts[0]}" if len(set(counts)) == 1 else ", ".join(map(str, counts))
+
+
+def _rollout_notes(plan: dict) -> list[str]:
+    """The groups of the actor's first rank, and the first engine replica."""
+    actor = plan["roles"][0]["groups_of_first_rank"]
+    groups = "; ".join(f"{axis} {_few(ranks)}" for axis, ranks in actor.items())
+    return [f"The actor's first groups: {groups}. The first engine replica: {_few(plan['rollout']['first_replica'])}."]
+
+
+def _few(ranks: list[int]) -> str:
+    return shown(ranks) if len(ranks) <= 8 else f"{shown(ranks[:3])}, ..., {ranks[-1]}"
+
+
+MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "kv_cache", "total")
+MEMORY_NOTES = (
+    "Of each role the rank with most. Models on a rank take turns: of their activations the largest count.",
+    "The engine's weights are those beyond the actor's memory; the actor's are without what is released meanwhile.",
+    "Without padding; activations are an estimate. The CUDA context, NCCL and CUDA graphs take several GiB more.",
+)
+
+
+def _memory_table(plan: dict) -> Table:
+    columns = ("moment", "role", "rank", *(name.replace("_", " ") for name in MEMORY_COLUMNS))
+    table = _table("Memory per GPU, GiB", columns, num_left=2)
+    for moment, report in plan["memory"].items():
+        for name, row in report["roles"].items():
+            table.add_row(moment, name, str(row["rank"]), *(_gib(row[kind]) for kind in MEMORY_COLUMNS))
+        row = report["worst_rank"]
+        cells = (moment, "together", str(row["rank"]), *(_gib(row[kind]) for kind in MEMORY_COLUMNS))
+        table.add_row(*cells, style="bold", end_section=True)
+    return table
+
+
+def _reshard_table(reshard: dict) -> Table:
+    table = _table("Reshard: bytes per rank", ("", "least", "mean", "most", "all ranks"))
+    for label, key in (
+        ("received", "received_bytes"),
+        ("lower bound", "lower_bound_bytes"),
+        ("sent", "sent_bytes"),
+        ("permuted in place", "permuted_bytes"),
+        ("peak extra (estimate)", "peak_extra_bytes"),
+    ):
+        row = reshard[key]
+        total = "" if key == "peak_extra_bytes" else _bytes(row["total"])
+        table.add_row(label, _bytes(row["min"]), _bytes(row["mean"]), _bytes(row["max"]), total)
+    table.add_section()
+    for label, key in (
+        ("HybridFlow's formula", "hybridflow_bytes"),
+        ("DeepSpeed-Chat's formula", "deepspeed_chat_bytes"),
+    ):
+        table.add_row(label, "", "does not apply" if reshard[key] is None else _bytes(reshard[key]), "", "")
+    return table
+
+
+def _reshard_notes(reshard: dict) -> list[str]:
+    ways = "; ".join(f"{way} {row['parameters']:,} ({_bytes(row['bytes'])})" for way, row in reshard["ways"].items())
+    notes = [f"Parameters of all engine ranks by way: {ways}. {reshard['num_buckets']} buckets."]
+    mean = reshard["received_bytes"]["mean"]
+    shares = [
+        f"{mean / reshard[key]:.3f} of {name}'s formula"
+        for name, key in (("HybridFlow", "hybridflow_bytes"), ("DeepSpeed-Chat", "deepspeed_chat_bytes"))
+        if reshard[key]
+    ]
+    if shares:
+        notes.append(f"The mean received is {' and '.join(shares)}.")
+    return notes
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}" if size >= GIB / 100 else f"{size / GIB:.4f}" if size else "-"
+
+
+def _bytes(size: int) -> str:
+    for unit, scale in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= scale:
+            return f"{size / scale:,.2f} {unit}"
+    return f"{size} B"
+
+
+def _count(number: int) -> str:
+    for unit, scale in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= scale:
+            return f"{number / scale:.2f} {unit}"
+    return str(number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

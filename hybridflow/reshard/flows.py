@@ -1,0 +1,35 @@
+"""How the pieces of a message travel: each large one by itself, straight from and into the weights; the small ones
+packed together. Pure; both sides know the same.
+"""
+
+from collections.abc import Sequence
+
+from hybridflow.models.weights import Weight
+from hybridflow.reshard.slices import Piece
+
+ALONE_ELEMENTS = 1 << 14  # from here on a piece travels by itself
+
+Part = tuple[Weight, Piece]
+Flow = tuple[Part, ...]  # what is sent at once
+
+
+def flows_of(parts: Sequence[Part]) -> list[Flow]:
+    """The parts of a message as they are sent: the large ones, then the small ones together."""
+    small = tuple(part for part in parts if part[1].num_elements < ALONE_ELEMENTS)
+    large = [(part,) for part in parts if part[1].num_elements >= ALONE_ELEMENTS]
+    return [*large, small] if small else large
+
+
+def content(flow: Flow) -> tuple:
+    """What is sent, whoever receives it: alike for two peers that get the same."""
+    return tuple((w.megatron, p.source_row, p.source_column, p.rows, p.columns) for w, p in flow)
+
+
+def is_sent_in_place(flow: Flow, source_columns: int) -> bool:
+    """Whether it is one rectangle of neighbouring elements of a training shard with so many columns."""
+    return len(flow) == 1 and (flow[0][1].columns == source_columns or flow[0][1].rows == 1)
+
+
+def is_received_in_place(flow: Flow, columns: int) -> bool:
+    """Whether it is one rectangle of neighbouring elements of an engine's shard with so many columns."""
+    return len(flow) == 1 and (flow[0][1].columns == columns or flow[0][1].rows == 1)

@@ -1,0 +1,52 @@
+"""Build actors in many layouts and export each, untrained, into OUT/NAME.
+
+torchrun --nproc-per-node 4 -m tests.distributed.export_layouts_worker CHECKPOINTS OUT
+"""
+
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hybridflow.config import OptimizerConfig, TrainedRoleConfig
+from hybridflow.export import export_huggingface
+from hybridflow.parallel import platform as platforms
+from hybridflow.parallel.exchange import Exchange
+from hybridflow.parallel.grid import ProcessGroups
+from hybridflow.roles.base import World
+from hybridflow.roles.policy import Actor
+
+NUM_RANKS = 4
+NUM_LAYERS = 4
+MAX_FILE_BYTES = 100_000  # several files
+TP2, TP4, PP2 = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}, {"pipeline_parallel_size": 2}
+UNEVEN = {"num_layers_in_first_pipeline_stage": 1}
+INTERLEAVED = {"virtual_pipeline_parallel_size": 2}
+MODELS = {"untied": ("llama", False, 4), "tied": ("qwen2", True, 4), "few_kv": ("qwen2", False, 2)}
+CASES: dict[str, tuple[str, dict]] = {  # model, the actor's keys
+    "pp2": ("untied", PP2),
+    "pp2 tied": ("tied", PP2 | UNEVEN),
+    "pp2 interleaved": ("untied", PP2 | INTERLEAVED),
+    "tp2 pp2": ("untied", TP2 | PP2),
+    "tp2 pp2 tied": ("tied", TP2 | PP2 | INTERLEAVED),
+    "tp2 without rank 0": ("tied", TP2 | {"ranks": (2, 4)}),
+    "pp2 without rank 0": ("untied", PP2 | {"ranks": ((1, 2), (3, 4))}),
+    "tp4 of 2 kv heads": ("few_kv", TP4),
+    "tp2 pp2 of 2 kv heads": ("few_kv", TP2 | PP2),
+}
+
+
+def main(checkpoints: Path, out: Path) -> None:
+    platform = platforms.start(seed=0)
+    world = World(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), bucket_bytes=1 << 14)
+    for name, (model, keys) in CASES.items():
+        config = TrainedRoleConfig(
+            model=str(checkpoints / model / "policy"), dtype="float32", optimizer=OptimizerConfig(lr=0.1), **keys
+        )
+        actor = Actor(config, temperature=1.0, world=world)
+        export_huggingface(actor, out / name, max_file_bytes=MAX_FILE_BYTES)
+    platforms.stop()
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

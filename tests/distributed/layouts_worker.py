@@ -1,0 +1,48 @@
+"""The responses of every rollout layout to the same prompts, one trainer after the other, before any update.
+
+torchrun --nproc-per-node 4 -m tests.distributed.layouts_worker CONFIG OUT [OVERRIDE ...]
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from hybridflow.parallel import platform as platforms
+from hybridflow.trainer import RLTrainer
+
+NUM_RANKS = 4
+PROMPTS = [0, 1, 2, 3, 4, 5]
+TP1, TP2 = ("actor.tensor_parallel_size=1",), ("actor.tensor_parallel_size=2",)
+ROLLOUT_TP2, ROLLOUT_PP2 = "rollout.tensor_parallel_size=2", "rollout.pipeline_parallel_size=2"
+LAYOUTS = {
+    "one replica": (*TP1, "actor.ranks=[3]"),
+    "two replicas": (*TP1, "actor.ranks=[[0, 1], [2, 3]]"),
+    "four replicas": TP1,
+    "tp2": TP2,
+    "tp1 of tp2": (*TP2, "rollout.tensor_parallel_size=1"),
+    "pp2": (*TP1, ROLLOUT_PP2),
+    "tp2 pp2": (*TP2, ROLLOUT_PP2),
+    "tp2 on its own ranks": (*TP1, "actor.ranks=[0, 2]", "rollout.ranks=[2, 4]", ROLLOUT_TP2),
+}
+
+
+def main(config: str, out: Path, overrides: list[str]) -> None:
+    results = {}
+    for name, layout in LAYOUTS.items():
+        trainer = RLTrainer.from_yaml(config, [*overrides, *layout])
+        prompts = trainer.inputs.train.batch(PROMPTS)
+        results[name] = {
+            "sampled": vars(trainer.generate(prompts, iteration=1, first_prompt=0)),
+            "greedy": vars(trainer.greedy_responses(prompts)),
+            "replicas": trainer.rollout_layout.replicas,
+        }
+        if trainer.engine is not None:
+            trainer.engine.close()
+    if trainer.platform.rank == 0:
+        torch.save(results, out)
+    platforms.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

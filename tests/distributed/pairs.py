@@ -1,0 +1,60 @@
+"""Which training layouts meet which rollout layouts: one description for the worker and the test."""
+
+from dataclasses import dataclass
+from itertools import product
+
+from tests.distributed.cases import Case
+
+NUM_LAYERS = 4
+NUM_PROMPTS, PROMPT_LENGTH, RESPONSE_LENGTH = 4, 6, 8
+BUCKET_BYTES = 600_000  # several buckets a model
+LARGEST_WEIGHT_BYTES = 512 * 256 * 4  # of attention, whole
+
+TRAINING = (
+    Case(),
+    Case(tp=2),
+    Case(pp=2),
+    Case(pp=2, vpp=2),
+    Case(tp=2, pp=2),
+    Case(tp=2, dp=2),
+    Case(pp=2, dp=2),
+    Case(pp=4),
+    Case(tp=2, pp=2, sequence_parallel=True),
+    Case(tp=2, pp=2, dp=2),
+    Case(tp=4, dp=2),
+    Case(tp=2, pp=2, dp=2, sequence_parallel=True, recompute="full"),
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    case: Case
+    tp: int  # of the rollout
+    pp: int
+    family: str
+    trainer_ranks: int | None = None  # fewer than the world: the rollout has the other ranks to itself
+
+    @property
+    def name(self) -> str:
+        where = "" if self.trainer_ranks is None else "-apart"
+        return f"{self.case.name}-to-tp{self.tp}pp{self.pp}{where}-{self.family}"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.case.num_ranks if self.trainer_ranks is None else 2 * self.trainer_ranks
+
+
+def _pairs() -> list[Pair]:
+    """Every training layout with every rollout layout that fits, for both families; on 8 ranks they take turns."""
+    pairs = [
+        Pair(case, tp, pp, family)
+        for case, family, (turn, (tp, pp)) in product(
+            TRAINING, ("llama", "qwen2"), enumerate(product((1, 2, 4), (1, 2)))
+        )
+        if case.num_ranks % (tp * pp) == 0 and (case.num_ranks < 8 or (turn % 2 == 0) == (family == "llama"))
+    ]
+    apart = product((Case(tp=2), Case(pp=2), Case(dp=2)), ("llama", "qwen2"), ((1, 1), (2, 1), (1, 2)))
+    return pairs + [Pair(case, *sizes, family, trainer_ranks=2) for case, family, sizes in apart]
+
+
+PAIRS = _pairs()

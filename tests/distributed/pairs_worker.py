@@ -1,0 +1,238 @@
+"""Train an actor in every layout and hand it to an engine in every layout; compare the engine with HuggingFace.
+
+torchrun --nproc-per-node N -m tests.distributed.pairs_worker CHECKPOINTS OUT [NAME ...]
+
+For each pair: two optimizer steps, a hand-off, one more step, a hand-off. Every rank tells what its replica generated.
+"""
+
+import gc
+import json
+import sys
+import time
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hybridflow.config import OptimizerConfig, RolloutConfig, SamplingConfig, TrainedRoleConfig
+from hybridflow.models.spec import ModelSpec
+from hybridflow.parallel import platform as platforms
+from hybridflow.parallel.exchange import Exchange
+from hybridflow.parallel.grid import ProcessGroups
+from hybridflow.parallel.layout import RolloutLayout
+from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout
+from hybridflow.reshard.plan import plan_reshard
+from hybridflow.reshard.transfer import WeightHandOff
+from hybridflow.roles.base import World
+from hybridflow.roles.objectives import PolicyObjective
+from hybridflow.roles.policy import Actor
+from hybridflow.rollout.engine import Request, RolloutEngine
+from hybridflow.rollout.patches import join_groups
+from tests.distributed.cases import ALGORITHM, HYPER
+from tests.distributed.gather import whole
+from tests.distributed.pairs import (
+    BUCKET_BYTES,
+    NUM_PROMPTS,
+    PAIRS,
+    PROMPT_LENGTH,
+    RESPONSE_LENGTH,
+    Pair,
+)
+from tests.distributed.train_batch import make_train_batch
+from tests.tiny_models import VOCAB_SIZE
+
+SAMPLING = SamplingConfig(max_response_length=RESPONSE_LENGTH, ignore_eos=True)
+ROLLOUT = RolloutConfig(kv_cache_gib=1 / 64, max_num_seqs=16, max_num_batched_tokens=256)
+
+
+def main(checkpoints: Path, out: Path, names: list[str]) -> None:
+    platform = platforms.start(seed=0)
+    exchange = Exchange(dist.group.WORLD, platform.device)
+    world = World(platform, ProcessGroups(), exchange, bucket_bytes=BUCKET_BYTES)
+    pairs = [p for p in PAIRS if p.num_ranks == platform.world_size and (not names or p.name in names)]
+    import vllm  # noqa: F401 (what is imported later would be searched for garbage again and again)
+
+    gc.collect()
+    gc.freeze()
+    results = {}
+    for (family, *_), group in groupby(pairs, key=lambda p: (p.family, p.case, p.trainer_ranks)):
+        run = Run(checkpoints / family / "policy", world)
+        for pair in group:
+            started = time.perf_counter()
+            results[pair.name] = run(pair)
+            if platform.rank == 0:
+                print(f"{pair.name}: {time.perf_counter() - started:.1f} s", flush=True)
+    everyone: list[Any] = [None] * platform.world_size
+    dist.all_gather_object(everyone, results)
+    if platform.rank == 0:
+        (out / f"{platform.world_size}.json").write_text(json.dumps(everyone))
+    platforms.stop()
+
+
+class Run:
+    """One actor, handed to one engine after another."""
+
+    def __init__(self, model: Path, world: World) -> None:
+        self.world, self.model = world, model
+        self.reference: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model)
+        self.reference.generation_config.eos_token_id = None  # as ignore_eos
+        self.actor: Actor | None = None
+        self.batch = make_train_batch()
+
+    def __call__(self, pair: Pair) -> list[dict]:
+        ranks = None if pair.trainer_ranks is None else (0, pair.trainer_ranks)
+        config = TrainedRoleConfig(
+            model=str(self.model),
+            optimizer=OptimizerConfig(lr=1e-2, eps=1e-3),
+            recompute=pair.case.recompute,
+            ranks=ranks,
+            **pair.case.layout(),
+        )
+        if self.actor is None:
+            self.actor = Actor(config, temperature=HYPER.temperature, world=self.world)
+        train, rank = self.actor.grid.layout, self.world.platform.rank
+        if ranks is None:
+            layout = rollout_layout(train, pair.tp, pair.pp)
+        else:
+            layout = standalone_layout(tuple(range(pair.trainer_ranks, pair.num_ranks)), pair.tp, pair.pp)
+        spec = self.actor.spec
+        plan = plan_reshard(spec, train, layout, bucket_elements=BUCKET_BYTES // 4)
+        watch = Watch()
+        weights = {name: x for name, (_, x) in self.actor.weights().items()}
+        hand_off = WeightHandOff(
+            plan,
+            weights,
+            rank=rank,
+            dtype=torch.float32,
+            device=self.world.platform.device,
+            group=dist.group.WORLD,
+            on_change=watch,
+        )
+        engine = self._engine(hand_off, layout, spec, train)
+        records = []
+        for num_steps in (2, 1):
+            for _ in range(num_steps):
+                objective = PolicyObjective.of(ALGORITHM)
+                self.actor.update(self.batch, objective, kl_coef=HYPER.kl_coef, lr=1e-2)
+            record = self._hand_over(hand_off, engine, weights, watch)
+            record["planned"] = {
+                "received": 4 * plan.received_elements(rank),
+                "sent": 4 * plan.sent_elements(rank),
+                "bound": 4 * plan.lower_bound(rank) if rank in layout else 0,
+                "permuted": 4 * plan.permuted_elements(rank),
+            }
+            records.append(record)
+        if engine is not None:
+            engine.close()
+        return records
+
+    def _engine(
+        self, hand_off: WeightHandOff, layout: RolloutLayout, spec: ModelSpec, train: Any
+    ) -> RolloutEngine | None:
+        stages = engine_stages(spec.num_layers, train, layout)
+        join_groups(layout, stages, self.world.platform.local_rank)
+        hand_off.to_engine()
+        engine = None
+        if self.world.platform.rank in layout:
+            engine = RolloutEngine(
+                self.model,
+                hand_off.source,
+                dtype="float32",
+                layout=layout,
+                stages=stages,
+                max_length=PROMPT_LENGTH + RESPONSE_LENGTH,
+                sampling=SAMPLING,
+                config=ROLLOUT,
+                platform=self.world.platform,
+            )
+            engine.sleep()
+        hand_off.to_trainer()
+        return engine
+
+    def _hand_over(
+        self, hand_off: WeightHandOff, engine: RolloutEngine | None, weights: dict[str, Tensor], watch: "Watch"
+    ) -> dict:
+        """What the engine generates with the trainer's weights of now, and what the hand-off took."""
+        before, expected = {name: x.clone() for name, x in weights.items()}, self._expected()
+        watch.start()
+        cost = hand_off.to_engine()
+        watch.stop()
+        dist.barrier(group=dist.group.WORLD)
+        tokens = None
+        if engine is not None:
+            engine.wake_up()
+            engine.reset_prefix_cache()
+            requests = [Request(prompt, 0) for prompt in prompts().tolist()]
+            tokens = [r.token_ids for r in engine.generate(requests, engine.greedy_params(SAMPLING, ()))]
+            engine.sleep()
+        back = hand_off.to_trainer()
+        return {
+            "right": tokens is None or tokens == expected,
+            "generated": tokens is not None,
+            "restored": all(torch.equal(before[name], x) for name, x in weights.items()),
+            "cost": vars(cost),
+            "back": vars(back),
+            "measured_peak_extra": watch.peak_extra,
+            "in_place": hand_off.in_place,
+        }
+
+    def _expected(self) -> list[list[int]]:
+        """HuggingFace's greedy tokens with the actor's weights, the same on every rank."""
+        tensors = whole(self.actor, lambda p: p.data)
+        box = [None]
+        if self.world.platform.rank == 0:
+            self.reference.load_state_dict(tensors, strict=not self.reference.config.tie_word_embeddings)
+            with torch.no_grad():
+                out = self.reference.generate(
+                    prompts(),
+                    attention_mask=torch.ones(NUM_PROMPTS, PROMPT_LENGTH, dtype=torch.int64),
+                    do_sample=False,
+                    max_new_tokens=RESPONSE_LENGTH,
+                )
+            box = [out[:, PROMPT_LENGTH:].tolist()]
+        dist.broadcast_object_list(box, src=0, group=dist.group.WORLD)
+        return box[0]
+
+
+def prompts() -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(4, VOCAB_SIZE, (NUM_PROMPTS, PROMPT_LENGTH), generator=generator)
+
+
+class Watch:
+    """Bytes of all live tensors of this process, looked at whenever the hand-off allocates or releases something."""
+
+    def __init__(self) -> None:
+        self.peak_extra = self._before = self._peak = 0
+        self._known: list[Tensor] | None = None
+
+    def __call__(self) -> None:
+        if self._known is not None:
+            self._peak = max(self._peak, self._bytes())
+
+    def start(self) -> None:
+        gc.disable()  # what is new then stays in the youngest generation
+        self._known = live_tensors(None)
+        self._before = self._peak = self._bytes()
+
+    def stop(self) -> None:
+        self.peak_extra = self._peak - max(self._before, self._bytes())
+        self._known = None
+        gc.enable()
+
+    def _bytes(self) -> int:
+        storages = [x.untyped_storage() for x in self._known + live_tensors(0)]
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def live_tensors(generation: int | None) -> list[Tensor]:
+    kinds = (Tensor, nn.Parameter)  # isinstance would ask torch's metaclass about each of many objects
+    return [x for x in gc.get_objects(generation) if type(x) in kinds and not x.is_meta]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

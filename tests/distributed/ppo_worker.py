@@ -1,0 +1,111 @@
+"""Three PPO iterations for every placement that fits this number of ranks; the metrics of each.
+
+torchrun --nproc-per-node N -m tests.distributed.ppo_worker CHECKPOINTS PROMPTS OUT
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hybridflow.config import ExperimentConfig
+from hybridflow.parallel import platform as platforms
+from hybridflow.recorder import Recorder
+from hybridflow.trainer import RLTrainer
+
+NUM_ITERATIONS = 3
+
+
+def layout(tp: int = 1, pp: int = 1, dp: int | None = None, **more: object) -> dict:
+    return {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "data_parallel_size": dp, **more}
+
+
+FIRST, SECOND = [0, 2], [2, 4]
+# name: (ranks, layout of each role, rollout)
+PLACEMENTS: dict[str, tuple[int, dict, dict]] = {
+    "single": (1, {}, {}),
+    "each its own layout": (
+        4,
+        {
+            "actor": layout(2, 2),
+            "critic": layout(1, 2, 2),
+            "reward": layout(2, 1, 2),
+            "reference": layout(4),
+        },
+        {"tensor_parallel_size": 2},
+    ),
+    "interleaved": (
+        4,
+        {
+            "actor": layout(1, 2, 2, virtual_pipeline_parallel_size=2),
+            "critic": layout(2, 2, virtual_pipeline_parallel_size=2, sequence_parallel=True),
+            "reward": layout(1, 4),
+            "reference": layout(2, 2, num_layers_in_first_pipeline_stage=1),
+        },
+        {"pipeline_parallel_size": 2},
+    ),
+    "split": (
+        4,
+        {
+            "actor": layout(1, 2, ranks=FIRST),
+            "critic": layout(2, ranks=SECOND),
+            "reward": layout(1, 1, 1, ranks=[3, 4]),
+            "reference": layout(2, ranks=FIRST),
+        },
+        {"tensor_parallel_size": 2},
+    ),
+    "rollout apart": (
+        4,
+        {
+            "actor": layout(2, ranks=FIRST),
+            "critic": layout(1, 2, ranks=FIRST),
+            "reward": layout(1, 1, 2, ranks=SECOND),
+            "reference": layout(1, 1, 4),
+        },
+        {"ranks": SECOND, "tensor_parallel_size": 1, "sleep_level": 0},
+    ),
+}
+
+
+def main(checkpoints: Path, prompts: Path, out: Path) -> None:
+    world_size = platforms.torchrun_rank()[1]
+    results = {}
+    for name, (num_ranks, layouts, rollout) in PLACEMENTS.items():
+        if num_ranks == world_size:
+            trainer = RLTrainer(config(checkpoints, prompts, layouts, rollout))
+            results[name] = [run(trainer, iteration) for iteration in range(1, NUM_ITERATIONS + 1)]
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(results))
+    platforms.stop()
+
+
+def run(trainer: RLTrainer, iteration: int) -> dict[str, float]:
+    done = trainer.iterate(iteration, NUM_ITERATIONS, Recorder())
+    tokens = {"tokens_checksum": float((done.batch.input_ids * (1 + done.batch.input_ids.cumsum(0) % 97)).sum())}
+    return tokens | {name: float(value) for name, value in done.metrics.items()}
+
+
+def config(models: Path, prompts: Path, layouts: dict, rollout: dict) -> ExperimentConfig:
+    def role(key: str, model: str, **fields: object) -> dict:
+        return {"model": str(models / model), "dtype": "float32", **layouts.get(key, {}), **fields}
+
+    sgd = {"name": "sgd", "lr": 0.02}
+    return ExperimentConfig.model_validate(
+        {
+            "name": "placements",
+            "num_iterations": NUM_ITERATIONS,
+            "data": {"train": str(prompts), "prompts_per_iteration": 16, "max_prompt_length": 16},
+            "sampling": {"max_response_length": 10},
+            "actor": role("actor", "policy", optimizer=sgd),
+            "critic": role("critic", "critic", optimizer=sgd),
+            "reference": role("reference", "reference"),
+            "reward": {"models": [role("reward", "reward")]},
+            "rollout": {"kv_cache_gib": 1 / 64, "max_num_seqs": 32, "max_num_batched_tokens": 512, **rollout},
+            "algorithm": {"mini_batch_size": 8, "ppo_epochs": 2, "kl": {"coef": 0.05}},
+        }
+    )
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

@@ -1,0 +1,60 @@
+"""PPO does not depend on where its roles lie: the same metrics as one process, whatever the layouts and placements."""
+
+import json
+
+import pytest
+
+from tests.distributed.ppo_worker import NUM_ITERATIONS, PLACEMENTS
+from tests.launch import torchrun
+from tests.tiny_models import make_checkpoints, make_prompts
+
+METRICS = (
+    "reward/score_mean",
+    "reward/score_std",
+    "rollout/response_length_mean",
+    "kl/reference_mean",
+    "kl/sequence_mean",
+    "critic/explained_variance",
+    "critic/loss",
+    "critic/grad_norm",
+    "actor/loss",
+    "actor/entropy",
+    "actor/clip_fraction",
+    "actor/approx_kl",
+    "actor/grad_norm",
+)
+PLACED = [name for name in PLACEMENTS if name != "single"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
+    root, found = tmp_path_factory.mktemp("ppo"), {}
+    models = make_checkpoints(root / "models", family="llama", tied=False, num_layers=4, head_dim=32)
+    prompts = make_prompts(root / "prompts.jsonl", 64)
+    for num_ranks in sorted({num_ranks for num_ranks, *_ in PLACEMENTS.values()}):
+        out = root / f"{num_ranks}.json"
+        torchrun(num_ranks, "-m", "tests.distributed.ppo_worker", models, prompts, out, timeout=300)
+        found |= json.loads(out.read_text())
+    return found
+
+
+@pytest.mark.parametrize("placement", PLACED)
+def test_metrics_equal_a_single_process(placement: str, results: dict) -> None:
+    for found, expected in zip(results[placement], results["single"], strict=True):
+        assert found["tokens_checksum"] == expected["tokens_checksum"]
+        for name in METRICS:
+            assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-4), name
+
+
+def test_training_moves(results: dict) -> None:
+    """Else the comparison would prove little."""
+    first, *_, last = results["single"]
+    assert len(results["single"]) == NUM_ITERATIONS
+    assert abs(last["kl/sequence_mean"] - first["kl/sequence_mean"]) > 0.01
+    assert first["actor/grad_norm"] > 0.01 and first["actor/clip_fraction"] > 0
+
+
+def test_the_placements_move_the_bytes_they_should(results: dict) -> None:
+    for placement in ("each its own layout", "split", "rollout apart"):
+        assert all(iteration["reshard/bytes_received"] > 0 for iteration in results[placement])
+    assert all(iteration["reshard/bytes_received"] == 0 for iteration in results["single"])

@@ -1,0 +1,47 @@
+"""Parts made whole. Between ranks: every test of the roles."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridflow.parallel.exchange import Exchange, Part
+
+
+@pytest.fixture(scope="module")
+def exchange() -> Iterator[Exchange]:
+    """In a world of one, unless another test file has left one."""
+    started = not dist.is_initialized()
+    if started:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.get_world_size() == 1
+    yield Exchange(dist.group.WORLD, torch.device("cpu"))
+    if started:
+        dist.destroy_process_group()
+
+
+def test_values_stand_where_they_belong_and_zeros_elsewhere(exchange: Exchange) -> None:
+    parts = [
+        Part(4, torch.tensor([3, 1]), torch.tensor([5.0, -0.5])),
+        Part.nothing(2),
+        Part(1, torch.tensor([0]), torch.tensor([2.0**-149])),  # the smallest number: x + 0 = x exactly
+    ]
+    first, second, third = exchange.wholes(parts)
+    assert first.tolist() == [0, -0.5, 0, 5] and second.tolist() == [0, 0] and third.tolist() == [2.0**-149]
+    assert exchange.whole(parts[0]).tolist() == [0, -0.5, 0, 5]
+    assert exchange.whole(Part.nothing(0)).tolist() == []
+
+
+def test_the_type_is_that_of_the_parts(exchange: Exchange) -> None:
+    numbers = Part(3, torch.tensor([2]), torch.tensor([1 << 40]))
+    assert exchange.whole(numbers).tolist() == [0, 0, 1 << 40]
+    with pytest.raises(AssertionError, match=r"torch\.float32 among torch\.int64"):
+        exchange.wholes([numbers, Part.nothing(3)])
+
+
+def test_sums_and_maxima_are_made_in_place_and_timed(exchange: Exchange) -> None:
+    values, before = torch.tensor([1.0, 2.0]), exchange.seconds
+    assert exchange.summed(values) is values and exchange.maximum(values) is values
+    assert values.tolist() == [1, 2] and exchange.mean(2.5) == 2.5
+    assert exchange.seconds > before

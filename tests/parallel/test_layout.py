@@ -1,0 +1,128 @@
+"""Layouts by hand: where ranks stand, their groups, and the layers of stages and model chunks."""
+
+import pytest
+
+from hybridflow.parallel.layout import Layout, Place, RolloutLayout, Seat
+
+EIGHT = Layout(tp=2, pp=2, dp=2, ranks=tuple(range(8)))  # tp fastest, then dp, then pp
+APART = Layout(tp=2, pp=2, dp=1, ranks=(1, 3, 4, 7))
+
+
+def test_places_of_eight_ranks() -> None:
+    assert [tuple(EIGHT.place(rank)) for rank in range(8)] == [  # tp, dp, pp
+        *[(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)],
+        *[(0, 0, 1), (1, 0, 1), (0, 1, 1), (1, 1, 1)],
+    ]
+    assert all(EIGHT.rank_at(EIGHT.place(rank)) == rank for rank in range(8))
+
+
+def test_groups_of_eight_ranks() -> None:
+    assert EIGHT.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert EIGHT.groups("dp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert EIGHT.groups("pp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert EIGHT.groups("tp", "pp") == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert EIGHT.groups("tp", "dp") == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert EIGHT.groups() == [(0,), (1,), (2,), (3,), (4,), (5,), (6,), (7,)]
+    assert EIGHT.groups("tp", "dp", "pp") == [(0, 1, 2, 3, 4, 5, 6, 7)]
+
+
+def test_ranks_that_are_no_neighbours() -> None:
+    assert APART.groups("tp") == [(1, 3), (4, 7)]
+    assert APART.groups("pp") == [(1, 4), (3, 7)]
+    assert APART.groups("dp") == [(1,), (3,), (4,), (7,)]
+    assert APART.place(7) == Place(tp=1, dp=0, pp=1) and APART.rank_at(Place(tp=1, dp=0, pp=0)) == 3
+    assert 3 in APART and 2 not in APART
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2), tuple(range(8))])
+def test_ranks_fill_the_layout(ranks: tuple[int, ...]) -> None:
+    with pytest.raises(AssertionError, match=f"tp x pp x dp = 2 x 2 x 1 does not fill {len(ranks)} ranks"):
+        Layout(tp=2, pp=2, dp=1, ranks=ranks)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2, 2), (0, 1, 3, 2)])
+def test_ranks_ascend(ranks: tuple[int, ...]) -> None:
+    with pytest.raises(AssertionError, match="ranks must ascend"):
+        Layout(tp=2, pp=2, dp=1, ranks=ranks)
+
+
+# ------------------------------------------------------------------------------------------------ layers
+
+
+def staged(pp: int, vpp: int = 1, first: int | None = None, last: int | None = None) -> Layout:
+    return Layout(1, pp, 1, tuple(range(pp)), vpp, first, last)
+
+
+def test_layers_of_pipeline_stages() -> None:
+    assert staged(1).stages(3) == ((0, 1, 2),)
+    assert staged(2).stages(4) == ((0, 1), (2, 3))
+    assert staged(3, first=1).stages(5) == ((0,), (1, 2), (3, 4))
+    assert staged(3, last=1).stages(5) == ((0, 1), (2, 3), (4,))
+    assert staged(3, first=1, last=3).stages(6) == ((0,), (1, 2), (3, 4, 5))
+    assert staged(2, first=1, last=3).stages(4) == ((0,), (1, 2, 3))
+
+
+def test_layers_of_model_chunks() -> None:
+    """The first chunks of all stages precede the second chunks of any."""
+    layout = staged(2, vpp=2)
+    assert layout.chunks(8) == (((0, 1), (4, 5)), ((2, 3), (6, 7)))
+    assert layout.stages(8) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert staged(2, vpp=2, first=2).chunks(6) == (((0,), (3,)), ((1, 2), (4, 5)))
+    assert staged(2).chunks(4) == (((0, 1),), ((2, 3),))
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_layers", "message"),
+    [
+        (staged(2), 3, "3 layers cannot be cut into 2 pipeline stages: 3 are left for 2 equal stages"),
+        (staged(4), 3, "3 layers cannot be cut into 4 pipeline stages: 3 are left for 4 equal stages"),
+        (
+            staged(3, first=2),
+            5,
+            "5 layers cannot be cut into 3 pipeline stages: 3 are left for 2 equal stages beside the stages of [2]",
+        ),
+        (
+            staged(2, first=1, last=2),
+            4,
+            "4 layers cannot be cut into 2 pipeline stages: 1 are left for 0 equal stages beside the stages of [1, 2]",
+        ),
+        (
+            staged(2, first=4),
+            4,
+            "4 layers cannot be cut into 2 pipeline stages: 0 are left for 1 equal stages beside the stages of [4]",
+        ),
+        (
+            staged(2, first=5),
+            4,
+            "4 layers cannot be cut into 2 pipeline stages: -1 are left for 1 equal stages beside the stages of [5]",
+        ),
+        (
+            staged(2, vpp=2),
+            6,
+            "the 3 layers of pipeline stage 0 cannot be cut into 2 model chunks: 3 = 1 x 2 + 1",
+        ),
+        (
+            staged(2, vpp=2, last=1),
+            3,
+            "the 1 layers of pipeline stage 1 cannot be cut into 2 model chunks: 1 = 0 x 2 + 1",
+        ),
+    ],
+)
+def test_layers_that_cannot_be_cut_so(layout: Layout, num_layers: int, message: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        layout.chunks(num_layers)
+    assert str(raised.value) == message
+
+
+# ------------------------------------------------------------------------------------------------ rollout
+
+
+def test_seats_of_engine_replicas() -> None:
+    rollout = RolloutLayout(tp=2, pp=2, replicas=((1, 3, 5, 7), (8, 9, 10, 12)))
+    assert rollout.ranks == (1, 3, 5, 7, 8, 9, 10, 12)
+    assert rollout.seat(5) == Seat(replica=0, pp=1, tp=0)
+    assert rollout.seat(9) == Seat(replica=1, pp=0, tp=1)
+    assert rollout.tp_groups() == [[1, 3], [5, 7], [8, 9], [10, 12]]
+    assert rollout.pp_groups() == [[1, 5], [3, 7], [8, 10], [9, 12]]
+    assert [rank for rank in range(13) if rollout.speaks(rank)] == [1, 8]
+    assert 12 in rollout and 11 not in rollout
