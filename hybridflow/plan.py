@@ -1,6 +1,6 @@
 """Plan an experiment without running it: grids, memory per GPU, and what the reshard will move.
 
-    python -m hybridflow.plan configs/quickstart.yaml [section.key=value ...] [--world-size N] [--json]
+    python -m hybridflow.plan configs/quickstart.yaml [section.key=value ...] [--world-size N] [--json | --smallest]
 
 No process is started and no weights are read: of each model its config.json is enough. Without --world-size the
 smallest number of ranks that fits is taken. Where a layout cannot work all reasons are printed and the status is 1.
@@ -33,6 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("config", metavar="CONFIG", help="the experiment's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")
     parser.add_argument("--world-size", type=_positive, default=None, metavar="N", help="ranks of the run")
+    parser.add_argument("--smallest", action="store_true", help="print the smallest number of ranks, nothing else")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--version", action="version", version=__version__)
     options = parser.parse_intermixed_args(arguments)
@@ -54,6 +55,9 @@ def _positive(text: str) -> int:
 
 def _plan(options: argparse.Namespace) -> None:
     config = ExperimentConfig.from_yaml(options.config, options.overrides)
+    if options.smallest:
+        print(smallest_world_size(config))
+        return
     world_size = options.world_size or smallest_world_size(config)
     # torch loads for a second: a bad config fails before
     from hybridflow.forecast import forecast

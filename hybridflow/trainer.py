@@ -8,7 +8,7 @@ Every rank runs this same program over the same global batch; the roles shard th
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -23,26 +23,22 @@ from hybridflow.data import PromptOrder
 from hybridflow.errors import ConfigError
 from hybridflow.evaluate import Evaluation, evaluate
 from hybridflow.export import export_huggingface
-from hybridflow.inputs import Inputs, load_inputs, rollout_of
+from hybridflow.generator import Generator
+from hybridflow.inputs import Inputs, load_inputs
 from hybridflow.metrics import Stopwatch
-from hybridflow.models.build import DTYPES
 from hybridflow.models.optimizer import NO_BYTES, learning_rate
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
-from hybridflow.parallel.layout import Stages
 from hybridflow.recorder import Recorder, RunSummary, record_run
-from hybridflow.report import MIB, Iteration, cost_metrics, own_bytes, rollout_metrics
-from hybridflow.reshard.plan import plan_reshard
-from hybridflow.reshard.transfer import HandOffCost, WeightHandOff
+from hybridflow.report import MIB, Iteration, cost_metrics, rollout_metrics
 from hybridflow.roles.base import World
 from hybridflow.roles.objectives import PolicyObjective, value_objective
 from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.scoring import Scorer
 from hybridflow.roles.values import Critic, RewardModel
-from hybridflow.rollout.engine import RolloutEngine, request_seed
-from hybridflow.rollout.generation import generate
-from hybridflow.rollout.patches import join_groups, prepare_vllm
+from hybridflow.rollout.engine import request_seed
+from hybridflow.rollout.patches import prepare_vllm
 
 Metrics = dict[str, float | Tensor]
 
@@ -59,9 +55,14 @@ class RLTrainer:
         prepare_vllm()  # a missing vLLM is told before the models load
         self.exchange = Exchange(dist.group.WORLD, self.platform.device)
         self.watch = Stopwatch(self.platform.synchronize)
-        self._costs: list[HandOffCost] = []
         self._build_roles()
-        self._build_engine()
+        self.generator = Generator(
+            config,
+            self.actor,
+            eos_token_ids=self.inputs.eos_token_ids,
+            platform=self.platform,
+            exchange=self.exchange,
+        )
         self.order = PromptOrder(len(self.inputs.train), config.seed, config.data.shuffle)
         self.kl_control = _kl_controller(config)
 
@@ -87,52 +88,6 @@ class RLTrainer:
         )
         self.policy_objective = PolicyObjective.of(config.algorithm)
         self.value_objective = value_objective(config.algorithm)
-
-    def _build_engine(self) -> None:
-        """The engine is built while the weights are in its layout: it takes their memory as its own."""
-        config, spec = self.config, self.actor.spec
-        dtype = DTYPES[config.actor.dtype]
-        self.rollout_layout, stages = rollout_of(config, spec, self.platform.world_size)
-        bucket_elements = int(config.rollout.reshard_bucket_mib * MIB) // dtype.itemsize
-        plan = plan_reshard(spec, self.actor.grid.layout, self.rollout_layout, bucket_elements=bucket_elements)
-        weights = {name: tensor for name, (_, tensor) in self.actor.weights().items()}
-        self.hand_off = WeightHandOff(
-            plan,
-            weights,
-            rank=self.platform.rank,
-            dtype=dtype,
-            device=self.platform.device,
-            group=dist.group.WORLD,
-        )
-        self.engine: RolloutEngine | None = None
-        self._engine_bytes = 0
-        self.sampling_params = self.greedy_params = None
-        join_groups(self.rollout_layout, stages, self.platform.local_rank)
-        with self._weights_with_engine():
-            if self.platform.rank in self.rollout_layout:
-                self.engine = self._new_engine(stages)
-                self.sampling_params = self.engine.sampling_params(config.sampling, self.inputs.eos_token_ids)
-                self.greedy_params = self.engine.greedy_params(config.sampling, self.inputs.eos_token_ids)
-                self._engine_bytes = own_bytes(self.engine.parameters().values(), weights.values())
-                self.engine.sleep()
-        self._costs = []
-
-    def _new_engine(self, stages: Stages) -> RolloutEngine:
-        config = self.config
-        rollout = config.rollout
-        if not self.hand_off.in_place:  # memory that comes and goes has no fixed address for a CUDA graph to keep
-            rollout = rollout.model_copy(update={"enforce_eager": True})
-        return RolloutEngine(
-            self.actor.spec.path,
-            self.hand_off.source,
-            dtype=config.actor.dtype,
-            layout=self.rollout_layout,
-            stages=stages,
-            max_length=config.max_sequence_length,
-            sampling=config.sampling,
-            config=rollout,
-            platform=self.platform,
-        )
 
     # ---- the loop
 
@@ -180,10 +135,10 @@ class RLTrainer:
         metrics |= cost_metrics(
             batch,
             watch=self.watch,
-            hand_offs=self._costs,
+            hand_offs=self.generator.costs,
             exchange=self.exchange,
             actor_bytes=self.actor.trained.memory_bytes() if self.actor.trained else NO_BYTES,
-            engine_bytes=self._engine_bytes,
+            engine_bytes=self.generator.own_bytes,
             num_steps=self.config.algorithm.ppo_epochs * len(batch) // self.config.algorithm.mini_batch_size,
         )
         return Iteration(iteration, prompts, batch, raw_scores, metrics)
@@ -196,29 +151,16 @@ class RLTrainer:
     def _reset_costs(self) -> None:
         self.watch.reset()
         self.exchange.seconds = 0.0
-        self._costs = []
+        self.generator.costs.clear()
 
     def generate(self, prompts: PromptBatch, iteration: int, first_prompt: int) -> RolloutBatch:
         with self.handed_to_engine(), self.watch.phase("generate"):
-            return self._generate(
+            return self.generator.generate(
                 prompts,
-                self.sampling_params,
                 samples_per_prompt=self.config.sampling.samples_per_prompt,
                 iteration=iteration,
                 first_prompt=first_prompt,
             )
-
-    def _generate(self, prompts: PromptBatch, params: Any, **numbers: int) -> RolloutBatch:
-        return generate(
-            self.engine,
-            prompts,
-            params,
-            seed=self.config.seed,
-            layout=self.rollout_layout,
-            rank=self.platform.rank,
-            exchange=self.exchange,
-            **numbers,
-        )
 
     def estimate(self, rollout: RolloutBatch, prompts: PromptBatch) -> tuple[TrainBatch, Tensor]:
         """Scores, log-probs, values, token rewards, advantages and returns: all that the update needs; the raw scores.
@@ -301,7 +243,7 @@ class RLTrainer:
 
     def greedy_responses(self, prompts: PromptBatch) -> RolloutBatch:
         with self.handed_to_engine():
-            return self._generate(prompts, self.greedy_params, samples_per_prompt=1, iteration=0, first_prompt=0)
+            return self.generator.generate(prompts, greedy=True, samples_per_prompt=1, iteration=0, first_prompt=0)
 
     @contextlib.contextmanager
     def handed_to_engine(self) -> Iterator[None]:
@@ -310,26 +252,11 @@ class RLTrainer:
         In strict order: what training alone needs leaves, weights are put in place, caches are emptied, and only when
         that is so on every rank the KV cache takes its memory.
         """
-        with contextlib.ExitStack() as away:
-            for role in (self.actor, self.critic):
-                away.enter_context(role.away())
-            with self._weights_with_engine():
-                self.platform.empty_caches()
-                dist.barrier(group=dist.group.WORLD)
-                if self.engine is not None:
-                    self.engine.wake_up()
-                    self.engine.reset_prefix_cache()
+        with self.actor.away(), self.critic.away(), self.generator.weights_in_place():
+            self.platform.empty_caches()
+            dist.barrier(group=dist.group.WORLD)
+            with self.generator.awake():
                 yield
-                if self.engine is not None:
-                    self.engine.sleep()
-
-    @contextlib.contextmanager
-    def _weights_with_engine(self) -> Iterator[None]:
-        self._costs.append(self.hand_off.to_engine())
-        try:
-            yield
-        finally:
-            self._costs.append(self.hand_off.to_trainer())
 
 
 def _kl_controller(config: ExperimentConfig) -> FixedKL | AdaptiveKL:

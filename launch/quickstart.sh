@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a tiny model with PPO on two CPU processes, from nothing:
+# Trains a tiny model with PPO on CPU processes, from nothing; as many as the config's layouts need, two by default:
 #
 #   bash launch/quickstart.sh [CONFIG] [KEY=VALUE ...]        CONFIG: configs/quickstart.yaml
 set -euo pipefail
@@ -19,7 +19,8 @@ show_and_run() {
 }
 
 show_and_run bash launch/setup.sh
-export OMP_NUM_THREADS=1  # one thread for each of the two processes
+export OMP_NUM_THREADS=1  # one thread for each process
 export TORCH_CPP_LOG_LEVEL=ERROR  # vLLM tells every rank how it binds memory
 show_and_run .venv/bin/python -m tools.make_tiny data/tiny --if-missing
-show_and_run .venv/bin/torchrun --nproc-per-node 2 -m hybridflow.train "$config" "$@"
+num_ranks=$(.venv/bin/python -m hybridflow.plan "$config" "$@" --smallest)
+show_and_run .venv/bin/torchrun --nproc-per-node "$num_ranks" -m hybridflow.train "$config" "$@"

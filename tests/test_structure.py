@@ -27,7 +27,7 @@ FLOORS: dict[int, list[str]] = {
         *["reshard", "reshard.*", "rollout", "rollout.*", "rewards"],
         *["metrics", "run_dir", "progress", "inputs"],
     ],
-    3: ["roles", "roles.*", "checkpoint", "evaluate", "export", "report", "recorder", "forecast"],
+    3: ["roles", "roles.*", "checkpoint", "evaluate", "export", "report", "recorder", "generator", "forecast"],
     4: ["trainer"],
     5: ["train", "health", "plan"],
 }

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -73,6 +75,28 @@ class PackedAttention(MegatronModule):
         query, key = (Rotate.apply(x[:, 0], cos, sin) for x in (query, key))
         out = attend(query, key, value[:, 0], packed=packed_seq_params, scale=self.scale)
         return out.flatten(1).unsqueeze(1)
+
+
+class GroupedSelfAttention(SelfAttention):
+    """megatron's self-attention, also where more tensor-parallel ranks than key/value groups share the groups.
+
+    megatron-core 0.16.1 then gathers over the group of its global state, which is not set here.
+    """
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, key_value_states: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """query (t, 1, heads / tp, head_dim), key and value (t, 1, their heads here, head_dim)."""
+        group, num_groups = self.pg_collection.tp, self.config.num_query_groups
+        sharing, heads = group.size() // num_groups, self.config.num_attention_heads // group.size()
+        if sharing <= 1:
+            return super().get_query_key_value_tensors(hidden_states, key_value_states, **options)
+        rows, _ = self.linear_qkv(hidden_states)  # this rank's even share of the rows of its group
+        rows = all_gather_last_dim_from_tensor_parallel_region(rows, group=group)
+        own_group, member = divmod(group.rank(), sharing)
+        own = rows.unflatten(-1, (num_groups, -1, self.hidden_size_per_attention_head))[:, :, own_group]
+        query, key, value = own.split([own.shape[2] - 2, 1, 1], dim=2)
+        return query[:, :, member * heads : (member + 1) * heads], key, value
 
 
 class Rotate(torch.autograd.Function):

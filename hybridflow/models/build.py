@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from hybridflow.models.attention import PackedAttention
+from hybridflow.models.attention import GroupedSelfAttention, PackedAttention
 from hybridflow.models.checkpoint_files import SafetensorsDirectory
 from hybridflow.models.layers import RMSNorm, SwiGLU
 from hybridflow.models.micro_batch import MicroBatch
@@ -209,6 +209,7 @@ def _block_spec(num_layers: int) -> TransformerBlockSubmodules:
         layer = get_gpt_layer_local_spec(normalization="RMSNorm")
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
         layer.submodules.mlp.submodules.activation_func = SwiGLU
+    layer.submodules.self_attention.module = GroupedSelfAttention
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 

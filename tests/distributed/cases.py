@@ -46,6 +46,8 @@ class Case:
 
 
 NUM_LAYERS = 4
+# name: architecture, tied embeddings, key/value heads (with "gqa" fewer than ranks where tp = 4)
+FAMILIES = {"llama": ("llama", False, 4), "qwen2": ("qwen2", True, 4), "gqa": ("llama", False, 2)}
 CASES = (
     Case(all_budgets=True),
     Case(recompute="full"),
@@ -83,6 +85,11 @@ ALGORITHM = AlgorithmConfig(
 SGD = OptimizerConfig(name="sgd", lr=0.1, clip_grad=0.5)
 ADAM = OptimizerConfig(name="adam", lr=0.01, eps=0.1, betas=(0.8, 0.9), weight_decay=0.05, clip_grad=0.5)  # ZeRO-1
 # a large eps: Adam turns rounding noise of near-zero gradients into steps
+
+
+def applies(case: Case, family: str) -> bool:
+    """The shared key/value heads are tried where ranks share them, alone and with everything else."""
+    return family != "gqa" or case.tp == 4
 
 
 def cases_for(num_ranks: int) -> list[Case]:

@@ -35,10 +35,10 @@ def main(config: str, out: Path, overrides: list[str]) -> None:
         results[name] = {
             "sampled": vars(trainer.generate(prompts, iteration=1, first_prompt=0)),
             "greedy": vars(trainer.greedy_responses(prompts)),
-            "replicas": trainer.rollout_layout.replicas,
+            "replicas": trainer.generator.layout.replicas,
         }
-        if trainer.engine is not None:
-            trainer.engine.close()
+        if trainer.generator.engine is not None:
+            trainer.generator.engine.close()
     if trainer.platform.rank == 0:
         torch.save(results, out)
     platforms.stop()

@@ -77,7 +77,7 @@ def main(config: str, out: Path) -> None:
                 role.trained.memory_bytes() for role in (trainer.actor, trainer.critic)
             ]
         records[name] = iterations
-        trainer.engine.close()
+        trainer.generator.engine.close()
     if trainer.platform.rank == 0:
         out.write_text(json.dumps(records))
     platforms.stop()

@@ -6,6 +6,8 @@ from itertools import product
 from tests.distributed.cases import Case
 
 NUM_LAYERS = 4
+# name: architecture, tied embeddings, key/value heads
+FAMILIES = {"llama": ("llama", False, 4), "qwen2": ("qwen2", True, 4), "gqa": ("qwen2", False, 2)}
 NUM_PROMPTS, PROMPT_LENGTH, RESPONSE_LENGTH = 4, 6, 8
 BUCKET_BYTES = 600_000  # several buckets a model
 LARGEST_WEIGHT_BYTES = 512 * 256 * 4  # of attention, whole
@@ -54,7 +56,10 @@ def _pairs() -> list[Pair]:
         if case.num_ranks % (tp * pp) == 0 and (case.num_ranks < 8 or (turn % 2 == 0) == (family == "llama"))
     ]
     apart = product((Case(tp=2), Case(pp=2), Case(dp=2)), ("llama", "qwen2"), ((1, 1), (2, 1), (1, 2)))
-    return pairs + [Pair(case, *sizes, family, trainer_ranks=2) for case, family, sizes in apart]
+    pairs += [Pair(case, *sizes, family, trainer_ranks=2) for case, family, sizes in apart]
+    # fewer key/value heads than ranks, in training, in the rollout, in both
+    shared = ((Case(tp=4), 2, 1), (Case(tp=4), 4, 1), (Case(tp=2, pp=2), 4, 1), (Case(tp=4), 1, 2))
+    return pairs + [Pair(case, tp, pp, "gqa") for case, tp, pp in shared]
 
 
 PAIRS = _pairs()

@@ -21,7 +21,18 @@ from hybridflow.roles.base import World
 from hybridflow.roles.objectives import PolicyObjective, value_objective
 from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.values import Critic, RewardModel
-from tests.distributed.cases import ADAM, ALGORITHM, BUDGETS, HYPER, SGD, Case, cases_for, make_rollout
+from tests.distributed.cases import (
+    ADAM,
+    ALGORITHM,
+    BUDGETS,
+    FAMILIES,
+    HYPER,
+    SGD,
+    Case,
+    applies,
+    cases_for,
+    make_rollout,
+)
 from tests.distributed.gather import whole
 
 
@@ -30,7 +41,7 @@ def main(checkpoints: Path, out: Path) -> None:
     exchange = Exchange(dist.group.WORLD, platform.device)
     world = World(platform, ProcessGroups(), exchange, bucket_bytes=BUCKET_BYTES)
     for case in cases_for(platform.world_size):
-        for family in ("llama", "qwen2"):
+        for family in [family for family in FAMILIES if applies(case, family)]:
             result = run_case(case, checkpoints / family, world)
             if platform.rank == 0:
                 torch.save(result, out / f"{case.name}-{family}.pt")

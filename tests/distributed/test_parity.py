@@ -6,20 +6,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.distributed.cases import ADAM, BUDGETS, CASES, HYPER, NUM_LAYERS, SGD, Case, make_rollout
+from tests.distributed.cases import ADAM, BUDGETS, CASES, FAMILIES, HYPER, NUM_LAYERS, SGD, Case, applies, make_rollout
 from tests.launch import torchrun
 from tests.reference.ppo import Episode, actor_loss, critic_loss, estimate
 from tests.tiny_models import make_checkpoints
 
 TOLERANCE = 1e-5  # relative to the largest value
-FAMILIES = {"llama": False, "qwen2": True}  # tied embeddings?
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
-    for family, tied in FAMILIES.items():
-        make_checkpoints(root / family, family=family, tied=tied, num_layers=NUM_LAYERS)
+    for name, (family, tied, num_kv_heads) in FAMILIES.items():
+        make_checkpoints(root / name, family=family, tied=tied, num_layers=NUM_LAYERS, num_kv_heads=num_kv_heads)
     return root
 
 
@@ -31,9 +30,17 @@ def results(checkpoints, tmp_path_factory) -> Path:
     return out
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def family(request) -> str:
     return request.param
+
+
+every_case = pytest.mark.parametrize(
+    ("case", "family"),
+    [(case, family) for family in FAMILIES for case in CASES if applies(case, family)],
+    indirect=["family"],
+    ids=lambda x: x if isinstance(x, str) else x.name,
+)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +112,7 @@ def budgets(case: Case) -> tuple[int, ...]:
     return BUDGETS if case.all_budgets else BUDGETS[:1]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@every_case
 @pytest.mark.parametrize("name", ["log_probs", "ref_log_probs", "values", "scores", "rewards", "advantages", "returns"])
 def test_estimates(case, name, family, results, expected):
     found = load(results, case, family)
@@ -113,7 +120,7 @@ def test_estimates(case, name, family, results, expected):
         assert_close(found[f"{budget}/{name}"], expected[name], f"{name}, {budget} tokens a micro-batch")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@every_case
 @pytest.mark.parametrize("kind", ["actor_grad", "critic_grad", "actor_sgd", "critic_sgd"])
 def test_gradients_and_update_do_not_depend_on_the_split(case, kind, family, results, expected):
     found = load(results, case, family)
@@ -128,14 +135,14 @@ def test_gradients_and_update_do_not_depend_on_the_split(case, kind, family, res
             assert difference <= TOLERANCE, f"{name}, {budget} tokens a micro-batch: {difference:.2e}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@every_case
 def test_zero1_adam_steps(case, family, results, expected):
     found = load(results, case, family)
     for name in [name for name in expected if name.startswith("actor_adam/")]:
         assert_close(found[name], expected[name], name)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@every_case
 def test_first_step_has_ratio_one(case, family, results, expected):
     found = load(results, case, family)
     for budget in budgets(case):

@@ -1,0 +1,124 @@
+"""The engine, and the hand-off of the actor's weights to it: here reshard and rollout meet.
+
+with generator.weights_in_place():      # alias / permute / gather, and back
+    with generator.awake():             # KV cache
+        rollout = generator.generate(prompts, ...)
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from hybridflow.batch import PromptBatch, RolloutBatch
+from hybridflow.config import ExperimentConfig
+from hybridflow.inputs import rollout_of
+from hybridflow.models.build import DTYPES
+from hybridflow.parallel.exchange import Exchange
+from hybridflow.parallel.layout import Stages
+from hybridflow.parallel.platform import Platform
+from hybridflow.report import MIB, own_bytes
+from hybridflow.reshard.plan import plan_reshard
+from hybridflow.reshard.transfer import HandOffCost, WeightHandOff
+from hybridflow.roles.policy import Actor
+from hybridflow.rollout.engine import RolloutEngine
+from hybridflow.rollout.generation import generate
+from hybridflow.rollout.patches import join_groups
+
+
+class Generator:
+    """Building it is collective over the world. A rank outside the rollout has no engine, but takes part in all calls.
+
+    costs: of the hand-offs since somebody emptied the list. own_bytes: weights of the engine outside the trainer's
+    memory, while it has them.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        actor: Actor,
+        *,
+        eos_token_ids: tuple[int, ...],
+        platform: Platform,
+        exchange: Exchange,
+    ) -> None:
+        self._config, self._platform, self._exchange = config, platform, exchange
+        self.layout, stages = rollout_of(config, actor.spec, platform.world_size)
+        dtype = DTYPES[config.actor.dtype]
+        bucket_elements = int(config.rollout.reshard_bucket_mib * MIB) // dtype.itemsize
+        weights = {name: tensor for name, (_, tensor) in actor.weights().items()}
+        self.hand_off = WeightHandOff(
+            plan_reshard(actor.spec, actor.grid.layout, self.layout, bucket_elements=bucket_elements),
+            weights,
+            rank=platform.rank,
+            dtype=dtype,
+            device=platform.device,
+            group=dist.group.WORLD,
+        )
+        self.costs: list[HandOffCost] = []
+        self.engine: RolloutEngine | None = None
+        self.own_bytes, self._params = 0, {}
+        join_groups(self.layout, stages, platform.local_rank)
+        with self.weights_in_place():  # the engine takes the memory that it finds as its own
+            if platform.rank in self.layout:
+                self.engine = self._new_engine(actor, stages)
+                self._params = {
+                    "sampled": self.engine.sampling_params(config.sampling, eos_token_ids),
+                    "greedy": self.engine.greedy_params(config.sampling, eos_token_ids),
+                }
+                self.own_bytes = own_bytes(self.engine.parameters().values(), weights.values())
+                self.engine.sleep()
+        self.costs.clear()
+
+    def _new_engine(self, actor: Actor, stages: Stages) -> RolloutEngine:
+        config, rollout = self._config, self._config.rollout
+        if not self.hand_off.in_place:  # memory that comes and goes has no fixed address for a CUDA graph to keep
+            rollout = rollout.model_copy(update={"enforce_eager": True})
+        return RolloutEngine(
+            actor.spec.path,
+            self.hand_off.source,
+            dtype=config.actor.dtype,
+            layout=self.layout,
+            stages=stages,
+            max_length=config.max_sequence_length,
+            sampling=config.sampling,
+            config=rollout,
+            platform=self._platform,
+        )
+
+    @contextlib.contextmanager
+    def weights_in_place(self) -> Iterator[None]:
+        """Within the block the engine has the actor's weights; after it the trainer has them, bitwise as before."""
+        self.costs.append(self.hand_off.to_engine())
+        try:
+            yield
+        finally:
+            self.costs.append(self.hand_off.to_trainer())
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """Within the block the engine has its KV cache, empty at first. Its weights must be in place."""
+        if self.engine is None:
+            yield
+            return
+        self.engine.wake_up()
+        self.engine.reset_prefix_cache()
+        yield
+        self.engine.sleep()
+
+    def generate(
+        self, prompts: PromptBatch, *, greedy: bool = False, samples_per_prompt: int, iteration: int, first_prompt: int
+    ) -> RolloutBatch:
+        """See `rollout.generation.generate`; greedy takes the likeliest token always."""
+        return generate(
+            self.engine,
+            prompts,
+            self._params.get("greedy" if greedy else "sampled"),
+            samples_per_prompt=samples_per_prompt,
+            seed=self._config.seed,
+            iteration=iteration,
+            first_prompt=first_prompt,
+            layout=self.layout,
+            rank=self._platform.rank,
+            exchange=self._exchange,
+        )
