@@ -203,7 +203,7 @@ class RolloutConfig(Section):
     ranks: Ranks | None = None  # None: the actor's; as in the roles. Own ranks receive the weights
     kv_cache_gib: PositiveFloat = 4.0  # per rank
     sleep_level: Literal[0, 1] = 1  # 1: the KV cache is given back while the models train
-    reshard_bucket_mib: PositiveFloat = 256.0  # weights travel in buckets; never more than one is held twice
+    reshard_bucket_mib: PositiveFloat = 256.0  # the actor's weights travel in buckets: what is held twice or under way
     max_num_seqs: PositiveInt = 256
     max_num_batched_tokens: PositiveInt = 8192
     enable_prefix_caching: bool = True

@@ -31,7 +31,7 @@ from hybridflow.models.spec import ModelSpec, read_spec
 from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
 from hybridflow.placement import shown
 from hybridflow.reshard.estimate import HandOffs
-from hybridflow.reshard.groups import check_rollout, engine_stages, rollout_layout, standalone_layout
+from hybridflow.reshard.groups import check_rollout, rollout_of
 from hybridflow.reshard.plan import plan_reshard
 
 MIB = 1 << 20
@@ -139,7 +139,7 @@ class PlacedRun:
         self.config, self.world_size = config, world_size
         self.models = placed_models(config, world_size)
         self.actor = self.models["actor"]
-        self.rollout, self.stages = _rollout_of(config, self.actor.spec, world_size)
+        self.rollout, self.stages = rollout_of(config, self.actor.spec.num_layers, world_size)
         bucket_elements = int(config.rollout.reshard_bucket_mib * MIB) // self.actor.itemsize
         self.plan = plan_reshard(self.actor.spec, self.actor.layout, self.rollout, bucket_elements=bucket_elements)
         optimizer = config.actor.optimizer
@@ -262,13 +262,6 @@ def _check_head(model: PlacedModel) -> None:
     if model.name != "critic" and model.spec.head != model.head:
         wanted = {"lm": "a *ForCausalLM", "score": "a *ForSequenceClassification with a trained score.weight"}
         raise ConfigError(f"{model.name}.model = {model.spec.path} must be {wanted[model.head]}, it is of another kind")
-
-
-def _rollout_of(config: ExperimentConfig, spec: ModelSpec, world_size: int) -> tuple[RolloutLayout, Stages]:
-    tp, pp = config.rollout_tensor_parallel_size, config.rollout.pipeline_parallel_size
-    train, ranks = config.actor.layout(world_size), config.rollout_ranks(world_size)
-    layout = rollout_layout(train, tp, pp) if ranks == train.ranks else standalone_layout(ranks, tp, pp)
-    return layout, engine_stages(spec.num_layers, train, layout)
 
 
 # ------------------------------------------------------------------------------------------------ reports

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config import ExperimentConfig
-from hybridflow.inputs import rollout_of
 from hybridflow.models.build import DTYPES
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.layout import Stages
 from hybridflow.parallel.platform import Platform
 from hybridflow.report import MIB, own_bytes
+from hybridflow.reshard.groups import rollout_of
 from hybridflow.reshard.plan import plan_reshard
 from hybridflow.reshard.transfer import HandOffCost, WeightHandOff
 from hybridflow.roles.policy import Actor
@@ -29,6 +29,7 @@ from hybridflow.rollout.patches import join_groups
 class Generator:
     """Building it is collective over the world. A rank outside the rollout has no engine, but takes part in all calls.
 
+    weights_stay: whether on every rank the engine's weights lie in the trainer's memory.
     costs: of the hand-offs since somebody emptied the list. own_bytes: weights of the engine outside the trainer's
     memory, while it has them.
     """
@@ -43,12 +44,14 @@ class Generator:
         exchange: Exchange,
     ) -> None:
         self._config, self._platform, self._exchange = config, platform, exchange
-        self.layout, stages = rollout_of(config, actor.spec, platform.world_size)
+        self.layout, stages = rollout_of(config, actor.spec.num_layers, platform.world_size)
         dtype = DTYPES[config.actor.dtype]
         bucket_elements = int(config.rollout.reshard_bucket_mib * MIB) // dtype.itemsize
         weights = {name: tensor for name, (_, tensor) in actor.weights().items()}
+        plan = plan_reshard(actor.spec, actor.grid.layout, self.layout, bucket_elements=bucket_elements)
+        self.weights_stay = plan.is_in_place
         self.hand_off = WeightHandOff(
-            plan_reshard(actor.spec, actor.grid.layout, self.layout, bucket_elements=bucket_elements),
+            plan,
             weights,
             rank=platform.rank,
             dtype=dtype,
@@ -72,7 +75,7 @@ class Generator:
 
     def _new_engine(self, actor: Actor, stages: Stages) -> RolloutEngine:
         config, rollout = self._config, self._config.rollout
-        if not self.hand_off.in_place:  # memory that comes and goes has no fixed address for a CUDA graph to keep
+        if not self.weights_stay:  # memory that comes and goes has no fixed address for a CUDA graph to keep
             rollout = rollout.model_copy(update={"enforce_eager": True})
         return RolloutEngine(
             actor.spec.path,
@@ -103,8 +106,10 @@ class Generator:
             return
         self.engine.wake_up()
         self.engine.reset_prefix_cache()
-        yield
-        self.engine.sleep()
+        try:
+            yield
+        finally:
+            self.engine.sleep()
 
     def generate(
         self, prompts: PromptBatch, *, greedy: bool = False, samples_per_prompt: int, iteration: int, first_prompt: int

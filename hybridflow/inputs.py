@@ -10,8 +10,7 @@ from hybridflow.config import DataConfig, ExperimentConfig, RoleConfig
 from hybridflow.data import PromptDataset, load_prompts
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.models.spec import ModelSpec, read_spec
-from hybridflow.parallel.layout import RolloutLayout, Stages
-from hybridflow.reshard.groups import check_rollout, engine_stages, rollout_layout, standalone_layout
+from hybridflow.reshard.groups import check_rollout, rollout_of
 from hybridflow.rewards import RewardFunction, load_reward_function
 
 
@@ -54,14 +53,6 @@ def load_inputs(config: ExperimentConfig, world_size: int) -> Inputs:
     )
 
 
-def rollout_of(config: ExperimentConfig, spec: ModelSpec, world_size: int) -> tuple[RolloutLayout, Stages]:
-    """Which ranks generate together, and the layers of each engine stage."""
-    tp, pp = config.rollout_tensor_parallel_size, config.rollout.pipeline_parallel_size
-    train, ranks = config.actor.layout(world_size), config.rollout_ranks(world_size)
-    layout = rollout_layout(train, tp, pp) if ranks == train.ranks else standalone_layout(ranks, tp, pp)
-    return layout, engine_stages(spec.num_layers, train, layout)
-
-
 def _check_models(config: ExperimentConfig, world_size: int) -> None:
     actor = read_spec(config.actor.model)
     for name, role in config.roles().items():
@@ -71,7 +62,7 @@ def _check_models(config: ExperimentConfig, world_size: int) -> None:
         spec.check_length(config.max_sequence_length)
         spec.check_vocabulary(name, actor)
     check_rollout(actor, config.rollout_tensor_parallel_size)
-    rollout_of(config, actor, world_size)
+    rollout_of(config, actor.num_layers, world_size)
 
 
 def _check_layers(name: str, role: RoleConfig, spec: ModelSpec, world_size: int) -> None:

@@ -36,7 +36,9 @@ def resolve_ranks(given: RankList | None, world_size: int) -> Ranks:
 def check_ranks(key: str, given: RankList | None, world_size: int) -> Ranks:
     """The ranks, if they ascend and exist. Errors: ConfigError naming the key, what it says and what it means."""
     ranks = resolve_ranks(given, world_size)
-    if not ranks or list(ranks) != sorted(set(ranks)):
+    if not ranks:
+        raise ConfigError(f"{key} = {_listed(given)} is an empty interval: [start, stop] needs start < stop")
+    if list(ranks) != sorted(set(ranks)):
         raise ConfigError(f"{key} = {_listed(given)} means the ranks {list(ranks)}: ranks must ascend, each named once")
     for rank in (ranks[-1], ranks[0]):
         if not 0 <= rank < world_size:

@@ -56,13 +56,14 @@ class RLTrainer:
         self.exchange = Exchange(dist.group.WORLD, self.platform.device)
         self.watch = Stopwatch(self.platform.synchronize)
         self._build_roles()
-        self.generator = Generator(
-            config,
-            self.actor,
-            eos_token_ids=self.inputs.eos_token_ids,
-            platform=self.platform,
-            exchange=self.exchange,
-        )
+        with self._training_memory_away():
+            self.generator = Generator(
+                config,
+                self.actor,
+                eos_token_ids=self.inputs.eos_token_ids,
+                platform=self.platform,
+                exchange=self.exchange,
+            )
         self.order = PromptOrder(len(self.inputs.train), config.seed, config.data.shuffle)
         self.kl_control = _kl_controller(config)
 
@@ -97,7 +98,7 @@ class RLTrainer:
         if num_iterations < 1:
             raise ConfigError(f"num_iterations = {num_iterations}: a run has at least one iteration")
         with record_run(self.config, num_iterations, rank=self.platform.rank, decode=self.inputs.decode) as recorder:
-            for line in self.inputs.left_out():
+            for line in self.inputs.left_out() + self._notes():
                 recorder.message(line)
             if self.config.metrics.eval_interval:
                 recorder.phase("evaluating before training")
@@ -111,6 +112,13 @@ class RLTrainer:
             recorder.phase("writing the trained actor")
             export_huggingface(self.actor, self.config.run_dir / "hf", report=recorder.message)
         return recorder.summary()
+
+    def _notes(self) -> list[str]:
+        """What the user should know of the choices that were made."""
+        graphs = self.platform.has_cuda and not self.config.rollout.enforce_eager
+        if graphs and not self.generator.weights_stay:
+            return ["rollout: the engine gathers its weights for each iteration, so it runs without CUDA graphs"]
+        return []
 
     def _evaluates(self, iteration: int, num_iterations: int) -> bool:
         interval = self.config.metrics.eval_interval
@@ -252,11 +260,18 @@ class RLTrainer:
         In strict order: what training alone needs leaves, weights are put in place, caches are emptied, and only when
         that is so on every rank the KV cache takes its memory.
         """
-        with self.actor.away(), self.critic.away(), self.generator.weights_in_place():
+        with self._training_memory_away(), self.generator.weights_in_place():
             self.platform.empty_caches()
             dist.barrier(group=dist.group.WORLD)
             with self.generator.awake():
                 yield
+
+    @contextlib.contextmanager
+    def _training_memory_away(self) -> Iterator[None]:
+        """Within the block gradients and optimizer state are where the config wants them while the engine works."""
+        with self.actor.away(), self.critic.away():
+            self.platform.empty_caches()
+            yield
 
 
 def _kl_controller(config: ExperimentConfig) -> FixedKL | AdaptiveKL:

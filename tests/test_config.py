@@ -431,7 +431,7 @@ def test_the_engine_runs_on_the_actors_ranks_unless_it_has_its_own() -> None:
         (
             {"actor.ranks": [3, 1]},
             4,
-            "actor.ranks = [3, 1] means the ranks []: ranks must ascend, each named once",
+            "actor.ranks = [3, 1] is an empty interval: [start, stop] needs start < stop",
         ),
         (
             {"rollout.ranks": [4, 6]},

@@ -8,9 +8,10 @@ import pytest
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
-from hybridflow.inputs import load_inputs, rollout_of
+from hybridflow.inputs import load_inputs
 from hybridflow.models.spec import read_spec
 from hybridflow.parallel.layout import RolloutLayout
+from hybridflow.reshard.groups import rollout_of
 from tests.distributed.tiny_experiment import make_inputs, write_config
 
 WORLD_SIZE = 4
@@ -129,10 +130,10 @@ def test_where_the_engine_runs(inputs, tmp_path):
     """On the actor's ranks, at the intervals of its cut; on ranks of its own, neighbours together."""
     spec = read_spec(inputs / "policy")
     config = load(inputs, tmp_path, "rollout.tensor_parallel_size=1", "rollout.pipeline_parallel_size=2")
-    layout, stages = rollout_of(config, spec, WORLD_SIZE)
+    layout, stages = rollout_of(config, spec.num_layers, WORLD_SIZE)
     assert stages == ((0, 1, 2), (3, 4, 5))
     assert layout == RolloutLayout(1, 2, ((0, 2), (1, 3)))
     config = load(inputs, tmp_path, "actor.ranks=[[0, 1], [2, 3]]", "rollout.ranks=[[1, 2], [3, 4]]")
-    layout, stages = rollout_of(config, spec, WORLD_SIZE)
+    layout, stages = rollout_of(config, spec.num_layers, WORLD_SIZE)
     assert stages == ((0, 1, 2, 3, 4, 5),)
     assert layout == RolloutLayout(2, 1, ((1, 3),))

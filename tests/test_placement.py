@@ -43,9 +43,15 @@ def test_what_no_ranks_are(given: Any) -> None:
         well_formed(given)
 
 
-@pytest.mark.parametrize("given", [(2, 2), (3, 1), (0, 2, 1), (1, 1, 1), ((2, 4), (0, 2)), ((0, 2), (1, 3))])
+@pytest.mark.parametrize("given", [(0, 2, 1), (1, 1, 1), ((2, 4), (0, 2)), ((0, 2), (1, 3))])
 def test_ranks_ascend(given: Any) -> None:
     with pytest.raises(ConfigError, match="ranks must ascend, each named once"):
+        check_ranks("actor.ranks", given, 4)
+
+
+@pytest.mark.parametrize("given", [(2, 2), (3, 1), ((1, 1),)])
+def test_intervals_are_not_empty(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"is an empty interval: \[start, stop\] needs start < stop"):
         check_ranks("actor.ranks", given, 4)
 
 

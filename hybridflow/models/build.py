@@ -188,6 +188,7 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
         batch_p2p_comm=False,
+        deallocate_pipeline_outputs=True,  # what a stage has sent on it need not keep
         variable_seq_lengths=grid.pp > 1,  # micro-batches differ in length
         moe_token_dispatcher_type="alltoall" if grid.pp > 1 else "allgather",  # else it refuses varying lengths
         **RECOMPUTE[recompute],

@@ -20,22 +20,23 @@ from hybridflow.parallel.platform import adapt_megatron, gathers_within
 
 
 class BucketedDataParallel(DistributedDataParallel):
-    """megatron's data-parallel wrapper with the bucket size we ask for.
+    """megatron's data-parallel wrapper with the bucket size we ask for; None: everything in one.
 
     megatron 0.16.1 puts everything into one bucket unless gradients are reduced during the backward pass. We need
     several, because a bucket's parameters live in one storage, and the hand-off to the engine releases them storage by
     storage.
     """
 
-    def __init__(self, model: PackedModel, grid: Grid, *, zero1: bool, bucket_elements: int) -> None:
+    def __init__(self, model: PackedModel, grid: Grid, *, zero1: bool, bucket_elements: int | None) -> None:
         self.__dict__["_bucket_elements"] = bucket_elements
         config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=zero1)
         super().__init__(model.config, config, model, pg_collection=grid.groups)
-        for buffer in self.buffers:
-            _split_storage(buffer)
+        if bucket_elements is not None:
+            for buffer in self.buffers:
+                _split_storage(buffer)
 
     @property
-    def bucket_size(self) -> int:
+    def bucket_size(self) -> int | None:
         return self.__dict__["_bucket_elements"]
 
     @bucket_size.setter
@@ -44,7 +45,10 @@ class BucketedDataParallel(DistributedDataParallel):
 
 
 def _split_storage(buffer: Any) -> None:
-    """Give each bucket a storage of its own for its parameters, before the optimizer takes views of them."""
+    """Give each bucket a storage of its own for its parameters, before the optimizer takes views of them.
+
+    Until the last bucket has its own, these weights are there twice, as they are when megatron fills the buffer.
+    """
     if buffer.param_data is None:  # without ZeRO-1 each parameter has its own
         return
     for bucket in buffer.buckets:
@@ -62,14 +66,16 @@ NO_BYTES = {"weights": 0, "gradients": 0, "optimizer": 0}
 class TrainedModel:
     """Model chunks with float32 gradients and main weights; with ZeRO-1 the optimizer state is split over replicas."""
 
-    def __init__(self, chunks: list[PackedModel], grid: Grid, config: OptimizerConfig, *, bucket_bytes: int) -> None:
+    def __init__(
+        self, chunks: list[PackedModel], grid: Grid, config: OptimizerConfig, *, bucket_bytes: int | None
+    ) -> None:
         adapt_megatron()
         zero1 = config.zero1 and config.name == "adam"  # megatron's distributed optimizer knows no other
         dtype = chunks[0].config.params_dtype
         self._config = config
+        bucket_elements = None if bucket_bytes is None else bucket_bytes // dtype.itemsize
         self.chunks = [
-            BucketedDataParallel(chunk, grid, zero1=zero1, bucket_elements=bucket_bytes // dtype.itemsize)
-            for chunk in chunks
+            BucketedDataParallel(chunk, grid, zero1=zero1, bucket_elements=bucket_elements) for chunk in chunks
         ]
         with gathers_within(grid.groups.intra_dist_opt):
             self.optimizer: MegatronOptimizer = get_megatron_optimizer(

@@ -63,6 +63,8 @@ def start(seed: int) -> Platform:
     _single_process_defaults()
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    if device.type == "cuda":  # a communicator's first use must be one that all ranks take part in
+        dist.all_reduce(torch.zeros(1, device=device), group=dist.group.WORLD)
     _prepare_megatron(seed)
     return Platform(device, dist.get_rank(), _env_int("LOCAL_RANK", 0), dist.get_world_size())
 

@@ -13,6 +13,7 @@ dp, then tp, so within a group the digits stand in this order too.
 from dataclasses import dataclass
 from math import gcd
 
+from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.parallel.layout import Layout, Place, RolloutLayout, Stages
@@ -41,6 +42,14 @@ def standalone_layout(ranks: tuple[int, ...], tp: int, pp: int) -> RolloutLayout
     """Engine replicas over ranks of their own: neighbours together. Errors: as `rollout_layout`."""
     _check_blocks(len(ranks), tp, pp)
     return _blocks(ranks, tp, pp)
+
+
+def rollout_of(config: ExperimentConfig, num_layers: int, world_size: int) -> tuple[RolloutLayout, Stages]:
+    """Which ranks of a run generate together, and the layers of each engine stage."""
+    tp, pp = config.rollout_tensor_parallel_size, config.rollout.pipeline_parallel_size
+    train, ranks = config.actor.layout(world_size), config.rollout_ranks(world_size)
+    layout = rollout_layout(train, tp, pp) if ranks == train.ranks else standalone_layout(ranks, tp, pp)
+    return layout, engine_stages(num_layers, train, layout)
 
 
 def check_rollout(spec: ModelSpec, tp: int) -> None:

@@ -11,6 +11,7 @@ a table: a program owns one tile of one copy.
 Elements move as integers of their width, so any dtype arrives, NaN payloads included.
 """
 
+from functools import lru_cache
 from math import gcd
 
 import torch
@@ -62,22 +63,27 @@ def permute_cycles(blocks: Tensor, order: tuple[int, ...]) -> int:
     stretches = blocks.flatten(1).split(SCRATCH_BYTES // blocks.element_size(), dim=1)
     scratch = torch.empty_like(stretches[0][0])
     for stretch in stretches:
-        _permute_stretch(stretch, order, scratch[: stretch.shape[1]])
+        parts = [*stretch.unbind(), scratch[: stretch.shape[1]]]
+        for destination, source in _moves(order):
+            parts[destination].copy_(parts[source])
     return scratch.nbytes
 
 
-def _permute_stretch(blocks: Tensor, order: tuple[int, ...], scratch: Tensor) -> None:
-    """blocks: (num_blocks, elements). Of each cycle one block is set aside, the others move once."""
+@lru_cache(maxsize=1 << 10)  # layers are alike
+def _moves(order: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """(to, from) in turn; len(order) is the scratch. Of each cycle one block is set aside, the others move once."""
+    found, scratch = [], len(order)
     pending = {i for i, source in enumerate(order) if source != i}
     while pending:
         start = i = min(pending)
-        scratch.copy_(blocks[start])
+        found.append((scratch, start))
         while order[i] != start:
-            blocks[i].copy_(blocks[order[i]])
+            found.append((i, order[i]))
             pending.remove(i)
             i = order[i]
-        blocks[i].copy_(scratch)
+        found.append((i, scratch))
         pending.remove(i)
+    return tuple(found)
 
 
 def permute_triton(blocks: Tensor, order: tuple[int, ...]) -> None:

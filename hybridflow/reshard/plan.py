@@ -112,7 +112,7 @@ class ReshardPlan:
     def __init__(self, train: Layout, rollout: RolloutLayout, table: tuple[_Entry, ...], bucket_elements: int) -> None:
         self.train, self.rollout = train, rollout
         self._table = table
-        self._buckets = _fill_buckets(table, train.pp, rollout, bucket_elements)
+        self._buckets = _fill_buckets(table, train, rollout, bucket_elements)
         self._counts: dict[_Standing, _Counts] = {}
 
     @property
@@ -123,6 +123,19 @@ class ReshardPlan:
     def trained_weights(self, rank: int) -> tuple[Weight, ...]:
         """The weights that `rank` holds a training shard of, in table order; none outside the training layout."""
         return tuple(entry.weight for entry in self._table if self._trains(rank, entry.kind))
+
+    @cached_property
+    def is_in_place(self) -> bool:
+        """Whether on every rank the engine's weights lie in the trainer's memory: their addresses then never change."""
+        corners = {(self.origin(rank), self._seats[rank], rank in self.train) for rank in self._seats}
+        return all(
+            trains
+            and origin.pp in kind.training
+            and arrangement_of(kind.matrix, self.train.tp, origin.tp, self.rollout.tp, seat.tp) is not None
+            for origin, seat, trains in corners
+            for kind in self._kinds
+            if seat.pp in kind.engine
+        )
 
     def operations(self, rank: int) -> tuple[Operation, ...]:
         """How each of the engine's shards on `rank` comes about, in table order; none outside the rollout."""
@@ -272,7 +285,8 @@ def plan_reshard(
 ) -> ReshardPlan:
     """The plan from training in `train` to engines in `rollout`, over the same ranks, over others, or partly.
 
-    bucket_elements: what a bucket may add to the engine's memory of any rank; a larger weight is a bucket of its own.
+    bucket_elements: what a bucket may add to the engine's memory of any rank, and what it may take of the training
+    shards of any; a larger weight is a bucket of its own.
     Errors: ConfigError where the layers do not fill the engine's stages. Else the layouts must fit the model
     (`check_rollout`, `ModelSpec.check_parallel`).
     """
@@ -308,19 +322,24 @@ def _stage_of(layer: int, stages: Stages) -> int:
 
 
 def _fill_buckets(
-    table: tuple[_Entry, ...], num_stages: int, rollout: RolloutLayout, bucket_elements: int
+    table: tuple[_Entry, ...], train: Layout, rollout: RolloutLayout, bucket_elements: int
 ) -> tuple[tuple[_Entry, ...], ...]:
     """Weights of the training stages by turns, each stage's last first, so that every stage sends in every bucket.
 
-    Megatron lays its buffers out from the last weight to the first: they complete in this order.
+    Megatron lays its buffers out from the last weight to the first: they complete in this order. What a stage may
+    send of a bucket is bounded as what a rank receives.
     """
-    stages = [[entry for entry in reversed(table) if entry.kind.training[0] == stage] for stage in range(num_stages)]
+    stages = [[entry for entry in reversed(table) if entry.kind.training[0] == stage] for stage in range(train.pp)]
     buckets: list[tuple[_Entry, ...]] = []
     bucket: list[_Entry] = []
-    filled: Counter[int] = Counter()  # engine stage -> elements of the bucket
+    filled: Counter[tuple[str, int]] = Counter()  # ("engine" or "training", stage) -> elements of the bucket
     for entry in (entry for turn in zip_longest(*stages) for entry in turn if entry):
-        size = engine_shard(entry.kind.matrix, rollout.tp, 0).num_elements  # alike on all tp ranks
-        added = Counter(dict.fromkeys(entry.kind.engine, size))
+        sizes = {  # alike on all tp ranks
+            "engine": engine_shard(entry.kind.matrix, rollout.tp, 0).num_elements,
+            "training": training_shard(entry.kind.matrix, train.tp, 0).num_elements,
+        }
+        stages_of = {"engine": entry.kind.engine, "training": entry.kind.training}
+        added = Counter({(side, stage): sizes[side] for side in sizes for stage in stages_of[side]})
         if bucket and max((filled + added).values()) > bucket_elements:
             buckets.append(tuple(bucket))
             bucket, filled = [], Counter()

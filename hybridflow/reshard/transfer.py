@@ -67,11 +67,6 @@ class WeightHandOff:
         self._live = sum(storage.nbytes() for storage in storages(self._weights.values()))
         self._with_engine = False
 
-    @property
-    def in_place(self) -> bool:
-        """Whether the engine's weights never leave the trainer's memory: their addresses then never change."""
-        return not self._own
-
     def source(self, name: str) -> Tensor:
         """The memory of an engine parameter by the engine's name. A tied head is the embedding."""
         return self._engine[EMBEDDING.engine if name == LM_HEAD.engine and name not in self._engine else name]
@@ -207,8 +202,8 @@ class WeightHandOff:
         before, started = self._live, time.perf_counter()
         self._peak = before
         cost = work()
-        if any(x.is_cuda for x in self._weights.values()):
-            torch.cuda.synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - started
         return replace(cost, seconds=seconds, peak_extra_bytes=self._peak - max(before, self._live))
 

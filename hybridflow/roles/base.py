@@ -35,7 +35,7 @@ class World:
     platform: Platform
     groups: ProcessGroups
     exchange: Exchange
-    bucket_bytes: int  # weights live and travel in buckets of about this size
+    bucket_bytes: int  # the actor's weights live and travel in buckets of about this size
 
 
 class Role:
@@ -112,11 +112,13 @@ class TrainedRole(Role):
 
     report: tuple[str, ...]  # what an update tells; the gradient norm is the last
 
-    def __init__(self, name: str, config: TrainedRoleConfig, *, value_head: bool, world: World) -> None:
+    def __init__(
+        self, name: str, config: TrainedRoleConfig, *, value_head: bool, world: World, bucket_bytes: int | None
+    ) -> None:
         super().__init__(name, config, value_head=value_head, recompute=config.recompute, world=world)
         self.trained: TrainedModel | None = None
         if self.grid.inside:
-            self.trained = TrainedModel(self.chunks, self.grid, config.optimizer, bucket_bytes=world.bucket_bytes)
+            self.trained = TrainedModel(self.chunks, self.grid, config.optimizer, bucket_bytes=bucket_bytes)
             self.chunks = self.trained.chunks
 
     def away(self) -> contextlib.AbstractContextManager[None]:

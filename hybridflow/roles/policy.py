@@ -48,7 +48,7 @@ class Actor(TrainedRole, Policy):
     report = ("loss", "entropy", "clip_fraction", "approx_kl", "grad_norm")
 
     def __init__(self, config: TrainedRoleConfig, *, temperature: float, world: World) -> None:
-        super().__init__("actor", config, value_head=False, world=world)
+        super().__init__("actor", config, value_head=False, world=world, bucket_bytes=world.bucket_bytes)
         self.temperature = temperature
 
     def update(self, batch: TrainBatch, objective: PolicyObjective, *, kl_coef: float, lr: float) -> Tensor:

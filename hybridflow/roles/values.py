@@ -20,7 +20,7 @@ class Critic(TrainedRole):
     report = ("loss", "grad_norm")
 
     def __init__(self, config: TrainedRoleConfig, *, world: World) -> None:
-        super().__init__("critic", config, value_head=True, world=world)
+        super().__init__("critic", config, value_head=True, world=world, bucket_bytes=None)
 
     def values(self, batch: RolloutBatch) -> Part:
         """Of (T,): values at the response tokens."""

@@ -20,6 +20,8 @@ from hybridflow.rollout.cache import CudaKVCache, KVCache
 from hybridflow.rollout.patches import prepare_vllm
 
 GIB = 1 << 30
+# vLLM 0.32.0 refuses to start unless this share of the GPU is free, though kv_cache_memory_bytes says what it may take
+BESIDE_A_TRAINER = {"gpu_memory_utilization": 0.01}
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class RolloutEngine:
                 enable_prefix_caching=config.enable_prefix_caching,
                 enforce_eager=config.enforce_eager or not platform.has_cuda,
                 enable_sleep_mode=self._sleeps and platform.has_cuda,  # refused on a CPU
+                **(BESIDE_A_TRAINER if platform.has_cuda else {}),
                 logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
                 generation_config="vllm",  # sampling is what the experiment's config says, nothing else
                 seed=0,

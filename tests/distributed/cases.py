@@ -47,7 +47,13 @@ class Case:
 
 NUM_LAYERS = 4
 # name: architecture, tied embeddings, key/value heads (with "gqa" fewer than ranks where tp = 4)
-FAMILIES = {"llama": ("llama", False, 4), "qwen2": ("qwen2", True, 4), "gqa": ("llama", False, 2)}
+FAMILIES = {
+    "llama": ("llama", False, 4),
+    "qwen2": ("qwen2", True, 4),
+    "llama_tied": ("llama", True, 4),
+    "qwen2_untied": ("qwen2", False, 4),
+    "gqa": ("llama", False, 2),
+}
 CASES = (
     Case(all_budgets=True),
     Case(recompute="full"),
@@ -88,8 +94,10 @@ ADAM = OptimizerConfig(name="adam", lr=0.01, eps=0.1, betas=(0.8, 0.9), weight_d
 
 
 def applies(case: Case, family: str) -> bool:
-    """The shared key/value heads are tried where ranks share them, alone and with everything else."""
-    return family != "gqa" or case.tp == 4
+    """The first two families are tried everywhere; where the others could differ, they are."""
+    if family == "gqa":
+        return case.tp == 4
+    return family in ("llama", "qwen2") or (case.pp > 1 and case.num_ranks <= 4 and not case.all_budgets)
 
 
 def cases_for(num_ranks: int) -> list[Case]:

@@ -119,6 +119,7 @@ class Run:
                 objective = PolicyObjective.of(ALGORITHM)
                 self.actor.update(self.batch, objective, kl_coef=HYPER.kl_coef, lr=1e-2)
             record = self._hand_over(hand_off, engine, weights, watch)
+            record["in_place"] = plan.is_in_place
             record["planned"] = {
                 "received": 4 * plan.received_elements(rank),
                 "sent": 4 * plan.sent_elements(rank),
@@ -177,7 +178,6 @@ class Run:
             "cost": vars(cost),
             "back": vars(back),
             "measured_peak_extra": watch.peak_extra,
-            "in_place": hand_off.in_place,
         }
 
     def _expected(self) -> list[list[int]]:

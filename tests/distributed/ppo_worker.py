@@ -68,6 +68,18 @@ PLACEMENTS: dict[str, tuple[int, dict, dict]] = {
 }
 
 
+HALF = {"dtype": "bfloat16", "optimizer": {"lr": 1e-3}}  # Adam with main weights, split by ZeRO-1
+AWAY = {"offload_optimizer": True, "offload_gradients": True}
+PLACEMENTS |= {
+    "bfloat16": (4, {"actor": layout(2, 1, 2, **HALF)}, {"tensor_parallel_size": 1, "reshard_bucket_mib": 0.25}),
+    "bfloat16, offloaded": (
+        4,
+        {"actor": layout(2, 1, 2, **HALF, **AWAY), "critic": AWAY},
+        {"tensor_parallel_size": 1, "reshard_bucket_mib": 0.25},
+    ),
+}
+
+
 def main(checkpoints: Path, prompts: Path, out: Path) -> None:
     world_size = platforms.torchrun_rank()[1]
     results = {}
@@ -75,6 +87,7 @@ def main(checkpoints: Path, prompts: Path, out: Path) -> None:
         if num_ranks == world_size:
             trainer = RLTrainer(config(checkpoints, prompts, layouts, rollout))
             results[name] = [run(trainer, iteration) for iteration in range(1, NUM_ITERATIONS + 1)]
+            results[name][-1] |= trainer.evaluate().metrics()
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))
     platforms.stop()
@@ -88,14 +101,20 @@ def run(trainer: RLTrainer, iteration: int) -> dict[str, float]:
 
 def config(models: Path, prompts: Path, layouts: dict, rollout: dict) -> ExperimentConfig:
     def role(key: str, model: str, **fields: object) -> dict:
-        return {"model": str(models / model), "dtype": "float32", **layouts.get(key, {}), **fields}
+        return {"model": str(models / model), "dtype": "float32", **fields, **layouts.get(key, {})}
 
     sgd = {"name": "sgd", "lr": 0.02}
     return ExperimentConfig.model_validate(
         {
             "name": "placements",
             "num_iterations": NUM_ITERATIONS,
-            "data": {"train": str(prompts), "prompts_per_iteration": 16, "max_prompt_length": 16},
+            "data": {
+                "train": str(prompts),
+                "heldout": str(prompts.with_name("heldout.jsonl")),  # fewer rows than some role has replicas
+                "prompts_per_iteration": 16,
+                "max_prompt_length": 16,
+            },
+            "metrics": {"eval_reward": "hybridflow.rewards:exact_match"},
             "sampling": {"max_response_length": 10},
             "actor": role("actor", "policy", optimizer=sgd),
             "critic": role("critic", "critic", optimizer=sgd),
