@@ -1,9 +1,10 @@
 """The hand-off of the actor's weights to the engine, beside the floor and beside the usual way, in one run.
 
-    torchrun --nproc-per-node 4 -m tests.bench.reshard [--size small medium] [--dtype bfloat16 float32] [--pairs NAME ...]
+    torchrun --nproc-per-node 4 -m tests.bench.reshard [--size small] [--dtype float32] [--pairs tp4-tp1] [--repeats 9]
 
 ours       WeightHandOff on a real actor (megatron, ZeRO-1): to the engine's layout, and back
-floor      no bytes between ranks: every QKV element of the rank read and written once, in place (bitwise_not_)
+floor      no bytes between ranks: every element that is to be permuted (QKV; with a smaller tp in training gate and up
+           too) read and written once, in place (bitwise_not_)
            else a raw collective of what the plan has each rank receive, between buffers that are there already: one
            all_gather_into_tensor where all of a group get the same from each other, else one batch_isend_irecv
 usual way  each parameter gathered whole over tp and broadcast over pp, then vLLM's own load_weights into a vLLM model
@@ -31,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 from hybridflow.config import RolloutConfig, TrainedRoleConfig
 from hybridflow.models.build import DTYPES
@@ -39,6 +41,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.layout import RolloutLayout
+from hybridflow.report import own_bytes
 from hybridflow.reshard.groups import engine_stages, rollout_layout
 from hybridflow.reshard.plan import ReshardPlan, plan_reshard
 from hybridflow.reshard.transfer import WeightHandOff
@@ -91,6 +94,7 @@ PAIRS = (
 class Result:
     """What a pair took: medians in seconds, bytes."""
 
+    case: str  # size and dtype
     name: str
     ways: str
     received: int
@@ -98,6 +102,10 @@ class Result:
     times: dict[str, float] = field(default_factory=dict)
     extra: int = 0
     usual_extra: int = 0
+
+    @property
+    def label(self) -> str:
+        return f"{self.case} {self.name}"
 
     @property
     def floor_name(self) -> str:
@@ -132,7 +140,7 @@ def main() -> None:
         platform,
         ProcessGroups(),
         Exchange(dist.group.WORLD, platform.device),
-        bucket_bytes=int(RolloutConfig().reshard_bucket_mib * 2**20),
+        bucket_bytes=int(options.bucket_mib * 2**20),
     )
     pairs = [
         pair for pair in PAIRS if pair.fits(platform.world_size) and (not options.pairs or pair.name in options.pairs)
@@ -159,10 +167,13 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [pair.name for pair in PAIRS]
     parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16", "float32"])
-    parser.add_argument("--pairs", nargs="+", choices=[pair.name for pair in PAIRS], help="default: all that fit")
-    parser.add_argument("--repeats", type=int, default=9, help="turns that count, after one that does not")
+    parser.add_argument("--pairs", nargs="+", choices=names, default=names, help="default: all that fit")
+    default = RolloutConfig().reshard_bucket_mib
+    parser.add_argument("--bucket-mib", type=float, default=default, help="rollout.reshard_bucket_mib")
+    parser.add_argument("--repeats", type=int, default=5, help="turns that count, after one that does not")
     return parser.parse_args()
 
 
@@ -177,6 +188,7 @@ def make_model(directory: Path, size: str) -> None:
         num_key_value_heads=NUM_KV_HEADS,
         max_position_embeddings=128,
     )
+    logging.disable_progress_bar()
     LlamaForCausalLM(config).save_pretrained(directory)
 
 
@@ -191,7 +203,7 @@ def bench(model: Path, dtype: str, pairs: list[Pair], world: World, repeats: int
             optimizer={"lr": 1e-6},
         )
         actor = Actor(config, temperature=1.0, world=world)
-        results += [Comparison(actor, pair, dtype, world).result(repeats) for pair in group]
+        results += [Comparison(actor, pair, dtype, world).result(f"{model.name} {dtype}", repeats) for pair in group]
         del actor
         gc.collect()
     return results
@@ -221,12 +233,15 @@ class Comparison:
         join_groups(self.layout, stages, world.platform.local_rank)
         self.engine = vllm_model(spec.path, dtype, self.layout)
         self.floors = self._floors()
+        self.bucket_bytes = world.bucket_bytes
+        self.own_bytes = 0  # of the engine's weights outside the trainer's memory
 
-    def result(self, repeats: int) -> Result:
+    def result(self, case: str, repeats: int) -> Result:
         self._check_usual_way()
         ways = Counter(operation.way.value for operation in self.plan.operations(self.rank))
         extra, usual_extra, received = self._bytes()
         result = Result(
+            case,
             self.pair.name,
             ", ".join(f"{count} {way}" for way, count in sorted(ways.items())),
             received=received,
@@ -245,7 +260,15 @@ class Comparison:
         there, back = timed(self.hand_off.to_engine), timed(self.hand_off.to_trainer)
         # in place the floor leaves the weights inverted, and a second time as they were
         floors = {name: (timed(floor) + timed(floor)) / 2 for name, floor in self.floors.items()}
-        return {"there": there, "back": back, "usual": timed(self._usual_way), **floors}
+        touch = timed(self._touch_own)
+        return {"there": there, "back": back, "usual": timed(self._usual_way), "touch": touch, **floors}
+
+    def _touch_own(self) -> None:
+        """As much memory as the engine has of its own, allocated by buckets and written: part of why targets are missed."""
+        whole, rest = divmod(self.own_bytes, self.bucket_bytes)
+        held = [torch.empty(size, dtype=torch.uint8) for size in [self.bucket_bytes] * whole + [rest]]
+        for memory in held:
+            memory.fill_(1)
 
     # ------------------------------------------------------------------------------------------ the usual way
 
@@ -257,6 +280,8 @@ class Comparison:
         before = {name: x.clone() for name, x in self.weights.items()}
         self._usual_way()
         self.hand_off.to_engine()
+        names = [operation.weight.engine for operation in self.plan.operations(self.rank)]
+        self.own_bytes = own_bytes(map(self.hand_off.source, names), self.weights.values())
         for name, parameter in self.engine.named_parameters():
             assert torch.equal(self.hand_off.source(name), parameter), f"{self.pair.name}: {name} differs"
         self.hand_off.to_trainer()
@@ -436,7 +461,63 @@ def report(title: str, results: list[Result]) -> None:
 
 
 def conclude(results: list[Result]) -> None:
-    print(results)
+    """Each target, met or missed, and one line to quote."""
+    in_place = [r for r in results if r.floor_name == "in place"]
+    gathered = [r for r in results if r.floor_name and r.floor_name != "in place"]
+    lines = [
+        judge("matched layout", "of one read and write in place", in_place, MATCHED),
+        judge("gathered", "of the raw collective", gathered, GATHERED),
+        judge_gain(results),
+    ]
+    idle = [r for r in results if not r.floor_name]
+    lines += (
+        [f"nothing to do: {max(r.times['there'] for r in idle) * MS:.2f} ms there at most, 0 bytes"] if idle else []
+    )
+    ratios = [f"{statistics.median(r.ratio for r in group):.2f}x" if group else "-" for group in (in_place, gathered)]
+    lines.append(
+        f"In the median over {len(results)} cases the hand-off takes {ratios[0]} an in-place pass where layouts match, "
+        f"{ratios[1]} the raw collective where they do not, and there and back it is "
+        f"{statistics.median(r.gain for r in results):.1f}x as fast as a gather to HuggingFace tensors with "
+        f"vLLM's load_weights"
+    )
+    for line in lines:
+        Console(width=150, highlight=False).print(line)
+
+
+def judge(what: str, of: str, results: list[Result], target: float) -> str:
+    if not results:
+        return f"{what}: no such pair was run"
+    missed = [r for r in results if r.ratio > target]
+    worst = max(results, key=lambda r: r.ratio)
+    said = (
+        f"{what}, at most {target}x the time {of}: {verdict(missed, results)}, worst {worst.ratio:.2f}x ({worst.label})"
+    )
+    over = [f"{r.label}: {r.ratio:.2f}x, {why(r)}" for r in missed]
+    return "\n    ".join([said, *over])
+
+
+def why(r: Result) -> str:
+    """Where the time above the floor goes, from what was measured beside it."""
+    more = f"{(r.ratio - 1) * r.floor * MS:.1f} ms above the floor"
+    if r.floor_name == "in place":
+        return f"{more}, in small copies through scratch where the floor is one pass over each weight"
+    return f"{more}, where fresh memory of the engine's size takes {r.times['touch'] * MS:.1f} ms to allocate and write"
+
+
+def judge_gain(results: list[Result]) -> str:
+    missed = [r for r in results if r.gain < USUAL]
+    least = min(results, key=lambda r: r.gain)
+    met = verdict(missed, results)
+    said = f"at least {USUAL:.0f}x as fast as the usual way: {met}, least {least.gain:.1f}x ({least.label})"
+    over = []
+    for r in missed:
+        bound = f"{r.times['usual'] / r.floor:.1f}x were it as fast as the floor" if r.floor_name else "nothing to do"
+        over.append(f"{r.label}: {r.gain:.1f}x there and back, {r.gain_there:.1f}x there; {bound}")
+    return "\n    ".join([said, *over])
+
+
+def verdict(missed: list[Result], results: list[Result]) -> str:
+    return f"missed by {len(missed)} of {len(results)}" if missed else f"met by all {len(results)}"
 
 
 if __name__ == "__main__":
