@@ -264,7 +264,7 @@ class Comparison:
         return {"there": there, "back": back, "usual": timed(self._usual_way), "touch": touch, **floors}
 
     def _touch_own(self) -> None:
-        """As much memory as the engine has of its own, allocated by buckets and written: part of why targets are missed."""
+        """As much memory as the engine has of its own, allocated by buckets and written."""
         whole, rest = divmod(self.own_bytes, self.bucket_bytes)
         held = [torch.empty(size, dtype=torch.uint8) for size in [self.bucket_bytes] * whole + [rest]]
         for memory in held:
