@@ -203,11 +203,16 @@ class RolloutConfig(Section):
     ranks: Ranks | None = None  # None: the actor's; as in the roles. Own ranks receive the weights
     kv_cache_gib: PositiveFloat = 4.0  # per rank
     sleep_level: Literal[0, 1] = 1  # 1: the KV cache is given back while the models train
-    reshard_bucket_mib: PositiveFloat = 256.0  # the actor's weights travel in buckets: what is held twice or under way
+    # the actor's weights travel in buckets: what is held twice or under way. None: 256 on GPUs; 24 on a CPU, whose
+    # allocator gives larger blocks back to the system and takes them page by page again
+    reshard_bucket_mib: PositiveFloat | None = None
     max_num_seqs: PositiveInt = 256
     max_num_batched_tokens: PositiveInt = 8192
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
+
+    def bucket_bytes(self, *, cuda: bool) -> int:
+        return int((self.reshard_bucket_mib or (256 if cuda else 24)) * (1 << 20))
 
 
 class KLConfig(Section):

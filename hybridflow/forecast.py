@@ -140,7 +140,7 @@ class PlacedRun:
         self.models = placed_models(config, world_size)
         self.actor = self.models["actor"]
         self.rollout, self.stages = rollout_of(config, self.actor.spec.num_layers, world_size)
-        bucket_elements = int(config.rollout.reshard_bucket_mib * MIB) // self.actor.itemsize
+        bucket_elements = config.rollout.bucket_bytes(cuda=True) // self.actor.itemsize
         self.plan = plan_reshard(self.actor.spec, self.actor.layout, self.rollout, bucket_elements=bucket_elements)
         optimizer = config.actor.optimizer
         self.hand_offs = HandOffs(

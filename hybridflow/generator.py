@@ -16,7 +16,7 @@ from hybridflow.models.build import DTYPES
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.layout import Stages
 from hybridflow.parallel.platform import Platform
-from hybridflow.report import MIB, own_bytes
+from hybridflow.report import own_bytes
 from hybridflow.reshard.groups import rollout_of
 from hybridflow.reshard.plan import plan_reshard
 from hybridflow.reshard.transfer import HandOffCost, WeightHandOff
@@ -46,7 +46,7 @@ class Generator:
         self._config, self._platform, self._exchange = config, platform, exchange
         self.layout, stages = rollout_of(config, actor.spec.num_layers, platform.world_size)
         dtype = DTYPES[config.actor.dtype]
-        bucket_elements = int(config.rollout.reshard_bucket_mib * MIB) // dtype.itemsize
+        bucket_elements = config.rollout.bucket_bytes(cuda=platform.has_cuda) // dtype.itemsize
         weights = {name: tensor for name, (_, tensor) in actor.weights().items()}
         plan = plan_reshard(actor.spec, actor.grid.layout, self.layout, bucket_elements=bucket_elements)
         self.weights_stay = plan.is_in_place

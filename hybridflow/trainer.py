@@ -31,7 +31,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.recorder import Recorder, RunSummary, record_run
-from hybridflow.report import MIB, Iteration, cost_metrics, rollout_metrics
+from hybridflow.report import Iteration, cost_metrics, rollout_metrics
 from hybridflow.roles.base import World
 from hybridflow.roles.objectives import PolicyObjective, value_objective
 from hybridflow.roles.policy import Actor, Reference
@@ -74,7 +74,7 @@ class RLTrainer:
     def _build_roles(self) -> None:
         config = self.config
         temperature = config.sampling.temperature
-        bucket_bytes = int(config.rollout.reshard_bucket_mib * MIB)
+        bucket_bytes = config.rollout.bucket_bytes(cuda=self.platform.has_cuda)
         world = World(self.platform, ProcessGroups(), self.exchange, bucket_bytes)
         self.actor = Actor(config.actor, temperature=temperature, world=world)
         self.critic = Critic(config.critic, world=world)

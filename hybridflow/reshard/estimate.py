@@ -16,7 +16,7 @@ from hybridflow.parallel.layout import Place
 from hybridflow.reshard.flows import Flow, Part, content, flows_of, is_received_in_place, is_sent_in_place
 from hybridflow.reshard.plan import Operation, ReshardPlan, Way
 
-SCRATCH_BYTES = 1 << 20  # of a permutation on a CPU, at most; on CUDA it needs none
+SCRATCH_BYTES = 1 << 18  # of a permutation on a CPU, at most; on CUDA it needs none
 ALIGNMENT = 64  # elements: where weights begin in the engine's own memory
 
 

@@ -25,7 +25,7 @@ except ImportError:  # not needed on a CPU
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 COLUMN_TILE = 128
-SCRATCH_BYTES = 1 << 20
+SCRATCH_BYTES = 1 << 18  # stays in a core's cache
 COPY_ROWS, COPY_COLUMNS = 8, 256  # a tile of a copy
 COPY_BYTES = 8  # the widest element that copies move
 COPY_FIELDS = 7  # of a row of the table, see `copy_table`

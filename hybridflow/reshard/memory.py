@@ -47,15 +47,17 @@ class OwnMemory:
 class Move:
     """A training storage that is released while the engine holds all of it in memory of its own."""
 
-    def __init__(self, storage: torch.UntypedStorage, operations: list[Operation]) -> None:
+    def __init__(self, weights: list[Tensor], operations: list[Operation]) -> None:
         self.operations = operations
         self.names = [operation.weight.megatron for operation in operations]
-        self._storage, self._size = storage, storage.nbytes()
+        self._storage = weights[0].untyped_storage()
+        self._size, self._gaps = self._storage.nbytes(), _gaps(weights)
 
     def allocate(self) -> int:
-        """Bytes more. What lies between the weights of a storage is zero, as it was."""
+        """Bytes more. What lies between the weights is zero, as it was; the weights are for others to fill."""
         self._storage.resize_(self._size)
-        self._storage.fill_(0)
+        for gap in self._gaps:
+            gap.zero_()
         return self._size
 
     def release(self) -> int:
@@ -73,5 +75,15 @@ def moves(weights: Mapping[str, Tensor], operations: Mapping[str, Operation]) ->
         found = [operations[name] for name in names if name in operations]
         contained = len(found) == len(names) and all(o.contains_training_shard for o in found)
         if contained and any(o.way is Way.GATHER for o in found):
-            found_moves.append(Move(weights[names[0]].untyped_storage(), found))
+            found_moves.append(Move([weights[name] for name in names], found))
     return found_moves
+
+
+def _gaps(weights: list[Tensor]) -> list[Tensor]:
+    """The bytes of a storage that belong to none of its weights, each of which is contiguous."""
+    storage = weights[0].untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    starts = [x.storage_offset() * x.element_size() for x in weights]
+    taken = sorted((start, start + x.nbytes) for start, x in zip(starts, weights, strict=True))
+    bounds = [0, *(edge for interval in taken for edge in interval), storage.nbytes()]
+    return [flat[start:stop] for start, stop in zip(bounds[::2], bounds[1::2], strict=True) if stop > start]

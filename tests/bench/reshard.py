@@ -171,7 +171,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16", "float32"])
     parser.add_argument("--pairs", nargs="+", choices=names, default=names, help="default: all that fit")
-    default = RolloutConfig().reshard_bucket_mib
+    default = RolloutConfig().bucket_bytes(cuda=torch.cuda.is_available()) / 2**20
     parser.add_argument("--bucket-mib", type=float, default=default, help="rollout.reshard_bucket_mib")
     parser.add_argument("--repeats", type=int, default=5, help="turns that count, after one that does not")
     return parser.parse_args()
