@@ -34,7 +34,6 @@ from hybridflow.reshard.estimate import HandOffs
 from hybridflow.reshard.groups import check_rollout, rollout_of
 from hybridflow.reshard.plan import plan_reshard
 
-MIB = 1 << 20
 Report = dict[str, Any]
 
 
