@@ -15,25 +15,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from itertools import zip_longest
 from typing import NamedTuple
 
 from hybridflow.models.spec import ModelSpec
-from hybridflow.models.weights import EMBEDDING, FINAL_NORM, LM_HEAD, Weight, layer_weights
-from hybridflow.parallel.layout import Layout, Place, RolloutLayout, Seat, Stages
+from hybridflow.models.weights import Weight
+from hybridflow.parallel.layout import Layout, Place, RolloutLayout, Seat
 from hybridflow.reshard.groups import engine_stages
 from hybridflow.reshard.slices import (
     Arrangement,
-    Matrix,
     Piece,
     View,
     arrangement_of,
     engine_shard,
-    matrix_of,
     overlap_elements,
     sources_of,
     training_shard,
 )
+from hybridflow.reshard.table import Entry, Kind, fill_buckets, weight_table
 
 BUCKET_ELEMENTS = 1 << 26
 Sources = tuple[tuple[int, Piece], ...]  # (rank, piece)
@@ -76,20 +74,6 @@ class Exchange(NamedTuple):
     sends: tuple[Message, ...]
 
 
-class _Kind(NamedTuple):
-    """All that matters of a weight but its name."""
-
-    matrix: Matrix
-    is_vector: bool
-    training: tuple[int, ...]  # the training stages that hold it
-    engine: tuple[int, ...]  # the engine stages that need it
-
-
-class _Entry(NamedTuple):
-    weight: Weight
-    kind: _Kind
-
-
 class _Standing(NamedTuple):
     """All that a rank's counts depend on."""
 
@@ -109,10 +93,10 @@ class _Counts(NamedTuple):
 class ReshardPlan:
     """Who sends what to whom; the same on every rank. Made by `plan_reshard`."""
 
-    def __init__(self, train: Layout, rollout: RolloutLayout, table: tuple[_Entry, ...], bucket_elements: int) -> None:
+    def __init__(self, train: Layout, rollout: RolloutLayout, table: tuple[Entry, ...], bucket_elements: int) -> None:
         self.train, self.rollout = train, rollout
         self._table = table
-        self._buckets = _fill_buckets(table, train, rollout, bucket_elements)
+        self._buckets = fill_buckets(table, train, rollout, bucket_elements)
         self._counts: dict[_Standing, _Counts] = {}
 
     @property
@@ -183,7 +167,7 @@ class ReshardPlan:
         return self._counts[standing]
 
     @cached_property
-    def _kinds(self) -> Counter[_Kind]:
+    def _kinds(self) -> Counter[Kind]:
         return Counter(entry.kind for entry in self._table)
 
     @cached_property
@@ -221,22 +205,22 @@ class ReshardPlan:
         """The place in training that `rank` receives from first: its own, or the one it is dealt."""
         return self._origins[rank]
 
-    def _trains(self, rank: int, kind: _Kind) -> bool:
+    def _trains(self, rank: int, kind: Kind) -> bool:
         return rank in self.train and self.origin(rank).pp in kind.training
 
-    def _generates(self, rank: int, kind: _Kind) -> bool:
+    def _generates(self, rank: int, kind: Kind) -> bool:
         return rank in self._seats and self._seats[rank].pp in kind.engine
 
     # ------------------------------------------------------------------------------ operations, messages
 
-    def _pieces(self, kind: _Kind, receiver: int) -> Sources:
+    def _pieces(self, kind: Kind, receiver: int) -> Sources:
         """(source rank, piece) of the engine's shard."""
         origin, seat = self.origin(receiver), self._seats[receiver]
         stage = _source_stage(kind, origin.pp)
         sources = sources_of(kind.matrix, self.train.tp, origin.tp, self.rollout.tp, seat.tp)
         return tuple((self.train.rank_at(Place(tp, origin.dp, stage)), piece) for tp, piece in sources)
 
-    def _operation(self, entry: _Entry, rank: int) -> Operation:
+    def _operation(self, entry: Entry, rank: int) -> Operation:
         kind, place, seat = entry.kind, self.origin(rank), self._seats[rank]
         corner = (kind.matrix, self.train.tp, place.tp, self.rollout.tp, seat.tp)
         trains = self._trains(rank, kind)
@@ -253,7 +237,7 @@ class ReshardPlan:
         )
 
     def _messages(
-        self, bucket: tuple[_Entry, ...], rank: int, pieces_of: Callable[[_Kind, int], Sources]
+        self, bucket: tuple[Entry, ...], rank: int, pieces_of: Callable[[Kind, int], Sources]
     ) -> tuple[Message, ...]:
         found: dict[int, list[tuple[Weight, Piece]]] = defaultdict(list)
         for entry in bucket:
@@ -261,13 +245,13 @@ class ReshardPlan:
                 found[peer].append((entry.weight, piece))
         return tuple(Message(peer, tuple(found[peer])) for peer in sorted(found))
 
-    def _received(self, kind: _Kind, rank: int) -> Sources:
+    def _received(self, kind: Kind, rank: int) -> Sources:
         """(peer, piece) that `rank` receives of a weight."""
         if not self._generates(rank, kind):
             return ()
         return tuple((source, piece) for source, piece in self._pieces(kind, rank) if source != rank)
 
-    def _sent(self, kind: _Kind, rank: int) -> Sources:
+    def _sent(self, kind: Kind, rank: int) -> Sources:
         """(peer, piece) that `rank` sends of a weight."""
         if not self._trains(rank, kind):
             return ()
@@ -291,61 +275,12 @@ def plan_reshard(
     (`check_rollout`, `ModelSpec.check_parallel`).
     """
     stages = train.stages(spec.num_layers), engine_stages(spec.num_layers, train, rollout)
-    return ReshardPlan(train, rollout, _table(spec, *stages), bucket_elements)
+    return ReshardPlan(train, rollout, weight_table(spec, *stages), bucket_elements)
 
 
 def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
     """The order that undoes `order`."""
     return tuple(sorted(range(len(order)), key=order.__getitem__))
-
-
-def _table(spec: ModelSpec, training: Stages, engine: Stages) -> tuple[_Entry, ...]:
-    """Every weight of the language model, as `model_weights` orders them, and the stages it is on."""
-
-    def entry(weight: Weight, training_stages: tuple[int, ...], engine_stages: tuple[int, ...]) -> _Entry:
-        is_vector = len(weight.shapes(spec)[0]) == 1
-        return _Entry(weight, _Kind(matrix_of(weight, spec), is_vector, training_stages, engine_stages))
-
-    # tied, the output layer of the last stage is the embedding
-    ends = [(0, len(stages) - 1) if spec.tied and len(stages) > 1 else (0,) for stages in (training, engine)]
-    last = (len(training) - 1,), (len(engine) - 1,)
-    table = [entry(EMBEDDING, *ends)]
-    for layer in range(spec.num_layers):
-        held = (_stage_of(layer, training),), (_stage_of(layer, engine),)
-        table += [entry(weight, *held)._replace(weight=weight.for_layer(layer)) for weight in layer_weights(spec)]
-    table.append(entry(FINAL_NORM, *last))
-    return tuple(table if spec.tied else [*table, entry(LM_HEAD, *last)])
-
-
-def _stage_of(layer: int, stages: Stages) -> int:
-    return next(stage for stage, layers in enumerate(stages) if layer in layers)
-
-
-def _fill_buckets(
-    table: tuple[_Entry, ...], train: Layout, rollout: RolloutLayout, bucket_elements: int
-) -> tuple[tuple[_Entry, ...], ...]:
-    """Weights of the training stages by turns, each stage's last first, so that every stage sends in every bucket.
-
-    Megatron lays its buffers out from the last weight to the first: they complete in this order. What a stage may
-    send of a bucket is bounded as what a rank receives.
-    """
-    stages = [[entry for entry in reversed(table) if entry.kind.training[0] == stage] for stage in range(train.pp)]
-    buckets: list[tuple[_Entry, ...]] = []
-    bucket: list[_Entry] = []
-    filled: Counter[tuple[str, int]] = Counter()  # ("engine" or "training", stage) -> elements of the bucket
-    for entry in (entry for turn in zip_longest(*stages) for entry in turn if entry):
-        sizes = {  # alike on all tp ranks
-            "engine": engine_shard(entry.kind.matrix, rollout.tp, 0).num_elements,
-            "training": training_shard(entry.kind.matrix, train.tp, 0).num_elements,
-        }
-        stages_of = {"engine": entry.kind.engine, "training": entry.kind.training}
-        added = Counter({(side, stage): sizes[side] for side in sizes for stage in stages_of[side]})
-        if bucket and max((filled + added).values()) > bucket_elements:
-            buckets.append(tuple(bucket))
-            bucket, filled = [], Counter()
-        bucket.append(entry)
-        filled += added
-    return (*buckets, tuple(bucket))
 
 
 def _dealt_place(seat: Seat, train: Layout, rollout: RolloutLayout) -> Place:
@@ -365,7 +300,7 @@ def _stage_and_tp(where: Place | Seat) -> tuple[int, int]:
     return where.pp, where.tp
 
 
-def _source_stage(kind: _Kind, near: int) -> int:
+def _source_stage(kind: Kind, near: int) -> int:
     """The training stage to take a weight from: the receiver's own, or by turns where two hold it (tied embedding)."""
     return near if near in kind.training else kind.training[near % len(kind.training)]
 
@@ -376,7 +311,7 @@ def _way(found: Arrangement | None) -> Way:
     return Way.PERMUTE if found.order else Way.ALIAS
 
 
-def _count(standing: _Standing, kinds: Counter[_Kind], tp: int, rollout_tp: int) -> _Counts:
+def _count(standing: _Standing, kinds: Counter[Kind], tp: int, rollout_tp: int) -> _Counts:
     held = engine = overlap = permuted = 0
     sources: Counter[tuple[int, int]] = Counter()
     near_pp, near_tp = standing.origin

@@ -543,3 +543,29 @@ def test_a_thousand_ranks(rollout: str) -> None:
         assert sum(m.num_elements for e in exchanges for m in e.receives) == plan.received_elements(rank)
         assert sum(m.num_elements for e in exchanges for m in e.sends) == plan.sent_elements(rank)
         assert sum(prod(op.shape) for op in plan.operations(rank)) == plan.engine_elements(rank)
+
+
+# -------------------------------------------------------------------------------------------------- in place
+
+
+@pytest.mark.parametrize(
+    ("train", "rollout", "in_place"),
+    [
+        ((2, 1, 2), (2, 1), True),
+        ((1, 1, 4), (2, 2), True),
+        ((2, 2, 1), (2, 2), True),
+        ((2, 1, 2), (4, 1), False),  # ranks 0 and 3 have all they need, ranks 1 and 2 have not
+        ((2, 1, 2), (1, 1), False),
+        ((1, 2, 1), (1, 1), False),
+    ],
+)
+def test_whether_weights_stay_is_one_answer_for_all_ranks(
+    train: tuple[int, int, int], rollout: tuple[int, int], in_place: bool
+) -> None:
+    """Else some ranks of an engine would run CUDA graphs and others not."""
+    layout = Layout(*train, ranks=tuple(range(train[0] * train[1] * train[2])))
+    plan = plan_reshard(tiny_spec(), layout, rollout_layout(layout, *rollout))
+    ways = {operation.way for rank in layout.ranks for operation in plan.operations(rank)}
+    assert plan.is_in_place == in_place == (Way.GATHER not in ways)
+    if train == (2, 1, 2) and rollout == (4, 1):
+        assert [plan.received_elements(rank) > 0 for rank in layout.ranks] == [False, True, True, False]
