@@ -48,7 +48,8 @@ def abort_ranks(agent: int) -> None:
     os.kill(agent, signal.SIGSTOP)
     for rank in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
         os.kill(int(rank), signal.SIGABRT)
-    time.sleep(2)
+        time.sleep(0.5)  # one after the other: they write to one pipe, a few letters at a time
+    time.sleep(1)
     os.kill(agent, signal.SIGCONT)
 
 
