@@ -63,7 +63,11 @@ def problem(inputs: Path, directory: Path, *overrides: str) -> str:
     ],
 )
 def test_layouts_that_suit_the_models(inputs, tmp_path, overrides):
-    load(inputs, tmp_path, *overrides)
+    config = load(inputs, tmp_path, *overrides)
+    num_layers = read_spec(config.actor.model).num_layers
+    layout, stages = rollout_of(config, num_layers, WORLD_SIZE)
+    assert layout.ranks == config.rollout_ranks(WORLD_SIZE)
+    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
 
 
 @pytest.mark.parametrize(
