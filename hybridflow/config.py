@@ -158,7 +158,7 @@ class LayoutConfig(Section):
 class RoleConfig(LayoutConfig):
     """A model on a grid."""
 
-    model: str  # a HuggingFace directory
+    model: str  # a HuggingFace directory, or the torch_dist checkpoint that `tools.convert` makes of one
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     micro_batch_tokens: PositiveInt = 16384  # tokens per forward pass and replica, at most
 

@@ -1,28 +1,33 @@
 """Write the actor as a HuggingFace directory that transformers and vLLM load.
 
 The ranks of the first replica send their shards of one weight at a time, tensor-parallel ranks to the first of their
-pipeline stage, that to the first stage, which writes files of at most `MAX_FILE_BYTES`; it never holds more than one
-file's tensors. The directory appears when it is complete.
+pipeline stage, that to the first stage, which writes it to files of at most `MAX_FILE_BYTES`; it never holds more than
+one weight. The directory appears when it is complete.
 """
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
-from math import prod
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
-from hybridflow.models.weights import Weight, model_weights, staged_weights, whole_parts
+from hybridflow.formats.huggingface_files import (
+    copy_companions,
+    num_bytes,
+    plan_files,
+    write_config,
+    write_index,
+    write_safetensors,
+)
+from hybridflow.formats.safetensors_files import TensorInfo
+from hybridflow.models.parts import whole_parts
+from hybridflow.models.weights import Weight, model_weights, staged_weights
 from hybridflow.roles.policy import Actor
 from hybridflow.run_dir import replace_directory
 
 MAX_FILE_BYTES = 5 * 10**9
-COPIED = ("*.json", "*.model", "*.txt", "*.jinja")
-NOT_COPIED = ("config.json", "model.safetensors.index.json")
 
 
 def export_huggingface(
@@ -40,8 +45,9 @@ def export_huggingface(
             partial = target.with_name(f".{target.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            _write_weights(tensors, _file_plan(actor, max_file_bytes), partial, report)
-            _write_configuration(actor, partial)
+            _write_weights(tensors, actor, partial, max_file_bytes, report)
+            write_config(actor.spec.path, partial, {}, dtype=_dtype(actor))
+            copy_companions(actor.spec.path, partial)
             replace_directory(partial, target)
         else:
             for _ in tensors:  # take part in every gather
@@ -86,52 +92,34 @@ def _gather(shard: Tensor, actor: Actor) -> list[Tensor]:
     return shards or []
 
 
-def _file_plan(actor: Actor, max_file_bytes: int) -> dict[str, str]:
-    """File of each tensor, known before the first is written: sizes follow from the config."""
-    groups: list[list[str]] = [[]]
-    room = max_file_bytes
-    element_size = next(iter(actor.weights().values()))[1].element_size()
-    for weight in model_weights(actor.spec, "lm"):
-        for name, shape in zip(weight.hf, weight.shapes(actor.spec), strict=True):
-            size = prod(shape) * element_size
-            if size > room and groups[-1]:
-                groups.append([])
-                room = max_file_bytes
-            groups[-1].append(name)
-            room -= size
-    if len(groups) == 1:
-        return dict.fromkeys(groups[0], "model.safetensors")
-    return {
-        name: f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i, group in enumerate(groups, 1) for name in group
-    }
+def _dtype(actor: Actor) -> torch.dtype:
+    return next(iter(actor.weights().values()))[1].dtype
 
 
 def _write_weights(
-    tensors: Iterator[tuple[str, Tensor]], plan: dict[str, str], directory: Path, report: Callable[[str], None]
+    arriving: Iterator[tuple[str, Tensor]],
+    actor: Actor,
+    directory: Path,
+    max_file_bytes: int,
+    report: Callable[[str], None],
 ) -> None:
-    pending: dict[str, Tensor] = {}
-    files = sorted(set(plan.values()))
-    total = 0
-    for name, tensor in tensors:
-        pending[name] = tensor
-        if len(pending) == sum(file == plan[name] for file in plan.values()):
-            save_file(pending, directory / plan[name], metadata={"format": "pt"})
-            total += sum(x.nbytes for x in pending.values())
-            pending = {}
-            report(f"wrote {plan[name]} ({total / 1e6:.1f} MB so far)")
-    assert not pending, f"tensors without a file: {sorted(pending)}"
-    if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": plan}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    """Tensors arrive in the order of the plan, which is known before the first: sizes follow from the config."""
+    tensors = {
+        name: TensorInfo(shape, _dtype(actor))
+        for weight in model_weights(actor.spec, "lm")
+        for name, shape in zip(weight.hf, weight.shapes(actor.spec), strict=True)
+    }
 
+    def arrived(name: str) -> Tensor:
+        found, tensor = next(arriving)
+        assert found == name, f"{found} arrived, {name} was planned"
+        return tensor
 
-def _write_configuration(actor: Actor, directory: Path) -> None:
-    """config.json with the weights' dtype; tokenizer, chat template and generation config as they were."""
-    source = actor.spec.path
-    config = json.loads((source / "config.json").read_text())
-    config.pop("torch_dtype", None)
-    config["dtype"] = str(next(iter(actor.weights().values()))[1].dtype).removeprefix("torch.")
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
-    for file in sorted({file for pattern in COPIED for file in source.glob(pattern)}):
-        if file.name not in NOT_COPIED:
-            shutil.copyfile(file, directory / file.name)
+    plan, total = plan_files(tensors, max_file_bytes), 0
+    for file in dict.fromkeys(plan.values()):
+        inside = {name: tensors[name] for name in plan if plan[name] == file}
+        write_safetensors(directory / file, inside, arrived)
+        total += sum(map(num_bytes, inside.values()))
+        report(f"wrote {file} ({total / 1e6:.1f} MB so far)")
+    assert next(arriving, None) is None, "tensors without a file"
+    write_index(directory, plan, total)

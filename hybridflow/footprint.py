@@ -12,8 +12,9 @@ from functools import reduce
 from math import ceil, prod
 
 from hybridflow.config import OptimizerConfig
+from hybridflow.models.parts import shard_shape
 from hybridflow.models.spec import ModelSpec
-from hybridflow.models.weights import EMBEDDING, shard_shape, staged_weights
+from hybridflow.models.weights import embedding, staged_weights
 from hybridflow.parallel.layout import Layout
 
 MAIN_BYTES = 4  # gradients, main weights and moments are float32
@@ -61,7 +62,7 @@ def stage_elements(spec: ModelSpec, head: str, layout: Layout) -> tuple[int, ...
     for weight, stage in staged_weights(spec, head, layout.stages(spec.num_layers)):
         elements[stage] += prod(shard_shape(weight, spec, layout.tp))
     if spec.tied and head == "lm" and layout.pp > 1:
-        elements[-1] += prod(shard_shape(EMBEDDING, spec, layout.tp))
+        elements[-1] += prod(shard_shape(embedding(spec), spec, layout.tp))
     return tuple(elements)
 
 
@@ -103,20 +104,25 @@ def layer_bytes(spec: ModelSpec, *, tp: int, sequence_parallel: bool, recompute:
     without dropout and its masks, without the s^2 terms, which flash attention never stores, with SwiGLU in place of
     GELU and grouped keys and values. With h, f = hidden and ffn size, q, k = heads, kv heads x head_dim:
 
-        none       b (4 h / sp + (3 q + 3 k + 3 f) / tp) + 4 heads / tp
+        none       b (4 h / sp + (3 q + 3 k + w) / tp) + 4 heads / tp
                    4 h: input and output of both norms; sp = tp with sequence parallelism, else 1
                    3 q + 3 k: what linear_qkv gives (q + 2 k), rotated queries and keys (q + k), what attention gives
-                   (q); 3 f: gate and up, and their product; 4 heads: attention's log-sum-exp in float32
+                   (q); w = 3 f: gate and up, and their product; 4 heads: attention's log-sum-exp in float32
+                   w = 2 f without a gate; with n experts a token w = n (3 f + 2 h tp), of which h are each expert's
+                   input and output
         selective  attention runs again: without the rotated queries and keys, and the log-sum-exp
         full       b h / sp: the layer runs again from its input
     """
     q, k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     sp = tp if sequence_parallel else 1
     split = {"none": 3 * q + 3 * k, "selective": 2 * q + 2 * k}
+    width = (3 if spec.traits.gated else 2) * spec.ffn_hidden_size
+    if spec.num_experts:
+        width = spec.experts_per_token * (width + 2 * spec.hidden_size * tp)
     if recompute == "full":
         return itemsize * spec.hidden_size / sp
     log_sum_exp = 4 * spec.num_heads / tp if recompute == "none" else 0
-    return itemsize * (4 * spec.hidden_size / sp + (split[recompute] + 3 * spec.ffn_hidden_size) / tp) + log_sum_exp
+    return itemsize * (4 * spec.hidden_size / sp + (split[recompute] + width) / tp) + log_sum_exp
 
 
 def chunks_in_flight(layout: Layout, stage: int) -> int:

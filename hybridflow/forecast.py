@@ -28,6 +28,7 @@ from hybridflow.footprint import (
     training_activation_bytes,
 )
 from hybridflow.models.spec import ModelSpec, read_spec
+from hybridflow.models.weights import num_parameters
 from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
 from hybridflow.placement import shown
 from hybridflow.reshard.estimate import HandOffs
@@ -120,7 +121,7 @@ class PlacedModel:
         return {
             "role": self.name,
             "model": str(self.spec.path),
-            "parameters": self.spec.num_parameters,
+            "parameters": num_parameters(self.spec, self.spec.head),
             "dtype": self.config.dtype,
             **{axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "dp")},
             "sequence_parallel": self.config.sequence_parallel,

@@ -57,7 +57,6 @@ def small_spec(**changes: object) -> ModelSpec:
         head_dim=4,
         vocab_size=60,  # padded to 64
         norm_eps=1e-6,
-        qkv_bias=False,
         tied=False,
         max_positions=64,
     )
@@ -94,7 +93,7 @@ def test_a_tied_model_has_one_embedding_and_its_last_stage_a_copy() -> None:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("sizes", [(1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 4, 2), (4, 2, 1, 2)], ids=str)
 def test_elements_are_those_of_the_reshard_plan(sizes: tuple[int, ...], tied: bool) -> None:
-    spec = small_spec(num_layers=8, num_heads=4, family="qwen2", qkv_bias=True, tied=tied)
+    spec = small_spec(num_layers=8, num_heads=4, family="qwen2", tied=tied)
     train = layout(*sizes)
     plan = plan_reshard(spec, train, rollout_layout(train, 1, 1))
     elements = stage_elements(spec, "lm", train)

@@ -20,10 +20,14 @@ PACKAGES = ("hybridflow", "tools", "launch")
 # A module may import modules of its own floor and of lower ones. Names are relative to hybridflow.
 FLOORS: dict[int, list[str]] = {
     0: ["config", "batch", "errors", "algorithms", "algorithms.*", "parallel.layout", "placement"],
-    1: ["parallel", "parallel.*", "models", "models.spec", "models.weights", "data", "footprint"],
+    1: [
+        *["parallel", "parallel.*", "data", "footprint"],
+        *["models", "models.families", "models.spec", "models.shards", "models.weights", "models.parts"],
+        *["formats", "formats.*"],
+    ],
     2: [
         *["models.build", "models.attention", "models.pipeline", "models.memory"],
-        *["models.checkpoint_files", "models.layers", "models.micro_batch", "models.optimizer"],
+        *["models.experts", "models.layers", "models.micro_batch", "models.optimizer"],
         *["reshard", "reshard.*", "rollout", "rollout.*", "rewards"],
         *["metrics", "run_dir", "progress", "inputs"],
     ],

@@ -2,26 +2,39 @@
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2ForSequenceClassification,
-)
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 CHARACTERS = "0123456789+-=* "
 VOCAB_SIZE = 100  # no multiple of 64: the padding rows must not matter
+LLAMA_SIZES = {"intermediate_size": 96}
+# family -> HuggingFace's prefix, and what its config needs beside the common sizes
 FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification),
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {}),
+    "glm": ("Glm", {}),
+    "opt": ("OPT", {"dropout": 0.0}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }
+
+
+ROPE_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,  # some frequencies are kept, some blended, some divided
+}
+ROPE_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -44,37 +57,100 @@ def make_checkpoints(
     num_layers: int = 2,
     num_kv_heads: int = 4,
     max_length: int = 128,
+    std: float = 0.15,
     seed: int = 0,
+    changes: dict[str, Any] | None = None,
 ) -> Path:
-    """DIRECTORY/{policy,reference,reward,critic}: the same architecture, other weights. Biases and norms are random."""
-    config_class, lm_class, score_class = FAMILIES[family]
+    """DIRECTORY/{policy,reference,reward,critic}: the same architecture, other weights. Biases and norms are random.
+
+    changes: to the config, by its own names.
+    """
+    prefix, extra = FAMILIES[family]
     for number, name in enumerate(("policy", "reference", "reward", "critic")):
         torch.manual_seed(100 * seed + number)
-        config = config_class(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=8 * head_dim,
-            intermediate_size=96,
-            num_hidden_layers=num_layers,
-            num_attention_heads=8,
-            num_key_value_heads=num_kv_heads,
-            head_dim=head_dim,
-            max_position_embeddings=max_length,
-            tie_word_embeddings=tied and number < 2,
-            bos_token_id=1,
-            eos_token_id=2,
-            pad_token_id=3,
-            num_labels=1,
+        config = getattr(transformers, prefix + "Config")(
+            **{
+                "vocab_size": VOCAB_SIZE,
+                "hidden_size": 8 * head_dim,
+                **({"ffn_dim": 96, "word_embed_proj_dim": 8 * head_dim} if family == "opt" else LLAMA_SIZES),
+                **({} if family == "opt" else {"num_key_value_heads": num_kv_heads, "head_dim": head_dim}),
+                "num_hidden_layers": num_layers,
+                "num_attention_heads": 8,
+                "max_position_embeddings": max_length,
+                "tie_word_embeddings": tied and number < 2,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+                "pad_token_id": 3,
+                "num_labels": 1,
+                **extra,
+                **(changes or {}),
+            }
         )
-        model = (lm_class if number < 2 else score_class)(config)
-        for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                centre = 0.0 if parameter_name.endswith("bias") else 1.0
-                torch.nn.init.normal_(parameter, mean=centre, std=0.1)
-            else:
-                torch.nn.init.normal_(parameter, std=0.15)
+        model = getattr(transformers, prefix + ("ForCausalLM" if number < 2 else "ForSequenceClassification"))(config)
+        randomise(model, std)
         model.save_pretrained(directory / name)
         make_tokenizer().save_pretrained(directory / name)
     return directory
+
+
+def randomise(model: torch.nn.Module, std: float) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.1)
+        else:
+            torch.nn.init.normal_(parameter, std=std)
+
+
+# where checkpoints have the experts that transformers' models hold in one tensor: the mixture, [gate; up], down
+EXPERTS = {
+    "mixtral": ("block_sparse_moe", ("w1", "w3"), "w2"),
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj"), "down_proj"),
+}
+
+
+def by_checkpoint_name(tensors: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
+    """Tensors by their names in transformers' model -> by those in its checkpoints, where every expert has its own."""
+    if family not in EXPERTS:
+        return dict(tensors)
+    mixture, (gate, up), down = EXPERTS[family]
+    found = {}
+    for name, x in tensors.items():
+        name = name.replace(".mlp.", f".{mixture}.")
+        prefix, _, matrix = name.rpartition(".")
+        for expert, its in enumerate(x) if matrix in ("gate_up_proj", "down_proj") and x.dim() == 3 else ():
+            if matrix == "down_proj":
+                found[f"{prefix}.{expert}.{down}.weight"] = its
+            else:
+                found[f"{prefix}.{expert}.{gate}.weight"], found[f"{prefix}.{expert}.{up}.weight"] = its.chunk(2)
+        if x.dim() != 3:
+            found[name] = x
+    return found
+
+
+def by_model_name(tensors: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
+    """The inverse of `by_checkpoint_name`."""
+    if family not in EXPERTS:
+        return dict(tensors)
+    mixture, (gate, up), down = EXPERTS[family]
+    found = {}
+    for name, x in tensors.items():
+        plain = name.replace(f".{mixture}.", ".mlp.")
+        if ".experts.0." not in name:
+            found |= {} if ".experts." in name else {plain: x}
+            continue
+        prefix, _, matrix = name.removesuffix(".weight").rpartition(".experts.0.")
+        num_experts = sum(key.startswith(prefix + ".experts.") and key.endswith(f".{down}.weight") for key in tensors)
+        parts = {
+            part: [tensors[f"{prefix}.experts.{expert}.{part}.weight"] for expert in range(num_experts)]
+            for part in (gate, up, down)
+        }
+        experts = plain.partition(".experts.0.")[0] + ".experts"
+        if matrix == down:
+            found[experts + ".down_proj"] = torch.stack(parts[down])
+        else:
+            gates_and_ups = zip(parts[gate], parts[up], strict=True)
+            found[experts + ".gate_up_proj"] = torch.stack([torch.cat(pair) for pair in gates_and_ups])
+    return found
 
 
 def make_prompts(path: Path, count: int, seed: int = 0) -> Path:

@@ -4,6 +4,7 @@ On CUDA: torch's variable-length flash attention. On a CPU: scaled_dot_product_a
 sequences of equal length (micro-batches are ordered by length, so a run is a plain view and nothing is padded).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -26,7 +27,7 @@ class PackedSequences(PackedSeqParams):
     """
 
     lengths: tuple[int, ...] = ()
-    cos: Tensor | None = None  # (t, 1, head_dim / 2)
+    cos: Tensor | None = None  # (t, 1, rotary dimensions / 2); None: positions are learned
     sin: Tensor | None = None
 
     @classmethod
@@ -42,7 +43,7 @@ class PackedSequences(PackedSeqParams):
         )
 
     def with_rotary(self, angles: Tensor, dtype: torch.dtype) -> "PackedSequences":
-        """The same with the rotary angles of every token, (t, head_dim / 2) float32."""
+        """The same with the rotary angles of every token, (t, rotary dimensions / 2) float32."""
         cos, sin = (table[:, None].to(dtype) for table in (angles.cos(), angles.sin()))
         return replace(self, cos=cos, sin=sin)
 
@@ -58,6 +59,7 @@ class PackedAttention(MegatronModule):
     def __init__(self, config, layer_number, attn_mask_type, attention_type, **kwargs) -> None:
         super().__init__(config=config)
         self.scale = kwargs.get("softmax_scale") or config.kv_channels**-0.5
+        self._pairs = neighbours if config.rotary_interleaved else halves
 
     def forward(
         self,
@@ -71,9 +73,11 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         assert packed_seq_params is not None and attention_bias is None
         attend = varlen_attention if query.is_cuda else attention_by_length
-        cos, sin = packed_seq_params.cos, packed_seq_params.sin
-        query, key = (Rotate.apply(x[:, 0], cos, sin) for x in (query, key))
-        out = attend(query, key, value[:, 0], packed=packed_seq_params, scale=self.scale)
+        query, key, value = (x[:, 0] for x in (query, key, value))
+        if packed_seq_params.cos is not None:
+            rotary = packed_seq_params.cos, packed_seq_params.sin, self._pairs
+            query, key = Rotate.apply(query, *rotary), Rotate.apply(key, *rotary)
+        out = attend(query, key, value, packed=packed_seq_params, scale=self.scale)
         return out.flatten(1).unsqueeze(1)
 
 
@@ -96,31 +100,49 @@ class GroupedSelfAttention(SelfAttention):
         own_group, member = divmod(group.rank(), sharing)
         own = rows.unflatten(-1, (num_groups, -1, self.hidden_size_per_attention_head))[:, :, own_group]
         query, key, value = own.split([own.shape[2] - 2, 1, 1], dim=2)
-        return query[:, :, member * heads : (member + 1) * heads], key, value
+        query = query[:, :, member * heads : (member + 1) * heads]
+        return self.q_layernorm(query), self.k_layernorm(key), value
+
+
+Pairs = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Dimension i turns with i + d / 2, as in HuggingFace's Llama."""
+    first, second = x.chunk(2, dim=-1)
+    return first, second
+
+
+def neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Dimension 2 i turns with 2 i + 1, as in GLM."""
+    return x[..., 0::2], x[..., 1::2]
 
 
 class Rotate(torch.autograd.Function):
-    """Rotary embedding (Su et al. 2021, eq. 34) in the half-split layout of HuggingFace's Llama:
+    """Rotary embedding (Su et al. 2021, eq. 34): (a, b) -> (a cos - b sin, b cos + a sin).
 
-    (a, b) -> (a cos - b sin, b cos + a sin), a and b being the halves of each head. x: (t, heads, head_dim).
+    x: (t, heads, head_dim), of which the first 2 x cos.shape[-1] dimensions turn; pairs: which of them are a and b.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
+        ctx.pairs = pairs
+        return _rotated(x, cos, sin, pairs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, -sin), None, None
+        return _rotated(grad, cos, -sin, ctx.pairs), None, None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    (a, b), (out_a, out_b) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    turning = 2 * cos.shape[-1]
+    (a, b), (out_a, out_b) = pairs(x[..., :turning]), pairs(out[..., :turning])
     torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=out_b).addcmul_(a, sin)
+    out[..., turning:] = x[..., turning:]
     return out
 
 

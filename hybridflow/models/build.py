@@ -1,4 +1,4 @@
-"""Build a megatron-core model on a grid and fill it from a HuggingFace directory.
+"""Build a megatron-core model on a grid and fill it from a HuggingFace directory or a torch_dist checkpoint.
 
 Every rank reads only the slices it holds: those of its tensor-parallel rank and its pipeline stage, in one model chunk
 or, with virtual pipeline parallelism, several. The last stage of a policy model returns this rank's columns of the
@@ -7,7 +7,6 @@ logits, that of a value model one scalar, both only for the rows that the micro-
 
 import importlib.util
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,23 +20,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from hybridflow.formats.megatron_files import open_checkpoint
 from hybridflow.models.attention import GroupedSelfAttention, PackedAttention
-from hybridflow.models.checkpoint_files import SafetensorsDirectory
-from hybridflow.models.layers import RMSNorm, SwiGLU
+from hybridflow.models.experts import MixtureOfExperts
+from hybridflow.models.layers import LayerNorm, ReLU, RMSNorm, SwiGLU
 from hybridflow.models.micro_batch import MicroBatch
+from hybridflow.models.parts import read_shard, shard_shape
+from hybridflow.models.shards import Split
 from hybridflow.models.spec import ModelSpec
-from hybridflow.models.weights import (
-    EMBEDDING,
-    LM_HEAD,
-    VALUE_HEAD,
-    Split,
-    Weight,
-    canonical_name,
-    join_parts,
-    local_slice,
-    model_weights,
-    shard_shape,
-)
+from hybridflow.models.weights import OUTPUT, VALUE_HEAD, Weight, canonical_name, embedding, model_weights
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.platform import adapt_megatron, current_device
 
@@ -57,31 +48,39 @@ class PackedModel(GPTModel):
         self.layers = layout.chunks(spec.num_layers)[grid.pp_rank][chunk]
         super().__init__(
             config,
-            _block_spec(len(self.layers)),
+            _block_spec(spec, len(self.layers)),
             spec.padded_vocab_size,
-            spec.max_positions,
+            spec.num_positions,
             pre_process=grid.is_first_stage and chunk == 0,
             post_process=grid.is_last_stage and chunk == layout.vpp - 1,
             share_embeddings_and_output_weights=tied,
-            position_embedding_type="none",  # rotary angles are made in forward, from the packed positions
+            # rotary angles are made in forward, from the packed positions
+            position_embedding_type="learned_absolute" if spec.traits.position_offset else "none",
             pg_collection=grid.groups,
             vp_stage=chunk if layout.vpp > 1 else None,
         )
         numbers = tuple(layer.layer_number - 1 for layer in self.decoder.layers)
         assert numbers == self.layers, f"megatron placed the layers {numbers} where the layout has {self.layers}"
+        for layer in self.decoder.layers:
+            if isinstance(layer.mlp, MixtureOfExperts):
+                layer.mlp.group, layer.mlp.router.normalize = grid.groups.tp, spec.normalize_router
+        self._position_offset, frequencies = spec.traits.position_offset, spec.inverse_frequencies()
         # a plain attribute: as a buffer it would be cast to the weights' dtype
-        self.inverse_frequencies = spec.inverse_frequencies().to(current_device())
+        self.inverse_frequencies = None if frequencies is None else frequencies.to(current_device())
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
-        hidden = None
+        hidden, packed = None, micro_batch.packed
         if self.pre_process:
-            hidden = self.embedding(input_ids=micro_batch.input_ids[None], position_ids=None)  # (t, 1, hidden)
-        angles = micro_batch.positions[:, None] * self.inverse_frequencies
+            positions = micro_batch.positions[None] + self._position_offset  # read where they are learned
+            hidden = self.embedding(input_ids=micro_batch.input_ids[None], position_ids=positions)  # (t, 1, hidden)
+        if self.inverse_frequencies is not None:
+            angles = micro_batch.positions[:, None] * self.inverse_frequencies
+            packed = packed.with_rotary(angles, self.config.params_dtype)
         hidden = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
             rotary_pos_emb=None,  # applied in our core attention
-            packed_seq_params=micro_batch.packed.with_rotary(angles, self.config.params_dtype),
+            packed_seq_params=packed,
         )
         return self.outputs(self._whole(hidden)[micro_batch.rows, 0]) if self.post_process else hidden
 
@@ -154,6 +153,7 @@ def build_model(
 def transformer_config(
     spec: ModelSpec, grid: Grid, *, dtype: str, sequence_parallel: bool, recompute: str
 ) -> TransformerConfig:
+    traits = spec.traits
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -161,12 +161,15 @@ def transformer_config(
         num_attention_heads=spec.num_heads,
         num_query_groups=spec.num_kv_heads,
         kv_channels=spec.head_dim,
-        normalization="RMSNorm",
+        normalization="LayerNorm" if traits.norm_eps else "RMSNorm",
         layernorm_epsilon=spec.norm_eps,
-        gated_linear_unit=True,
-        activation_func=nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=spec.qkv_bias,
+        gated_linear_unit=traits.gated,
+        activation_func=nn.functional.silu if traits.gated else nn.functional.relu,
+        add_bias_linear=traits.linear_bias,
+        add_qkv_bias=traits.qkv_bias,
+        qk_layernorm=traits.qk_norm,
+        rotary_interleaved=traits.rotary_interleaved,
+        **(_expert_config(spec) if spec.num_experts else {}),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=grid.tp,
@@ -182,7 +185,7 @@ def transformer_config(
         use_cpu_initialization=not _cuda(),
         calculate_per_token_loss=True,  # losses arrive normalised: no division by micro-batches or replicas
         gradient_accumulation_fusion=_cuda() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
-        bias_activation_fusion=_transformer_engine(),
+        bias_activation_fusion=_transformer_engine() and traits.gated,
         use_te_activation_func=not _transformer_engine(),  # what megatron calls an activation that the layer spec names
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
@@ -195,6 +198,15 @@ def transformer_config(
     )
 
 
+def _expert_config(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "num_moe_experts": spec.num_experts,
+        "moe_router_topk": spec.experts_per_token,
+        "moe_router_pre_softmax": True,
+        "moe_ffn_hidden_size": spec.ffn_hidden_size,
+    }
+
+
 def _cuda() -> bool:
     return torch.cuda.is_available()
 
@@ -203,16 +215,25 @@ def _transformer_engine() -> bool:
     return _cuda() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def _block_spec(num_layers: int) -> TransformerBlockSubmodules:
+def _block_spec(spec: ModelSpec, num_layers: int) -> TransformerBlockSubmodules:
+    traits = spec.traits
+    norm = LayerNorm if traits.norm_eps else RMSNorm
     if _transformer_engine():
-        layer = get_gpt_layer_with_transformer_engine_spec()
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=spec.num_experts or None, qk_layernorm=traits.qk_norm
+        )
     else:
-        layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-        layer.submodules.mlp.submodules.activation_func = SwiGLU
+        layer = get_gpt_layer_local_spec(qk_layernorm=traits.qk_norm)
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+        layer.submodules.mlp.submodules.activation_func = SwiGLU if traits.gated else ReLU
+        if traits.qk_norm:
+            attention = layer.submodules.self_attention.submodules
+            attention.q_layernorm = attention.k_layernorm = norm
+    if spec.num_experts:
+        layer.submodules.mlp = MixtureOfExperts
     layer.submodules.self_attention.module = GroupedSelfAttention
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 
 def named_weights(
@@ -220,14 +241,14 @@ def named_weights(
 ) -> Iterator[tuple[Weight, nn.Parameter]]:
     """This rank's parameters with their entries of the weight table, in the table's order.
 
-    Where a tied embedding has a second copy on the last pipeline stage, that one is the last stage's EMBEDDING.
+    Where a tied embedding has a second copy on the last pipeline stage, that one is the last stage's embedding.
     """
     parameters = {}
     for chunk in map(unwrapped, chunks):
         for name, parameter in chunk.named_parameters():
             parameters[_with_global_layer(canonical_name(name), chunk.layers)] = parameter
-    if spec.tied and not value_head and LM_HEAD.megatron in parameters:
-        parameters[EMBEDDING.megatron] = parameters.pop(LM_HEAD.megatron)
+    if spec.tied and not value_head and OUTPUT in parameters:
+        parameters[embedding(spec).megatron] = parameters.pop(OUTPUT)
     for weight in model_weights(spec, "score" if value_head else "lm"):
         if weight.megatron in parameters:
             yield weight, parameters.pop(weight.megatron)
@@ -248,11 +269,11 @@ def _with_global_layer(name: str, layers: tuple[int, ...]) -> str:
 
 def load_weights(chunks: Sequence[nn.Module], spec: ModelSpec, grid: Grid, *, value_head: bool) -> None:
     """Read this rank's slices of every weight. A missing score.weight leaves the value head at zero."""
-    files = SafetensorsDirectory(Path(spec.path))
+    files = open_checkpoint(spec.path, spec)
     with torch.no_grad():
         for weight, parameter in named_weights(chunks, spec, value_head=value_head):
             _mark_split(parameter, weight)
-            if weight is VALUE_HEAD and VALUE_HEAD.hf[0] not in files:
+            if weight == VALUE_HEAD and VALUE_HEAD.hf[0] not in files:
                 continue
             shard = read_shard(files, weight, spec, tp_rank=grid.tp_rank, tp=grid.tp)
             assert shard.shape == parameter.shape == shard_shape(weight, spec, grid.tp), (
@@ -270,12 +291,3 @@ def _mark_split(parameter: nn.Parameter, weight: Weight) -> None:
     parameter.tensor_model_parallel = weight.split is not Split.REPLICATED
     parameter.partition_dim = {Split.REPLICATED: -1, Split.COLUMNS: 1}.get(weight.split, 0)
     parameter.partition_stride = 1
-
-
-def read_shard(files: SafetensorsDirectory, weight: Weight, spec: ModelSpec, *, tp_rank: int, tp: int) -> Tensor:
-    """A rank's megatron shard of one weight, read from its slices of the HuggingFace tensors."""
-    parts = []
-    for i, (name, shape) in enumerate(zip(weight.hf, weight.shapes(spec), strict=True)):
-        dim, start, stop = local_slice(weight, i, spec, tp_rank, tp)
-        parts.append(files.read(name, shape, dim, start, stop))
-    return join_parts(weight, parts, spec, tp_rank, tp)

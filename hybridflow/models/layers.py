@@ -1,7 +1,8 @@
-"""RMSNorm and SwiGLU for megatron's local layers, where Transformer Engine's fused ones are not to be had.
+"""Norms and activations for megatron's local layers, where Transformer Engine's fused ones are not to be had.
 
-Each is one autograd function that keeps only its input and passes over memory about half as often as the chain of
-elementwise operations that autograd would record. On a CPU these passes take as long as the matrix products.
+RMSNorm and SwiGLU are each one autograd function that keeps only its input and passes over memory about half as often
+as the chain of elementwise operations that autograd would record. On a CPU these passes take as long as the matrix
+products.
 """
 
 from typing import Any
@@ -43,9 +44,24 @@ class RMSNormFunction(torch.autograd.Function):
         n = x * r  # float32
         products = grad * n
         mean = (products @ weight.float()).unsqueeze(-1).div_(x.shape[-1])
-        grad_weight = products.view(-1, x.shape[-1]).sum(0).to(weight.dtype)
+        grad_weight = products.reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
         grad_x = torch.mul(grad, weight, out=products) if grad.dtype == torch.float32 else (grad * weight).float()
         return grad_x.addcmul_(n, mean, value=-1).mul_(r).to(x.dtype), grad_weight, None
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's, with the marks that sequence parallelism needs."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = self.bias.sequence_parallel = config.sequence_parallel
+
+
+class ReLU(nn.ReLU):
+    """torch's, made as megatron makes activations."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
 
 
 class SwiGLU(nn.Module):

@@ -1,10 +1,12 @@
 """What a HuggingFace architecture means in megatron terms.
 
 A `ModelSpec` is everything that building, loading, resharding and exporting a model need to know of its config.json.
+What sets an architecture apart stands in `hybridflow.models.families`.
 """
 
 import json
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -12,62 +14,75 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.models.families import FAMILIES, Family
 
 VOCAB_MULTIPLE = 64  # vLLM pads vocabularies to it; padding alike lets embedding and output alias
-REQUIRED = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "vocab_size",
-    "rms_norm_eps",
-)
-ROPE_TYPES = ("default", "linear", "llama3")
+EXPERT_MULTIPLE = 8  # rows of 16 bytes in half precision
+ROPE_FIELDS = {  # kinds of rotary scaling -> the numbers that each needs
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+HEADS = {"ForCausalLM": "lm", "ForSequenceClassification": "score"}
+ARCHITECTURES = {prefix + suffix: (prefix, head) for prefix in FAMILIES for suffix, head in HEADS.items()}
+LARGEST = 1 << 31  # no size of a model is beyond this; a damaged config.json may be
+MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder of the Llama or Qwen2 family."""
+    """A decoder of one of the known families."""
 
     path: Path
-    family: str  # "llama" or "qwen2"
+    family: str  # the name of a Family: "llama", "qwen2", ...
     head: str  # "lm" or "score"
     num_layers: int
     hidden_size: int
-    ffn_hidden_size: int
+    ffn_hidden_size: int  # of an expert where there are any
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     norm_eps: float
-    qkv_bias: bool
     tied: bool
     max_positions: int
+    rotary_dim: int | None = None  # how many of a head's dimensions turn; None: all
+    num_experts: int = 0  # 0: one dense MLP
+    experts_per_token: int = 0
+    normalize_router: bool = True  # the weights of a token's experts sum to 1
+    sliding_window: int | None = None  # tokens that attention reaches back, itself included
+
+    @property
+    def traits(self) -> Family:
+        """What the whole family has in common."""
+        return next(family for family in FAMILIES.values() if family.name == self.family)
 
     @property
     def padded_vocab_size(self) -> int:
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
-    def num_parameters(self) -> int:
-        """Of the language model with its true vocabulary."""
-        kv, q = self.num_kv_heads * self.head_dim, self.num_heads * self.head_dim
-        attention = self.hidden_size * (2 * q + 2 * kv) + (q + 2 * kv if self.qkv_bias else 0)
-        layer = attention + 3 * self.hidden_size * self.ffn_hidden_size + 2 * self.hidden_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied or self.head == "score" else 2)
-        return self.num_layers * layer + embeddings + self.hidden_size
+    def num_positions(self) -> int:
+        """Rows of the table of learned positions."""
+        return self.max_positions + self.traits.position_offset
 
     def check_parallel(self, key: str, tp: int) -> None:
         """Raise ConfigError, naming `key`, unless `tp` ranks can share this model."""
         for what, count in (
             ("num_attention_heads", self.num_heads),
-            ("intermediate_size", self.ffn_hidden_size),
+            (self.traits.ffn_key, self.ffn_hidden_size),
             ("padded vocab_size", self.padded_vocab_size),
         ):
             if count % tp:
                 raise ConfigError(
                     f"{key} = {tp} does not divide {what} = {count} of {self.path}: "
                     f"{count} = {count // tp} x {tp} + {count % tp}"
+                )
+        for what, count in ((self.traits.ffn_key, self.ffn_hidden_size // tp), ("hidden_size", self.hidden_size)):
+            if self.num_experts and count % EXPERT_MULTIPLE:
+                raise ConfigError(
+                    f"{key} = {tp} leaves each expert {count} of {what} of {self.path}, no multiple of "
+                    f"{EXPERT_MULTIPLE}, as torch's grouped product needs it"
                 )
         few, many = sorted((self.num_kv_heads, tp))
         if many % few:
@@ -83,11 +98,14 @@ class ModelSpec:
             )
 
     def check_length(self, longest: int) -> None:
-        """Raise ConfigError where sequences exceed the positions the model knows."""
+        """Raise ConfigError where sequences exceed the positions the model knows, or what its attention reaches."""
+        length = f"data.max_prompt_length + sampling.max_response_length = {longest}"
         if longest > self.max_positions:
+            raise ConfigError(f"{length} exceeds max_position_embeddings = {self.max_positions} of {self.path}")
+        if self.sliding_window is not None and longest > self.sliding_window:
             raise ConfigError(
-                f"data.max_prompt_length + sampling.max_response_length = {longest} exceeds "
-                f"max_position_embeddings = {self.max_positions} of {self.path}"
+                f"{length} exceeds sliding_window = {self.sliding_window} of {self.path}: attention is trained over "
+                f"the whole sequence, which is the same up to this length alone"
             )
 
     def check_vocabulary(self, role: str, actor: "ModelSpec") -> None:
@@ -98,43 +116,35 @@ class ModelSpec:
                 f"{actor.vocab_size}: all models of a run read the actor's token ids"
             )
 
-    def inverse_frequencies(self) -> Tensor:
-        """Rotary inverse frequencies, (head_dim / 2,) float32, as transformers computes them for this config."""
+    def inverse_frequencies(self) -> Tensor | None:
+        """Rotary inverse frequencies, (rotary dimensions / 2,) float32, as transformers computes them for this config.
+
+        None where positions are learned.
+        """
+        if self.traits.position_offset:
+            return None
         from transformers import AutoConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         config = AutoConfig.from_pretrained(self.path, local_files_only=True)
         rope = config.rope_parameters
         if rope["rope_type"] == "default":
-            exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+            dim = self.rotary_dim or self.head_dim
+            exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
             return 1.0 / rope["rope_theta"] ** exponents
         return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")[0]
 
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": ("llama", "lm"),
-    "LlamaForSequenceClassification": ("llama", "score"),
-    "Qwen2ForCausalLM": ("qwen2", "lm"),
-    "Qwen2ForSequenceClassification": ("qwen2", "score"),
-}
-
-
 def read_spec(path: str | Path) -> ModelSpec:
-    """The spec of a HuggingFace directory.
+    """The spec of a HuggingFace directory, or of a torch_dist checkpoint, which has its config.json beside it.
 
     Errors: CheckpointError naming the file and the field where config.json is missing, damaged or unsupported.
     """
     file = Path(path) / "config.json"
     raw = _read_json(file)
-    architecture = (raw.get("architectures") or ["none"])[0]
-    if architecture not in ARCHITECTURES:
-        raise CheckpointError(
-            f"{file}: architectures = {architecture!r} is not supported; known are {', '.join(ARCHITECTURES)}"
-        )
-    missing = [key for key in REQUIRED if not isinstance(raw.get(key), int | float)]
-    if missing:
-        raise CheckpointError(f"{file}: {missing[0]} is missing or no number: {raw.get(missing[0])!r}")
-    return _spec_from(file, raw, *ARCHITECTURES[architecture])
+    architecture = _architecture(file, raw)
+    prefix, head = ARCHITECTURES[architecture]
+    return _Reader(file, raw, FAMILIES[prefix]).spec(head)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -142,43 +152,131 @@ def _read_json(file: Path) -> dict[str, Any]:
         tree = json.loads(file.read_text())
     except FileNotFoundError as error:
         raise CheckpointError(f"{file}: no such file; a model is a HuggingFace directory") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: is not JSON: {error}") from error
     if not isinstance(tree, dict):
         raise CheckpointError(f"{file}: holds {type(tree).__name__}, not an object")
     return tree
 
 
-def _spec_from(file: Path, raw: dict[str, Any], family: str, head: str) -> ModelSpec:
-    heads = raw["num_attention_heads"]
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))  # older files say "type"
-    _refuse(file, "rope_type", rope_type, rope_type not in ROPE_TYPES, f"known are {', '.join(ROPE_TYPES)}")
-    _refuse(file, "hidden_act", raw.get("hidden_act"), raw.get("hidden_act", "silu") != "silu", "must be silu")
-    if family == "llama":
-        for key in ("attention_bias", "mlp_bias"):
-            _refuse(file, key, raw.get(key), bool(raw.get(key)), "biases of Llama are not supported")
-    _refuse(file, "quantization_config", "...", bool(raw.get("quantization_config")), "quantised weights")
-    window = bool(raw.get("use_sliding_window"))
-    _refuse(file, "use_sliding_window", raw.get("use_sliding_window"), window, "must be false")
-    return ModelSpec(
-        path=file.parent,
-        family=family,
-        head=head,
-        num_layers=raw["num_hidden_layers"],
-        hidden_size=raw["hidden_size"],
-        ffn_hidden_size=raw["intermediate_size"],
-        num_heads=heads,
-        num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        vocab_size=raw["vocab_size"],
-        norm_eps=raw["rms_norm_eps"],
-        qkv_bias=family == "qwen2",
-        tied=head == "lm" and bool(raw.get("tie_word_embeddings", False)),
-        max_positions=raw.get("max_position_embeddings", 1 << 31),
-    )
+def _architecture(file: Path, raw: dict[str, Any]) -> str:
+    named = raw.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else "none"
+    if architecture not in ARCHITECTURES:
+        nearest = get_close_matches(architecture, ARCHITECTURES, n=1)
+        hint = f"the nearest known one is {nearest[0]}; " if nearest else ""
+        raise CheckpointError(
+            f"{file}: architectures = {architecture!r} is not supported; {hint}known are {', '.join(ARCHITECTURES)}"
+        )
+    return architecture
 
 
-def _refuse(file: Path, key: str, value: Any, refused: bool, rule: str) -> None:
-    if refused:
-        raise CheckpointError(f"{file}: {key} = {value!r} is not supported: {rule}")
+class _Reader:
+    """Fields of one config.json, each checked as it is read."""
+
+    def __init__(self, file: Path, raw: dict[str, Any], family: Family) -> None:
+        self._file, self._raw, self._family = file, raw, family
+
+    def spec(self, head: str) -> ModelSpec:
+        family, raw = self._family, self._raw
+        missing = [key for key in family.required if not _is_number(raw.get(key))]
+        if missing:
+            raise CheckpointError(f"{self._file}: {missing[0]} is missing or no number: {raw.get(missing[0])!r}")
+        self._check_rules()
+        hidden, heads = self._size("hidden_size"), self._size("num_attention_heads")
+        head_dim, kv_heads = hidden // heads, heads
+        if family.grouped:
+            head_dim, kv_heads = (
+                self._size("head_dim", family.head_dim or head_dim),
+                self._size("num_key_value_heads", heads),
+            )
+        rotary = self._rotary_part()
+        spec = ModelSpec(
+            path=self._file.parent,
+            family=family.name,
+            head=head,
+            num_layers=self._size("num_hidden_layers", most=MOST_LAYERS),
+            hidden_size=hidden,
+            ffn_hidden_size=self._size(family.ffn_key),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=self._size("vocab_size"),
+            norm_eps=family.norm_eps or raw["rms_norm_eps"],
+            tied=head == "lm" and bool(raw.get("tie_word_embeddings", family.tied)),
+            max_positions=self._size("max_position_embeddings", LARGEST),
+            rotary_dim=None if rotary == 1 else int(head_dim * rotary),
+            sliding_window=self._window(),
+            **(self._experts() if family.expert_keys else {}),
+        )
+        self._refuse("num_key_value_heads", kv_heads, heads % kv_heads > 0, f"must divide {heads} heads")
+        self._refuse("num_attention_heads", heads, head_dim == 0, f"hidden_size is {hidden}")
+        return spec
+
+    def _size(self, key: str, default: int | None = None, *, most: int = LARGEST) -> int:
+        """A positive whole number; `default` where the file leaves it out."""
+        value = self._raw.get(key)
+        if value is None and default is not None:
+            return default
+        whole = _is_number(value) and value == int(value)
+        self._refuse(key, value, not whole or not 0 < value <= most, f"must be a whole number from 1 to {most}")
+        return int(value)
+
+    def _check_rules(self) -> None:
+        raw = self._raw
+        quantised = bool(raw.get("quantization_config") or raw.get("compression_config"))
+        self._refuse("quantization_config", "...", quantised, "quantised weights")
+        for rule in self._family.rules:
+            value = raw.get(rule.key, rule.allowed[0])
+            allowed = (*rule.allowed, raw.get("hidden_size")) if rule.or_hidden_size else rule.allowed
+            self._refuse(rule.key, value, value not in allowed, rule.reason)
+        eps = raw.get("rms_norm_eps", 0.0)
+        self._refuse("rms_norm_eps", eps, not _is_number(eps) or not 0 <= eps < 1, "must be a number from 0 to 1")
+
+    def _experts(self) -> dict[str, Any]:
+        keys = [key for key in self._family.expert_keys if self._raw.get(key) is not None]
+        if not keys:
+            raise CheckpointError(f"{self._file}: {self._family.expert_keys[0]} is missing or no number: None")
+        num_experts, chosen = self._size(keys[0], most=MOST_LAYERS), self._size("num_experts_per_tok")
+        self._refuse("num_experts_per_tok", chosen, chosen > num_experts, f"there are {num_experts} experts")
+        normalize = self._family.normalize_router
+        if normalize is None:
+            normalize = bool(self._raw.get("norm_topk_prob", False))
+        return {"num_experts": num_experts, "experts_per_token": chosen, "normalize_router": normalize}
+
+    def _window(self) -> int | None:
+        """The sliding window that attention has, if any."""
+        raw, family = self._raw, self._family
+        if not family.has_window or (family.window_switch and not raw.get("use_sliding_window")):
+            return None
+        if raw.get("sliding_window", family.window) is None:
+            return None
+        return self._size("sliding_window", family.window)
+
+    def _rotary_part(self) -> float:
+        """The share of a head's dimensions that turn. Checks the kind of scaling, too."""
+        if self._family.position_offset:
+            return 1
+        rope = self._raw.get("rope_parameters") or self._raw.get("rope_scaling") or {}
+        self._refuse("rope_parameters", rope, not isinstance(rope, dict), "must be an object")
+        kind = rope.get("rope_type", rope.get("type", "default"))  # older files say "type"
+        known = isinstance(kind, str) and kind in ROPE_FIELDS
+        self._refuse("rope_type", kind, not known, f"known are {', '.join(ROPE_FIELDS)}")
+        for key in ROPE_FIELDS[kind]:
+            value = rope.get(key, self._raw.get(key))
+            self._refuse(f"{key} of rope_type {kind}", value, not _is_number(value) or value <= 0, "must be positive")
+        theta = rope.get("rope_theta", self._raw.get("rope_theta", 10000.0))
+        self._refuse("rope_theta", theta, not _is_number(theta) or theta <= 0, "must be positive")
+        default = self._family.rotary_part
+        part = rope.get("partial_rotary_factor", self._raw.get("partial_rotary_factor", default))
+        partial = _is_number(part) and 0 < part <= 1 and (default < 1 or part == 1)
+        self._refuse("partial_rotary_factor", part, not partial, f"must be 1 in the family {self._family.name}")
+        return part
+
+    def _refuse(self, key: str, value: Any, refused: bool, rule: str) -> None:
+        if refused:
+            raise CheckpointError(f"{self._file}: {key} = {value!r} is not supported: {rule}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")

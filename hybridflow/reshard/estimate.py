@@ -10,8 +10,8 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+from hybridflow.models.parts import shard_shape
 from hybridflow.models.spec import ModelSpec
-from hybridflow.models.weights import shard_shape
 from hybridflow.parallel.layout import Place
 from hybridflow.reshard.flows import Flow, Part, content, flows_of, is_received_in_place, is_sent_in_place
 from hybridflow.reshard.plan import Operation, ReshardPlan, Way

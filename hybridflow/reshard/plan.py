@@ -17,6 +17,7 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
+from hybridflow.models.shards import training_shard
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.weights import Weight
 from hybridflow.parallel.layout import Layout, Place, RolloutLayout, Seat
@@ -29,7 +30,6 @@ from hybridflow.reshard.slices import (
     engine_shard,
     overlap_elements,
     sources_of,
-    training_shard,
 )
 from hybridflow.reshard.table import Entry, Kind, fill_buckets, weight_table
 

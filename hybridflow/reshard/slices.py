@@ -1,60 +1,15 @@
 """Shards of a matrix as rows and columns of the whole, and the rectangles that two of them share. Pure.
 
-A parameter is a matrix of rows x columns in megatron's order, a vector one of 1 column. In this global order QKV rows
-stand per key/value group [q of the group; k; v], GATED rows are [gate; up], VOCAB rows are padded.
-
-    split        training shard (tp rank r)             engine shard (rollout tp rank r)
-    REPLICATED   all                                    all
-    VOCAB        its rows                               its rows
-    COLUMNS      its columns                            its columns
-    GATED        [its rows of gate; its rows of up]     the same
-    QKV          its even share of the rows             [its q heads; its k heads; its v heads]
-
-Where there are fewer key/value heads than ranks, megatron cuts inside a group and the engine repeats heads. The cached
-functions are asked for the same few shards again and again: layers are alike.
+The order of rows is megatron's. An engine's tensor-parallel rank holds the same as a training rank would
+(`models.shards`), except QKV: [its q heads; its k heads; its v heads]. Where there are fewer key/value heads than
+ranks, megatron cuts inside a group and the engine repeats heads.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
-from hybridflow.models.spec import ModelSpec
-from hybridflow.models.weights import Split, Weight
-
-Interval = tuple[int, int]  # start, stop
-
-cached = lru_cache(maxsize=1 << 16)
-
-
-class Matrix(NamedTuple):
-    """What a whole parameter looks like; all that its shards depend on."""
-
-    split: Split
-    rows: int
-    columns: int
-    num_heads: int = 0  # the heads: QKV alone
-    num_kv_heads: int = 0
-    head_dim: int = 0
-
-
-class Shard(NamedTuple):
-    """A rank's part of a matrix: these rows, in this order, of these columns."""
-
-    rows: tuple[Interval, ...]
-    columns: Interval
-
-    @property
-    def num_rows(self) -> int:
-        return sum(stop - start for start, stop in self.rows)
-
-    @property
-    def num_columns(self) -> int:
-        return self.columns[1] - self.columns[0]
-
-    @property
-    def num_elements(self) -> int:
-        return self.num_rows * self.num_columns
+from hybridflow.models.shards import Interval, Matrix, Shard, Split, cached, common, joined, share, training_shard
 
 
 class Piece(NamedTuple):
@@ -99,38 +54,11 @@ class Arrangement:
 # ------------------------------------------------------------------------------------------------------- shards
 
 
-def matrix_of(weight: Weight, spec: ModelSpec) -> Matrix:
-    shapes = weight.shapes(spec)
-    columns = shapes[0][1] if len(shapes[0]) == 2 else 1
-    if weight.split is Split.VOCAB:
-        return Matrix(weight.split, spec.padded_vocab_size, columns)
-    rows = sum(shape[0] for shape in shapes)
-    if weight.split is Split.QKV:
-        return Matrix(weight.split, rows, columns, spec.num_heads, spec.num_kv_heads, spec.head_dim)
-    return Matrix(weight.split, rows, columns)
-
-
-@cached
-def training_shard(matrix: Matrix, tp: int, tp_rank: int) -> Shard:
-    """What megatron's rank `tp_rank` of `tp` holds."""
-    rows, columns = (0, matrix.rows), (0, matrix.columns)
-    match matrix.split:
-        case Split.REPLICATED:
-            return Shard((rows,), columns)
-        case Split.COLUMNS:
-            return Shard((rows,), share(matrix.columns, tp, tp_rank))
-        case Split.GATED:
-            half = matrix.rows // 2
-            start, stop = share(half, tp, tp_rank)
-            return Shard(joined([(start, stop), (half + start, half + stop)]), columns)
-    return Shard((share(matrix.rows, tp, tp_rank),), columns)
-
-
 @cached
 def engine_shard(matrix: Matrix, tp: int, tp_rank: int) -> Shard:
     """What the engine's rank `tp_rank` of `tp` needs, in its order."""
     if matrix.split is not Split.QKV:
-        return training_shard(matrix, tp, tp_rank)
+        return training_shard(matrix._replace(split=matrix.engine_split or matrix.split), tp, tp_rank)
     queries = matrix.num_heads // matrix.num_kv_heads  # of a group
     group, dim = (queries + 2) * matrix.head_dim, matrix.head_dim
     q = [h // queries * group + h % queries * dim for h in range(*share(matrix.num_heads, tp, tp_rank))]
@@ -147,31 +75,7 @@ def _kv_heads(num_kv_heads: int, tp: int, tp_rank: int) -> Interval:
     return head, head + 1
 
 
-def share(total: int, parts: int, index: int) -> Interval:
-    """Part `index` of `total` things cut into equal parts."""
-    assert total % parts == 0, f"{total} cannot be cut into {parts}: {total} = {total // parts} x {parts} + ..."
-    size = total // parts
-    return index * size, (index + 1) * size
-
-
-def joined(intervals: list[Interval]) -> tuple[Interval, ...]:
-    """The same rows in the same order, in as few intervals as can be."""
-    found: list[Interval] = []
-    for start, stop in intervals:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        else:
-            found.append((start, stop))
-    return tuple(found)
-
-
 # ---------------------------------------------------------------------------------------------- two shards
-
-
-def common(a: Interval, b: Interval) -> Interval:
-    """What both hold; empty intervals have stop = start."""
-    start = max(a[0], b[0])
-    return start, max(start, min(a[1], b[1]))
 
 
 @cached

@@ -4,10 +4,12 @@ from collections import Counter
 from itertools import zip_longest
 from typing import NamedTuple
 
+from hybridflow.models.parts import matrix_of
+from hybridflow.models.shards import Matrix, training_shard
 from hybridflow.models.spec import ModelSpec
-from hybridflow.models.weights import EMBEDDING, FINAL_NORM, LM_HEAD, Weight, layer_weights
+from hybridflow.models.weights import Weight, embedding, staged_weights
 from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
-from hybridflow.reshard.slices import Matrix, engine_shard, matrix_of, training_shard
+from hybridflow.reshard.slices import engine_shard
 
 
 class Kind(NamedTuple):
@@ -33,17 +35,12 @@ def weight_table(spec: ModelSpec, training: Stages, engine: Stages) -> tuple[Ent
 
     # tied, the output layer of the last stage is the embedding
     ends = [(0, len(stages) - 1) if spec.tied and len(stages) > 1 else (0,) for stages in (training, engine)]
-    last = (len(training) - 1,), (len(engine) - 1,)
-    table = [entry(EMBEDDING, *ends)]
-    for layer in range(spec.num_layers):
-        held = (_stage_of(layer, training),), (_stage_of(layer, engine),)
-        table += [entry(weight, *held)._replace(weight=weight.for_layer(layer)) for weight in layer_weights(spec)]
-    table.append(entry(FINAL_NORM, *last))
-    return tuple(table if spec.tied else [*table, entry(LM_HEAD, *last)])
-
-
-def _stage_of(layer: int, stages: Stages) -> int:
-    return next(stage for stage, layers in enumerate(stages) if layer in layers)
+    tied = embedding(spec)
+    stages = zip(staged_weights(spec, "lm", training), staged_weights(spec, "lm", engine), strict=True)
+    return tuple(
+        entry(weight, *ends) if weight == tied else entry(weight, (training_stage,), (engine_stage,))
+        for (weight, training_stage), (_, engine_stage) in stages
+    )
 
 
 def fill_buckets(

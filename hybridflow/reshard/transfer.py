@@ -53,7 +53,9 @@ class WeightHandOff:
         group: dist.ProcessGroup,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        self._rank, self._weights, self._group, self._on_change = rank, dict(weights), group, on_change
+        self._rank, self._group, self._on_change = rank, group, on_change
+        # the experts of a layer stand one below the other
+        self._weights = {name: x.flatten(0, 1) if x.dim() == 3 else x for name, x in weights.items()}
         self._dtype, self._device = dtype, device
         operations = {operation.weight.megatron: operation for operation in plan.operations(rank)}
         self._moves = moves(self._weights, operations)
@@ -64,12 +66,20 @@ class WeightHandOff:
         ]
         self._own = {name: tensor for step in self._steps for name, tensor in step.memory.tensors.items()}
         self._engine = {o.weight.engine: self._engine_tensor(o) for o in operations.values()}
+        self._elsewhere = {weight.engine for bucket in plan.buckets for weight in bucket}
+        if EMBEDDING in operations:  # a tied head is the embedding
+            self._engine.setdefault(LM_HEAD.engine, self._engine[operations[EMBEDDING].weight.engine])
         self._live = sum(storage.nbytes() for storage in storages(self._weights.values()))
         self._with_engine = False
 
     def source(self, name: str) -> Tensor:
-        """The memory of an engine parameter by the engine's name. A tied head is the embedding."""
-        return self._engine[EMBEDDING.engine if name == LM_HEAD.engine and name not in self._engine else name]
+        """The memory of an engine parameter by the engine's name; experts one below the other.
+
+        Empty where another pipeline stage of the engine holds it: some models make all their parameters on every stage.
+        """
+        if name not in self._engine and name in self._elsewhere:
+            return torch.empty(0, dtype=self._dtype, device=self._device)
+        return self._engine[name]
 
     def to_engine(self) -> HandOffCost:
         assert not self._with_engine, "the weights are in the engine's layout already"

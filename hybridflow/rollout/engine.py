@@ -6,6 +6,7 @@ what is generated depends neither on which other requests share a step nor on ho
 
 import gc
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,7 +172,8 @@ def _kv_cache_bytes(kv_cache_gib: float, stages: Stages, pp: int) -> int:
 
 def _check_stage(runner: Any, stages: Stages, pp: int) -> None:
     """The groups and the partition that vLLM found must be those of this engine, not of a layout joined since."""
-    layers = tuple(range(runner.model.model.start_layer, runner.model.model.end_layer))
+    numbers = (re.search(r"\.layers\.(\d+)\.", name) for name, _ in runner.model.named_parameters())
+    layers = tuple(sorted({int(number[1]) for number in numbers if number}))
     assert layers == tuple(stages[pp]), f"stage {pp} of the engine has layers {layers}, the layout says {stages[pp]}"
 
 

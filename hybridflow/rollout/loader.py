@@ -3,15 +3,9 @@
 It runs before vLLM's post-processing and before anything captures addresses. Linear and embedding weights are first
 made on the meta device, so that the engine's own weights are never allocated, not even for a moment.
 
-The names asked for (vLLM 0.32.0, Llama and Qwen2), W for `.weight`, for the layers N of a rank's stage:
-
-    model.layers.N.: self_attn.qkv_proj.W (Qwen2: .bias too), self_attn.o_proj.W, mlp.gate_up_proj.W, mlp.down_proj.W,
-                     input_layernorm.W, post_attention_layernorm.W
-    first stage:     model.embed_tokens.W
-    last stage:      model.norm.W, lm_head.W; with tied embeddings model.embed_tokens.W as well, for the same memory
-
-With one stage that is all of them. N is the layer's number in the model, not in the stage. Memory need not be
-contiguous: the columns that a rank has of o_proj and down_proj may be a view of a wider weight.
+The names asked for are those of the weight table for the layers of a rank's stage; with tied embeddings the last stage
+asks for the embedding by its own name or as lm_head.weight. Layers have their number in the model, not in the stage.
+Memory need not be contiguous: the columns that a rank has of o_proj and down_proj may be a view of a wider weight.
 """
 
 import contextlib
@@ -20,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import register_model_loader
@@ -50,6 +45,7 @@ class AliasLoader(BaseModelLoader):
                 model = self.create_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
             self.load_weights(model, model_config)
             process_weights_after_loading(model, model_config, torch.device(device))
+            self.load_weights(model, model_config)  # experts that are columns of wider weights were copied
         return model.eval()
 
     def create_model(self, *args: Any, **kwargs: Any) -> nn.Module:
@@ -63,7 +59,10 @@ class AliasLoader(BaseModelLoader):
 
     def _alias(self, module: nn.Module, leaf: str, parameter: nn.Parameter, name: str) -> None:
         memory = self._source(name)
-        assert memory.shape == parameter.shape and memory.dtype == parameter.dtype, (
+        elsewhere = memory.numel() == 0  # this stage makes the parameter and never uses it
+        if parameter.dim() == 3 and not elsewhere:  # experts, one below the other
+            memory = memory.unflatten(0, parameter.shape[:2])
+        assert (elsewhere or memory.shape == parameter.shape) and memory.dtype == parameter.dtype, (
             f"{name}: the engine wants {tuple(parameter.shape)} {parameter.dtype}, "
             f"the trainer holds {tuple(memory.shape)} {memory.dtype}"
         )
@@ -75,7 +74,7 @@ class AliasLoader(BaseModelLoader):
 
 @contextlib.contextmanager
 def _weights_on_meta() -> Iterator[None]:
-    methods = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    methods = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
     originals = [method.create_weights for method in methods]
     for method, original in zip(methods, originals, strict=True):
         method.create_weights = _on_meta(original)

@@ -47,6 +47,7 @@ def _patch_once() -> None:
     worker.init_distributed_environment = _use_joined_groups
     if not torch.cuda.is_available():
         _read_live_weights()
+        _read_live_experts()
         _wait_without_spinning()
         _register_kernels_once()
         warnings.filterwarnings("ignore", message="The given buffer is not writable")  # in talk between stages
@@ -75,6 +76,38 @@ def _read_live_weights() -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def _read_live_experts() -> None:
+    """Experts on a CPU compute from the weights themselves, for the same reason."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
+    CPUUnquantizedExperts.apply = _apply_experts
+
+
+def _apply_experts(
+    self: Any,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """output (t, hidden) <- sum over a token's experts of weight x w2 swiglu(w1 x); w1 is [gate; up] of each expert."""
+    chosen = topk_ids.flatten().long()
+    order = chosen.argsort(stable=True)
+    ends = chosen.bincount(minlength=len(w1)).cumsum(0).to(torch.int32)
+    gate, up = torch.nn.functional.grouped_mm(
+        hidden_states[order // topk_ids.shape[1]], w1.transpose(1, 2), offs=ends
+    ).chunk(2, dim=-1)
+    hidden = torch.nn.functional.silu(gate) * up
+    outputs = torch.nn.functional.grouped_mm(hidden, w2.transpose(1, 2), offs=ends)
+    outputs = outputs * topk_weights.flatten()[order, None]
+    output.copy_(outputs[order.argsort()].unflatten(0, topk_ids.shape).sum(1))
 
 
 def _wait_without_spinning() -> None:
@@ -114,7 +147,7 @@ def join_groups(layout: RolloutLayout, stages: Stages, local_rank: int) -> None:
         return _group(name, (*map(tuple, lists), *outside), local_rank, dist.group.WORLD)
 
     # in its "world" vLLM takes the least KV cache memory, which engines of other layers must not level (see engine.py)
-    state._WORLD = state._TP = state._ETP = group("tp", layout.tp_groups())
+    state._WORLD = state._TP = state._ETP = state._EP = group("tp", layout.tp_groups())
     state._PP = group("pp", layout.pp_groups())
     state._DCP = state._PCP = state._DP = group("single", ([rank] for rank in layout.ranks))
 

@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.models.spec import ModelSpec
+from hybridflow.models.weights import num_parameters
 from hybridflow.recorder import Recorder
 from hybridflow.trainer import RLTrainer
 
@@ -162,7 +163,8 @@ def matrix_product_rate(dtype: str) -> float:
 
 def forward_flops(spec: ModelSpec, tokens: int, length: int) -> float:
     """Of a forward pass over all tokens without the output layer: 2 a parameter and token, and attention."""
-    layers = spec.num_parameters - spec.vocab_size * spec.hidden_size * (1 if spec.head == "score" or spec.tied else 2)
+    embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.head == "score" or spec.tied else 2)
+    layers = num_parameters(spec, spec.head) - embeddings
     attention = 4 * spec.num_layers * spec.num_heads * spec.head_dim * length / 2
     return tokens * (2 * layers + attention)
 
@@ -181,7 +183,7 @@ def report(size: str, dtype: str, shape: Shape, spec: ModelSpec, seconds: dict[s
         "actor_update": 3 * (body + head),
     }
     total = seconds["rollout"] + seconds["reward"] + seconds["estimate"] + seconds["update"]
-    millions, goal = spec.num_parameters / 1e6, GOALS[size, dtype]
+    millions, goal = num_parameters(spec, spec.head) / 1e6, GOALS[size, dtype]
     table = Table(title=f"{size} ({millions:.1f} M parameters), {dtype}, matrix products {rate / 1e12:.2f} TFLOP/s")
     for column in ("phase", "seconds", "tokens/s", "share of the rate"):
         table.add_column(column, justify="left" if column == "phase" else "right")

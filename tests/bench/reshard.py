@@ -36,7 +36,9 @@ from transformers.utils import logging
 
 from hybridflow.config import RolloutConfig, TrainedRoleConfig
 from hybridflow.models.build import DTYPES
-from hybridflow.models.weights import Split, staged_weights, whole_parts
+from hybridflow.models.parts import whole_parts
+from hybridflow.models.shards import Split
+from hybridflow.models.weights import staged_weights
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups

@@ -7,7 +7,7 @@ import torch
 from hybridflow.batch import RolloutBatch, response_mask
 from hybridflow.config import AlgorithmConfig, OptimizerConfig
 from tests.reference.ppo import Hyperparameters
-from tests.tiny_models import VOCAB_SIZE
+from tests.tiny_models import ROPE_LINEAR, ROPE_LLAMA3, VOCAB_SIZE
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,20 @@ FAMILIES = {
     "llama_tied": ("llama", True, 4),
     "qwen2_untied": ("qwen2", False, 4),
     "gqa": ("llama", False, 2),
+    "mistral": ("mistral", False, 4),
+    "glm": ("glm", False, 2),
+    "opt": ("opt", True, 8),
+    "mixtral": ("mixtral", False, 4),
+    "rope_llama3": ("llama", False, 4),
+    "rope_linear": ("llama", False, 4),
 }
+CHANGES = {
+    "rope_llama3": {"rope_parameters": ROPE_LLAMA3},
+    "rope_linear": {"rope_parameters": ROPE_LINEAR},
+}  # to configs
+THOROUGH = ("llama", "qwen2")  # these are tried in every layout
+FAMILY_CASES = ("tp1pp1dp1vpp1-none", "tp2pp1dp1vpp1-none", "tp2pp1dp1vpp1sp-selective", "tp1pp2dp1vpp1l1-full")
+FAMILY_CASES += ("tp4pp1dp1vpp1-none", "tp2pp2dp1vpp1sp-none")
 CASES = (
     Case(all_budgets=True),
     Case(recompute="full"),
@@ -94,10 +107,12 @@ ADAM = OptimizerConfig(name="adam", lr=0.01, eps=0.1, betas=(0.8, 0.9), weight_d
 
 
 def applies(case: Case, family: str) -> bool:
-    """The first two families are tried everywhere; where the others could differ, they are."""
+    """Where a family could differ from the thorough ones, it is tried."""
     if family == "gqa":
         return case.tp == 4
-    return family in ("llama", "qwen2") or (case.pp > 1 and case.num_ranks <= 4 and not case.all_budgets)
+    if not family.startswith(THOROUGH):
+        return case.name in (FAMILY_CASES[:2] if family in CHANGES else FAMILY_CASES)
+    return family in THOROUGH or (case.pp > 1 and case.num_ranks <= 4 and not case.all_budgets)
 
 
 def cases_for(num_ranks: int) -> list[Case]:

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridflow.models.build import named_weights
-from hybridflow.models.weights import model_weights, whole_parts
+from hybridflow.models.parts import whole_parts
+from hybridflow.models.weights import model_weights
 from hybridflow.roles.base import Role
 
 

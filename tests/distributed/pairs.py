@@ -4,10 +4,25 @@ from dataclasses import dataclass
 from itertools import product
 
 from tests.distributed.cases import Case
+from tests.tiny_models import ROPE_LINEAR, ROPE_LLAMA3
 
 NUM_LAYERS = 4
 # name: architecture, tied embeddings, key/value heads
-FAMILIES = {"llama": ("llama", False, 4), "qwen2": ("qwen2", True, 4), "gqa": ("qwen2", False, 2)}
+FAMILIES = {
+    "llama": ("llama", False, 4),
+    "qwen2": ("qwen2", True, 4),
+    "gqa": ("qwen2", False, 2),
+    "mistral": ("mistral", False, 4),
+    "glm": ("glm", False, 2),
+    "opt": ("opt", True, 8),
+    "mixtral": ("mixtral", False, 4),
+    "rope_llama3": ("llama", False, 4),
+    "rope_linear": ("llama", False, 4),
+}
+CHANGES = {
+    "rope_llama3": {"rope_parameters": ROPE_LLAMA3},
+    "rope_linear": {"rope_parameters": ROPE_LINEAR},
+}  # to configs
 NUM_PROMPTS, PROMPT_LENGTH, RESPONSE_LENGTH = 4, 6, 8
 BUCKET_BYTES = 600_000  # several buckets a model
 LARGEST_WEIGHT_BYTES = 512 * 256 * 4  # of attention, whole
@@ -59,7 +74,12 @@ def _pairs() -> list[Pair]:
     pairs += [Pair(case, *sizes, family, trainer_ranks=2) for case, family, sizes in apart]
     # fewer key/value heads than ranks, in training, in the rollout, in both
     shared = ((Case(tp=4), 2, 1), (Case(tp=4), 4, 1), (Case(tp=2, pp=2), 4, 1), (Case(tp=4), 1, 2))
-    return pairs + [Pair(case, tp, pp, "gqa") for case, tp, pp in shared]
+    pairs += [Pair(case, tp, pp, "gqa") for case, tp, pp in shared]
+    # the other families: in place, cut further and joined, by tensor and by pipeline parallelism
+    layouts = ((Case(), 1, 1), (Case(tp=2), 2, 1), (Case(tp=2), 1, 1), (Case(pp=2), 1, 2), (Case(pp=2), 2, 1))
+    layouts += ((Case(dp=2), 2, 1),)
+    others = [family for family in FAMILIES if family not in ("llama", "qwen2", "gqa")]
+    return pairs + [Pair(*layout, name) for name in others for layout in (layouts[:1] if name in CHANGES else layouts)]
 
 
 PAIRS = _pairs()

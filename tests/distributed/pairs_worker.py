@@ -6,6 +6,7 @@ For each pair: two optimizer steps, a hand-off, one more step, a hand-off. Every
 """
 
 import gc
+import importlib.util
 import json
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from hybridflow.config import OptimizerConfig, RolloutConfig, SamplingConfig, TrainedRoleConfig
 from hybridflow.models.spec import ModelSpec
@@ -43,7 +44,7 @@ from tests.distributed.pairs import (
     Pair,
 )
 from tests.distributed.train_batch import make_train_batch
-from tests.tiny_models import VOCAB_SIZE
+from tests.tiny_models import VOCAB_SIZE, by_model_name
 
 SAMPLING = SamplingConfig(max_response_length=RESPONSE_LENGTH, ignore_eos=True)
 ROLLOUT = RolloutConfig(kv_cache_gib=1 / 64, max_num_seqs=16, max_num_batched_tokens=256)
@@ -78,7 +79,7 @@ class Run:
 
     def __init__(self, model: Path, world: World) -> None:
         self.world, self.model = world, model
-        self.reference: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model)
+        self.reference: PreTrainedModel = untouched_class(model).from_pretrained(model)
         self.reference.generation_config.eos_token_id = None  # as ignore_eos
         self.actor: Actor | None = None
         self.batch = make_train_batch()
@@ -182,7 +183,7 @@ class Run:
 
     def _expected(self) -> list[list[int]]:
         """HuggingFace's greedy tokens with the actor's weights, the same on every rank."""
-        tensors = whole(self.actor, lambda p: p.data)
+        tensors = by_model_name(whole(self.actor, lambda p: p.data), self.actor.spec.family)
         box = [None]
         if self.world.platform.rank == 0:
             self.reference.load_state_dict(tensors, strict=not self.reference.config.tie_word_embeddings)
@@ -196,6 +197,17 @@ class Run:
             box = [out[:, PROMPT_LENGTH:].tolist()]
         dist.broadcast_object_list(box, src=0, group=dist.group.WORLD)
         return box[0]
+
+
+def untouched_class(model: Path) -> type[PreTrainedModel]:
+    """The model's class from a copy of its module: vLLM changes those classes that it runs itself."""
+    config = AutoConfig.from_pretrained(model)
+    module = importlib.import_module(type(config).__module__.replace("configuration", "modeling"))
+    spec = importlib.util.spec_from_file_location(module.__name__ + "_untouched", module.__file__)
+    copy = importlib.util.module_from_spec(spec)
+    sys.modules[copy.__name__] = copy
+    spec.loader.exec_module(copy)
+    return getattr(copy, config.architectures[0])
 
 
 def prompts() -> Tensor:

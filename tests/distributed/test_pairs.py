@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.pairs import BUCKET_BYTES, FAMILIES, LARGEST_WEIGHT_BYTES, NUM_LAYERS, PAIRS, Pair
+from tests.distributed.pairs import BUCKET_BYTES, CHANGES, FAMILIES, LARGEST_WEIGHT_BYTES, NUM_LAYERS, PAIRS, Pair
 from tests.launch import torchrun
 from tests.tiny_models import make_checkpoints
 
@@ -15,7 +15,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
     for name, (family, tied, num_kv_heads) in FAMILIES.items():
         make_checkpoints(
-            root / name, family=family, tied=tied, num_kv_heads=num_kv_heads, num_layers=NUM_LAYERS, head_dim=32
+            root / name,
+            family=family,
+            tied=tied,
+            num_kv_heads=num_kv_heads,
+            num_layers=NUM_LAYERS,
+            head_dim=32,
+            changes=CHANGES.get(name),
         )
     return root
 

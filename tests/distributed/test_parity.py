@@ -1,15 +1,28 @@
 """Every layout against one process of HuggingFace and plain PyTorch: log-probs, values, scores, gradients, updates."""
 
+import functools
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.distributed.cases import ADAM, BUDGETS, CASES, FAMILIES, HYPER, NUM_LAYERS, SGD, Case, applies, make_rollout
+from tests.distributed.cases import (
+    ADAM,
+    BUDGETS,
+    CASES,
+    CHANGES,
+    FAMILIES,
+    HYPER,
+    NUM_LAYERS,
+    SGD,
+    Case,
+    applies,
+    make_rollout,
+)
 from tests.launch import torchrun
 from tests.reference.ppo import Episode, actor_loss, critic_loss, estimate
-from tests.tiny_models import make_checkpoints
+from tests.tiny_models import by_checkpoint_name, make_checkpoints
 
 TOLERANCE = 1e-5  # relative to the largest value
 
@@ -18,7 +31,14 @@ TOLERANCE = 1e-5  # relative to the largest value
 def checkpoints(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
     for name, (family, tied, num_kv_heads) in FAMILIES.items():
-        make_checkpoints(root / name, family=family, tied=tied, num_layers=NUM_LAYERS, num_kv_heads=num_kv_heads)
+        make_checkpoints(
+            root / name,
+            family=family,
+            tied=tied,
+            num_layers=NUM_LAYERS,
+            num_kv_heads=num_kv_heads,
+            changes=CHANGES.get(name),
+        )
     return root
 
 
@@ -45,11 +65,14 @@ every_case = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def expected(family, checkpoints) -> dict[str, torch.Tensor]:
-    models = {
-        name: AutoModelForCausalLM.from_pretrained(checkpoints / family / name) for name in ("policy", "reference")
-    }
+    return computed_by_huggingface(checkpoints / family)
+
+
+@functools.cache  # the tests do not come family by family
+def computed_by_huggingface(family: Path) -> dict[str, torch.Tensor]:
+    models = {name: AutoModelForCausalLM.from_pretrained(family / name) for name in ("policy", "reference")}
     for name in ("reward", "critic"):
-        models[name] = AutoModelForSequenceClassification.from_pretrained(checkpoints / family / name)
+        models[name] = AutoModelForSequenceClassification.from_pretrained(family / name)
     rollout = make_rollout()
     pieces = rollout.input_ids.split(rollout.lengths.tolist())
     episodes = [Episode(x, p) for x, p in zip(pieces, rollout.prompt_lengths.tolist(), strict=True)]
@@ -63,7 +86,7 @@ def expected(family, checkpoints) -> dict[str, torch.Tensor]:
     found["actor_grad_norm"] = torch.stack([x.norm() for n, x in found.items() if n.startswith("actor_grad/")]).norm()
     found |= {f"actor_sgd/{n}": x for n, x in after_sgd(models["policy"], episodes, actor_loss).items()}
     found |= {f"critic_sgd/{n}": x for n, x in after_sgd(models["critic"], episodes, critic_loss).items()}
-    policy = AutoModelForCausalLM.from_pretrained(checkpoints / family / "policy")
+    policy = AutoModelForCausalLM.from_pretrained(family / "policy")
     found |= {f"actor_adam/{n}": x for n, x in after_adam(policy, episodes).items()}
     return found
 
@@ -73,17 +96,21 @@ def packed(episodes: list[Episode], name: str) -> torch.Tensor:
     return torch.cat([torch.cat([torch.zeros(e.prompt_length), getattr(e, name)]) for e in episodes])
 
 
+def by_name(tensors, model) -> dict[str, torch.Tensor]:
+    return by_checkpoint_name(tensors, model.config.model_type)
+
+
 def gradients(model, episodes, loss) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss(episodes, model, HYPER).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
+    return by_name({name: p.grad.clone() for name, p in model.named_parameters()}, model)
 
 
 def after_sgd(model, episodes, loss) -> dict[str, torch.Tensor]:
     gradients(model, episodes, loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), SGD.clip_grad)
     torch.optim.SGD(model.parameters(), lr=SGD.lr).step()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return by_name({name: p.detach().clone() for name, p in model.named_parameters()}, model)
 
 
 def after_adam(model, episodes) -> dict[str, torch.Tensor]:
@@ -96,7 +123,7 @@ def after_adam(model, episodes) -> dict[str, torch.Tensor]:
         gradients(model, episodes, actor_loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM.clip_grad)
         optimizer.step()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return by_name({name: p.detach().clone() for name, p in model.named_parameters()}, model)
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float = TOLERANCE) -> None:
@@ -104,6 +131,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str, toleran
     assert found.shape == expected.shape and difference <= tolerance, f"{what}: {difference:.2e} of the largest value"
 
 
+@functools.cache
 def load(results: Path, case: Case, family: str) -> dict[str, torch.Tensor]:
     return torch.load(results / f"{case.name}-{family}.pt")
 

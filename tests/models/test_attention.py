@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.models.attention import PackedAttention, PackedSequences, Rotate, attention_by_length
+from hybridflow.models.attention import (
+    PackedAttention,
+    PackedSequences,
+    Rotate,
+    attention_by_length,
+    halves,
+    neighbours,
+)
 
 CPU = torch.device("cpu")
 SCALE = 0.3
@@ -105,7 +112,7 @@ def test_the_module_takes_and_gives_megatrons_shapes(given: dict[str, float], us
     lengths = (3, 2)
     packed = PackedSequences.of(lengths, CPU)
     inputs = qkv(lengths, heads=4, kv_heads=2)
-    module = PackedAttention(SimpleNamespace(kv_channels=4), 1, None, "self", **given)
+    module = PackedAttention(SimpleNamespace(kv_channels=4, rotary_interleaved=False), 1, None, "self", **given)
     angles = torch.randn(5, 2, generator=torch.Generator().manual_seed(1))
     rotated = packed.with_rotary(angles, inputs[0].dtype)
     out = module(*(x[:, None] for x in inputs), None, packed_seq_params=rotated)
@@ -125,7 +132,26 @@ def test_rotation_literals_and_gradient() -> None:
     """A quarter turn takes (a, b) to (-b, a); the gradient is turned back."""
     x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]], requires_grad=True)  # halves (1, 2) and (3, 4)
     cos, sin = torch.tensor([[[0.0, 1.0]]]), torch.tensor([[[1.0, 0.0]]])  # a quarter turn, and none
-    out = Rotate.apply(x, cos, sin)
+    out = Rotate.apply(x, cos, sin, halves)
     assert out.tolist() == [[[-3.0, 2.0, 1.0, 4.0]]]
     (gradient,) = torch.autograd.grad(out, x, torch.tensor([[[10.0, 20.0, 30.0, 40.0]]]))
     assert gradient.tolist() == [[[30.0, 20.0, -10.0, 40.0]]]
+
+
+def test_neighbours_turn_together_and_the_rest_stays() -> None:
+    """As in GLM-4: a quarter turn of the first two dimensions, none of the next two; the last two never turn."""
+    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]], requires_grad=True)
+    cos, sin = torch.tensor([[[0.0, 1.0]]]), torch.tensor([[[1.0, 0.0]]])
+    out = Rotate.apply(x, cos, sin, neighbours)
+    assert out.tolist() == [[[-2.0, 1.0, 3.0, 4.0, 5.0, 6.0]]]
+    (gradient,) = torch.autograd.grad(out, x, torch.tensor([[[10.0, 20.0, 30.0, 40.0, 50.0, 60.0]]]))
+    assert gradient.tolist() == [[[20.0, -10.0, 30.0, 40.0, 50.0, 60.0]]]
+
+
+def test_without_angles_nothing_turns() -> None:
+    lengths = (3, 2)
+    packed = PackedSequences.of(lengths, CPU)
+    inputs = qkv(lengths, heads=4, kv_heads=4)
+    module = PackedAttention(SimpleNamespace(kv_channels=4, rotary_interleaved=False), 1, None, "self")
+    out = module(*(x[:, None] for x in inputs), None, packed_seq_params=packed)
+    assert torch.equal(out, attention_by_length(*inputs, packed=packed, scale=0.5).reshape(5, 1, 16))

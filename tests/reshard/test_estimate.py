@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
+from hybridflow.models.parts import shard_shape
 from hybridflow.models.spec import ModelSpec
-from hybridflow.models.weights import EMBEDDING, shard_shape
+from hybridflow.models.weights import embedding
 from hybridflow.parallel.layout import Layout
 from hybridflow.reshard import flows
 from hybridflow.reshard.estimate import HandOffs
@@ -29,7 +30,6 @@ SPEC = ModelSpec(
     head_dim=8,
     vocab_size=128,
     norm_eps=1e-6,
-    qkv_bias=True,
     tied=False,
     max_positions=64,
 )
@@ -100,4 +100,4 @@ def test_shared_storages_are_released_when_the_last_of_their_weights_has_moved()
     plan = make_plan("tp2 pp2", 1, 1)
     apart, joined = (HandOffs(plan, SPEC, itemsize=4, bucket_elements=n).memory[0] for n in (0, 1 << 30))
     assert apart.peak_extra < joined.peak_extra
-    assert joined.released == 4 * plan.held_elements(0) > 4 * prod(shard_shape(EMBEDDING, SPEC, 2))
+    assert joined.released == 4 * plan.held_elements(0) > 4 * prod(shard_shape(embedding(SPEC), SPEC, 2))

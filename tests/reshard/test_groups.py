@@ -131,7 +131,7 @@ def test_fewer_layers_than_stages_are_refused() -> None:
 
 def model(**changes: int) -> ModelSpec:
     fields = dict(num_heads=12, num_kv_heads=4, ffn_hidden_size=24, vocab_size=100, hidden_size=12, head_dim=2)
-    rest = dict(path=Path("model"), family="llama", head="lm", num_layers=2, norm_eps=1e-6, qkv_bias=False)
+    rest = dict(path=Path("model"), family="llama", head="lm", num_layers=2, norm_eps=1e-6)
     return ModelSpec(**{**fields, **rest, **changes}, tied=False, max_positions=64)
 
 

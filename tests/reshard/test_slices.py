@@ -4,20 +4,16 @@ from itertools import pairwise, product
 
 import pytest
 
-from hybridflow.models.weights import Split
+from hybridflow.models.shards import Matrix, Shard, Split, joined, training_shard
 from hybridflow.reshard.slices import (
     Arrangement,
-    Matrix,
     Piece,
-    Shard,
     View,
     arrangement_of,
     engine_shard,
-    joined,
     overlap_elements,
     pieces_of,
     sources_of,
-    training_shard,
 )
 
 # 4 query heads in 2 groups, head_dim 10: rows are q0 q1 k0 v0 q2 q3 k1 v1
@@ -28,6 +24,9 @@ GATED = Matrix(Split.GATED, 16, 3)  # gate: rows 0 to 8
 COLUMNS = Matrix(Split.COLUMNS, 5, 8)
 VOCAB = Matrix(Split.VOCAB, 64, 3)
 REPLICATED = Matrix(Split.REPLICATED, 5, 1)
+ROWS = Matrix(Split.ROWS, 8, 3)
+EXPERTS = Matrix(Split.GATED, 16, 3, experts=2)  # gate and up of 4 rows, twice
+AS_IT_STANDS = Matrix(Split.GATED, 8, 3, engine_split=Split.ROWS)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +41,9 @@ REPLICATED = Matrix(Split.REPLICATED, 5, 1)
         (COLUMNS, 4, 3, [(0, 5)], (6, 8)),
         (VOCAB, 2, 1, [(32, 64)], (0, 3)),
         (REPLICATED, 2, 1, [(0, 5)], (0, 1)),
+        (ROWS, 2, 1, [(4, 8)], (0, 3)),
+        (EXPERTS, 2, 1, [(2, 4), (6, 8), (10, 12), (14, 16)], (0, 3)),
+        (AS_IT_STANDS, 2, 1, [(2, 4), (6, 8)], (0, 3)),
     ],
 )
 def test_training_shards_by_hand(matrix: Matrix, tp: int, tp_rank: int, rows: list, columns: tuple) -> None:
@@ -62,6 +64,7 @@ def test_training_shards_by_hand(matrix: Matrix, tp: int, tp_rank: int, rows: li
         (SHARED_KV, 2, 0, [(0, 4), (8, 12)]),
         (SHARED_KV, 4, 3, [(6, 12)]),
         (GATED, 2, 1, [(4, 8), (12, 16)]),
+        (AS_IT_STANDS, 2, 1, [(4, 8)]),
         (VOCAB, 2, 1, [(32, 64)]),
     ],
 )
@@ -105,7 +108,7 @@ def elements(shard: Shard) -> list[list[tuple[int, int]]]:
     return [[(row, column) for column in range(*shard.columns)] for row in rows]
 
 
-MATRICES = [QKV, SHARED_KV, GATED, COLUMNS, VOCAB, REPLICATED]
+MATRICES = [QKV, SHARED_KV, GATED, COLUMNS, VOCAB, REPLICATED, ROWS, EXPERTS, AS_IT_STANDS]
 
 
 @pytest.mark.parametrize(("matrix", "tp", "rollout_tp"), [*product(MATRICES, [1, 2, 4], [1, 2, 4])])

@@ -1,0 +1,1 @@
+"""Checkpoint formats: HuggingFace directories of safetensors, and torch_dist directories of megatron-core."""

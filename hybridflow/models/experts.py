@@ -1,0 +1,101 @@
+"""A mixture of experts in place of a layer's MLP, every expert cut over the tensor-parallel ranks like a dense MLP.
+
+For a token x with router weights W (Shazeer et al. 2017; Mixtral, Jiang et al. 2024):
+
+    p = softmax(W x) over all experts, in float32; the k largest count, divided by their sum if so configured
+    y = sum over those experts e of p_e fc2_e swiglu(fc1_e x)
+
+The experts of a layer are one parameter, as in vLLM, so that the engine can read the trainer's memory. megatron's own
+layer has one a expert, and with tensor parallelism asks for sequence parallelism.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn.functional import grouped_mm, linear, softmax
+
+from hybridflow.models.layers import SwiGLUFunction
+
+
+class Router(nn.Module):
+    """Chooses a token's experts. Replicated: every tensor-parallel rank sees all tokens and chooses alike."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self._chosen, self.normalize = config.moe_router_topk, True
+        self.weight = nn.Parameter(torch.empty(config.num_moe_experts, config.hidden_size, dtype=config.params_dtype))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(t, hidden) -> (t, k) float32 shares of the chosen experts, and (t, k) their numbers."""
+        shares, experts = softmax(linear(tokens, self.weight), dim=-1, dtype=torch.float32).topk(self._chosen)
+        return shares / shares.sum(-1, keepdim=True) if self.normalize else shares, experts
+
+
+class ExpertLinear(nn.Module):
+    """One matrix an expert, (experts, out, in)."""
+
+    def __init__(self, config: TransformerConfig, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.num_moe_experts, rows, columns, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Rows up to ends[e] (int32) that are not of earlier experts go to expert e."""
+        return grouped_mm(x, self.weight.transpose(1, 2), offs=ends)
+
+
+class Experts(nn.Module):
+    """This rank's share of every expert."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        size = config.moe_ffn_hidden_size // config.tensor_model_parallel_size
+        self.linear_fc1 = ExpertLinear(config, 2 * size, config.hidden_size)  # [gate; up]
+        self.linear_fc2 = ExpertLinear(config, config.hidden_size, size)
+
+    def forward(self, tokens: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
+        """(t, hidden), (t, k), (t, k) -> (t, hidden): this rank's summand of the outputs."""
+        chosen = experts.flatten()
+        order = chosen.argsort(stable=True)  # copies of tokens by expert
+        ends = chosen.bincount(minlength=len(self.linear_fc1.weight)).cumsum(0).to(torch.int32)
+        hidden = SwiGLUFunction.apply(self.linear_fc1(tokens[order // experts.shape[1]], ends))
+        outputs = self.linear_fc2(hidden, ends) * shares.flatten()[order, None]
+        # back in the order of the tokens, and a plain sum: adding by index would depend on which comes first
+        return outputs[order.argsort()].unflatten(0, experts.shape).sum(1).to(tokens.dtype)
+
+
+class MixtureOfExperts(MegatronModule):
+    """megatron's MLP of a layer: (tokens, 1, hidden) in, the same and no bias out.
+
+    `group` (tensor parallel) and `router.normalize` are set by who builds the model; megatron hands on its config.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        self.router, self.experts = Router(config), Experts(config)
+        self.group: dist.ProcessGroup | None = None
+
+    def forward(self, hidden: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+        if self.config.sequence_parallel:
+            # what comes back of the gradient is summed below already
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
+        tokens = hidden.flatten(0, 1)
+        shares, experts = self.router(tokens)
+        # each rank's part of the experts gives a part of these gradients; their sum is the router's and the tokens'
+        tokens, shares = (copy_to_tensor_model_parallel_region(x, group=self.group) for x in (tokens, shares))
+        output = self.experts(tokens, shares, experts).unflatten(0, hidden.shape[:2])
+        reduce = (
+            reduce_scatter_to_sequence_parallel_region
+            if self.config.sequence_parallel
+            else reduce_from_tensor_model_parallel_region
+        )
+        return reduce(output, group=self.group), None

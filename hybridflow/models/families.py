@@ -1,0 +1,92 @@
+"""The families of models, by the prefix of their architectures at HuggingFace: what sets each apart from Llama."""
+
+from dataclasses import dataclass
+from typing import Any
+
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A field of config.json that must have one of these values; the first is what a missing field means."""
+
+    key: str
+    allowed: tuple[Any, ...]
+    reason: str
+    or_hidden_size: bool = False  # the value of hidden_size is allowed, too
+
+
+@dataclass(frozen=True)
+class Family:
+    """What config.json of a family says, and what holds for all its models. Defaults are those of Llama."""
+
+    name: str
+    ffn_key: str = "intermediate_size"
+    tied: bool = False  # what a missing tie_word_embeddings means
+    head_dim: int | None = None  # what a missing head_dim means; None: hidden_size / heads
+    grouped: bool = True  # config.json may give num_key_value_heads and head_dim; else as many as heads, hidden / heads
+    norm_eps: float | None = None  # of LayerNorm; None: RMSNorm with rms_norm_eps
+    gated: bool = True  # SwiGLU; else ReLU
+    linear_bias: bool = False  # of all linear layers in a layer
+    qkv_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head of queries and keys
+    rotary_part: float = 1  # what a missing partial_rotary_factor means
+    rotary_interleaved: bool = False  # neighbouring dimensions turn together, not those of two halves
+    position_offset: int = 0  # positions are learned, and position p is row p + offset of their table
+    expert_keys: tuple[str, ...] = ()  # names of the number of experts; none: no experts
+    normalize_router: bool | None = True  # None: norm_topk_prob says it
+    has_window: bool = False  # sliding_window counts
+    window: int | None = None  # what a missing sliding_window means
+    window_switch: bool = False  # it counts only with use_sliding_window
+    rules: tuple[Rule, ...] = ()
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Numbers that config.json must have."""
+        experts = ("num_experts_per_tok",) if self.expert_keys else ()
+        return (*SIZES, self.ffn_key, "vocab_size", *(() if self.norm_eps else ("rms_norm_eps",)), *experts)
+
+
+SILU = Rule("hidden_act", ("silu",), "must be silu")
+POST_NORM = "the post-norm variant (opt-350m) normalises after each residual sum; only pre-norm OPT is supported"
+
+FAMILIES = {
+    "Llama": Family(
+        "llama",
+        rules=(
+            SILU,
+            Rule("attention_bias", (False, None), "biases of Llama are not supported"),
+            Rule("mlp_bias", (False, None), "biases of Llama are not supported"),
+        ),
+    ),
+    "Mistral": Family("mistral", has_window=True, window=4096, rules=(SILU,)),
+    "Qwen2": Family("qwen2", qkv_bias=True, has_window=True, window=4096, window_switch=True, rules=(SILU,)),
+    "Glm": Family(
+        "glm",
+        head_dim=128,
+        qkv_bias=True,
+        rotary_part=0.5,
+        rotary_interleaved=True,
+        rules=(SILU, Rule("attention_bias", (True,), "GLM-4 has biases of queries, keys and values")),
+    ),
+    "OPT": Family(
+        "opt",
+        ffn_key="ffn_dim",
+        tied=True,
+        grouped=False,
+        norm_eps=1e-5,
+        gated=False,
+        linear_bias=True,
+        qkv_bias=True,
+        position_offset=2,
+        rules=(
+            Rule("do_layer_norm_before", (True,), POST_NORM),
+            Rule("word_embed_proj_dim", (None,), "must be hidden_size: " + POST_NORM, or_hidden_size=True),
+            Rule("_remove_final_layer_norm", (False,), "the norm after the last layer is needed"),
+            Rule("activation_function", ("relu",), "must be relu"),
+            Rule("enable_bias", (True,), "linear layers without biases are not supported"),
+            Rule("layer_norm_elementwise_affine", (True,), "norms without weights are not supported"),
+        ),
+    ),
+    "Mixtral": Family("mixtral", expert_keys=("num_local_experts",), has_window=True, rules=(SILU,)),
+}

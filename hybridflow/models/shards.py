@@ -1,0 +1,104 @@
+"""Which rows and columns of a parameter a tensor-parallel rank holds. Pure.
+
+A parameter is a matrix of rows x columns, a vector one of 1 column; the experts of a layer stand one below the other.
+A part is a tensor of a HuggingFace checkpoint.
+
+    split        parts, top down                          megatron's rank r holds
+    REPLICATED   1                                        all
+    VOCAB        1 (vocab, hidden)                        its rows, zero rows past the vocabulary
+    ROWS         1 (out, in)                              its rows
+    COLUMNS      1 (out, in) an expert                    its columns
+    GATED        gate, up, or both in one, an expert      of each expert [its rows of gate; its rows of up]
+    QKV          q, k, v                                  its even share of the rows, which stand per key/value group
+                                                          [q of the group; k; v]
+"""
+
+from enum import Enum, auto
+from functools import lru_cache
+from typing import NamedTuple
+
+Interval = tuple[int, int]  # start, stop
+
+cached = lru_cache(maxsize=1 << 16)  # the same few shards are asked for again and again: layers are alike
+
+
+class Split(Enum):
+    REPLICATED = auto()
+    VOCAB = auto()
+    ROWS = auto()
+    COLUMNS = auto()
+    GATED = auto()
+    QKV = auto()
+
+
+class Matrix(NamedTuple):
+    """What a whole parameter looks like; all that its shards depend on. The vocabulary is padded."""
+
+    split: Split
+    rows: int
+    columns: int
+    num_heads: int = 0  # the heads: QKV alone
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    experts: int = 1
+    engine_split: Split | None = None  # where the engine splits otherwise than megatron
+
+
+class Shard(NamedTuple):
+    """A rank's part of a matrix: these rows, in this order, of these columns."""
+
+    rows: tuple[Interval, ...]
+    columns: Interval
+
+    @property
+    def num_rows(self) -> int:
+        return sum(stop - start for start, stop in self.rows)
+
+    @property
+    def num_columns(self) -> int:
+        return self.columns[1] - self.columns[0]
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_rows * self.num_columns
+
+
+@cached
+def training_shard(matrix: Matrix, tp: int, tp_rank: int) -> Shard:
+    """What megatron's rank `tp_rank` of `tp` holds."""
+    rows, columns = (0, matrix.rows), (0, matrix.columns)
+    match matrix.split:
+        case Split.REPLICATED:
+            return Shard((rows,), columns)
+        case Split.COLUMNS:
+            return Shard((rows,), share(matrix.columns, tp, tp_rank))
+        case Split.GATED:
+            half = matrix.rows // (2 * matrix.experts)
+            start, stop = share(half, tp, tp_rank)
+            halves = range(2 * matrix.experts)
+            return Shard(joined([(half * i + start, half * i + stop) for i in halves]), columns)
+    return Shard((share(matrix.rows, tp, tp_rank),), columns)
+
+
+def share(total: int, parts: int, index: int) -> Interval:
+    """Part `index` of `total` things cut into equal parts."""
+    assert total % parts == 0, f"{total} cannot be cut into {parts}: {total} = {total // parts} x {parts} + ..."
+    size = total // parts
+    return index * size, (index + 1) * size
+
+
+def joined(intervals: list[Interval]) -> tuple[Interval, ...]:
+    """The same rows in the same order, in as few intervals as can be."""
+    found: list[Interval] = []
+    for start, stop in intervals:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def common(a: Interval, b: Interval) -> Interval:
+    """What both hold; empty intervals have stop = start."""
+    start = max(a[0], b[0])
+    return start, max(start, min(a[1], b[1]))

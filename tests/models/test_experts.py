@@ -1,0 +1,63 @@
+"""The mixture of experts against a loop over tokens, and its router by hand."""
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from hybridflow.models.experts import Experts, Router
+
+
+def config(**changes: object) -> TransformerConfig:
+    sizes = dict(num_layers=1, hidden_size=8, num_attention_heads=1, ffn_hidden_size=12, moe_ffn_hidden_size=12)
+    experts = dict(num_moe_experts=4, moe_router_topk=2, moe_router_pre_softmax=True)
+    return TransformerConfig(**{**sizes, **experts, **changes}, gated_linear_unit=True, add_bias_linear=False)
+
+
+def one_by_one(experts: Experts, tokens: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    rows = []
+    for token, its_shares, its_experts in zip(tokens, shares, chosen, strict=True):
+        row = 0
+        for share, expert in zip(its_shares, its_experts.tolist(), strict=True):
+            gate, up = (experts.linear_fc1.weight[expert] @ token).chunk(2)
+            row = row + share * (experts.linear_fc2.weight[expert] @ (torch.nn.functional.silu(gate) * up))
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("chosen", ["spread", "one expert for all", "all but one"])
+def test_experts_equal_a_loop_over_tokens(chosen: str) -> None:
+    torch.manual_seed(0)
+    experts = Experts(config())
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    tokens = torch.randn(5, 8, requires_grad=True)
+    shares = torch.rand(5, 2, requires_grad=True)
+    numbers = {
+        "spread": torch.tensor([[0, 1], [2, 3], [1, 0], [3, 2], [0, 3]]),
+        "one expert for all": torch.tensor([[2, 0]] * 5),
+        "all but one": torch.tensor([[0, 3], [3, 1], [0, 1], [1, 3], [3, 0]]),
+    }[chosen]
+    inputs = [tokens, shares, *experts.parameters()]
+    expected = one_by_one(experts, tokens, shares, numbers)
+    actual = experts(tokens, shares, numbers)
+    torch.testing.assert_close(actual, expected)
+    weights = torch.randn_like(expected)
+    for a, b in zip(
+        torch.autograd.grad((actual * weights).sum(), inputs),
+        torch.autograd.grad((expected * weights).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_router_by_hand() -> None:
+    # logits are ln 1, ln 2, ln 3, ln 4: probabilities 0.1, 0.2, 0.3, 0.4
+    router = Router(config(hidden_size=1))
+    with torch.no_grad():
+        router.weight[:, 0] = torch.tensor([1.0, 2, 3, 4]).log()
+    shares, experts = router(torch.ones(1, 1))
+    assert experts.tolist() == [[3, 2]]
+    torch.testing.assert_close(shares, torch.tensor([[4 / 7, 3 / 7]]))
+    router.normalize = False
+    torch.testing.assert_close(router(torch.ones(1, 1))[0], torch.tensor([[0.4, 0.3]]))
