@@ -20,9 +20,14 @@ FAMILIES = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
     "glm": ("Glm", {}),
     "opt": ("OPT", {"dropout": 0.0}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    ),
 }
 
 

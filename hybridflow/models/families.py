@@ -48,6 +48,7 @@ class Family:
 
 
 SILU = Rule("hidden_act", ("silu",), "must be silu")
+NO_ATTENTION_BIAS = Rule("attention_bias", (False, None), "biases of attention are not supported in this family")
 POST_NORM = "the post-norm variant (opt-350m) normalises after each residual sum; only pre-norm OPT is supported"
 
 FAMILIES = {
@@ -61,6 +62,15 @@ FAMILIES = {
     ),
     "Mistral": Family("mistral", has_window=True, window=4096, rules=(SILU,)),
     "Qwen2": Family("qwen2", qkv_bias=True, has_window=True, window=4096, window_switch=True, rules=(SILU,)),
+    "Qwen3": Family(
+        "qwen3",
+        head_dim=128,
+        qk_norm=True,
+        has_window=True,
+        window=4096,
+        window_switch=True,
+        rules=(SILU, NO_ATTENTION_BIAS),
+    ),
     "Glm": Family(
         "glm",
         head_dim=128,
@@ -89,4 +99,20 @@ FAMILIES = {
         ),
     ),
     "Mixtral": Family("mixtral", expert_keys=("num_local_experts",), has_window=True, rules=(SILU,)),
+    "Qwen3Moe": Family(
+        "qwen3_moe",
+        ffn_key="moe_intermediate_size",
+        qk_norm=True,
+        expert_keys=("num_experts", "num_local_experts"),
+        normalize_router=None,
+        has_window=True,
+        window=4096,
+        window_switch=True,
+        rules=(
+            SILU,
+            NO_ATTENTION_BIAS,
+            Rule("decoder_sparse_step", (1,), "dense layers among layers of experts are not supported"),
+            Rule("mlp_only_layers", (None, []), "dense layers among layers of experts are not supported"),
+        ),
+    ),
 }

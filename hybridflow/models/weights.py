@@ -74,6 +74,10 @@ def _hidden(spec: ModelSpec) -> tuple[Shape, ...]:
     return ((spec.hidden_size,),)
 
 
+def _head_dim(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.head_dim,),)
+
+
 def _vocab(spec: ModelSpec) -> tuple[Shape, ...]:
     return ((spec.vocab_size, spec.hidden_size),)
 
@@ -200,6 +204,9 @@ ATTENTION = (
     _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", COLUMNS, _attention_out),
 )
 QKV_BIAS = _qkv_parts("bias", _qkv_bias)
+QK_NORM = tuple(
+    _layer(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", REPLICATED, _head_dim) for x in "qk"
+)
 GATE_AND_UP = _layer(
     "mlp.linear_fc1.weight",
     "mlp.gate_proj.weight mlp.up_proj.weight",
@@ -241,9 +248,13 @@ TABLES = {
     "llama": Table(layer=LLAMA_LAYER, **ENDS),
     "mistral": Table(layer=LLAMA_LAYER, **ENDS),
     "qwen2": Table(layer=(*LLAMA_LAYER, QKV_BIAS), **ENDS),
+    "qwen3": Table(layer=(*LLAMA_LAYER, *QK_NORM), **ENDS),
     "glm": Table(layer=(*ATTENTION, QKV_BIAS, MLP_NORM, GATE_UP, DOWN), **ENDS),
     "opt": Table(layer=OPT_LAYER, **OPT_ENDS),
     "mixtral": Table(layer=(*ATTENTION, ROUTER_NORM, *_experts("block_sparse_moe", "w1", "w3", "w2")), **ENDS),
+    "qwen3_moe": Table(
+        layer=(*ATTENTION, *QK_NORM, ROUTER_NORM, *_experts("mlp", "gate_proj", "up_proj", "down_proj")), **ENDS
+    ),
 }
 
 # Transformer Engine fuses the norms into the linear layers that follow them.

@@ -54,11 +54,13 @@ FAMILIES = {
     "qwen2_untied": ("qwen2", False, 4),
     "gqa": ("llama", False, 2),
     "mistral": ("mistral", False, 4),
+    "qwen3": ("qwen3", True, 2),
     "glm": ("glm", False, 2),
     "opt": ("opt", True, 8),
     "mixtral": ("mixtral", False, 4),
     "rope_llama3": ("llama", False, 4),
     "rope_linear": ("llama", False, 4),
+    "qwen3_moe": ("qwen3_moe", True, 2),
 }
 CHANGES = {
     "rope_llama3": {"rope_parameters": ROPE_LLAMA3},

@@ -13,11 +13,13 @@ FAMILIES = {
     "qwen2": ("qwen2", True, 4),
     "gqa": ("qwen2", False, 2),
     "mistral": ("mistral", False, 4),
+    "qwen3": ("qwen3", True, 4),
     "glm": ("glm", False, 2),
     "opt": ("opt", True, 8),
     "mixtral": ("mixtral", False, 4),
     "rope_llama3": ("llama", False, 4),
     "rope_linear": ("llama", False, 4),
+    "qwen3_moe": ("qwen3_moe", False, 4),
 }
 CHANGES = {
     "rope_llama3": {"rope_parameters": ROPE_LLAMA3},
