@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import ConfigError
+from hybridflow.models.shards import Split
 from hybridflow.models.spec import ModelSpec
-from hybridflow.models.weights import Split, Weight, model_weights
+from hybridflow.models.weights import Weight, model_weights, num_parameters
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout
 from hybridflow.reshard.plan import Exchange, Operation, ReshardPlan, Way, inverse, plan_reshard
@@ -38,7 +39,6 @@ def tiny_spec(**changes: object) -> ModelSpec:
         head_dim=2,
         vocab_size=50,
         norm_eps=1e-6,
-        qkv_bias=True,
         tied=False,
         max_positions=64,
     )
@@ -65,9 +65,10 @@ def megatron_shard(weight: Weight, parts: list[Tensor], spec: ModelSpec, tp: int
     if weight.split is Split.REPLICATED:
         return parts[0]
     if weight.split is Split.COLUMNS:
-        return parts[0].tensor_split(tp, dim=1)[rank]
+        return torch.cat([part.tensor_split(tp, dim=1)[rank] for part in parts])
     if weight.split is Split.GATED:
-        return torch.cat([part.tensor_split(tp)[rank] for part in parts])
+        halves = parts if len(parts) > 1 else parts[0].chunk(2)  # GLM-4 has gate and up in one
+        return torch.cat([half.tensor_split(tp)[rank] for half in halves])
     if weight.split is Split.QKV:
         groups = zip(*(part.tensor_split(spec.num_kv_heads) for part in parts), strict=True)
         return torch.cat([torch.cat(group) for group in groups]).tensor_split(tp)[rank]
@@ -75,6 +76,8 @@ def megatron_shard(weight: Weight, parts: list[Tensor], spec: ModelSpec, tp: int
 
 
 def vllm_shard(weight: Weight, parts: list[Tensor], spec: ModelSpec, tp: int, rank: int) -> Tensor:
+    if spec.family == "glm" and "linear_fc1" in weight.megatron:
+        return parts[0].tensor_split(tp)[rank]
     if weight.split is not Split.QKV:
         return megatron_shard(weight, parts, spec, tp, rank)
     q, k, v = parts
@@ -115,7 +118,7 @@ class World:
         if "layers." in name:
             return int(name.split(".")[2]) in stages[stage]
         if "embedding" in name:
-            return stage == 0 or (self.spec.tied and stage == last)
+            return stage == 0 or (self.spec.tied and stage == last and "word" in name)
         return stage == last
 
     @cached_property
@@ -279,10 +282,13 @@ TRAINING = [
 ]
 ROLLOUTS = [*product([1, 2, 4], [1, 2])]
 MODELS = [
-    tiny_spec(num_kv_heads=1, qkv_bias=True, tied=True),
-    tiny_spec(num_kv_heads=2, qkv_bias=False, tied=False),
-    tiny_spec(num_kv_heads=4, qkv_bias=True, tied=False),
-    tiny_spec(num_kv_heads=2, qkv_bias=True, tied=True),
+    tiny_spec(num_kv_heads=1, tied=True),
+    tiny_spec(num_kv_heads=2, family="llama", tied=False),
+    tiny_spec(num_kv_heads=4, tied=False),
+    tiny_spec(num_kv_heads=2, tied=True),
+    tiny_spec(num_kv_heads=2, family="glm"),
+    tiny_spec(num_kv_heads=4, family="opt", tied=True),
+    tiny_spec(num_kv_heads=2, family="qwen3_moe", num_experts=2, experts_per_token=1),
 ]
 
 
@@ -337,7 +343,7 @@ def test_one_rank_permutes_qkv_and_aliases_the_rest() -> None:
 
 def test_two_training_ranks_to_engines_of_one() -> None:
     train = layout(2, 1, 1)
-    plan = plan_reshard(tiny_spec(num_layers=1, qkv_bias=False), train, rollout_layout(train, 1, 1))
+    plan = plan_reshard(tiny_spec(num_layers=1, family="llama"), train, rollout_layout(train, 1, 1))
     assert ways(plan, 1) == {
         "embedding.word_embeddings.weight": Way.GATHER,
         "input_layernorm.weight": Way.ALIAS,
@@ -456,7 +462,7 @@ def test_a_tied_embedding_for_other_ranks_comes_from_both_stages_by_turns() -> N
 
 def test_buckets_by_hand() -> None:
     train = layout(1, 2, 1)
-    spec = tiny_spec(num_layers=2, qkv_bias=False)
+    spec = tiny_spec(num_layers=2, family="llama")
     # embedding and output 192, a norm 3, qkv 48, proj 24, fc1 48, fc2 24
     plan = plan_reshard(spec, train, rollout_layout(train, 1, 2), bucket_elements=80)
     short = [[weight.megatron.removeprefix("decoder.").removesuffix(".weight") for weight in b] for b in plan.buckets]
@@ -520,7 +526,7 @@ LARGE = dict(num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_heads=6
 @pytest.mark.parametrize("rollout", ["tp8 pp1", "tp4 pp2", "standalone", "standalone tp4 pp2"])
 def test_a_thousand_ranks(rollout: str) -> None:
     train = layout(8, 8, 16)
-    spec = tiny_spec(**LARGE, vocab_size=128256, qkv_bias=False)
+    spec = tiny_spec(**LARGE, vocab_size=128256, family="llama")
     layouts = {
         "tp8 pp1": lambda: rollout_layout(train, 8, 1),
         "tp4 pp2": lambda: rollout_layout(train, 4, 2),
@@ -535,7 +541,7 @@ def test_a_thousand_ranks(rollout: str) -> None:
     sent = [plan.sent_elements(rank) for rank in train.ranks]
     assert max(sent) < 1.2 * sum(sent) / len(sent)  # the ends have the embedding and the output layer besides
     norms = 161 * 8192
-    split = spec.num_parameters - norms
+    split = num_parameters(spec, "lm") - norms
     assert sum(map(plan.held_elements, ranks)) == 16 * (split + 8 * norms)
     assert sum(map(plan.engine_elements, ranks)) == 128 * (split + engines.tp * norms)
     for rank in (engines.ranks[5], 1000):

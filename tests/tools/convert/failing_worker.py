@@ -1,0 +1,27 @@
+"""tools.convert where one rank fails: reading a tensor, or writing what it has read.
+
+torchrun --nproc-per-node N -m tests.tools.convert.failing_worker RANK ARGUMENT ...
+"""
+
+import sys
+
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.errors import CheckpointError
+from hybridflow.formats.megatron_files import MegatronDirectory
+from hybridflow.formats.safetensors_files import SafetensorsDirectory
+from tools.convert.__main__ import main
+
+failing = int(sys.argv[1])
+
+
+def fail(self: object, name: str, *where: object) -> Tensor:
+    if dist.get_rank() == failing:
+        raise CheckpointError(f"{name}: the disk is on fire")
+    return originals[type(self)](self, name, *where)
+
+
+originals = {kind: kind.read for kind in (SafetensorsDirectory, MegatronDirectory)}
+SafetensorsDirectory.read = MegatronDirectory.read = fail
+sys.exit(main(sys.argv[2:]))

@@ -1,0 +1,75 @@
+"""The processes that share a conversion: one, or those that torchrun started.
+
+No process waits for another that has failed: the first to fail says why, leaves, and torchrun ends the others.
+"""
+
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hybridflow.errors import UserError
+from hybridflow.parallel.platform import first_to_fail
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those of the conversion; `group` is None where torchrun did not start it."""
+
+    rank: int = 0
+    count: int = 1
+    group: ProcessGroup | None = None
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+    def gathered(self, lines: list[str]) -> list[str]:
+        """The lines of all processes, on each of them."""
+        if self.group is None:
+            return lines
+        every: list[list[str]] = [[] for _ in range(self.count)]
+        dist.all_gather_object(every, lines, group=self.group)
+        return [line for some in every for line in some]
+
+
+ALONE = Processes()
+
+
+def join() -> Processes:
+    """Meet the other processes, where torchrun started this one."""
+    if not dist.is_torchelastic_launched():
+        return ALONE
+    dist.init_process_group("gloo")
+    return Processes(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+
+
+def abandon(status: int) -> None:
+    """End this process at once where others may be waiting for it, and it for them."""
+    if dist.is_torchelastic_launched():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def report(error: Exception) -> None:
+    """Print an error, if no other process has reported one: those that fail because a peer left stay silent."""
+    if not first_to_fail():
+        return
+    if isinstance(error, UserError | OSError):
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
