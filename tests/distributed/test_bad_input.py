@@ -79,7 +79,7 @@ def test_layers_that_pipeline_stages_cannot_share(config, inputs):
 def test_heads_that_tensor_parallel_ranks_cannot_share(config, inputs, tmp_path):
     policy = shutil.copytree(inputs / "policy", tmp_path / "policy")
     described = json.loads((policy / "config.json").read_text())
-    (policy / "config.json").write_text(json.dumps(described | {"num_key_value_heads": 3}))
+    (policy / "config.json").write_text(json.dumps(described | {"num_attention_heads": 6, "num_key_value_heads": 3}))
     assert error_before_training(config, f"actor.model={policy}") == (
         f"actor.tensor_parallel_size = 2 neither divides num_key_value_heads = 3 of {policy} nor is a multiple of it: "
         "3 = 1 x 2 + 1"
