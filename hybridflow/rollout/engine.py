@@ -21,8 +21,9 @@ from hybridflow.rollout.cache import CudaKVCache, KVCache
 from hybridflow.rollout.patches import prepare_vllm
 
 GIB = 1 << 30
-# vLLM 0.32.0 refuses to start unless this share of the GPU is free, though kv_cache_memory_bytes says what it may take
-BESIDE_A_TRAINER = {"gpu_memory_utilization": 0.01}
+# vLLM 0.32.0 refuses to start unless this share of the GPU is free, though kv_cache_memory_bytes says what it may take;
+# of its kernels for experts, Triton's alone reads their weights as they stand
+BESIDE_A_TRAINER = {"gpu_memory_utilization": 0.01, "moe_backend": "triton"}
 
 
 @dataclass(frozen=True)

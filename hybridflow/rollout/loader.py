@@ -22,6 +22,9 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from hybridflow.errors import EnvironmentProblem
+
+READ_AS_THEY_STAND = ("CPU", "TRITON", "BATCHED_TRITON")  # vLLM's kernels for experts; on a CPU see patches.py
 LOAD_FORMAT = "hybridflow_alias"  # vLLM lower-cases load formats
 Source = Callable[[str], Tensor]  # engine parameter name -> the trainer's memory for it
 
@@ -45,6 +48,7 @@ class AliasLoader(BaseModelLoader):
                 model = self.create_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
             self.load_weights(model, model_config)
             process_weights_after_loading(model, model_config, torch.device(device))
+            _check_experts(model)
             self.load_weights(model, model_config)  # experts that are columns of wider weights were copied
         return model.eval()
 
@@ -70,6 +74,17 @@ class AliasLoader(BaseModelLoader):
             setattr(module, leaf, nn.Parameter(memory, requires_grad=False))
         else:
             parameter.data = memory
+
+
+def _check_experts(model: nn.Module) -> None:
+    """Raise EnvironmentProblem where vLLM has chosen kernels that keep the weights of experts in another order."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend.name not in READ_AS_THEY_STAND:
+            raise EnvironmentProblem(
+                f"vLLM computes experts by {method.unquantized_backend.name}, which reorders their weights; "
+                f"it must be one of {', '.join(READ_AS_THEY_STAND)} to read those of the trainer"
+            )
 
 
 @contextlib.contextmanager
