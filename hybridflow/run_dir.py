@@ -35,10 +35,15 @@ def dump_batch(run_dir: Path, iteration: int, batch: TrainBatch) -> None:
 
 
 def replace_directory(partial: Path, target: Path) -> None:
-    """Move a finished directory to its place; what stood there goes away only then."""
+    """Move a finished directory to its place; what stood there goes away only then, and is back if that fails."""
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         target.rename(old)
-    partial.rename(target)
+    try:
+        partial.rename(target)
+    except BaseException:
+        if old.exists():
+            old.rename(target)
+        raise
     shutil.rmtree(old, ignore_errors=True)

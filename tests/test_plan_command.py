@@ -15,6 +15,7 @@ from hybridflow.plan import main
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = {
     "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "hidden_size": 8,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,

@@ -39,6 +39,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "data" / "tiny" / name).mkdir(parents=True)
         shape = {
             "architectures": [architecture],
+            "model_type": "llama",
             "hidden_size": settings.hidden_size,
             "intermediate_size": settings.intermediate_size,
             "num_hidden_layers": num_layers,

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from hybridflow.errors import CheckpointError
 from hybridflow.formats.distributed_metadata import StoredChunk, StoredTensor
 from hybridflow.formats.file_bytes import Shape, start_writing
 from hybridflow.formats.safetensors_files import TensorInfo
@@ -155,6 +156,14 @@ def _write_item(item: LazyItem) -> WriteItem:
     )
 
 
+def _save(value: Any, file: BinaryIO) -> None:
+    try:
+        torch.save(value, file)
+    except (RuntimeError, OSError) as error:  # torch's own error hides that of the disk
+        cause = error if isinstance(error, OSError) else error.__context__
+        raise CheckpointError(f"{file.name}: cannot be written: {cause or error}") from error
+
+
 class _Writer(FileSystemWriter):
     """One file a rank, the same bytes for the same chunks."""
 
@@ -168,7 +177,7 @@ class _Writer(FileSystemWriter):
         with (self.path / name).open("wb") as file:
             for item in plan.items:
                 start, value = file.tell(), planner.resolve_data(item)
-                torch.save(value if value is not None else EMPTY, file)
+                _save(value if value is not None else EMPTY, file)
                 length = file.tell() - start
                 start_writing(file.fileno(), start, start + length)
                 results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))

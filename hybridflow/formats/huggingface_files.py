@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatch
+from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -53,9 +55,10 @@ def write_safetensors(
 ) -> None:
     """Write the tensors in their order; `read` gives each when its turn has come, and it is freed before the next.
 
-    What is written is on the disk when this returns. `written` gets the bytes of each tensor.
+    What is written is on the disk when this returns. `written` gets the bytes of each tensor. Errors: CheckpointError
+    where the file cannot be written.
     """
-    with file.open("wb", buffering=0) as out:
+    with _writable(file) as out:
         _write_all(out.fileno(), memoryview(_header(tensors)))
         for name, info in tensors.items():
             tensor = read(name).detach().cpu().contiguous()
@@ -68,6 +71,15 @@ def write_safetensors(
             written(tensor.nbytes)
             del tensor
         os.fsync(out.fileno())
+
+
+@contextmanager
+def _writable(file: Path) -> Iterator[FileIO]:
+    try:
+        with file.open("wb", buffering=0) as out:
+            yield out
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be written: {error}") from error
 
 
 def _header(tensors: Mapping[str, TensorInfo]) -> bytes:

@@ -1,6 +1,6 @@
 """torch_dist checkpoints of a model: its weights by their HuggingFace names, and how such a checkpoint is written.
 
-A directory holds `.metadata` (`models.distributed_metadata`), files of records (`models.tensor_record`), megatron's
+A directory holds `.metadata` (`formats.distributed_metadata`), files of records (`formats.tensor_record`), megatron's
 `metadata.json` and `common.pt`. megatron-core's own dist_checkpointing loads what is written here, at any layout.
 """
 

@@ -44,7 +44,9 @@ class Family:
     def required(self) -> tuple[str, ...]:
         """Numbers that config.json must have."""
         experts = ("num_experts_per_tok",) if self.expert_keys else ()
-        return (*SIZES, self.ffn_key, "vocab_size", *(() if self.norm_eps else ("rms_norm_eps",)), *experts)
+        eps = () if self.norm_eps else ("rms_norm_eps",)
+        positions = ("max_position_embeddings",) if self.position_offset else ()
+        return (*SIZES, self.ffn_key, "vocab_size", *eps, *positions, *experts)
 
 
 SILU = Rule("hidden_act", ("silu",), "must be silu")

@@ -4,8 +4,7 @@ A `ModelSpec` is everything that building, loading, resharding and exporting a m
 What sets an architecture apart stands in `hybridflow.models.families`.
 """
 
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.formats.file_bytes import parse_json
 from hybridflow.models.families import FAMILIES, Family
 
 VOCAB_MULTIPLE = 64  # vLLM pads vocabularies to it; padding alike lets embedding and output alias
@@ -51,6 +51,7 @@ class ModelSpec:
     experts_per_token: int = 0
     normalize_router: bool = True  # the weights of a token's experts sum to 1
     sliding_window: int | None = None  # tokens that attention reaches back, itself included
+    rope: tuple[tuple[str, Any], ...] = field(default=(), compare=False)  # kind, theta and scaling, by name
 
     @property
     def traits(self) -> Family:
@@ -126,7 +127,7 @@ class ModelSpec:
         from transformers import AutoConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        config = AutoConfig.from_pretrained(self.path, local_files_only=True)
+        config = AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
         rope = config.rope_parameters
         if rope["rope_type"] == "default":
             dim = self.rotary_dim or self.head_dim
@@ -149,14 +150,12 @@ def read_spec(path: str | Path) -> ModelSpec:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        tree = json.loads(file.read_text())
+        text = file.read_bytes()
     except FileNotFoundError as error:
         raise CheckpointError(f"{file}: no such file; a model is a HuggingFace directory") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
         raise CheckpointError(f"{file}: is not JSON: {error}") from error
-    if not isinstance(tree, dict):
-        raise CheckpointError(f"{file}: holds {type(tree).__name__}, not an object")
-    return tree
+    return parse_json(text, f"{file}: is not JSON: ")
 
 
 def _architecture(file: Path, raw: dict[str, Any]) -> str:
@@ -190,7 +189,7 @@ class _Reader:
                 self._size("head_dim", family.head_dim or head_dim),
                 self._size("num_key_value_heads", heads),
             )
-        rotary = self._rotary_part()
+        rope, rotary = self._rope(), self._rotary_part()
         spec = ModelSpec(
             path=self._file.parent,
             family=family.name,
@@ -207,10 +206,13 @@ class _Reader:
             max_positions=self._size("max_position_embeddings", LARGEST),
             rotary_dim=None if rotary == 1 else int(head_dim * rotary),
             sliding_window=self._window(),
+            rope=rope,
             **(self._experts() if family.expert_keys else {}),
         )
         self._refuse("num_key_value_heads", kv_heads, heads % kv_heads > 0, f"must divide {heads} heads")
         self._refuse("num_attention_heads", heads, head_dim == 0, f"hidden_size is {hidden}")
+        kind = raw.get("model_type")  # transformers and vLLM go by it
+        self._refuse("model_type", kind, kind != family.name, f"must be {family.name!r} for this architecture")
         return spec
 
     def _size(self, key: str, default: int | None = None, *, most: int = LARGEST) -> int:
@@ -253,12 +255,11 @@ class _Reader:
             return None
         return self._size("sliding_window", family.window)
 
-    def _rotary_part(self) -> float:
-        """The share of a head's dimensions that turn. Checks the kind of scaling, too."""
+    def _rope(self) -> tuple[tuple[str, Any], ...]:
+        """The rotary embedding by name, checked: its kind, theta, and what the kind needs. Nothing if there is none."""
         if self._family.position_offset:
-            return 1
-        rope = self._raw.get("rope_parameters") or self._raw.get("rope_scaling") or {}
-        self._refuse("rope_parameters", rope, not isinstance(rope, dict), "must be an object")
+            return ()
+        rope = self._rope_object()
         kind = rope.get("rope_type", rope.get("type", "default"))  # older files say "type"
         known = isinstance(kind, str) and kind in ROPE_FIELDS
         self._refuse("rope_type", kind, not known, f"known are {', '.join(ROPE_FIELDS)}")
@@ -267,8 +268,21 @@ class _Reader:
             self._refuse(f"{key} of rope_type {kind}", value, not _is_number(value) or value <= 0, "must be positive")
         theta = rope.get("rope_theta", self._raw.get("rope_theta", 10000.0))
         self._refuse("rope_theta", theta, not _is_number(theta) or theta <= 0, "must be positive")
+        scaling = ((key, rope.get(key, self._raw.get(key))) for key in ROPE_FIELDS[kind])
+        return (("rope_type", kind), ("rope_theta", theta), *scaling)
+
+    def _rope_object(self) -> dict[str, Any]:
+        given = {key: self._raw[key] for key in ("rope_parameters", "rope_scaling") if self._raw.get(key)}
+        for key, rope in given.items():
+            self._refuse(key, rope, not isinstance(rope, dict), "must be an object")
+        found = list(given.values())
+        self._refuse("rope_scaling", found[-1:], len(found) > 1 and found[0] != found[1], "rope_parameters differs")
+        return found[0] if found else {}
+
+    def _rotary_part(self) -> float:
+        """The share of a head's dimensions that turn."""
         default = self._family.rotary_part
-        part = rope.get("partial_rotary_factor", self._raw.get("partial_rotary_factor", default))
+        part = self._rope_object().get("partial_rotary_factor", self._raw.get("partial_rotary_factor", default))
         partial = _is_number(part) and 0 < part <= 1 and (default < 1 or part == 1)
         self._refuse("partial_rotary_factor", part, not partial, f"must be 1 in the family {self._family.name}")
         return part

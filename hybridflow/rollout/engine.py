@@ -80,6 +80,7 @@ class RolloutEngine:
         with preserved_random_state():
             self._llm = vllm.LLM(
                 model=str(model),
+                config_format="hf",  # some directories have another config beside config.json
                 load_format=LOAD_FORMAT,
                 model_loader_extra_config={"source": source},
                 dtype=dtype,

@@ -199,7 +199,7 @@ def test_a_directory_in_place_of_the_file(tmp_path: Path) -> None:
 
 def test_json_that_is_no_object(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[1]")
-    assert refusal(tmp_path) == "holds list, not an object"
+    assert refusal(tmp_path) == "is not JSON: it holds list, not an object"
 
 
 @pytest.mark.parametrize(
@@ -311,6 +311,10 @@ KNOWN_ROPES = "known are default, linear, llama3"
         ),
         ({"architectures": ["OPTForCausalLM"]}, "ffn_dim is missing or no number: None"),
         (
+            {"architectures": ["OPTForCausalLM"], "ffn_dim": 40, "max_position_embeddings": None},
+            "max_position_embeddings is missing or no number: None",
+        ),
+        (
             {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 2},
             "num_local_experts is missing or no number: None",
         ),
@@ -404,6 +408,40 @@ def test_check_length() -> None:
     assert str(caught.value) == (
         "data.max_prompt_length + sampling.max_response_length = 101 exceeds max_position_embeddings = 100 of a/b"
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"), [({"model_type": "qwen2"}, "'qwen2'"), ({"model_type": None}, "None"), ({"model_type": 3}, "3")]
+)
+def test_the_model_type_must_be_that_of_the_architecture(kind: dict[str, Any], named: str, tmp_path: Path) -> None:
+    """transformers and vLLM choose their classes by it; without it they know of no model."""
+    message = refusal(written(tmp_path, **kind))
+    assert message == f"model_type = {named} is not supported: must be 'llama' for this architecture"
+
+
+def test_two_ropes_that_differ(tmp_path: Path) -> None:
+    """transformers takes the second, which users add to files that have the first."""
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    message = refusal(written(tmp_path, rope_scaling=yarn))
+    assert message.endswith("is not supported: rope_parameters differs")
+
+
+def test_a_key_that_stands_twice(tmp_path: Path) -> None:
+    hf_config().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace("{", '{"vocab_size": 7,', 1))
+    assert refusal(tmp_path) == "is not JSON: the key 'vocab_size' stands twice"
+
+
+def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    written(tmp_path, auto_map={"AutoConfig": "code.Config"})
+    (tmp_path / "code.py").write_text("raise SystemExit('code of a checkpoint has been run')")
+    assert read_spec(tmp_path).inverse_frequencies().shape == (4,)
+
+
+def test_rope_is_kept_for_comparisons(tmp_path: Path) -> None:
+    hf_config(rope_parameters=dict(LLAMA3)).save_pretrained(tmp_path)
+    assert dict(read_spec(tmp_path).rope) == LLAMA3
 
 
 def test_a_sliding_window_counts_where_sequences_are_longer() -> None:

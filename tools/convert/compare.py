@@ -26,7 +26,7 @@ def first_difference(
     Bits are compared, not values: 0.0 and -0.0 differ, and NaNs are equal where their bits are.
     """
     count, first = 0, None
-    for rows in _pieces(info):
+    for rows in row_pieces(info):
         a, b = (files.read(name, info.shape, rows) for files, name in (one, other))
         if not torch.equal(_bits(a), _bits(b)):
             unequal = (_bits(a) != _bits(b)).nonzero()
@@ -36,7 +36,7 @@ def first_difference(
     return f"{count:,} of {torch.Size(info.shape).numel():,} elements differ, the first {first}" if count else None
 
 
-def _pieces(info: TensorInfo) -> Iterator[slice]:
+def row_pieces(info: TensorInfo) -> Iterator[slice]:
     if not info.shape:
         yield ALL
         return

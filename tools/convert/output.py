@@ -72,6 +72,8 @@ def new_directory(target: Path, *, num_bytes: int, processes: Processes) -> Iter
         with _claimed(partial, num_bytes) if processes.first else contextlib.nullcontext():
             processes.barrier()
             try:
+                if not partial.is_dir():
+                    raise CheckpointError(f"{partial}: is not there: all processes must see the disk of the target")
                 yield partial
                 processes.barrier()  # every file is written
                 _sync(partial)

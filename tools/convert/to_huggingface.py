@@ -21,7 +21,7 @@ from hybridflow.formats.huggingface_files import (
     write_safetensors,
 )
 from hybridflow.formats.safetensors_files import TensorInfo
-from tools.convert.compare import CheckpointFiles
+from tools.convert.compare import CheckpointFiles, row_pieces
 from tools.convert.output import check_target, new_directory, write_companions
 from tools.convert.processes import ALONE, Processes
 from tools.convert.progress import ByteProgress, say
@@ -93,16 +93,18 @@ def own_files(plan: Mapping[str, str], infos: Mapping[str, TensorInfo], processe
 def read_cast(files: CheckpointFiles, name: str, *, infos: Mapping[str, TensorInfo]) -> Tensor:
     """A tensor, in the dtype that `infos` says. Errors: CheckpointError where a number is too large for it."""
     shape, dtype = infos[name]
-    tensor = files.read(name, shape)
-    if dtype == tensor.dtype:
-        return tensor
-    cast = tensor.to(dtype)
-    if num_infinite(cast) != num_infinite(tensor):
-        largest = float(tensor[tensor.isfinite()].abs().max())
-        raise CheckpointError(
-            f"{files.file_of(name)}: {name} holds {largest:g}, too large for {dtype}, whose largest number is "
-            f"{torch.finfo(dtype).max:g}"
-        )
+    if dtype == files.tensors[name].dtype:
+        return files.read(name, shape)
+    cast = torch.empty(shape, dtype=dtype)
+    for rows in row_pieces(files.tensors[name]):  # the whole tensor is held once, in its new dtype
+        piece = files.read(name, shape, rows)
+        cast[rows] = piece
+        if num_infinite(cast[rows]) != num_infinite(piece):
+            largest = float(piece[piece.isfinite()].abs().max())
+            raise CheckpointError(
+                f"{files.file_of(name)}: {name} holds {largest:g}, too large for {dtype}, whose largest number is "
+                f"{torch.finfo(dtype).max:g}"
+            )
     return cast
 
 

@@ -20,6 +20,7 @@ from tests.launch import ROOT
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "hidden_size": 2048,
     "intermediate_size": 8192,
     "num_hidden_layers": 30,

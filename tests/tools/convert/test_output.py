@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -189,3 +190,57 @@ def test_two_conversions_to_one_target(source: Path, tmp_path: Path) -> None:
     os.close(other)
     to_megatron(source, tmp_path / "target")
     assert left_in(tmp_path) == ["source", "target"]
+
+
+# ------------------------------------------------------------------------------------------ what goes wrong at the end
+
+
+def test_the_old_target_is_back_where_the_new_cannot_take_its_place(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    to_megatron(source, target)
+    before = {name: (target / name).read_bytes() for name in left_in(target)}
+    rename = Path.rename
+
+    def failing(self: Path, to: Path) -> Path:
+        if self.name.endswith(".partial"):
+            raise OSError("no more")
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="no more"):
+        to_megatron(source, target, overwrite=True)
+    assert {name: (target / name).read_bytes() for name in left_in(target)} == before
+    assert left_in(tmp_path) == ["source", "target"]
+
+
+@pytest.mark.parametrize("command", ["hf-to-megatron", "megatron-to-hf"])
+def test_a_disk_that_takes_no_more(command: str, source: Path, tmp_path: Path) -> None:
+    """A limit on the size of a file stands for it: the same call fails."""
+    given = source
+    if command == "megatron-to-hf":
+        to_megatron(source, given := tmp_path / "given")
+    limit = 20_000  # bytes: the weights are more
+
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.convert", command, str(given), str(tmp_path / "target")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    [line] = [line for line in done.stderr.splitlines() if line]
+    assert done.returncode == 1 and line.startswith("error: ") and "cannot be written: " in line
+    assert "File too large" in line
+    assert not (tmp_path / "target").exists() and not [name for name in left_in(tmp_path) if "partial" in name]
+
+
+def test_processes_that_do_not_see_the_targets_disk(source: Path, tmp_path: Path) -> None:
+    """The first process makes the directory; here it is gone when the second looks."""
+    second = output.Processes(rank=1, count=1)
+    with pytest.raises(CheckpointError, match="all processes must see the disk of the target"):
+        with output.new_directory(tmp_path / "target", num_bytes=1, processes=second):
+            pytest.fail("the block was entered")
