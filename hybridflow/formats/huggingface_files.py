@@ -18,7 +18,18 @@ from hybridflow.errors import CheckpointError
 from hybridflow.formats.file_bytes import file_size, memory_of, opened, parse_json, read_bytes, start_writing
 from hybridflow.formats.safetensors_files import INDEX, MAX_JSON_BYTES, NAMES, SINGLE, TensorInfo
 
-COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "vocab.*", "LICENSE*", "NOTICE*", "USE_POLICY*")
+COMPANIONS = (
+    "*.json",
+    "*.model",
+    "*.model.v*",
+    "*.txt",
+    "*.jinja",
+    "*.tiktoken",
+    "vocab.*",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
 TEMPLATES = "additional_chat_templates"  # a directory of them, as transformers writes where there are several
 CODE = "*.py"
 WRITTEN_HERE = ("config.json", "metadata.json", "*.index.json", "*.bin", "*.pt", "*.pth", "*.safetensors", "*.distcp")

@@ -1,7 +1,8 @@
 """A vLLM model loader that points the engine's parameters at memory the trainer owns.
 
-It runs before vLLM's post-processing and before anything captures addresses. Linear and embedding weights are first
-made on the meta device, so that the engine's own weights are never allocated, not even for a moment.
+It runs before vLLM's post-processing and before anything captures addresses. Weights are first made on the meta device,
+so that the engine's own are never allocated. Post-processing may copy those of experts that are no contiguous memory,
+until they are pointed at the trainer's once more.
 
 The names asked for are those of the weight table for the layers of a rank's stage; with tied embeddings the last stage
 asks for the embedding by its own name or as lm_head.weight. Layers have their number in the model, not in the stage.

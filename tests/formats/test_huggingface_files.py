@@ -144,7 +144,15 @@ def test_config_keeps_all_but_the_dtype_and_what_is_changed(tmp_path: Path) -> N
 
 COPIED = [
     *["added_tokens.json", "chat_template.jinja", "generation_config.json", "merges.txt", "special_tokens_map.json"],
-    *["tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "qwen.tiktoken"],
+    *[
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer.model.v3",
+        "tokenizer_config.json",
+        "vocab.json",
+        "vocab.txt",
+        "qwen.tiktoken",
+    ],
     *["additional_chat_templates/tools.jinja", "LICENSE"],
 ]
 LEFT = [
