@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hybridflow.errors import CheckpointError
+from hybridflow.formats.distributed_storage import sync
 from hybridflow.formats.huggingface_files import copy_companions, write_config
 from hybridflow.run_dir import replace_directory
 from tools.convert.processes import Processes
@@ -80,7 +81,7 @@ def new_directory(target: Path, *, num_bytes: int, processes: Processes) -> Iter
                 processes.barrier()
                 if processes.first:
                     replace_directory(partial, target)
-                    _sync_one(target.parent)
+                    sync(target.parent)
                 processes.barrier()
             except BaseException:
                 _remove(partial)
@@ -128,16 +129,8 @@ def _locked(directory: Path) -> Iterator[None]:
 def _sync(directory: Path) -> None:
     """Bring everything below to the disk, so that a finished name never stands for unfinished bytes."""
     for path in sorted(directory.rglob("*")):
-        _sync_one(path)
-    _sync_one(directory)
-
-
-def _sync_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(path)
+    sync(directory)
 
 
 def _remove(directory: Path) -> None:
