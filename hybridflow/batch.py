@@ -55,6 +55,12 @@ class RolloutBatch:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def response_token_lists(self, rows: list[int]) -> list[list[int]]:
+        """All that follows the prompt, of some rows: what the policy wrote and what was written in between."""
+        starts = (offsets(self.lengths) + self.prompt_lengths).tolist()
+        ends = self.lengths.cumsum(0).tolist()
+        return [self.input_ids[starts[row] : ends[row]].tolist() for row in rows]
+
     def select(self, rows: Tensor) -> Self:
         """The batch of these rows (int64), in this order."""
         tokens = token_index(self.lengths, rows)

@@ -16,7 +16,7 @@ from hybridflow.models.build import DTYPES
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.layout import Stages
 from hybridflow.parallel.platform import Platform
-from hybridflow.report import own_bytes
+from hybridflow.recording.measure import own_bytes
 from hybridflow.reshard.groups import rollout_of
 from hybridflow.reshard.plan import plan_reshard
 from hybridflow.reshard.transfer import HandOffCost, WeightHandOff

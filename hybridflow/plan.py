@@ -60,7 +60,7 @@ def _plan(options: argparse.Namespace) -> None:
         return
     world_size = options.world_size or smallest_world_size(config)
     # torch loads for a second: a bad config fails before
-    from hybridflow.forecast import forecast
+    from hybridflow.planning.forecast import forecast
 
     plan = {"config": str(options.config), "smallest_that_fits": options.world_size is None}
     plan |= forecast(config, world_size)

@@ -45,7 +45,7 @@ def _train(options: argparse.Namespace) -> None:
     config.check_world_size(world_size)
     if rank == 0:
         print(f"{config.name}: loading {', '.join(config.roles())} and the engine, {world_size} ranks", flush=True)
-    from hybridflow.progress import print_summary
+    from hybridflow.recording.progress import print_summary
     from hybridflow.trainer import RLTrainer
 
     trainer = RLTrainer(config)

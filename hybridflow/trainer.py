@@ -18,26 +18,26 @@ from hybridflow.algorithms.advantages import gae, whiten
 from hybridflow.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL
 from hybridflow.algorithms.rewards import token_rewards
 from hybridflow.batch import PromptBatch, RolloutBatch, TrainBatch
+from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.config import ExperimentConfig
-from hybridflow.data import PromptOrder
+from hybridflow.data.inputs import Inputs, load_inputs
+from hybridflow.data.prompts import PromptOrder
 from hybridflow.errors import ConfigError
-from hybridflow.evaluate import Evaluation, evaluate
-from hybridflow.export import export_huggingface
+from hybridflow.flows.evaluate import evaluate
 from hybridflow.generator import Generator
-from hybridflow.inputs import Inputs, load_inputs
-from hybridflow.metrics import Stopwatch
 from hybridflow.models.optimizer import NO_BYTES, learning_rate
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
-from hybridflow.recorder import Recorder, RunSummary, record_run
-from hybridflow.report import Iteration, cost_metrics, rollout_metrics
+from hybridflow.parallel.seeds import request_seed
+from hybridflow.recording.iteration import Iteration, cost_metrics, rollout_metrics
+from hybridflow.recording.measure import Stopwatch
+from hybridflow.recording.recorder import Recorder, RunSummary, record_run
+from hybridflow.rewards.scorer import Scorer
 from hybridflow.roles.base import World
 from hybridflow.roles.objectives import PolicyObjective, value_objective
 from hybridflow.roles.policy import Actor, Reference
-from hybridflow.roles.scoring import Scorer
 from hybridflow.roles.values import Critic, RewardModel
-from hybridflow.rollout.engine import request_seed
 from hybridflow.rollout.patches import prepare_vllm
 
 Metrics = dict[str, float | Tensor]
@@ -241,7 +241,7 @@ class RLTrainer:
         means = self.exchange.summed(torch.stack(steps)).mean(0).tolist()
         return {f"{role}/{name}": mean for name, mean in zip(names, means, strict=True)}
 
-    def evaluate(self) -> Evaluation:
+    def evaluate(self) -> dict[str, float]:
         """Greedy responses to the held-out prompts: how many are right, and their mean score."""
         heldout, right, name = self.inputs.heldout, self.inputs.right, self.config.metrics.eval_reward
         assert heldout is not None and right is not None and name is not None, "the config names no held-out data"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hybridflow.models.spec import read_spec
-from hybridflow.models.weights import num_parameters
+from hybridflow.architecture.spec import read_spec
+from hybridflow.architecture.weights import num_parameters
 from hybridflow.plan import main
 from tools.tiny_training import Settings
 

@@ -8,8 +8,9 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -39,19 +40,21 @@ from hybridflow.formats.safetensors_files import TensorInfo
 EMPTY = [None]  # as megatron stores an object that is None
 
 
-class LazyItem(NamedTuple):
-    """A box of a tensor; `whole`: shape and dtype of the tensor."""
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, read when it is written."""
 
     key: str
     offset: Shape
     shape: Shape
-    whole: TensorInfo
+    whole: Shape  # shape of the tensor
+    dtype: torch.dtype
     read: Callable[[], Tensor]
 
 
 def save(
     directory: Path,
-    items: Sequence[LazyItem],
+    chunks: Sequence[Chunk],
     empty: Sequence[str],
     group: ProcessGroup | None,
     written: Callable[[int], None],
@@ -60,7 +63,7 @@ def save(
 
     Errors: what reading or writing an item raised on any rank, on every rank.
     """
-    planner = _Planner(items, empty)
+    planner = _Planner(chunks, empty)
     with _without_checksums(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # without a group that is meant
         try:
@@ -74,15 +77,6 @@ def save(
         except CheckpointException as error:  # DCP collects the ranks' exceptions in one that is no Exception
             first = min(error.failures)
             raise error.failures[first][0] from error
-
-
-def sync(path: Path) -> None:
-    """Have a file or a directory on the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 @contextmanager
@@ -99,7 +93,7 @@ def _without_checksums() -> Iterator[None]:
 class _Planner(SavePlanner):
     """Plans from shapes and dtypes; a tensor comes to be when its turn to be written has come."""
 
-    def __init__(self, items: Sequence[LazyItem], empty: Sequence[str]) -> None:
+    def __init__(self, items: Sequence[Chunk], empty: Sequence[str]) -> None:
         self._empty = empty
         self._items = {(item.key, item.offset): item for item in items}
         assert len(self._items) == len(items), "two chunks of one tensor at the same place"
@@ -137,21 +131,21 @@ class _Planner(SavePlanner):
             return None
         item = self._items[index.fqn, tuple(index.offset)]
         tensor = item.read().detach().cpu().contiguous()
-        assert (tuple(tensor.shape), tensor.dtype) == (item.shape, item.whole.dtype), (
-            f"{item.key}: {tensor.dtype} {tuple(tensor.shape)}, planned {item.whole.dtype} {item.shape}"
+        assert (tuple(tensor.shape), tensor.dtype) == (item.shape, item.dtype), (
+            f"{item.key}: {tensor.dtype} {tuple(tensor.shape)}, planned {item.dtype} {item.shape}"
         )
         # torch.save writes the whole storage
         return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _write_item(item: LazyItem) -> WriteItem:
+def _write_item(item: Chunk) -> WriteItem:
     return WriteItem(
         MetadataIndex(item.key, item.offset),
         WriteItemType.SHARD,
         tensor_data=TensorWriteData(
             ChunkStorageMetadata(torch.Size(item.offset), torch.Size(item.shape)),
-            TensorProperties(item.whole.dtype),
-            torch.Size(item.whole.shape),
+            TensorProperties(item.dtype),
+            torch.Size(item.whole),
         ),
     )
 

@@ -20,15 +20,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from hybridflow.formats.megatron_files import open_checkpoint
+from hybridflow.architecture.parts import read_shard, shard_shape
+from hybridflow.architecture.shards import Split
+from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.weight_files import open_checkpoint
+from hybridflow.architecture.weights import OUTPUT, VALUE_HEAD, Weight, canonical_name, embedding, model_weights
 from hybridflow.models.attention import GroupedSelfAttention, PackedAttention
 from hybridflow.models.experts import MixtureOfExperts
 from hybridflow.models.layers import LayerNorm, ReLU, RMSNorm, SwiGLU
 from hybridflow.models.micro_batch import MicroBatch
-from hybridflow.models.parts import read_shard, shard_shape
-from hybridflow.models.shards import Split
-from hybridflow.models.spec import ModelSpec
-from hybridflow.models.weights import OUTPUT, VALUE_HEAD, Weight, canonical_name, embedding, model_weights
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.platform import adapt_megatron, current_device
 

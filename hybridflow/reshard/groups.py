@@ -13,9 +13,9 @@ dp, then tp, so within a group the digits stand in this order too.
 from dataclasses import dataclass
 from math import gcd
 
+from hybridflow.architecture.spec import ModelSpec
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
-from hybridflow.models.spec import ModelSpec
 from hybridflow.parallel.layout import Layout, Place, RolloutLayout, Stages
 
 TP_KEY, PP_KEY = "rollout.tensor_parallel_size", "rollout.pipeline_parallel_size"

@@ -17,9 +17,9 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-from hybridflow.models.shards import training_shard
-from hybridflow.models.spec import ModelSpec
-from hybridflow.models.weights import Weight
+from hybridflow.architecture.shards import training_shard
+from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.weights import Weight
 from hybridflow.parallel.layout import Layout, Place, RolloutLayout, Seat
 from hybridflow.reshard.groups import engine_stages
 from hybridflow.reshard.slices import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
 
-from hybridflow.models.shards import Interval, Matrix, Shard, Split, cached, common, joined, share, training_shard
+from hybridflow.architecture.shards import Interval, Matrix, Shard, Split, cached, common, joined, share, training_shard
 
 
 class Piece(NamedTuple):

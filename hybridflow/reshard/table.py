@@ -4,10 +4,10 @@ from collections import Counter
 from itertools import zip_longest
 from typing import NamedTuple
 
-from hybridflow.models.parts import matrix_of
-from hybridflow.models.shards import Matrix, training_shard
-from hybridflow.models.spec import ModelSpec
-from hybridflow.models.weights import Weight, embedding, staged_weights
+from hybridflow.architecture.parts import matrix_of
+from hybridflow.architecture.shards import Matrix, training_shard
+from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.weights import Weight, embedding, staged_weights
 from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
 from hybridflow.reshard.slices import engine_shard
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.architecture.weights import EMBEDDING, LM_HEAD, Weight
 from hybridflow.models.memory import storages
-from hybridflow.models.weights import EMBEDDING, LM_HEAD, Weight
 from hybridflow.reshard.flows import content, flows_of
 from hybridflow.reshard.kernel import Copy, copy_pieces, permute_blocks
 from hybridflow.reshard.memory import OwnMemory, moves

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.batch import RolloutBatch, balanced_partition
 from hybridflow.config import RoleConfig, TrainedRoleConfig
 from hybridflow.models import pipeline
@@ -20,7 +21,6 @@ from hybridflow.models.micro_batch import (
 )
 from hybridflow.models.optimizer import TrainedModel
 from hybridflow.models.pipeline import Head, Loss
-from hybridflow.models.spec import ModelSpec, read_spec
 from hybridflow.parallel.exchange import Exchange, Part
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.platform import Platform

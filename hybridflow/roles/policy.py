@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
+from hybridflow.architecture.weights import Weight
 from hybridflow.batch import RolloutBatch, TrainBatch
 from hybridflow.config import RoleConfig, TrainedRoleConfig
 from hybridflow.models.build import named_weights
 from hybridflow.models.micro_batch import MicroBatch
-from hybridflow.models.weights import Weight
 from hybridflow.parallel.exchange import Part
 from hybridflow.parallel.vocab import vocab_parallel_log_probs
 from hybridflow.roles.base import Role, TrainedRole, World

@@ -5,7 +5,6 @@ what is generated depends neither on which other requests share a step nor on ho
 """
 
 import gc
-import hashlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,12 +38,6 @@ class Response:
 class Request:
     prompt: list[int]
     seed: int
-
-
-def request_seed(*identity: int) -> int:
-    """A 63-bit seed that is a pure function of (run seed, iteration, prompt, sample)."""
-    digest = hashlib.blake2b(",".join(map(str, identity)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 class RolloutEngine:

@@ -8,7 +8,8 @@ from torch import Tensor
 from hybridflow.batch import PromptBatch, RolloutBatch, balanced_partition, response_mask, token_index
 from hybridflow.parallel.exchange import Exchange, Part
 from hybridflow.parallel.layout import RolloutLayout
-from hybridflow.rollout.engine import Request, Response, RolloutEngine, request_seed
+from hybridflow.parallel.seeds import request_seed
+from hybridflow.rollout.engine import Request, Response, RolloutEngine
 
 
 def generate(

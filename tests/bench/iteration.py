@@ -23,10 +23,10 @@ from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
+from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.weights import num_parameters
 from hybridflow.config import ExperimentConfig
-from hybridflow.models.spec import ModelSpec
-from hybridflow.models.weights import num_parameters
-from hybridflow.recorder import Recorder
+from hybridflow.recording.recorder import Recorder
 from hybridflow.trainer import RLTrainer
 
 SIZES = {  # hidden, ffn, layers, heads

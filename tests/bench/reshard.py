@@ -34,16 +34,16 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
+from hybridflow.architecture.parts import whole_parts
+from hybridflow.architecture.shards import Split
+from hybridflow.architecture.weights import staged_weights
 from hybridflow.config import RolloutConfig, TrainedRoleConfig
 from hybridflow.models.build import DTYPES
-from hybridflow.models.parts import whole_parts
-from hybridflow.models.shards import Split
-from hybridflow.models.weights import staged_weights
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.layout import RolloutLayout
-from hybridflow.report import own_bytes
+from hybridflow.recording.measure import own_bytes
 from hybridflow.reshard.groups import engine_stages, rollout_layout
 from hybridflow.reshard.plan import ReshardPlan, plan_reshard
 from hybridflow.reshard.transfer import WeightHandOff

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.parallel import platform as platforms
-from hybridflow.recorder import Recorder
+from hybridflow.recording.recorder import Recorder
 from hybridflow.trainer import RLTrainer
 from tests.bench.iteration import SIZES, Shape, config, make_inputs
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.config import OptimizerConfig, TrainedRoleConfig
-from hybridflow.export import export_huggingface
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hybridflow import RLTrainer
-from hybridflow.export import export_huggingface
+from hybridflow.checkpoint.export import export_huggingface
 
 
 def main(config: str, out: Path) -> None:

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.models import pipeline
 from hybridflow.models.build import build_model
-from hybridflow.models.spec import ModelSpec, read_spec
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hybridflow.architecture.parts import whole_parts
+from hybridflow.architecture.weights import model_weights
 from hybridflow.models.build import named_weights
-from hybridflow.models.parts import whole_parts
-from hybridflow.models.weights import model_weights
 from hybridflow.roles.base import Role
 
 

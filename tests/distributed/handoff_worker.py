@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from hybridflow.batch import RolloutBatch, offsets
 from hybridflow.config import ExperimentConfig
 from hybridflow.parallel import platform as platforms
-from hybridflow.recorder import Recorder
+from hybridflow.recording.recorder import Recorder
 from hybridflow.roles.base import Role
 from hybridflow.trainer import RLTrainer
 from tests.distributed.gather import whole

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from hybridflow.parallel import platform as platforms
-from hybridflow.recorder import Recorder
+from hybridflow.recording.recorder import Recorder
 from hybridflow.trainer import RLTrainer
 
 OFFLOADED = [f"{role}.offload_{what}=true" for role in ("actor", "critic") for what in ("optimizer", "gradients")]

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
+from hybridflow.architecture.spec import ModelSpec
 from hybridflow.config import OptimizerConfig, RolloutConfig, SamplingConfig, TrainedRoleConfig
-from hybridflow.models.spec import ModelSpec
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.parallel import platform as platforms
-from hybridflow.recorder import Recorder
+from hybridflow.recording.recorder import Recorder
 from hybridflow.trainer import RLTrainer
 
 NUM_ITERATIONS = 3

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.architecture.spec import ModelSpec
 from hybridflow.errors import ConfigError
-from hybridflow.models.spec import ModelSpec
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.reshard.groups import check_rollout, engine_stages, rollout_layout, standalone_layout
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridflow.architecture.shards import Split
+from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.weights import Weight, model_weights, num_parameters
 from hybridflow.errors import ConfigError
-from hybridflow.models.shards import Split
-from hybridflow.models.spec import ModelSpec
-from hybridflow.models.weights import Weight, model_weights, num_parameters
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout
 from hybridflow.reshard.plan import Exchange, Operation, ReshardPlan, Way, inverse, plan_reshard

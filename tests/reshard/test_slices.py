@@ -4,7 +4,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from hybridflow.models.shards import Matrix, Shard, Split, joined, training_shard
+from hybridflow.architecture.shards import Matrix, Shard, Split, joined, training_shard
 from hybridflow.reshard.slices import (
     Arrangement,
     Piece,

@@ -13,12 +13,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from hybridflow.architecture.parts import Block, blocks, whole_shape
+from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.weights import Shape, Weight, stored_at
 from hybridflow.errors import CheckpointError
-from hybridflow.formats.megatron_files import Chunk
+from hybridflow.formats.distributed_storage import Chunk
 from hybridflow.formats.safetensors_files import TensorInfo
-from hybridflow.models.parts import Block, blocks, whole_shape
-from hybridflow.models.spec import ModelSpec
-from hybridflow.models.weights import Shape, Weight, stored_at
 from tools.convert.processes import Processes
 
 

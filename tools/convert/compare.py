@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from hybridflow.formats.megatron_files import MegatronDirectory
+from hybridflow.architecture.weight_files import MegatronDirectory
 from hybridflow.formats.safetensors_files import ALL, SafetensorsDirectory, TensorInfo
 
 CheckpointFiles = SafetensorsDirectory | MegatronDirectory

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.errors import CheckpointError
 from hybridflow.models import pipeline
 from hybridflow.models.attention import PackedSequences
 from hybridflow.models.build import build_model
 from hybridflow.models.micro_batch import MicroBatch
-from hybridflow.models.spec import ModelSpec, read_spec
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout

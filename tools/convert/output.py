@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from hybridflow.errors import CheckpointError
-from hybridflow.formats.distributed_storage import sync
+from hybridflow.formats.directories import replace_directory, sync
 from hybridflow.formats.huggingface_files import copy_companions, write_config
-from hybridflow.run_dir import replace_directory
 from tools.convert.processes import Processes
 from tools.convert.progress import size_text
 

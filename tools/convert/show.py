@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hybridflow.architecture.parts import whole_shape
+from hybridflow.architecture.weights import Shape, model_weights, stored_at
 from hybridflow.formats.safetensors_files import TensorInfo
-from hybridflow.models.parts import whole_shape
-from hybridflow.models.weights import Shape, model_weights, stored_at
 from tools.convert.progress import say, size_text
 from tools.convert.survey import Survey, fold, kind_of, open_survey
 

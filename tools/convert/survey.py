@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from hybridflow.architecture.spec import ModelSpec, read_spec
+from hybridflow.architecture.weight_files import is_distributed, open_checkpoint
+from hybridflow.architecture.weights import LM_HEAD, Shape, embedding, model_weights
 from hybridflow.errors import CheckpointError
-from hybridflow.formats.megatron_files import is_distributed, open_checkpoint
 from hybridflow.formats.safetensors_files import TensorInfo, check_readable
-from hybridflow.models.spec import ModelSpec, read_spec
-from hybridflow.models.weights import LM_HEAD, Shape, embedding, model_weights
 from tools.convert.compare import CheckpointFiles, first_difference
 
 MAX_LISTED = 20

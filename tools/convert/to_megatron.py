@@ -11,12 +11,13 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from hybridflow.architecture.families import FAMILIES
+from hybridflow.architecture.spec import HEADS, ModelSpec
+from hybridflow.architecture.weight_files import write_distributed
+from hybridflow.architecture.weights import LM_HEAD, VALUE_HEAD, Shape, embedding, model_weights
 from hybridflow.errors import CheckpointError
-from hybridflow.formats.megatron_files import Chunk, write_distributed
+from hybridflow.formats.distributed_storage import Chunk
 from hybridflow.formats.safetensors_files import ALL, TensorInfo
-from hybridflow.models.families import FAMILIES
-from hybridflow.models.spec import HEADS, ModelSpec
-from hybridflow.models.weights import LM_HEAD, VALUE_HEAD, Shape, embedding, model_weights
 from tools.convert.chunks import WeightFiles, make_chunks, num_bytes, own_share
 from tools.convert.output import check_target, new_directory, write_companions
 from tools.convert.processes import ALONE, Processes

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from hybridflow.architecture.spec import ModelSpec
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.huggingface_files import num_bytes
 from hybridflow.formats.safetensors_files import TensorInfo
-from hybridflow.models.spec import ModelSpec
 from tools.convert.compare import first_difference
 from tools.convert.processes import ALONE, Processes
 from tools.convert.progress import ByteProgress, say, size_text

@@ -8,8 +8,8 @@ import sys
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.architecture.weight_files import MegatronDirectory
 from hybridflow.errors import CheckpointError
-from hybridflow.formats.megatron_files import MegatronDirectory
 from hybridflow.formats.safetensors_files import SafetensorsDirectory
 from tools.convert.__main__ import main
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hybridflow.architecture.spec import read_spec
+from hybridflow.architecture.weights import model_weights
 from hybridflow.formats.huggingface_files import num_bytes, plan_files, write_index, write_safetensors
 from hybridflow.formats.safetensors_files import TensorInfo
-from hybridflow.models.spec import read_spec
-from hybridflow.models.weights import model_weights
 from tests.launch import ROOT
 
 CONFIG = {

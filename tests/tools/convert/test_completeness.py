@@ -6,10 +6,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from hybridflow.architecture.parts import Block, blocks
+from hybridflow.architecture.weight_files import write_distributed
+from hybridflow.architecture.weights import Weight
 from hybridflow.errors import CheckpointError
-from hybridflow.formats.megatron_files import Chunk, write_distributed
-from hybridflow.models.parts import Block, blocks
-from hybridflow.models.weights import Weight
+from hybridflow.formats.distributed_storage import Chunk
 from tests.tools.convert.tiny import Models, assert_same_bytes, change_config, left_in, rewrite, tensors_of
 from tools.convert import chunks as chunks_module
 from tools.convert.survey import open_survey

@@ -8,8 +8,8 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from hybridflow.architecture.spec import read_spec
 from hybridflow.errors import CheckpointError
-from hybridflow.models.spec import read_spec
 from tests.tiny_models import FAMILIES
 from tests.tools.convert.tiny import Models, assert_same_bytes, change_config, left_in, rewrite, tensors_of
 from tools.convert.survey import open_survey

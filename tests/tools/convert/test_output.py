@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from hybridflow.errors import CheckpointError
+from hybridflow.formats.directories import replace_directory
 from hybridflow.formats.safetensors_files import SafetensorsDirectory
-from hybridflow.run_dir import replace_directory
 from tests.launch import ROOT
 from tests.tools.convert.tiny import left_in, rewrite, tensors_of
 from tools.convert import output

@@ -1,0 +1,127 @@
+"""Weights between their HuggingFace parts, the whole parameter of megatron, and the shard of a rank."""
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hybridflow.architecture.shards import Matrix, Shard, Split, cached, common, training_shard
+from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.weights import Shape, Weight
+
+
+class Block(NamedTuple):
+    """Rows start : start + rows of HuggingFace part `part` are rows row : row + rows of the whole parameter."""
+
+    part: int
+    start: int
+    row: int
+    rows: int
+
+
+def blocks(weight: Weight, spec: ModelSpec) -> tuple[Block, ...]:
+    """Where the rows of the HuggingFace parts lie in the whole parameter, from its first row to its last.
+
+    The rows of an expert's matrices are counted on from those of the expert before. Rows past the vocabulary are in no
+    block.
+    """
+    rows = tuple(shape[0] for shape in weight.shapes(spec))
+    return _blocks(rows, spec.num_kv_heads if weight.split is Split.QKV else 1)
+
+
+@cached
+def _blocks(part_rows: Shape, groups: int) -> tuple[Block, ...]:
+    sizes = [(part, group, rows // groups) for group in range(groups) for part, rows in enumerate(part_rows)]
+    ends = accumulate(size for _, _, size in sizes)
+    return tuple(
+        Block(part, group * size, end - size, size) for (part, group, size), end in zip(sizes, ends, strict=True)
+    )
+
+
+def matrix_of(weight: Weight, spec: ModelSpec) -> Matrix:
+    """The whole parameter, its vocabulary padded."""
+    shapes = weight.shapes(spec)
+    columns = shapes[0][1] if len(shapes[0]) == 2 else 1
+    if weight.split is Split.VOCAB:
+        return Matrix(weight.split, spec.padded_vocab_size, columns)
+    rows = sum(shape[0] for shape in shapes)
+    if weight.split is Split.QKV:
+        return Matrix(weight.split, rows, columns, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    return Matrix(weight.split, rows, columns, experts=max(weight.experts, 1), engine_split=weight.engine_split)
+
+
+def whole_shape(weight: Weight, spec: ModelSpec) -> Shape:
+    """Of the whole megatron parameter with the true vocabulary; (experts, rows, columns) if it belongs to experts."""
+    shapes = weight.shapes(spec)
+    shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    return (weight.experts, shape[0] // weight.experts, *shape[1:]) if weight.experts else shape
+
+
+def shard_shape(weight: Weight, spec: ModelSpec, tp: int) -> Shape:
+    """Of a rank's megatron parameter."""
+    shard = training_shard(matrix_of(weight, spec), tp, 0)
+    if len(weight.shapes(spec)[0]) == 1:
+        return (shard.num_rows,)
+    if weight.experts:
+        return (weight.experts, shard.num_rows // weight.experts, shard.num_columns)
+    return (shard.num_rows, shard.num_columns)
+
+
+class TensorFiles(Protocol):
+    """Tensors of a checkpoint by their HuggingFace names, whatever files they lie in."""
+
+    def read(self, name: str, shape: Shape, rows: slice, columns: slice) -> Tensor:
+        """Rows and columns of the tensor `name`, whose full shape must be `shape`."""
+
+
+class Overlap(NamedTuple):
+    """`count` rows from `part_row` of HuggingFace part `part` are those from `shard_row` of a rank's shard."""
+
+    part: int
+    part_row: int
+    shard_row: int
+    count: int
+
+
+def overlaps(weight: Weight, spec: ModelSpec, shard: Shard) -> Iterator[Overlap]:
+    """What of the parts is in a shard, top down."""
+    shard_row = 0
+    for interval in shard.rows:
+        for block in blocks(weight, spec):
+            start, stop = common(interval, (block.row, block.row + block.rows))
+            if stop > start:
+                yield Overlap(
+                    block.part, block.start + start - block.row, shard_row + start - interval[0], stop - start
+                )
+        shard_row += interval[1] - interval[0]
+
+
+def read_shard(files: TensorFiles, weight: Weight, spec: ModelSpec, *, tp_rank: int, tp: int) -> Tensor:
+    """A rank's megatron shard of one weight, read from its slices of the HuggingFace tensors."""
+    shard, shapes = training_shard(matrix_of(weight, spec), tp, tp_rank), weight.shapes(spec)
+    columns = slice(*shard.columns) if len(shapes[0]) > 1 else slice(None)
+    pieces = [
+        files.read(weight.hf[part], shapes[part], slice(part_row, part_row + count), columns)
+        for part, part_row, _, count in overlaps(weight, spec, shard)
+    ]
+    missing = shard.num_rows - sum(len(piece) for piece in pieces)  # rows past the vocabulary
+    if missing:
+        pieces.append(torch.zeros(missing, *shapes[0][1:], dtype=pieces[0].dtype if pieces else None))
+    return (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).view(shard_shape(weight, spec, tp))
+
+
+def whole_parts(weight: Weight, shards: list[Tensor], spec: ModelSpec) -> list[Tensor]:
+    """The HuggingFace parts from the megatron shards of all tensor-parallel ranks, in rank order."""
+    parts = [shards[0].new_empty(shape) for shape in weight.shapes(spec)]
+    matrix, tp = matrix_of(weight, spec), len(shards)
+    for tp_rank, tensor in enumerate(shards[:1] if weight.split is Split.REPLICATED else shards):
+        shard = training_shard(matrix, tp, tp_rank)
+        rows = tensor if tensor.dim() == 1 else tensor.flatten(0, -2)
+        for part, part_row, shard_row, count in overlaps(weight, spec, shard):
+            target = parts[part][part_row : part_row + count]
+            if tensor.dim() > 1:
+                target = target[:, slice(*shard.columns)]
+            target.copy_(rows[shard_row : shard_row + count])
+    return parts

@@ -1,0 +1,296 @@
+"""What a HuggingFace architecture means in megatron terms.
+
+A `ModelSpec` is everything that building, loading, resharding and exporting a model need to know of its config.json.
+What sets an architecture apart stands in `hybridflow.architecture.families`.
+"""
+
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.architecture.families import FAMILIES, Family
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.formats.file_bytes import parse_json
+
+VOCAB_MULTIPLE = 64  # vLLM pads vocabularies to it; padding alike lets embedding and output alias
+EXPERT_MULTIPLE = 8  # rows of 16 bytes in half precision
+ROPE_FIELDS = {  # kinds of rotary scaling -> the numbers that each needs
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+HEADS = {"ForCausalLM": "lm", "ForSequenceClassification": "score"}
+ARCHITECTURES = {prefix + suffix: (prefix, head) for prefix in FAMILIES for suffix, head in HEADS.items()}
+LARGEST = 1 << 31  # no size of a model is beyond this; a damaged config.json may be
+MOST_LAYERS = 10_000
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A decoder of one of the known families."""
+
+    path: Path
+    family: str  # the name of a Family: "llama", "qwen2", ...
+    head: str  # "lm" or "score"
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int  # of an expert where there are any
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    norm_eps: float
+    tied: bool
+    max_positions: int
+    rotary_dim: int | None = None  # how many of a head's dimensions turn; None: all
+    num_experts: int = 0  # 0: one dense MLP
+    experts_per_token: int = 0
+    normalize_router: bool = True  # the weights of a token's experts sum to 1
+    sliding_window: int | None = None  # tokens that attention reaches back, itself included
+    rope: tuple[tuple[str, Any], ...] = field(default=(), compare=False)  # kind, theta and scaling, by name
+
+    @property
+    def traits(self) -> Family:
+        """What the whole family has in common."""
+        return next(family for family in FAMILIES.values() if family.name == self.family)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
+    def num_positions(self) -> int:
+        """Rows of the table of learned positions."""
+        return self.max_positions + self.traits.position_offset
+
+    def check_parallel(self, key: str, tp: int) -> None:
+        """Raise ConfigError, naming `key`, unless `tp` ranks can share this model."""
+        for what, count in (
+            ("num_attention_heads", self.num_heads),
+            (self.traits.ffn_key, self.ffn_hidden_size),
+            ("padded vocab_size", self.padded_vocab_size),
+        ):
+            if count % tp:
+                raise ConfigError(
+                    f"{key} = {tp} does not divide {what} = {count} of {self.path}: "
+                    f"{count} = {count // tp} x {tp} + {count % tp}"
+                )
+        for what, count in ((self.traits.ffn_key, self.ffn_hidden_size // tp), ("hidden_size", self.hidden_size)):
+            if self.num_experts and count % EXPERT_MULTIPLE:
+                raise ConfigError(
+                    f"{key} = {tp} leaves each expert {count} of {what} of {self.path}, no multiple of "
+                    f"{EXPERT_MULTIPLE}, as torch's grouped product needs it"
+                )
+        few, many = sorted((self.num_kv_heads, tp))
+        if many % few:
+            raise ConfigError(
+                f"{key} = {tp} neither divides num_key_value_heads = {self.num_kv_heads} of {self.path} nor is a "
+                f"multiple of it: {many} = {many // few} x {few} + {many % few}"
+            )
+        rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim  # ranks may share a key/value group
+        if rows % tp:
+            raise ConfigError(
+                f"{key} = {tp} does not divide the {rows} rows of queries, keys and values of {self.path}: "
+                f"{rows} = {rows // tp} x {tp} + {rows % tp}"
+            )
+
+    def check_length(self, longest: int) -> None:
+        """Raise ConfigError where sequences exceed the positions the model knows, or what its attention reaches."""
+        length = f"data.max_prompt_length + sampling.max_response_length = {longest}"
+        if longest > self.max_positions:
+            raise ConfigError(f"{length} exceeds max_position_embeddings = {self.max_positions} of {self.path}")
+        if self.sliding_window is not None and longest > self.sliding_window:
+            raise ConfigError(
+                f"{length} exceeds sliding_window = {self.sliding_window} of {self.path}: attention is trained over "
+                f"the whole sequence, which is the same up to this length alone"
+            )
+
+    def check_vocabulary(self, role: str, actor: "ModelSpec") -> None:
+        """Raise ConfigError unless this model knows every token id of the actor's."""
+        if self.vocab_size < actor.vocab_size:
+            raise ConfigError(
+                f"{role}.model = {self.path} has vocab_size {self.vocab_size}, fewer than the actor's "
+                f"{actor.vocab_size}: all models of a run read the actor's token ids"
+            )
+
+    def inverse_frequencies(self) -> Tensor | None:
+        """Rotary inverse frequencies, (rotary dimensions / 2,) float32, as transformers computes them for this config.
+
+        None where positions are learned.
+        """
+        if self.traits.position_offset:
+            return None
+        from transformers import AutoConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        config = AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
+        rope = config.rope_parameters
+        if rope["rope_type"] == "default":
+            dim = self.rotary_dim or self.head_dim
+            exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+            return 1.0 / rope["rope_theta"] ** exponents
+        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")[0]
+
+
+def read_spec(path: str | Path) -> ModelSpec:
+    """The spec of a HuggingFace directory, or of a torch_dist checkpoint, which has its config.json beside it.
+
+    Errors: CheckpointError naming the file and the field where config.json is missing, damaged or unsupported.
+    """
+    file = Path(path) / "config.json"
+    raw = _read_json(file)
+    architecture = _architecture(file, raw)
+    prefix, head = ARCHITECTURES[architecture]
+    return _Reader(file, raw, FAMILIES[prefix]).spec(head)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        text = file.read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file}: no such file; a model is a HuggingFace directory") from error
+    except OSError as error:
+        raise CheckpointError(f"{file}: is not JSON: {error}") from error
+    return parse_json(text, f"{file}: is not JSON: ")
+
+
+def _architecture(file: Path, raw: dict[str, Any]) -> str:
+    named = raw.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else "none"
+    if architecture not in ARCHITECTURES:
+        nearest = get_close_matches(architecture, ARCHITECTURES, n=1)
+        hint = f"the nearest known one is {nearest[0]}; " if nearest else ""
+        raise CheckpointError(
+            f"{file}: architectures = {architecture!r} is not supported; {hint}known are {', '.join(ARCHITECTURES)}"
+        )
+    return architecture
+
+
+class _Reader:
+    """Fields of one config.json, each checked as it is read."""
+
+    def __init__(self, file: Path, raw: dict[str, Any], family: Family) -> None:
+        self._file, self._raw, self._family = file, raw, family
+
+    def spec(self, head: str) -> ModelSpec:
+        family, raw = self._family, self._raw
+        missing = [key for key in family.required if not _is_number(raw.get(key))]
+        if missing:
+            raise CheckpointError(f"{self._file}: {missing[0]} is missing or no number: {raw.get(missing[0])!r}")
+        self._check_rules()
+        hidden, heads = self._size("hidden_size"), self._size("num_attention_heads")
+        head_dim, kv_heads = hidden // heads, heads
+        if family.grouped:
+            head_dim, kv_heads = (
+                self._size("head_dim", family.head_dim or head_dim),
+                self._size("num_key_value_heads", heads),
+            )
+        rope, rotary = self._rope(), self._rotary_part()
+        spec = ModelSpec(
+            path=self._file.parent,
+            family=family.name,
+            head=head,
+            num_layers=self._size("num_hidden_layers", most=MOST_LAYERS),
+            hidden_size=hidden,
+            ffn_hidden_size=self._size(family.ffn_key),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=self._size("vocab_size"),
+            norm_eps=family.norm_eps or raw["rms_norm_eps"],
+            tied=head == "lm" and bool(raw.get("tie_word_embeddings", family.tied)),
+            max_positions=self._size("max_position_embeddings", LARGEST),
+            rotary_dim=None if rotary == 1 else int(head_dim * rotary),
+            sliding_window=self._window(),
+            rope=rope,
+            **(self._experts() if family.expert_keys else {}),
+        )
+        self._refuse("num_key_value_heads", kv_heads, heads % kv_heads > 0, f"must divide {heads} heads")
+        self._refuse("num_attention_heads", heads, head_dim == 0, f"hidden_size is {hidden}")
+        kind = raw.get("model_type")  # transformers and vLLM go by it
+        self._refuse("model_type", kind, kind != family.name, f"must be {family.name!r} for this architecture")
+        return spec
+
+    def _size(self, key: str, default: int | None = None, *, most: int = LARGEST) -> int:
+        """A positive whole number; `default` where the file leaves it out."""
+        value = self._raw.get(key)
+        if value is None and default is not None:
+            return default
+        whole = _is_number(value) and value == int(value)
+        self._refuse(key, value, not whole or not 0 < value <= most, f"must be a whole number from 1 to {most}")
+        return int(value)
+
+    def _check_rules(self) -> None:
+        raw = self._raw
+        quantised = bool(raw.get("quantization_config") or raw.get("compression_config"))
+        self._refuse("quantization_config", "...", quantised, "quantised weights")
+        for rule in self._family.rules:
+            value = raw.get(rule.key, rule.allowed[0])
+            allowed = (*rule.allowed, raw.get("hidden_size")) if rule.or_hidden_size else rule.allowed
+            self._refuse(rule.key, value, value not in allowed, rule.reason)
+        eps = raw.get("rms_norm_eps", 0.0)
+        self._refuse("rms_norm_eps", eps, not _is_number(eps) or not 0 <= eps < 1, "must be a number from 0 to 1")
+
+    def _experts(self) -> dict[str, Any]:
+        keys = [key for key in self._family.expert_keys if self._raw.get(key) is not None]
+        if not keys:
+            raise CheckpointError(f"{self._file}: {self._family.expert_keys[0]} is missing or no number: None")
+        num_experts, chosen = self._size(keys[0], most=MOST_LAYERS), self._size("num_experts_per_tok")
+        self._refuse("num_experts_per_tok", chosen, chosen > num_experts, f"there are {num_experts} experts")
+        normalize = self._family.normalize_router
+        if normalize is None:
+            normalize = bool(self._raw.get("norm_topk_prob", False))
+        return {"num_experts": num_experts, "experts_per_token": chosen, "normalize_router": normalize}
+
+    def _window(self) -> int | None:
+        """The sliding window that attention has, if any."""
+        raw, family = self._raw, self._family
+        if not family.has_window or (family.window_switch and not raw.get("use_sliding_window")):
+            return None
+        if raw.get("sliding_window", family.window) is None:
+            return None
+        return self._size("sliding_window", family.window)
+
+    def _rope(self) -> tuple[tuple[str, Any], ...]:
+        """The rotary embedding by name, checked: its kind, theta, and what the kind needs. Nothing if there is none."""
+        if self._family.position_offset:
+            return ()
+        rope = self._rope_object()
+        kind = rope.get("rope_type", rope.get("type", "default"))  # older files say "type"
+        known = isinstance(kind, str) and kind in ROPE_FIELDS
+        self._refuse("rope_type", kind, not known, f"known are {', '.join(ROPE_FIELDS)}")
+        for key in ROPE_FIELDS[kind]:
+            value = rope.get(key, self._raw.get(key))
+            self._refuse(f"{key} of rope_type {kind}", value, not _is_number(value) or value <= 0, "must be positive")
+        theta = rope.get("rope_theta", self._raw.get("rope_theta", 10000.0))
+        self._refuse("rope_theta", theta, not _is_number(theta) or theta <= 0, "must be positive")
+        scaling = ((key, rope.get(key, self._raw.get(key))) for key in ROPE_FIELDS[kind])
+        return (("rope_type", kind), ("rope_theta", theta), *scaling)
+
+    def _rope_object(self) -> dict[str, Any]:
+        given = {key: self._raw[key] for key in ("rope_parameters", "rope_scaling") if self._raw.get(key)}
+        for key, rope in given.items():
+            self._refuse(key, rope, not isinstance(rope, dict), "must be an object")
+        found = list(given.values())
+        self._refuse("rope_scaling", found[-1:], len(found) > 1 and found[0] != found[1], "rope_parameters differs")
+        return found[0] if found else {}
+
+    def _rotary_part(self) -> float:
+        """The share of a head's dimensions that turn."""
+        default = self._family.rotary_part
+        part = self._rope_object().get("partial_rotary_factor", self._raw.get("partial_rotary_factor", default))
+        partial = _is_number(part) and 0 < part <= 1 and (default < 1 or part == 1)
+        self._refuse("partial_rotary_factor", part, not partial, f"must be 1 in the family {self._family.name}")
+        return part
+
+    def _refuse(self, key: str, value: Any, refused: bool, rule: str) -> None:
+        if refused:
+            raise CheckpointError(f"{self._file}: {key} = {value!r} is not supported: {rule}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")

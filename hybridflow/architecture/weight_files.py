@@ -1,0 +1,222 @@
+"""torch_dist checkpoints of a model: its weights by their HuggingFace names, and how such a checkpoint is written.
+
+A directory holds `.metadata` (`formats.distributed_metadata`), files of records (`formats.tensor_record`), megatron's
+`metadata.json` and `common.pt`. megatron-core's own dist_checkpointing loads what is written here, at any layout.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hybridflow.architecture.parts import Block, blocks, whole_shape
+from hybridflow.architecture.shards import Split
+from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.weights import FUSED_NAMES, Weight, model_weights, stored_at
+from hybridflow.errors import CheckpointError
+from hybridflow.formats.directories import sync
+from hybridflow.formats.distributed_directory import DistributedDirectory
+from hybridflow.formats.distributed_metadata import METADATA
+from hybridflow.formats.distributed_storage import Chunk, save
+from hybridflow.formats.file_bytes import Shape, file_size, opened, parse_json, read_bytes
+from hybridflow.formats.safetensors_files import (
+    ALL,
+    MAX_JSON_BYTES,
+    SafetensorsDirectory,
+    TensorInfo,
+    box_of,
+    check_readable,
+)
+
+BACKEND = "torch_dist"
+DESCRIPTION = "metadata.json"  # megatron's, beside DCP's .metadata
+NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A HuggingFace tensor in the whole parameter of megatron."""
+
+    weight: Weight
+    number: int
+    blocks: tuple[Block, ...]  # where its rows lie
+    key: str
+    layer: int | None  # along the leading axis of the stored tensor
+
+
+class MegatronDirectory:
+    """The weights of a model in a torch_dist directory, by their HuggingFace names.
+
+    Errors: CheckpointError as `DistributedDirectory`, and where a tensor has not the shape that config.json asks for.
+    """
+
+    tensors: Mapping[str, TensorInfo]
+    unknown: tuple[str, ...]  # tensors that are neither weights of this model nor known not to be weights
+    missing: tuple[str, ...]  # HuggingFace tensors of this model that are not there
+
+    def __init__(self, path: str | Path, spec: ModelSpec) -> None:
+        self.path = Path(path)
+        self._spec = spec
+        self._files = DistributedDirectory(path)
+        self._parts: dict[str, _Part] = {}
+        missing: list[str] = []
+        for weight in model_weights(spec, spec.head):
+            found = next((place for place in _places(weight) if place[0] in self._files), None)
+            if found is None:
+                missing += weight.hf
+            else:
+                self._check_shape(weight, *found)
+                rows = _blocks_of_parts(weight, spec)
+                self._parts |= {name: _Part(weight, i, rows[i], *found) for i, name in enumerate(weight.hf)}
+        keys = {part.key for part in self._parts.values()}
+        for key in sorted(keys):
+            self._files.check_complete(key)
+        self.missing = tuple(missing)
+        self.unknown = tuple(key for key in self._files.tensors if key not in keys and not _no_weight(key))
+        self.tensors = {
+            name: TensorInfo(part.weight.shapes(spec)[part.number], self._files.tensors[part.key].dtype)
+            for name, part in self._parts.items()
+        }
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts
+
+    def file_of(self, name: str) -> Path:
+        return self._files.file_of(self._parts[name].key)
+
+    def read(self, name: str, shape: Shape, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        """Rows (dim 0) and columns (dim 1) of tensor `name`, whose full shape must be `shape`, as fresh memory."""
+        if name not in self._parts:
+            raise CheckpointError(f"{self.path}: no tensor {name} in {METADATA}")
+        part = self._parts[name]
+        check_readable(self.path / METADATA, part.key, self.tensors[name], shape)
+        offset, size = box_of(shape, rows, columns)
+        out = torch.empty(size, dtype=self.tensors[name].dtype)
+        for row, count, target_row in _rows_of(part, offset[0], offset[0] + size[0]):
+            self._read_rows(part, row, offset[1:], out[target_row : target_row + count])
+        return out
+
+    def _read_rows(self, part: _Part, row: int, columns: Shape, out: Tensor) -> None:
+        """Fill `out` with rows from `row` of the whole parameter, counted through all its experts."""
+        leading = () if part.layer is None else (part.layer,)
+        if part.weight.experts:
+            expert, row = divmod(row, whole_shape(part.weight, self._spec)[1])
+            leading += (expert,)
+        self._files.read_into(part.key, (*leading, row, *columns), out[(None,) * len(leading)])
+
+    def _check_shape(self, weight: Weight, key: str, layer: int | None) -> None:
+        """The stored tensor has the whole parameter's shape, before it the layers; a vocabulary may be padded."""
+        expected = whole_shape(weight, self._spec)
+        if layer is not None:
+            expected = (self._spec.num_layers, *expected)
+        shape = self._files.tensors[key].shape
+        padded = weight.split is Split.VOCAB and shape[1:] == expected[1:] and shape[:1] >= expected[:1]
+        if shape != expected and not padded:
+            raise CheckpointError(
+                f"{self.path / METADATA}: {key} has shape {shape}, config.json asks for {expected} ({weight.hf[0]})"
+            )
+
+
+def _places(weight: Weight) -> Iterator[tuple[str, int | None]]:
+    """(key, layer) where a weight may be stored: layers in one tensor or each in its own, norms by either name."""
+    stacked, layer = stored_at(weight)
+    places = [(stacked, layer)]
+    if layer is not None:
+        places.append((stacked.replace("decoder.layers.", f"decoder.layers.{layer}.", 1), None))
+    for key, index in places:
+        yield key, index
+        for fused, plain in FUSED_NAMES.items():
+            if fused in key or plain in key:
+                yield key.replace(fused, plain) if fused in key else key.replace(plain, fused), index
+
+
+def _no_weight(key: str) -> bool:
+    return key.startswith(NO_WEIGHTS) or "_extra_state" in key
+
+
+def _blocks_of_parts(weight: Weight, spec: ModelSpec) -> list[tuple[Block, ...]]:
+    of_parts: list[list[Block]] = [[] for _ in weight.hf]
+    for block in blocks(weight, spec):
+        of_parts[block.part].append(block)
+    return [tuple(its) for its in of_parts]
+
+
+def _rows_of(part: _Part, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """(row in the whole parameter, count, row of the result) of rows start:stop of a HuggingFace tensor."""
+    for block in part.blocks:
+        low, high = max(start, block.start), min(stop, block.start + block.rows)
+        if low < high:
+            yield block.row + low - block.start, high - low, low - start
+
+
+# --------------------------------------------------------------------------------------------------- either kind
+
+
+def is_distributed(path: str | Path) -> bool:
+    """Whether a directory says that it is a torch_dist checkpoint.
+
+    Errors: CheckpointError where it says so of another backend, or its metadata.json is damaged or alone missing.
+    """
+    file, metadata = Path(path) / DESCRIPTION, Path(path) / METADATA
+    if not os.path.lexists(file):
+        if os.path.lexists(metadata):
+            raise CheckpointError(f"{file}: no such file, but there is {METADATA}: a torch_dist checkpoint has both")
+        return False
+    with opened(file) as fd:
+        tree = parse_json(read_bytes(fd, file, 0, min(file_size(fd), MAX_JSON_BYTES)), f"{file}: is damaged: ")
+    backend = tree.get("sharded_backend")
+    if backend is not None and backend != BACKEND:
+        raise CheckpointError(f"{file}: sharded_backend = {backend!r} is not supported, must be {BACKEND!r}")
+    return backend == BACKEND
+
+
+def open_checkpoint(path: str | Path, spec: ModelSpec) -> SafetensorsDirectory | MegatronDirectory:
+    """The weights of a directory of either kind, by their HuggingFace names."""
+    return MegatronDirectory(path, spec) if is_distributed(path) else SafetensorsDirectory(path)
+
+
+# --------------------------------------------------------------------------------------------------- writing
+
+
+def write_distributed(
+    directory: Path,
+    chunks: Sequence[Chunk],
+    *,
+    group: ProcessGroup | None = None,
+    written: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Write this rank's chunks; collective over `group`, without one this process writes all there is.
+
+    Every rank holds one chunk at a time and writes a file of its own; the first rank of the group writes what says
+    where the chunks lie. What is written is on the disk when this returns. `written` gets the bytes of each chunk.
+    Errors: those of `Chunk.read` and of the disk; ValueError where the chunks of all ranks do not cover their tensors.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    save(directory, chunks, [key for chunk in chunks for key in _extra_states(chunk)], group, written)
+    if group is None or group.rank() == 0:
+        torch.save({}, directory / "common.pt")
+        description = {"sharded_backend": BACKEND, "sharded_backend_version": 1}
+        description |= {"common_backend": "torch", "common_backend_version": 1}
+        (directory / DESCRIPTION).write_text(json.dumps(description))
+        for path in (directory / "common.pt", directory / DESCRIPTION, directory):
+            sync(path)
+
+
+def _extra_states(chunk: Chunk) -> Iterator[str]:
+    """Keys of the empty extra states that megatron's linear layers look for, those of the layers of this chunk."""
+    module, _, kind = chunk.key.rpartition(".")
+    leading = len(chunk.whole) - 2
+    if not module.startswith("decoder.layers.") or "linear_" not in module or kind != "weight" or leading < 1:
+        return
+    if any(chunk.offset[leading:]):
+        return
+    total = ".".join(map(str, chunk.whole[:leading]))
+    ranges = [range(o, o + n) for o, n in zip(chunk.offset[:leading], chunk.shape[:leading], strict=True)]
+    for place in product(*ranges):
+        yield f"{module}._extra_state/shard_{'.'.join(map(str, place))}_{total}"

@@ -1,0 +1,322 @@
+"""The one table of weights: HuggingFace name <-> megatron name <-> engine name, split over ranks, and shape.
+
+Conversion, loading, resharding and export read this table and nothing else. A parameter of megatron is made of one or
+more parts, the tensors of a HuggingFace checkpoint: `models.parts` says where their rows lie in it, `models.shards`
+which rows and columns of it a rank holds. A new family is an entry in `TABLES` here and one in `models/families.py`.
+
+vLLM holds what megatron's ranks hold, except QKV: [all q; all k; all v] of the rank, keys and values copied where ranks
+outnumber them; and where a weight has an `engine_split`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from hybridflow.architecture.shards import Split
+from hybridflow.architecture.spec import ModelSpec
+
+Shape = tuple[int, ...]
+Shapes = Callable[[ModelSpec], tuple[Shape, ...]]
+
+
+# ------------------------------------------------------------------------------------------------------- entries
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of a model.
+
+    Names hold `{layer}` where there is one a layer, counted over the whole model, and `{expert}` where there is a part
+    an expert; `for_layer` and `for_experts` fill them in.
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    engine: str
+    split: Split
+    part_shapes: Shapes  # of the HuggingFace parts, of one expert
+    stored: str = ""  # in a torch_dist checkpoint, where that is not the name in megatron's local layers
+    engine_split: Split | None = None  # of the engine, where it is another
+    experts: int = 0  # how many stand one below the other in this parameter; 0: it belongs to no expert
+    layer: int | None = None
+
+    def shapes(self, spec: ModelSpec) -> tuple[Shape, ...]:
+        return self.part_shapes(spec) * max(self.experts, 1)
+
+    def for_layer(self, layer: int) -> "Weight":
+        def filled(name: str) -> str:
+            return name.replace("{layer}", str(layer))
+
+        hf = tuple(filled(name) for name in self.hf)
+        return replace(self, megatron=filled(self.megatron), hf=hf, engine=filled(self.engine), layer=layer)
+
+    def for_experts(self, num_experts: int) -> "Weight":
+        """Its parts for every expert, if it has parts of experts."""
+        if "{expert}" not in self.hf[0]:
+            return self
+        hf = tuple(name.replace("{expert}", str(expert)) for expert in range(num_experts) for name in self.hf)
+        return replace(self, hf=hf, experts=num_experts)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The parameters of a family."""
+
+    embeddings: tuple[Weight, ...]  # of the tokens, and of the positions where they are learned
+    layer: tuple[Weight, ...]
+    final_norm: tuple[Weight, ...]
+
+
+# ------------------------------------------------------------------------------------------------------- shapes
+
+
+def _hidden(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.hidden_size,),)
+
+
+def _head_dim(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.head_dim,),)
+
+
+def _vocab(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.vocab_size, spec.hidden_size),)
+
+
+def _positions(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.num_positions, spec.hidden_size),)
+
+
+def _qkv(spec: ModelSpec) -> tuple[Shape, ...]:
+    kv = (spec.num_kv_heads * spec.head_dim, spec.hidden_size)
+    return ((spec.num_heads * spec.head_dim, spec.hidden_size), kv, kv)
+
+
+def _qkv_bias(spec: ModelSpec) -> tuple[Shape, ...]:
+    return tuple(shape[:1] for shape in _qkv(spec))
+
+
+def _attention_out(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.hidden_size, spec.num_heads * spec.head_dim),)
+
+
+def _gate_and_up(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.ffn_hidden_size, spec.hidden_size),) * 2
+
+
+def _gate_up(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((2 * spec.ffn_hidden_size, spec.hidden_size),)
+
+
+def _up(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.ffn_hidden_size, spec.hidden_size),)
+
+
+def _up_bias(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.ffn_hidden_size,),)
+
+
+def _down(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.hidden_size, spec.ffn_hidden_size),)
+
+
+def _router(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.num_experts, spec.hidden_size),)
+
+
+def _score(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((1, spec.hidden_size),)
+
+
+# ------------------------------------------------------------------------------------------------------- the table
+
+LAYERS, OPT_LAYERS = "model.layers.{layer}.", "model.decoder.layers.{layer}."
+NORM_IN_QKV, NORM_IN_FC1 = "self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_"
+EXPERTS = "mlp.experts.experts."
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"  # megatron's names
+REPLICATED, ROWS, COLUMNS = Split.REPLICATED, Split.ROWS, Split.COLUMNS
+
+
+def _top(megatron: str, name: str, split: Split, shapes: Shapes) -> Weight:
+    return Weight(megatron, (name,), name, split, shapes)
+
+
+def _layer(
+    megatron: str, hf: str, split: Split, shapes: Shapes, *, engine: str = "", stored: str = "", at: str = LAYERS
+) -> Weight:
+    """hf: the names of the parts, separated by spaces; the engine's is the same where it is not given."""
+    parts = tuple(at + name for name in hf.split())
+    name = at + (engine or hf)
+    return Weight("decoder.layers.{layer}." + megatron, parts, name, split, shapes, stored=stored)
+
+
+def _qkv_parts(kind: str, shapes: Shapes, at: str = LAYERS) -> Weight:
+    """kind: weight or bias."""
+    parts = " ".join(f"self_attn.{x}_proj.{kind}" for x in "qkv")
+    engine = f"self_attn.qkv_proj.{kind}"
+    return _layer(f"self_attention.linear_qkv.{kind}", parts, Split.QKV, shapes, engine=engine, at=at)
+
+
+def _experts(hf: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
+    """hf: where HuggingFace and the engine have the mixture; gate, up, down: what an expert's matrices are called."""
+    expert, engine = hf + ".experts.{expert}.", hf + ".experts.routed_experts."
+    gate_up = f"{expert}{gate}.weight {expert}{up}.weight"
+    fc1, fc2 = "linear_fc1.weight", "linear_fc2.weight"
+    return (
+        _layer("mlp.router.weight", hf + ".gate.weight", REPLICATED, _router),
+        _layer(
+            "mlp.experts." + fc1, gate_up, Split.GATED, _gate_and_up, engine=engine + "w13_weight", stored=EXPERTS + fc1
+        ),
+        _layer(
+            "mlp.experts." + fc2,
+            f"{expert}{down}.weight",
+            COLUMNS,
+            _down,
+            engine=engine + "w2_weight",
+            stored=EXPERTS + fc2,
+        ),
+    )
+
+
+def _opt(megatron: str, name: str, weight: tuple[Split, Shapes], bias: tuple[Split, Shapes], stored: str = "") -> tuple:
+    """Weight and bias of a layer of OPT, whose engine calls them as HuggingFace does."""
+    return tuple(
+        _layer(f"{megatron}.{kind}", f"{name}.{kind}", *its, stored=stored and stored + kind, at=OPT_LAYERS)
+        for kind, its in (("weight", weight), ("bias", bias))
+    )
+
+
+LM_HEAD = _top(OUTPUT, "lm_head.weight", Split.VOCAB, _vocab)
+VALUE_HEAD = _top(OUTPUT, "score.weight", REPLICATED, _score)
+INPUT_NORM = _layer(
+    "input_layernorm.weight", "input_layernorm.weight", REPLICATED, _hidden, stored=NORM_IN_QKV + "weight"
+)
+MLP_NORM = _layer(
+    "pre_mlp_layernorm.weight",
+    "post_attention_layernorm.weight",
+    REPLICATED,
+    _hidden,
+    stored=NORM_IN_FC1 + "weight",
+)
+ROUTER_NORM = replace(MLP_NORM, stored="")  # not fused: the router reads its output too
+ATTENTION = (
+    INPUT_NORM,
+    _qkv_parts("weight", _qkv),
+    _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", COLUMNS, _attention_out),
+)
+QKV_BIAS = _qkv_parts("bias", _qkv_bias)
+QK_NORM = tuple(
+    _layer(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", REPLICATED, _head_dim) for x in "qk"
+)
+GATE_AND_UP = _layer(
+    "mlp.linear_fc1.weight",
+    "mlp.gate_proj.weight mlp.up_proj.weight",
+    Split.GATED,
+    _gate_and_up,
+    engine="mlp.gate_up_proj.weight",
+)
+GATE_UP = replace(  # vLLM 0.32.0 runs GLM-4 by its class at transformers, and splits what it finds
+    _layer("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", Split.GATED, _gate_up), engine_split=ROWS
+)
+DOWN = _layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", COLUMNS, _down)
+VECTOR = (REPLICATED, _hidden)
+
+ENDS = {
+    "embeddings": (_top(EMBEDDING, "model.embed_tokens.weight", Split.VOCAB, _vocab),),
+    "final_norm": (_top("decoder.final_layernorm.weight", "model.norm.weight", *VECTOR),),
+}
+OPT_ENDS = {
+    "embeddings": (
+        _top(EMBEDDING, "model.decoder.embed_tokens.weight", Split.VOCAB, _vocab),
+        _top("embedding.position_embeddings.weight", "model.decoder.embed_positions.weight", REPLICATED, _positions),
+    ),
+    "final_norm": tuple(
+        _top(f"decoder.final_layernorm.{kind}", f"model.decoder.final_layer_norm.{kind}", *VECTOR)
+        for kind in ("weight", "bias")
+    ),
+}
+LLAMA_LAYER = (*ATTENTION, MLP_NORM, GATE_AND_UP, DOWN)
+OPT_LAYER = (
+    *_opt("input_layernorm", "self_attn_layer_norm", VECTOR, VECTOR, stored=NORM_IN_QKV),
+    _qkv_parts("weight", _qkv, OPT_LAYERS),
+    _qkv_parts("bias", _qkv_bias, OPT_LAYERS),
+    *_opt("self_attention.linear_proj", "self_attn.out_proj", (COLUMNS, _attention_out), VECTOR),
+    *_opt("pre_mlp_layernorm", "final_layer_norm", VECTOR, VECTOR, stored=NORM_IN_FC1),
+    *_opt("mlp.linear_fc1", "fc1", (ROWS, _up), (ROWS, _up_bias)),
+    *_opt("mlp.linear_fc2", "fc2", (COLUMNS, _down), VECTOR),
+)
+TABLES = {
+    "llama": Table(layer=LLAMA_LAYER, **ENDS),
+    "mistral": Table(layer=LLAMA_LAYER, **ENDS),
+    "qwen2": Table(layer=(*LLAMA_LAYER, QKV_BIAS), **ENDS),
+    "qwen3": Table(layer=(*LLAMA_LAYER, *QK_NORM), **ENDS),
+    "glm": Table(layer=(*ATTENTION, QKV_BIAS, MLP_NORM, GATE_UP, DOWN), **ENDS),
+    "opt": Table(layer=OPT_LAYER, **OPT_ENDS),
+    "mixtral": Table(layer=(*ATTENTION, ROUTER_NORM, *_experts("block_sparse_moe", "w1", "w3", "w2")), **ENDS),
+    "qwen3_moe": Table(
+        layer=(*ATTENTION, *QK_NORM, ROUTER_NORM, *_experts("mlp", "gate_proj", "up_proj", "down_proj")), **ENDS
+    ),
+}
+
+# Transformer Engine fuses the norms into the linear layers that follow them.
+FUSED_NAMES = {NORM_IN_QKV: "input_layernorm.", NORM_IN_FC1: "pre_mlp_layernorm."}
+
+
+# ------------------------------------------------------------------------------------------------------- models
+
+
+def embedding(spec: ModelSpec) -> Weight:
+    """Of the tokens."""
+    return TABLES[spec.family].embeddings[0]
+
+
+def layer_weights(spec: ModelSpec) -> tuple[Weight, ...]:
+    return tuple(weight.for_experts(spec.num_experts) for weight in TABLES[spec.family].layer)
+
+
+def head_weights(spec: ModelSpec, head: str) -> tuple[Weight, ...]:
+    """What follows the last layer and its norm: nothing where the output layer is the embedding."""
+    if head == "score":
+        return (VALUE_HEAD,)
+    return () if spec.tied else (LM_HEAD,)
+
+
+def model_weights(spec: ModelSpec, head: str) -> Iterator[Weight]:
+    """Every parameter of a model with this head ("lm" or "score"), in the order of the layers."""
+    return (weight for weight, _ in staged_weights(spec, head, [range(spec.num_layers)]))
+
+
+def staged_weights(spec: ModelSpec, head: str, stages: Sequence[Sequence[int]]) -> Iterator[tuple[Weight, int]]:
+    """`model_weights` with the first pipeline stage that holds each; stages: the layers of every stage."""
+    table, in_layer = TABLES[spec.family], layer_weights(spec)
+    stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
+    yield from ((weight, 0) for weight in table.embeddings)
+    for layer in range(spec.num_layers):
+        yield from ((weight.for_layer(layer), stage_of[layer]) for weight in in_layer)
+    yield from ((weight, len(stages) - 1) for weight in (*table.final_norm, *head_weights(spec, head)))
+
+
+def num_parameters(spec: ModelSpec, head: str) -> int:
+    """With the true vocabulary."""
+    in_layer = sum(prod(shape) for weight in layer_weights(spec) for shape in weight.shapes(spec))
+    table = TABLES[spec.family]
+    rest = (*table.embeddings, *table.final_norm, *head_weights(spec, head))
+    return spec.num_layers * in_layer + sum(prod(shape) for weight in rest for shape in weight.shapes(spec))
+
+
+def canonical_name(name: str) -> str:
+    """The table's name of a megatron parameter: wrappers and Transformer Engine's fusions undone."""
+    name = name.replace("module.", "")
+    for fused, plain in FUSED_NAMES.items():
+        name = name.replace(fused, plain)
+    return name
+
+
+def stored_at(weight: Weight) -> tuple[str, int | None]:
+    """(key in a torch_dist checkpoint, index along its leading axis of layers); no index where it has no such axis.
+
+    The keys are those that megatron-core 0.16.1 writes for layers that are all alike.
+    """
+    if weight.layer is None:
+        return weight.megatron, None
+    prefix = f"decoder.layers.{weight.layer}."
+    return "decoder.layers." + (weight.stored or weight.megatron.removeprefix(prefix)), weight.layer

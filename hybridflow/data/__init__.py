@@ -1,0 +1,1 @@
+"""Prompts and everything else a run reads besides weights."""

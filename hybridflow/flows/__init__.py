@@ -1,0 +1,1 @@
+"""One function an algorithm, and what it is given: a Run."""

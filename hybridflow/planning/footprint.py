@@ -1,0 +1,188 @@
+"""What a run will hold in device memory, from shapes alone. Pure: no tensors, no process group, no weights.
+
+Weights, gradients and optimizer state are exact but for padding: with ZeRO-1 megatron pads every parameter to 64
+elements and every bucket to a multiple of the data-parallel size, which is not counted. Activations are an estimate.
+Not counted at all: the CUDA context, NCCL's and CUDA graphs' buffers, temporaries of the optimizer, fragmentation;
+leave several GiB for them. b is the bytes of an element, t the tokens of a micro-batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import reduce
+from math import ceil, prod
+
+from hybridflow.architecture.parts import shard_shape
+from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.weights import embedding, staged_weights
+from hybridflow.config import OptimizerConfig
+from hybridflow.parallel.layout import Layout
+
+MAIN_BYTES = 4  # gradients, main weights and moments are float32
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on one rank by kind."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    kv_cache: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+
+KINDS = tuple(field.name for field in fields(Footprint))
+
+
+def together(footprints: Sequence[Footprint]) -> Footprint:
+    """Of models on one rank: they take turns to compute, so of the activations only the largest count."""
+
+    def add(one: Footprint, other: Footprint) -> Footprint:
+        sums = {kind: getattr(one, kind) + getattr(other, kind) for kind in KINDS}
+        return Footprint(**(sums | {"activations": max(one.activations, other.activations)}))
+
+    return reduce(add, footprints, Footprint())
+
+
+# ------------------------------------------------------------------------------------------------ kept all the time
+
+
+def stage_elements(spec: ModelSpec, head: str, layout: Layout) -> tuple[int, ...]:
+    """Elements of the weights on a rank of each pipeline stage; head: "lm" or "score".
+
+    The sum of `shard_shape` over the weights of the stage. Tensor-parallel ranks hold alike. A tied output layer is
+    the embedding, of which the last of several stages holds a copy. Errors: ValueError as `Layout.stages`.
+    """
+    elements = [0] * layout.pp
+    for weight, stage in staged_weights(spec, head, layout.stages(spec.num_layers)):
+        elements[stage] += prod(shard_shape(weight, spec, layout.tp))
+    if spec.tied and head == "lm" and layout.pp > 1:
+        elements[-1] += prod(shard_shape(embedding(spec), spec, layout.tp))
+    return tuple(elements)
+
+
+def model_elements(spec: ModelSpec, head: str) -> int:
+    """Of the whole model, the rows that pad its vocabulary included: the M of papers in elements."""
+    return stage_elements(spec, head, Layout(1, 1, 1, (0,)))[0]
+
+
+def gradient_bytes(elements: int) -> int:
+    """4 elements: megatron's buffers are float32 (grad_reduce_in_fp32) and whole on each replica, with ZeRO-1 too."""
+    return MAIN_BYTES * elements
+
+
+def optimizer_bytes(elements: int, optimizer: OptimizerConfig, *, dtype: str, dp: int) -> int:
+    """Main weights and moments after the first update, (main + moments) elements / (dp with ZeRO-1).
+
+    main: 4 bytes for bfloat16 models; the weights of float32 models are their own main weights. moments: 8 bytes for
+    Adam, 4 for SGD with momentum, 0 without. ZeRO-1 (Rajbhandari et al. 2020, stage 1) splits both over the replicas;
+    megatron's distributed optimizer knows Adam alone.
+    """
+    moments = {"adam": 2 * MAIN_BYTES, "sgd": MAIN_BYTES if optimizer.momentum else 0}[optimizer.name]
+    main = MAIN_BYTES if dtype == "bfloat16" else 0
+    replicas = dp if optimizer.zero1 and optimizer.name == "adam" else 1
+    return ceil(elements * (main + moments) / replicas)
+
+
+def kv_cache_bytes(kv_cache_gib: float, stages: Sequence[Sequence[int]], stage: int) -> int:
+    """rollout.kv_cache_gib on the engine stage with most layers, in proportion on the others."""
+    return int(kv_cache_gib * (1 << 30)) * len(stages[stage]) // max(map(len, stages))
+
+
+# ------------------------------------------------------------------------------------------------ activations
+
+
+def layer_bytes(spec: ModelSpec, *, tp: int, sequence_parallel: bool, recompute: str, itemsize: int) -> float:
+    """Bytes a token that a layer keeps for its backward pass.
+
+    Korthikanti et al. 2022 (arXiv 2205.05198), equations 1 (none), 2 (tensor parallel) and 4 (with sequence parallel),
+    without dropout and its masks, without the s^2 terms, which flash attention never stores, with SwiGLU in place of
+    GELU and grouped keys and values. With h, f = hidden and ffn size, q, k = heads, kv heads x head_dim:
+
+        none       b (4 h / sp + (3 q + 3 k + w) / tp) + 4 heads / tp
+                   4 h: input and output of both norms; sp = tp with sequence parallelism, else 1
+                   3 q + 3 k: what linear_qkv gives (q + 2 k), rotated queries and keys (q + k), what attention gives
+                   (q); w = 3 f: gate and up, and their product; 4 heads: attention's log-sum-exp in float32
+                   w = 2 f without a gate; with n experts a token w = n (3 f + 2 h tp), of which h are each expert's
+                   input and output
+        selective  attention runs again: without the rotated queries and keys, and the log-sum-exp
+        full       b h / sp: the layer runs again from its input
+    """
+    q, k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    sp = tp if sequence_parallel else 1
+    split = {"none": 3 * q + 3 * k, "selective": 2 * q + 2 * k}
+    width = (3 if spec.traits.gated else 2) * spec.ffn_hidden_size
+    if spec.num_experts:
+        width = spec.experts_per_token * (width + 2 * spec.hidden_size * tp)
+    if recompute == "full":
+        return itemsize * spec.hidden_size / sp
+    log_sum_exp = 4 * spec.num_heads / tp if recompute == "none" else 0
+    return itemsize * (4 * spec.hidden_size / sp + (split[recompute] + width) / tp) + log_sum_exp
+
+
+def chunks_in_flight(layout: Layout, stage: int) -> int:
+    """Micro-batches times model chunks whose activations a stage keeps at once.
+
+    1F1B: pp - stage. Interleaved with v chunks: 2 (pp - 1 - stage) + (v - 1) pp + 1, which is megatron's warm-up and
+    one more; on stage 0 this is Korthikanti et al.'s factor 1 + (pp - 1) / (pp v), section 4.2.3, of pp v.
+    """
+    if layout.vpp == 1:
+        return layout.pp - stage
+    return 2 * (layout.pp - 1 - stage) + (layout.vpp - 1) * layout.pp + 1
+
+
+def training_activation_bytes(
+    spec: ModelSpec,
+    layout: Layout,
+    stage: int,
+    *,
+    head: str,
+    itemsize: int,
+    sequence_parallel: bool,
+    recompute: str,
+    tokens: int,
+    replica_tokens: int,
+) -> int:
+    """Estimate: layers of the stage x micro-batches in flight x `layer_bytes`, one layer run again, and the outputs.
+
+    tokens: of a micro-batch; replica_tokens: of all micro-batches of a replica, which bounds what is in flight.
+    """
+    sizes = {"tp": layout.tp, "sequence_parallel": sequence_parallel, "itemsize": itemsize}
+    num_layers = len(layout.stages(spec.num_layers)[stage])
+    in_flight = min(chunks_in_flight(layout, stage) * tokens / layout.vpp, replica_tokens)
+    kept = in_flight * num_layers * layer_bytes(spec, recompute=recompute, **sizes)
+    again = tokens * layer_bytes(spec, recompute="none", **sizes) if recompute == "full" else 0
+    last = stage == layout.pp - 1
+    outputs = output_bytes(spec, head, tp=layout.tp, itemsize=itemsize, rows=tokens) if last else 0
+    return ceil(kept + again + outputs)
+
+
+def forward_activation_bytes(
+    spec: ModelSpec, layout: Layout, stage: int, *, head: str, itemsize: int, sequence_parallel: bool, tokens: int
+) -> int:
+    """Estimate for a pass without gradients: all that one layer makes, or the outputs; the larger of the two."""
+    sizes = {"tp": layout.tp, "sequence_parallel": sequence_parallel, "itemsize": itemsize}
+    layer = tokens * layer_bytes(spec, recompute="none", **sizes)
+    last = stage == layout.pp - 1
+    outputs = output_bytes(spec, head, tp=layout.tp, itemsize=itemsize, rows=tokens) if last else 0
+    return ceil(max(layer, outputs))
+
+
+def output_bytes(spec: ModelSpec, head: str, *, tp: int, itemsize: int, rows: int) -> int:
+    """The wanted rows of the last hidden state, and their logits in the model's dtype or their values in float32.
+
+    No other copy of the logits exists: their gradient is written over them (`parallel.vocab`).
+    """
+    outputs = itemsize * (spec.padded_vocab_size // tp) if head == "lm" else 4
+    return rows * (itemsize * spec.hidden_size + outputs)
+
+
+def engine_activation_bytes(spec: ModelSpec, *, tp: int, itemsize: int, tokens: int, sequences: int) -> int:
+    """Estimate for the engine: one layer of a full step, or the float32 logits of all sequences, gathered over tp."""
+    layer = tokens * layer_bytes(spec, tp=tp, sequence_parallel=False, recompute="none", itemsize=itemsize)
+    return ceil(max(layer, 4 * sequences * spec.padded_vocab_size))

@@ -1,0 +1,221 @@
+"""Ways and memory of every rank's hand-off, forecast from a plan. Pure: `transfer` replayed on sizes.
+
+The training storages are cut as megatron fills its buckets, without its padding: an estimate of what is released when.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+from hybridflow.architecture.parts import shard_shape
+from hybridflow.architecture.spec import ModelSpec
+from hybridflow.parallel.layout import Place
+from hybridflow.reshard.flows import Flow, Part, content, flows_of, is_received_in_place, is_sent_in_place
+from hybridflow.reshard.plan import Operation, ReshardPlan, Way
+
+SCRATCH_BYTES = 1 << 18  # of a permutation on a CPU, at most; on CUDA it needs none
+ALIGNMENT = 64  # elements: where weights begin in the engine's own memory
+
+
+@dataclass(frozen=True)
+class HandOffMemory:
+    """Bytes of weights on one rank that come and go when the engine takes over."""
+
+    own: int  # the engine's own
+    released: int  # training storages whose content the engine then holds
+    peak_extra: int  # beyond the larger of before and after, on the way there or back
+
+
+class _Local(NamedTuple):
+    """What the hand-off means to a rank, whichever replica it is in."""
+
+    operations: dict[str, Operation]
+    held: tuple[tuple[str, int], ...]  # (weight, elements) of the training shards
+    received: dict[tuple[int, int, int], tuple[Flow, ...]]  # (bucket, pp, tp of the source in training) -> flows
+    receive_buffers: Counter[int]  # bucket -> elements
+
+
+class HandOffs:
+    """Ways and memory of every rank's hand-off. Ranks alike but for their replica are computed once."""
+
+    def __init__(self, plan: ReshardPlan, spec: ModelSpec, *, itemsize: int, bucket_elements: int) -> None:
+        self._plan, self._spec, self._itemsize, self._bucket_elements = plan, spec, itemsize, bucket_elements
+        self._bucket = {weight.megatron: i for i, bucket in enumerate(plan.buckets) for weight in bucket}
+        self._locals: dict[tuple, _Local] = {}
+        self.ranks = sorted({*plan.train.ranks, *plan.rollout.ranks})
+        self._local_of = {rank: self._local(rank) for rank in self.ranks}
+
+    @cached_property
+    def ways(self) -> dict[Way, tuple[int, int]]:
+        """(number of parameters, bytes of the engine's shards) that come about so, summed over the ranks."""
+        numbers, sizes = Counter(), Counter()
+        for key, count in Counter(self._key(rank) for rank in self.ranks).items():
+            for operation in self._locals[key].operations.values():
+                numbers[operation.way] += count
+                sizes[operation.way] += count * self._itemsize * prod(operation.shape)
+        return {way: (numbers[way], sizes[way]) for way in Way}
+
+    @cached_property
+    def memory(self) -> dict[int, HandOffMemory]:
+        known: dict[tuple, HandOffMemory] = {}
+        found = {}
+        for rank in self.ranks:
+            sent = tuple(sum(self._send_buffers[rank][bucket].values()) for bucket in range(len(self._plan.buckets)))
+            key = (self._key(rank), sent)
+            if key not in known:
+                known[key] = self._memory(self._local_of[rank], sent)
+            found[rank] = known[key]
+        return found
+
+    def _key(self, rank: int) -> tuple:
+        """All that `_Local` depends on: the place it receives from first, its place in its engine."""
+        origin, rollout = self._plan.origin(rank), self._plan.rollout
+        return rank in self._plan.train, origin.pp, origin.tp, rollout.seat(rank)[1:] if rank in rollout else None
+
+    def _local(self, rank: int) -> _Local:
+        key = self._key(rank)
+        if key not in self._locals:
+            train = self._plan.train
+            operations = {o.weight.megatron: o for o in self._plan.operations(rank)}
+            parts: dict[tuple[int, int, int], list[Part]] = defaultdict(list)
+            for name, operation in operations.items():
+                for source, piece in operation.pieces:
+                    if source != rank:
+                        place = train.place(source)
+                        parts[self._bucket[name], place.pp, place.tp].append((operation.weight, piece))
+            received = {key: tuple(flows_of(found)) for key, found in parts.items()}
+            buffers: Counter[int] = Counter()
+            for (bucket, *_), flows in received.items():
+                buffers[bucket] += sum(_elements(flow) for flow in flows if not self._lands(flow, operations))
+            weights = self._plan.trained_weights(rank)
+            held = tuple((w.megatron, prod(shard_shape(w, self._spec, train.tp))) for w in weights)
+            self._locals[key] = _Local(operations, held, received, buffers)
+        return self._locals[key]
+
+    def _lands(self, flow: Flow, operations: Mapping[str, Operation]) -> bool:
+        shape = operations[flow[0][0].megatron].shape
+        return is_received_in_place(flow, shape[1] if len(shape) == 2 else 1)
+
+    @cached_property
+    def _send_buffers(self) -> Mapping[int, Mapping[int, dict[tuple, int]]]:
+        """rank -> bucket -> what it must pack to send -> its elements; what several peers get is packed once."""
+        found: dict[int, dict[int, dict[tuple, int]]] = defaultdict(lambda: defaultdict(dict))
+        packed: dict[tuple, list[tuple[tuple, int]]] = {}
+        for rank in self.ranks:
+            dp = self._plan.origin(rank).dp
+            for (bucket, pp, tp), flows in self._local_of[rank].received.items():
+                key = (self._key(rank), bucket, pp, tp)
+                if key not in packed:
+                    packed[key] = [(content(flow), _elements(flow)) for flow in flows if not self._is_whole(flow)]
+                found[self._plan.train.rank_at(Place(tp, dp, pp))][bucket].update(packed[key])
+        return found
+
+    def _is_whole(self, flow: Flow) -> bool:
+        shape = shard_shape(flow[0][0], self._spec, self._plan.train.tp)
+        return is_sent_in_place(flow, shape[1] if len(shape) == 2 else 1)
+
+    def _memory(self, local: _Local, sent: tuple[int, ...]) -> HandOffMemory:
+        storages = _cut(tuple(reversed(local.held)), self._bucket_elements)
+        released = [i for i, storage in enumerate(storages) if _is_released(storage, local.operations)]
+        moved = {name for i in released for name, _ in storages[i]}
+        own: list[tuple[list[str], int]] = [([], 0) for _ in sent]
+        scratch = 0
+        for name, operation in local.operations.items():
+            if operation.way is Way.GATHER or name in moved:
+                names, size = own[self._bucket[name]]
+                aligned = -(-prod(operation.shape) // ALIGNMENT) * ALIGNMENT
+                own[self._bucket[name]] = ([*names, name], size + self._itemsize * aligned)
+            elif operation.way is Way.PERMUTE:
+                block = self._itemsize * dict(local.held)[name] // len(operation.order)
+                scratch = max(scratch, min(block, SCRATCH_BYTES))
+        staged = list(sent)
+        for bucket, elements in local.receive_buffers.items():
+            staged[bucket] += elements
+        return hand_off_memory(
+            [[(name, self._itemsize * size) for name, size in storage] for storage in storages],
+            own,
+            released=released,
+            staged=[self._itemsize * elements for elements in staged],
+            scratch=scratch,
+        )
+
+
+def _elements(flow: Flow) -> int:
+    return sum(piece.num_elements for _, piece in flow)
+
+
+def _cut(held: tuple[tuple[str, int], ...], bucket_elements: int) -> list[list[tuple[str, int]]]:
+    """The training storages: as megatron fills its buckets, from the last weight to the first."""
+    storages: list[list[tuple[str, int]]] = []
+    filled = bucket_elements
+    for name, size in held:
+        if filled >= bucket_elements:
+            storages.append([])
+            filled = 0
+        storages[-1].append((name, size))
+        filled += size
+    return storages
+
+
+def _is_released(storage: list[tuple[str, int]], operations: Mapping[str, Operation]) -> bool:
+    """As `reshard.memory.moves`."""
+    found = [operations[name] for name, _ in storage if name in operations]
+    contained = len(found) == len(storage) and all(o.contains_training_shard for o in found)
+    return contained and any(o.way is Way.GATHER for o in found)
+
+
+# ------------------------------------------------------------------------------------------------ replay
+
+
+def hand_off_memory(
+    storages: Sequence[Sequence[tuple[str, int]]],
+    own: Sequence[tuple[Sequence[str], int]],
+    *,
+    released: Sequence[int],
+    staged: Sequence[int],
+    scratch: int,
+) -> HandOffMemory:
+    """Replay `reshard.transfer` on sizes.
+
+    storages: the (weight, bytes) of each training storage. own: of each bucket the weights in the engine's own memory
+    and its bytes. released: which storages. staged: bytes of send and receive buffers of each bucket.
+    scratch: of a permutation in place.
+    """
+    sizes = {i: sum(size for _, size in storages[i]) for i in released}
+    names = {i: {name for name, _ in storages[i]} for i in released}
+    before = live = sum(size for storage in storages for _, size in storage)
+    peak, pending = before + scratch, {i: set(names[i]) for i in released}
+    for (mine, size), buffers in zip(own, staged, strict=True):
+        live += size
+        peak = max(peak, live + buffers)
+        for i in [i for i in pending if pending[i] & set(mine)]:
+            pending[i] -= set(mine)
+            if not pending[i]:
+                live -= sizes[i]
+                del pending[i]
+    there = peak - max(before, live)
+    return HandOffMemory(
+        own=sum(size for _, size in own),
+        released=sum(sizes.values()),
+        peak_extra=max(there, _restore_peak(live, own, names, sizes) - max(before, live), scratch),
+    )
+
+
+def _restore_peak(
+    live: int, own: Sequence[tuple[Sequence[str], int]], names: dict[int, set[str]], sizes: dict[int, int]
+) -> int:
+    """On the way back storages are filled last to first; a bucket goes when none of its weights is needed any more."""
+    needed = Counter(name for group in names.values() for name in group)
+    waiting = [(set(mine), size) for mine, size in own]
+    peak = live
+    for i in [None, *reversed(names)]:
+        if i is not None:
+            live += sizes[i]
+            needed -= Counter(names[i])
+        peak = max(peak, live)
+        live -= sum(size for mine, size in waiting if not mine & needed.keys())
+        waiting = [(mine, size) for mine, size in waiting if mine & needed.keys()]
+    return peak

@@ -1,0 +1,152 @@
+"""What a run writes and shows while it goes: rank 0 records, the other ranks stay silent."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridflow.batch import TrainBatch
+from hybridflow.config import ExperimentConfig
+from hybridflow.recording.iteration import Iteration
+from hybridflow.recording.progress import Progress
+from hybridflow.recording.run_dir import dump_batch, open_run_dir
+from hybridflow.recording.writers import MetricsWriter, SampleWriter
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a person wants to know at the end of a run."""
+
+    accuracy_before: float | None
+    accuracy_after: float | None
+    score_first: float
+    score_last: float
+    tokens_per_sec: float
+    seconds: float
+
+    def rows(self, run_dir: Path) -> list[tuple[str, str]]:
+        """(name, value) pairs for the closing table."""
+        rows = []
+        if self.accuracy_before is not None and self.accuracy_after is not None:
+            gained = 100 * (self.accuracy_after - self.accuracy_before)
+            shown = f"{self.accuracy_before:.1%} -> {self.accuracy_after:.1%} ({gained:+.1f} points)"
+            rows.append(("held-out accuracy", shown))
+        return rows + [
+            ("mean score", f"{self.score_first:.3f} -> {self.score_last:.3f} (first and last iteration)"),
+            ("throughput", f"{self.tokens_per_sec:.0f} tokens/s"),
+            ("time", f"{self.seconds:.0f} s"),
+            ("run directory", str(run_dir)),
+            ("trained model", str(run_dir / "hf")),
+        ]
+
+
+class Recorder:
+    """Keeps the history every rank needs for its summary; shows nothing and writes nothing."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._accuracies: list[float] = []
+        self._scores: list[float] = []
+        self._rates: list[float] = []
+
+    def phase(self, text: str) -> None:
+        """What is going on now."""
+
+    def message(self, text: str) -> None:
+        """A line for the person who watches."""
+
+    def before_training(self, evaluation: dict[str, float]) -> None:
+        self._accuracies.append(evaluation["eval/accuracy"])
+
+    def evaluated(self, done: Iteration, evaluation: dict[str, float]) -> None:
+        self._accuracies.append(evaluation["eval/accuracy"])
+        done.metrics.update(evaluation)
+
+    def batch(self, iteration: int, batch: TrainBatch) -> None:
+        """A training batch is complete."""
+
+    def iteration(self, done: Iteration) -> None:
+        self._scores.append(float(done.metrics["reward/score_mean"]))
+        self._rates.append(float(done.metrics["train/tokens_per_sec"]))
+
+    def summary(self) -> RunSummary:
+        return RunSummary(
+            accuracy_before=self._accuracies[0] if self._accuracies else None,
+            accuracy_after=self._accuracies[-1] if self._accuracies else None,
+            score_first=self._scores[0],
+            score_last=self._scores[-1],
+            tokens_per_sec=sum(self._rates) / len(self._rates),
+            seconds=time.perf_counter() - self._started,
+        )
+
+
+class WritingRecorder(Recorder):
+    """Rank 0's: metrics.csv, TensorBoard, samples.jsonl, batches/, and the progress display."""
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        progress: Progress,
+        *,
+        metrics: MetricsWriter,
+        samples: SampleWriter,
+        decode: Callable[[list[int]], str],
+    ) -> None:
+        super().__init__()
+        self._config, self._progress, self._decode = config, progress, decode
+        self._metrics, self._samples = metrics, samples
+
+    def phase(self, text: str) -> None:
+        self._progress.phase(text)
+
+    def message(self, text: str) -> None:
+        self._progress.message(text)
+
+    def before_training(self, evaluation: dict[str, float]) -> None:
+        super().before_training(evaluation)
+        self._metrics.write(0, evaluation)
+        self.message(f"before training: held-out accuracy {evaluation['eval/accuracy']:.3f}")
+
+    def batch(self, iteration: int, batch: TrainBatch) -> None:
+        if self._config.metrics.dump_batches:
+            dump_batch(self._config.run_dir, iteration, batch)
+
+    def iteration(self, done: Iteration) -> None:
+        super().iteration(done)
+        self._metrics.write(done.number, done.metrics)
+        self._samples.write(done.number, self._sample_rows(done))
+        self._progress.iteration(done.number, done.metrics)
+
+    def _sample_rows(self, done: Iteration) -> list[dict]:
+        rows = list(range(min(self._config.metrics.num_samples, len(done.batch))))
+        responses = done.batch.response_token_lists(rows)
+        return [
+            {
+                "prompt": done.prompts.texts[int(done.batch.prompt_indices[row])],
+                "response": self._decode(ids),
+                "score": float(done.scores[row]),
+            }
+            for row, ids in zip(rows, responses, strict=True)
+        ]
+
+
+@contextlib.contextmanager
+def record_run(
+    config: ExperimentConfig, num_iterations: int, *, rank: int, decode: Callable[[list[int]], str]
+) -> Iterator[Recorder]:
+    """The recorder of this rank, for the time of a run."""
+    if rank != 0:
+        yield Recorder()
+        return
+    moved = open_run_dir(config.run_dir, config.to_yaml())
+    metrics = MetricsWriter(config.run_dir, csv=config.metrics.csv, tensorboard=config.metrics.tensorboard)
+    samples = SampleWriter(config.run_dir / "samples.jsonl")
+    with Progress(num_iterations) as progress:
+        if moved is not None:
+            progress.message(f"{config.run_dir} held an earlier run; it is now {moved}")
+        try:
+            yield WritingRecorder(config, progress, metrics=metrics, samples=samples, decode=decode)
+        finally:
+            metrics.close()
+            samples.close()

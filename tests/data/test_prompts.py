@@ -1,0 +1,295 @@
+"""Prompt files in, packed batches out; every way in which a file can be wrong; the order of prompts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from hybridflow.data.prompts import PromptDataset, PromptOrder, load_prompts
+from hybridflow.errors import DataError
+
+WORDS = ["<unk>", "<bos>", "<eos>", "user", "assistant", "what", "is", "one", "plus", "two", "why"]
+BOS, EOS = WORDS.index("<bos>"), WORDS.index("<eos>")
+CHAT_TEMPLATE = (
+    "<bos>{% for message in messages %}"
+    "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    " {{ message.role }} {{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %} assistant{% endif %}"
+)
+
+
+def word_tokenizer(*, template: str = "$A") -> PreTrainedTokenizerFast:
+    """One token a word. `template` is what special tokens it puts around a text."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.normalizer = normalizers.Replace("\u200b", "")  # a text of zero-width spaces has no tokens
+    special = [(word, WORDS.index(word)) for word in ("<bos>", "<eos>")]
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(WORDS.index(word) for word in text.split())
+
+
+@pytest.fixture
+def prompt_file(tmp_path: Path) -> Any:
+    """Writes lines, each a text or an object, and gives the path."""
+
+    def write(*lines: Any) -> Path:
+        path = tmp_path / "prompts.jsonl"
+        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        path.write_text("".join(f"{text}\n" for text in texts))
+        return path
+
+    return write
+
+
+def load(path: Path, **changes: Any) -> PromptDataset:
+    options = {
+        "tokenizer": word_tokenizer(),
+        "prompt_key": "prompt",
+        "chat_template": False,
+        "max_length": 10,
+        "overlong": "error",
+    }
+    return load_prompts(path, **(options | changes))
+
+
+def message(text: str, role: str = "user") -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+# ------------------------------------------------------------------------------------------------ what is read
+
+
+def test_prompts_and_columns_are_read(prompt_file) -> None:
+    path = prompt_file(
+        {"prompt": "what is one", "answer": 1, "tags": ["a"]}, {"tags": [], "answer": 2, "prompt": "why"}
+    )
+    dataset = load(path)
+    assert len(dataset) == 2
+    assert dataset.input_ids == (ids("what is one"), ids("why"))
+    assert dataset.texts == ("what is one", "why")
+    assert dataset.columns == {"answer": (1, 2), "tags": (["a"], [])}
+    assert dataset.num_dropped == 0
+
+
+def test_the_prompt_key_is_the_configs(prompt_file) -> None:
+    dataset = load(prompt_file({"question": "why", "prompt": 3}), prompt_key="question")
+    assert dataset.texts == ("why",)
+    assert dataset.columns == {"prompt": (3,)}
+
+
+def test_blank_lines_are_skipped_and_counted_in_line_numbers(prompt_file) -> None:
+    assert load(prompt_file("", {"prompt": "why"}, "  \t", {"prompt": "what"})).texts == ("why", "what")
+    with pytest.raises(DataError, match="line 4: is not JSON"):
+        load(prompt_file("", {"prompt": "why"}, "", "{"))
+
+
+def test_a_byte_order_mark_and_unicode_line_separators_are_text(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes('{"prompt": "why\u2028why"}\n'.encode("utf-8-sig"))
+    assert load(path).texts == ("why\u2028why",)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("$A", ids("what is")),
+        ("<bos> $A", (BOS, *ids("what is"))),
+        ("<bos> $A <eos>", (BOS, *ids("what is"))),
+        ("$A <eos>", ids("what is")),
+    ],
+)
+def test_special_tokens_are_added_but_no_end_token(prompt_file, template: str, expected: tuple) -> None:
+    dataset = load(prompt_file({"prompt": "what is"}), tokenizer=word_tokenizer(template=template))
+    assert dataset.input_ids == (expected,)
+
+
+def test_conversations_are_rendered_and_get_no_second_special_tokens(prompt_file) -> None:
+    path = prompt_file({"prompt": [message("what is one"), message("two", "assistant"), message("why")]})
+    dataset = load(path, chat_template=True, tokenizer=word_tokenizer(template="<bos> $A <eos>"))
+    rendered = "<bos> user what is one assistant two user why assistant"
+    assert dataset.texts == (rendered,)
+    assert dataset.input_ids == (ids(rendered),)
+
+
+def test_overlong_prompts_are_dropped_with_their_columns(prompt_file) -> None:
+    path = prompt_file(
+        {"prompt": "what is", "answer": 0},
+        {"prompt": "what is one", "answer": 1},
+        {"prompt": "why", "answer": 2},
+    )
+    dataset = load(path, max_length=2, overlong="drop")
+    assert dataset.texts == ("what is", "why")
+    assert dataset.input_ids == (ids("what is"), ids("why"))
+    assert dataset.columns == {"answer": (0, 2)}
+    assert dataset.num_dropped == 1
+
+
+def test_special_tokens_count_towards_the_length_and_a_stripped_end_token_does_not(prompt_file) -> None:
+    path = prompt_file({"prompt": "what is"})
+    tokenizer = word_tokenizer(template="<bos> $A <eos>")
+    assert load(path, tokenizer=tokenizer, max_length=3).input_ids == ((BOS, *ids("what is")),)
+    with pytest.raises(DataError, match=r"has 3 tokens, more than data\.max_prompt_length = 2"):
+        load(path, tokenizer=tokenizer, max_length=2)
+
+
+def test_batch_packs_the_chosen_prompts_in_order(prompt_file) -> None:
+    dataset = load(
+        prompt_file({"prompt": "what is", "answer": 0}, {"prompt": "why", "answer": 1}, {"prompt": "two", "answer": 2})
+    )
+    batch = dataset.batch([2, 0, 2])
+    assert batch.token_lists() == [list(ids("two")), list(ids("what is")), list(ids("two"))]
+    assert batch.lengths.tolist() == [1, 2, 1]
+    assert batch.input_ids.dtype == batch.lengths.dtype == torch.int64
+    assert batch.texts == ("two", "what is", "two")
+    assert batch.columns == {"answer": (2, 0, 2)}
+    assert len(batch) == 3
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+GOOD = {"prompt": "why"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([GOOD, '{"prompt": '], ["line 2", "is not JSON", "column"]),
+        ([GOOD, GOOD, "[1]"], ["line 3", "is a JSON list", "'prompt'"]),
+        (["3"], ["line 1", "is a JSON int"]),
+        ([GOOD, {"question": "why"}], ["line 2", "no key 'prompt'", "data.prompt_key", "question"]),
+        ([{}], ["line 1", "no key 'prompt'", "its keys are none"]),
+        ([GOOD, {"prompt": ""}], ["line 2", "prompt = ''", "is empty"]),
+        ([GOOD, {"prompt": " \n\t"}], ["line 2", r"prompt = ' \n\t'", "is empty"]),
+        ([{"prompt": 7}], ["line 1", "prompt = 7", "is a int", "expected a text"]),
+        ([{"prompt": None}], ["line 1", "prompt = None", "expected a text"]),
+        ([{"prompt": [message("why")]}], ["line 1", "is a list", "data.chat_template: true"]),
+        ([GOOD, '{"prompt": "\\ud83d"}'], ["line 2", "prompt", r"'\ud83d'", "no character"]),
+        ([GOOD, {"prompt": "\u200b"}], ["line 2", "no tokens", r"'\u200b'"]),
+        ([GOOD, {"prompt": "why", "answer": 1}], ["line 1", "no key 'answer'", "line 2 has"]),
+        ([{"prompt": "why", "answer": 1}, GOOD], ["line 2", "no key 'answer'", "line 1 has"]),
+        (
+            [GOOD, {"prompt": "what is one plus two"}],
+            ["line 2", "5 tokens", "data.max_prompt_length = 4", "data.overlong_prompts"],
+        ),
+        ([], ["holds no prompt", "'prompt'"]),
+        (["", " "], ["holds no prompt"]),
+    ],
+)
+def test_bad_lines_are_errors_that_name_file_and_line(prompt_file, lines: list, expected: list[str]) -> None:
+    path = prompt_file(*lines)
+    with pytest.raises(DataError) as raised:
+        load(path, max_length=4)
+    for part in [str(path), *expected]:
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("why", ["prompt = 'why'", "is a str", "data.chat_template", "list of messages"]),
+        ([], ["prompt = []", "is empty"]),
+        (["why"], ["prompt[0] = 'why'", "expected role and content"]),
+        ([message("what"), {"role": "user"}], ["prompt[1].content = None", "not a text"]),
+        ([{"role": 3, "content": "why"}], ["prompt[0].role = 3", "not a text"]),
+        ([message(" ")], ["is empty", "no message has content"]),
+        ([message("why", "tool")], ["chat template cannot render", "no tools here"]),
+    ],
+)
+def test_bad_conversations_are_errors(prompt_file, prompt: Any, expected: list[str]) -> None:
+    path = prompt_file({"prompt": [message("why")]}, {"prompt": prompt})
+    with pytest.raises(DataError) as raised:
+        load(path, chat_template=True)
+    for part in [f"{path}, line 2", *expected]:
+        assert part in str(raised.value)
+
+
+def test_a_tokenizer_without_a_chat_template_is_an_error(prompt_file) -> None:
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match="line 1: prompt: the tokenizer's chat template cannot render it"):
+        load(prompt_file({"prompt": [message("why")]}), tokenizer=tokenizer, chat_template=True)
+
+
+def test_dropping_every_prompt_is_an_error(prompt_file) -> None:
+    path = prompt_file({"prompt": "what is one"}, {"prompt": "what is one plus"})
+    with pytest.raises(DataError) as raised:
+        load(path, max_length=2, overlong="drop")
+    for part in [str(path), "no prompt is left", "all 2", "data.max_prompt_length = 2", "shortest has 3"]:
+        assert part in str(raised.value)
+
+
+def test_a_file_that_is_not_there_or_not_text_is_an_error(tmp_path: Path) -> None:
+    for path, rule in [(tmp_path / "absent.jsonl", "No such file"), (tmp_path, "Is a directory")]:
+        with pytest.raises(DataError) as raised:
+            load(path)
+        assert f"{path}: cannot be read: {rule}" in str(raised.value)
+    binary = tmp_path / "prompts.parquet"
+    binary.write_bytes(b"PAR1\xff\xfe")
+    with pytest.raises(DataError, match=r"prompts.parquet: is not UTF-8 text .*JSON lines"):
+        load(binary)
+
+
+# ------------------------------------------------------------------------------------------------ order
+
+
+def test_without_shuffling_the_order_is_the_files() -> None:
+    order = PromptOrder(3, seed=5, shuffle=False)
+    assert order.next(2) == [0, 1]
+    assert order.next(5) == [2, 0, 1, 2, 0]
+    assert order.next(0) == []
+    assert order.position == 7
+    assert order.epoch == pytest.approx(7 / 3)
+
+
+def test_every_epoch_is_another_permutation() -> None:
+    order = PromptOrder(20, seed=0, shuffle=True)
+    epochs = [order.next(20) for _ in range(4)]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_the_order_is_a_function_of_the_seed() -> None:
+    def draw(seed: int) -> list[int]:
+        return PromptOrder(50, seed, True).next(100)
+
+    assert draw(3) == draw(3)
+    assert len({tuple(draw(seed)) for seed in range(6)}) == 6
+    # epoch 1 of one seed is not epoch 0 of the next
+    assert draw(0)[50:] != draw(1)[:50]
+
+
+def test_the_order_does_not_change_between_releases() -> None:
+    """A checkpoint's position means the same prompts later on."""
+    assert PromptOrder(6, 0, True).next(12) == [0, 5, 4, 2, 1, 3, 3, 0, 2, 4, 1, 5]
+
+
+def test_the_order_does_not_depend_on_how_many_are_taken_at_a_time() -> None:
+    whole = PromptOrder(7, 1, True).next(40)
+    order = PromptOrder(7, 1, True)
+    parts = [order.next(count) for count in (1, 2, 3, 4, 30)]
+    assert [index for part in parts for index in part] == whole
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("position", [0, 3, 7, 8, 20])
+def test_a_resumed_order_goes_on_exactly(position: int, shuffle: bool) -> None:
+    order = PromptOrder(7, 1, shuffle)
+    order.next(position)
+    resumed = PromptOrder(7, 1, shuffle, position=position)
+    assert resumed.position == order.position == position
+    assert resumed.next(15) == order.next(15)
+    assert resumed.position == position + 15

@@ -1,0 +1,247 @@
+"""The memory estimate: sums by hand, against the reshard plan's own count, and against a live model of one rank.
+
+As a module (`python -m tests.planning.test_footprint MODEL`) it builds that model as an actor,
+steps it, prints what it holds.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridflow.architecture.spec import ModelSpec, read_spec
+from hybridflow.architecture.weights import model_weights
+from hybridflow.config import OptimizerConfig
+from hybridflow.parallel.layout import Layout
+from hybridflow.planning.footprint import (
+    Footprint,
+    chunks_in_flight,
+    engine_activation_bytes,
+    forward_activation_bytes,
+    gradient_bytes,
+    kv_cache_bytes,
+    layer_bytes,
+    model_elements,
+    optimizer_bytes,
+    output_bytes,
+    stage_elements,
+    together,
+    training_activation_bytes,
+)
+from hybridflow.reshard.groups import rollout_layout
+from hybridflow.reshard.plan import plan_reshard
+from tests.tiny_models import make_checkpoints
+
+ROOT = Path(__file__).resolve().parents[2]
+# a rank's padding: 64 elements a parameter and 128 a bucket, and a counter of 4 bytes a parameter in torch's Adam
+PADDING, BUCKET_BYTES = 64, 1 << 30
+OPTIMIZERS = {
+    "adam": {"lr": 0.1},
+    "adam, whole": {"lr": 0.1, "zero1": False},
+    "sgd": {"name": "sgd", "lr": 0.1},
+    "sgd with momentum": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+}
+
+
+def small_spec(**changes: object) -> ModelSpec:
+    fields = dict(
+        path=Path("nowhere"),
+        family="llama",
+        head="lm",
+        num_layers=2,
+        hidden_size=8,
+        ffn_hidden_size=16,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=4,
+        vocab_size=60,  # padded to 64
+        norm_eps=1e-6,
+        tied=False,
+        max_positions=64,
+    )
+    return ModelSpec(**{**fields, **changes})
+
+
+def layout(tp: int, pp: int, dp: int, vpp: int = 1) -> Layout:
+    return Layout(tp, pp, dp, tuple(range(tp * pp * dp)), vpp=vpp)
+
+
+# ------------------------------------------------------------------------------------------------ weights
+
+# a layer: 2 norms of 8, qkv 24 x 8, proj 8 x 8, fc1 32 x 8, fc2 8 x 16
+WHOLE_LAYER, HALF_LAYER = 16 + 192 + 64 + 256 + 128, 16 + 96 + 32 + 128 + 64
+EMBEDDING = 64 * 8
+
+
+def test_elements_by_hand() -> None:
+    spec = small_spec()
+    assert model_elements(spec, "lm") == 2 * EMBEDDING + 2 * WHOLE_LAYER + 8
+    assert model_elements(spec, "score") == EMBEDDING + 2 * WHOLE_LAYER + 8 + 8
+    assert stage_elements(spec, "lm", layout(2, 2, 1)) == (EMBEDDING // 2 + HALF_LAYER, HALF_LAYER + 8 + EMBEDDING // 2)
+    assert stage_elements(spec, "score", layout(2, 2, 3)) == (EMBEDDING // 2 + HALF_LAYER, HALF_LAYER + 8 + 8)
+
+
+def test_a_tied_model_has_one_embedding_and_its_last_stage_a_copy() -> None:
+    spec = small_spec(tied=True)
+    assert model_elements(spec, "lm") == EMBEDDING + 2 * WHOLE_LAYER + 8
+    assert stage_elements(spec, "lm", layout(1, 2, 1)) == (EMBEDDING + WHOLE_LAYER, WHOLE_LAYER + 8 + EMBEDDING)
+    # a critic that starts from it has a value head of its own
+    assert stage_elements(spec, "score", layout(1, 2, 1)) == (EMBEDDING + WHOLE_LAYER, WHOLE_LAYER + 8 + 8)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("sizes", [(1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 4, 2), (4, 2, 1, 2)], ids=str)
+def test_elements_are_those_of_the_reshard_plan(sizes: tuple[int, ...], tied: bool) -> None:
+    spec = small_spec(num_layers=8, num_heads=4, family="qwen2", tied=tied)
+    train = layout(*sizes)
+    plan = plan_reshard(spec, train, rollout_layout(train, 1, 1))
+    elements = stage_elements(spec, "lm", train)
+    assert [plan.held_elements(rank) for rank in train.ranks] == [elements[train.place(r).pp] for r in train.ranks]
+
+
+# ------------------------------------------------------------------------------------------------ a live model
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """memory_bytes after a step by "dtype/optimizer", and the model's directory."""
+    model = make_checkpoints(tmp_path_factory.mktemp("footprint"), family="qwen2", tied=False) / "policy"
+    command = [sys.executable, "-m", "tests.planning.test_footprint", str(model)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return {"model": model} | json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_live_model_holds_what_is_estimated(live: dict, dtype: str, name: str) -> None:
+    spec, optimizer = read_spec(live["model"]), OptimizerConfig(**OPTIMIZERS[name])
+    (elements,) = stage_elements(spec, "lm", layout(1, 1, 1))
+    num_parameters = len(list(model_weights(spec, "lm")))
+    itemsize = {"bfloat16": 2, "float32": 4}[dtype]
+    expected = {
+        "weights": itemsize * elements,
+        "gradients": gradient_bytes(elements),
+        "optimizer": optimizer_bytes(elements, optimizer, dtype=dtype, dp=1),
+    }
+    for kind, size in expected.items():
+        slack = (PADDING * num_parameters + 128) * size // elements + 4 * num_parameters * (kind == "optimizer")
+        assert size <= live[f"{dtype}/{name}"][kind] <= size + slack, kind
+
+
+def measure(model: str) -> dict[str, dict[str, int]]:
+    import torch.distributed as dist
+
+    from hybridflow.config import TrainedRoleConfig
+    from hybridflow.parallel import platform as platforms
+    from hybridflow.parallel.exchange import Exchange
+    from hybridflow.parallel.grid import ProcessGroups
+    from hybridflow.roles.base import World
+    from hybridflow.roles.policy import Actor
+
+    platform = platforms.start(seed=0)
+    exchange = Exchange(dist.group.WORLD, platform.device)
+    world = World(platform, ProcessGroups(), exchange, bucket_bytes=BUCKET_BYTES)
+    found = {}
+    for dtype in ("bfloat16", "float32"):
+        for name, optimizer in OPTIMIZERS.items():
+            config = TrainedRoleConfig(model=model, dtype=dtype, optimizer=optimizer)
+            actor = Actor(config, temperature=1.0, world=world)
+            actor.trained.zero_gradients()
+            actor.trained.step(0.1)
+            found[f"{dtype}/{name}"] = actor.trained.memory_bytes()
+    platforms.stop()
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ optimizer, cache
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "dp", "expected"),
+    [
+        (OPTIMIZERS["adam"], "bfloat16", 1, 12_000),
+        (OPTIMIZERS["adam"], "bfloat16", 4, 3_000),
+        (OPTIMIZERS["adam"], "float32", 4, 2_000),
+        (OPTIMIZERS["adam, whole"], "bfloat16", 4, 12_000),
+        (OPTIMIZERS["sgd"], "bfloat16", 4, 4_000),  # ZeRO-1 is Adam's alone
+        (OPTIMIZERS["sgd"], "float32", 4, 0),
+        (OPTIMIZERS["sgd with momentum"], "bfloat16", 4, 8_000),
+        (OPTIMIZERS["sgd with momentum"], "float32", 4, 4_000),
+    ],
+)
+def test_optimizer_bytes_by_hand(optimizer: dict, dtype: str, dp: int, expected: int) -> None:
+    assert optimizer_bytes(1000, OptimizerConfig(**optimizer), dtype=dtype, dp=dp) == expected
+
+
+def test_engine_stages_share_the_cache_by_their_layers() -> None:
+    stages = ((0, 1, 2, 3), (4, 5))
+    assert [kv_cache_bytes(1.0, stages, stage) for stage in range(2)] == [1 << 30, 1 << 29]
+
+
+def test_models_of_a_rank_take_turns_to_compute() -> None:
+    one, other = Footprint(1, 2, 3, activations=40, kv_cache=5), Footprint(10, activations=30)
+    assert together([one, other]) == Footprint(11, 2, 3, activations=40, kv_cache=5)
+    assert together([one, other]).total == 61
+
+
+# ------------------------------------------------------------------------------------------------ activations
+
+
+def layer(recompute: str, tp: int = 1, sequence_parallel: bool = False) -> float:
+    return layer_bytes(small_spec(), tp=tp, sequence_parallel=sequence_parallel, recompute=recompute, itemsize=2)
+
+
+def test_a_layers_activations_by_hand() -> None:
+    # h = q = k = 8, f = 16, 2 heads: 4 h = 32, 3 q + 3 k + 3 f = 96, log-sum-exp 8 bytes
+    assert layer("none") == 2 * (32 + 96) + 8
+    assert layer("none", tp=2) == 2 * (32 + 48) + 4
+    assert layer("none", tp=2, sequence_parallel=True) == 2 * (16 + 48) + 4
+    assert layer("selective") == 2 * (32 + 32 + 48)
+    assert layer("full") == 2 * 8
+    assert layer("full", tp=2, sequence_parallel=True) == 2 * 4
+
+
+def test_micro_batches_in_flight() -> None:
+    assert [chunks_in_flight(layout(1, 4, 1), stage) for stage in range(4)] == [4, 3, 2, 1]
+    # pp v + pp - 1 on the first stage, and pp v - (pp - 1) on the last
+    assert [chunks_in_flight(layout(1, 4, 1, 2), stage) for stage in range(4)] == [11, 9, 7, 5]
+
+
+def activations(stage: int, *, recompute: str = "none", replica_tokens: int = 1000, head: str = "lm") -> int:
+    return training_activation_bytes(
+        small_spec(),
+        layout(1, 2, 1),
+        stage,
+        head=head,
+        itemsize=2,
+        sequence_parallel=False,
+        recompute=recompute,
+        tokens=10,
+        replica_tokens=replica_tokens,
+    )
+
+
+def test_training_activations_by_hand() -> None:
+    assert activations(0) == 2 * 10 * 264  # two micro-batches of 10 tokens, one layer
+    assert activations(1) == 10 * 264 + 10 * 2 * (8 + 64)  # one, and the logits
+    assert activations(1, head="score") == 10 * 264 + 10 * (2 * 8 + 4)
+    assert activations(0, replica_tokens=15) == 15 * 264  # there are no two full micro-batches
+    assert activations(0, recompute="full") == 2 * 10 * 16 + 10 * 264
+
+
+def test_activations_without_gradients_by_hand() -> None:
+    spec = small_spec()
+    sizes = {"head": "lm", "itemsize": 2, "sequence_parallel": False, "tokens": 10}
+    assert forward_activation_bytes(spec, layout(1, 2, 1), 0, **sizes) == 10 * 264
+    wide = small_spec(vocab_size=1000)  # padded to 1024
+    assert output_bytes(wide, "lm", tp=2, itemsize=2, rows=10) == 10 * (2 * 8 + 2 * 512)
+    assert forward_activation_bytes(wide, layout(2, 1, 1), 0, **sizes) == 10 * (2 * 8 + 2 * 512)
+    assert engine_activation_bytes(spec, tp=1, itemsize=2, tokens=10, sequences=2) == 10 * 264
+    assert engine_activation_bytes(wide, tp=2, itemsize=2, tokens=10, sequences=2) == 4 * 2 * 1024
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1])))

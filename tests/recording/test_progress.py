@@ -1,0 +1,126 @@
+"""What is printed: plain lines into a file, a bar on a terminal, nothing from silent ranks."""
+
+import io
+import re
+
+import pytest
+import torch
+from rich.console import Console
+
+from hybridflow.recording.progress import Progress, iteration_line, print_summary, summary_table
+
+METRICS = {
+    "time/iteration_seconds": 1.94,
+    "reward/score_mean": torch.tensor(0.8124),
+    "kl/reference_mean": 0.01234,
+    "actor/loss": -0.01,
+    "train/tokens_per_sec": 412.3,
+    "critic/loss": 3.0,
+}
+
+
+def file_console() -> Console:
+    return Console(file=io.StringIO(), width=40)
+
+
+def terminal(width: int = 80) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, _environ={"TERM": "xterm"})
+
+
+def printed(console: Console) -> str:
+    """What was written, without colours and cursor movements."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
+
+
+def test_a_line_shows_what_matters_in_a_fixed_order() -> None:
+    expected = "iteration 12/60  score 0.812  kl 0.0123  actor/loss -0.01  412 tok/s  1.9 s"
+    assert iteration_line(12, 60, METRICS) == expected
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ({}, "iteration 0/3"),
+        ({"eval/accuracy": 0.5}, "iteration 0/3  accuracy 0.5"),
+        ({"actor/loss": float("nan")}, "iteration 0/3  actor/loss nan"),
+        ({"train/tokens_per_sec": 123456.7}, "iteration 0/3  123457 tok/s"),
+    ],
+)
+def test_absent_metrics_are_left_out(metrics: dict, expected: str) -> None:
+    assert iteration_line(0, 3, metrics) == expected
+
+
+def test_into_a_file_goes_one_plain_line_an_iteration() -> None:
+    console = file_console()
+    with Progress(60, console=console) as progress:
+        progress.phase("iteration 12: generating")
+        progress.iteration(12, METRICS)
+        progress.message("saved [bold]runs/a[/bold] :smile:")
+        progress.iteration(13, {})
+    assert console.file.getvalue() == (
+        "iteration 12/60  score 0.812  kl 0.0123  actor/loss -0.01  412 tok/s  1.9 s\n"
+        "saved [bold]runs/a[/bold] :smile:\n"
+        "iteration 13/60\n"
+    )
+
+
+def test_on_a_terminal_a_bar_shows_phase_and_metrics() -> None:
+    console = terminal()
+    with Progress(3, console=console) as progress:
+        progress.iteration(0, {"eval/accuracy": 0.25})
+        progress.phase("iteration 1: [generating]")
+        progress.iteration(1, METRICS)
+        progress.message("a line above")
+        progress.phase("iteration 2: training")
+        progress.message("another")
+    text = printed(console)
+    assert "iteration 1: [generating]" in text
+    assert "iteration 2: training" in text
+    bars = [line for line in text.splitlines() if "/3" in line]
+    last = bars[-1].rsplit("\r", 1)[-1]
+    for part in ["1/3", "score 0.812", "accuracy 0.25", "412 tok/s", "eta"]:
+        assert part in last
+    assert "iteration 2: training" not in text.splitlines()[-1]  # the phase is over
+
+
+def test_a_bar_of_long_numbers_fits_eighty_columns() -> None:
+    console = terminal()
+    with Progress(10000, console=console) as progress:
+        progress.iteration(9999, {**METRICS, "eval/accuracy": 0.123, "train/tokens_per_sec": 123456.7})
+    bars = [line.rsplit("\r", 1)[-1] for line in printed(console).splitlines() if "/10000" in line]
+    assert "score 0.812  accuracy 0.123  123457 tok/s" in bars[-1]
+    assert len(bars[-1].rstrip()) <= 80
+
+
+def test_an_exception_ends_the_display_and_passes() -> None:
+    console = terminal()
+    with pytest.raises(ZeroDivisionError), Progress(3, console=console):
+        raise ZeroDivisionError
+    assert console.file.getvalue().endswith("\x1b[?25h")  # the cursor is back
+    console.print("after")
+    assert "after" in console.file.getvalue()
+
+
+def test_the_default_console_is_standard_output(capsys: pytest.CaptureFixture) -> None:
+    with Progress(2) as progress:
+        progress.iteration(1, {})
+    print_summary("done", [("a", "b")])
+    out = capsys.readouterr().out
+    assert out.startswith("iteration 1/2\n")
+    assert "done" in out
+
+
+def test_a_summary_shows_values_as_they_stand() -> None:
+    console = file_console()
+    print_summary("done [1]", [("config", "runs/[a]/" + "x" * 60), ("accuracy", "0.5")], console=console)
+    text = console.file.getvalue()
+    assert "done [1]" in text
+    assert "runs/[a]/" in text
+    assert text.count("x") == 60  # folded, not cut
+    assert re.search(r"accuracy\s*│\s*0.5", text)
+
+
+def test_a_summary_table_has_a_row_each() -> None:
+    table = summary_table([("a", "1"), ("b", "2")])
+    assert table.row_count == 2
+    assert len(table.columns) == 2
