@@ -1,9 +1,10 @@
 """Row blocks of a weight permuted in place, and rectangles copied in one launch. Bit for bit.
 
-permute_blocks: block i becomes the former block order[i]. On CUDA one Triton kernel: a program owns one fibre (a row
-within the block, a tile of columns), loads that fibre of every block and stores it permuted. No two programs touch
-the same element, so nothing is followed and nothing allocated. On a CPU the cycles of the permutation are followed, a
-stretch of the blocks at a time, with that stretch as scratch; blocks that stay are not touched.
+permute_blocks: block i becomes the former block order[i]; blocks that stay are not touched. On CUDA one Triton kernel
+without scratch: a program owns one fibre (the same few elements of every block), loads it of up to LANES blocks and
+stores it permuted. No two programs touch the same element. More blocks than that are permuted in rounds of LANES, each
+a permutation of its own (see `rounds`): what a program holds in registers does not grow with the blocks. On a CPU the
+cycles of the permutation are followed, a stretch of the blocks at a time, with that stretch as scratch.
 
 copy_pieces: many small strided copies. On CUDA one Triton kernel for all of them, that reads addresses and strides from
 a table: a program owns one tile of one copy.
@@ -11,7 +12,9 @@ a table: a program owns one tile of one copy.
 Elements move as integers of their width, so any dtype arrives, NaN payloads included.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise
 from math import gcd
 
 import torch
@@ -24,20 +27,22 @@ except ImportError:  # not needed on a CPU
     triton = None
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-COLUMN_TILE = 128
+LANES = 64  # blocks a round
+PROGRAM_BYTES, WARPS = 1 << 13, 8  # of a round in a program's registers: 32 a thread
 SCRATCH_BYTES = 1 << 18  # stays in a core's cache
 COPY_ROWS, COPY_COLUMNS = 8, 256  # a tile of a copy
 COPY_BYTES = 8  # the widest element that copies move
 COPY_FIELDS = 7  # of a row of the table, see `copy_table`
 
 Copy = tuple[Tensor, Tensor]  # destination, source
+Move = tuple[int, int]  # to block, from block
 
 
 # ------------------------------------------------------------------------------------------------------ permute
 
 
 def permute_blocks(x: Tensor, order: tuple[int, ...]) -> int:
-    """Permute `x` in place; the bytes of scratch it took: on a CPU one block, SCRATCH_BYTES at most.
+    """Permute `x` in place; the bytes of scratch it took: on CUDA none, on a CPU one block, SCRATCH_BYTES at most.
 
     x: (len(order) x block_rows, columns) or (len(order) x block_rows,), contiguous, of 1, 2 or 4 byte elements.
     Errors: ValueError for any other.
@@ -70,36 +75,72 @@ def permute_cycles(blocks: Tensor, order: tuple[int, ...]) -> int:
 
 
 @lru_cache(maxsize=1 << 10)  # layers are alike
-def _moves(order: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """(to, from) in turn; len(order) is the scratch. Of each cycle one block is set aside, the others move once."""
-    found, scratch = [], len(order)
-    pending = {i for i, source in enumerate(order) if source != i}
-    while pending:
-        start = i = min(pending)
-        found.append((scratch, start))
-        while order[i] != start:
-            found.append((i, order[i]))
-            pending.remove(i)
+def _moves(order: tuple[int, ...]) -> tuple[Move, ...]:
+    """What is copied in turn; len(order) is the scratch. Of each cycle one block is set aside, the others move once."""
+    scratch = len(order)
+    chains = ((scratch, *cycle, scratch) for cycle in _cycles(order))
+    return tuple(move for chain in chains for move in pairwise(chain))
+
+
+def _cycles(order: tuple[int, ...]) -> Iterator[list[int]]:
+    """Those of more than one block: each block becomes the one after it in the list, the last one the first."""
+    seen = [source == i for i, source in enumerate(order)]
+    for start in range(len(order)):
+        cycle, i = [], start
+        while not seen[i]:
+            seen[i] = True
+            cycle.append(i)
             i = order[i]
-        found.append((i, scratch))
-        pending.remove(i)
-    return tuple(found)
+        if cycle:
+            yield cycle
 
 
 def permute_triton(blocks: Tensor, order: tuple[int, ...]) -> None:
     """The same by the Triton kernel (on CUDA, or on a CPU in Triton's interpreter)."""
-    num_blocks, block_rows, columns = blocks.shape
-    sources = torch.tensor(order, dtype=torch.int32, device=blocks.device)
-    grid = (block_rows, triton.cdiv(columns, COLUMN_TILE))
-    permute_kernel[grid](
-        blocks,
-        sources,
-        num_blocks,
-        block_rows,
-        columns,
-        PADDED_BLOCKS=triton.next_power_of_2(num_blocks),
-        TILE=COLUMN_TILE,
-    )
+    table, block_elements = _round_table(order, blocks.device), blocks[0].numel()
+    num_rounds, _, lanes = table.shape
+    if num_rounds and block_elements:
+        tile = fibre_elements(lanes, blocks.element_size())
+        grid = (triton.cdiv(block_elements, tile),)
+        permute_kernel[grid](blocks, table, num_rounds, block_elements, LANES=lanes, TILE=tile, num_warps=WARPS)
+
+
+def fibre_elements(lanes: int, element_bytes: int) -> int:
+    """How many elements of each block a program of the permutation owns."""
+    return PROGRAM_BYTES // (lanes * element_bytes)
+
+
+@lru_cache(maxsize=1 << 6)  # layers are alike
+def _round_table(order: tuple[int, ...], device: torch.device) -> Tensor:
+    """(rounds, 2, lanes) int32: the destinations and the sources of each round, -1 for a lane without any."""
+    moves = rounds(order)
+    lanes = 1 << (max(map(len, moves), default=1) - 1).bit_length()
+    table = torch.full((len(moves), 2, lanes), -1, dtype=torch.int32)
+    for row, its in zip(table, moves, strict=True):
+        row[:, : len(its)] = torch.tensor(its, dtype=torch.int32).t()
+    return table.to(device)
+
+
+def rounds(order: tuple[int, ...], lanes: int = LANES) -> list[list[Move]]:
+    """Permutations of at most `lanes` blocks each that one after the other make `order`.
+
+    A cycle that does not fit is cut in two that share a block: (a b c d) is (a b) and then (b c d). The first leaves in
+    b what the last block of the whole cycle gets, so that a cut costs one more move and nothing is set aside.
+    """
+    found: list[list[Move]] = [[]]
+    for cycle in _cycles(order):
+        while len(found[-1]) + len(cycle) > lanes:
+            room = lanes - len(found[-1])
+            if room > 1:
+                found[-1] += _turn(cycle[:room])
+                cycle = cycle[room - 1 :]
+            found.append([])
+        found[-1] += _turn(cycle)
+    return [moves for moves in found if moves]
+
+
+def _turn(cycle: list[int]) -> list[Move]:
+    return list(zip(cycle, cycle[1:] + cycle[:1], strict=True))
 
 
 # --------------------------------------------------------------------------------------------------------- copy
@@ -183,18 +224,19 @@ def copy_table(copies: list[Copy]) -> tuple[Tensor, int]:
 if triton is not None:
 
     @triton.jit
-    def permute_kernel(data, sources, num_blocks, block_rows, columns, PADDED_BLOCKS: tl.constexpr, TILE: tl.constexpr):
-        row = tl.program_id(0)
-        column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-        block = tl.arange(0, PADDED_BLOCKS)
-        source = tl.load(sources + block, mask=block < num_blocks, other=0)
-        mask = (block < num_blocks)[:, None] & (column < columns)[None, :]
-        from_row = (source * block_rows + row).to(tl.int64) * columns
-        to_row = (block * block_rows + row).to(tl.int64) * columns
-        fibre = tl.load(data + from_row[:, None] + column[None, :], mask=mask)
-        # without this a thread could store over what another has yet to load: the PTX has no barrier of its own
-        tl.debug_barrier()
-        tl.store(data + to_row[:, None] + column[None, :], fibre, mask=mask)
+    def permute_kernel(data, table, num_rounds, block_elements, LANES: tl.constexpr, TILE: tl.constexpr):
+        lane = tl.arange(0, LANES)
+        element = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+        for _ in range(num_rounds):
+            destination = tl.load(table + lane).to(tl.int64)
+            source = tl.load(table + LANES + lane).to(tl.int64)
+            mask = (source >= 0)[:, None] & (element < block_elements)[None, :]
+            fibre = tl.load(data + (source * block_elements)[:, None] + element[None, :], mask=mask)
+            # without this a thread could store over what another has yet to load: the PTX has no barrier of its own
+            tl.debug_barrier()
+            tl.store(data + (destination * block_elements)[:, None] + element[None, :], fibre, mask=mask)
+            tl.debug_barrier()  # nor before the next round, which may load what another thread stores in this one
+            table += 2 * LANES
 
     @triton.jit
     def copy_kernel(

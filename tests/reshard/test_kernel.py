@@ -5,6 +5,7 @@ file as a script; and they are compiled for a GPU, which needs none, to read in 
 show: that all loads of a permutation come before all its stores. Tests marked `gpu` run them on one.
 """
 
+import importlib
 import os
 import re
 import subprocess
@@ -20,18 +21,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridflow.reshard import kernel
 from hybridflow.reshard.kernel import (
-    COLUMN_TILE,
     COPY_COLUMNS,
     COPY_ROWS,
     INTEGERS,
+    LANES,
     Copy,
     as_blocks,
     copy_pieces,
     copy_table,
     copy_triton,
+    fibre_elements,
     permute_blocks,
     permute_cycles,
     permute_triton,
+    rounds,
     triton,
 )
 from hybridflow.reshard.plan import inverse
@@ -41,6 +44,7 @@ DTYPES = [
     *[torch.float32, torch.int32, torch.bfloat16, torch.float16, torch.int16],
     *[torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8],
 ]
+FIBRE = fibre_elements(8, 2)  # of 8 blocks of 16-bit elements
 # (query heads, key/value heads, head_dim, columns) of a QKV weight; columns None: a bias
 SHAPES = [
     (4, 2, 3, 5),
@@ -48,9 +52,9 @@ SHAPES = [
     (4, 2, 4, None),
     (2, 2, 3, 7),
     (3, 1, 2, 4),  # one key/value head: the order is the identity
-    (8, 4, 2, COLUMN_TILE),
-    (4, 2, 1, 2 * COLUMN_TILE + 3),
-    (9, 3, 2, COLUMN_TILE - 1),
+    (8, 4, 2, 128),
+    (4, 2, 1, 2 * FIBRE + 3),
+    (9, 3, 1, FIBRE - 1),
 ]
 EACH_SHAPE = pytest.mark.parametrize("shape", SHAPES, ids=str)
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -132,6 +136,37 @@ def test_cycles_of_any_permutation_by_hand(order: tuple[int, ...]) -> None:
     x = torch.tensor([[0.0, 1.0], [10.0, 11.0], [20.0, 21.0], [30.0, 31.0]])
     permute_blocks(x, order)
     assert x.tolist() == [[10.0 * i, 10.0 * i + 1] for i in order]
+
+
+@pytest.mark.parametrize(
+    ("order", "lanes", "expected"),
+    [
+        ((0, 1, 2), 2, []),
+        ((1, 0, 2, 4, 3), 4, [[(0, 1), (1, 0), (3, 4), (4, 3)]]),
+        # (0 1 2 3) is (0 1 2) and then (2 3)
+        ((1, 2, 3, 0), 3, [[(0, 1), (1, 2), (2, 0)], [(2, 3), (3, 2)]]),
+        # one lane is left after (0 1): too few for a part of (2 3)
+        ((1, 0, 3, 2), 3, [[(0, 1), (1, 0)], [(2, 3), (3, 2)]]),
+    ],
+)
+def test_rounds_by_hand(order: tuple[int, ...], lanes: int, expected: list) -> None:
+    assert rounds(order, lanes) == expected
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 63, 64, 65, 512, 16_384])
+@pytest.mark.parametrize("seed", range(3))
+def test_rounds_one_after_the_other_make_the_order(num_blocks: int, seed: int) -> None:
+    order = tuple(torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist())
+    held = list(range(num_blocks))
+    for moves in rounds(order):
+        assert 1 < len(moves) <= LANES
+        assert len({to for to, _ in moves}) == len(moves) and {to for to, _ in moves} == {at for _, at in moves}
+        before = list(held)
+        for to, at in moves:
+            held[to] = before[at]
+    assert tuple(held) == order
+    moved = sum(map(len, rounds(order)))
+    assert moved <= num_blocks * LANES / (LANES - 1) + 1  # a block too many for each cut
 
 
 def test_nan_payloads_survive() -> None:
@@ -323,8 +358,11 @@ def test_what_is_no_contiguous_stack_of_blocks_is_refused(x: Tensor, message: st
 TRITON_CASES = [
     *[(shape, torch.bfloat16) for shape in SHAPES],
     *[((4, 2, 2, 5), dtype) for dtype in DTYPES],
-    ((6, 2, 1, COLUMN_TILE + 1), torch.int8),
-    ((6, 2, 1, COLUMN_TILE + 1), torch.float32),
+    ((6, 2, 1, FIBRE + 1), torch.int8),
+    ((6, 2, 1, FIBRE + 1), torch.float32),
+    # 512 and 16,384 blocks, moved in 8 and in 260 rounds or so: the pieces of 128 experts, and far more
+    ((256, 128, 2, 3), torch.bfloat16),
+    ((8192, 4096, 1, 3), torch.int8),
 ]
 needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
 
@@ -343,7 +381,7 @@ def test_the_triton_kernels_equal_torch_in_the_interpreter() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_triton_kernel_equals_index_select_on_a_gpu() -> None:
-    real = [(32, 8, 128, 4096), (28, 4, 128, 3584), (16, 8, 64, 1000)]
+    real = [(32, 8, 128, 4096), (28, 4, 128, 3584), (16, 8, 64, 1000), (256, 128, 64, 512), (8192, 4096, 2, 256)]
     cases = [(shape, dtype) for shape in SHAPES for dtype in DTYPES]
     for shape, dtype in cases + [(shape, torch.bfloat16) for shape in real] * 5:  # a race shows now and then
         check_permutation(shape, dtype, permute_blocks, device="cuda")
@@ -357,32 +395,80 @@ def test_copies_land_bitwise_on_a_gpu() -> None:
             check_copies(dtype, offset, copy_pieces, device="cuda")
 
 
-def ptx_of(jitted: Any, arguments: dict[str, str], constants: dict[str, object]) -> str:
+def compiled(
+    jitted: Any,
+    arguments: dict[str, str],
+    constants: dict[str, object],
+    *,
+    multiples_of_16: tuple[str, ...] = (),
+    warps: int = 4,
+) -> Any:
+    """For an H100, of which there need be none; `multiples_of_16`: arguments that are, as Triton finds at a call."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     signature = arguments | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fn=jitted, signature=signature, constexprs=constants)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    attributes = {(jitted.arg_names.index(name),): [["tt.divisibility", 16]] for name in multiples_of_16}
+    source = ASTSource(fn=jitted, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
 
-def memory_operations(jitted: Any, element: str, padded_blocks: int) -> str:
-    """Global loads, global stores and barriers of the permutation's PTX in their order: "L", "S" and "B"."""
-    arguments = {"data": f"*{element}", "sources": "*i32"}
-    arguments |= dict.fromkeys(("num_blocks", "block_rows", "columns"), "i32")
-    ptx = ptx_of(jitted, arguments, {"PADDED_BLOCKS": padded_blocks, "TILE": COLUMN_TILE})
+def compiled_permutation(jitted: Any, element: str, lanes: int, *, aligned: bool = False) -> Any:
+    arguments = {"data": f"*{element}", "table": "*i32", "num_rounds": "i32", "block_elements": "i32"}
+    constants = {"LANES": lanes, "TILE": fibre_elements(lanes, int(element[1:]) // 8)}
+    multiples = ("table", "data", "block_elements") if aligned else ("table",)
+    return compiled(jitted, arguments, constants, multiples_of_16=multiples, warps=kernel.WARPS)
+
+
+def memory_operations(jitted: Any, element: str, lanes: int) -> str:
+    """Global loads, global stores and barriers of a round, in the order of the PTX: "L", "S" and "B"."""
+    ptx = compiled_permutation(jitted, element, lanes).asm["ptx"]
     letters = {"ld.global": "L", "st.global": "S", "bar.sync": "B"}
     return "".join(letters[name] for name in re.findall(r"ld\.global|st\.global|bar\.sync", ptx))
 
 
-ALL_LOADS_THEN_BARRIER_THEN_STORES = r"[LB]*LB+S+"
+LOADS_THEN_BARRIER_THEN_STORES_THEN_BARRIER = r"[LB]*LB+S+B+"
 
 
 @needs_triton
-@pytest.mark.parametrize(("element", "padded_blocks"), [("i8", 8), ("i16", 8), ("i16", 64), ("i32", 8)])
-def test_the_ptx_has_a_barrier_between_the_loads_and_the_stores(element: str, padded_blocks: int) -> None:
-    operations = memory_operations(kernel.permute_kernel, element, padded_blocks)
-    assert re.fullmatch(ALL_LOADS_THEN_BARRIER_THEN_STORES, operations), operations
+@pytest.mark.parametrize(("element", "lanes"), [("i8", 8), ("i16", 8), ("i16", 64), ("i32", 8)])
+def test_the_ptx_has_a_barrier_between_the_loads_and_the_stores(element: str, lanes: int) -> None:
+    operations = memory_operations(kernel.permute_kernel, element, lanes)
+    assert re.fullmatch(LOADS_THEN_BARRIER_THEN_STORES_THEN_BARRIER, operations), operations
+
+
+def resources(binary: bytes, directory: Path) -> dict[str, int]:
+    """What a thread of the only function of a compiled kernel takes: REG, STACK and LOCAL among others."""
+    cuobjdump = triton.knobs.nvidia.cuobjdump.path
+    (directory / "kernel.cubin").write_bytes(binary)
+    command = [cuobjdump, "--dump-resource-usage", str(directory / "kernel.cubin")]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    [line] = [line for line in out.splitlines() if "REG:" in line]
+    return {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", line)}
+
+
+def has_tool(name: str) -> bool:
+    try:
+        return triton is not None and Path(getattr(triton.knobs.nvidia, name).path).exists()
+    except RuntimeError:
+        return False
+
+
+@pytest.mark.skipif(not has_tool("cuobjdump"), reason="needs the cuobjdump that Triton brings")
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("element", ["i8", "i16", "i32"])
+@pytest.mark.parametrize("num_blocks", [2, 8, 48, 512, 16_384])
+def test_no_thread_spills_however_many_the_blocks(num_blocks: int, element: str, aligned: bool, tmp_path: Path) -> None:
+    """Without rounds a thread held its part of all blocks: of 512 of them it spilled 272 bytes, unaligned 20 kB."""
+    order = tuple(range(1, num_blocks)) + (0,)
+    _, _, lanes = kernel._round_table(order, torch.device("cpu")).shape
+    assert lanes == {2: 2, 8: 8, 48: 64, 512: 64, 16_384: 64}[num_blocks]
+    used = resources(
+        compiled_permutation(kernel.permute_kernel, element, lanes, aligned=aligned).asm["cubin"], tmp_path
+    )
+    # where nothing is aligned ptxas puts a few bytes aside for 8 blocks, to have more threads at once
+    assert used["LOCAL"] == 0 and used["STACK"] <= (24 if num_blocks == 8 and not aligned else 0)
+    assert used["REG"] <= (48 if aligned else 128)
 
 
 @needs_triton
@@ -392,22 +478,25 @@ def test_the_copies_compile_to_accesses_of_their_width(element: str, bits_moved:
 
     constants = {"ELEMENT": getattr(tl, element), "FIELDS": kernel.COPY_FIELDS}
     constants |= {"ROWS": COPY_ROWS, "COLUMNS": COPY_COLUMNS}
-    ptx = ptx_of(kernel.copy_kernel, {"table": "*i64", "owners": "*i32"}, constants)
+    ptx = compiled(kernel.copy_kernel, {"table": "*i64", "owners": "*i32"}, constants).asm["ptx"]
     stores = re.findall(r"st\.global[\w.]*\.b(\d+)", ptx)
     assert stores and set(stores) == {str(bits_moved)}, stores
 
 
 @needs_triton
-def test_triton_still_needs_to_be_told_the_barrier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel without tl.debug_barrier() has none: the line is needed, and the test above can fail."""
-    source = Path(kernel.__file__).read_text()
-    assert source.count("        tl.debug_barrier()\n") == 1
-    (tmp_path / "kernel_without_barrier.py").write_text(source.replace("        tl.debug_barrier()\n", ""))
+@pytest.mark.parametrize(("removed", "operations"), [(0, r"L+S+B+"), (1, r"[LB]*LB+S+")])
+def test_triton_still_needs_to_be_told_the_barriers(
+    removed: int, operations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel without either tl.debug_barrier() lacks it: both are needed, and the test above can fail."""
+    parts = Path(kernel.__file__).read_text().split("tl.debug_barrier()")
+    assert len(parts) == 3
+    name = f"kernel_without_barrier_{removed}"
+    first, second = ("pass", "tl.debug_barrier()") if removed == 0 else ("tl.debug_barrier()", "pass")
+    (tmp_path / f"{name}.py").write_text(parts[0] + first + parts[1] + second + parts[2])
     monkeypatch.syspath_prepend(tmp_path)
-    import kernel_without_barrier
-
-    operations = memory_operations(kernel_without_barrier.permute_kernel, "i16", 8)
-    assert re.fullmatch(r"L+S+", operations), operations
+    found = memory_operations(importlib.import_module(name).permute_kernel, "i16", 8)
+    assert re.fullmatch(operations, found), found
 
 
 def interpret() -> None:
