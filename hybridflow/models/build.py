@@ -112,7 +112,7 @@ class PolicyModel(PackedModel):
 
 
 class ValueModel(PackedModel):
-    """Output: (r,) float32."""
+    """Output: (r,) float32, computed in float32: bfloat16 would round values and scores near 1 to steps of 0.008."""
 
     def __init__(self, config: TransformerConfig, spec: ModelSpec, grid: Grid, chunk: int) -> None:
         super().__init__(config, spec, grid, chunk, tied=False)
@@ -122,7 +122,7 @@ class ValueModel(PackedModel):
             nn.init.zeros_(self.output_layer.weight)  # a new value head starts at V = 0
 
     def outputs(self, hidden: Tensor) -> Tensor:
-        return self.output_layer(hidden).squeeze(-1).float()
+        return nn.functional.linear(hidden.float(), self.output_layer.weight.float()).squeeze(-1)
 
 
 def build_model(

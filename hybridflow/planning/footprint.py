@@ -174,12 +174,15 @@ def forward_activation_bytes(
 
 
 def output_bytes(spec: ModelSpec, head: str, *, tp: int, itemsize: int, rows: int) -> int:
-    """The wanted rows of the last hidden state, and their logits in the model's dtype or their values in float32.
+    """The wanted rows of the last hidden state, and their logits in the model's dtype or, in float32, their values.
 
-    No other copy of the logits exists: their gradient is written over them (`parallel.vocab`).
+    No other copy of the logits exists: their gradient is written over them (`parallel.vocab`). A value head takes its
+    rows in float32, which is a copy where the model is in 16 bits.
     """
-    outputs = itemsize * (spec.padded_vocab_size // tp) if head == "lm" else 4
-    return rows * (itemsize * spec.hidden_size + outputs)
+    if head == "lm":
+        return rows * itemsize * (spec.hidden_size + spec.padded_vocab_size // tp)
+    widened = 4 * spec.hidden_size if itemsize < 4 else 0
+    return rows * (itemsize * spec.hidden_size + widened + 4)
 
 
 def engine_activation_bytes(spec: ModelSpec, *, tp: int, itemsize: int, tokens: int, sequences: int) -> int:

@@ -227,7 +227,8 @@ def activations(stage: int, *, recompute: str = "none", replica_tokens: int = 10
 def test_training_activations_by_hand() -> None:
     assert activations(0) == 2 * 10 * 264  # two micro-batches of 10 tokens, one layer
     assert activations(1) == 10 * 264 + 10 * 2 * (8 + 64)  # one, and the logits
-    assert activations(1, head="score") == 10 * 264 + 10 * (2 * 8 + 4)
+    assert activations(1, head="score") == 10 * 264 + 10 * (2 * 8 + 4 * 8 + 4)  # the rows in float32 too
+    assert output_bytes(small_spec(), "score", tp=2, itemsize=4, rows=10) == 10 * (4 * 8 + 4)
     assert activations(0, replica_tokens=15) == 15 * 264  # there are no two full micro-batches
     assert activations(0, recompute="full") == 2 * 10 * 16 + 10 * 264
 

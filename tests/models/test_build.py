@@ -1,0 +1,69 @@
+"""What a value model puts on top of its last layer, in a process of its own: megatron wants a process group."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny_models import make_checkpoints
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def bfloat16_values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
+    reward = make_checkpoints(tmp_path_factory.mktemp("build"), family="qwen2", tied=False) / "reward"
+    command = [sys.executable, "-m", "tests.models.test_build", str(reward)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_value_is_the_float32_product_of_bfloat16_hidden_states_and_weights(bfloat16_values: dict) -> None:
+    hidden, weight = (torch.tensor(bfloat16_values[name]) for name in ("hidden", "weight"))
+    values = torch.tensor(bfloat16_values["values"])
+    assert torch.equal(hidden.bfloat16().float(), hidden) and torch.equal(weight.bfloat16().float(), weight)
+    assert torch.equal(values, (hidden @ weight.t()).squeeze(-1))
+    assert not torch.equal(values, values.bfloat16().float()), "values that 8 bits could hold as well"
+
+
+def test_the_gradient_of_a_value_is_its_weight(bfloat16_values: dict) -> None:
+    """d value / d hidden = weight, d value / d weight = hidden; both are bfloat16 as the tensors are."""
+    hidden, weight = (torch.tensor(bfloat16_values[name]) for name in ("hidden", "weight"))
+    assert torch.equal(torch.tensor(bfloat16_values["hidden_grad"]), weight.expand_as(hidden))
+    assert torch.equal(torch.tensor(bfloat16_values["weight_grad"]), hidden.sum(0, keepdim=True).bfloat16().float())
+
+
+def measure(model: str) -> dict[str, list]:
+    from hybridflow.architecture.spec import read_spec
+    from hybridflow.models.build import build_model
+    from hybridflow.parallel import platform as platforms
+    from hybridflow.parallel.grid import Grid, ProcessGroups
+    from hybridflow.parallel.layout import Layout
+    from tools.convert.forward import packed_micro_batch, random_prompts
+
+    platform = platforms.start(seed=0)
+    spec, grid = read_spec(Path(model)), Grid.build(Layout(1, 1, 1, (0,)), ProcessGroups())
+    options = dict(dtype="bfloat16", sequence_parallel=False, recompute="none", device=platform.device)
+    (chunk,) = build_model(spec, grid, value_head=True, **options)
+    seen, outputs = [], chunk.outputs
+
+    def listening(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(hidden.detach().requires_grad_())
+        return outputs(seen[0])
+
+    chunk.outputs = listening
+    values = chunk(packed_micro_batch(random_prompts(spec, seed=0), platform.device))
+    values.sum().backward()
+    weight = chunk.output_layer.weight
+    found = {"hidden": seen[0], "weight": weight, "values": values}
+    found |= {"hidden_grad": seen[0].grad, "weight_grad": weight.grad}
+    platforms.stop()
+    return {name: x.float().tolist() for name, x in found.items()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1])))
