@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.config import ExperimentConfig
-from hybridflow.errors import ConfigError
-from hybridflow.data.inputs import load_inputs
 from hybridflow.architecture.spec import read_spec
+from hybridflow.config import ExperimentConfig
+from hybridflow.data.inputs import load_inputs
+from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.reshard.groups import rollout_of
 from tests.distributed.tiny_experiment import make_inputs, write_config
