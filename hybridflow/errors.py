@@ -17,9 +17,17 @@ class DataError(UserError):
     """A prompt file cannot be used."""
 
 
+class UserCodeError(UserError):
+    """A function of the user's that a config names cannot be found or called."""
+
+
 class RewardError(UserError):
     """A user's reward function failed or returned something that is no reward."""
 
 
 class EnvironmentProblem(UserError):
     """A package or device that the run needs is not there."""
+
+
+class DisagreementError(UserError):
+    """The ranks of a run do not have the same files."""

@@ -21,6 +21,7 @@ from hybridflow import __version__
 from hybridflow.config import ExperimentConfig, RoleConfig
 from hybridflow.errors import ConfigError, UserError
 from hybridflow.placement import resolve_ranks, shown
+from hybridflow.user_code import search_beside
 
 WIDTH = 112  # columns of a pipe
 GIB = 1 << 30
@@ -55,6 +56,7 @@ def _positive(text: str) -> int:
 
 def _plan(options: argparse.Namespace) -> None:
     config = ExperimentConfig.from_yaml(options.config, options.overrides)
+    search_beside(options.config)
     if options.smallest:
         print(smallest_world_size(config))
         return

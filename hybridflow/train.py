@@ -16,6 +16,7 @@ import traceback
 from hybridflow import __version__
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import UserError
+from hybridflow.user_code import search_beside
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace) -> None:
     config = ExperimentConfig.from_yaml(options.config, options.overrides)
+    search_beside(options.config)
     # torch and megatron load for seconds: a bad config fails before
     from hybridflow.parallel.platform import prepare_imports, torchrun_rank
 

@@ -39,6 +39,7 @@ from hybridflow.roles.objectives import PolicyObjective, value_objective
 from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.values import Critic, RewardModel
 from hybridflow.rollout.patches import prepare_vllm
+from hybridflow.user_code import search_beside
 
 Metrics = dict[str, float | Tensor]
 
@@ -69,6 +70,8 @@ class RLTrainer:
 
     @classmethod
     def from_yaml(cls, path: str, overrides: list[str] | tuple[str, ...] = ()) -> Self:
+        """The trainer of a config file; a user's functions may lie beside it."""
+        search_beside(path)
         return cls(ExperimentConfig.from_yaml(path, overrides))
 
     def _build_roles(self) -> None:
@@ -98,7 +101,7 @@ class RLTrainer:
         if num_iterations < 1:
             raise ConfigError(f"num_iterations = {num_iterations}: a run has at least one iteration")
         with record_run(self.config, num_iterations, rank=self.platform.rank, decode=self.inputs.decode) as recorder:
-            for line in self.inputs.left_out() + self._notes():
+            for line in self.inputs.notes() + self._notes():
                 recorder.message(line)
             if self.config.metrics.eval_interval:
                 recorder.phase("evaluating before training")
