@@ -1,7 +1,6 @@
 """The experiment config: frozen, validated, and the only reader of YAML.
 
     config = ExperimentConfig.from_yaml("configs/quickstart.yaml", ["actor.optimizer.lr=1e-5", "seed=3"])
-    config.check_world_size(8)
 
 Unknown keys are errors that name the nearest known one. Everything that can be checked without reading a model is
 checked here, once; nothing later asks whether a field is there.
@@ -26,11 +25,12 @@ from pydantic import (
     model_validator,
 )
 
-from hybridflow.errors import ConfigError
-from hybridflow.parallel.layout import Layout
+from hybridflow.errors import ConfigError, Reasons
+from hybridflow.parallel.layout import Layout, Stages
 from hybridflow.placement import (
     RankList,
-    check_engine,
+    check_engine_ranks,
+    check_engine_sizes,
     check_placement,
     check_ranks,
     check_sizes,
@@ -140,14 +140,20 @@ class LayoutConfig(Section):
                 raise ValueError(f"{key} = {getattr(self, key)} needs pipeline_parallel_size > 1, it is 1")
         return self
 
-    def layout(self, world_size: int) -> Layout:
-        """The layout in a run of `world_size` ranks (checked before by `check_world_size`)."""
-        ranks = resolve_ranks(self.ranks, world_size)
+    def layout(self, name: str, world_size: int) -> Layout:
+        """The layout of the role `name` among `world_size` ranks. Errors: ConfigError unless it fills its own."""
+        ranks = check_ranks(f"{name}.ranks", self.ranks, world_size)
+        sizes = self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size
+        check_sizes(name, sizes, self.ranks, ranks)
+        return self.layout_on(ranks)
+
+    def layout_on(self, ranks: tuple[int, ...]) -> Layout:
+        """With as many replicas as they make."""
         tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
         return Layout(
             tp=tp,
             pp=pp,
-            dp=self.data_parallel_size or len(ranks) // (tp * pp),
+            dp=len(ranks) // (tp * pp),
             ranks=ranks,
             vpp=self.virtual_pipeline_parallel_size,
             first_stage_layers=self.num_layers_in_first_pipeline_stage,
@@ -213,6 +219,13 @@ class RolloutConfig(Section):
 
     def bucket_bytes(self, *, cuda: bool) -> int:
         return int((self.reshard_bucket_mib or (256 if cuda else 24)) * (1 << 20))
+
+    def kv_cache_bytes(self, stages: Stages, stage: int) -> int:
+        """kv_cache_gib on the engine stage with most layers, in proportion on the others: as many blocks on all.
+
+        Each rank schedules for itself: with more blocks on one stage than on another they would part in a full cache.
+        """
+        return int(self.kv_cache_gib * (1 << 30)) * len(stages[stage]) // max(map(len, stages))
 
 
 class KLConfig(Section):
@@ -318,23 +331,39 @@ class ExperimentConfig(Section):
         return {"actor": self.actor, "critic": self.critic, "reference": self.reference, **rewards}
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise ConfigError unless every role's grid fills its ranks, all ranks are used, and replicas get rows."""
-        placed = {}
-        for name, role in self.roles().items():
-            ranks = placed[f"{name}.ranks"] = check_ranks(f"{name}.ranks", role.ranks, world_size)
-            sizes = role.tensor_parallel_size, role.pipeline_parallel_size, role.data_parallel_size
-            check_sizes(name, sizes, role.ranks, ranks)
-            replicas = role.layout(world_size).dp
-            if isinstance(role, TrainedRoleConfig) and self.algorithm.mini_batch_size < replicas:
-                raise ConfigError(
-                    f"algorithm.mini_batch_size = {self.algorithm.mini_batch_size} leaves replicas of {name} without "
-                    f"a sequence: {name} has data_parallel_size {replicas} on {len(ranks)} ranks"
-                )
+        """Raise ConfigError, with all reasons, unless roles and engine can be placed on so many ranks."""
+        reasons = Reasons()
+        self.layouts(world_size, reasons)
+        reasons.refuse()
+
+    def layouts(self, world_size: int, reasons: Reasons) -> dict[str, Layout]:
+        """Each role's layout on `world_size` ranks. What is wrong is noted; a role that has none is left out.
+
+        Every role's grid fills its ranks, its replicas get rows, the engine's replicas fill theirs, all ranks are used.
+        """
+        found = {name: reasons.of(role.layout, name, world_size) for name, role in self.roles().items()}
+        layouts = {name: layout for name, layout in found.items() if layout is not None}
+        for name, layout in layouts.items():
+            reasons.of(self._check_replicas, name, layout)
+        reasons.of(self._check_engine, layouts.get("actor"), world_size)
+        if not reasons.lines:
+            placed = {f"{name}.ranks": layout.ranks for name, layout in layouts.items()}
+            reasons.of(check_placement, placed | {"rollout.ranks": self.rollout_ranks(world_size)}, world_size)
+        return layouts
+
+    def _check_replicas(self, name: str, layout: Layout) -> None:
+        if isinstance(self.roles()[name], TrainedRoleConfig) and self.algorithm.mini_batch_size < layout.dp:
+            raise ConfigError(
+                f"algorithm.mini_batch_size = {self.algorithm.mini_batch_size} leaves replicas of {name} without "
+                f"a sequence: {name} has data_parallel_size {layout.dp} on {len(layout.ranks)} ranks"
+            )
+
+    def _check_engine(self, actor: Layout | None, world_size: int) -> None:
         check_ranks("rollout.ranks", self.rollout.ranks, world_size)
-        engine = placed["rollout.ranks"] = self.rollout_ranks(world_size)
-        sizes = self.rollout_tensor_parallel_size, self.rollout.pipeline_parallel_size
-        check_engine(sizes, engine, placed["actor.ranks"])
-        check_placement(placed, world_size)
+        if actor is not None:
+            ranks = self.rollout_ranks(world_size)
+            check_engine_ranks(ranks, actor.ranks)
+            check_engine_sizes(self.rollout_tensor_parallel_size, self.rollout.pipeline_parallel_size, len(ranks))
 
     def rollout_ranks(self, world_size: int) -> tuple[int, ...]:
         """Where the engine runs: by default on the actor's ranks."""

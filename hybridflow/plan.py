@@ -63,9 +63,10 @@ def _plan(options: argparse.Namespace) -> None:
     world_size = options.world_size or smallest_world_size(config)
     # torch loads for a second: a bad config fails before
     from hybridflow.planning.forecast import forecast
+    from hybridflow.planning.placed import place
 
     plan = {"config": str(options.config), "smallest_that_fits": options.world_size is None}
-    plan |= forecast(config, world_size)
+    plan |= forecast(place(config, world_size))
     if options.json:
         print(json.dumps(plan, indent=2))
     else:

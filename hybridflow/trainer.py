@@ -30,6 +30,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.seeds import request_seed
+from hybridflow.planning.placed import place
 from hybridflow.recording.iteration import Iteration, cost_metrics, rollout_metrics
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.recorder import Recorder, RunSummary, record_run
@@ -49,17 +50,16 @@ class RLTrainer:
 
     def __init__(self, config: ExperimentConfig) -> None:
         _, world_size = platforms.torchrun_rank()
-        config.check_world_size(world_size)
-        self.config = config
+        self.config, self.placed = config, place(config, world_size)
         self.platform = platforms.start(config.seed)
-        self.inputs: Inputs = load_inputs(config, world_size)
+        self.inputs: Inputs = load_inputs(config, self.placed.actor.spec.vocab_size)
         prepare_vllm()  # a missing vLLM is told before the models load
         self.exchange = Exchange(dist.group.WORLD, self.platform.device)
         self.watch = Stopwatch(self.platform.synchronize)
         self._build_roles()
         with self._training_memory_away():
             self.generator = Generator(
-                config,
+                self.placed,
                 self.actor,
                 eos_token_ids=self.inputs.eos_token_ids,
                 platform=self.platform,
@@ -79,10 +79,11 @@ class RLTrainer:
         temperature = config.sampling.temperature
         bucket_bytes = config.rollout.bucket_bytes(cuda=self.platform.has_cuda)
         world = World(self.platform, ProcessGroups(), self.exchange, bucket_bytes)
-        self.actor = Actor(config.actor, temperature=temperature, world=world)
-        self.critic = Critic(config.critic, world=world)
-        self.reference = Reference(config.reference, temperature=temperature, world=world)
-        models = [RewardModel(f"reward.models.{i}", m, world=world) for i, m in enumerate(config.reward.models)]
+        placed = self.placed.models
+        self.actor = Actor(placed["actor"], temperature=temperature, world=world)
+        self.critic = Critic(placed["critic"], world=world)
+        self.reference = Reference(placed["reference"], temperature=temperature, world=world)
+        models = [RewardModel(model, world=world) for model in self.placed.reward_models]
         self.scorer = Scorer(
             config.reward,
             models,

@@ -330,9 +330,9 @@ def test_a_world_that_every_role_fills_is_accepted() -> None:
     config = load(**{"actor.tensor_parallel_size": 2, "critic.data_parallel_size": 4, "algorithm.mini_batch_size": 16})
     config.check_world_size(4)
     everywhere = (0, 1, 2, 3)
-    assert config.actor.layout(4) == Layout(tp=2, pp=1, dp=2, ranks=everywhere)
-    assert config.critic.layout(4) == Layout(tp=1, pp=1, dp=4, ranks=everywhere)
-    assert config.reference.layout(4) == Layout(tp=1, pp=1, dp=4, ranks=everywhere)
+    assert config.actor.layout("actor", 4) == Layout(tp=2, pp=1, dp=2, ranks=everywhere)
+    assert config.critic.layout("critic", 4) == Layout(tp=1, pp=1, dp=4, ranks=everywhere)
+    assert config.reference.layout("reference", 4) == Layout(tp=1, pp=1, dp=4, ranks=everywhere)
     assert config.rollout_tensor_parallel_size == 2
     assert config.rollout_ranks(4) == everywhere
 
@@ -353,9 +353,9 @@ def test_roles_on_ranks_of_their_own_are_accepted() -> None:
         }
     )
     config.check_world_size(12)
-    assert config.actor.layout(12) == Layout(tp=1, pp=2, dp=2, ranks=(0, 1, 2, 3), vpp=3, first_stage_layers=3)
-    assert config.critic.layout(12) == Layout(tp=2, pp=1, dp=1, ranks=(4, 6))
-    assert config.reference.layout(12) == Layout(tp=1, pp=1, dp=2, ranks=(5, 7))
+    assert config.actor.layout("actor", 12) == Layout(tp=1, pp=2, dp=2, ranks=(0, 1, 2, 3), vpp=3, first_stage_layers=3)
+    assert config.critic.layout("critic", 12) == Layout(tp=2, pp=1, dp=1, ranks=(4, 6))
+    assert config.reference.layout("reference", 12) == Layout(tp=1, pp=1, dp=2, ranks=(5, 7))
     assert config.rollout_ranks(12) == (8, 9, 10, 11)
 
 
@@ -406,6 +406,8 @@ def test_the_engine_runs_on_the_actors_ranks_unless_it_has_its_own() -> None:
             {},
             8,
             "algorithm.mini_batch_size = 4 leaves replicas of actor without a sequence: actor has data_parallel_size "
+            "8 on 8 ranks\n"
+            "algorithm.mini_batch_size = 4 leaves replicas of critic without a sequence: critic has data_parallel_size "
             "8 on 8 ranks",
         ),
         (

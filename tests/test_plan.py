@@ -250,10 +250,18 @@ def test_a_layout_that_cannot_work_is_an_error(errors, arguments: tuple[str, ...
 
 
 def test_all_reasons_are_told_at_once(errors) -> None:
-    lines = errors("actor.tensor_parallel_size=4", "critic.pipeline_parallel_size=3", "critic.model=other_tokens")
-    assert len(lines) >= 3
-    for key in ("actor.tensor_parallel_size", "critic.pipeline_parallel_size", "critic.model", "rollout.tensor"):
-        assert any(line.startswith(key) for line in lines), (key, lines)
+    wrong = ("actor.tensor_parallel_size=4", "critic.pipeline_parallel_size=3", "critic.model=other_tokens")
+    lines = errors(*wrong, "rollout.tensor_parallel_size=12")
+    assert [line.partition(" = ")[0] for line in lines] == [
+        *("actor.tensor_parallel_size", "critic.pipeline_parallel_size", "critic.model"),
+        "rollout.tensor_parallel_size",
+    ]
+
+
+def test_an_engine_cut_like_the_actor_is_no_second_reason(errors) -> None:
+    assert [line.partition(" = ")[0] for line in errors("actor.tensor_parallel_size=4")] == [
+        "actor.tensor_parallel_size"
+    ]
 
 
 def test_a_world_of_no_ranks_is_refused() -> None:

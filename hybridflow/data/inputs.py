@@ -5,12 +5,10 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hybridflow.architecture.spec import ModelSpec, read_spec
-from hybridflow.config import DataConfig, ExperimentConfig, RoleConfig, SamplingConfig
+from hybridflow.config import DataConfig, ExperimentConfig, SamplingConfig
 from hybridflow.data.prompts import PromptDataset, load_prompts
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.formats.file_bytes import parse_json
-from hybridflow.reshard.groups import check_rollout, rollout_of
 from hybridflow.rewards.functions import RewardFunction, load_reward_function
 
 
@@ -40,14 +38,12 @@ class Inputs:
         ]
 
 
-def load_inputs(config: ExperimentConfig, world_size: int) -> Inputs:
-    """Read and check all of it, and that every model fits its role's layout and the longest sequence.
+def load_inputs(config: ExperimentConfig, vocab_size: int) -> Inputs:
+    """Read and check all of it; `vocab_size` is the actor's.
 
-    The config must have passed `check_world_size`.
     Errors: DataError, CheckpointError, ConfigError, RewardError naming file, field and rule.
     """
-    actor = _check_models(config, world_size)
-    path, data, vocab_size = Path(config.actor.model), config.data, actor.vocab_size
+    path, data = Path(config.actor.model), config.data
     _check_sampled_ids(config.sampling, vocab_size, path)
     tokenizer = _load_tokenizer(path)
     ends = _end_tokens(path, tokenizer, vocab_size)
@@ -59,35 +55,6 @@ def load_inputs(config: ExperimentConfig, world_size: int) -> Inputs:
         right=load_reward_function(config.metrics.eval_reward) if config.metrics.eval_reward else None,
         ending=_no_end(config.sampling, ends, path),
     )
-
-
-def _check_models(config: ExperimentConfig, world_size: int) -> ModelSpec:
-    """Of the actor's model. Errors: ConfigError where a model does not suit the config."""
-    actor = read_spec(config.actor.model)
-    for name, role in config.roles().items():
-        spec = read_spec(role.model)
-        spec.check_parallel(f"{name}.tensor_parallel_size", role.tensor_parallel_size)
-        _check_layers(name, role, spec, world_size)
-        spec.check_length(config.max_sequence_length)
-        spec.check_vocabulary(name, actor)
-    check_rollout(actor, config.rollout_tensor_parallel_size)
-    rollout_of(config, actor.num_layers, world_size)
-    return actor
-
-
-def _check_layers(name: str, role: RoleConfig, spec: ModelSpec, world_size: int) -> None:
-    """Raise ConfigError unless the layers go up in the role's pipeline stages and model chunks."""
-    keys = [
-        *["pipeline_parallel_size", "virtual_pipeline_parallel_size"],
-        *["num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"],
-    ]
-    given = [f"{name}.{key} = {getattr(role, key)}" for key in keys if key in role.model_fields_set]
-    try:
-        role.layout(world_size).chunks(spec.num_layers)
-    except ValueError as error:
-        raise ConfigError(
-            f"{', '.join(given)} and num_hidden_layers = {spec.num_layers} of {spec.path}: {error}"
-        ) from error
 
 
 def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:

@@ -3,14 +3,13 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from hybridflow.architecture.spec import ModelSpec, read_spec
+from hybridflow.architecture.spec import ModelSpec
 from hybridflow.batch import RolloutBatch, balanced_partition
-from hybridflow.config import RoleConfig, TrainedRoleConfig
+from hybridflow.config import TrainedRoleConfig
 from hybridflow.models import pipeline
 from hybridflow.models.build import build_model
 from hybridflow.models.micro_batch import (
@@ -20,10 +19,11 @@ from hybridflow.models.micro_batch import (
     sequence_micro_batches,
 )
 from hybridflow.models.optimizer import TrainedModel
-from hybridflow.models.pipeline import Head, Loss
+from hybridflow.models.pipeline import Loss, Readout
 from hybridflow.parallel.exchange import Exchange, Part
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.platform import Platform
+from hybridflow.planning.placed import PlacedModel
 
 MakeMicroBatches = Callable[..., list[MicroBatch]]
 
@@ -44,19 +44,18 @@ class Role:
     A rank outside the grid has no chunks; it contributes nothing and goes straight on.
     """
 
-    def __init__(self, name: str, config: RoleConfig, *, value_head: bool, recompute: str, world: World) -> None:
-        self.spec: ModelSpec = read_spec(Path(config.model))
-        self.spec.check_parallel(f"{name}.tensor_parallel_size", config.tensor_parallel_size)
-        self.grid = Grid.build(config.layout(world.platform.world_size), world.groups)
-        self.value_head = value_head
-        self._config = config
+    def __init__(self, placed: PlacedModel, *, recompute: str, world: World) -> None:
+        self.spec: ModelSpec = placed.spec
+        self.head = placed.head
+        self.grid = Grid.build(placed.layout, world.groups)
+        self._config = config = placed.config
         self._platform = world.platform
         self.chunks: list[nn.Module] = []
         if self.grid.inside:
             self.chunks = build_model(
                 self.spec,
                 self.grid,
-                value_head=value_head,
+                head=placed.head,
                 dtype=config.dtype,
                 sequence_parallel=config.sequence_parallel,
                 recompute=recompute,
@@ -77,19 +76,19 @@ class Role:
             return filled_up(micro_batches, self.grid.pp, multiple=multiple, device=self._platform.device)
         return micro_batches
 
-    def _token_results(self, batch: RolloutBatch, head: Head) -> Part:
-        """Of (T,) float32: `head`'s "out" for every response token."""
-        return self._results(batch, prediction_micro_batches, len(batch.input_ids), head)
+    def _token_results(self, batch: RolloutBatch, readout: Readout) -> Part:
+        """Of (T,) float32: `readout`'s "out" for every response token."""
+        return self._results(batch, prediction_micro_batches, len(batch.input_ids), readout)
 
-    def _sequence_results(self, batch: RolloutBatch, head: Head) -> Part:
-        """Of (N,) float32: `head`'s "out" for every sequence."""
-        return self._results(batch, sequence_micro_batches, len(batch), head)
+    def _sequence_results(self, batch: RolloutBatch, readout: Readout) -> Part:
+        """Of (N,) float32: `readout`'s "out" for every sequence."""
+        return self._results(batch, sequence_micro_batches, len(batch), readout)
 
-    def _results(self, batch: RolloutBatch, make: MakeMicroBatches, size: int, head: Head) -> Part:
+    def _results(self, batch: RolloutBatch, make: MakeMicroBatches, size: int, readout: Readout) -> Part:
         if not self.grid.inside:
             return Part.nothing(size)
         micro_batches = self._micro_batches(batch, make)
-        results = pipeline.forward(self.chunks, self.grid, micro_batches, head)
+        results = pipeline.forward(self.chunks, self.grid, micro_batches, readout)
         if not self.grid.speaks or not micro_batches:
             return Part.nothing(size)
         where = torch.cat([micro_batch.where for micro_batch in micro_batches])
@@ -112,10 +111,11 @@ class TrainedRole(Role):
 
     report: tuple[str, ...]  # what an update tells; the gradient norm is the last
 
-    def __init__(
-        self, name: str, config: TrainedRoleConfig, *, value_head: bool, world: World, bucket_bytes: int | None
-    ) -> None:
-        super().__init__(name, config, value_head=value_head, recompute=config.recompute, world=world)
+    def __init__(self, placed: PlacedModel, *, world: World, bucket_bytes: int | None) -> None:
+        config = placed.config
+        assert isinstance(config, TrainedRoleConfig), f"{placed.name} has no optimizer"
+        super().__init__(placed, recompute=config.recompute, world=world)
+        self._offloads = {"gradients": config.offload_gradients, "optimizer": config.offload_optimizer}
         self.trained: TrainedModel | None = None
         if self.grid.inside:
             self.trained = TrainedModel(self.chunks, self.grid, config.optimizer, bucket_bytes=bucket_bytes)
@@ -125,8 +125,7 @@ class TrainedRole(Role):
         """Within the block what the config says is out of device memory: gradients, optimizer state."""
         if self.trained is None:
             return contextlib.nullcontext()
-        config: TrainedRoleConfig = self._config
-        return self.trained.away(gradients=config.offload_gradients, optimizer=config.offload_optimizer)
+        return self.trained.away(**self._offloads)
 
     def _step(self, accumulate: Callable[[], Tensor], lr: float) -> Tensor:
         """One optimizer step; this rank's part of `report`, (report,) float64: the whole is the sum over the world."""

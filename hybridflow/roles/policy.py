@@ -4,11 +4,11 @@ from torch import Tensor
 
 from hybridflow.architecture.weights import Weight
 from hybridflow.batch import RolloutBatch, TrainBatch
-from hybridflow.config import RoleConfig, TrainedRoleConfig
 from hybridflow.models.build import named_weights
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.parallel.exchange import Part
 from hybridflow.parallel.vocab import vocab_parallel_log_probs
+from hybridflow.planning.placed import PlacedModel
 from hybridflow.roles.base import Role, TrainedRole, World
 from hybridflow.roles.objectives import OldTokens, PolicyObjective
 
@@ -35,8 +35,8 @@ class Policy(Role):
 class Reference(Policy):
     """The policy that the actor is held close to. Never trained."""
 
-    def __init__(self, config: RoleConfig, *, temperature: float, world: World) -> None:
-        super().__init__("reference", config, value_head=False, recompute="none", world=world)
+    def __init__(self, placed: PlacedModel, *, temperature: float, world: World) -> None:
+        super().__init__(placed, recompute="none", world=world)
         self.temperature = temperature
         for chunk in self.chunks:
             chunk.requires_grad_(False)
@@ -47,8 +47,8 @@ class Actor(TrainedRole, Policy):
 
     report = ("loss", "entropy", "clip_fraction", "approx_kl", "grad_norm")
 
-    def __init__(self, config: TrainedRoleConfig, *, temperature: float, world: World) -> None:
-        super().__init__("actor", config, value_head=False, world=world, bucket_bytes=world.bucket_bytes)
+    def __init__(self, placed: PlacedModel, *, temperature: float, world: World) -> None:
+        super().__init__(placed, world=world, bucket_bytes=world.bucket_bytes)
         self.temperature = temperature
 
     def update(self, batch: TrainBatch, objective: PolicyObjective, *, kl_coef: float, lr: float) -> Tensor:
@@ -68,7 +68,7 @@ class Actor(TrainedRole, Policy):
 
     def weights(self) -> dict[str, tuple[Weight, Tensor]]:
         """This rank's live weights by megatron name."""
-        found = named_weights(self.chunks, self.spec, value_head=False)
+        found = named_weights(self.chunks, self.spec, head="lm")
         return {weight.megatron: (weight, parameter.data) for weight, parameter in found}
 
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from hybridflow.batch import RolloutBatch, TrainBatch
-from hybridflow.config import RewardModelConfig, TrainedRoleConfig
-from hybridflow.errors import CheckpointError
+from hybridflow.config import RewardModelConfig
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.parallel.exchange import Part
+from hybridflow.planning.placed import PlacedModel
 from hybridflow.roles.base import Role, TrainedRole, World
 
 ValueObjective = Callable[[Tensor, Tensor, Tensor], Tensor]  # (values, old values, returns) -> loss per token
@@ -19,8 +19,8 @@ class Critic(TrainedRole):
 
     report = ("loss", "grad_norm")
 
-    def __init__(self, config: TrainedRoleConfig, *, world: World) -> None:
-        super().__init__("critic", config, value_head=True, world=world, bucket_bytes=None)
+    def __init__(self, placed: PlacedModel, *, world: World) -> None:
+        super().__init__(placed, world=world, bucket_bytes=None)
 
     def values(self, batch: RolloutBatch) -> Part:
         """Of (T,): values at the response tokens."""
@@ -45,16 +45,12 @@ class Critic(TrainedRole):
 class RewardModel(Role):
     """A `*ForSequenceClassification` with one label, read at the last token. Never trained."""
 
-    def __init__(self, name: str, config: RewardModelConfig, *, world: World) -> None:
-        super().__init__(name, config, value_head=True, recompute="none", world=world)
-        if self.spec.head != "score":
-            raise CheckpointError(
-                f"{self.spec.path / 'config.json'}: {name}.model must be a *ForSequenceClassification with a trained "
-                f"score.weight, this is a causal language model"
-            )
+    def __init__(self, placed: PlacedModel, *, world: World) -> None:
+        assert isinstance(placed.config, RewardModelConfig), f"{placed.name} is no reward model"
+        super().__init__(placed, recompute="none", world=world)
         for chunk in self.chunks:
             chunk.requires_grad_(False)
-        self.weight = config.weight
+        self.weight = placed.config.weight
 
     def scores(self, batch: RolloutBatch) -> Part:
         """Of (N,): scores of the sequences."""

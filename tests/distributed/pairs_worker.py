@@ -25,6 +25,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.layout import RolloutLayout
+from hybridflow.planning.placed import place_model
 from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout
 from hybridflow.reshard.plan import plan_reshard
 from hybridflow.reshard.transfer import WeightHandOff
@@ -94,7 +95,8 @@ class Run:
             **pair.case.layout(),
         )
         if self.actor is None:
-            self.actor = Actor(config, temperature=HYPER.temperature, world=self.world)
+            placed = place_model("actor", config, self.world.platform.world_size)
+            self.actor = Actor(placed, temperature=HYPER.temperature, world=self.world)
         train, rank = self.actor.grid.layout, self.world.platform.rank
         if ranks is None:
             layout = rollout_layout(train, pair.tp, pair.pp)

@@ -17,6 +17,7 @@ from hybridflow.config import OptimizerConfig, RewardModelConfig, RoleConfig, Tr
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
+from hybridflow.planning.placed import PlacedModel, place_model
 from hybridflow.roles.base import World
 from hybridflow.roles.objectives import PolicyObjective, value_objective
 from hybridflow.roles.policy import Actor, Reference
@@ -60,13 +61,16 @@ def run_case(case: Case, models: Path, world: World) -> dict[str, torch.Tensor]:
             model=str(models / name), optimizer=optimizer, recompute=case.recompute, micro_batch_tokens=budget, **layout
         )
 
-    reference = Reference(
-        RoleConfig(model=str(models / "reference"), **layout), temperature=HYPER.temperature, world=world
-    )
-    reward = RewardModel("reward", RewardModelConfig(model=str(models / "reward"), **layout), world=world)
+    def placed(name: str, config: RoleConfig) -> PlacedModel:
+        return place_model(name, config, world.platform.world_size)
+
+    frozen = placed("reference", RoleConfig(model=str(models / "reference"), **layout))
+    reference = Reference(frozen, temperature=HYPER.temperature, world=world)
+    scored = placed("reward.models.0", RewardModelConfig(model=str(models / "reward"), **layout))
+    reward = RewardModel(scored, world=world)
     for budget in BUDGETS if case.all_budgets else BUDGETS[:1]:
-        actor = Actor(trained("policy", SGD, budget), temperature=HYPER.temperature, world=world)
-        critic = Critic(trained("critic", SGD, budget), world=world)
+        actor = Actor(placed("actor", trained("policy", SGD, budget)), temperature=HYPER.temperature, world=world)
+        critic = Critic(placed("critic", trained("critic", SGD, budget)), world=world)
         batch = estimate(rollout, actor, critic, reference, reward, world.exchange)
         results |= {f"{budget}/{name}": getattr(batch, name) for name in ESTIMATES}
         objective, values = PolicyObjective.of(ALGORITHM), value_objective(ALGORITHM)
@@ -79,7 +83,7 @@ def run_case(case: Case, models: Path, world: World) -> dict[str, torch.Tensor]:
         results |= {f"{budget}/actor_stat/{name}": x for name, x in zip(Actor.report, stats, strict=True)}
         results |= {f"{budget}/actor_sgd/{n}": x for n, x in whole(actor, lambda p: p.data).items()}
         results |= {f"{budget}/critic_sgd/{n}": x for n, x in whole(critic, lambda p: p.data).items()}
-    adam = Actor(trained("policy", ADAM, BUDGETS[0]), temperature=HYPER.temperature, world=world)
+    adam = Actor(placed("actor", trained("policy", ADAM, BUDGETS[0])), temperature=HYPER.temperature, world=world)
     for _ in range(2):
         adam.update(batch, objective, kl_coef=HYPER.kl_coef, lr=ADAM.lr)
     return results | {f"actor_adam/{n}": x for n, x in whole(adam, lambda p: p.data).items()}
