@@ -31,6 +31,14 @@ class RewardError(UserError):
     """A user's reward function failed or returned something that is no reward."""
 
 
+class FlowError(UserError):
+    """A user's own flow failed or returned something that is no batch."""
+
+
+class NonFiniteError(UserError):
+    """A number that is not finite ended the run."""
+
+
 class EnvironmentProblem(UserError):
     """A package or device that the run needs is not there."""
 

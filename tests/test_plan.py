@@ -238,7 +238,7 @@ def test_a_given_world_size_is_taken(plan) -> None:
         (("critic.model=nowhere",), ["nowhere/config.json: no such file"]),
         (("critic.tensor_paralel_size=2",), ["unknown key; did you mean tensor_parallel_size?"]),
         (
-            ("actor.data_parallel_size=16", "algorithm.mini_batch_size=8"),
+            ("actor.data_parallel_size=16", "algorithm.update.mini_batch_size=8"),
             ["no number of ranks fits", "mini_batch_size"],
         ),
     ],
