@@ -148,10 +148,10 @@ class RLTrainer:
         recorder.lost(iteration, str(found), found.tensors)
         dist.barrier(group=dist.group.WORLD)  # the first rank to leave ends the others
         if config.action == "stop" or in_a_row > config.max_in_a_row:
-            often = "" if config.action == "stop" else f", the {in_a_row}th iteration in a row"
-            raise NonFiniteError(
-                f"iteration {iteration}: {found}{often} (nonfinite.action = {config.action})"
-            ) from found
+            rule = "nonfinite.action = stop"
+            if config.action == "skip":
+                rule = f"{in_a_row} iterations in a row, nonfinite.max_in_a_row = {config.max_in_a_row}"
+            raise NonFiniteError(f"iteration {iteration}: {found} ({rule})") from found
 
     def evaluate(self) -> dict[str, float]:
         """Greedy responses to the held-out prompts: how many are right, and their mean score."""

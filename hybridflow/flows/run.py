@@ -204,7 +204,7 @@ class Run:
         for epoch in range(update.epochs):
             generator = torch.Generator().manual_seed(request_seed(self._config.seed, self.iteration, epoch))
             order = torch.randperm(len(batch), generator=generator)
-            for rows in order.split(update.mini_batch_size or len(batch)):
+            for rows in order.split(update.mini_batch_size or max(len(batch), 1)):
                 yield batch.select(rows)
                 self._note_rows(rows)
 

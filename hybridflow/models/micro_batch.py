@@ -97,10 +97,14 @@ def _micro_batch(
 
 
 def filled_up(micro_batches: list[MicroBatch], group: int, *, multiple: int, device: torch.device) -> list[MicroBatch]:
-    """As many micro-batches as the next multiple of `group`: those missing run one token that nobody reads."""
-    missing = -len(micro_batches) % group
+    """As many micro-batches as the next multiple of `group`: those missing are fillers."""
+    return micro_batches + [filler(multiple, device)] * (-len(micro_batches) % group)
+
+
+def filler(multiple: int, device: torch.device) -> MicroBatch:
+    """A micro-batch of `multiple` tokens whose outputs nobody wants."""
     nothing = torch.zeros(0, dtype=torch.int64)
-    filler = MicroBatch(
+    return MicroBatch(
         input_ids=torch.zeros(multiple, dtype=torch.int64, device=device),
         positions=torch.arange(multiple, device=device),
         packed=PackedSequences.of((multiple,), device),
@@ -108,4 +112,3 @@ def filled_up(micro_batches: list[MicroBatch], group: int, *, multiple: int, dev
         where=nothing,
         targets=nothing.to(device),
     )
-    return micro_batches + [filler] * missing

@@ -16,6 +16,7 @@ from hybridflow.models.build import build_model
 from hybridflow.models.micro_batch import (
     MicroBatch,
     filled_up,
+    filler,
     prediction_micro_batches,
     sequence_micro_batches,
 )
@@ -67,8 +68,8 @@ class Role:
                 device=world.platform.device,
             )
 
-    def _micro_batches(self, batch: RolloutBatch, make: MakeMicroBatches) -> list[MicroBatch]:
-        """This replica's rows, balanced by tokens over the replicas, cut by the token budget."""
+    def _micro_batches(self, batch: RolloutBatch, make: MakeMicroBatches, *, one: bool = False) -> list[MicroBatch]:
+        """This replica's rows, balanced by tokens over the replicas, cut by the token budget; `one` at least."""
         multiple = self.grid.tp if self._config.sequence_parallel else 1
         micro_batches = make(
             batch,
@@ -77,6 +78,8 @@ class Role:
             multiple=multiple,
             device=self._platform.device,
         )
+        if one and not micro_batches:
+            micro_batches = [filler(multiple, self._platform.device)]
         if self.grid.layout.vpp > 1:  # the interleaved schedule takes them in groups of pp
             return filled_up(micro_batches, self.grid.pp, multiple=multiple, device=self._platform.device)
         return micro_batches
@@ -156,7 +159,8 @@ class TrainedRole(Role):
             sums = {name: known[name].detach().sum() for name in names}
             return total / divisor * finite, {"loss": total.detach(), **sums}
 
-        micro_batches = self._micro_batches(batch, prediction_micro_batches)
+        # a replica without a row of the mini-batch takes part in the sum of the gradients all the same
+        micro_batches = self._micro_batches(batch, prediction_micro_batches, one=True)
         results = pipeline.forward_backward(self.chunks, self.grid, micro_batches, loss)
         if not self.grid.speaks:
             return torch.zeros(1 + len(names), dtype=torch.float64, device=self._platform.device)

@@ -1,7 +1,14 @@
 import pytest
 import torch
 
-from hybridflow.algorithms.advantages import gae, masked_mean, whiten
+from hybridflow.algorithms.advantages import (
+    gae,
+    group_advantages,
+    masked_mean,
+    to_tokens,
+    tokens_in_mask,
+    whiten,
+)
 
 # Two sequences: two prompt and three response tokens, then one prompt and two response tokens.
 LENGTHS = torch.tensor([5, 3])
@@ -194,3 +201,58 @@ def test_whiten_of_equal_values_or_of_one_value_is_zero():
 def test_masked_statistics_reject(function, x, mask, message):
     with pytest.raises(ValueError, match=message):
         function(x, mask)
+
+
+# ------------------------------------------------------------------------------------------------ gaps
+
+
+def test_gae_carries_over_a_gap_by_hand():
+    """A tool's token in the middle and one at the end: whatever stands there, they are no steps."""
+    mask = torch.tensor([False, True, False, True, False])
+    rewards, values = torch.tensor([9.0, 1.0, 9.0, 2.0, 9.0]), torch.tensor([9.0, 1.0, 9.0, 4.0, 9.0])
+    advantages, returns = gae(rewards, values, mask, lengths=torch.tensor([5]), gamma=0.5, gae_lambda=0.5)
+    # delta = 1 + 4/2 - 1, 2 - 4 = 2, -2;  A = 2 - 2/4, -2
+    assert advantages.tolist() == [0.0, 1.5, 0.0, -2.0, 0.0]
+    assert returns.tolist() == [0.0, 2.5, 0.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gae_of_a_gapped_batch_is_that_of_the_batch_without_what_is_in_the_gaps(seed):
+    rewards, values, mask, lengths = ragged_batch(seed)
+    generator = torch.Generator().manual_seed(seed)
+    gapped = mask & (torch.rand(mask.shape, generator=generator) < 0.6)
+    options = {"gamma": 0.9, "gae_lambda": 0.8}
+    found, returns = gae(rewards, values, gapped, lengths=lengths, **options)
+    counts = tokens_in_mask(gapped, lengths)
+    assert counts.tolist() == [int(part.sum()) for part in gapped.split(lengths.tolist())] and (counts == 0).any()
+    every = torch.ones(int(gapped.sum()), dtype=torch.bool)
+    alone, alone_returns = gae(rewards[gapped], values[gapped], every, lengths=counts, **options)
+    assert torch.equal(found[gapped], alone) and torch.equal(returns[gapped], alone_returns)
+    assert (found[~gapped] == 0).all() and (returns[~gapped] == 0).all()
+
+
+# ------------------------------------------------------------------------------------------------ groups
+
+
+def test_group_advantages_by_hand():
+    """Groups 7 and 3, interleaved: scores 1, 2, 3 with mean 2 and std 1; 0 and 4 with mean 2 and std sqrt 8."""
+    scores, groups = torch.tensor([1.0, 0.0, 2.0, 4.0, 3.0]), torch.tensor([7, 3, 7, 3, 7])
+    expected = torch.tensor([-1.0, -(0.5**0.5), 0.0, 0.5**0.5, 1.0])
+    torch.testing.assert_close(group_advantages(scores, groups), expected, rtol=2e-6, atol=0)
+    assert group_advantages(scores, groups)[4].double() == pytest.approx(1 / (1 + 1e-6), rel=1e-7)  # eps is 1e-6
+
+
+def test_a_group_of_equal_scores_has_advantages_of_exactly_zero():
+    scores = torch.tensor([0.1] * 7 + [0.3, 0.7])
+    assert group_advantages(scores, torch.tensor([0] * 7 + [1] * 2))[:7].tolist() == [0.0] * 7
+
+
+def test_a_group_of_one_is_refused():
+    with pytest.raises(ValueError, match="group of one"):
+        group_advantages(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 0, 1]))
+
+
+def test_what_a_sequence_has_goes_to_its_tokens():
+    mask = torch.tensor([False, True, True, False, False, True])
+    spread = to_tokens(torch.tensor([2.0, 5.0, -1.0]), mask, lengths=torch.tensor([3, 1, 2]))
+    assert spread.tolist() == [0.0, 2.0, 2.0, 0.0, 0.0, -1.0]

@@ -22,6 +22,13 @@ def test_token_rewards_by_hand():
     assert rewards.tolist() == [0.0, 0.0, -0.5, 11.0, -0.25, -2.5, 0.0, 0.0, -1.75]
 
 
+def test_the_score_lies_on_the_last_response_token_and_gaps_earn_nothing():
+    """A gap, a tail, and a sequence without a response token, whose score nobody earns."""
+    mask = torch.tensor([0, 1, 0, 1, 0, 1, 0, 0, 0], dtype=torch.bool)
+    rewards = token_rewards(SCORES, KL, mask, lengths=LENGTHS, kl_coef=0.5)
+    assert rewards.tolist() == [0.0, 0.0, 0.0, 11.0, 0.0, -2.5, 0.0, 0.0, 0.0]
+
+
 def test_without_coefficient_only_the_last_token_is_rewarded():
     rewards = token_rewards(SCORES, KL, MASK, lengths=LENGTHS, kl_coef=0.0)
     assert rewards.tolist() == [0.0, 0.0, 0.0, 10.0, 0.0, -1.0, 0.0, 0.0, 0.25]

@@ -34,7 +34,7 @@ def describe(model: Path, **fields: int) -> None:
 def load(inputs: Path, directory: Path, *overrides: str, cuda: bool = False) -> PlacedRun:
     """A config that fits four ranks."""
     path = write_config(directory / "config.yaml", inputs)
-    config = ExperimentConfig.from_yaml(path, ["algorithm.mini_batch_size=4", *overrides])
+    config = ExperimentConfig.from_yaml(path, ["algorithm.update.mini_batch_size=4", *overrides])
     return place(config, WORLD_SIZE, cuda=cuda)
 
 

@@ -1,0 +1,147 @@
+"""Flows of one's own and the shipped ones as whole iterations on two ranks, and what stops them."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hybridflow.plan import main as plan
+from tests.distributed.tiny_experiment import make_inputs, write_config
+from tests.flows.flows import BAD_ROW
+from tests.launch import torchrun
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    root = make_inputs(tmp_path_factory.mktemp("flows"))
+    poison(root, "reward", "score.weight")
+    poison(root, "policy", "lm_head.weight")
+    write_config(root / "config.yaml", root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def records(root) -> dict[str, dict]:
+    torchrun(2, "-m", "tests.flows.flows_worker", root, root / "config.yaml", root / "out.json", timeout=500)
+    return json.loads((root / "out.json").read_text())
+
+
+def poison(root: Path, role: str, weight: str) -> None:
+    """A copy of a model with a NaN in one weight, as ROOT/bad_ROLE."""
+    target = shutil.copytree(root / role, root / f"bad_{role}")
+    tensors = load_file(target / "model.safetensors")
+    tensors[weight][-1, 0] = math.nan
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_without_kl", "grpo", "grpo_without_kl"])
+def test_shipped_flows_train(name, records):
+    record = records[name]
+    assert "error" not in record and record["moved"] == [True] * 3
+    for metrics in record["metrics"]:
+        assert math.isfinite(metrics["actor/loss"]) and math.isfinite(metrics["reward/score_mean"])
+
+
+def test_a_batch_has_the_fields_of_its_algorithm(records):
+    """No critic, no values; no KL, no reference's log-probs, and no metrics of either."""
+    for name in ("ppo", "ppo_without_kl", "grpo", "grpo_without_kl"):
+        record, metrics = records[name], records[name]["metrics"][0]
+        critic, kl = name.startswith("ppo"), not name.endswith("without_kl")
+        assert (
+            ("values" in record["fields"]) == ("critic/loss" in metrics) == ("time/values_seconds" in metrics) == critic
+        )
+        assert ("ref_log_probs" in record["fields"]) == ("kl/reference_mean" in metrics) == kl
+        assert ("time/reference_seconds" in metrics) == ("kl/coef" in metrics) == kl
+
+
+def test_what_an_algorithm_does_not_need_is_neither_held_nor_planned(records, root, capsys):
+    assert list(records["ppo"]["bytes"]) == ["actor", "critic", "reference"]
+    assert list(records["ppo_without_kl"]["bytes"]) == ["actor", "critic"]
+    assert list(records["grpo"]["bytes"]) == ["actor", "reference"]
+    assert list(records["grpo_without_kl"]["bytes"]) == ["actor"]
+    weights = {name: records["ppo"]["bytes"][name] for name in ("actor", "critic", "reference")}
+    keys = ["critic=null", "reference=null", "sampling.samples_per_prompt=2"]
+    grpo = "algorithm={name: grpo, kl: {use: none}, update: {mini_batch_size: 4}}"
+    totals = {}
+    for name, overrides in {"ppo": [], "grpo": [*keys, grpo]}.items():
+        assert plan([str(root / "config.yaml"), *overrides, "--world-size", "2", "--json"]) == 0
+        totals[name] = json.loads(capsys.readouterr().out)["memory"]["generation"]["worst_rank"]
+    planned = totals["ppo"]["weights"] - totals["grpo"]["weights"]
+    assert planned == weights["critic"] + weights["reference"]  # what the plan says is what a rank counts
+
+
+# ------------------------------------------------------------------------------------------------ a flow of one's own
+
+
+def test_an_error_in_a_flow_names_function_and_line(records):
+    """The innermost line of the user's own file."""
+    flows = Path(__file__).with_name("flows.py")
+    line = flows.read_text().splitlines().index('    raise KeyError("nothing here")') + 1
+    assert records["raises"]["error"] == (
+        f"FlowError: flow tests.flows.flows:raises: in helper, {flows}, line {line}: KeyError: 'nothing here'"
+    )
+    assert records["returns_nothing"]["error"] == (
+        "FlowError: flow tests.flows.flows:returns_nothing: returned NoneType; expected the RolloutBatch it trained on"
+    )
+    assert (
+        "asks for run.critic, but algorithm custom of this config has no critic" in records["wants_a_critic"]["error"]
+    )
+
+
+def test_two_kinds_of_responses_take_one_hand_off(records):
+    record = records["sampled_and_greedy"]
+    assert record["hand_offs"] == 2  # there and back
+    assert record["metrics"][0]["test/greedy_tokens"] > 0
+
+
+def test_a_loss_that_couples_sequences_goes_through_the_log_probs(records):
+    """Its derivative is the same number at every token, so the gradient is that of the sum of log-probs."""
+    assert records["products"]["moved"] == [True] * 3
+    assert all(metrics["actor/grad_norm"] > 0 for metrics in records["products"]["metrics"])
+
+
+def test_fewer_rows_than_replicas_and_no_response_at_all(records):
+    assert records["few_rows"]["moved"] == [True] * 3
+    assert records["no_response"]["moved"] == [False] * 3
+    for metrics in records["no_response"]["metrics"]:
+        assert metrics["actor/loss"] == metrics["actor/grad_norm"] == 0
+
+
+# ------------------------------------------------------------------------------------------------ not finite
+
+
+def test_a_nan_in_a_loss_stops_the_run_before_that_step(records, root):
+    """The step before it is taken, it and the one after it are not; its row is named and the batch kept."""
+    record = records["bad_loss"]
+    assert record["moved"] == [True] and record["finite"] and record["metrics"] == []
+    assert record["error"].startswith("NonFiniteError: iteration 1: actor, step 2 of the iteration: loss nan, ")
+    assert f"first in the loss of row {BAD_ROW} (a response to prompt {BAD_ROW} of the iteration)" in record["error"]
+    kept = load_file(root / "bad_loss" / "batches" / "nonfinite_000001.safetensors")
+    assert kept["advantages"].isnan().sum() == 0 and len(kept["lengths"]) == 4
+    assert "input_ids" in kept and "rollout_log_probs" in kept
+
+
+def test_steps_may_be_skipped_so_often_in_a_row(records):
+    record = records["bad_loss_skipped"]
+    assert record["moved"] == [True, True, True] and record["finite"] and record["metrics"] == []
+    assert "3 iterations in a row, nonfinite.max_in_a_row = 2" in record["error"]
+
+
+def test_a_gradient_that_is_not_finite_where_every_loss_is(records):
+    record = records["infinite_gradient"]
+    assert record["moved"] == [False] and record["finite"]
+    assert "first in the gradient alone, every loss is finite" in record["error"]
+
+
+def test_a_nan_of_a_reward_model_and_of_the_policy_stop_before_any_step(records, root):
+    record = records["bad_reward"]
+    assert record["moved"] == [False]
+    assert "iteration 1: raw_scores is nan in row 0 (a response to prompt 0 of the iteration)" in record["error"]
+    assert torch.isnan(load_file(root / "bad_reward" / "batches" / "nonfinite_000001.safetensors")["raw_scores"]).all()
+    assert records["bad_policy"]["moved"] == [False] and "log_probs is " in records["bad_policy"]["error"]
