@@ -20,6 +20,7 @@ from hybridflow.algorithms.rewards import token_rewards
 from hybridflow.batch import PromptBatch, RolloutBatch, TrainBatch
 from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.config import ExperimentConfig
+from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import Inputs, load_inputs
 from hybridflow.data.prompts import PromptOrder
 from hybridflow.errors import ConfigError
@@ -27,6 +28,7 @@ from hybridflow.flows.evaluate import evaluate
 from hybridflow.generator import Generator
 from hybridflow.models.optimizer import NO_BYTES, learning_rate
 from hybridflow.parallel import platform as platforms
+from hybridflow.parallel.agreement import check_agreement
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.seeds import request_seed
@@ -53,6 +55,7 @@ class RLTrainer:
         self.config = config
         self.platform = platforms.start(config.seed)
         self.inputs: Inputs = load_inputs(config, world_size)
+        check_agreement(run_digests(config, self.inputs), dist.group.WORLD)
         prepare_vllm()  # a missing vLLM is told before the models load
         self.exchange = Exchange(dist.group.WORLD, self.platform.device)
         self.watch = Stopwatch(self.platform.synchronize)
