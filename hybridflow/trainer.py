@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hybridflow.batch import RolloutBatch
 from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.config import GRPO, PPO, AlgorithmConfig, Custom, ExperimentConfig
+from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import Inputs, load_inputs
 from hybridflow.errors import ConfigError, NonFiniteError
 from hybridflow.flows.custom import custom_flow
@@ -25,6 +26,7 @@ from hybridflow.flows.ppo import ppo
 from hybridflow.flows.run import Roles, Run, training_memory_away
 from hybridflow.generator import Generator
 from hybridflow.parallel import platform as platforms
+from hybridflow.parallel.agreement import check_agreement
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.planning.placed import PlacedRun, place
@@ -76,6 +78,7 @@ class RLTrainer:
         self.flow = flow_of(config.algorithm)
         self.platform = platforms.start(config.seed)
         self.inputs: Inputs = load_inputs(config, self.placed.actor.spec.vocab_size)
+        check_agreement(run_digests(config, self.inputs), dist.group.WORLD)
         prepare_vllm()  # a missing vLLM is told before the models load
         self.exchange = Exchange(dist.group.WORLD, self.platform.device)
         watch = Stopwatch(self.platform.synchronize)

@@ -1,0 +1,59 @@
+"""What must be the same on every rank when a run starts, by its digest: config, code, tokenizer, prompts, models.
+
+check_agreement(run_digests(config, inputs), dist.group.WORLD)
+"""
+
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+from hybridflow.config import Custom, ExperimentConfig
+from hybridflow.data.inputs import Inputs
+from hybridflow.parallel.agreement import code_digests, digest_bytes, digest_files
+from hybridflow.rewards.functions import load_reward_function
+from hybridflow.user_code import load_function
+
+TOKENIZER_FILES = (
+    *("tokenizer*", "*.model", "*.model.v*", "*.tiktoken", "vocab.*", "merges.txt", "tekken.json"),
+    *("added_tokens.json", "special_tokens_map.json", "chat_template*", "generation_config.json"),
+    "additional_chat_templates/*",
+)
+
+
+def run_digests(config: ExperimentConfig, inputs: Inputs) -> dict[str, bytes]:
+    """By the name that a message gives it. Of models only config.json: weights are too large to be read twice."""
+    prompts = {"data.train": inputs.train, "data.heldout": inputs.heldout}
+    models = {name: Path(role.model) for name, role in config.roles().items()}
+    return {
+        "the config": digest_bytes(config.to_yaml().encode()),
+        **code_digests(),
+        "the tokenizer of actor.model": _tokenizer_digest(models["actor"]),
+        **{name: prompts.file.digest for name, prompts in prompts.items() if prompts is not None},
+        **{f"config.json of {name}.model": digest_files([path / "config.json"], path) for name, path in models.items()},
+        **_function_digests(config),
+    }
+
+
+def _tokenizer_digest(model: Path) -> bytes:
+    """Of the files that tell how text becomes tokens, and which of them end a response."""
+    files = sorted(path for path in [*model.glob("*"), *model.glob("*/*")] if path.is_file())
+    named = [f for f in files if any(fnmatch(str(f.relative_to(model)), pattern) for pattern in TOKENIZER_FILES)]
+    return digest_files(named, model)
+
+
+def _function_digests(config: ExperimentConfig) -> dict[str, bytes]:
+    """Of the files that a user's functions stand in; not of what these import."""
+    named = [function.function for function in (config.reward.functions if config.reward else ())]
+    named += [config.metrics.eval_reward] if config.metrics.eval_reward else []
+    for path in named:
+        load_reward_function(path)
+    if isinstance(config.algorithm, Custom):
+        load_function(config.algorithm.flow, "algorithm.flow")
+        named.append(config.algorithm.flow)
+    digests = {}
+    for path in named:
+        module = path.partition(":")[0]
+        file = getattr(sys.modules[module], "__file__", None)
+        if file is not None:
+            digests[f"the file of {module}"] = digest_files([Path(file)], Path(file).parent)
+    return digests

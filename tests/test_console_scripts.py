@@ -1,0 +1,122 @@
+"""The console scripts of pyproject.toml, started as pip writes them, from a directory that is not the repository's."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.tiny_experiment import make_inputs, write_config
+from tests.launch import ROOT
+
+SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+# what pip puts into bin/; -P, because a script's directory is bin/ and not the working directory
+CODE = "import sys; from {module} import {function}; sys.argv[0] = {name!r}; sys.exit({function}())"
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with models, prompts and a config whose paths count from it, and a user's reward function."""
+    here = tmp_path_factory.mktemp("elsewhere")
+    make_inputs(here / "inputs")
+    config = write_config(here / "config.yaml", Path("inputs"))
+    tree = json.loads(config.read_text())
+    tree["reward"] = {"functions": [{"function": "my_rewards:LIMIT"}]}
+    tree["output_dir"] = "runs"
+    (here / "experiments").mkdir()
+    (here / "experiments" / "mine.yaml").write_text(json.dumps(tree))
+    (here / "experiments" / "my_rewards.py").write_text("LIMIT = 3\n")
+    return here
+
+
+def run(name: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    module, _, function = SCRIPTS[name].partition(":")
+    return subprocess.run(
+        [sys.executable, "-P", "-c", CODE.format(module=module, function=function, name=name), *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_every_command_has_one() -> None:
+    """Whatever runs with `python -m`."""
+    modules = {name.partition(":")[0].removesuffix(".__main__") for name in SCRIPTS.values()}
+    files = [
+        *(ROOT / "hybridflow").glob("*.py"),
+        *(ROOT / "tools").glob("*.py"),
+        *(ROOT / "tools").glob("*/__main__.py"),
+    ]
+    commands = [file for file in files if '__name__ == "__main__"' in file.read_text()]
+    names = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__") for file in commands}
+    assert names == modules
+    assert all(name == "hybridflow" or name.startswith("hybridflow-") for name in SCRIPTS)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_and_wrong_arguments_have_their_status(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module, _, function = SCRIPTS[name].partition(":")
+    main = getattr(importlib.import_module(module), function)
+    for arguments, status in ((["--help"], 0), (["--no-such-option"], 2), ([], 2)):
+        with pytest.raises(SystemExit) as left:
+            main(arguments)
+        assert left.value.code == status
+        out, error = capsys.readouterr()
+        assert (error if status else out).startswith("usage: ")
+
+
+def test_plan(here: Path) -> None:
+    done = run("hybridflow-plan", "experiments/mine.yaml", "--smallest", cwd=here)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
+    done = run("hybridflow-plan", "experiments/mine.yaml", "actor.model=inputs/absent", cwd=here)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "hybridflow.plan: error: inputs/absent/config.json: no such file; a model is a HuggingFace directory\n"
+    )
+
+
+def test_convert(here: Path) -> None:
+    assert run("hybridflow-convert", "hf-to-megatron", "inputs/policy", "converted", cwd=here).returncode == 0
+    assert run("hybridflow-convert", "verify", "inputs/policy", "converted", cwd=here).returncode == 0
+    assert run("hybridflow-convert", "verify", "inputs/reference", "converted", cwd=here).returncode == 1
+
+
+def test_plot_curve(here: Path) -> None:
+    (here / "run").mkdir()
+    (here / "run" / "metrics.csv").write_text("iteration,eval/accuracy\n0,0.5\n1,0.75\n")
+    assert run("hybridflow-plot-curve", "pictures/curve.svg", "run", cwd=here).returncode == 0
+    assert "run: 0.50 to 0.75" in (here / "pictures" / "curve.svg").read_text()
+    assert run("hybridflow-plot-curve", "pictures/curve.svg", "absent", cwd=here).returncode == 1
+
+
+def test_make_tiny(here: Path) -> None:
+    done = run("hybridflow-make-tiny", "inputs", cwd=here)
+    assert (done.returncode, done.stderr) == (1, "error: inputs exists; --overwrite replaces it\n")
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("my_rewards:LIMIT", "is a int, which cannot be called"),  # so it was found
+        (
+            "your_rewards:digits",
+            "cannot import your_rewards: ModuleNotFoundError: No module named 'your_rewards'; looked in {path}, "
+            "{here}, {here}/experiments, and the installed packages",
+        ),
+    ],
+)
+def test_train_looks_beside_the_config_for_a_function(here: Path, function: str, problem: str) -> None:
+    """In a world of one, before a model is built."""
+    keys = ["actor.tensor_parallel_size=1", f"reward.functions.0.function={function}"]
+    done = run("hybridflow", "experiments/mine.yaml", *keys, cwd=here)
+    assert done.returncode == 1
+    problem = problem.format(path=ROOT, here=here)
+    assert done.stderr.splitlines() == [f"hybridflow: error: reward function {function}: {problem}"]
+    assert not (here / "runs").exists()
