@@ -86,7 +86,7 @@ class Run:
         self.batch = make_train_batch()
 
     def __call__(self, pair: Pair) -> list[dict]:
-        ranks = None if pair.trainer_ranks is None else (0, pair.trainer_ranks)
+        ranks = None if pair.trainer_ranks is None else f"0-{pair.trainer_ranks - 1}"
         config = TrainedRoleConfig(
             model=str(self.model),
             optimizer=OptimizerConfig(lr=1e-2, eps=1e-3),
