@@ -83,7 +83,6 @@ class _Standing(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    held: int
     engine: int
     overlap: int
     permuted: int
@@ -133,14 +132,6 @@ class ReshardPlan:
         )
 
     # ------------------------------------------------------------------------------------------------ counts
-
-    def held_elements(self, rank: int) -> int:
-        """Of the training shards."""
-        return self._count(rank).held
-
-    def engine_elements(self, rank: int) -> int:
-        """Of the engine's shards."""
-        return self._count(rank).engine
 
     def permuted_elements(self, rank: int) -> int:
         """Of the training shards that are permuted."""
@@ -312,19 +303,18 @@ def _way(found: Arrangement | None) -> Way:
 
 
 def _count(standing: _Standing, kinds: Counter[Kind], tp: int, rollout_tp: int) -> _Counts:
-    held = engine = overlap = permuted = 0
+    engine = overlap = permuted = 0
     sources: Counter[tuple[int, int]] = Counter()
     near_pp, near_tp = standing.origin
     for kind, number in kinds.items():
         trains = standing.trains and near_pp in kind.training
-        training_elements = training_shard(kind.matrix, tp, near_tp).num_elements
-        held += trains * number * training_elements
         if standing.engine is None or standing.engine[0] not in kind.engine:
             continue
         corner = (kind.matrix, tp, near_tp, rollout_tp, standing.engine[1])
         engine += number * engine_shard(kind.matrix, rollout_tp, standing.engine[1]).num_elements
         overlap += trains * number * overlap_elements(*corner)
-        permuted += number * training_elements * (trains and _way(arrangement_of(*corner)) is Way.PERMUTE)
+        if trains and _way(arrangement_of(*corner)) is Way.PERMUTE:
+            permuted += number * training_shard(kind.matrix, tp, near_tp).num_elements
         for source_tp, piece in sources_of(*corner):
             sources[_source_stage(kind, near_pp), source_tp] += number * piece.num_elements
-    return _Counts(held, engine, overlap, permuted, sources)
+    return _Counts(engine, overlap, permuted, sources)

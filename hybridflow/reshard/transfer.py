@@ -38,8 +38,7 @@ class WeightHandOff:
     """The actor's weights, switched between the trainer's and the engine's layout.
 
     weights: this rank's training shards by megatron name, none outside the actor's grid. `to_engine` is collective over
-    the ranks of both layouts, which `group` knows by their global ranks; `to_trainer` is local. `on_change` is called
-    whenever memory was allocated or released.
+    the ranks of both layouts, which `group` knows by their global ranks; `to_trainer` is local.
     """
 
     def __init__(
@@ -51,9 +50,8 @@ class WeightHandOff:
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup,
-        on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        self._rank, self._group, self._on_change = rank, group, on_change
+        self._rank, self._group = rank, group
         # the experts of a layer stand one below the other
         self._weights = {name: x.flatten(0, 1) if x.dim() == 3 else x for name, x in weights.items()}
         self._dtype, self._device = dtype, device
@@ -218,10 +216,8 @@ class WeightHandOff:
         return replace(cost, seconds=seconds, peak_extra_bytes=self._peak - max(before, self._live))
 
     def _changed(self, num_bytes: int) -> None:
-        if num_bytes:
-            self._live += num_bytes
-            self._peak = max(self._peak, self._live)
-            self._on_change()
+        self._live += num_bytes
+        self._peak = max(self._peak, self._live)
 
     def _bytes(self, operations: Iterable[Operation]) -> int:
         return sum(self._weights[operation.weight.megatron].nbytes for operation in operations)

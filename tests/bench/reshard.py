@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
+from math import prod
 from pathlib import Path
 
 import torch
@@ -47,11 +48,10 @@ from hybridflow.planning.placed import place_model
 from hybridflow.recording.measure import own_bytes
 from hybridflow.reshard.groups import engine_stages, rollout_layout
 from hybridflow.reshard.plan import ReshardPlan, plan_reshard
-from hybridflow.reshard.transfer import WeightHandOff
 from hybridflow.roles.base import World
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.patches import join_groups, prepare_vllm
-from tests.distributed.pairs_worker import Watch
+from tests.distributed.pairs_worker import Watch, WatchedHandOff
 
 SIZES = {  # hidden, ffn, layers, heads, vocabulary
     "small": (512, 1408, 4, 8, 2560),  # 14.4 M parameters
@@ -223,14 +223,14 @@ class Comparison:
         self.itemsize = DTYPES[dtype].itemsize
         self.plan = plan_reshard(spec, train, self.layout, bucket_elements=world.bucket_bytes // self.itemsize)
         self.watch = Watch()
-        self.hand_off = WeightHandOff(
+        self.hand_off = WatchedHandOff(
             self.plan,
             self.weights,
             rank=self.rank,
             dtype=DTYPES[dtype],
             device=world.platform.device,
             group=dist.group.WORLD,
-            on_change=self.watch,
+            watch=self.watch,
         )
         stages = engine_stages(spec.num_layers, train, self.layout)
         join_groups(self.layout, stages, world.platform.local_rank)
@@ -301,7 +301,9 @@ class Comparison:
         self._usual_way(on_change=self.watch)
         self.watch.stop()
         # the trainer's weights stay beside the engine's
-        standing = min(self.plan.held_elements(self.rank), self.plan.engine_elements(self.rank)) * self.itemsize
+        held = sum(x.numel() for x in self.weights.values())
+        engine = sum(prod(operation.shape) for operation in self.plan.operations(self.rank))
+        standing = min(held, engine) * self.itemsize
         numbers = torch.tensor([ours, standing + self.watch.peak_extra, cost.bytes_received])
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
         return tuple(numbers.tolist())

@@ -106,14 +106,14 @@ class Run:
         plan = plan_reshard(spec, train, layout, bucket_elements=BUCKET_BYTES // 4)
         watch = Watch()
         weights = {name: x for name, (_, x) in self.actor.weights().items()}
-        hand_off = WeightHandOff(
+        hand_off = WatchedHandOff(
             plan,
             weights,
             rank=rank,
             dtype=torch.float32,
             device=self.world.platform.device,
             group=dist.group.WORLD,
-            on_change=watch,
+            watch=watch,
         )
         engine = self._engine(hand_off, layout, spec, train)
         records = []
@@ -241,6 +241,18 @@ class Watch:
     def _bytes(self) -> int:
         storages = [x.untyped_storage() for x in self._known + live_tensors(0)]
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+class WatchedHandOff(WeightHandOff):
+    """Looks at the live tensors whenever it counts memory that was allocated or released."""
+
+    def __init__(self, *arguments: Any, watch: Watch, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._watch = watch
+
+    def _changed(self, num_bytes: int) -> None:
+        super()._changed(num_bytes)
+        self._watch()
 
 
 def live_tensors(generation: int | None) -> list[Tensor]:

@@ -233,8 +233,8 @@ def check_counts(world: World, exchanges: dict[int, tuple[Exchange, ...]]) -> No
         lacking = len(numbers(engine) - numbers(held))
         assert plan.received_elements(rank) == plan.lower_bound(rank) == received == lacking
         assert plan.sent_elements(rank) == sent
-        assert plan.held_elements(rank) == sum(x.numel() for x in held.values())
-        assert plan.engine_elements(rank) == sum(x.numel() for x in engine.values())
+        assert {weight.megatron for weight in plan.trained_weights(rank)} == held.keys()
+        assert sum(prod(op.shape) for op in plan.operations(rank)) == sum(x.numel() for x in engine.values())
         moved = [op.weight.megatron for op in plan.operations(rank) if op.way is Way.PERMUTE]
         assert plan.permuted_elements(rank) == sum(held[name].numel() for name in moved)
     assert sum(map(plan.sent_elements, world.ranks)) == sum(map(plan.received_elements, world.ranks))
@@ -357,8 +357,7 @@ def test_two_training_ranks_to_engines_of_one() -> None:
     }
     # half of everything that is split: embedding and output 64 x 3, qkv 16 x 3, proj 3 x 8, fc1 16 x 3, fc2 3 x 8
     assert plan.received_elements(1) == plan.sent_elements(0) == (2 * 64 * 3 + 48 + 24 + 48 + 24) // 2
-    assert plan.held_elements(0) == 264 + 9
-    assert plan.engine_elements(0) == 528 + 9
+    assert sum(prod(op.shape) for op in plan.operations(0)) == 528 + 9  # and the norms
     fc1 = operation_of(plan, 1, "linear_fc1.weight")  # gate is rows 0 to 8; the rank has the second half of each
     assert fc1.pieces == (
         (0, Piece(0, 0, 0, 0, 4, 3)),
@@ -416,8 +415,8 @@ def test_ranks_that_only_generate_are_dealt_out_over_the_replicas() -> None:
     norms = {rank: operation_of(plan, rank, "input_layernorm.weight").pieces[0][0] for rank in (4, 5, 6, 7)}
     assert norms == {4: 0, 5: 2, 6: 1, 7: 3}
     assert plan.operations(0) == plan.trained_weights(4) == ()
-    assert plan.held_elements(4) == plan.engine_elements(0) == plan.sent_elements(4) == plan.received_elements(0) == 0
-    assert plan.received_elements(4) == plan.engine_elements(4) == plan.lower_bound(4)
+    assert plan.sent_elements(4) == plan.received_elements(0) == plan.lower_bound(0) == 0
+    assert plan.received_elements(4) == plan.lower_bound(4) == sum(prod(op.shape) for op in plan.operations(4))
 
 
 @pytest.mark.parametrize(
@@ -542,13 +541,13 @@ def test_a_thousand_ranks(rollout: str) -> None:
     assert max(sent) < 1.2 * sum(sent) / len(sent)  # the ends have the embedding and the output layer besides
     norms = 161 * 8192
     split = num_parameters(spec, "lm") - norms
-    assert sum(map(plan.held_elements, ranks)) == 16 * (split + 8 * norms)
-    assert sum(map(plan.engine_elements, ranks)) == 128 * (split + engines.tp * norms)
+    # the engines hold the model 128 times; colocated, each rank's training shard lies in its engine shard
+    held = 16 * (split + 8 * norms) if engines.ranks == train.ranks else 0
+    assert sum(map(plan.received_elements, ranks)) == 128 * (split + engines.tp * norms) - held
     for rank in (engines.ranks[5], 1000):
         exchanges = plan.exchanges(rank)
         assert sum(m.num_elements for e in exchanges for m in e.receives) == plan.received_elements(rank)
         assert sum(m.num_elements for e in exchanges for m in e.sends) == plan.sent_elements(rank)
-        assert sum(prod(op.shape) for op in plan.operations(rank)) == plan.engine_elements(rank)
 
 
 # -------------------------------------------------------------------------------------------------- in place
