@@ -56,7 +56,7 @@ class RLTrainer:
         self.exchange = Exchange(dist.group.WORLD, self.platform.device)
         self.watch = Stopwatch(self.platform.synchronize)
         self._build_roles()
-        with self._training_memory_away():
+        with self._training_memory_offloaded():
             self.generator = Generator(
                 self.placed,
                 self.actor,
@@ -144,7 +144,7 @@ class RLTrainer:
         metrics |= cost_metrics(
             batch,
             watch=self.watch,
-            hand_offs=self.generator.costs,
+            reshards=self.generator.costs,
             exchange=self.exchange,
             actor_bytes=self.actor.trained.memory_bytes() if self.actor.trained else NO_BYTES,
             engine_bytes=self.generator.own_bytes,
@@ -163,7 +163,7 @@ class RLTrainer:
         self.generator.costs.clear()
 
     def generate(self, prompts: PromptBatch, iteration: int, first_prompt: int) -> RolloutBatch:
-        with self.handed_to_engine(), self.watch.phase("generate"):
+        with self.engine_awake(), self.watch.phase("generate"):
             return self.generator.generate(
                 prompts,
                 samples_per_prompt=self.config.sampling.samples_per_prompt,
@@ -251,26 +251,26 @@ class RLTrainer:
         return evaluate(responses, prompts, self.scorer, right, name, exchange=self.exchange)
 
     def greedy_responses(self, prompts: PromptBatch) -> RolloutBatch:
-        with self.handed_to_engine():
+        with self.engine_awake():
             return self.generator.generate(prompts, greedy=True, samples_per_prompt=1, iteration=0, first_prompt=0)
 
     @contextlib.contextmanager
-    def handed_to_engine(self) -> Iterator[None]:
+    def engine_awake(self) -> Iterator[None]:
         """The actor's weights are the engine's within the block, in the engine's layout; bitwise restored after it.
 
         In strict order: what training alone needs leaves, weights are put in place, caches are emptied, and only when
         that is so on every rank the KV cache takes its memory.
         """
-        with self._training_memory_away(), self.generator.weights_in_place():
+        with self._training_memory_offloaded(), self.generator.resharded():
             self.platform.empty_caches()
             dist.barrier(group=dist.group.WORLD)
             with self.generator.awake():
                 yield
 
     @contextlib.contextmanager
-    def _training_memory_away(self) -> Iterator[None]:
+    def _training_memory_offloaded(self) -> Iterator[None]:
         """Within the block gradients and optimizer state are where the config wants them while the engine works."""
-        with self.actor.away(), self.critic.away():
+        with self.actor.offloaded(), self.critic.offloaded():
             self.platform.empty_caches()
             yield
 

@@ -89,7 +89,7 @@ class Role:
             return Part.nothing(size)
         micro_batches = self._micro_batches(batch, make)
         results = pipeline.forward(self.chunks, self.grid, micro_batches, readout)
-        if not self.grid.speaks or not micro_batches:
+        if not self.grid.contributes or not micro_batches:
             return Part.nothing(size)
         where = torch.cat([micro_batch.where for micro_batch in micro_batches])
         return Part(size, where, torch.cat([result["out"] for result in results]))
@@ -101,7 +101,7 @@ class Role:
         """
         micro_batches = self._micro_batches(batch, prediction_micro_batches)
         results = pipeline.forward_backward(self.chunks, self.grid, micro_batches, loss)
-        if not self.grid.speaks:
+        if not self.grid.contributes:
             return torch.zeros(len(names), dtype=torch.float64, device=self._platform.device)
         return torch.stack([torch.stack([result[name].double() for name in names]) for result in results]).sum(0)
 
@@ -121,11 +121,11 @@ class TrainedRole(Role):
             self.trained = TrainedModel(self.chunks, self.grid, config.optimizer, bucket_bytes=bucket_bytes)
             self.chunks = self.trained.chunks
 
-    def away(self) -> contextlib.AbstractContextManager[None]:
+    def offloaded(self) -> contextlib.AbstractContextManager[None]:
         """Within the block what the config says is out of device memory: gradients, optimizer state."""
         if self.trained is None:
             return contextlib.nullcontext()
-        return self.trained.away(**self._offloads)
+        return self.trained.offloaded(**self._offloads)
 
     def _step(self, accumulate: Callable[[], Tensor], lr: float) -> Tensor:
         """One optimizer step; this rank's part of `report`, (report,) float64: the whole is the sum over the world."""
@@ -134,5 +134,5 @@ class TrainedRole(Role):
         self.trained.zero_gradients()
         sums = accumulate()
         norm = self.trained.step(lr).to(sums)
-        once = self.grid.speaks and self.grid.dp_rank == 0  # alike on all ranks of the grid: one tells
+        once = self.grid.contributes and self.grid.dp_rank == 0  # alike on all ranks of the grid: one tells
         return torch.cat([sums, norm[None] if once else torch.zeros_like(norm)[None]])

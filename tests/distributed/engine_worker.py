@@ -94,10 +94,10 @@ def run(case: Case, checkpoints: Path, platform: platforms.Platform) -> dict | N
 
 
 def build(case: Case, checkpoints: Path, platform: platforms.Platform, sleep_level: int = 1) -> RolloutEngine:
-    seat = case.layout.seat(platform.rank)
+    at = case.layout.coordinates(platform.rank)
     return RolloutEngine(
         checkpoints / case.model / "policy",
-        Weights(huggingface(checkpoints, case.model, case.dtype), seat.tp, case.tp),
+        Weights(huggingface(checkpoints, case.model, case.dtype), at.tp, case.tp),
         dtype=case.dtype,
         layout=case.layout,
         stages=case.stages,
@@ -114,7 +114,7 @@ def check(case: Case, checkpoints: Path, platform: platforms.Platform) -> dict:
         "parameters": sorted(engine.parameters()),
         "blocks": engine._engine.vllm_config.cache_config.num_gpu_blocks,
     }
-    replica = case.layout.seat(platform.rank).replica
+    replica = case.layout.coordinates(platform.rank).replica
     requests = [Request(prompt, seed) for seed, prompt in enumerate(prompts()[replica : replica + NUM_PROMPTS])]
     greedy = engine.generate(requests, engine.greedy_params(SAMPLING, ()))
     sampled = engine.generate(requests, engine.sampling_params(SAMPLING, ()))

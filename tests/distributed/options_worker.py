@@ -72,7 +72,7 @@ def main(config: str, out: Path) -> None:
                 | {name: getattr(done.batch, name).tolist() for name in fields}
                 | {"raw_scores": done.scores.tolist(), "moved": moved}
             )
-        with trainer.handed_to_engine():
+        with trainer.engine_awake():
             iterations[-1]["bytes_with_engine"] = [
                 role.trained.memory_bytes() for role in (trainer.actor, trainer.critic)
             ]

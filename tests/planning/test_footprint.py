@@ -101,7 +101,7 @@ def test_elements_are_those_of_the_reshard_plan(sizes: tuple[int, ...], tied: bo
     elements = stage_elements(spec, "lm", train)
     for rank in train.ranks:
         held = sum(prod(shard_shape(weight, spec, train.tp)) for weight in plan.trained_weights(rank))
-        assert held == elements[train.place(rank).pp]
+        assert held == elements[train.coordinates(rank).pp]
 
 
 # ------------------------------------------------------------------------------------------------ a live model
