@@ -20,6 +20,7 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
+    PlainSerializer,
     PositiveFloat,
     PositiveInt,
     ValidationError,
@@ -29,18 +30,18 @@ from pydantic import (
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.parallel.layout import Layout, Stages
 from hybridflow.placement import (
-    RankList,
+    Ranks,
     check_engine_ranks,
     check_engine_sizes,
     check_placement,
     check_ranks,
     check_sizes,
-    resolve_ranks,
-    well_formed,
+    parse_ranks,
+    shown,
 )
 
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
-Ranks = Annotated[RankList, BeforeValidator(well_formed)]
+RanksKey = Annotated[Ranks, BeforeValidator(parse_ranks), PlainSerializer(shown)]
 
 
 class Section(BaseModel):
@@ -123,11 +124,7 @@ class OptimizerConfig(Section):
 
 
 class LayoutConfig(Section):
-    """How one role is cut over ranks: tensor x pipeline x data parallel sizes are as many as its ranks.
-
-    ranks: [start, stop] is the interval start .. stop - 1; any other number of entries is a list of ranks; a list of
-    intervals joins them. None: all ranks of the run.
-    """
+    """How one role is cut over ranks: tensor x pipeline x data parallel sizes are as many as its ranks."""
 
     tensor_parallel_size: PositiveInt = 1
     pipeline_parallel_size: PositiveInt = 1
@@ -136,7 +133,7 @@ class LayoutConfig(Section):
     num_layers_in_last_pipeline_stage: PositiveInt | None = None
     data_parallel_size: PositiveInt | None = None  # None: what is left of the ranks
     sequence_parallel: bool = False
-    ranks: Ranks | None = None
+    ranks: RanksKey | None = None  # "0-7,12"; None: all ranks of the run
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -217,7 +214,7 @@ class RolloutConfig(Section):
 
     tensor_parallel_size: PositiveInt | None = None  # None: the actor's
     pipeline_parallel_size: PositiveInt = 1
-    ranks: Ranks | None = None  # None: the actor's; as in the roles. Own ranks receive the weights
+    ranks: RanksKey | None = None  # None: the actor's; as in the roles. Own ranks receive the weights
     kv_cache_gib: PositiveFloat = 4.0  # per rank
     sleep_level: Literal[0, 1] = 1  # 1: the KV cache is given back while the models train
     # the actor's weights travel in buckets: what is held twice or under way. None: 256 on GPUs; 24 on a CPU, whose
@@ -547,7 +544,7 @@ class ExperimentConfig(Section):
 
     def rollout_ranks(self, world_size: int) -> tuple[int, ...]:
         """Where the engine runs: by default on the actor's ranks."""
-        return resolve_ranks(self.rollout.ranks or self.actor.ranks, world_size)
+        return self.rollout.ranks or self.actor.ranks or tuple(range(world_size))
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)

@@ -1,6 +1,6 @@
-"""The engine, and the hand-off of the actor's weights to it: here reshard and rollout meet.
+"""The engine, and the reshard of the actor's weights to it: here reshard and rollout meet.
 
-with generator.weights_in_place():      # alias / permute / gather, and back
+with generator.resharded():             # alias / permute / gather, and back
     with generator.awake():             # KV cache
         rollout = generator.generate(prompts, ...)
 """
@@ -16,8 +16,8 @@ from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.platform import Platform
 from hybridflow.planning.placed import PlacedRun
 from hybridflow.recording.measure import own_bytes
+from hybridflow.reshard.execute import ReshardCost, WeightReshard
 from hybridflow.reshard.plan import plan_reshard
-from hybridflow.reshard.transfer import HandOffCost, WeightHandOff
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.engine import RolloutEngine
 from hybridflow.rollout.generation import generate
@@ -28,7 +28,7 @@ class Generator:
     """Building it is collective over the world. A rank outside the rollout has no engine, but takes part in all calls.
 
     weights_stay: whether on every rank the engine's weights lie in the trainer's memory.
-    costs: of the hand-offs since somebody emptied the list. own_bytes: weights of the engine outside the trainer's
+    costs: of the reshards since somebody emptied the list. own_bytes: weights of the engine outside the trainer's
     memory, while it has them.
     """
 
@@ -48,7 +48,7 @@ class Generator:
         weights = {name: tensor for name, (_, tensor) in actor.weights().items()}
         plan = plan_reshard(actor.spec, actor.grid.layout, self.layout, bucket_elements=bucket_elements)
         self.weights_stay = plan.is_in_place
-        self.hand_off = WeightHandOff(
+        self.reshard = WeightReshard(
             plan,
             weights,
             rank=platform.rank,
@@ -56,11 +56,11 @@ class Generator:
             device=platform.device,
             group=dist.group.WORLD,
         )
-        self.costs: list[HandOffCost] = []
+        self.costs: list[ReshardCost] = []
         self.engine: RolloutEngine | None = None
         self.own_bytes, self._params = 0, {}
         join_groups(self.layout, placed.stages, platform.local_rank)
-        with self.weights_in_place():  # the engine takes the memory that it finds as its own
+        with self.resharded():  # the engine takes the memory that it finds as its own
             if platform.rank in self.layout:
                 self.engine = self._new_engine(actor)
                 self._params = {
@@ -77,7 +77,7 @@ class Generator:
             rollout = rollout.model_copy(update={"enforce_eager": True})
         return RolloutEngine(
             actor.spec.path,
-            self.hand_off.source,
+            self.reshard.source,
             dtype=config.actor.dtype,
             layout=self.layout,
             stages=self._placed.stages,
@@ -88,13 +88,13 @@ class Generator:
         )
 
     @contextlib.contextmanager
-    def weights_in_place(self) -> Iterator[None]:
+    def resharded(self) -> Iterator[None]:
         """Within the block the engine has the actor's weights; after it the trainer has them, bitwise as before."""
-        self.costs.append(self.hand_off.to_engine())
+        self.costs.append(self.reshard.to_engine())
         try:
             yield
         finally:
-            self.costs.append(self.hand_off.to_trainer())
+            self.costs.append(self.reshard.to_trainer())
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:

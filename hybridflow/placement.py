@@ -1,60 +1,92 @@
 """Which ranks a role lies on: what a `ranks` key means, and the rules that hold between roles. Pure.
 
-ranks: [4, 8]             the interval 4 .. 7
-ranks: [0, 1, 4, 5]       any other number of entries: these ranks
-ranks: [[0, 2], [4, 6]]   intervals joined: 0, 1, 4, 5
+ranks: "0-7,12"    the ranks 0 to 7 and 12: inclusive intervals and single ranks, ascending, each once
 """
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridflow.errors import ConfigError
 
-Ranks = tuple[int, ...]
-RankList = tuple[int, ...] | tuple[tuple[int, int], ...]
+Ranks = tuple[int, ...]  # ascending
+LARGEST_RANK = 1 << 20
+RULE = 'ranks are inclusive intervals and single ranks, ascending, each once, such as "0-7,12"'
 
 
-def well_formed(given: Any) -> Any:
-    """What a `ranks` key was given, if it has one of the three forms. Errors: ValueError."""
-    entries = given if isinstance(given, list | tuple) else []
-    intervals = all(isinstance(x, list | tuple) and len(x) == 2 and all(type(y) is int for y in x) for x in entries)
-    if given is not None and not (entries and (intervals or all(type(x) is int for x in entries))):
-        raise ValueError(f"{given!r} is neither [start, stop], nor a list of ranks, nor a list of [start, stop]")
+def parse_ranks(given: Any) -> Ranks | None:
+    """The ranks that a `ranks` key names. Errors: ValueError with the rule, and for a list with what to write now."""
+    if given is None:
+        return None
+    if isinstance(given, list | tuple):
+        spelling = _spelling_of(given)
+        raise ValueError(f'{_listed(given)} is now written "{spelling}"' if spelling else f"{given!r}: {RULE}")
+    if isinstance(given, bool) or not isinstance(given, str | int):
+        raise ValueError(f"{given!r}: {RULE}")
+    ranks = [rank for part in str(given).split(",") for rank in _interval(part.strip(), given)]
+    if ranks != sorted(set(ranks)):
+        raise ValueError(f"{given!r} names {shown(ranks)}: {RULE}")
+    return tuple(ranks)
+
+
+def shown(ranks: Sequence[int]) -> str:
+    """Ranks as a `ranks` key names them."""
+    intervals: list[tuple[int, int]] = []
+    for rank in ranks:
+        if intervals and rank == intervals[-1][1] + 1:
+            intervals[-1] = intervals[-1][0], rank
+        else:
+            intervals.append((rank, rank))
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in intervals)
+
+
+def _interval(text: str, given: str | int) -> range:
+    found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", text)
+    if not found:
+        raise ValueError(f"{given!r}: {text!r} is no rank and no interval; {RULE}")
+    first, last = int(found[1]), int(found[2] or found[1])
+    if last < first:
+        raise ValueError(f"{given!r}: the interval {text} is empty; {RULE}")
+    if last > LARGEST_RANK:  # a slip that would fill the memory
+        raise ValueError(f"{given!r}: no run has a rank {last}")
+    return range(first, last + 1)
+
+
+def _spelling_of(given: Sequence[Any]) -> str:
+    """What a list meant: intervals [start, stop], one interval start, stop, or else ranks; "" if it meant nothing."""
+    if all(isinstance(entry, list | tuple) and len(entry) == 2 for entry in given):
+        intervals = [tuple(entry) for entry in given]
+    elif len(given) == 2:
+        intervals = [tuple(given)]
+    else:
+        intervals = [(rank, rank + 1) if type(rank) is int else (rank,) for rank in given]
+    if not all(type(bound) is int and 0 <= bound <= LARGEST_RANK for interval in intervals for bound in interval):
+        return ""
+    ranks = [rank for start, stop in intervals for rank in range(start, stop)]
+    return shown(ranks) if ranks == sorted(set(ranks)) else ""
+
+
+def _listed(given: Sequence[Any]) -> list[Any]:
+    return [list(entry) if isinstance(entry, tuple) else entry for entry in given]
+
+
+def check_ranks(key: str, given: Ranks | None, world_size: int) -> Ranks:
+    """The ranks, all of them where none are given, if the run has them. Errors: ConfigError."""
+    if given is None:
+        return tuple(range(world_size))
+    if given[-1] >= world_size:
+        raise ConfigError(
+            f"{key} = {shown(given)} names rank {given[-1]}, the run has {world_size} ranks: {shown(range(world_size))}"
+        )
     return given
 
 
-def resolve_ranks(given: RankList | None, world_size: int) -> Ranks:
-    """The ranks that a `ranks` key means; None means all."""
-    if given is None:
-        return tuple(range(world_size))
-    if isinstance(given[0], tuple):
-        return tuple(rank for start, stop in given for rank in range(start, stop))
-    return tuple(range(*given)) if len(given) == 2 else given
-
-
-def check_ranks(key: str, given: RankList | None, world_size: int) -> Ranks:
-    """The ranks, if they ascend and exist. Errors: ConfigError naming the key, what it says and what it means."""
-    ranks = resolve_ranks(given, world_size)
-    if not ranks:
-        raise ConfigError(f"{key} = {_listed(given)} is an empty interval: [start, stop] needs start < stop")
-    if list(ranks) != sorted(set(ranks)):
-        raise ConfigError(f"{key} = {_listed(given)} means the ranks {list(ranks)}: ranks must ascend, each named once")
-    for rank in (ranks[-1], ranks[0]):
-        if not 0 <= rank < world_size:
-            raise ConfigError(
-                f"{key} = {_listed(given)} names rank {rank}, the run has {world_size} ranks: 0 .. {world_size - 1}"
-            )
-    return ranks
-
-
-def check_sizes(role: str, sizes: tuple[int, int, int | None], given: RankList | None, ranks: Ranks) -> None:
+def check_sizes(role: str, sizes: tuple[int, int, int | None], given: Ranks | None, ranks: Ranks) -> None:
     """Tensor x pipeline x data parallel sizes (data parallel: None for what is left) are as many as the ranks."""
     tp, pp, dp = sizes
     count = len(ranks)
-    where = "ranks of the run" if given is None else f"ranks of {role}.ranks = {_listed(given)}"
-    if given is not None and len(given) == 2 and not isinstance(given[0], tuple):
-        where += f", which is the interval {shown(ranks)}"
+    where = "ranks of the run" if given is None else f"ranks of {role}.ranks = {shown(given)}"
     if dp is None and count % (tp * pp):
         raise ConfigError(
             f"{role}: tensor_parallel_size x pipeline_parallel_size = {tp} x {pp} = {tp * pp} does not divide the "
@@ -100,13 +132,3 @@ def check_placement(placed: Mapping[str, Ranks], world_size: int) -> None:
                 f"{one} = {shown(first)} and {other} = {shown(second)} overlap in {shown(shared)} only: two roles lie "
                 f"on the same ranks, on different ones, or one within the other; else each waits for the other"
             )
-
-
-def shown(ranks: Sequence[int]) -> str:
-    """'0 .. 3', or a list where ranks are not neighbours."""
-    neighbours = len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1))
-    return f"{ranks[0]} .. {ranks[-1]}" if neighbours else ", ".join(map(str, ranks))
-
-
-def _listed(given: RankList | None) -> list:
-    return [list(entry) if isinstance(entry, tuple) else entry for entry in given or ()]

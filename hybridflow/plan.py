@@ -20,10 +20,11 @@ from rich.text import Text
 from hybridflow import __version__
 from hybridflow.config import ExperimentConfig, RoleConfig
 from hybridflow.errors import ConfigError, UserError
-from hybridflow.placement import resolve_ranks, shown
+from hybridflow.placement import shown
 from hybridflow.user_code import search_beside
 
 WIDTH = 112  # columns of a pipe
+FEW = 24  # characters of ranks that are shown whole
 GIB = 1 << 30
 
 
@@ -82,7 +83,7 @@ def smallest_world_size(config: ExperimentConfig) -> int:
     engine = config.rollout_tensor_parallel_size * config.rollout.pipeline_parallel_size
     grids = [(role.ranks, _least_ranks(role)) for role in config.roles().values()]
     grids.append((config.rollout.ranks or config.actor.ranks, engine))
-    least = max(max([least, *(rank + 1 for rank in resolve_ranks(ranks, 0))]) for ranks, least in grids)
+    least = max(max([least, *(rank + 1 for rank in ranks or ())]) for ranks, least in grids)
     step = math.lcm(*(least for ranks, least in grids if ranks is None))
     for world_size in range(least, least + step):
         with contextlib.suppress(ConfigError):
@@ -160,7 +161,8 @@ def _rollout_notes(plan: dict) -> list[str]:
 
 
 def _few(ranks: list[int]) -> str:
-    return shown(ranks) if len(ranks) <= 8 else f"{shown(ranks[:3])}, ..., {ranks[-1]}"
+    text = shown(ranks)
+    return text if len(text) <= FEW else f"{','.join(map(str, ranks[:3]))},...,{ranks[-1]}"
 
 
 MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "kv_cache", "total")

@@ -23,7 +23,7 @@ from hybridflow.flows.evaluate import evaluate
 from hybridflow.flows.finite import NonFinite
 from hybridflow.flows.grpo import grpo
 from hybridflow.flows.ppo import ppo
-from hybridflow.flows.run import Roles, Run, training_memory_away
+from hybridflow.flows.run import Roles, Run, training_memory_offloaded
 from hybridflow.generator import Generator
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.agreement import check_agreement
@@ -86,7 +86,7 @@ class RLTrainer:
         bucket_bytes = config.rollout.bucket_bytes(cuda=self.platform.has_cuda)
         world = World(self.platform, ProcessGroups(), self.exchange, bucket_bytes, watch)
         self.roles = build_roles(self.placed, world, self.caller)
-        with training_memory_away(self.roles, self.platform):
+        with training_memory_offloaded(self.roles, self.platform):
             self.generator = Generator(
                 self.placed,
                 self.roles.actor,

@@ -300,12 +300,16 @@ def test_a_reward_function_is_module_and_name(config_file, function: str) -> Non
             ["actor: num_layers_in_last_pipeline_stage = 1 needs pipeline_parallel_size > 1, it is 1"],
         ),
         (
-            {"actor.ranks": [[0, 2], [3]]},
-            ["actor.ranks: [[0, 2], [3]] is neither [start, stop], nor a list of ranks, nor a list of [start, stop]"],
+            {"actor.ranks": [0, 8]},
+            ['actor.ranks: [0, 8] is now written "0-7"'],
         ),
         (
-            {"rollout.ranks": []},
-            ["rollout.ranks: [] is neither [start, stop], nor a list of ranks"],
+            {"actor.ranks": [[0, 2], [3]]},
+            ["actor.ranks: [[0, 2], [3]]: ranks are inclusive intervals and single ranks, ascending, each once"],
+        ),
+        (
+            {"rollout.ranks": "0-3,x"},
+            ["rollout.ranks: '0-3,x': 'x' is no rank and no interval; ranks are inclusive intervals"],
         ),
         (
             {"metrics.eval_interval": 5},
@@ -344,14 +348,14 @@ def test_a_world_that_every_role_fills_is_accepted() -> None:
 def test_roles_on_ranks_of_their_own_are_accepted() -> None:
     config = load(
         **{
-            "actor.ranks": [0, 4],
+            "actor.ranks": "0-3",
             "actor.pipeline_parallel_size": 2,
             "actor.virtual_pipeline_parallel_size": 3,
             "actor.num_layers_in_first_pipeline_stage": 3,
-            "critic.ranks": [[4, 5], [6, 7]],
+            "critic.ranks": "4,6",
             "critic.tensor_parallel_size": 2,
-            "reference.ranks": [[5, 6], [7, 8]],
-            "rollout.ranks": [8, 12],
+            "reference.ranks": "5,7",
+            "rollout.ranks": "8-11",
             "rollout.tensor_parallel_size": 2,
             "rollout.pipeline_parallel_size": 2,
         }
@@ -364,7 +368,7 @@ def test_roles_on_ranks_of_their_own_are_accepted() -> None:
 
 
 def test_the_engine_runs_on_the_actors_ranks_unless_it_has_its_own() -> None:
-    assert load(**{"actor.ranks": [2, 5]}).rollout_ranks(8) == (2, 3, 4)
+    assert load(**{"actor.ranks": "2-4"}).rollout_ranks(8) == (2, 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -405,10 +409,10 @@ def test_the_engine_runs_on_the_actors_ranks_unless_it_has_its_own() -> None:
             "of the run: 3 = 1 x 2 + 1",
         ),
         (
-            {"critic.ranks": [0, 3], "critic.tensor_parallel_size": 2},
+            {"critic.ranks": "0-2", "critic.tensor_parallel_size": 2},
             4,
             "critic: tensor_parallel_size x pipeline_parallel_size = 2 x 1 = 2 does not divide the 3 ranks of "
-            "critic.ranks = [0, 3], which is the interval 0 .. 2: 3 = 1 x 2 + 1",
+            "critic.ranks = 0-2: 3 = 1 x 2 + 1",
         ),
         (
             {},
@@ -419,51 +423,31 @@ def test_the_engine_runs_on_the_actors_ranks_unless_it_has_its_own() -> None:
             "data_parallel_size 8 on 8 ranks",
         ),
         (
-            {"critic.ranks": [2, 5]},
+            {"critic.ranks": "2-4"},
             4,
-            "critic.ranks = [2, 5] names rank 4, the run has 4 ranks: 0 .. 3",
+            "critic.ranks = 2-4 names rank 4, the run has 4 ranks: 0-3",
         ),
         (
-            {"critic.ranks": [-1, 2]},
+            {"rollout.ranks": "4-5"},
             4,
-            "critic.ranks = [-1, 2] names rank -1, the run has 4 ranks: 0 .. 3",
+            "rollout.ranks = 4-5 names rank 5, the run has 4 ranks: 0-3",
         ),
         (
-            {"reference.ranks": [0, 2, 1]},
+            {"actor.ranks": "0-2", "critic.ranks": "2-3"},
             4,
-            "reference.ranks = [0, 2, 1] means the ranks [0, 2, 1]: ranks must ascend, each named once",
-        ),
-        (
-            {"reward.models": [{"model": "a", "ranks": [[0, 2], [1, 3]]}]},
-            4,
-            "reward.models.0.ranks = [[0, 2], [1, 3]] means the ranks [0, 1, 1, 2]: ranks must ascend, each named once",
-        ),
-        (
-            {"actor.ranks": [3, 1]},
-            4,
-            "actor.ranks = [3, 1] is an empty interval: [start, stop] needs start < stop",
-        ),
-        (
-            {"rollout.ranks": [4, 6]},
-            4,
-            "rollout.ranks = [4, 6] names rank 5, the run has 4 ranks: 0 .. 3",
-        ),
-        (
-            {"actor.ranks": [0, 3], "critic.ranks": [2, 4]},
-            4,
-            "actor.ranks = 0 .. 2 and critic.ranks = 2 .. 3 overlap in 2 only: two roles lie on the same ranks, on "
+            "actor.ranks = 0-2 and critic.ranks = 2-3 overlap in 2 only: two roles lie on the same ranks, on "
             "different ones, or one within the other; else each waits for the other",
         ),
         (
-            {"actor.ranks": [0, 2], "critic.ranks": [0, 1], "reference.ranks": [0, 2]},
+            {"actor.ranks": "0-1", "critic.ranks": 0, "reference.ranks": "0-1"},
             4,
-            "of the 4 ranks of the run nothing uses 2 .. 3: actor.ranks = 0 .. 1, critic.ranks = 0, "
-            "reference.ranks = 0 .. 1, rollout.ranks = 0 .. 1",
+            "of the 4 ranks of the run nothing uses 2-3: actor.ranks = 0-1, critic.ranks = 0, "
+            "reference.ranks = 0-1, rollout.ranks = 0-1",
         ),
         (
-            {"actor.ranks": [0, 3], "rollout.ranks": [2, 4]},
+            {"actor.ranks": "0-2", "rollout.ranks": "2-3"},
             4,
-            "rollout.ranks = 2 .. 3 and actor.ranks = 0 .. 2 share 2: the engine runs on exactly the actor's ranks, "
+            "rollout.ranks = 2-3 and actor.ranks = 0-2 share 2: the engine runs on exactly the actor's ranks, "
             "where it uses the actor's memory, or on none of them",
         ),
         (
@@ -474,8 +458,8 @@ def test_the_engine_runs_on_the_actors_ranks_unless_it_has_its_own() -> None:
         ),
         (
             {
-                "actor.ranks": [0, 4],
-                "rollout.ranks": [4, 7],
+                "actor.ranks": "0-3",
+                "rollout.ranks": "4-6",
                 "rollout.tensor_parallel_size": 2,
                 "algorithm.update.mini_batch_size": 8,
             },

@@ -41,7 +41,7 @@ CONFIG: dict[str, Any] = {
     "critic": {"model": "small", "optimizer": {"lr": 1e-5}},
     "reference": {"model": "small"},
     "reward": {"models": [{"model": "reward"}]},
-    "algorithm": {"mini_batch_size": 8},
+    "algorithm": {"update": {"mini_batch_size": 8}},
 }
 ROLES = ("actor", "critic", "reference", "reward.models.0")
 TP2_PP2 = ("actor.tensor_parallel_size=2", "actor.pipeline_parallel_size=2", "rollout.tensor_parallel_size=1")
@@ -164,7 +164,7 @@ def test_one_copy_where_nothing_moves(plan) -> None:
 
 
 def test_roles_elsewhere_do_not_add_up(plan) -> None:
-    apart = ("actor.ranks=[0, 1]", "reference.ranks=[0, 1]", "critic.ranks=[1, 2]", "reward.models.0.ranks=[1, 2]")
+    apart = ("actor.ranks=0", "reference.ranks=0", "critic.ranks=1", "reward.models.0.ranks=1")
     found = plan(*apart)
     assert found["world_size"] == 2
     training = found["memory"]["training"]
@@ -173,7 +173,7 @@ def test_roles_elsewhere_do_not_add_up(plan) -> None:
 
 
 def test_an_engine_of_its_own_receives_all_and_no_formula_applies(plan) -> None:
-    found = plan("actor.ranks=[0, 2]", "rollout.ranks=[2, 4]", "actor.tensor_parallel_size=2")
+    found = plan("actor.ranks=0-1", "rollout.ranks=2-3", "actor.tensor_parallel_size=2")
     reshard = found["reshard"]
     assert not reshard["colocated"]
     assert reshard["received_bytes"]["total"] == reshard["sent_bytes"]["total"] == reshard["lower_bound_bytes"]["total"]
@@ -192,7 +192,7 @@ def test_an_engine_of_its_own_receives_all_and_no_formula_applies(plan) -> None:
         ((), 1),
         (("actor.tensor_parallel_size=2", "critic.pipeline_parallel_size=2"), 2),
         (("actor.data_parallel_size=4",), 4),
-        (("critic.ranks=[2, 4]",), 4),
+        (("critic.ranks=2-3",), 4),
         (("rollout.tensor_parallel_size=2",), 2),
     ],
 )
@@ -225,12 +225,12 @@ def test_a_given_world_size_is_taken(plan) -> None:
         ),
         (("rollout.tensor_parallel_size=4",), ["rollout.tensor_parallel_size = 4", "num_attention_heads = 2"]),
         (("rollout.pipeline_parallel_size=4",), ["rollout.pipeline_parallel_size = 4", "num_hidden_layers = 2"]),
-        (("--world-size", "2", "critic.ranks=[2, 4]"), ["critic.ranks = [2, 4] names rank 3", "0 .. 1"]),
+        (("--world-size", "2", "critic.ranks=2-3"), ["critic.ranks = 2-3 names rank 3", "2 ranks: 0-1"]),
         (
-            ("--world-size", "4", *(f"{role}.ranks=[0, 2]" for role in ROLES)),
-            ["2 .. 3", "critic.ranks = 0 .. 1"],
+            ("--world-size", "4", *(f"{role}.ranks=0-1" for role in ROLES)),
+            ["uses 2-3: ", "critic.ranks = 0-1"],
         ),
-        (("actor.ranks=[1, 0]",), ["actor.ranks = [1, 0]", "needs start < stop"]),
+        (("actor.ranks=1-0",), ["config.yaml: actor.ranks: '1-0': the interval 1-0 is empty"]),
         (("sampling.max_response_length=100",), ["max_position_embeddings = 64 of small"]),
         (("reference.model=other_tokens",), ["reference.model = other_tokens has vocab_size 30"]),
         (("reward.models.0.model=small",), ["reward.models.0.model = small must be a *ForSequenceClassification"]),

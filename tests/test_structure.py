@@ -353,7 +353,7 @@ BROKEN = {
     "dist_checkpointing": (ACTOR, "import megatron.core.dist_checkpointing", "only hybridflow.checkpoint"),
     "vllm": ("hybridflow.trainer", "from vllm import LLM", "only hybridflow.rollout"),
     "triton": (
-        "hybridflow.reshard.transfer",
+        "hybridflow.reshard.execute",
         "import triton.language as tl",
         "only hybridflow.reshard.kernel",
     ),
@@ -366,7 +366,7 @@ BROKEN = {
     "os.environ, from os": ("hybridflow.train", "from os import environ as e", "uses os.environ"),
     "os.getenv": ("tools.convert", "import os\nos.getenv('RANK')", "uses os.getenv"),
     "reshard to rollout": (
-        "hybridflow.reshard.transfer",
+        "hybridflow.reshard.execute",
         "import hybridflow.rollout.engine",
         "imports hybridflow.rollout.engine",
     ),

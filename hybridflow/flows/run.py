@@ -152,7 +152,7 @@ class Run:
     ) -> RolloutBatch | tuple[RolloutBatch, ...]:
         """Responses to the iteration's prompts; of several kinds with one hand-off of the weights."""
         self._enter("rollout")
-        with self.handed_to_engine(), self._watch.phase("generate"):
+        with self.engine_awake(), self._watch.phase("generate"):
             rollouts = tuple(self._generate(kind) for kind in (how, *more))
         self._enter("estimate")
         self.rollout = rollouts[0]
@@ -240,17 +240,17 @@ class Run:
 
     def greedy_responses(self, prompts: PromptBatch) -> RolloutBatch:
         """To held-out prompts, outside any iteration."""
-        with self.handed_to_engine():
+        with self.engine_awake():
             return self._generator.generate(prompts, greedy=True, samples_per_prompt=1, iteration=0, first_prompt=0)
 
     @contextlib.contextmanager
-    def handed_to_engine(self) -> Iterator[None]:
+    def engine_awake(self) -> Iterator[None]:
         """The actor's weights are the engine's within the block, in the engine's layout; bitwise restored after it.
 
         In strict order: what training alone needs leaves, weights are put in place, caches are emptied, and only when
         that is so on every rank the KV cache takes its memory.
         """
-        with training_memory_away(self._roles, self._platform), self._generator.weights_in_place():
+        with training_memory_offloaded(self._roles, self._platform), self._generator.resharded():
             self._platform.empty_caches()
             dist.barrier(group=dist.group.WORLD)
             with self._generator.awake():
@@ -302,7 +302,7 @@ class Run:
         return cost_metrics(
             batch,
             watch=self._watch,
-            hand_offs=self._generator.costs,
+            reshards=self._generator.costs,
             exchange=self._exchange,
             actor_bytes=trained.memory_bytes() if trained else NO_BYTES,
             engine_bytes=self._generator.own_bytes,
@@ -318,11 +318,11 @@ class Run:
 
 
 @contextlib.contextmanager
-def training_memory_away(roles: Roles, platform: Platform) -> Iterator[None]:
+def training_memory_offloaded(roles: Roles, platform: Platform) -> Iterator[None]:
     """Within the block gradients and optimizer state are where the config wants them while the engine works."""
     with contextlib.ExitStack() as stack:
         for role in reversed(roles.trained()):
-            stack.enter_context(role.away())
+            stack.enter_context(role.offloaded())
         platform.empty_caches()
         yield
 

@@ -24,8 +24,7 @@ class BucketedDataParallel(DistributedDataParallel):
     """megatron's data-parallel wrapper with the bucket size we ask for; None: everything in one.
 
     megatron 0.16.1 puts everything into one bucket unless gradients are reduced during the backward pass. We need
-    several, because a bucket's parameters live in one storage, and the hand-off to the engine releases them storage by
-    storage.
+    several, because a bucket's parameters live in one storage, and a reshard releases them storage by storage.
     """
 
     def __init__(self, model: PackedModel, grid: Grid, *, zero1: bool, bucket_elements: int | None) -> None:
@@ -116,7 +115,7 @@ class TrainedModel:
                 clip_grad_by_total_norm_fp32(parameters, self._config.clip_grad, norm)
 
     @contextlib.contextmanager
-    def away(self, *, gradients: bool, optimizer: bool) -> Iterator[None]:
+    def offloaded(self, *, gradients: bool, optimizer: bool) -> Iterator[None]:
         """Within the block gradients are released (zero after it) and the optimizer state waits in host memory."""
         held: list[Released | Offloaded] = []
         if gradients:

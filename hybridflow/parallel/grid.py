@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from hybridflow.parallel.layout import Layout, Place
+from hybridflow.parallel.layout import Layout, TrainingCoordinates
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Grid:
     """One role's layout and groups as this rank sees them. `build` is collective over the world."""
 
     layout: Layout
-    place: Place | None  # None on a rank outside the layout, which has no groups either
+    coordinates: TrainingCoordinates | None  # None on a rank outside the layout, which has no groups either
     groups: ProcessGroupCollection | None
 
     @classmethod
@@ -49,7 +49,7 @@ class Grid:
         collection, rank = _collection(layout, groups), dist.get_rank()
         if rank not in layout:
             return cls(layout, None, None)
-        return cls(layout, layout.place(rank), collection)
+        return cls(layout, layout.coordinates(rank), collection)
 
     @property
     def tp(self) -> int:
@@ -66,19 +66,19 @@ class Grid:
     @property
     def inside(self) -> bool:
         """Whether this rank holds a part of the model."""
-        return self.place is not None
+        return self.coordinates is not None
 
     @property
     def tp_rank(self) -> int:
-        return self._own_place.tp
+        return self._own_coordinates.tp
 
     @property
     def pp_rank(self) -> int:
-        return self._own_place.pp
+        return self._own_coordinates.pp
 
     @property
     def dp_rank(self) -> int:
-        return self._own_place.dp
+        return self._own_coordinates.dp
 
     @property
     def is_first_stage(self) -> bool:
@@ -89,14 +89,14 @@ class Grid:
         return self.pp_rank == self.pp - 1
 
     @property
-    def speaks(self) -> bool:
+    def contributes(self) -> bool:
         """Whether this rank contributes its replica's results to an exchange: one rank of each replica does."""
         return self.inside and self.tp_rank == 0 and self.is_last_stage
 
     @property
-    def _own_place(self) -> Place:
-        assert self.place is not None, f"rank {dist.get_rank()} is not among the ranks {self.layout.ranks}"
-        return self.place
+    def _own_coordinates(self) -> TrainingCoordinates:
+        assert self.coordinates is not None, f"rank {dist.get_rank()} is not among the ranks {self.layout.ranks}"
+        return self.coordinates
 
 
 def _collection(layout: Layout, groups: ProcessGroups) -> ProcessGroupCollection:

@@ -11,16 +11,16 @@ from typing import NamedTuple
 Stages = tuple[tuple[int, ...], ...]  # the layers of each pipeline stage, ascending
 
 
-class Place(NamedTuple):
-    """Where a rank stands in a training layout."""
+class TrainingCoordinates(NamedTuple):
+    """Of a rank in a training layout."""
 
     tp: int
     dp: int
     pp: int
 
 
-class Seat(NamedTuple):
-    """Where a rank stands in a rollout layout."""
+class RolloutCoordinates(NamedTuple):
+    """Of a rank in a rollout layout."""
 
     replica: int
     pp: int
@@ -52,26 +52,26 @@ class Layout:
     def __contains__(self, rank: int) -> bool:
         return rank in self._index
 
-    def rank_at(self, place: Place) -> int:
-        return self.ranks[(place.pp * self.dp + place.dp) * self.tp + place.tp]
+    def rank_at(self, at: TrainingCoordinates) -> int:
+        return self.ranks[(at.pp * self.dp + at.dp) * self.tp + at.tp]
 
-    def place(self, rank: int) -> Place:
+    def coordinates(self, rank: int) -> TrainingCoordinates:
         rest, tp = divmod(self._index[rank], self.tp)
         pp, dp = divmod(rest, self.dp)
-        return Place(tp, dp, pp)
+        return TrainingCoordinates(tp, dp, pp)
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """The groups of ranks that differ in `axes` ("tp", "dp", "pp") alone; all ascending, every rank in one."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in self.ranks:
-            place = self.place(rank)._asdict()
-            found.setdefault(tuple(place[axis] for axis in place if axis not in axes), []).append(rank)
+            at = self.coordinates(rank)._asdict()
+            found.setdefault(tuple(at[axis] for axis in at if axis not in axes), []).append(rank)
         return [tuple(ranks) for ranks in found.values()]
 
     @property
     def contributing_ranks(self) -> tuple[int, ...]:
         """One rank of each replica, on the last pipeline stage: these tell what the model computed."""
-        return tuple(self.rank_at(Place(0, dp, self.pp - 1)) for dp in range(self.dp))
+        return tuple(self.rank_at(TrainingCoordinates(0, dp, self.pp - 1)) for dp in range(self.dp))
 
     def chunks(self, num_layers: int) -> tuple[Stages, ...]:
         """chunks[stage][chunk]: layers of each model chunk. Chunk c of all stages precedes chunk c + 1 of any.
@@ -122,26 +122,26 @@ class RolloutLayout:
     replicas: tuple[tuple[int, ...], ...]
 
     @cached_property
-    def _seats(self) -> dict[int, Seat]:
+    def _coordinates(self) -> dict[int, RolloutCoordinates]:
         return {
-            rank: Seat(number, *divmod(i, self.tp))
+            rank: RolloutCoordinates(number, *divmod(i, self.tp))
             for number, replica in enumerate(self.replicas)
             for i, rank in enumerate(replica)
         }
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted(self._seats))
+        return tuple(sorted(self._coordinates))
 
     def __contains__(self, rank: int) -> bool:
-        return rank in self._seats
+        return rank in self._coordinates
 
-    def seat(self, rank: int) -> Seat:
-        return self._seats[rank]
+    def coordinates(self, rank: int) -> RolloutCoordinates:
+        return self._coordinates[rank]
 
-    def speaks(self, rank: int) -> bool:
+    def contributes(self, rank: int) -> bool:
         """Whether this rank tells what its replica generated: the first one does."""
-        return rank in self and self.seat(rank)[1:] == (0, 0)
+        return rank in self and self.coordinates(rank)[1:] == (0, 0)
 
     @property
     def contributing_ranks(self) -> tuple[int, ...]:

@@ -1,1 +1,1 @@
-"""What a config means on so many ranks, before anything starts: places, memory, hand-off."""
+"""What a config means on so many ranks, before anything starts: grids, memory, reshard."""

@@ -25,8 +25,8 @@ from hybridflow.planning.footprint import (
     together,
     training_activation_bytes,
 )
-from hybridflow.planning.hand_off import HandOffs
 from hybridflow.planning.placed import PlacedModel, PlacedRun
+from hybridflow.planning.reshard import ReshardForecast
 from hybridflow.reshard.plan import plan_reshard
 
 Report = dict[str, Any]
@@ -105,7 +105,7 @@ class RunMemory:
         bucket_elements = run.config.rollout.bucket_bytes(cuda=True) // self.itemsize
         self.plan = plan_reshard(self.actor.spec, self.actor.layout, self.rollout, bucket_elements=bucket_elements)
         optimizer = run.config.actor.optimizer
-        self.hand_offs = HandOffs(
+        self.reshard = ReshardForecast(
             self.plan,
             self.actor.spec,
             itemsize=self.itemsize,
@@ -125,7 +125,7 @@ class RunMemory:
 
     def _generation(self, rank: int) -> dict[str, Footprint]:
         rows = {name: role.at_rest(stage) for name, role, stage in self._on(rank)}
-        memory, config = self.hand_offs.memory, self.run.config
+        memory, config = self.reshard.memory, self.run.config
         if "actor" in rows:
             held = rows["actor"]
             rows["actor"] = Footprint(held.weights - memory[rank].released, held.gradients, held.optimizer)
@@ -147,10 +147,10 @@ class RunMemory:
         """(name, role, pipeline stage) of what lies on a rank."""
         for name, role in self.roles.items():
             if rank in role.model.layout:
-                yield name, role, role.model.layout.place(rank).pp
+                yield name, role, role.model.layout.coordinates(rank).pp
 
     def _kv_cache(self, rank: int) -> int:
-        return self.run.config.rollout.kv_cache_bytes(self.run.stages, self.rollout.seat(rank).pp)
+        return self.run.config.rollout.kv_cache_bytes(self.run.stages, self.rollout.coordinates(rank).pp)
 
 
 def _role_memory(run: PlacedRun, model: PlacedModel) -> RoleMemory:
@@ -212,17 +212,17 @@ def _footprint_report(rank: int, footprint: Footprint) -> Report:
 def _reshard_report(of: RunMemory) -> Report:
     plan, size = of.plan, of.itemsize
     training, engine = plan.train.ranks, plan.rollout.ranks
-    hand_offs, model_bytes = of.hand_offs, size * model_elements(of.actor.spec, "lm")
-    memory = hand_offs.memory
+    reshard, model_bytes = of.reshard, size * model_elements(of.actor.spec, "lm")
+    memory = reshard.memory
     return {
         "colocated": training == engine,
         "model_bytes": model_bytes,
-        "ways": {way.value: {"parameters": number, "bytes": sizes} for way, (number, sizes) in hand_offs.ways.items()},
+        "ways": {way.value: {"parameters": number, "bytes": sizes} for way, (number, sizes) in reshard.ways.items()},
         "received_bytes": _spread(size * plan.received_elements(rank) for rank in engine),
         "lower_bound_bytes": _spread(size * plan.lower_bound(rank) for rank in engine),
         "sent_bytes": _spread(size * plan.sent_elements(rank) for rank in training),
         "permuted_bytes": _spread(size * plan.permuted_elements(rank) for rank in engine),
-        "peak_extra_bytes": _spread(memory[rank].peak_extra for rank in hand_offs.ranks),
+        "peak_extra_bytes": _spread(memory[rank].peak_extra for rank in reshard.ranks),
         "num_buckets": len(plan.buckets),
         **formulas(model_bytes, plan.train, plan.rollout),
     }

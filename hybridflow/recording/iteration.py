@@ -12,7 +12,7 @@ from hybridflow.algorithms.value_loss import explained_variance
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.recording.measure import Stopwatch, peak_rss_mb
-from hybridflow.reshard.transfer import HandOffCost
+from hybridflow.reshard.execute import ReshardCost
 
 Metrics = dict[str, float | Tensor]
 MIB = 1 << 20
@@ -70,7 +70,7 @@ def cost_metrics(
     batch: RolloutBatch,
     *,
     watch: Stopwatch,
-    hand_offs: list[HandOffCost],
+    reshards: list[ReshardCost],
     exchange: Exchange,
     actor_bytes: Mapping[str, int],
     engine_bytes: int,
@@ -80,11 +80,11 @@ def cost_metrics(
     total = sum(watch.seconds.get(name, 0.0) for name in ("rollout", "estimate", "update"))
     idle = exchange.seconds / total
     own = {
-        "reshard/seconds": sum(cost.seconds for cost in hand_offs),
-        "reshard/bytes_received": sum(cost.bytes_received for cost in hand_offs),
-        "reshard/bytes_sent": sum(cost.bytes_sent for cost in hand_offs),
-        "reshard/bytes_permuted": sum(cost.bytes_permuted for cost in hand_offs),
-        "reshard/peak_extra_bytes": max((cost.peak_extra_bytes for cost in hand_offs), default=0),
+        "reshard/seconds": sum(cost.seconds for cost in reshards),
+        "reshard/bytes_received": sum(cost.bytes_received for cost in reshards),
+        "reshard/bytes_sent": sum(cost.bytes_sent for cost in reshards),
+        "reshard/bytes_permuted": sum(cost.bytes_permuted for cost in reshards),
+        "reshard/peak_extra_bytes": max((cost.peak_extra_bytes for cost in reshards), default=0),
         "memory/actor_gpu_mem_mb": sum(actor_bytes.values()) / MIB,
         "memory/actor_weight_bytes": actor_bytes["weights"],
         "memory/engine_own_weight_bytes": engine_bytes,

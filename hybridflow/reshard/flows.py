@@ -9,14 +9,14 @@ from hybridflow.reshard.slices import Piece
 
 ALONE_ELEMENTS = 1 << 14  # from here on a piece travels by itself
 
-Part = tuple[Weight, Piece]
-Flow = tuple[Part, ...]  # what is sent at once
+WeightPiece = tuple[Weight, Piece]
+Flow = tuple[WeightPiece, ...]  # what is sent at once
 
 
-def flows_of(parts: Sequence[Part]) -> list[Flow]:
-    """The parts of a message as they are sent: the large ones, then the small ones together."""
-    small = tuple(part for part in parts if part[1].num_elements < ALONE_ELEMENTS)
-    large = [(part,) for part in parts if part[1].num_elements >= ALONE_ELEMENTS]
+def flows_of(pieces: Sequence[WeightPiece]) -> list[Flow]:
+    """The pieces of a message as they are sent: the large ones, then the small ones together."""
+    small = tuple(piece for piece in pieces if piece[1].num_elements < ALONE_ELEMENTS)
+    large = [(piece,) for piece in pieces if piece[1].num_elements >= ALONE_ELEMENTS]
     return [*large, small] if small else large
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from hybridflow.errors import ConfigError
-from hybridflow.parallel.layout import Layout, Place, RolloutLayout, Stages
+from hybridflow.parallel.layout import Layout, RolloutLayout, Stages, TrainingCoordinates
 from hybridflow.placement import check_engine_sizes
 
 
@@ -29,9 +29,9 @@ def rollout_layout(train: Layout, tp: int, pp: int) -> RolloutLayout:
         return _blocks(train.ranks, tp, pp)
     replicas: dict[tuple[int, ...], dict[tuple[int, int], int]] = {}
     for rank in train.ranks:
-        replica, seat = _seat(train.place(rank), factors)
-        replicas.setdefault(replica, {})[seat] = rank
-    found = [tuple(rank for _, rank in sorted(seats.items())) for seats in replicas.values()]
+        replica, within = _replica_and_place(train.coordinates(rank), factors)
+        replicas.setdefault(replica, {})[within] = rank
+    found = [tuple(rank for _, rank in sorted(ranks.items())) for ranks in replicas.values()]
     return _ascending(RolloutLayout(tp, pp, tuple(sorted(found))))
 
 
@@ -110,15 +110,15 @@ def _factors(train: Layout, tp: int, pp: int) -> _Factors | None:
     return _Factors(tp_own, tp_spare, tp_for_pp, pp_spare, pp_for_tp, dp_for_tp, dp_for_pp)
 
 
-def _seat(place: Place, factors: _Factors) -> tuple[tuple[int, ...], tuple[int, int]]:
+def _replica_and_place(at: TrainingCoordinates, factors: _Factors) -> tuple[tuple[int, ...], tuple[int, int]]:
     """(which replica, (rollout pp rank, rollout tp rank)) of a training rank."""
     f = factors
-    tp_own, tp_left = divmod(place.tp, f.tp_spare)
+    tp_own, tp_left = divmod(at.tp, f.tp_spare)
     tp_for_pp, tp_rest = divmod(tp_left, f.tp_spare // f.tp_for_pp)
-    pp_own, pp_left = divmod(place.pp, f.pp_spare)
+    pp_own, pp_left = divmod(at.pp, f.pp_spare)
     pp_for_tp, pp_rest = divmod(pp_left, f.pp_spare // f.pp_for_tp)
     # neighbours in dp are taken together: they are the nearest ranks
-    dp_left, dp_for_tp = divmod(place.dp, f.dp_for_tp)
+    dp_left, dp_for_tp = divmod(at.dp, f.dp_for_tp)
     dp_rest, dp_for_pp = divmod(dp_left, f.dp_for_pp)
     tp_rank = (pp_for_tp * f.dp_for_tp + dp_for_tp) * f.tp_own + tp_own
     pp_rank = (pp_own * f.dp_for_pp + dp_for_pp) * f.tp_for_pp + tp_for_pp

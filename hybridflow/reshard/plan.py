@@ -20,7 +20,8 @@ from typing import NamedTuple
 from hybridflow.architecture.shards import training_shard
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import Weight
-from hybridflow.parallel.layout import Layout, Place, RolloutLayout, Seat
+from hybridflow.parallel.layout import Layout, RolloutCoordinates, RolloutLayout, TrainingCoordinates
+from hybridflow.reshard.flows import WeightPiece
 from hybridflow.reshard.groups import engine_stages
 from hybridflow.reshard.slices import (
     Arrangement,
@@ -31,7 +32,7 @@ from hybridflow.reshard.slices import (
     overlap_elements,
     sources_of,
 )
-from hybridflow.reshard.table import Entry, Kind, fill_buckets, weight_table
+from hybridflow.reshard.table import Kind, PlannedWeight, fill_buckets, weight_table
 
 BUCKET_ELEMENTS = 1 << 26
 Sources = tuple[tuple[int, Piece], ...]  # (rank, piece)
@@ -60,14 +61,14 @@ class Message(NamedTuple):
     """What goes between two ranks in one bucket, in an order that both know."""
 
     peer: int
-    parts: tuple[tuple[Weight, Piece], ...]
+    pieces: tuple[WeightPiece, ...]
 
     @property
     def num_elements(self) -> int:
-        return sum(piece.num_elements for _, piece in self.parts)
+        return sum(piece.num_elements for _, piece in self.pieces)
 
 
-class Exchange(NamedTuple):
+class BucketTraffic(NamedTuple):
     """A rank's messages in one bucket, peers ascending."""
 
     receives: tuple[Message, ...]
@@ -83,7 +84,6 @@ class _Standing(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    held: int
     engine: int
     overlap: int
     permuted: int
@@ -93,7 +93,9 @@ class _Counts(NamedTuple):
 class ReshardPlan:
     """Who sends what to whom; the same on every rank. Made by `plan_reshard`."""
 
-    def __init__(self, train: Layout, rollout: RolloutLayout, table: tuple[Entry, ...], bucket_elements: int) -> None:
+    def __init__(
+        self, train: Layout, rollout: RolloutLayout, table: tuple[PlannedWeight, ...], bucket_elements: int
+    ) -> None:
         self.train, self.rollout = train, rollout
         self._table = table
         self._buckets = fill_buckets(table, train, rollout, bucket_elements)
@@ -111,36 +113,28 @@ class ReshardPlan:
     @cached_property
     def is_in_place(self) -> bool:
         """Whether on every rank the engine's weights lie in the trainer's memory: their addresses then never change."""
-        corners = {(self.origin(rank), self._seats[rank], rank in self.train) for rank in self._seats}
+        corners = {(self.origin(rank), self._generating[rank], rank in self.train) for rank in self._generating}
         return all(
             trains
             and origin.pp in kind.training
-            and arrangement_of(kind.matrix, self.train.tp, origin.tp, self.rollout.tp, seat.tp) is not None
-            for origin, seat, trains in corners
+            and arrangement_of(kind.matrix, self.train.tp, origin.tp, self.rollout.tp, engine.tp) is not None
+            for origin, engine, trains in corners
             for kind in self._kinds
-            if seat.pp in kind.engine
+            if engine.pp in kind.engine
         )
 
     def operations(self, rank: int) -> tuple[Operation, ...]:
         """How each of the engine's shards on `rank` comes about, in table order; none outside the rollout."""
         return tuple(self._operation(entry, rank) for entry in self._table if self._generates(rank, entry.kind))
 
-    def exchanges(self, rank: int) -> tuple[Exchange, ...]:
-        """What `rank` receives and sends, one exchange a bucket. What it has itself is no part of it."""
+    def traffic(self, rank: int) -> tuple[BucketTraffic, ...]:
+        """What `rank` receives and sends in each bucket. What it has itself is no part of it."""
         return tuple(
-            Exchange(self._messages(bucket, rank, self._received), self._messages(bucket, rank, self._sent))
+            BucketTraffic(self._messages(bucket, rank, self._received), self._messages(bucket, rank, self._sent))
             for bucket in self._buckets
         )
 
     # ------------------------------------------------------------------------------------------------ counts
-
-    def held_elements(self, rank: int) -> int:
-        """Of the training shards."""
-        return self._count(rank).held
-
-    def engine_elements(self, rank: int) -> int:
-        """Of the engine's shards."""
-        return self._count(rank).engine
 
     def permuted_elements(self, rank: int) -> int:
         """Of the training shards that are permuted."""
@@ -160,8 +154,8 @@ class ReshardPlan:
         return counts.engine - counts.overlap
 
     def _count(self, rank: int) -> _Counts:
-        seat = self._seats.get(rank)
-        standing = _Standing(seat and _stage_and_tp(seat), _stage_and_tp(self.origin(rank)), rank in self.train)
+        engine = self._generating.get(rank)
+        standing = _Standing(engine and _stage_and_tp(engine), _stage_and_tp(self.origin(rank)), rank in self.train)
         if standing not in self._counts:
             self._counts[standing] = _count(standing, self._kinds, self.train.tp, self.rollout.tp)
         return self._counts[standing]
@@ -173,10 +167,10 @@ class ReshardPlan:
     @cached_property
     def _sent_elements(self) -> Counter[int]:
         sent: Counter[int] = Counter()
-        for receiver in self._seats:
+        for receiver in self._generating:
             dp = self.origin(receiver).dp
             for (pp, tp), elements in self._count(receiver).sources.items():
-                sent[self.train.rank_at(Place(tp, dp, pp))] += elements
+                sent[self.train.rank_at(TrainingCoordinates(tp, dp, pp))] += elements
             if receiver in self.train:  # its own pieces
                 sent[receiver] -= self._count(receiver).sources.get(_stage_and_tp(self.origin(receiver)), 0)
         return sent
@@ -184,14 +178,14 @@ class ReshardPlan:
     # -------------------------------------------------------------------------------------- coordinates
 
     @cached_property
-    def _seats(self) -> dict[int, Seat]:
-        return {rank: self.rollout.seat(rank) for rank in self.rollout.ranks}
+    def _generating(self) -> dict[int, RolloutCoordinates]:
+        return {rank: self.rollout.coordinates(rank) for rank in self.rollout.ranks}
 
     @cached_property
-    def _origins(self) -> dict[int, Place]:
-        """The place in training that each rank receives from first: its own, or one it is dealt."""
-        dealt = {rank: _dealt_place(seat, self.train, self.rollout) for rank, seat in self._seats.items()}
-        return dealt | {rank: self.train.place(rank) for rank in self.train.ranks}
+    def _origins(self) -> dict[int, TrainingCoordinates]:
+        """Where in training each rank receives from first: its own coordinates, or some it is dealt."""
+        dealt = {rank: _dealt_origin(engine, self.train, self.rollout) for rank, engine in self._generating.items()}
+        return dealt | {rank: self.train.coordinates(rank) for rank in self.train.ranks}
 
     @cached_property
     def _receivers(self) -> dict[int, list[int]]:
@@ -201,31 +195,31 @@ class ReshardPlan:
             found[self.origin(rank).dp].append(rank)
         return found
 
-    def origin(self, rank: int) -> Place:
-        """The place in training that `rank` receives from first: its own, or the one it is dealt."""
+    def origin(self, rank: int) -> TrainingCoordinates:
+        """Where in training `rank` receives from first: its own coordinates, or those it is dealt."""
         return self._origins[rank]
 
     def _trains(self, rank: int, kind: Kind) -> bool:
         return rank in self.train and self.origin(rank).pp in kind.training
 
     def _generates(self, rank: int, kind: Kind) -> bool:
-        return rank in self._seats and self._seats[rank].pp in kind.engine
+        return rank in self._generating and self._generating[rank].pp in kind.engine
 
     # ------------------------------------------------------------------------------ operations, messages
 
     def _pieces(self, kind: Kind, receiver: int) -> Sources:
         """(source rank, piece) of the engine's shard."""
-        origin, seat = self.origin(receiver), self._seats[receiver]
+        origin, engine = self.origin(receiver), self._generating[receiver]
         stage = _source_stage(kind, origin.pp)
-        sources = sources_of(kind.matrix, self.train.tp, origin.tp, self.rollout.tp, seat.tp)
-        return tuple((self.train.rank_at(Place(tp, origin.dp, stage)), piece) for tp, piece in sources)
+        sources = sources_of(kind.matrix, self.train.tp, origin.tp, self.rollout.tp, engine.tp)
+        return tuple((self.train.rank_at(TrainingCoordinates(tp, origin.dp, stage)), piece) for tp, piece in sources)
 
-    def _operation(self, entry: Entry, rank: int) -> Operation:
-        kind, place, seat = entry.kind, self.origin(rank), self._seats[rank]
-        corner = (kind.matrix, self.train.tp, place.tp, self.rollout.tp, seat.tp)
+    def _operation(self, entry: PlannedWeight, rank: int) -> Operation:
+        kind, origin, engine = entry.kind, self.origin(rank), self._generating[rank]
+        corner = (kind.matrix, self.train.tp, origin.tp, self.rollout.tp, engine.tp)
         trains = self._trains(rank, kind)
         found = arrangement_of(*corner) if trains else None
-        target, held = engine_shard(kind.matrix, self.rollout.tp, seat.tp), training_shard(*corner[:3])
+        target, held = engine_shard(kind.matrix, self.rollout.tp, engine.tp), training_shard(*corner[:3])
         return Operation(
             weight=entry.weight,
             way=_way(found),
@@ -237,9 +231,9 @@ class ReshardPlan:
         )
 
     def _messages(
-        self, bucket: tuple[Entry, ...], rank: int, pieces_of: Callable[[Kind, int], Sources]
+        self, bucket: tuple[PlannedWeight, ...], rank: int, pieces_of: Callable[[Kind, int], Sources]
     ) -> tuple[Message, ...]:
-        found: dict[int, list[tuple[Weight, Piece]]] = defaultdict(list)
+        found: dict[int, list[WeightPiece]] = defaultdict(list)
         for entry in bucket:
             for peer, piece in pieces_of(entry.kind, rank):
                 found[peer].append((entry.weight, piece))
@@ -283,20 +277,20 @@ def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
-def _dealt_place(seat: Seat, train: Layout, rollout: RolloutLayout) -> Place:
-    """The place in training that a rank which only generates receives from first, dealt to spread the load.
+def _dealt_origin(engine: RolloutCoordinates, train: Layout, rollout: RolloutLayout) -> TrainingCoordinates:
+    """Where in training a rank that only generates receives from first, dealt to spread the load.
 
     Engine ranks that need the same training shard count here: those at the same place of other replicas, and the
     neighbours that share one. To count the others too would leave most training ranks idle: tp rank 0 of every
     engine might then be served by replica 0 alone, whose other ranks hold nothing for it.
     """
     shared_tp, shared_pp = max(1, rollout.tp // train.tp), max(1, rollout.pp // train.pp)
-    number = (seat.replica * shared_tp + seat.tp % shared_tp) * shared_pp + seat.pp % shared_pp
+    number = (engine.replica * shared_tp + engine.tp % shared_tp) * shared_pp + engine.pp % shared_pp
     turn, dp = divmod(number, train.dp)
-    return Place((seat.tp + turn) % train.tp, dp, (seat.pp + turn) % train.pp)
+    return TrainingCoordinates((engine.tp + turn) % train.tp, dp, (engine.pp + turn) % train.pp)
 
 
-def _stage_and_tp(where: Place | Seat) -> tuple[int, int]:
+def _stage_and_tp(where: TrainingCoordinates | RolloutCoordinates) -> tuple[int, int]:
     return where.pp, where.tp
 
 
@@ -312,19 +306,18 @@ def _way(found: Arrangement | None) -> Way:
 
 
 def _count(standing: _Standing, kinds: Counter[Kind], tp: int, rollout_tp: int) -> _Counts:
-    held = engine = overlap = permuted = 0
+    engine = overlap = permuted = 0
     sources: Counter[tuple[int, int]] = Counter()
     near_pp, near_tp = standing.origin
     for kind, number in kinds.items():
         trains = standing.trains and near_pp in kind.training
-        training_elements = training_shard(kind.matrix, tp, near_tp).num_elements
-        held += trains * number * training_elements
         if standing.engine is None or standing.engine[0] not in kind.engine:
             continue
         corner = (kind.matrix, tp, near_tp, rollout_tp, standing.engine[1])
         engine += number * engine_shard(kind.matrix, rollout_tp, standing.engine[1]).num_elements
         overlap += trains * number * overlap_elements(*corner)
-        permuted += number * training_elements * (trains and _way(arrangement_of(*corner)) is Way.PERMUTE)
+        if trains and _way(arrangement_of(*corner)) is Way.PERMUTE:
+            permuted += number * training_shard(kind.matrix, tp, near_tp).num_elements
         for source_tp, piece in sources_of(*corner):
             sources[_source_stage(kind, near_pp), source_tp] += number * piece.num_elements
-    return _Counts(held, engine, overlap, permuted, sources)
+    return _Counts(engine, overlap, permuted, sources)

@@ -21,17 +21,17 @@ class Kind(NamedTuple):
     engine: tuple[int, ...]  # the engine stages that need it
 
 
-class Entry(NamedTuple):
+class PlannedWeight(NamedTuple):
     weight: Weight
     kind: Kind
 
 
-def weight_table(spec: ModelSpec, training: Stages, engine: Stages) -> tuple[Entry, ...]:
+def weight_table(spec: ModelSpec, training: Stages, engine: Stages) -> tuple[PlannedWeight, ...]:
     """Every weight of the language model, as `model_weights` orders them, and the stages it is on."""
 
-    def entry(weight: Weight, training_stages: tuple[int, ...], engine_stages: tuple[int, ...]) -> Entry:
+    def entry(weight: Weight, training_stages: tuple[int, ...], engine_stages: tuple[int, ...]) -> PlannedWeight:
         is_vector = len(weight.shapes(spec)[0]) == 1
-        return Entry(weight, Kind(matrix_of(weight, spec), is_vector, training_stages, engine_stages))
+        return PlannedWeight(weight, Kind(matrix_of(weight, spec), is_vector, training_stages, engine_stages))
 
     # tied, the output layer of the last stage is the embedding
     ends = [(0, len(stages) - 1) if spec.tied and len(stages) > 1 else (0,) for stages in (training, engine)]
@@ -44,16 +44,16 @@ def weight_table(spec: ModelSpec, training: Stages, engine: Stages) -> tuple[Ent
 
 
 def fill_buckets(
-    table: tuple[Entry, ...], train: Layout, rollout: RolloutLayout, bucket_elements: int
-) -> tuple[tuple[Entry, ...], ...]:
+    table: tuple[PlannedWeight, ...], train: Layout, rollout: RolloutLayout, bucket_elements: int
+) -> tuple[tuple[PlannedWeight, ...], ...]:
     """Weights of the training stages by turns, each stage's last first, so that every stage sends in every bucket.
 
     Megatron lays its buffers out from the last weight to the first: they complete in this order. What a stage may
     send of a bucket is bounded as what a rank receives.
     """
     stages = [[entry for entry in reversed(table) if entry.kind.training[0] == stage] for stage in range(train.pp)]
-    buckets: list[tuple[Entry, ...]] = []
-    bucket: list[Entry] = []
+    buckets: list[tuple[PlannedWeight, ...]] = []
+    bucket: list[PlannedWeight] = []
     filled: Counter[tuple[str, int]] = Counter()  # ("engine" or "training", stage) -> elements of the bucket
     for entry in (entry for turn in zip_longest(*stages) for entry in turn if entry):
         sizes = {  # alike on all tp ranks

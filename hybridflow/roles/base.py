@@ -98,7 +98,7 @@ class Role:
             return Contribution.nothing(size, sources)
         micro_batches = self._micro_batches(batch, make)
         results = pipeline.forward(self.chunks, self.grid, micro_batches, readout)
-        if not self.grid.speaks or not micro_batches:
+        if not self.grid.contributes or not micro_batches:
             return Contribution.nothing(size, sources)
         where = torch.cat([micro_batch.where for micro_batch in micro_batches])
         return Contribution(size, where, torch.cat([result["out"] for result in results]), sources)
@@ -137,11 +137,11 @@ class TrainedRole(Role):
         self.lr = learning_rate(self.optimizer_config, iteration, num_iterations)
         self.steps = []
 
-    def away(self) -> contextlib.AbstractContextManager[None]:
+    def offloaded(self) -> contextlib.AbstractContextManager[None]:
         """Within the block what the config says is out of device memory: gradients, optimizer state."""
         if self.trained is None:
             return contextlib.nullcontext()
-        return self.trained.away(**self._offloads)
+        return self.trained.offloaded(**self._offloads)
 
     def _accumulate(self, batch: RolloutBatch, per_token: PerTokenLoss, mean: MeanOver, names: Sequence[str]) -> Tensor:
         """Add the gradient of the mean of `per_token` over the mini-batch, wherever its tokens are computed.
@@ -162,7 +162,7 @@ class TrainedRole(Role):
         # a replica without a row of the mini-batch takes part in the sum of the gradients all the same
         micro_batches = self._micro_batches(batch, prediction_micro_batches, one=True)
         results = pipeline.forward_backward(self.chunks, self.grid, micro_batches, loss)
-        if not self.grid.speaks:
+        if not self.grid.contributes:
             return torch.zeros(1 + len(names), dtype=torch.float64, device=self._platform.device)
         told = [torch.stack([result[name].double() for name in ("loss", *names)]) for result in results]
         divisors = [divisor] + [max(batch.num_response_tokens, 1)] * len(names)
@@ -176,7 +176,7 @@ class TrainedRole(Role):
             self.trained.zero_gradients()
             told[:-1] = self._accumulate(batch, per_token, mean, names)
             norm = self.trained.step(self.lr)
-            if self.grid.speaks and self.grid.dp_rank == 0:  # alike on all ranks of the grid: one tells
+            if self.grid.contributes and self.grid.dp_rank == 0:  # alike on all ranks of the grid: one tells
                 told[-1] = torch.tensor(norm, dtype=torch.float32)
             row = None if math.isfinite(norm) else self._first_bad_row(batch)
         self.steps.append(Step(("loss", *names, "grad_norm"), told, row))

@@ -9,6 +9,7 @@ from hybridflow.architecture.weights import Weight
 from hybridflow.batch import RolloutBatch, Tokens
 from hybridflow.models.build import named_weights
 from hybridflow.models.micro_batch import MicroBatch
+from hybridflow.models.pipeline import Readout
 from hybridflow.parallel.exchange import Contribution
 from hybridflow.parallel.vocab import vocab_parallel_log_probs
 from hybridflow.planning.placed import PlacedModel
@@ -16,26 +17,7 @@ from hybridflow.roles.base import PerTokenLoss, Role, Step, TrainedRole, World
 from hybridflow.roles.objectives import PolicyObjective
 
 
-class Policy(Role):
-    """A causal language model whose log-probs are those at the sampling temperature."""
-
-    temperature: float
-
-    def log_probs(self, batch: RolloutBatch) -> Contribution:
-        """Of (T,): log-probs of the response tokens."""
-        return self._token_results(batch, lambda logits, mb: {"out": self._log_probs_and_entropy(logits, mb)[0]})
-
-    def _log_probs_and_entropy(self, logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        return vocab_parallel_log_probs(
-            logits,
-            micro_batch.targets,
-            group=self.grid.groups.tp,
-            vocab_size=self.spec.vocab_size,
-            temperature=self.temperature,
-        )
-
-
-class Reference(Policy):
+class Reference(Role):
     """The policy that the actor is held close to. Never trained."""
 
     def __init__(self, placed: PlacedModel, *, temperature: float, world: World) -> None:
@@ -45,11 +27,13 @@ class Reference(Policy):
             chunk.requires_grad_(False)
 
     def log_probs(self, batch: RolloutBatch) -> Contribution:
+        """Of (T,): log-probs of the response tokens, at the sampling temperature."""
         with self._watch.phase("reference"):
-            return super().log_probs(batch)
+            return self._token_results(batch, _log_probs(self))
 
 
-class Actor(TrainedRole, Policy):
+
+class Actor(TrainedRole):
     """The policy that is trained, and that the engine generates with."""
 
     def __init__(self, placed: PlacedModel, *, temperature: float, world: World) -> None:
@@ -57,8 +41,9 @@ class Actor(TrainedRole, Policy):
         self.temperature = temperature
 
     def log_probs(self, batch: RolloutBatch) -> Contribution:
+        """Of (T,): log-probs of the response tokens, at the sampling temperature."""
         with self._watch.phase("log_probs"):
-            return super().log_probs(batch)
+            return self._token_results(batch, _log_probs(self))
 
     def update(self, batch: RolloutBatch, objective: PolicyObjective) -> Step:
         """One optimizer step on a mini-batch."""
@@ -79,7 +64,7 @@ class Actor(TrainedRole, Policy):
 
     def _per_token(self, batch: RolloutBatch, objective: PolicyObjective) -> PerTokenLoss:
         def per_token(logits: Tensor, mb: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-            log_probs, entropy = self._log_probs_and_entropy(logits, mb)
+            log_probs, entropy = _log_probs_and_entropy(self, logits, mb)
             each, known = objective.loss(log_probs, entropy, Tokens(batch, mb.where, log_probs.device))
             return each, {"entropy": entropy, **known}
 
@@ -98,3 +83,17 @@ def _linear(gradients: Tensor) -> PolicyObjective:
         return log_probs * tokens.at_places(gradients), {}
 
     return PolicyObjective(loss, mean=token_sum)
+
+
+def _log_probs(role: Reference | Actor) -> Readout:
+    return lambda logits, mb: {"out": _log_probs_and_entropy(role, logits, mb)[0]}
+
+
+def _log_probs_and_entropy(role: Reference | Actor, logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    return vocab_parallel_log_probs(
+        logits,
+        micro_batch.targets,
+        group=role.grid.groups.tp,
+        vocab_size=role.spec.vocab_size,
+        temperature=role.temperature,
+    )

@@ -16,11 +16,6 @@ class KVCache:
         self._storages = _storages(runner.kv_caches)
         self._sizes = [storage.nbytes() for storage in self._storages]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held now."""
-        return sum(storage.nbytes() for storage in self._storages)
-
     def release(self) -> None:
         """No request may be running. The content is lost."""
         for storage in self._storages:
@@ -43,14 +38,7 @@ class CudaKVCache:
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
-        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        self._size = sum(storage.nbytes() for storage in _storages(runner.kv_caches))
         self._released = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held now."""
-        return 0 if self._released else self._size
 
     def release(self) -> None:
         """No request may be running. The content is lost."""

@@ -68,7 +68,7 @@ class RolloutEngine:
 
         self._needs_text = bool(sampling.stop or sampling.bad_words)
         self._sleeps = config.sleep_level == 1
-        pp = layout.seat(platform.rank).pp
+        pp = layout.coordinates(platform.rank).pp
         with preserved_random_state():
             self._llm = vllm.LLM(
                 model=str(model),
@@ -119,7 +119,7 @@ class RolloutEngine:
             self.kv_cache.restore()
 
     def reset_prefix_cache(self) -> None:
-        """Forget keys and values of earlier weights; must follow every hand-off and every wake_up."""
+        """Forget keys and values of earlier weights; must follow every reshard and every wake_up."""
         assert self._llm.reset_prefix_cache(), "the prefix cache cannot be reset while requests run"
 
     def parameters(self) -> dict[str, Tensor]:

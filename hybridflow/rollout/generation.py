@@ -33,14 +33,14 @@ def generate(
     rows: list[int] = []
     responses: list[Response] = []
     if engine is not None:
-        own = balanced_partition(prompts.lengths.tolist(), len(layout.replicas))[layout.seat(rank).replica]
+        own = balanced_partition(prompts.lengths.tolist(), len(layout.replicas))[layout.coordinates(rank).replica]
         samples = [(p, s) for p in own for s in range(samples_per_prompt)]
         token_lists = prompts.token_lists()
         seeds = [request_seed(seed, iteration, first_prompt + p, s) for p, s in samples]
         requests = [Request(token_lists[p], seed) for (p, _), seed in zip(samples, seeds, strict=True)]
         responses = engine.generate(requests, params)
         rows = [p * samples_per_prompt + s for p, s in samples]
-    if not layout.speaks(rank):
+    if not layout.contributes(rank):
         rows, responses = [], []
     sources = layout.contributing_ranks
     return _whole(prompts, samples_per_prompt, rows, responses, sources=sources, exchange=exchange)

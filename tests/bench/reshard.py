@@ -1,8 +1,8 @@
-"""The hand-off of the actor's weights to the engine, beside the floor and beside the usual way, in one run.
+"""The reshard of the actor's weights to the engine, beside the floor and beside the usual way, in one run.
 
     torchrun --nproc-per-node 4 -m tests.bench.reshard [--size small] [--dtype float32] [--pairs tp4-tp1] [--repeats 9]
 
-ours       WeightHandOff on a real actor (megatron, ZeRO-1): to the engine's layout, and back
+ours       WeightReshard on a real actor (megatron, ZeRO-1): to the engine's layout, and back
 floor      no bytes between ranks: every element that is to be permuted (QKV; with a smaller tp in training gate and up
            too) read and written once, in place (bitwise_not_)
            else a raw collective of what the plan has each rank receive, between buffers that are there already: one
@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
+from math import prod
 from pathlib import Path
 
 import torch
@@ -47,11 +48,10 @@ from hybridflow.planning.placed import place_model
 from hybridflow.recording.measure import own_bytes
 from hybridflow.reshard.groups import engine_stages, rollout_layout
 from hybridflow.reshard.plan import ReshardPlan, plan_reshard
-from hybridflow.reshard.transfer import WeightHandOff
 from hybridflow.roles.base import World
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.patches import join_groups, prepare_vllm
-from tests.distributed.pairs_worker import Watch
+from tests.distributed.pairs_worker import Watch, WatchedReshard
 
 SIZES = {  # hidden, ffn, layers, heads, vocabulary
     "small": (512, 1408, 4, 8, 2560),  # 14.4 M parameters
@@ -223,14 +223,14 @@ class Comparison:
         self.itemsize = DTYPES[dtype].itemsize
         self.plan = plan_reshard(spec, train, self.layout, bucket_elements=world.bucket_bytes // self.itemsize)
         self.watch = Watch()
-        self.hand_off = WeightHandOff(
+        self.reshard = WatchedReshard(
             self.plan,
             self.weights,
             rank=self.rank,
             dtype=DTYPES[dtype],
             device=world.platform.device,
             group=dist.group.WORLD,
-            on_change=self.watch,
+            watch=self.watch,
         )
         stages = engine_stages(spec.num_layers, train, self.layout)
         join_groups(self.layout, stages, world.platform.local_rank)
@@ -260,7 +260,7 @@ class Comparison:
 
     def _turn(self) -> dict[str, float]:
         """Seconds on this rank."""
-        there, back = timed(self.hand_off.to_engine), timed(self.hand_off.to_trainer)
+        there, back = timed(self.reshard.to_engine), timed(self.reshard.to_trainer)
         # in place the floor leaves the weights inverted, and a second time as they were
         floors = {name: (timed(floor) + timed(floor)) / 2 for name, floor in self.floors.items()}
         touch = timed(self._touch_own)
@@ -282,26 +282,28 @@ class Comparison:
         """It brings what ours brings, and ours takes nothing away."""
         before = {name: x.clone() for name, x in self.weights.items()}
         self._usual_way()
-        self.hand_off.to_engine()
+        self.reshard.to_engine()
         names = [operation.weight.engine for operation in self.plan.operations(self.rank)]
-        self.own_bytes = own_bytes(map(self.hand_off.source, names), self.weights.values())
+        self.own_bytes = own_bytes(map(self.reshard.source, names), self.weights.values())
         for name, parameter in self.engine.named_parameters():
-            assert torch.equal(self.hand_off.source(name), parameter), f"{self.pair.name}: {name} differs"
-        self.hand_off.to_trainer()
+            assert torch.equal(self.reshard.source(name), parameter), f"{self.pair.name}: {name} differs"
+        self.reshard.to_trainer()
         assert all(torch.equal(before[name], x) for name, x in self.weights.items()), "the trainer's weights changed"
 
     def _bytes(self) -> tuple[int, int, int]:
         """Peak extra bytes of ours and of the usual way, bytes received; the largest of any rank."""
         self.watch.start()
-        cost = self.hand_off.to_engine()
+        cost = self.reshard.to_engine()
         self.watch.stop()
         ours = self.watch.peak_extra
-        self.hand_off.to_trainer()
+        self.reshard.to_trainer()
         self.watch.start()
         self._usual_way(on_change=self.watch)
         self.watch.stop()
         # the trainer's weights stay beside the engine's
-        standing = min(self.plan.held_elements(self.rank), self.plan.engine_elements(self.rank)) * self.itemsize
+        held = sum(x.numel() for x in self.weights.values())
+        engine = sum(prod(operation.shape) for operation in self.plan.operations(self.rank))
+        standing = min(held, engine) * self.itemsize
         numbers = torch.tensor([ours, standing + self.watch.peak_extra, cost.bytes_received])
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
         return tuple(numbers.tolist())
@@ -367,12 +369,12 @@ def exchanged(plan: ReshardPlan, rank: int) -> Exchanged:
     sends: Counter[int] = Counter()
     receives: Counter[int] = Counter()
     contents: dict[int, list] = {}
-    for exchange in plan.exchanges(rank):
-        for message in exchange.receives:
+    for bucket in plan.traffic(rank):
+        for message in bucket.receives:
             receives[message.peer] += message.num_elements
-        for message in exchange.sends:
+        for message in bucket.sends:
             sends[message.peer] += message.num_elements
-            of_source = [(weight.megatron, piece[2:]) for weight, piece in message.parts]
+            of_source = [(weight.megatron, piece[2:]) for weight, piece in message.pieces]
             contents.setdefault(message.peer, []).extend(of_source)
     same = all(content == next(iter(contents.values())) for content in contents.values())
     return Exchanged(rank, dict(sends), dict(receives), same)
@@ -478,7 +480,7 @@ def conclude(results: list[Result]) -> None:
     )
     ratios = [f"{statistics.median(r.ratio for r in group):.2f}x" if group else "-" for group in (in_place, gathered)]
     lines.append(
-        f"In the median over {len(results)} cases the hand-off takes {ratios[0]} an in-place pass where layouts match, "
+        f"In the median over {len(results)} cases the reshard takes {ratios[0]} an in-place pass where layouts match, "
         f"{ratios[1]} the raw collective where they do not, and there and back it is "
         f"{statistics.median(r.gain for r in results):.1f}x as fast as a gather to HuggingFace tensors with "
         f"vLLM's load_weights"

@@ -77,9 +77,9 @@ def split(experiment: ExperimentConfig, world_size: int) -> ExperimentConfig:
     """The actor's roles on the first half of the ranks, the critic's on the second."""
     tree, half = experiment.model_dump(), world_size // 2
     for role in (tree["actor"], tree["reference"]):
-        role["ranks"] = [0, half]
+        role["ranks"] = f"0-{half - 1}"
     for role in (tree["critic"], *tree["reward"]["models"]):
-        role["ranks"] = [half, world_size]
+        role["ranks"] = f"{half}-{world_size - 1}"
     return ExperimentConfig.model_validate(tree)
 
 

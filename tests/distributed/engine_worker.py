@@ -94,10 +94,10 @@ def run(case: Case, checkpoints: Path, platform: platforms.Platform) -> dict | N
 
 
 def build(case: Case, checkpoints: Path, platform: platforms.Platform, sleep_level: int = 1) -> RolloutEngine:
-    seat = case.layout.seat(platform.rank)
+    at = case.layout.coordinates(platform.rank)
     return RolloutEngine(
         checkpoints / case.model / "policy",
-        Weights(huggingface(checkpoints, case.model, case.dtype), seat.tp, case.tp),
+        Weights(huggingface(checkpoints, case.model, case.dtype), at.tp, case.tp),
         dtype=case.dtype,
         layout=case.layout,
         stages=case.stages,
@@ -114,7 +114,7 @@ def check(case: Case, checkpoints: Path, platform: platforms.Platform) -> dict:
         "parameters": sorted(engine.parameters()),
         "blocks": engine._engine.vllm_config.cache_config.num_gpu_blocks,
     }
-    replica = case.layout.seat(platform.rank).replica
+    replica = case.layout.coordinates(platform.rank).replica
     requests = [Request(prompt, seed) for seed, prompt in enumerate(prompts()[replica : replica + NUM_PROMPTS])]
     greedy = engine.generate(requests, engine.greedy_params(SAMPLING, ()))
     sampled = engine.generate(requests, engine.sampling_params(SAMPLING, ()))
@@ -166,16 +166,22 @@ def sleep_and_wake(engine: RolloutEngine, requests: list[Request], tokens: list[
     caches = engine._model_runner().kv_caches
     for cache in caches:
         cache.fill_(float("nan"))  # freed memory may come back with anything in it
-    awake = engine.kv_cache.nbytes
+    awake = cache_bytes(engine)
     engine.sleep()
-    asleep = sum(cache.untyped_storage().nbytes() for cache in caches)
+    asleep = cache_bytes(engine)
     engine.wake_up()
     engine.reset_prefix_cache()
     again = engine.generate(requests, engine.greedy_params(SAMPLING, ()))
     return {
-        "nbytes": [awake, asleep, engine.kv_cache.nbytes],
+        "nbytes": [awake, asleep, cache_bytes(engine)],
         "same_after_sleep": [response.token_ids for response in again] == tokens,
     }
+
+
+def cache_bytes(engine: RolloutEngine) -> int:
+    """Of the storages under the layers' caches, each once, and nothing of those that are shrunk."""
+    storages = [cache.untyped_storage() for cache in engine._model_runner().kv_caches]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def rebuild(checkpoints: Path, platform: platforms.Platform) -> dict:
@@ -189,7 +195,7 @@ def rebuild(checkpoints: Path, platform: platforms.Platform) -> dict:
         seconds.append(time.monotonic() - started)
         engine.generate([Request(prompts()[0], 0)], engine.greedy_params(SAMPLING, ()))
         engine.sleep()
-        kept.append(engine.kv_cache.nbytes)
+        kept.append(cache_bytes(engine))
         engine.close()
         resident.append(psutil.Process().memory_info().rss)
     return {"resident": resident, "kept": kept, "seconds": seconds}

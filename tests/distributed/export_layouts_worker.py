@@ -30,8 +30,8 @@ CASES: dict[str, tuple[str, dict]] = {  # model, the actor's keys
     "pp2 interleaved": ("untied", PP2 | INTERLEAVED),
     "tp2 pp2": ("untied", TP2 | PP2),
     "tp2 pp2 tied": ("tied", TP2 | PP2 | INTERLEAVED),
-    "tp2 without rank 0": ("tied", TP2 | {"ranks": (2, 4)}),
-    "pp2 without rank 0": ("untied", PP2 | {"ranks": ((1, 2), (3, 4))}),
+    "tp2 without rank 0": ("tied", TP2 | {"ranks": "2-3"}),
+    "pp2 without rank 0": ("untied", PP2 | {"ranks": "1,3"}),
     "tp4 of 2 kv heads": ("few_kv", TP4),
     "tp2 pp2 of 2 kv heads": ("few_kv", TP2 | PP2),
 }

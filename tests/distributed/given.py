@@ -22,7 +22,7 @@ class GivenResponses:
     def __init__(self, rollout: RolloutBatch) -> None:
         self.rollout, self.costs = rollout, []
 
-    def weights_in_place(self) -> Any:
+    def resharded(self) -> Any:
         return contextlib.nullcontext()
 
     def awake(self) -> Any:

@@ -16,14 +16,14 @@ PROMPTS = [0, 1, 2, 3, 4, 5]
 TP1, TP2 = ("actor.tensor_parallel_size=1",), ("actor.tensor_parallel_size=2",)
 ROLLOUT_TP2, ROLLOUT_PP2 = "rollout.tensor_parallel_size=2", "rollout.pipeline_parallel_size=2"
 LAYOUTS = {
-    "one replica": (*TP1, "actor.ranks=[3]"),
-    "two replicas": (*TP1, "actor.ranks=[[0, 1], [2, 3]]"),
+    "one replica": (*TP1, "actor.ranks=3"),
+    "two replicas": (*TP1, "actor.ranks=0,2"),
     "four replicas": TP1,
     "tp2": TP2,
     "tp1 of tp2": (*TP2, "rollout.tensor_parallel_size=1"),
     "pp2": (*TP1, ROLLOUT_PP2),
     "tp2 pp2": (*TP2, ROLLOUT_PP2),
-    "tp2 on its own ranks": (*TP1, "actor.ranks=[0, 2]", "rollout.ranks=[2, 4]", ROLLOUT_TP2),
+    "tp2 on its own ranks": (*TP1, "actor.ranks=0-1", "rollout.ranks=2-3", ROLLOUT_TP2),
 }
 
 
@@ -33,7 +33,7 @@ def main(config: str, out: Path, overrides: list[str]) -> None:
         trainer = RLTrainer.from_yaml(config, [*overrides, *layout])
         prompts = trainer.inputs.train.batch(PROMPTS)
         samples = trainer.config.sampling.samples_per_prompt
-        with trainer.run.handed_to_engine():
+        with trainer.run.engine_awake():
             sampled = trainer.generator.generate(prompts, samples_per_prompt=samples, iteration=1, first_prompt=0)
         results[name] = {
             "sampled": vars(sampled),

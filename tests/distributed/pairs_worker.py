@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node N -m tests.distributed.pairs_worker CHECKPOINTS OUT [NAME ...]
 
-For each pair: two optimizer steps, a hand-off, one more step, a hand-off. Every rank tells what its replica generated.
+For each pair: two optimizer steps, a reshard, one more step, a reshard. Every rank tells what its replica generated.
 """
 
 import gc
@@ -26,9 +26,9 @@ from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.planning.placed import place_model
+from hybridflow.reshard.execute import WeightReshard
 from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout
 from hybridflow.reshard.plan import plan_reshard
-from hybridflow.reshard.transfer import WeightHandOff
 from hybridflow.roles.base import World
 from hybridflow.roles.objectives import KLTerm, policy_loss
 from hybridflow.roles.policy import Actor
@@ -86,7 +86,7 @@ class Run:
         self.batch = make_train_batch()
 
     def __call__(self, pair: Pair) -> list[dict]:
-        ranks = None if pair.trainer_ranks is None else (0, pair.trainer_ranks)
+        ranks = None if pair.trainer_ranks is None else f"0-{pair.trainer_ranks - 1}"
         config = TrainedRoleConfig(
             model=str(self.model),
             optimizer=OptimizerConfig(lr=1e-2, eps=1e-3),
@@ -106,22 +106,22 @@ class Run:
         plan = plan_reshard(spec, train, layout, bucket_elements=BUCKET_BYTES // 4)
         watch = Watch()
         weights = {name: x for name, (_, x) in self.actor.weights().items()}
-        hand_off = WeightHandOff(
+        reshard = WatchedReshard(
             plan,
             weights,
             rank=rank,
             dtype=torch.float32,
             device=self.world.platform.device,
             group=dist.group.WORLD,
-            on_change=watch,
+            watch=watch,
         )
-        engine = self._engine(hand_off, layout, spec, train)
+        engine = self._engine(reshard, layout, spec, train)
         records = []
         for num_steps in (2, 1):
             for _ in range(num_steps):
                 self.actor.lr = 1e-2
                 self.actor.update(self.batch, policy_loss(ALGORITHM.policy, KLTerm(ALGORITHM.kl, HYPER.kl_coef)))
-            record = self._hand_over(hand_off, engine, weights, watch)
+            record = self._reshard_and_generate(reshard, engine, weights, watch)
             record["in_place"] = plan.is_in_place
             record["planned"] = {
                 "received": 4 * plan.received_elements(rank),
@@ -135,16 +135,16 @@ class Run:
         return records
 
     def _engine(
-        self, hand_off: WeightHandOff, layout: RolloutLayout, spec: ModelSpec, train: Any
+        self, reshard: WeightReshard, layout: RolloutLayout, spec: ModelSpec, train: Any
     ) -> RolloutEngine | None:
         stages = engine_stages(spec.num_layers, train, layout)
         join_groups(layout, stages, self.world.platform.local_rank)
-        hand_off.to_engine()
+        reshard.to_engine()
         engine = None
         if self.world.platform.rank in layout:
             engine = RolloutEngine(
                 self.model,
-                hand_off.source,
+                reshard.source,
                 dtype="float32",
                 layout=layout,
                 stages=stages,
@@ -154,16 +154,16 @@ class Run:
                 platform=self.world.platform,
             )
             engine.sleep()
-        hand_off.to_trainer()
+        reshard.to_trainer()
         return engine
 
-    def _hand_over(
-        self, hand_off: WeightHandOff, engine: RolloutEngine | None, weights: dict[str, Tensor], watch: "Watch"
+    def _reshard_and_generate(
+        self, reshard: WeightReshard, engine: RolloutEngine | None, weights: dict[str, Tensor], watch: "Watch"
     ) -> dict:
-        """What the engine generates with the trainer's weights of now, and what the hand-off took."""
+        """What the engine generates with the trainer's weights of now, and what the reshard took."""
         before, expected = {name: x.clone() for name, x in weights.items()}, self._expected()
         watch.start()
-        cost = hand_off.to_engine()
+        cost = reshard.to_engine()
         watch.stop()
         dist.barrier(group=dist.group.WORLD)
         tokens = None
@@ -173,7 +173,7 @@ class Run:
             requests = [Request(prompt, 0) for prompt in prompts().tolist()]
             tokens = [r.token_ids for r in engine.generate(requests, engine.greedy_params(SAMPLING, ()))]
             engine.sleep()
-        back = hand_off.to_trainer()
+        back = reshard.to_trainer()
         return {
             "right": tokens is None or tokens == expected,
             "generated": tokens is not None,
@@ -218,7 +218,7 @@ def prompts() -> Tensor:
 
 
 class Watch:
-    """Bytes of all live tensors of this process, looked at whenever the hand-off allocates or releases something."""
+    """Bytes of all live tensors of this process, looked at whenever the reshard allocates or releases something."""
 
     def __init__(self) -> None:
         self.peak_extra = self._before = self._peak = 0
@@ -241,6 +241,18 @@ class Watch:
     def _bytes(self) -> int:
         storages = [x.untyped_storage() for x in self._known + live_tensors(0)]
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+class WatchedReshard(WeightReshard):
+    """Looks at the live tensors whenever it counts memory that was allocated or released."""
+
+    def __init__(self, *arguments: Any, watch: Watch, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._watch = watch
+
+    def _changed(self, num_bytes: int) -> None:
+        super()._changed(num_bytes)
+        self._watch()
 
 
 def live_tensors(generation: int | None) -> list[Tensor]:

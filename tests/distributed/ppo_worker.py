@@ -21,7 +21,7 @@ def layout(tp: int = 1, pp: int = 1, dp: int | None = None, **more: object) -> d
     return {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "data_parallel_size": dp, **more}
 
 
-FIRST, SECOND = [0, 2], [2, 4]
+FIRST, SECOND = "0-1", "2-3"
 # name: (ranks, layout of each role, rollout)
 PLACEMENTS: dict[str, tuple[int, dict, dict]] = {
     "single": (1, {}, {}),
@@ -50,7 +50,7 @@ PLACEMENTS: dict[str, tuple[int, dict, dict]] = {
         {
             "actor": layout(1, 2, ranks=FIRST),
             "critic": layout(2, ranks=SECOND),
-            "reward": layout(1, 1, 1, ranks=[3, 4]),
+            "reward": layout(1, 1, 1, ranks="3"),
             "reference": layout(2, ranks=FIRST),
         },
         {"tensor_parallel_size": 2},

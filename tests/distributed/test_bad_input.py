@@ -58,9 +58,9 @@ def test_world_size_that_does_not_fit(config):
 
 
 def test_engine_on_some_of_the_actors_ranks(config):
-    message = error_before_training(config, "rollout.ranks=[0, 1]", "rollout.tensor_parallel_size=1")
+    message = error_before_training(config, "rollout.ranks=0", "rollout.tensor_parallel_size=1")
     assert message == (
-        "rollout.ranks = 0 and actor.ranks = 0 .. 1 share 0: the engine runs on exactly the actor's ranks, where it "
+        "rollout.ranks = 0 and actor.ranks = 0-1 share 0: the engine runs on exactly the actor's ranks, where it "
         "uses the actor's memory, or on none of them"
     )
 

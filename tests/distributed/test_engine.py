@@ -81,7 +81,7 @@ def test_stages_have_the_layers_they_were_given(ranks, name):
     case = CASES[name]
     for rank, record in records(ranks, name).items():
         found = {int(parameter.split(".")[2]) for parameter in record["parameters"] if ".layers." in parameter}
-        assert found == set(case.stages[case.layout.seat(rank).pp])
+        assert found == set(case.stages[case.layout.coordinates(rank).pp])
 
 
 @pytest.mark.parametrize("name", CASES)

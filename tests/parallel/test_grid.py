@@ -48,7 +48,7 @@ def test_every_rank_is_in_the_groups_of_its_layout(rank: int) -> None:
         }
         assert (grid.groups.pos_embd is not None) == grid.is_first_stage == (rank < 4)
         assert grid.is_last_stage == (rank >= 4)
-        assert grid.speaks == (rank in (4, 6))  # tp rank 0 of the last stage of each replica
+        assert grid.contributes == (rank in (4, 6))  # tp rank 0 of the last stage of each replica
 
 
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
@@ -56,9 +56,9 @@ def test_a_grid_over_some_ranks(rank: int) -> None:
     with world_of(rank):
         grid = Grid.build(LAYOUT, ProcessGroups())
         assert grid.inside == (rank in (1, 3, 4, 6))
-        assert grid.speaks == (rank == 4)
+        assert grid.contributes == (rank == 4)
         if not grid.inside:
-            assert grid.place is None and grid.groups is None
+            assert grid.coordinates is None and grid.groups is None
             with pytest.raises(AssertionError, match=rf"rank {rank} is not among the ranks \(1, 3, 4, 6\)"):
                 print(grid.tp_rank)
             return

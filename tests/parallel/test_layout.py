@@ -2,18 +2,18 @@
 
 import pytest
 
-from hybridflow.parallel.layout import Layout, Place, RolloutLayout, Seat
+from hybridflow.parallel.layout import Layout, RolloutCoordinates, RolloutLayout, TrainingCoordinates
 
 EIGHT = Layout(tp=2, pp=2, dp=2, ranks=tuple(range(8)))  # tp fastest, then dp, then pp
 APART = Layout(tp=2, pp=2, dp=1, ranks=(1, 3, 4, 7))
 
 
 def test_places_of_eight_ranks() -> None:
-    assert [tuple(EIGHT.place(rank)) for rank in range(8)] == [  # tp, dp, pp
+    assert [tuple(EIGHT.coordinates(rank)) for rank in range(8)] == [  # tp, dp, pp
         *[(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)],
         *[(0, 0, 1), (1, 0, 1), (0, 1, 1), (1, 1, 1)],
     ]
-    assert all(EIGHT.rank_at(EIGHT.place(rank)) == rank for rank in range(8))
+    assert all(EIGHT.rank_at(EIGHT.coordinates(rank)) == rank for rank in range(8))
 
 
 def test_groups_of_eight_ranks() -> None:
@@ -30,7 +30,10 @@ def test_ranks_that_are_no_neighbours() -> None:
     assert APART.groups("tp") == [(1, 3), (4, 7)]
     assert APART.groups("pp") == [(1, 4), (3, 7)]
     assert APART.groups("dp") == [(1,), (3,), (4,), (7,)]
-    assert APART.place(7) == Place(tp=1, dp=0, pp=1) and APART.rank_at(Place(tp=1, dp=0, pp=0)) == 3
+    assert (
+        APART.coordinates(7) == TrainingCoordinates(tp=1, dp=0, pp=1)
+        and APART.rank_at(TrainingCoordinates(tp=1, dp=0, pp=0)) == 3
+    )
     assert 3 in APART and 2 not in APART
 
 
@@ -117,12 +120,12 @@ def test_layers_that_cannot_be_cut_so(layout: Layout, num_layers: int, message: 
 # ------------------------------------------------------------------------------------------------ rollout
 
 
-def test_seats_of_engine_replicas() -> None:
+def test_coordinates_in_engine_replicas() -> None:
     rollout = RolloutLayout(tp=2, pp=2, replicas=((1, 3, 5, 7), (8, 9, 10, 12)))
     assert rollout.ranks == (1, 3, 5, 7, 8, 9, 10, 12)
-    assert rollout.seat(5) == Seat(replica=0, pp=1, tp=0)
-    assert rollout.seat(9) == Seat(replica=1, pp=0, tp=1)
+    assert rollout.coordinates(5) == RolloutCoordinates(replica=0, pp=1, tp=0)
+    assert rollout.coordinates(9) == RolloutCoordinates(replica=1, pp=0, tp=1)
     assert rollout.tp_groups() == [[1, 3], [5, 7], [8, 9], [10, 12]]
     assert rollout.pp_groups() == [[1, 5], [3, 7], [8, 10], [9, 12]]
-    assert [rank for rank in range(13) if rollout.speaks(rank)] == [1, 8]
+    assert [rank for rank in range(13) if rollout.contributes(rank)] == [1, 8]
     assert 12 in rollout and 11 not in rollout

@@ -60,7 +60,7 @@ def problem(inputs: Path, directory: Path, *overrides: str, cuda: bool = False) 
         ("critic.pipeline_parallel_size=4", "critic.num_layers_in_first_pipeline_stage=3"),
         ("actor.tensor_parallel_size=1", "rollout.tensor_parallel_size=4"),
         ("actor.tensor_parallel_size=1", "rollout.pipeline_parallel_size=4"),  # stages of 2, 2, 1, 1 layers
-        ("actor.ranks=[0, 2]", "rollout.ranks=[2, 4]", "rollout.tensor_parallel_size=1"),
+        ("actor.ranks=0-1", "rollout.ranks=2-3", "rollout.tensor_parallel_size=1"),
     ],
 )
 def test_layouts_that_suit_the_models(inputs, tmp_path, overrides):
@@ -95,7 +95,7 @@ def test_where_the_engine_runs(inputs, tmp_path):
     run = load(inputs, tmp_path, "rollout.tensor_parallel_size=1", "rollout.pipeline_parallel_size=2")
     assert run.stages == ((0, 1, 2), (3, 4, 5))
     assert run.rollout == RolloutLayout(1, 2, ((0, 2), (1, 3)))
-    run = load(inputs, tmp_path, "actor.ranks=[[0, 1], [2, 3]]", "rollout.ranks=[[1, 2], [3, 4]]")
+    run = load(inputs, tmp_path, "actor.ranks=0,2", "rollout.ranks=1,3")
     assert run.stages == ((0, 1, 2, 3, 4, 5),)
     assert run.rollout == RolloutLayout(2, 1, ((1, 3),))
 
@@ -199,14 +199,14 @@ def test_a_critic_starts_from_either(inputs, tmp_path, model):
 def test_all_reasons_at_once(inputs, tmp_path):
     """Of grids that do not fill their ranks, of models, of the engine; what two roles share is told once."""
     keys = (
-        *("actor.model=nowhere", "reference.model=nowhere", "actor.ranks=[0, 3]"),
+        *("actor.model=nowhere", "reference.model=nowhere", "actor.ranks=0-2"),
         *(
             "critic.tensor_parallel_size=3",
             "critic.virtual_pipeline_parallel_size=4",
             "critic.pipeline_parallel_size=4",
         ),
         *("reward.models.0.tensor_parallel_size=16", f"reward.models.0.model={inputs / 'policy'}"),
-        *("rollout.ranks=[3, 5]", "sampling.max_response_length=1000"),
+        *("rollout.ranks=3-4", "sampling.max_response_length=1000"),
     )
     lines = problem(inputs, tmp_path, *keys).splitlines()
     assert [line.partition(":")[0].partition(" =")[0] for line in lines] == [

@@ -21,7 +21,7 @@ from hybridflow.architecture.weights import Weight, model_weights, num_parameter
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout
-from hybridflow.reshard.plan import Exchange, Operation, ReshardPlan, Way, inverse, plan_reshard
+from hybridflow.reshard.plan import BucketTraffic, Operation, ReshardPlan, Way, inverse, plan_reshard
 from hybridflow.reshard.slices import Piece, View
 
 
@@ -126,11 +126,11 @@ class World:
         """rank -> megatron name -> its shard as a matrix."""
         stages, found = self.train.stages(self.spec.num_layers), {}
         for rank in self.train.ranks:
-            place = self.train.place(rank)
+            at = self.train.coordinates(rank)
             found[rank] = {
-                w.megatron: megatron_shard(w, self.parts[w.megatron], self.spec, self.train.tp, place.tp)
+                w.megatron: megatron_shard(w, self.parts[w.megatron], self.spec, self.train.tp, at.tp)
                 for w in self.weights
-                if self.on_stage(w, place.pp, stages)
+                if self.on_stage(w, at.pp, stages)
             }
         return found
 
@@ -139,11 +139,11 @@ class World:
         """rank -> megatron name -> the engine's shard as a matrix."""
         stages, found = engine_stages(self.spec.num_layers, self.train, self.rollout), {}
         for rank in self.rollout.ranks:
-            seat = self.rollout.seat(rank)
+            at = self.rollout.coordinates(rank)
             found[rank] = {
-                w.megatron: vllm_shard(w, self.parts[w.megatron], self.spec, self.rollout.tp, seat.tp)
+                w.megatron: vllm_shard(w, self.parts[w.megatron], self.spec, self.rollout.tp, at.tp)
                 for w in self.weights
-                if self.on_stage(w, seat.pp, stages)
+                if self.on_stage(w, at.pp, stages)
             }
         return found
 
@@ -192,10 +192,10 @@ def check_operations(world: World) -> None:
         landing.check()
 
 
-def check_exchanges(world: World) -> None:
+def check_traffic(world: World) -> None:
     """(b) message by message, with the pieces that a rank has itself."""
     plan = world.plan
-    exchanges = {rank: plan.exchanges(rank) for rank in world.ranks}
+    traffic = {rank: plan.traffic(rank) for rank in world.ranks}
     for rank in world.ranks:
         landing = Landing(world, rank)
         for operation in plan.operations(rank):
@@ -204,37 +204,37 @@ def check_exchanges(world: World) -> None:
                     landing.land(
                         operation.weight, piece, source_of(piece, world.training[rank][operation.weight.megatron])
                     )
-        for number, (exchange, bucket) in enumerate(zip(exchanges[rank], plan.buckets, strict=True)):
-            assert [m.peer for m in exchange.receives] == sorted({m.peer for m in exchange.receives} - {rank})
-            assert [m.peer for m in exchange.sends] == sorted({m.peer for m in exchange.sends} - {rank})
-            for message in exchange.receives:
-                sent = dict(exchanges[message.peer][number].sends)
-                assert sent[rank] == message.parts and message.parts
-                for weight, piece in message.parts:
+        for number, (exchanged, bucket) in enumerate(zip(traffic[rank], plan.buckets, strict=True)):
+            assert [m.peer for m in exchanged.receives] == sorted({m.peer for m in exchanged.receives} - {rank})
+            assert [m.peer for m in exchanged.sends] == sorted({m.peer for m in exchanged.sends} - {rank})
+            for message in exchanged.receives:
+                sent = dict(traffic[message.peer][number].sends)
+                assert sent[rank] == message.pieces and message.pieces
+                for weight, piece in message.pieces:
                     assert weight in bucket
                     landing.land(weight, piece, source_of(piece, world.training[message.peer][weight.megatron]))
-            for message in exchange.sends:
-                assert rank in {m.peer for m in exchanges[message.peer][number].receives}
+            for message in exchanged.sends:
+                assert rank in {m.peer for m in traffic[message.peer][number].receives}
         landing.check()
-    check_counts(world, exchanges)
+    check_counts(world, traffic)
 
 
 def numbers(shards: dict[str, Tensor]) -> set[int]:
     return {number for shard in shards.values() for number in shard.flatten().tolist()}
 
 
-def check_counts(world: World, exchanges: dict[int, tuple[Exchange, ...]]) -> None:
+def check_counts(world: World, traffic: dict[int, tuple[BucketTraffic, ...]]) -> None:
     """What is received is what lacks, and all counts are those of the tensors."""
     plan = world.plan
     for rank in world.ranks:
         held, engine = world.training.get(rank, {}), world.engine.get(rank, {})
-        received = sum(m.num_elements for exchange in exchanges[rank] for m in exchange.receives)
-        sent = sum(m.num_elements for exchange in exchanges[rank] for m in exchange.sends)
+        received = sum(m.num_elements for bucket in traffic[rank] for m in bucket.receives)
+        sent = sum(m.num_elements for bucket in traffic[rank] for m in bucket.sends)
         lacking = len(numbers(engine) - numbers(held))
         assert plan.received_elements(rank) == plan.lower_bound(rank) == received == lacking
         assert plan.sent_elements(rank) == sent
-        assert plan.held_elements(rank) == sum(x.numel() for x in held.values())
-        assert plan.engine_elements(rank) == sum(x.numel() for x in engine.values())
+        assert {weight.megatron for weight in plan.trained_weights(rank)} == held.keys()
+        assert sum(prod(op.shape) for op in plan.operations(rank)) == sum(x.numel() for x in engine.values())
         moved = [op.weight.megatron for op in plan.operations(rank) if op.way is Way.PERMUTE]
         assert plan.permuted_elements(rank) == sum(held[name].numel() for name in moved)
     assert sum(map(plan.sent_elements, world.ranks)) == sum(map(plan.received_elements, world.ranks))
@@ -307,7 +307,7 @@ def worlds_of(train: Layout) -> list[World]:
 def test_the_engine_gets_every_element_and_no_rank_more_than_it_lacks(train: Layout) -> None:
     for world in worlds_of(train):
         check_operations(world)
-        check_exchanges(world)
+        check_traffic(world)
         check_ways(world)
         check_buckets(world)
 
@@ -338,7 +338,7 @@ def test_one_rank_permutes_qkv_and_aliases_the_rest() -> None:
     assert operation_of(plan, 0, "linear_qkv.bias").shape == (16,)
     assert plan.permuted_elements(0) == 16 * 3 + 16
     assert plan.received_elements(0) == 0
-    assert [exchange for exchange in plan.exchanges(0) if exchange != ((), ())] == []
+    assert [bucket for bucket in plan.traffic(0) if bucket != ((), ())] == []
 
 
 def test_two_training_ranks_to_engines_of_one() -> None:
@@ -357,8 +357,7 @@ def test_two_training_ranks_to_engines_of_one() -> None:
     }
     # half of everything that is split: embedding and output 64 x 3, qkv 16 x 3, proj 3 x 8, fc1 16 x 3, fc2 3 x 8
     assert plan.received_elements(1) == plan.sent_elements(0) == (2 * 64 * 3 + 48 + 24 + 48 + 24) // 2
-    assert plan.held_elements(0) == 264 + 9
-    assert plan.engine_elements(0) == 528 + 9
+    assert sum(prod(op.shape) for op in plan.operations(0)) == 528 + 9  # and the norms
     fc1 = operation_of(plan, 1, "linear_fc1.weight")  # gate is rows 0 to 8; the rank has the second half of each
     assert fc1.pieces == (
         (0, Piece(0, 0, 0, 0, 4, 3)),
@@ -411,13 +410,13 @@ def test_the_split_weights_of_layers_cost_what_the_paper_says(training: tuple, r
 def test_ranks_that_only_generate_are_dealt_out_over_the_replicas() -> None:
     train = layout(2, 1, 2)  # replicas (0, 1) and (2, 3)
     plan = plan_reshard(tiny_spec(num_layers=1), train, standalone_layout((4, 5, 6, 7), 1, 1))
-    peers = {rank: {m.peer for exchange in plan.exchanges(rank) for m in exchange.receives} for rank in (4, 5, 6, 7)}
+    peers = {rank: {m.peer for bucket in plan.traffic(rank) for m in bucket.receives} for rank in (4, 5, 6, 7)}
     assert peers == {4: {0, 1}, 5: {2, 3}, 6: {0, 1}, 7: {2, 3}}
     norms = {rank: operation_of(plan, rank, "input_layernorm.weight").pieces[0][0] for rank in (4, 5, 6, 7)}
     assert norms == {4: 0, 5: 2, 6: 1, 7: 3}
     assert plan.operations(0) == plan.trained_weights(4) == ()
-    assert plan.held_elements(4) == plan.engine_elements(0) == plan.sent_elements(4) == plan.received_elements(0) == 0
-    assert plan.received_elements(4) == plan.engine_elements(4) == plan.lower_bound(4)
+    assert plan.sent_elements(4) == plan.received_elements(0) == plan.lower_bound(0) == 0
+    assert plan.received_elements(4) == plan.lower_bound(4) == sum(prod(op.shape) for op in plan.operations(4))
 
 
 @pytest.mark.parametrize(
@@ -432,10 +431,10 @@ def test_ranks_that_only_generate_ask_alike_of_all_replicas(training: tuple, rol
     plan = plan_reshard(tiny_spec(num_kv_heads=4), train, standalone_layout(ranks, *rollout))
     sent = {stage: [0] * train.tp * train.dp for stage in range(train.pp)}
     for rank in train.ranks:
-        place = train.place(rank)
-        weights = (part for e in plan.exchanges(rank) for m in e.sends for part in m.parts)
+        at = train.coordinates(rank)
+        weights = (part for e in plan.traffic(rank) for m in e.sends for part in m.pieces)
         split = sum(piece.num_elements for weight, piece in weights if weight.split is not Split.REPLICATED)
-        sent[place.pp][place.dp * train.tp + place.tp] = split
+        sent[at.pp][at.dp * train.tp + at.tp] = split
     assert all(len(set(elements)) == 1 for elements in sent.values()), sent
 
 
@@ -499,7 +498,7 @@ def test_plans_do_not_depend_on_bucket_sizes() -> None:
     for rank in train.ranks:
         assert plans[0].operations(rank) == plans[1].operations(rank) == plans[2].operations(rank)
         received = [
-            Counter((m.peer, part) for exchange in plan.exchanges(rank) for m in exchange.receives for part in m.parts)
+            Counter((m.peer, part) for bucket in plan.traffic(rank) for m in bucket.receives for part in m.pieces)
             for plan in plans
         ]
         assert received[0] == received[1] == received[2]
@@ -542,13 +541,13 @@ def test_a_thousand_ranks(rollout: str) -> None:
     assert max(sent) < 1.2 * sum(sent) / len(sent)  # the ends have the embedding and the output layer besides
     norms = 161 * 8192
     split = num_parameters(spec, "lm") - norms
-    assert sum(map(plan.held_elements, ranks)) == 16 * (split + 8 * norms)
-    assert sum(map(plan.engine_elements, ranks)) == 128 * (split + engines.tp * norms)
+    # the engines hold the model 128 times; colocated, each rank's training shard lies in its engine shard
+    held = 16 * (split + 8 * norms) if engines.ranks == train.ranks else 0
+    assert sum(map(plan.received_elements, ranks)) == 128 * (split + engines.tp * norms) - held
     for rank in (engines.ranks[5], 1000):
-        exchanges = plan.exchanges(rank)
-        assert sum(m.num_elements for e in exchanges for m in e.receives) == plan.received_elements(rank)
-        assert sum(m.num_elements for e in exchanges for m in e.sends) == plan.sent_elements(rank)
-        assert sum(prod(op.shape) for op in plan.operations(rank)) == plan.engine_elements(rank)
+        traffic = plan.traffic(rank)
+        assert sum(m.num_elements for e in traffic for m in e.receives) == plan.received_elements(rank)
+        assert sum(m.num_elements for e in traffic for m in e.sends) == plan.sent_elements(rank)
 
 
 # -------------------------------------------------------------------------------------------------- in place

@@ -19,13 +19,13 @@ from hybridflow.models.memory import storages
 from hybridflow.reshard.flows import content, flows_of
 from hybridflow.reshard.kernel import Copy, copy_pieces, permute_blocks
 from hybridflow.reshard.memory import OwnMemory, moves
-from hybridflow.reshard.plan import Exchange, Message, Operation, ReshardPlan, Way, inverse
+from hybridflow.reshard.plan import BucketTraffic, Message, Operation, ReshardPlan, Way, inverse
 from hybridflow.reshard.slices import Piece
 
 
 @dataclass(frozen=True)
-class HandOffCost:
-    """What one hand-off took on this rank. Bytes received and sent are those that went between ranks."""
+class ReshardCost:
+    """What one reshard took on this rank. Bytes received and sent are those that went between ranks."""
 
     seconds: float
     bytes_received: int = 0
@@ -34,12 +34,11 @@ class HandOffCost:
     peak_extra_bytes: int = 0  # of weights and staging, beyond the larger of what there is before and after
 
 
-class WeightHandOff:
+class WeightReshard:
     """The actor's weights, switched between the trainer's and the engine's layout.
 
     weights: this rank's training shards by megatron name, none outside the actor's grid. `to_engine` is collective over
-    the ranks of both layouts, which `group` knows by their global ranks; `to_trainer` is local. `on_change` is called
-    whenever memory was allocated or released.
+    the ranks of both layouts, which `group` knows by their global ranks; `to_trainer` is local.
     """
 
     def __init__(
@@ -51,9 +50,8 @@ class WeightHandOff:
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup,
-        on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        self._rank, self._group, self._on_change = rank, group, on_change
+        self._rank, self._group = rank, group
         # the experts of a layer stand one below the other
         self._weights = {name: x.flatten(0, 1) if x.dim() == 3 else x for name, x in weights.items()}
         self._dtype, self._device = dtype, device
@@ -61,8 +59,8 @@ class WeightHandOff:
         self._moves = moves(self._weights, operations)
         moved = {name for move in self._moves for name in move.names}
         self._steps = [
-            self._step([operations[w.megatron] for w in bucket if w.megatron in operations], bucket, exchange, moved)
-            for bucket, exchange in zip(plan.buckets, plan.exchanges(rank), strict=True)
+            self._step([operations[w.megatron] for w in bucket if w.megatron in operations], bucket, traffic, moved)
+            for bucket, traffic in zip(plan.buckets, plan.traffic(rank), strict=True)
         ]
         self._own = {name: tensor for step in self._steps for name, tensor in step.memory.tensors.items()}
         self._engine = {o.weight.engine: self._engine_tensor(o) for o in operations.values()}
@@ -81,27 +79,27 @@ class WeightHandOff:
             return torch.empty(0, dtype=self._dtype, device=self._device)
         return self._engine[name]
 
-    def to_engine(self) -> HandOffCost:
+    def to_engine(self) -> ReshardCost:
         assert not self._with_engine, "the weights are in the engine's layout already"
         self._with_engine = True
         return self._measured(self._fill_engine)
 
-    def to_trainer(self) -> HandOffCost:
+    def to_trainer(self) -> ReshardCost:
         assert self._with_engine, "the weights are in the trainer's layout already"
         self._with_engine = False
         return self._measured(self._restore_trainer)
 
     def _step(
-        self, operations: list[Operation], bucket: Sequence[Weight], exchange: Exchange, moved: set[str]
+        self, operations: list[Operation], bucket: Sequence[Weight], traffic: BucketTraffic, moved: set[str]
     ) -> "_Step":
         """operations: of the bucket's weights that the engine has here."""
         own = [o for o in operations if o.way is Way.GATHER or o.weight.megatron in moved]
         memory = OwnMemory(own, self._dtype, self._device)
-        contents, sends = self._sends(exchange.sends)
+        contents, sends = self._sends(traffic.sends)
         receives = [
             (message.peer, [_target(memory.tensors[weight.megatron], piece) for weight, piece in flow])
-            for message in exchange.receives
-            for flow in flows_of(message.parts)
+            for message in traffic.receives
+            for flow in flows_of(message.pieces)
         ]
         permuted = [o for o in operations if o.way is Way.PERMUTE and o.weight.megatron not in moved]
         memory.release()
@@ -116,8 +114,8 @@ class WeightHandOff:
 
     # ------------------------------------------------------------------------------------------ there and back
 
-    def _fill_engine(self) -> HandOffCost:
-        cost, pending = HandOffCost(0.0), {move: set(move.names) for move in self._moves}
+    def _fill_engine(self) -> ReshardCost:
+        cost, pending = ReshardCost(0.0), {move: set(move.names) for move in self._moves}
         for step in self._steps:
             self._changed(step.memory.allocate())
             copy_pieces([copy for o in step.memory.operations for copy in self._own_copies(o)])
@@ -137,7 +135,7 @@ class WeightHandOff:
         assert not any(pending.values()), f"weights in no bucket: {pending}"
         return cost
 
-    def _restore_trainer(self) -> HandOffCost:
+    def _restore_trainer(self) -> ReshardCost:
         needed = {name for move in self._moves for name in move.names}
         waiting = [step for step in self._steps if step.memory.operations]
         waiting = self._release_unneeded(waiting, needed)
@@ -151,7 +149,7 @@ class WeightHandOff:
         permuted = [o for step in self._steps for o in step.permuted]
         scratch = [permute_blocks(self._weights[o.weight.megatron], inverse(o.order)) for o in permuted]
         self._peak = max(self._peak, self._live + max(scratch, default=0))
-        return HandOffCost(0.0, bytes_permuted=self._bytes(permuted))
+        return ReshardCost(0.0, bytes_permuted=self._bytes(permuted))
 
     def _release_unneeded(self, steps: list["_Step"], needed: set[str]) -> list["_Step"]:
         """Release the engine's memory of the steps that no training storage is to be restored from; the others."""
@@ -199,7 +197,7 @@ class WeightHandOff:
         contents: list[list[Tensor]] = []
         sends = []
         for message in messages:
-            for flow in flows_of(message.parts):
+            for flow in flows_of(message.pieces):
                 if content(flow) not in known:
                     known[content(flow)] = len(contents)
                     contents.append([_source(self._weights[weight.megatron], piece) for weight, piece in flow])
@@ -208,7 +206,7 @@ class WeightHandOff:
 
     # ------------------------------------------------------------------------------------------ accounting
 
-    def _measured(self, work: Callable[[], HandOffCost]) -> HandOffCost:
+    def _measured(self, work: Callable[[], ReshardCost]) -> ReshardCost:
         before, started = self._live, time.perf_counter()
         self._peak = before
         cost = work()
@@ -218,10 +216,8 @@ class WeightHandOff:
         return replace(cost, seconds=seconds, peak_extra_bytes=self._peak - max(before, self._live))
 
     def _changed(self, num_bytes: int) -> None:
-        if num_bytes:
-            self._live += num_bytes
-            self._peak = max(self._peak, self._live)
-            self._on_change()
+        self._live += num_bytes
+        self._peak = max(self._peak, self._live)
 
     def _bytes(self, operations: Iterable[Operation]) -> int:
         return sum(self._weights[operation.weight.megatron].nbytes for operation in operations)

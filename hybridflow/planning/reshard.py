@@ -1,4 +1,4 @@
-"""Ways and memory of every rank's hand-off, forecast from a plan. Pure: `transfer` replayed on sizes.
+"""Ways and memory of every rank's reshard, forecast from a plan. Pure: `reshard.execute` replayed on sizes.
 
 The training storages are cut as megatron fills its buckets, without its padding: an estimate of what is released when.
 """
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.spec import ModelSpec
-from hybridflow.parallel.layout import Place
-from hybridflow.reshard.flows import Flow, Part, content, flows_of, is_received_in_place, is_sent_in_place
+from hybridflow.parallel.layout import TrainingCoordinates
+from hybridflow.reshard.flows import Flow, WeightPiece, content, flows_of, is_received_in_place, is_sent_in_place
 from hybridflow.reshard.plan import Operation, ReshardPlan, Way
 
 SCRATCH_BYTES = 1 << 18  # of a permutation on a CPU, at most; on CUDA it needs none
@@ -21,7 +21,7 @@ ALIGNMENT = 64  # elements: where weights begin in the engine's own memory
 
 
 @dataclass(frozen=True)
-class HandOffMemory:
+class ReshardMemory:
     """Bytes of weights on one rank that come and go when the engine takes over."""
 
     own: int  # the engine's own
@@ -30,7 +30,7 @@ class HandOffMemory:
 
 
 class _Local(NamedTuple):
-    """What the hand-off means to a rank, whichever replica it is in."""
+    """What the reshard means to a rank, whichever replica it is in."""
 
     operations: dict[str, Operation]
     held: tuple[tuple[str, int], ...]  # (weight, elements) of the training shards
@@ -38,8 +38,8 @@ class _Local(NamedTuple):
     receive_buffers: Counter[int]  # bucket -> elements
 
 
-class HandOffs:
-    """Ways and memory of every rank's hand-off. Ranks alike but for their replica are computed once."""
+class ReshardForecast:
+    """Ways and memory of every rank's reshard. Ranks alike but for their replica are computed once."""
 
     def __init__(self, plan: ReshardPlan, spec: ModelSpec, *, itemsize: int, bucket_elements: int) -> None:
         self._plan, self._spec, self._itemsize, self._bucket_elements = plan, spec, itemsize, bucket_elements
@@ -59,8 +59,8 @@ class HandOffs:
         return {way: (numbers[way], sizes[way]) for way in Way}
 
     @cached_property
-    def memory(self) -> dict[int, HandOffMemory]:
-        known: dict[tuple, HandOffMemory] = {}
+    def memory(self) -> dict[int, ReshardMemory]:
+        known: dict[tuple, ReshardMemory] = {}
         found = {}
         for rank in self.ranks:
             sent = tuple(sum(self._send_buffers[rank][bucket].values()) for bucket in range(len(self._plan.buckets)))
@@ -71,22 +71,23 @@ class HandOffs:
         return found
 
     def _key(self, rank: int) -> tuple:
-        """All that `_Local` depends on: the place it receives from first, its place in its engine."""
+        """All that `_Local` depends on: where it receives from first, its place in its engine."""
         origin, rollout = self._plan.origin(rank), self._plan.rollout
-        return rank in self._plan.train, origin.pp, origin.tp, rollout.seat(rank)[1:] if rank in rollout else None
+        engine = rollout.coordinates(rank)[1:] if rank in rollout else None
+        return rank in self._plan.train, origin.pp, origin.tp, engine
 
     def _local(self, rank: int) -> _Local:
         key = self._key(rank)
         if key not in self._locals:
             train = self._plan.train
             operations = {o.weight.megatron: o for o in self._plan.operations(rank)}
-            parts: dict[tuple[int, int, int], list[Part]] = defaultdict(list)
+            pieces: dict[tuple[int, int, int], list[WeightPiece]] = defaultdict(list)
             for name, operation in operations.items():
                 for source, piece in operation.pieces:
                     if source != rank:
-                        place = train.place(source)
-                        parts[self._bucket[name], place.pp, place.tp].append((operation.weight, piece))
-            received = {key: tuple(flows_of(found)) for key, found in parts.items()}
+                        at = train.coordinates(source)
+                        pieces[self._bucket[name], at.pp, at.tp].append((operation.weight, piece))
+            received = {key: tuple(flows_of(found)) for key, found in pieces.items()}
             buffers: Counter[int] = Counter()
             for (bucket, *_), flows in received.items():
                 buffers[bucket] += sum(_elements(flow) for flow in flows if not self._lands(flow, operations))
@@ -110,14 +111,14 @@ class HandOffs:
                 key = (self._key(rank), bucket, pp, tp)
                 if key not in packed:
                     packed[key] = [(content(flow), _elements(flow)) for flow in flows if not self._is_whole(flow)]
-                found[self._plan.train.rank_at(Place(tp, dp, pp))][bucket].update(packed[key])
+                found[self._plan.train.rank_at(TrainingCoordinates(tp, dp, pp))][bucket].update(packed[key])
         return found
 
     def _is_whole(self, flow: Flow) -> bool:
         shape = shard_shape(flow[0][0], self._spec, self._plan.train.tp)
         return is_sent_in_place(flow, shape[1] if len(shape) == 2 else 1)
 
-    def _memory(self, local: _Local, sent: tuple[int, ...]) -> HandOffMemory:
+    def _memory(self, local: _Local, sent: tuple[int, ...]) -> ReshardMemory:
         storages = _cut(tuple(reversed(local.held)), self._bucket_elements)
         released = [i for i, storage in enumerate(storages) if _is_released(storage, local.operations)]
         moved = {name for i in released for name, _ in storages[i]}
@@ -134,7 +135,7 @@ class HandOffs:
         staged = list(sent)
         for bucket, elements in local.receive_buffers.items():
             staged[bucket] += elements
-        return hand_off_memory(
+        return reshard_memory(
             [[(name, self._itemsize * size) for name, size in storage] for storage in storages],
             own,
             released=released,
@@ -170,15 +171,15 @@ def _is_released(storage: list[tuple[str, int]], operations: Mapping[str, Operat
 # ------------------------------------------------------------------------------------------------ replay
 
 
-def hand_off_memory(
+def reshard_memory(
     storages: Sequence[Sequence[tuple[str, int]]],
     own: Sequence[tuple[Sequence[str], int]],
     *,
     released: Sequence[int],
     staged: Sequence[int],
     scratch: int,
-) -> HandOffMemory:
-    """Replay `reshard.transfer` on sizes.
+) -> ReshardMemory:
+    """Replay `reshard.execute` on sizes.
 
     storages: the (weight, bytes) of each training storage. own: of each bucket the weights in the engine's own memory
     and its bytes. released: which storages. staged: bytes of send and receive buffers of each bucket.
@@ -197,7 +198,7 @@ def hand_off_memory(
                 live -= sizes[i]
                 del pending[i]
     there = peak - max(before, live)
-    return HandOffMemory(
+    return ReshardMemory(
         own=sum(size for _, size in own),
         released=sum(sizes.values()),
         peak_extra=max(there, _restore_peak(live, own, names, sizes) - max(before, live), scratch),

@@ -1,4 +1,4 @@
-"""The forecast of a hand-off's memory against what `WeightHandOff` counts on four ranks."""
+"""The forecast of a reshard's memory against what `WeightReshard` counts on four ranks."""
 
 from math import prod
 from pathlib import Path
@@ -12,11 +12,11 @@ from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import embedding
 from hybridflow.parallel.layout import Layout
-from hybridflow.planning.hand_off import HandOffs
+from hybridflow.planning.reshard import ReshardForecast
 from hybridflow.reshard import flows
+from hybridflow.reshard.execute import WeightReshard
 from hybridflow.reshard.groups import rollout_layout, standalone_layout
 from hybridflow.reshard.plan import ReshardPlan, plan_reshard
-from hybridflow.reshard.transfer import WeightHandOff
 
 SPEC = ModelSpec(
     path=Path("nowhere"),
@@ -65,8 +65,8 @@ def measure(rank: int, out: str) -> None:
         plan = make_plan(*case)
         weights = {w.megatron: torch.zeros(shard_shape(w, SPEC, plan.train.tp)) for w in plan.trained_weights(rank)}
         cpu, group = torch.device("cpu"), dist.group.WORLD
-        hand_off = WeightHandOff(plan, weights, rank=rank, dtype=torch.float32, device=cpu, group=group)
-        there, back = hand_off.to_engine(), hand_off.to_trainer()
+        reshard = WeightReshard(plan, weights, rank=rank, dtype=torch.float32, device=cpu, group=group)
+        there, back = reshard.to_engine(), reshard.to_trainer()
         found.append(max(there.peak_extra_bytes, back.peak_extra_bytes))
     torch.save(found, f"{out}/{rank}.pt")
     dist.destroy_process_group()
@@ -81,23 +81,24 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
-def test_the_peak_is_what_the_transfer_counts(
+def test_the_peak_is_what_the_reshard_counts(
     measured: list[list[int]], number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flows, "ALONE_ELEMENTS", ALONE_ELEMENTS)
-    hand_offs = HandOffs(make_plan(*CASES[number]), SPEC, itemsize=4, bucket_elements=0)
-    assert [memory.peak_extra for memory in hand_offs.memory.values()] == [peaks[number] for peaks in measured]
+    forecast = ReshardForecast(make_plan(*CASES[number]), SPEC, itemsize=4, bucket_elements=0)
+    assert [memory.peak_extra for memory in forecast.memory.values()] == [peaks[number] for peaks in measured]
 
 
 def test_ranks_without_weights_hold_only_the_engines_own() -> None:
-    hand_offs = HandOffs(make_plan("apart", 1, 1), SPEC, itemsize=4, bucket_elements=0)
-    assert [hand_offs.memory[rank].own > 0 for rank in range(NUM_RANKS)] == [False, False, True, True]
-    assert all(memory.released == 0 for memory in hand_offs.memory.values())
+    forecast = ReshardForecast(make_plan("apart", 1, 1), SPEC, itemsize=4, bucket_elements=0)
+    assert [forecast.memory[rank].own > 0 for rank in range(NUM_RANKS)] == [False, False, True, True]
+    assert all(memory.released == 0 for memory in forecast.memory.values())
 
 
 def test_shared_storages_are_released_when_the_last_of_their_weights_has_moved() -> None:
     """One storage for everything stays until the end: the peak is higher than with one for each weight."""
     plan = make_plan("tp2 pp2", 1, 1)
-    apart, joined = (HandOffs(plan, SPEC, itemsize=4, bucket_elements=n).memory[0] for n in (0, 1 << 30))
+    apart, joined = (ReshardForecast(plan, SPEC, itemsize=4, bucket_elements=n).memory[0] for n in (0, 1 << 30))
     assert apart.peak_extra < joined.peak_extra
-    assert joined.released == 4 * plan.held_elements(0) > 4 * prod(shard_shape(embedding(SPEC), SPEC, 2))
+    held = [prod(shard_shape(weight, SPEC, 2)) for weight in plan.trained_weights(0)]
+    assert joined.released == 4 * sum(held) > 4 * prod(shard_shape(embedding(SPEC), SPEC, 2))
