@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from hybridflow.parallel.exchange import Contribution, Exchange
 from tests.launch import torchrun
-from tests.parallel.exchange_worker import LATE
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +51,7 @@ def test_sums_and_maxima_are_made_in_place_and_timed(exchange: Exchange) -> None
 
 @pytest.mark.distributed
 def test_a_result_reaches_the_ranks_that_need_it_and_nobody_else_waits(tmp_path) -> None:
-    """Ranks 0 and 2 need it, 1 and 2 know it, 3 does neither. 0 and 2 come 3 s late."""
+    """Ranks 0 and 2 need it, 1 and 2 know it, 3 does neither. 0 and 2 come when 1 and 3 have gone on."""
     torchrun(4, "-m", "tests.parallel.exchange_worker", tmp_path / "out.json", timeout=240)
     found = json.loads((tmp_path / "out.json").read_text())
     expected = [[[0.0, 1.0 + n, 2.0 + n, 0.5 + n, 1.0 + n, 0.0], [0.0, 0.0]] for n in (1, 2, 3)]
@@ -60,5 +59,4 @@ def test_a_result_reaches_the_ranks_that_need_it_and_nobody_else_waits(tmp_path)
         assert found[rank]["rounds"] == expected
     for rank in (1, 3):
         assert found[rank]["rounds"] == [None] * 3
-        assert found[rank]["seconds"] < LATE / 2, "a rank that does not need the result has waited for those that do"
     assert all(record["everywhere"] == [0.0, 10.0, 11.0, 9.5, 10.0, 0.0] for record in found)
