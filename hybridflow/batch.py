@@ -6,19 +6,40 @@ Shape legend, for the whole project:
     R  response tokens, R <= T
 A (T,) tensor is aligned with input_ids: entry t belongs to token t. log_probs[t] is the log-prob of token t given what
 precedes it, values[t] the value of the state before token t, rewards[t] what choosing token t earned. Outside the
-response they are zero. In a sequence the response is the run of tokens after the prompt, up to the end.
+response they are zero. `response_mask` says which tokens the policy chose: usually all after the prompt, but it may
+have gaps (what a tool or an environment wrote) and need not reach the end of a sequence.
+
+Every algorithm has its own batch, a dataclass whose fields are marked:
+
+    @dataclass(frozen=True)
+    class PPOBatch(RolloutBatch):
+        values: PerToken
+        scores: PerSequence
 
 Every rank holds the same global batch; which replica computes which rows is a pure function of it.
 """
 
 import dataclasses
+import enum
+import functools
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Annotated, Any, Self, get_type_hints
 
 import torch
 from torch import Tensor
+
+
+class Per(enum.Enum):
+    """What an entry of a batch's tensor belongs to."""
+
+    TOKEN = "token"
+    SEQUENCE = "sequence"
+
+
+PerToken = Annotated[Tensor, Per.TOKEN]  # (T,)
+PerSequence = Annotated[Tensor, Per.SEQUENCE]  # (N,)
 
 
 @dataclass(frozen=True)
@@ -39,21 +60,34 @@ class PromptBatch:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Prompts with their responses, as the engine made them. Row i answers prompt prompt_indices[i]."""
+    """Prompts with their responses, as the engine made them. Row i answers prompt prompt_indices[i].
 
-    input_ids: Tensor  # (T,) int64
-    lengths: Tensor  # (N,) int64
-    prompt_lengths: Tensor  # (N,) int64
-    prompt_indices: Tensor  # (N,) int64
-    truncated: Tensor  # (N,) bool: cut at the length limit
-    response_mask: Tensor  # (T,) bool
-    rollout_log_probs: Tensor  # (T,) float32
+    Errors: ValueError where a tensor of a batch has not the length that its mark asks for.
+    """
+
+    input_ids: PerToken  # int64
+    lengths: PerSequence  # int64
+    prompt_lengths: PerSequence  # int64
+    prompt_indices: PerSequence  # int64
+    truncated: PerSequence  # bool: cut at the length limit
+    response_mask: PerToken  # bool
+    rollout_log_probs: PerToken  # float32
 
     def __post_init__(self) -> None:
-        check_packed(self)
+        sizes = {Per.SEQUENCE: len(self.lengths), Per.TOKEN: int(self.lengths.sum())}
+        for name, per in marks(type(self)).items():
+            shape, expected = tuple(getattr(self, name).shape), (sizes[per],)
+            if shape != expected:
+                raise ValueError(
+                    f"{type(self).__name__}.{name}: shape {shape}, expected {expected}, one entry a {per.value}"
+                )
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def num_response_tokens(self) -> int:
+        return int(self.response_mask.sum())
 
     def response_token_lists(self, rows: list[int]) -> list[list[int]]:
         """All that follows the prompt, of some rows: what the policy wrote and what was written in between."""
@@ -63,40 +97,37 @@ class RolloutBatch:
 
     def select(self, rows: Tensor) -> Self:
         """The batch of these rows (int64), in this order."""
-        tokens = token_index(self.lengths, rows)
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return type(self)(**{name: x[tokens if name not in SEQUENCE_LEVEL else rows] for name, x in fields.items()})
+        index = {Per.SEQUENCE: rows, Per.TOKEN: token_index(self.lengths, rows)}
+        return type(self)(**{name: getattr(self, name)[index[per]] for name, per in marks(type(self)).items()})
 
 
-@dataclass(frozen=True)
-class TrainBatch(RolloutBatch):
-    """Everything PPO needs to update the actor and the critic."""
-
-    log_probs: Tensor  # (T,)
-    ref_log_probs: Tensor  # (T,)
-    values: Tensor  # (T,)
-    scores: Tensor  # (N,)
-    rewards: Tensor  # (T,)
-    advantages: Tensor  # (T,)
-    returns: Tensor  # (T,)
-
-    def mini_batches(self, size: int, generator: torch.Generator) -> Iterator["TrainBatch"]:
-        """Disjoint mini-batches of `size` sequences in a random order drawn from `generator`."""
-        order = torch.randperm(len(self), generator=generator)
-        for rows in order.split(size):
-            yield self.select(rows)
+@functools.cache
+def marks(batch_type: type[RolloutBatch]) -> dict[str, Per]:
+    """Whether each field has an entry a token or a sequence. Errors: TypeError for a field without a mark."""
+    hints, found = get_type_hints(batch_type, include_extras=True), {}
+    for field in dataclasses.fields(batch_type):
+        mark = [x for x in getattr(hints[field.name], "__metadata__", ()) if isinstance(x, Per)]
+        if not mark:
+            raise TypeError(f"{batch_type.__name__}.{field.name} must be annotated PerToken or PerSequence")
+        found[field.name] = mark[0]
+    return found
 
 
-SEQUENCE_LEVEL = frozenset({"lengths", "prompt_lengths", "prompt_indices", "truncated", "scores"})
+class Tokens:
+    """The per-token fields of a batch at some of its places: `tokens.advantages` is (r,), on `device`."""
 
+    def __init__(self, batch: RolloutBatch, where: Tensor, device: torch.device) -> None:
+        self._batch, self._where, self._device = batch, where, device
 
-def check_packed(batch: RolloutBatch) -> None:
-    """Assert that every tensor of a batch has the length that its kind asks for."""
-    num_tokens = int(batch.lengths.sum())
-    for field in dataclasses.fields(batch):
-        expected = len(batch.lengths) if field.name in SEQUENCE_LEVEL else num_tokens
-        found = tuple(getattr(batch, field.name).shape)
-        assert found == (expected,), f"{type(batch).__name__}.{field.name}: shape {found}, expected ({expected},)"
+    def __getattr__(self, name: str) -> Tensor:
+        per = marks(type(self._batch)).get(name)
+        if per is not Per.TOKEN:
+            raise AttributeError(f"{type(self._batch).__name__} has no per-token field {name}")
+        return self.at_places(getattr(self._batch, name))
+
+    def at_places(self, values: Tensor) -> Tensor:
+        """The entries of a (T,) tensor of the same batch at these places, (r,)."""
+        return values[self._where].to(self._device)
 
 
 def offsets(lengths: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """The experiment config: frozen, validated, and the only reader of YAML.
 
     config = ExperimentConfig.from_yaml("configs/quickstart.yaml", ["actor.optimizer.lr=1e-5", "seed=3"])
-    config.check_world_size(8)
 
 Unknown keys are errors that name the nearest known one. Everything that can be checked without reading a model is
 checked here, once; nothing later asks whether a field is there.
@@ -9,6 +8,7 @@ checked here, once; nothing later asks whether a field is there.
 
 import difflib
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -26,11 +26,12 @@ from pydantic import (
     model_validator,
 )
 
-from hybridflow.errors import ConfigError
-from hybridflow.parallel.layout import Layout
+from hybridflow.errors import ConfigError, Reasons
+from hybridflow.parallel.layout import Layout, Stages
 from hybridflow.placement import (
     RankList,
-    check_engine,
+    check_engine_ranks,
+    check_engine_sizes,
     check_placement,
     check_ranks,
     check_sizes,
@@ -88,6 +89,16 @@ class SamplingConfig(Section):
             )
         return self
 
+    def changed_distribution(self) -> list[str]:
+        """The keys, as `sampling.top_p = 0.9`, by which tokens are not drawn from the whole softmax at a temperature.
+
+        min_response_length and stop words are not among them: of a response they change the end alone.
+        """
+        neutral = SamplingConfig(max_response_length=1)
+        keys = ["top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
+        keys += ["bad_words", "allowed_token_ids", "logit_bias"]
+        return [f"sampling.{key} = {getattr(self, key)}" for key in keys if getattr(self, key) != getattr(neutral, key)]
+
 
 class OptimizerConfig(Section):
     """Adam (AdamW) or SGD in float32 main weights. The learning rate follows its schedule by iteration."""
@@ -140,14 +151,20 @@ class LayoutConfig(Section):
                 raise ValueError(f"{key} = {getattr(self, key)} needs pipeline_parallel_size > 1, it is 1")
         return self
 
-    def layout(self, world_size: int) -> Layout:
-        """The layout in a run of `world_size` ranks (checked before by `check_world_size`)."""
-        ranks = resolve_ranks(self.ranks, world_size)
+    def layout(self, name: str, world_size: int) -> Layout:
+        """The layout of the role `name` among `world_size` ranks. Errors: ConfigError unless it fills its own."""
+        ranks = check_ranks(f"{name}.ranks", self.ranks, world_size)
+        sizes = self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size
+        check_sizes(name, sizes, self.ranks, ranks)
+        return self.layout_on(ranks)
+
+    def layout_on(self, ranks: tuple[int, ...]) -> Layout:
+        """With as many replicas as they make."""
         tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
         return Layout(
             tp=tp,
             pp=pp,
-            dp=self.data_parallel_size or len(ranks) // (tp * pp),
+            dp=len(ranks) // (tp * pp),
             ranks=ranks,
             vpp=self.virtual_pipeline_parallel_size,
             first_stage_layers=self.num_layers_in_first_pipeline_stage,
@@ -214,8 +231,15 @@ class RolloutConfig(Section):
     def bucket_bytes(self, *, cuda: bool) -> int:
         return int((self.reshard_bucket_mib or (256 if cuda else 24)) * (1 << 20))
 
+    def kv_cache_bytes(self, stages: Stages, stage: int) -> int:
+        """kv_cache_gib on the engine stage with most layers, in proportion on the others: as many blocks on all.
 
-class KLConfig(Section):
+        Each rank schedules for itself: with more blocks on one stage than on another they would part in a full cache.
+        """
+        return int(self.kv_cache_gib * (1 << 30)) * len(stages[stage]) // max(map(len, stages))
+
+
+class KL(Section):
     """Where the KL to the reference enters: taken off the reward of each token, or added to the actor's loss."""
 
     use: Literal["reward", "loss", "none"] = "reward"
@@ -231,21 +255,149 @@ class KLConfig(Section):
             raise ValueError("controller: adaptive has nothing to control where use is none")
         return self
 
+    def needs(self) -> frozenset[str]:
+        return frozenset() if self.use == "none" else frozenset({"reference"})
 
-class AlgorithmConfig(Section):
+
+class PolicyLoss(Section):
+    """The actor's loss of each response token, and its mean over the mini-batch."""
+
+    kind: Literal["clip", "dual_clip"] = "clip"
+    clip_range: PositiveFloat = 0.2  # probability ratios are clipped at 1 - clip_range
+    clip_range_high: PositiveFloat | None = None  # and at 1 + this; None: clip_range
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = None  # kind dual_clip, there 3 by default: L <= -3 A if A < 0
+    loss_mean: Literal["token_mean", "sequence_token_mean"] = "token_mean"
+    entropy_coef: NonNegativeFloat = 0.0
+    importance_cap: PositiveFloat | None = None  # truncated importance sampling, engine against trainer
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.dual_clip is not None and self.kind != "dual_clip":
+            raise ValueError(f"dual_clip = {self.dual_clip} is for kind: dual_clip, the kind is {self.kind}")
+        return self
+
+
+class Update(Section):
+    """Passes over the batch of an iteration, cut into mini-batches in random order: an optimizer step each."""
+
+    epochs: PositiveInt = 1
+    mini_batch_size: PositiveInt | None = None  # sequences per optimizer step; None: all of the iteration
+
+
+class PPO(Section):
+    """Proximal policy optimisation with a critic. Schulman et al. 2017, arXiv 1707.06347.
+
+    `needs` says, here and in the other algorithms, which roles there have to be.
+    """
+
+    name: Literal["ppo"] = "ppo"
     gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95
     whiten_advantages: bool = True
-    clip_range: PositiveFloat = 0.2
-    clip_range_high: PositiveFloat | None = None  # None: clip_range
-    dual_clip: Annotated[float, Field(gt=1.0)] | None = None
+    policy: PolicyLoss = PolicyLoss()
     value_clip_range: PositiveFloat | None = 0.2
-    entropy_coef: NonNegativeFloat = 0.0
-    kl: KLConfig = KLConfig()
-    importance_cap: PositiveFloat | None = None  # truncated importance sampling, engine against trainer
-    ppo_epochs: PositiveInt = 1
-    mini_batch_size: PositiveInt  # sequences per optimizer step
+    kl: KL = KL()
+    update: Update = Update()
     critic_warmup_iterations: NonNegativeInt = 0  # the actor is not updated in these
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor", "critic", "reward"}) | self.kl.needs()
+
+
+class GRPOPolicyLoss(PolicyLoss):
+    loss_mean: Literal["token_mean", "sequence_token_mean"] = "sequence_token_mean"
+
+
+class GRPOKL(KL):
+    """In the loss: an advantage is of a whole response, and has no place for a penalty a token."""
+
+    use: Literal["loss", "none"] = "loss"
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    coef: NonNegativeFloat = 0.04
+
+
+class GRPO(Section):
+    """Group relative policy optimisation, without a critic. Shao et al. 2024, arXiv 2402.03300."""
+
+    name: Literal["grpo"] = "grpo"
+    policy: GRPOPolicyLoss = GRPOPolicyLoss()
+    kl: GRPOKL = GRPOKL()
+    update: Update = Update()
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor", "reward"}) | self.kl.needs()
+
+
+class CustomKL(KL):
+    use: Literal["reward", "loss", "none"] = "none"
+
+
+class Custom(Section):
+    """A flow of the user's own: `function(run, c) -> batch`, where c is this section."""
+
+    name: Literal["custom"]
+    flow: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]  # package.module:function
+    roles: tuple[Literal["actor", "critic", "reference", "reward"], ...]
+    options: dict[str, Any] = {}  # for the flow alone
+    policy: PolicyLoss = PolicyLoss()
+    kl: CustomKL = CustomKL()
+    update: Update = Update()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if "actor" not in self.roles:
+            raise ValueError(f"roles = {list(self.roles)} leaves out actor, which generates")
+        if self.kl.use != "none" and "reference" not in self.roles:
+            raise ValueError(f"kl.use = {self.kl.use} needs a reference: add reference to roles = {list(self.roles)}")
+        return self
+
+    def needs(self) -> frozenset[str]:
+        return frozenset(self.roles)
+
+
+ALGORITHMS: Mapping[str, type[Section]] = {"ppo": PPO, "grpo": GRPO, "custom": Custom}
+# where the keys of configs without a name went: before there were names, there was PPO with these
+MOVED = {
+    "clip_range": "policy",
+    "clip_range_high": "policy",
+    "dual_clip": "policy",
+    "entropy_coef": "policy",
+    "importance_cap": "policy",
+    "ppo_epochs": "update",
+    "mini_batch_size": "update",
+}
+
+
+def _moved_to(key: str) -> str:
+    return f"{MOVED[key]}.{'epochs' if key == 'ppo_epochs' else key}"
+
+
+def _named(given: Any) -> Any:
+    """An `algorithm` section without a name is PPO's; the keys that it had of old go where they are now."""
+    if not isinstance(given, dict) or "name" in given:
+        return given
+    tree = {key: value for key, value in given.items() if key not in MOVED}
+    for key, section in MOVED.items():
+        if key not in given:
+            continue
+        new = _moved_to(key).rpartition(".")[2]
+        part = tree.get(section) or {}
+        if not isinstance(part, dict) or new in part:
+            raise ValueError(f"{key} is now {_moved_to(key)}, which is given too: leave one out")
+        if key != "dual_clip" or given[key] is not None:
+            tree[section] = part | {new: given[key]} | ({"kind": "dual_clip"} if key == "dual_clip" else {})
+    return {"name": "ppo", **tree}
+
+
+AlgorithmConfig = Annotated[PPO | GRPO | Custom, Field(discriminator="name"), BeforeValidator(_named)]
+
+
+class NonFiniteConfig(Section):
+    """What happens where a score, a log-prob, a value, a loss or a gradient is NaN or infinite: no step is taken of it,
+    the batch is written to batches/, and the run stops or goes on without."""
+
+    action: Literal["stop", "skip"] = "stop"
+    max_in_a_row: PositiveInt = 3  # skip: iterations in a row that may lose a step to it
 
 
 class MetricsConfig(Section):
@@ -265,28 +417,64 @@ class ExperimentConfig(Section):
     data: DataConfig
     sampling: SamplingConfig
     actor: TrainedRoleConfig
-    critic: TrainedRoleConfig
-    reference: RoleConfig
-    reward: RewardConfig
+    critic: TrainedRoleConfig | None = None  # this one and the next two: where the algorithm has them
+    reference: RoleConfig | None = None
+    reward: RewardConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
-    algorithm: AlgorithmConfig
+    algorithm: AlgorithmConfig = PPO()
+    nonfinite: NonFiniteConfig = NonFiniteConfig()
     metrics: MetricsConfig = MetricsConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        batch = self.data.prompts_per_iteration * self.sampling.samples_per_prompt
-        if batch % self.algorithm.mini_batch_size:
+        for check in (self._check_roles, self._check_batch, self._check_sampling, self._check_lengths):
+            check()
+        if self.metrics.eval_interval and not (self.data.heldout and self.metrics.eval_reward):
             raise ValueError(
-                f"algorithm.mini_batch_size = {self.algorithm.mini_batch_size} does not divide the sequences of an "
-                f"iteration: data.prompts_per_iteration x sampling.samples_per_prompt = "
-                f"{self.data.prompts_per_iteration} x {self.sampling.samples_per_prompt} = {batch}"
+                f"metrics.eval_interval = {self.metrics.eval_interval} needs data.heldout and metrics.eval_reward"
             )
-        if self.algorithm.kl.controller == "adaptive" and batch >= 5 * self.algorithm.kl.horizon:
+        return self
+
+    def _check_roles(self) -> None:
+        """The sections that the algorithm needs are there, and no others."""
+        needed, kl = self.algorithm.needs(), f"algorithm.kl.use = {self.algorithm.kl.use}"
+        for name in ("critic", "reference", "reward"):
+            given = getattr(self, name) is not None
+            why = f"{self.algorithm.name} with {kl}" if name == "reference" else f"algorithm {self.algorithm.name}"
+            if name in needed and not given:
+                raise ValueError(f"{name}: is required by {why}: add the section {name}")
+            if given and name not in needed:
+                raise ValueError(f"{name}: {why} has none: remove the section {name}, or set {name}=null")
+
+    def _check_batch(self) -> None:
+        prompts, samples, batch = self.data.prompts_per_iteration, self.sampling.samples_per_prompt, self.batch_size
+        kl = self.algorithm.kl
+        if batch % self.mini_batch_size:
             raise ValueError(
-                f"algorithm.kl.horizon = {self.algorithm.kl.horizon} is too short for {batch} sequences an iteration: "
-                f"one step may change the coefficient by 0.2 x {batch} / {self.algorithm.kl.horizon}, which must stay "
-                f"below 1"
+                f"algorithm.update.mini_batch_size = {self.mini_batch_size} does not divide the sequences of an "
+                f"iteration: data.prompts_per_iteration x sampling.samples_per_prompt = {prompts} x {samples} = {batch}"
             )
+        if self.algorithm.name == "grpo" and samples == 1:
+            raise ValueError(
+                "sampling.samples_per_prompt = 1: algorithm grpo compares the responses of a prompt with each other, "
+                "it needs at least 2"
+            )
+        if kl.controller == "adaptive" and batch >= 5 * kl.horizon:
+            raise ValueError(
+                f"algorithm.kl.horizon = {kl.horizon} is too short for {batch} sequences an iteration: one step may "
+                f"change the coefficient by 0.2 x {batch} / {kl.horizon}, which must stay below 1"
+            )
+
+    def _check_sampling(self) -> None:
+        changed = self.sampling.changed_distribution()
+        if self.algorithm.policy.importance_cap is not None and changed:
+            raise ValueError(
+                f"algorithm.policy.importance_cap = {self.algorithm.policy.importance_cap} cannot go with "
+                f"{', '.join(changed)}: the engine's log-probs are then of the truncated or penalised distribution, "
+                f"the trainer's of the full one, and the weights would carry the difference of the two"
+            )
+
+    def _check_lengths(self) -> None:
         longest = self.max_sequence_length
         for name, role in self.roles().items():
             if role.micro_batch_tokens < longest:
@@ -294,11 +482,15 @@ class ExperimentConfig(Section):
                     f"{name}.micro_batch_tokens = {role.micro_batch_tokens} cannot hold one sequence: "
                     f"data.max_prompt_length + sampling.max_response_length = {longest}"
                 )
-        if self.metrics.eval_interval and not (self.data.heldout and self.metrics.eval_reward):
-            raise ValueError(
-                f"metrics.eval_interval = {self.metrics.eval_interval} needs data.heldout and metrics.eval_reward"
-            )
-        return self
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of an iteration."""
+        return self.data.prompts_per_iteration * self.sampling.samples_per_prompt
+
+    @property
+    def mini_batch_size(self) -> int:
+        return self.algorithm.update.mini_batch_size or self.batch_size
 
     @property
     def max_sequence_length(self) -> int:
@@ -314,27 +506,44 @@ class ExperimentConfig(Section):
 
     def roles(self) -> dict[str, RoleConfig]:
         """Every model of the run by the config key that names it."""
-        rewards = {f"reward.models.{i}": model for i, model in enumerate(self.reward.models)}
-        return {"actor": self.actor, "critic": self.critic, "reference": self.reference, **rewards}
+        models = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
+        rewards = {f"reward.models.{i}": model for i, model in enumerate(self.reward.models if self.reward else ())}
+        return {name: model for name, model in models.items() if model is not None} | rewards
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise ConfigError unless every role's grid fills its ranks, all ranks are used, and replicas get rows."""
-        placed = {}
-        for name, role in self.roles().items():
-            ranks = placed[f"{name}.ranks"] = check_ranks(f"{name}.ranks", role.ranks, world_size)
-            sizes = role.tensor_parallel_size, role.pipeline_parallel_size, role.data_parallel_size
-            check_sizes(name, sizes, role.ranks, ranks)
-            replicas = role.layout(world_size).dp
-            if isinstance(role, TrainedRoleConfig) and self.algorithm.mini_batch_size < replicas:
-                raise ConfigError(
-                    f"algorithm.mini_batch_size = {self.algorithm.mini_batch_size} leaves replicas of {name} without "
-                    f"a sequence: {name} has data_parallel_size {replicas} on {len(ranks)} ranks"
-                )
+        """Raise ConfigError, with all reasons, unless roles and engine can be placed on so many ranks."""
+        reasons = Reasons()
+        self.layouts(world_size, reasons)
+        reasons.refuse()
+
+    def layouts(self, world_size: int, reasons: Reasons) -> dict[str, Layout]:
+        """Each role's layout on `world_size` ranks. What is wrong is noted; a role that has none is left out.
+
+        Every role's grid fills its ranks, its replicas get rows, the engine's replicas fill theirs, all ranks are used.
+        """
+        found = {name: reasons.of(role.layout, name, world_size) for name, role in self.roles().items()}
+        layouts = {name: layout for name, layout in found.items() if layout is not None}
+        for name, layout in layouts.items():
+            reasons.of(self._check_replicas, name, layout)
+        reasons.of(self._check_engine, layouts.get("actor"), world_size)
+        if not reasons.lines:
+            placed = {f"{name}.ranks": layout.ranks for name, layout in layouts.items()}
+            reasons.of(check_placement, placed | {"rollout.ranks": self.rollout_ranks(world_size)}, world_size)
+        return layouts
+
+    def _check_replicas(self, name: str, layout: Layout) -> None:
+        if isinstance(self.roles()[name], TrainedRoleConfig) and self.mini_batch_size < layout.dp:
+            raise ConfigError(
+                f"algorithm.update.mini_batch_size = {self.mini_batch_size} leaves replicas of {name} without "
+                f"a sequence: {name} has data_parallel_size {layout.dp} on {len(layout.ranks)} ranks"
+            )
+
+    def _check_engine(self, actor: Layout | None, world_size: int) -> None:
         check_ranks("rollout.ranks", self.rollout.ranks, world_size)
-        engine = placed["rollout.ranks"] = self.rollout_ranks(world_size)
-        sizes = self.rollout_tensor_parallel_size, self.rollout.pipeline_parallel_size
-        check_engine(sizes, engine, placed["actor.ranks"])
-        check_placement(placed, world_size)
+        if actor is not None:
+            ranks = self.rollout_ranks(world_size)
+            check_engine_ranks(ranks, actor.ranks)
+            check_engine_sizes(self.rollout_tensor_parallel_size, self.rollout.pipeline_parallel_size, len(ranks))
 
     def rollout_ranks(self, world_size: int) -> tuple[int, ...]:
         """Where the engine runs: by default on the actor's ranks."""
@@ -406,25 +615,45 @@ def _slot(node: Any, key: str, override: str) -> int | str:
 def _explain(error: ValidationError, model: type[BaseModel], path: str | Path) -> str:
     lines = []
     for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"]) or "config"
+        location = _without_tag(problem["loc"])
+        key = ".".join(str(part) for part in location) or "config"
         if problem["type"] == "extra_forbidden":
             lines.append(f"{key}: unknown key{_nearest(model, problem['loc'])}")
         elif problem["type"] == "missing":
             lines.append(f"{key}: is required")
+        elif problem["type"] == "union_tag_invalid":
+            lines.append(f"{key}.name = {problem['ctx']['tag']!r}: is no algorithm{_closest(problem['ctx']['tag'])}")
         elif problem["type"] == "value_error":
-            lines.append(f"{key}: {problem['ctx']['error']}" if problem["loc"] else str(problem["ctx"]["error"]))
+            lines.append(f"{key}: {problem['ctx']['error']}" if location else str(problem["ctx"]["error"]))
         else:
             lines.append(f"{key} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}")
     return "\n".join(f"{path}: {line}" for line in lines)
 
 
+def _without_tag(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """pydantic names the kind of algorithm in between: algorithm.ppo.gamma."""
+    tagged = len(location) > 1 and location[0] == "algorithm" and location[1] in ALGORITHMS
+    return (location[0], *location[2:]) if tagged else location
+
+
+def _closest(name: object) -> str:
+    close = difflib.get_close_matches(str(name), ALGORITHMS, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(ALGORITHMS)}"
+
+
 def _nearest(model: Any, location: tuple[int | str, ...]) -> str:
     """`; did you mean x?` out of the keys of the section that `location` lies in."""
     for part in location[:-1]:
-        if isinstance(part, str):
-            model = _section_of(model.model_fields[part].annotation)
-    close = difflib.get_close_matches(str(location[-1]), model.model_fields, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(model.model_fields)}"
+        if model is None:
+            model = ALGORITHMS[str(part)]
+        elif isinstance(part, str):
+            model = None if part == "algorithm" else _section_of(model.model_fields[part].annotation)
+    key, known = str(location[-1]), list(model.model_fields)
+    moved = {old: _moved_to(old) for old in MOVED} if location[0] == "algorithm" and len(location) == 3 else {}
+    if key in moved:
+        return f"; it is now algorithm.{moved[key]}"
+    close = difflib.get_close_matches(key, [*known, *moved], n=1, cutoff=0.5)
+    return f"; did you mean {moved.get(close[0], close[0])}?" if close else f"; known are {', '.join(known)}"
 
 
 def _section_of(annotation: Any) -> Any:

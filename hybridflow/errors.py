@@ -1,5 +1,11 @@
 """Errors a user can mend. Each names the field or file, the value, and the rule; the entry point prints it once."""
 
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class UserError(Exception):
     """A mistake in what the user gave: a config, a checkpoint, a data file, a reward function, the environment."""
@@ -17,9 +23,45 @@ class DataError(UserError):
     """A prompt file cannot be used."""
 
 
+class UserCodeError(UserError):
+    """A function of the user's that a config names cannot be found or called."""
+
+
 class RewardError(UserError):
     """A user's reward function failed or returned something that is no reward."""
 
 
+class FlowError(UserError):
+    """A user's own flow failed or returned something that is no batch."""
+
+
+class NonFiniteError(UserError):
+    """A number that is not finite ended the run."""
+
+
 class EnvironmentProblem(UserError):
     """A package or device that the run needs is not there."""
+
+
+class DisagreementError(UserError):
+    """The ranks of a run do not have the same files."""
+
+
+class Reasons:
+    """Why something is refused: told all at once, a line a reason."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def of(self, check: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T | None:
+        """What `check` gives; None where it raises a UserError, which is noted."""
+        try:
+            return check(*arguments, **named)
+        except UserError as error:
+            self.lines += str(error).splitlines()
+            return None
+
+    def refuse(self) -> None:
+        """Raise ConfigError if there are any. What two roles share is told once."""
+        if self.lines:
+            raise ConfigError("\n".join(dict.fromkeys(self.lines)))

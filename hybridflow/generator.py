@@ -11,13 +11,11 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from hybridflow.batch import PromptBatch, RolloutBatch
-from hybridflow.config import ExperimentConfig
 from hybridflow.models.build import DTYPES
 from hybridflow.parallel.exchange import Exchange
-from hybridflow.parallel.layout import Stages
 from hybridflow.parallel.platform import Platform
+from hybridflow.planning.placed import PlacedRun
 from hybridflow.recording.measure import own_bytes
-from hybridflow.reshard.groups import rollout_of
 from hybridflow.reshard.plan import plan_reshard
 from hybridflow.reshard.transfer import HandOffCost, WeightHandOff
 from hybridflow.roles.policy import Actor
@@ -36,15 +34,15 @@ class Generator:
 
     def __init__(
         self,
-        config: ExperimentConfig,
+        placed: PlacedRun,
         actor: Actor,
         *,
         eos_token_ids: tuple[int, ...],
         platform: Platform,
         exchange: Exchange,
     ) -> None:
-        self._config, self._platform, self._exchange = config, platform, exchange
-        self.layout, stages = rollout_of(config, actor.spec.num_layers, platform.world_size)
+        self._placed, self._platform, self._exchange = placed, platform, exchange
+        self.layout, config = placed.rollout, placed.config
         dtype = DTYPES[config.actor.dtype]
         bucket_elements = config.rollout.bucket_bytes(cuda=platform.has_cuda) // dtype.itemsize
         weights = {name: tensor for name, (_, tensor) in actor.weights().items()}
@@ -61,10 +59,10 @@ class Generator:
         self.costs: list[HandOffCost] = []
         self.engine: RolloutEngine | None = None
         self.own_bytes, self._params = 0, {}
-        join_groups(self.layout, stages, platform.local_rank)
+        join_groups(self.layout, placed.stages, platform.local_rank)
         with self.weights_in_place():  # the engine takes the memory that it finds as its own
             if platform.rank in self.layout:
-                self.engine = self._new_engine(actor, stages)
+                self.engine = self._new_engine(actor)
                 self._params = {
                     "sampled": self.engine.sampling_params(config.sampling, eos_token_ids),
                     "greedy": self.engine.greedy_params(config.sampling, eos_token_ids),
@@ -73,8 +71,8 @@ class Generator:
                 self.engine.sleep()
         self.costs.clear()
 
-    def _new_engine(self, actor: Actor, stages: Stages) -> RolloutEngine:
-        config, rollout = self._config, self._config.rollout
+    def _new_engine(self, actor: Actor) -> RolloutEngine:
+        config, rollout = self._placed.config, self._placed.config.rollout
         if not self.weights_stay:  # memory that comes and goes has no fixed address for a CUDA graph to keep
             rollout = rollout.model_copy(update={"enforce_eager": True})
         return RolloutEngine(
@@ -82,7 +80,7 @@ class Generator:
             self.hand_off.source,
             dtype=config.actor.dtype,
             layout=self.layout,
-            stages=stages,
+            stages=self._placed.stages,
             max_length=config.max_sequence_length,
             sampling=config.sampling,
             config=rollout,
@@ -120,7 +118,7 @@ class Generator:
             prompts,
             self._params.get("greedy" if greedy else "sampled"),
             samples_per_prompt=samples_per_prompt,
-            seed=self._config.seed,
+            seed=self._placed.config.seed,
             iteration=iteration,
             first_prompt=first_prompt,
             layout=self.layout,

@@ -67,20 +67,23 @@ def check_sizes(role: str, sizes: tuple[int, int, int | None], given: RankList |
         )
 
 
-def check_engine(sizes: tuple[int, int], ranks: Ranks, actor: Ranks) -> None:
-    """The engine lies on the actor's ranks or on none of them, and its replicas fill its ranks."""
+def check_engine_ranks(ranks: Ranks, actor: Ranks) -> None:
+    """The engine lies on the actor's ranks or on none of them."""
     shared = sorted(set(ranks) & set(actor))
     if shared and ranks != actor:
         raise ConfigError(
             f"rollout.ranks = {shown(ranks)} and actor.ranks = {shown(actor)} share {shown(shared)}: the engine runs "
             f"on exactly the actor's ranks, where it uses the actor's memory, or on none of them"
         )
-    tp, pp = sizes
-    if len(ranks) % (tp * pp):
+
+
+def check_engine_sizes(tp: int, pp: int, num_ranks: int) -> None:
+    """The engine's replicas fill its ranks."""
+    size = tp * pp
+    if num_ranks % size:
         raise ConfigError(
-            f"rollout.tensor_parallel_size x rollout.pipeline_parallel_size = {tp} x {pp} = {tp * pp} does not divide "
-            f"the {len(ranks)} ranks of the engine: {len(ranks)} = {len(ranks) // (tp * pp)} x {tp * pp} + "
-            f"{len(ranks) % (tp * pp)}"
+            f"rollout.tensor_parallel_size x rollout.pipeline_parallel_size = {tp} x {pp} = {size} does not divide the "
+            f"{num_ranks} ranks of the engine: {num_ranks} = {num_ranks // size} x {size} + {num_ranks % size}"
         )
 
 

@@ -21,6 +21,7 @@ from hybridflow import __version__
 from hybridflow.config import ExperimentConfig, RoleConfig
 from hybridflow.errors import ConfigError, UserError
 from hybridflow.placement import resolve_ranks, shown
+from hybridflow.user_code import search_beside
 
 WIDTH = 112  # columns of a pipe
 GIB = 1 << 30
@@ -55,15 +56,17 @@ def _positive(text: str) -> int:
 
 def _plan(options: argparse.Namespace) -> None:
     config = ExperimentConfig.from_yaml(options.config, options.overrides)
+    search_beside(options.config)
     if options.smallest:
         print(smallest_world_size(config))
         return
     world_size = options.world_size or smallest_world_size(config)
     # torch loads for a second: a bad config fails before
     from hybridflow.planning.forecast import forecast
+    from hybridflow.planning.placed import place
 
     plan = {"config": str(options.config), "smallest_that_fits": options.world_size is None}
-    plan |= forecast(config, world_size)
+    plan |= forecast(place(config, world_size))
     if options.json:
         print(json.dumps(plan, indent=2))
     else:

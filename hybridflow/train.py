@@ -16,6 +16,7 @@ import traceback
 from hybridflow import __version__
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import UserError
+from hybridflow.user_code import search_beside
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,13 +38,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace) -> None:
     config = ExperimentConfig.from_yaml(options.config, options.overrides)
+    search_beside(options.config)
     # torch and megatron load for seconds: a bad config fails before
     from hybridflow.parallel.platform import prepare_imports, torchrun_rank
+    from hybridflow.planning.placed import check_output_dir
 
     prepare_imports()
     rank, world_size = torchrun_rank()
-    config.check_world_size(world_size)
     if rank == 0:
+        check_output_dir(config)
         print(f"{config.name}: loading {', '.join(config.roles())} and the engine, {world_size} ranks", flush=True)
     from hybridflow.recording.progress import print_summary
     from hybridflow.trainer import RLTrainer

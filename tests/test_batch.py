@@ -10,13 +10,13 @@ import torch
 from hybridflow.batch import (
     PromptBatch,
     RolloutBatch,
-    TrainBatch,
     balanced_partition,
     micro_batch_rows,
     offsets,
     response_mask,
     token_index,
 )
+from hybridflow.flows.ppo import PPOBatchWithReference
 
 LENGTHS = [3, 5, 1, 4]
 PROMPT_LENGTHS = [2, 1, 1, 2]
@@ -24,7 +24,8 @@ TOKEN_FIELDS = [
     *["input_ids", "response_mask", "rollout_log_probs", "log_probs", "ref_log_probs"],
     *["values", "rewards", "advantages", "returns"],
 ]
-SEQUENCE_FIELDS = ["lengths", "prompt_lengths", "prompt_indices", "truncated", "scores"]
+SCORES = {"raw_scores": torch.tensor([3.0, 1.0, 7.0, 5.0]), "scores": torch.tensor([0.5, -1.0, 2.0, 0.0])}
+SEQUENCE_FIELDS = ["lengths", "prompt_lengths", "prompt_indices", "truncated", "raw_scores", "scores"]
 
 
 def rollout_fields() -> dict[str, torch.Tensor]:
@@ -44,11 +45,16 @@ def rollout_batch() -> RolloutBatch:
     return RolloutBatch(**rollout_fields())
 
 
-def train_batch() -> TrainBatch:
+def train_batch() -> PPOBatchWithReference:
     """Every field holds other numbers, so that a mix-up shows."""
     names = ["log_probs", "ref_log_probs", "values", "rewards", "advantages", "returns"]
     tokens = {name: 1000.0 * (i + 1) + torch.arange(13.0) for i, name in enumerate(names)}
-    return TrainBatch(**rollout_fields(), scores=torch.tensor([0.5, -1.0, 2.0, 0.0]), **tokens)
+    return PPOBatchWithReference(
+        **rollout_fields(),
+        raw_scores=torch.tensor([3.0, 1.0, 7.0, 5.0]),
+        scores=torch.tensor([0.5, -1.0, 2.0, 0.0]),
+        **tokens,
+    )
 
 
 def rows_of(batch: RolloutBatch, name: str) -> list:
@@ -104,7 +110,7 @@ def test_select_takes_every_field_in_the_order_of_the_rows() -> None:
     batch = train_batch()
     rows = [3, 1, 3]
     chosen = batch.select(torch.tensor(rows))
-    assert isinstance(chosen, TrainBatch)
+    assert isinstance(chosen, PPOBatchWithReference)
     assert len(chosen) == 3
     for name in [*TOKEN_FIELDS, *SEQUENCE_FIELDS]:
         whole = rows_of(batch, name)
@@ -138,51 +144,17 @@ def test_a_field_of_the_wrong_length_fails_with_its_name(name: str) -> None:
     batch = train_batch()
     fields = {field: getattr(batch, field) for field in [*TOKEN_FIELDS, *SEQUENCE_FIELDS]}
     fields[name] = fields[name][:-1]
-    with pytest.raises(AssertionError) as raised:
-        TrainBatch(**fields)
+    with pytest.raises(ValueError) as raised:
+        PPOBatchWithReference(**fields)
     if name != "lengths":  # every other one is measured against lengths
         num = 4 if name in SEQUENCE_FIELDS else 13
-        assert f"TrainBatch.{name}: shape ({num - 1},), expected ({num},)" in str(raised.value)
+        assert f"PPOBatchWithReference.{name}: shape ({num - 1},), expected ({num},)" in str(raised.value)
 
 
 def test_a_field_of_two_dimensions_fails() -> None:
     fields = rollout_fields() | {"rollout_log_probs": torch.zeros(13, 1)}
-    with pytest.raises(AssertionError, match=r"rollout_log_probs: shape \(13, 1\), expected \(13,\)"):
+    with pytest.raises(ValueError, match=r"rollout_log_probs: shape \(13, 1\), expected \(13,\)"):
         RolloutBatch(**fields)
-
-
-# ------------------------------------------------------------------------------------------------ mini-batches
-
-
-def mini_batches(size: int, seed: int) -> list[TrainBatch]:
-    return list(train_batch().mini_batches(size, torch.Generator().manual_seed(seed)))
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_mini_batches_hold_every_sequence_once(size: int) -> None:
-    batches = mini_batches(size, seed=0)
-    assert [len(batch) for batch in batches] == [size] * (4 // size)
-    scores = [score for batch in batches for score in batch.scores.tolist()]
-    assert sorted(scores) == sorted(train_batch().scores.tolist())
-    tokens = [token for batch in batches for token in rows_of(batch, "input_ids")]
-    assert sorted(tokens) == sorted(rows_of(train_batch(), "input_ids"))
-
-
-def test_mini_batches_are_drawn_from_the_generator() -> None:
-    def orders(seed: int) -> list[int]:
-        return [row for batch in mini_batches(2, seed) for row in batch.lengths.tolist()]
-
-    assert orders(1) == orders(1)
-    assert len({tuple(orders(seed)) for seed in range(20)}) > 5
-
-
-def test_every_epoch_draws_another_order() -> None:
-    generator = torch.Generator().manual_seed(0)
-    epochs = [
-        tuple(length for batch in train_batch().mini_batches(2, generator) for length in batch.lengths.tolist())
-        for _ in range(6)
-    ]
-    assert len(set(epochs)) > 1
 
 
 # ------------------------------------------------------------------------------------------------ partition

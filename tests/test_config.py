@@ -1,6 +1,7 @@
 """The experiment config: what it accepts, what each mistake's message says, overrides, and the shipped files."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ MINIMAL: dict[str, Any] = {
     "critic": {"model": "models/value", "optimizer": {"lr": 2.0e-5}},
     "reference": {"model": "models/policy"},
     "reward": {"functions": [{"function": "hybridflow.rewards:exact_match"}]},
-    "algorithm": {"mini_batch_size": 4},
+    "algorithm": {"update": {"mini_batch_size": 4}},
 }
 REWARD_MODELS = [{"model": "models/a"}, {"model": "models/b", "weight": 0.5}]
 
@@ -74,7 +75,7 @@ def test_a_minimal_config_gets_the_defaults(config_file) -> None:
     assert config.data.prompt_key == "prompt"
     assert config.actor.optimizer.lr == 1e-5
     assert config.actor.optimizer.betas == (0.9, 0.95)
-    assert config.algorithm.clip_range == 0.2
+    assert config.algorithm.name == "ppo" and config.algorithm.policy.clip_range == 0.2
     assert config.algorithm.kl.estimator == "k1"
     assert config.metrics.csv
     assert config.max_sequence_length == 150
@@ -98,7 +99,8 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
             "sampling.stop": ["\n", "#"],
             "sampling.allowed_token_ids": [1, 2],
             "actor.optimizer.lr": 1e-7,
-            "algorithm.dual_clip": 3.0,
+            "algorithm.policy.kind": "dual_clip",
+            "algorithm.policy.dual_clip": 3.0,
         }
     )
     path = tmp_path / "config.yaml"
@@ -150,7 +152,8 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "nearest"),
     [
-        ("algorithm.clip_rang", "clip_range"),
+        ("algorithm.clip_rang", "policy.clip_range"),
+        ("algorithm.policy.clip_rang", "clip_range"),
         ("algorithm.kl.coeff", "coef"),
         ("actor.optimizer.learning", None),
         ("actor.optimiser", "optimizer"),
@@ -173,7 +176,7 @@ def test_an_unknown_key_in_a_list_names_its_place(config_file) -> None:
     assert f"{path}: reward.models.1.wieght: unknown key; did you mean weight?" in problem(path)
 
 
-@pytest.mark.parametrize("section", ["data", "algorithm", "actor", "name", "num_iterations", "reward"])
+@pytest.mark.parametrize("section", ["data", "actor", "name", "num_iterations"])
 def test_a_missing_section_is_named(config_file, section: str) -> None:
     text = yaml.safe_dump({key: value for key, value in MINIMAL.items() if key != section})
     assert f"{section}: is required" in problem(config_file(text))
@@ -222,10 +225,10 @@ def test_every_problem_is_told_at_once(config_file) -> None:
         ("actor.optimizer.schedule", "cosin", "'constant', 'linear' or 'cosine'"),
         ("actor.recompute", True, "'none', 'selective' or 'full'"),
         ("algorithm.gamma", 1.5, "less than or equal to 1"),
-        ("algorithm.clip_range", 0, "greater than 0"),
-        ("algorithm.dual_clip", 1.0, "greater than 1"),
+        ("algorithm.policy.clip_range", 0, "greater than 0"),
+        ("algorithm.policy.dual_clip", 1.0, "greater than 1"),
         ("algorithm.kl.estimator", "k4", "'k1', 'k2' or 'k3'"),
-        ("algorithm.ppo_epochs", 0, "greater than 0"),
+        ("algorithm.update.epochs", 0, "greater than 0"),
         ("reward.normalization", "z", "'none', 'batch' or 'running'"),
         ("metrics.csv", "maybe", "boolean"),
     ],
@@ -247,15 +250,15 @@ def test_a_reward_function_is_module_and_name(config_file, function: str) -> Non
     ("changes", "expected"),
     [
         (
-            {"algorithm.mini_batch_size": 5},
+            {"algorithm.update.mini_batch_size": 5},
             [
-                "algorithm.mini_batch_size = 5 does not divide",
+                "algorithm.update.mini_batch_size = 5 does not divide",
                 "data.prompts_per_iteration x sampling.samples_per_prompt = 8 x 2 = 16",
             ],
         ),
         (
-            {"algorithm.mini_batch_size": 32},
-            ["algorithm.mini_batch_size = 32 does not divide", "8 x 2 = 16"],
+            {"algorithm.update.mini_batch_size": 32},
+            ["algorithm.update.mini_batch_size = 32 does not divide", "8 x 2 = 16"],
         ),
         (
             {"critic.micro_batch_tokens": 149},
@@ -327,12 +330,13 @@ def test_fields_that_do_not_agree_are_errors_that_show_the_arithmetic(
 
 
 def test_a_world_that_every_role_fills_is_accepted() -> None:
-    config = load(**{"actor.tensor_parallel_size": 2, "critic.data_parallel_size": 4, "algorithm.mini_batch_size": 16})
+    sizes = {"actor.tensor_parallel_size": 2, "critic.data_parallel_size": 4}
+    config = load(**sizes, **{"algorithm.update.mini_batch_size": 16})
     config.check_world_size(4)
     everywhere = (0, 1, 2, 3)
-    assert config.actor.layout(4) == Layout(tp=2, pp=1, dp=2, ranks=everywhere)
-    assert config.critic.layout(4) == Layout(tp=1, pp=1, dp=4, ranks=everywhere)
-    assert config.reference.layout(4) == Layout(tp=1, pp=1, dp=4, ranks=everywhere)
+    assert config.actor.layout("actor", 4) == Layout(tp=2, pp=1, dp=2, ranks=everywhere)
+    assert config.critic.layout("critic", 4) == Layout(tp=1, pp=1, dp=4, ranks=everywhere)
+    assert config.reference.layout("reference", 4) == Layout(tp=1, pp=1, dp=4, ranks=everywhere)
     assert config.rollout_tensor_parallel_size == 2
     assert config.rollout_ranks(4) == everywhere
 
@@ -353,9 +357,9 @@ def test_roles_on_ranks_of_their_own_are_accepted() -> None:
         }
     )
     config.check_world_size(12)
-    assert config.actor.layout(12) == Layout(tp=1, pp=2, dp=2, ranks=(0, 1, 2, 3), vpp=3, first_stage_layers=3)
-    assert config.critic.layout(12) == Layout(tp=2, pp=1, dp=1, ranks=(4, 6))
-    assert config.reference.layout(12) == Layout(tp=1, pp=1, dp=2, ranks=(5, 7))
+    assert config.actor.layout("actor", 12) == Layout(tp=1, pp=2, dp=2, ranks=(0, 1, 2, 3), vpp=3, first_stage_layers=3)
+    assert config.critic.layout("critic", 12) == Layout(tp=2, pp=1, dp=1, ranks=(4, 6))
+    assert config.reference.layout("reference", 12) == Layout(tp=1, pp=1, dp=2, ranks=(5, 7))
     assert config.rollout_ranks(12) == (8, 9, 10, 11)
 
 
@@ -367,13 +371,17 @@ def test_the_engine_runs_on_the_actors_ranks_unless_it_has_its_own() -> None:
     ("changes", "world_size", "expected"),
     [
         (
-            {"critic.tensor_parallel_size": 4, "algorithm.mini_batch_size": 8},
+            {"critic.tensor_parallel_size": 4, "algorithm.update.mini_batch_size": 8},
             6,
             "critic: tensor_parallel_size x pipeline_parallel_size = 4 x 1 = 4 does not divide the 6 ranks of the "
             "run: 6 = 1 x 4 + 2",
         ),
         (
-            {"critic.tensor_parallel_size": 2, "critic.pipeline_parallel_size": 2, "algorithm.mini_batch_size": 8},
+            {
+                "critic.tensor_parallel_size": 2,
+                "critic.pipeline_parallel_size": 2,
+                "algorithm.update.mini_batch_size": 8,
+            },
             6,
             "critic: tensor_parallel_size x pipeline_parallel_size = 2 x 2 = 4 does not divide the 6 ranks of the "
             "run: 6 = 1 x 4 + 2",
@@ -405,8 +413,10 @@ def test_the_engine_runs_on_the_actors_ranks_unless_it_has_its_own() -> None:
         (
             {},
             8,
-            "algorithm.mini_batch_size = 4 leaves replicas of actor without a sequence: actor has data_parallel_size "
-            "8 on 8 ranks",
+            "algorithm.update.mini_batch_size = 4 leaves replicas of actor without a sequence: actor has "
+            "data_parallel_size 8 on 8 ranks\n"
+            "algorithm.update.mini_batch_size = 4 leaves replicas of critic without a sequence: critic has "
+            "data_parallel_size 8 on 8 ranks",
         ),
         (
             {"critic.ranks": [2, 5]},
@@ -467,7 +477,7 @@ def test_the_engine_runs_on_the_actors_ranks_unless_it_has_its_own() -> None:
                 "actor.ranks": [0, 4],
                 "rollout.ranks": [4, 7],
                 "rollout.tensor_parallel_size": 2,
-                "algorithm.mini_batch_size": 8,
+                "algorithm.update.mini_batch_size": 8,
             },
             7,
             "rollout.tensor_parallel_size x rollout.pipeline_parallel_size = 2 x 1 = 2 does not divide the 3 ranks of "
@@ -576,7 +586,7 @@ def test_a_bad_override_is_an_error_that_quotes_it(config_file, override: str, e
     ("override", "expected"),
     [
         ("num_iterations=ten", "num_iterations = 'ten': "),
-        ("algorithm.clip_rang=0.1", "algorithm.clip_rang: unknown key; did you mean clip_range?"),
+        ("algorithm.clip_rang=0.1", "algorithm.clip_rang: unknown key; did you mean policy.clip_range?"),
         ("algorithms.clip_range=0.1", "algorithms: unknown key; did you mean algorithm?"),
         ("actor.optimizer.lr=fast", "actor.optimizer.lr = 'fast': "),
         ("actor.optimizer.lr=.inf", "actor.optimizer.lr = inf: "),
@@ -606,3 +616,91 @@ def test_shipped_configs_have_names_of_their_own() -> None:
 
 def test_the_quickstart_is_among_the_shipped_configs() -> None:
     assert ROOT / "configs" / "quickstart.yaml" in SHIPPED
+
+
+# ------------------------------------------------------------------------------------------------ algorithms
+
+
+def test_a_config_of_before_there_were_names_means_ppo(config_file) -> None:
+    """Its flat keys are where they belong now; nothing else differs from the config written today."""
+    old = {"clip_range": 0.1, "clip_range_high": 0.3, "dual_clip": 4.0, "entropy_coef": 0.01, "importance_cap": 2.0}
+    old |= {"ppo_epochs": 3, "mini_batch_size": 8, "gamma": 0.9, "kl": {"coef": 0.2}}
+    policy = {"kind": "dual_clip", "clip_range": 0.1, "clip_range_high": 0.3, "dual_clip": 4.0, "entropy_coef": 0.01}
+    new = {"name": "ppo", "policy": policy | {"importance_cap": 2.0}, "update": {"epochs": 3, "mini_batch_size": 8}}
+    new |= {"gamma": 0.9, "kl": {"coef": 0.2}}
+    assert load(algorithm=old) == load(algorithm=new)
+    assert load(algorithm={"dual_clip": None}).algorithm.policy.kind == "clip"
+    resolved = load(algorithm=old)
+    assert ExperimentConfig.model_validate(yaml.safe_load(resolved.to_yaml())) == resolved
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"algorithm": {"name": "pppo"}}, "algorithm.name = 'pppo': is no algorithm; did you mean ppo?"),
+        ({"algorithm": {"name": "zzz"}}, "known are ppo, grpo, custom"),
+        (
+            {"algorithm": {"name": "ppo", "mini_batch_size": 4}},
+            "algorithm.mini_batch_size: unknown key; it is now algorithm.update.mini_batch_size",
+        ),
+        (
+            {"algorithm": {"ppo_epochs": 2, "update": {"epochs": 3}}},
+            "algorithm: ppo_epochs is now update.epochs, which is given too",
+        ),
+        ({"algorithm": {"name": "grpo", "gamma": 1.0}}, "algorithm.gamma: unknown key"),
+        ({"algorithm.policy.dual_clip": 3.0}, "dual_clip = 3.0 is for kind: dual_clip, the kind is clip"),
+        ({"algorithm": {"name": "grpo", "kl": {"use": "reward"}}}, "algorithm.kl.use = 'reward': input should be"),
+        ({"critic": None}, "critic: is required by algorithm ppo: add the section critic"),
+        ({"reward": None}, "reward: is required by algorithm ppo: add the section reward"),
+        ({"reference": None}, "reference: is required by ppo with algorithm.kl.use = reward: add the section"),
+        (
+            {"algorithm.kl.use": "none"},
+            "reference: ppo with algorithm.kl.use = none has none: remove the section reference, or set reference=null",
+        ),
+        (
+            {"algorithm": {"name": "grpo"}},
+            "critic: algorithm grpo has none: remove the section critic, or set critic=null",
+        ),
+        (
+            {"algorithm": {"name": "grpo"}, "critic": None, "sampling.samples_per_prompt": 1},
+            "sampling.samples_per_prompt = 1: algorithm grpo compares the responses of a prompt",
+        ),
+        (
+            {"algorithm": {"name": "custom", "flow": "a:b", "roles": ["critic"]}},
+            "roles = ['critic'] leaves out actor, which generates",
+        ),
+        (
+            {"algorithm": {"name": "custom", "flow": "a:b", "roles": ["actor"], "kl": {"use": "loss"}}},
+            "kl.use = loss needs a reference",
+        ),
+        ({"algorithm": {"name": "custom", "flow": "a.b", "roles": ["actor"]}}, "algorithm.flow = 'a.b'"),
+        *(
+            (
+                {"algorithm.policy.importance_cap": 2.0, f"sampling.{key}": value},
+                f"algorithm.policy.importance_cap = 2.0 cannot go with sampling.{key} = {value}",
+            )
+            for key, value in {
+                "top_p": 0.9,
+                "top_k": 5,
+                "min_p": 0.1,
+                "presence_penalty": 0.5,
+                "frequency_penalty": 0.5,
+                "repetition_penalty": 1.1,
+                "bad_words": ("x",),
+                "logit_bias": {3: 1.0},
+            }.items()
+        ),
+    ],
+)
+def test_an_algorithm_and_its_sections_are_checked_both_ways(changes, expected, config_file) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        ExperimentConfig.from_yaml(config_file(changes))
+
+
+def test_an_algorithm_has_the_models_that_it_needs() -> None:
+    assert list(load().roles()) == ["actor", "critic", "reference"]
+    without = {"algorithm": {"name": "grpo", "kl": {"use": "none"}}, "critic": None, "reference": None}
+    assert list(load(**without).roles()) == ["actor"]
+    custom = {"name": "custom", "flow": "a:b", "roles": ["actor", "reference"], "options": {"x": [1]}}
+    config = load(algorithm=custom, critic=None, reward=None)
+    assert list(config.roles()) == ["actor", "reference"] and config.algorithm.options == {"x": [1]}

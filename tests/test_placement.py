@@ -6,7 +6,8 @@ import pytest
 
 from hybridflow.errors import ConfigError
 from hybridflow.placement import (
-    check_engine,
+    check_engine_ranks,
+    check_engine_sizes,
     check_placement,
     check_ranks,
     check_sizes,
@@ -75,14 +76,21 @@ def test_sizes_that_do_not(sizes: tuple[int, int, int | None]) -> None:
 
 
 def test_the_engine_on_the_actors_ranks_or_on_others() -> None:
-    check_engine((2, 1), (0, 1), (0, 1))
-    check_engine((1, 2), (2, 3), (0, 1))
+    check_engine_ranks((0, 1), (0, 1))
+    check_engine_ranks((2, 3), (0, 1))
 
 
 @pytest.mark.parametrize("ranks", [(0,), (1, 2), (0, 1, 2, 3), (1, 3)])
 def test_the_engine_on_some_of_the_actors_ranks(ranks: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="exactly the actor's ranks"):
-        check_engine((1, 1), ranks, (0, 1))
+        check_engine_ranks(ranks, (0, 1))
+
+
+@pytest.mark.parametrize(("tp", "pp", "num_ranks"), [(1, 1, 3), (2, 1, 4), (2, 2, 4), (1, 3, 6)])
+def test_engines_that_fill_their_ranks(tp: int, pp: int, num_ranks: int) -> None:
+    check_engine_sizes(tp, pp, num_ranks)
+    with pytest.raises(ConfigError, match=f"does not divide the {num_ranks} ranks of the engine: {num_ranks} = 0 x "):
+        check_engine_sizes(num_ranks + 1, pp, num_ranks)
 
 
 @pytest.mark.parametrize("other", [(0, 1, 2, 3), (0, 1), (2, 3), (1,), (0, 1, 3)])

@@ -238,7 +238,7 @@ def test_a_given_world_size_is_taken(plan) -> None:
         (("critic.model=nowhere",), ["nowhere/config.json: no such file"]),
         (("critic.tensor_paralel_size=2",), ["unknown key; did you mean tensor_parallel_size?"]),
         (
-            ("actor.data_parallel_size=16", "algorithm.mini_batch_size=8"),
+            ("actor.data_parallel_size=16", "algorithm.update.mini_batch_size=8"),
             ["no number of ranks fits", "mini_batch_size"],
         ),
     ],
@@ -250,10 +250,18 @@ def test_a_layout_that_cannot_work_is_an_error(errors, arguments: tuple[str, ...
 
 
 def test_all_reasons_are_told_at_once(errors) -> None:
-    lines = errors("actor.tensor_parallel_size=4", "critic.pipeline_parallel_size=3", "critic.model=other_tokens")
-    assert len(lines) >= 3
-    for key in ("actor.tensor_parallel_size", "critic.pipeline_parallel_size", "critic.model", "rollout.tensor"):
-        assert any(line.startswith(key) for line in lines), (key, lines)
+    wrong = ("actor.tensor_parallel_size=4", "critic.pipeline_parallel_size=3", "critic.model=other_tokens")
+    lines = errors(*wrong, "rollout.tensor_parallel_size=12")
+    assert [line.partition(" = ")[0] for line in lines] == [
+        *("actor.tensor_parallel_size", "critic.pipeline_parallel_size", "critic.model"),
+        "rollout.tensor_parallel_size",
+    ]
+
+
+def test_an_engine_cut_like_the_actor_is_no_second_reason(errors) -> None:
+    assert [line.partition(" = ")[0] for line in errors("actor.tensor_parallel_size=4")] == [
+        "actor.tensor_parallel_size"
+    ]
 
 
 def test_a_world_of_no_ranks_is_refused() -> None:

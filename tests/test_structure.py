@@ -19,7 +19,17 @@ PACKAGES = ("hybridflow", "tools", "launch")
 
 # A module may import modules of its own floor and of lower ones. Names are relative to hybridflow.
 FLOORS: dict[int, list[str]] = {
-    0: ["errors", "batch", "algorithms", "algorithms.*", "parallel.layout", "parallel.seeds", "placement", "config"],
+    0: [
+        "errors",
+        "user_code",
+        "batch",
+        "algorithms",
+        "algorithms.*",
+        "parallel.layout",
+        "parallel.seeds",
+        "placement",
+        "config",
+    ],
     1: ["parallel", "parallel.*", "formats", "formats.*"],
     2: ["architecture", "architecture.*"],
     3: ["models", "models.*", "reshard", "reshard.*", "rollout", "rollout.*"],

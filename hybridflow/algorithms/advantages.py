@@ -1,4 +1,4 @@
-"""Advantage estimation on a packed batch: GAE, and masked statistics over all its tokens."""
+"""Advantage estimation on a packed batch: GAE, groups of responses, and masked statistics over all tokens."""
 
 import torch
 from torch import Tensor
@@ -6,6 +6,7 @@ from torch import Tensor
 from hybridflow.algorithms._shapes import require_flat, require_lengths, require_mask
 
 WHITEN_EPS = 1e-8  # added to the variance
+GROUP_EPS = 1e-6  # added to the standard deviation
 
 
 def gae(
@@ -23,13 +24,14 @@ def gae(
         A_t     = sum_{l >= 0} (gamma lambda)^l delta_{t+l}
         R_t     = A_t + V_t
 
-    The sum ends with the sequence; the state after its last token is terminal and has value 0.
+    Steps are the response tokens alone: t + 1 is the next response token of the sequence, whatever a tool or an
+    environment wrote in between. The sum ends with the last one; the state after it is terminal and has value 0.
     Schulman et al. 2016, arXiv 1506.02438, equations 11 to 16.
 
     Args:
         rewards: float (T,), the reward for token t.
         values: float (T,), V of the state before token t.
-        response_mask: bool (T,), True on the run of response tokens that ends each sequence.
+        response_mask: bool (T,), True on the response tokens, anywhere in their sequence.
         lengths: int64 (N,), tokens in each sequence, prompt included.
         gamma: discount, in [0, 1].
         gae_lambda: lambda, in [0, 1].
@@ -43,12 +45,85 @@ def gae(
     require_flat(rewards=rewards, values=values, response_mask=response_mask)
     require_mask(response_mask=response_mask)
     require_lengths(lengths, rewards.shape[0])
-    remaining = _tokens_after(lengths, rewards.shape[0])
-    next_values = torch.where(remaining > 0, values.roll(-1), 0.0)
-    deltas = (rewards + gamma * next_values - values).masked_fill(~response_mask, 0.0)
+    steps = response_mask.nonzero().squeeze(1)  # (R,)
+    remaining = _tokens_after(tokens_in_mask(response_mask, lengths), steps.shape[0])
+    step_values = values[steps]
+    next_values = torch.where(remaining > 0, step_values.roll(-1), 0.0)
+    deltas = rewards[steps] + gamma * next_values - step_values
     sums = _discounted_suffix_sums(deltas, remaining, discount=gamma * gae_lambda)
-    advantages = sums.masked_fill(~response_mask, 0.0)
+    advantages = rewards.new_zeros(rewards.shape)
+    advantages[steps] = sums
     return advantages, advantages + values.masked_fill(~response_mask, 0.0)
+
+
+def group_advantages(scores: Tensor, groups: Tensor) -> Tensor:
+    """Scores relative to the other responses of the same prompt, in units of their spread.
+
+        A_i = (r_i - mean) / (std + eps),    std^2 = sum_j (r_j - mean)^2 / (n - 1),    j over the n of i's group
+
+    Shao et al. 2024, arXiv 2402.03300, section 4.1.2 (outcome supervision). Taken in float64, so that a group of equal
+    scores gives exact zeros; eps is 1e-6, where public code has 1e-9 to 1e-4.
+
+    Args:
+        scores: float (N,).
+        groups: int64 (N,), the prompt that each response answers.
+
+    Returns:
+        float (N,).
+
+    Raises:
+        ValueError: a shape is not as above, or a group has one response: it would have no spread.
+    """
+    require_flat(scores=scores, groups=groups)
+    _, index, counts = groups.unique(return_inverse=True, return_counts=True)
+    if (counts < 2).any():
+        raise ValueError("groups has a group of one: an advantage is relative to other responses of the same prompt")
+    sums = torch.zeros(len(counts), dtype=torch.float64, device=scores.device)
+    centred = scores.double() - (sums.index_add(0, index, scores.double()) / counts)[index]
+    std = (sums.index_add(0, index, centred.square()) / (counts - 1)).sqrt()
+    return (centred / (std[index] + GROUP_EPS)).to(scores.dtype)
+
+
+def to_tokens(per_sequence: Tensor, mask: Tensor, *, lengths: Tensor) -> Tensor:
+    """Give every token of the mask what its sequence has.
+
+        y_t = x_i for t in sequence i, where m_t
+
+    Args:
+        per_sequence: (N,).
+        mask: bool (T,).
+        lengths: int64 (N,), tokens in each sequence.
+
+    Returns:
+        (T,), zero outside the mask.
+
+    Raises:
+        ValueError: a shape or dtype is not as above, or lengths does not sum to T.
+    """
+    require_flat(per_sequence=per_sequence, lengths=lengths)
+    require_mask(mask=mask)
+    require_lengths(lengths, mask.shape[0])
+    return per_sequence.repeat_interleave(lengths, output_size=mask.shape[0]).masked_fill(~mask, 0)
+
+
+def tokens_in_mask(mask: Tensor, lengths: Tensor) -> Tensor:
+    """How many tokens of each sequence the mask selects.
+
+    Args:
+        mask: bool (T,).
+        lengths: int64 (N,), tokens in each sequence.
+
+    Returns:
+        int64 (N,).
+
+    Raises:
+        ValueError: a shape or dtype is not as above, or lengths does not sum to T.
+    """
+    require_mask(mask=mask)
+    require_lengths(lengths, mask.shape[0])
+    before = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.cumsum(0)])
+    ends = lengths.cumsum(0)
+    return before[ends] - before[ends - lengths]
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:

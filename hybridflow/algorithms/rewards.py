@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms._shapes import require_flat, require_lengths, require_mask, require_nonempty
+from hybridflow.algorithms.advantages import tokens_in_mask
 
 SCORE_EPS = 1e-6  # added to the standard deviation
 
@@ -19,19 +20,19 @@ SCORE_EPS = 1e-6  # added to the standard deviation
 def token_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, *, lengths: Tensor, kl_coef: float) -> Tensor:
     """A KL penalty on every response token, and the score on the last one.
 
-        r_t = -kl_coef KL_t + [t is the last token of sequence i] s_i
+        r_t = -kl_coef KL_t + [t is the last response token of sequence i] s_i
 
     Ziegler et al. 2019, arXiv 1909.08593, equation 2, with the penalty spread over the tokens it is a sum of.
 
     Args:
         scores: float (N,).
         kl: float (T,), an estimate per token (see `kl.py`); not read outside the response.
-        response_mask: bool (T,), True on the run of response tokens that ends each sequence.
-        lengths: int64 (N,), tokens in each sequence, prompt included, all > 0.
+        response_mask: bool (T,), True on the response tokens, anywhere in their sequence.
+        lengths: int64 (N,), tokens in each sequence, prompt included.
         kl_coef: factor of the penalty, >= 0.
 
     Returns:
-        float (T,), of kl's dtype, zero outside the response.
+        float (T,), of kl's dtype, zero outside the response. A sequence without response tokens earns nothing.
 
     Raises:
         ValueError: a shape or dtype is not as above, or lengths does not sum to T.
@@ -40,8 +41,10 @@ def token_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, *, lengths:
     require_flat(lengths=lengths, scores=scores)
     require_mask(response_mask=response_mask)
     require_lengths(lengths, kl.shape[0])
-    penalties = (-kl_coef * kl).masked_fill(~response_mask, 0.0)
-    return penalties.index_add(0, lengths.cumsum(0) - 1, scores.to(kl.dtype))
+    rewards = (-kl_coef * kl).masked_fill(~response_mask, 0.0)
+    counts = tokens_in_mask(response_mask, lengths)
+    last = response_mask.nonzero().squeeze(1)[counts.cumsum(0)[counts > 0] - 1]
+    return rewards.index_add(0, last, scores[counts > 0].to(kl.dtype))
 
 
 def clip_scores(scores: Tensor, limit: float) -> Tensor:

@@ -7,7 +7,7 @@ What sets an architecture apart stands in `hybridflow.architecture.families`.
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ ROPE_FIELDS = {  # kinds of rotary scaling -> the numbers that each needs
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-HEADS = {"ForCausalLM": "lm", "ForSequenceClassification": "score"}
+Head = Literal["lm", "score"]  # log-probs of every token; one value a token
+HEADS: dict[str, Head] = {"ForCausalLM": "lm", "ForSequenceClassification": "score"}
 ARCHITECTURES = {prefix + suffix: (prefix, head) for prefix in FAMILIES for suffix, head in HEADS.items()}
 LARGEST = 1 << 31  # no size of a model is beyond this; a damaged config.json may be
 MOST_LAYERS = 10_000
@@ -35,7 +36,7 @@ class ModelSpec:
 
     path: Path
     family: str  # the name of a Family: "llama", "qwen2", ...
-    head: str  # "lm" or "score"
+    head: Head
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int  # of an expert where there are any
@@ -176,7 +177,7 @@ class _Reader:
     def __init__(self, file: Path, raw: dict[str, Any], family: Family) -> None:
         self._file, self._raw, self._family = file, raw, family
 
-    def spec(self, head: str) -> ModelSpec:
+    def spec(self, head: Head) -> ModelSpec:
         family, raw = self._family, self._raw
         missing = [key for key in family.required if not _is_number(raw.get(key))]
         if missing:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from hybridflow.architecture.shards import Split
-from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.spec import Head, ModelSpec
 
 Shape = tuple[int, ...]
 Shapes = Callable[[ModelSpec], tuple[Shape, ...]]
@@ -273,19 +273,19 @@ def layer_weights(spec: ModelSpec) -> tuple[Weight, ...]:
     return tuple(weight.for_experts(spec.num_experts) for weight in TABLES[spec.family].layer)
 
 
-def head_weights(spec: ModelSpec, head: str) -> tuple[Weight, ...]:
+def head_weights(spec: ModelSpec, head: Head) -> tuple[Weight, ...]:
     """What follows the last layer and its norm: nothing where the output layer is the embedding."""
     if head == "score":
         return (VALUE_HEAD,)
     return () if spec.tied else (LM_HEAD,)
 
 
-def model_weights(spec: ModelSpec, head: str) -> Iterator[Weight]:
-    """Every parameter of a model with this head ("lm" or "score"), in the order of the layers."""
+def model_weights(spec: ModelSpec, head: Head) -> Iterator[Weight]:
+    """Every parameter of a model with this head, in the order of the layers."""
     return (weight for weight, _ in staged_weights(spec, head, [range(spec.num_layers)]))
 
 
-def staged_weights(spec: ModelSpec, head: str, stages: Sequence[Sequence[int]]) -> Iterator[tuple[Weight, int]]:
+def staged_weights(spec: ModelSpec, head: Head, stages: Sequence[Sequence[int]]) -> Iterator[tuple[Weight, int]]:
     """`model_weights` with the first pipeline stage that holds each; stages: the layers of every stage."""
     table, in_layer = TABLES[spec.family], layer_weights(spec)
     stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
@@ -295,7 +295,7 @@ def staged_weights(spec: ModelSpec, head: str, stages: Sequence[Sequence[int]]) 
     yield from ((weight, len(stages) - 1) for weight in (*table.final_norm, *head_weights(spec, head)))
 
 
-def num_parameters(spec: ModelSpec, head: str) -> int:
+def num_parameters(spec: ModelSpec, head: Head) -> int:
     """With the true vocabulary."""
     in_layer = sum(prod(shape) for weight in layer_weights(spec) for shape in weight.shapes(spec))
     table = TABLES[spec.family]

@@ -1,16 +1,14 @@
 """Everything a run reads besides weights: tokenizer, prompts, held-out prompts and what counts as right."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hybridflow.config import DataConfig, ExperimentConfig, RoleConfig
+from hybridflow.config import DataConfig, ExperimentConfig, SamplingConfig
 from hybridflow.data.prompts import PromptDataset, load_prompts
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.architecture.spec import ModelSpec, read_spec
-from hybridflow.reshard.groups import check_rollout, rollout_of
+from hybridflow.formats.file_bytes import parse_json
 from hybridflow.rewards.functions import RewardFunction, load_reward_function
 
 
@@ -21,12 +19,17 @@ class Inputs:
     train: PromptDataset
     heldout: PromptDataset | None
     right: RewardFunction | None  # 1.0 where a held-out response is right
+    ending: str | None  # what to know of responses that nothing ends before the limit
 
     def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def left_out(self) -> list[str]:
-        """What the user should know of prompts that data.overlong_prompts = drop took away: a line a file."""
+    def notes(self) -> list[str]:
+        """What the user should know before it all starts: a line each."""
+        return [*self._left_out(), *([] if self.ending is None else [self.ending])]
+
+    def _left_out(self) -> list[str]:
+        """Of prompts that data.overlong_prompts = drop took away: a line a file."""
         return [
             f"{key}: left out {prompts.num_dropped} of {len(prompts) + prompts.num_dropped} prompts longer than "
             f"data.max_prompt_length"
@@ -35,49 +38,23 @@ class Inputs:
         ]
 
 
-def load_inputs(config: ExperimentConfig, world_size: int) -> Inputs:
-    """Read and check all of it, and that every model fits its role's layout and the longest sequence.
+def load_inputs(config: ExperimentConfig, vocab_size: int) -> Inputs:
+    """Read and check all of it; `vocab_size` is the actor's.
 
-    The config must have passed `check_world_size`.
     Errors: DataError, CheckpointError, ConfigError, RewardError naming file, field and rule.
     """
-    _check_models(config, world_size)
     path, data = Path(config.actor.model), config.data
+    _check_sampled_ids(config.sampling, vocab_size, path)
     tokenizer = _load_tokenizer(path)
+    ends = _end_tokens(path, tokenizer, vocab_size)
     return Inputs(
         tokenizer=tokenizer,
-        eos_token_ids=_end_tokens(path, tokenizer),
-        train=_prompts(data.train, tokenizer, data),
-        heldout=_prompts(data.heldout, tokenizer, data) if data.heldout else None,
+        eos_token_ids=ends,
+        train=_prompts(data.train, tokenizer, data, vocab_size),
+        heldout=_prompts(data.heldout, tokenizer, data, vocab_size) if data.heldout else None,
         right=load_reward_function(config.metrics.eval_reward) if config.metrics.eval_reward else None,
+        ending=_no_end(config.sampling, ends, path),
     )
-
-
-def _check_models(config: ExperimentConfig, world_size: int) -> None:
-    actor = read_spec(config.actor.model)
-    for name, role in config.roles().items():
-        spec = read_spec(role.model)
-        spec.check_parallel(f"{name}.tensor_parallel_size", role.tensor_parallel_size)
-        _check_layers(name, role, spec, world_size)
-        spec.check_length(config.max_sequence_length)
-        spec.check_vocabulary(name, actor)
-    check_rollout(actor, config.rollout_tensor_parallel_size)
-    rollout_of(config, actor.num_layers, world_size)
-
-
-def _check_layers(name: str, role: RoleConfig, spec: ModelSpec, world_size: int) -> None:
-    """Raise ConfigError unless the layers go up in the role's pipeline stages and model chunks."""
-    keys = [
-        *["pipeline_parallel_size", "virtual_pipeline_parallel_size"],
-        *["num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"],
-    ]
-    given = [f"{name}.{key} = {getattr(role, key)}" for key in keys if key in role.model_fields_set]
-    try:
-        role.layout(world_size).chunks(spec.num_layers)
-    except ValueError as error:
-        raise ConfigError(
-            f"{', '.join(given)} and num_hidden_layers = {spec.num_layers} of {spec.path}: {error}"
-        ) from error
 
 
 def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
@@ -87,7 +64,7 @@ def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         raise CheckpointError(f"{path}: has no tokenizer that transformers can load: {error}") from error
 
 
-def _prompts(path: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> PromptDataset:
+def _prompts(path: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig, vocab_size: int) -> PromptDataset:
     return load_prompts(
         path,
         tokenizer,
@@ -95,17 +72,58 @@ def _prompts(path: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig) ->
         chat_template=data.chat_template,
         max_length=data.max_prompt_length,
         overlong=data.overlong_prompts,
+        vocab_size=vocab_size,
     )
 
 
-def _end_tokens(path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def _check_sampled_ids(sampling: SamplingConfig, vocab_size: int, model: Path) -> None:
+    """Raise ConfigError for a token id in the sampling section that the actor's model does not have."""
+    named = {
+        "stop_token_ids": sampling.stop_token_ids,
+        "allowed_token_ids": sampling.allowed_token_ids or (),
+        "logit_bias": tuple(sampling.logit_bias or ()),
+    }
+    for key, ids in named.items():
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                raise ConfigError(
+                    f"sampling.{key} names the token id {token_id}, {model} has those from 0 to vocab_size - 1 = "
+                    f"{vocab_size - 1}"
+                )
+
+
+def _end_tokens(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[int, ...]:
     """Ids that end a response: the tokenizer's, and those of generation_config.json."""
-    ends = {tokenizer.eos_token_id} - {None}
     file = path / "generation_config.json"
+    named = {f"{path}: eos_token_id of the tokenizer": {tokenizer.eos_token_id} - {None}}
     if file.exists():
-        try:
-            named = json.loads(file.read_text()).get("eos_token_id")
-        except ValueError as error:
-            raise CheckpointError(f"{file}: is not JSON: {error}") from error
-        ends |= set(named if isinstance(named, list) else [named]) - {None}
-    return tuple(sorted(ends))
+        named[f"{file}: eos_token_id"] = _generation_ends(file)
+    for field, ids in named.items():
+        for token_id in sorted(ids):
+            if not 0 <= token_id < vocab_size:
+                raise CheckpointError(f"{field} = {token_id} is no token of the model: its vocab_size is {vocab_size}")
+    return tuple(sorted(set().union(*named.values())))
+
+
+def _generation_ends(file: Path) -> set[int]:
+    """What generation_config.json says of the end: nothing, a token id, or a list of them."""
+    try:
+        tree = parse_json(file.read_bytes(), f"{file}: is not JSON: ")
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+    named = tree.get("eos_token_id")
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(token_id) is int for token_id in ids):
+        raise CheckpointError(f"{file}: eos_token_id = {named!r} is neither a token id nor a list of token ids")
+    return set(ids)
+
+
+def _no_end(sampling: SamplingConfig, ends: tuple[int, ...], path: Path) -> str | None:
+    """What to say where no token ends a response, though the config does not ask for that."""
+    if ends or sampling.ignore_eos or sampling.stop or sampling.stop_token_ids:
+        return None
+    return (
+        f"no end token: neither the tokenizer nor generation_config.json of {path} names one, and sampling.stop and "
+        f"sampling.stop_token_ids are empty, so every response will run to sampling.max_response_length = "
+        f"{sampling.max_response_length} tokens"
+    )

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hybridflow.architecture.parts import read_shard, shard_shape
 from hybridflow.architecture.shards import Split
-from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.architecture.weight_files import open_checkpoint
 from hybridflow.architecture.weights import OUTPUT, VALUE_HEAD, Weight, canonical_name, embedding, model_weights
 from hybridflow.models.attention import GroupedSelfAttention, PackedAttention
@@ -129,7 +129,7 @@ def build_model(
     spec: ModelSpec,
     grid: Grid,
     *,
-    value_head: bool,
+    head: Head,
     dtype: str,
     sequence_parallel: bool,
     recompute: str,
@@ -141,12 +141,12 @@ def build_model(
     """
     config = transformer_config(spec, grid, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute)
     adapt_megatron()
-    model_class = ValueModel if value_head else PolicyModel
+    model_class = ValueModel if head == "score" else PolicyModel
     chunks = [
         model_class(config, spec, grid, chunk).to(device=device, dtype=DTYPES[dtype])
         for chunk in range(grid.layout.vpp)
     ]
-    load_weights(chunks, spec, grid, value_head=value_head)
+    load_weights(chunks, spec, grid, head=head)
     return chunks
 
 
@@ -236,9 +236,7 @@ def _block_spec(spec: ModelSpec, num_layers: int) -> TransformerBlockSubmodules:
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 
-def named_weights(
-    chunks: Sequence[nn.Module], spec: ModelSpec, *, value_head: bool
-) -> Iterator[tuple[Weight, nn.Parameter]]:
+def named_weights(chunks: Sequence[nn.Module], spec: ModelSpec, *, head: Head) -> Iterator[tuple[Weight, nn.Parameter]]:
     """This rank's parameters with their entries of the weight table, in the table's order.
 
     Where a tied embedding has a second copy on the last pipeline stage, that one is the last stage's embedding.
@@ -247,9 +245,9 @@ def named_weights(
     for chunk in map(unwrapped, chunks):
         for name, parameter in chunk.named_parameters():
             parameters[_with_global_layer(canonical_name(name), chunk.layers)] = parameter
-    if spec.tied and not value_head and OUTPUT in parameters:
+    if spec.tied and head == "lm" and OUTPUT in parameters:
         parameters[embedding(spec).megatron] = parameters.pop(OUTPUT)
-    for weight in model_weights(spec, "score" if value_head else "lm"):
+    for weight in model_weights(spec, head):
         if weight.megatron in parameters:
             yield weight, parameters.pop(weight.megatron)
     assert not parameters, f"parameters without an entry in the weight table: {sorted(parameters)}"
@@ -267,11 +265,11 @@ def _with_global_layer(name: str, layers: tuple[int, ...]) -> str:
     return ".".join(parts)
 
 
-def load_weights(chunks: Sequence[nn.Module], spec: ModelSpec, grid: Grid, *, value_head: bool) -> None:
+def load_weights(chunks: Sequence[nn.Module], spec: ModelSpec, grid: Grid, *, head: Head) -> None:
     """Read this rank's slices of every weight. A missing score.weight leaves the value head at zero."""
     files = open_checkpoint(spec.path, spec)
     with torch.no_grad():
-        for weight, parameter in named_weights(chunks, spec, value_head=value_head):
+        for weight, parameter in named_weights(chunks, spec, head=head):
             _mark_split(parameter, weight)
             if weight == VALUE_HEAD and VALUE_HEAD.hf[0] not in files:
                 continue

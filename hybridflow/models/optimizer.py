@@ -9,7 +9,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from hybridflow.config import OptimizerConfig
@@ -78,7 +79,7 @@ class TrainedModel:
             BucketedDataParallel(chunk, grid, zero1=zero1, bucket_elements=bucket_elements) for chunk in chunks
         ]
         with gathers_within(grid.groups.intra_dist_opt):
-            self.optimizer: MegatronOptimizer = get_megatron_optimizer(
+            self.optimizer: ChainedOptimizer = get_megatron_optimizer(
                 _megatron_config(config, dtype, zero1=zero1),
                 self.chunks,
                 use_gloo_process_groups=False,
@@ -90,14 +91,29 @@ class TrainedModel:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def step(self, lr: float) -> Tensor:
-        """One optimizer step; the gradient norm before clipping, 0-d float32."""
+    def step(self, lr: float) -> float:
+        """One optimizer step; the gradient norm before clipping, alike on all ranks of the grid.
+
+        Where it is not finite no step is taken: weights and optimizer state stay as they are.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
             group["weight_decay"] = self._config.weight_decay * group.get("wd_mult", 1.0)
-        stepped, grad_norm, _ = self.optimizer.step()
-        assert stepped, "the optimizer skipped a step without loss scaling"
-        return torch.as_tensor(grad_norm, dtype=torch.float32)
+        found_inf = self.optimizer.prepare_grads()
+        assert not found_inf, "megatron looks for infinite gradients with loss scaling alone"
+        norm = float(self.optimizer.get_grad_norm())
+        if math.isfinite(norm):
+            self._clip(norm)
+            self.optimizer.step_with_ready_grads()
+        return norm
+
+    def _clip(self, norm: float) -> None:
+        if self._config.clip_grad == 0:
+            return
+        for part in self.optimizer.chained_optimizers:
+            parameters = [] if part.is_stub_optimizer else part.get_parameters()
+            if parameters:
+                clip_grad_by_total_norm_fp32(parameters, self._config.clip_grad, norm)
 
     @contextlib.contextmanager
     def away(self, *, gradients: bool, optimizer: bool) -> Iterator[None]:

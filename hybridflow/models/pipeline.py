@@ -17,7 +17,7 @@ from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.parallel.grid import Grid
 
 Results = dict[str, Tensor]
-Head = Callable[[Tensor, MicroBatch], Results]
+Readout = Callable[[Tensor, MicroBatch], Results]
 Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, Results]]
 
 
@@ -50,11 +50,11 @@ class StageCommunicator(P2PCommunicator):
         return before, next(self._gradients) if recv_next else [0, 0, 0]
 
 
-def forward(chunks: list[nn.Module], grid: Grid, micro_batches: list[MicroBatch], head: Head) -> list[Results]:
-    """`head` of the model's output for every micro-batch, on the last stage, else empty; without gradients."""
+def forward(chunks: list[nn.Module], grid: Grid, micro_batches: list[MicroBatch], readout: Readout) -> list[Results]:
+    """`readout` of the model's output for every micro-batch, on the last stage, else empty; without gradients."""
 
     def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Results]:
-        return output.new_zeros(()), head(output, micro_batch)
+        return output.new_zeros(()), readout(output, micro_batch)
 
     with torch.no_grad():  # forward_only alone keeps the graph
         return _run(chunks, grid, micro_batches, loss, forward_only=True) if micro_batches else []

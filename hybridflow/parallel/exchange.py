@@ -1,4 +1,4 @@
-"""Make a sharded result whole: every rank ends with the same global tensor, bit for bit.
+"""Make a sharded result whole: every rank that needs it ends with the same global tensor, bit for bit.
 
 A role computes the part of its replica and returns it at once; the exchange comes where the result is needed. Ranks
 outside the role's grid go straight on, so that roles on disjoint ranks run at the same time. Each element is computed
@@ -7,6 +7,7 @@ time spent waiting for the slowest rank plus the transfer of a few bytes a token
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,42 +16,68 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Part:
-    """What this rank knows of a (size,) tensor: values[i] at where[i]. A rank that does not speak knows nothing."""
+class Contribution:
+    """What this rank knows of a (size,) tensor: values[i] at where[i]; nothing on ranks that compute none of it."""
 
     size: int
     where: Tensor  # (n,) int64, disjoint between ranks
     values: Tensor  # (n,), of one dtype on every rank
+    sources: tuple[int, ...]  # the ranks that may know something of it, alike on every rank
 
     @classmethod
-    def nothing(cls, size: int, dtype: torch.dtype = torch.float32) -> "Part":
-        return cls(size, torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=dtype))
+    def nothing(cls, size: int, sources: tuple[int, ...], dtype: torch.dtype = torch.float32) -> "Contribution":
+        return cls(size, torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=dtype), sources)
 
 
 @dataclass
 class Exchange:
-    """Exchanges over `group`. `seconds` counts what this rank has spent in them."""
+    """Exchanges over the world's `group`. `seconds` counts what this rank has spent in them."""
 
     group: dist.ProcessGroup
     device: torch.device
     seconds: float = field(default=0.0)
+    _needers: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    _under_way: list[tuple[dist.Work, Tensor]] = field(default_factory=list)  # what is sent must stay until it has gone
 
-    def whole(self, part: Part) -> Tensor:
+    def whole(self, contribution: Contribution) -> Tensor:
         """(size,) tensor on the CPU holding every rank's values, zero where no rank has one."""
-        return self.wholes([part])[0]
+        return self.wholes([contribution])[0]
 
-    def wholes(self, parts: list[Part]) -> list[Tensor]:
-        """Several at once, of one dtype: one collective."""
-        sizes = [part.size for part in parts]
-        flat = torch.zeros(sum(sizes), dtype=parts[0].values.dtype, device=self.device)
-        for part, result in zip(parts, flat.split(sizes), strict=True):
-            assert part.values.dtype == flat.dtype, f"{part.values.dtype} among {flat.dtype}"
-            result[part.where.to(self.device)] = part.values.to(self.device)
-        return list(self.summed(flat).cpu().split(sizes))
+    def wholes(self, contributions: Sequence[Contribution]) -> list[Tensor]:
+        """Several at once, of one dtype: one collective of all ranks."""
+        sizes = [x.size for x in contributions]
+        return list(self.summed(self._laid_out(contributions)).cpu().split(sizes))
+
+    def wholes_on(self, ranks: tuple[int, ...], contributions: Sequence[Contribution]) -> list[Tensor] | None:
+        """The same on the ranks that need the result, which ascend; None elsewhere.
+
+        A source outside `ranks` sends what it knows and goes straight on, any other rank outside does nothing: nobody
+        waits for a rank that has nothing to do with the result. Every rank in `ranks` or among the sources calls this,
+        in one order.
+        """
+        rank = dist.get_rank()
+        senders = sorted({source for x in contributions for source in x.sources} - set(ranks))
+        self._under_way = [(work, sent) for work, sent in self._under_way if not work.is_completed()]
+        if rank in senders:
+            flat = self._laid_out(contributions)
+            work = dist.isend(flat, dst=ranks[0], group=self.group)
+            assert work is not None, f"rank {rank} is not in the group that it sends over"
+            self._under_way.append((work, flat))
+        if rank not in ranks:
+            return None
+        flat, started = self._laid_out(contributions), time.perf_counter()
+        if rank == ranks[0]:
+            for sender in senders:
+                received = torch.empty_like(flat)
+                dist.recv(received, src=sender, group=self.group)
+                flat += received
+        self.seconds += time.perf_counter() - started
+        whole = self._reduced(flat, dist.ReduceOp.SUM, self._group_of(ranks)).cpu()
+        return list(whole.split([x.size for x in contributions]))
 
     def summed(self, values: Tensor) -> Tensor:
         """The sum over the ranks, in place."""
-        return self._reduced(values, dist.ReduceOp.SUM)
+        return self._reduced(values, dist.ReduceOp.SUM, self.group)
 
     def mean(self, value: float) -> float:
         """The mean of a number over the ranks."""
@@ -59,11 +86,26 @@ class Exchange:
 
     def maximum(self, values: Tensor) -> Tensor:
         """The maximum over the ranks, in place."""
-        return self._reduced(values, dist.ReduceOp.MAX)
+        return self._reduced(values, dist.ReduceOp.MAX, self.group)
 
-    def _reduced(self, values: Tensor, op: dist.ReduceOp) -> Tensor:
+    def _laid_out(self, contributions: Sequence[Contribution]) -> Tensor:
+        """What this rank knows, one after the other, zero elsewhere."""
+        flat = torch.zeros(sum(x.size for x in contributions), dtype=contributions[0].values.dtype, device=self.device)
+        for x, result in zip(contributions, flat.split([x.size for x in contributions]), strict=True):
+            assert x.values.dtype == flat.dtype, f"{x.values.dtype} among {flat.dtype}"
+            result[x.where.to(self.device)] = x.values.to(self.device)
+        return flat
+
+    def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        if ranks not in self._needers:  # local: ranks outside are not asked to take part
+            group = dist.new_group(list(ranks), use_local_synchronization=True)
+            assert isinstance(group, dist.ProcessGroup), f"rank {dist.get_rank()} is not among {ranks}"
+            self._needers[ranks] = group
+        return self._needers[ranks]
+
+    def _reduced(self, values: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
         started = time.perf_counter()
-        dist.all_reduce(values, op=op, group=self.group)
+        dist.all_reduce(values, op=op, group=group)
         if values.is_cuda:
             torch.cuda.synchronize(values.device)  # else the wait would be counted where the result is read
         self.seconds += time.perf_counter() - started

@@ -68,6 +68,11 @@ class Layout:
             found.setdefault(tuple(place[axis] for axis in place if axis not in axes), []).append(rank)
         return [tuple(ranks) for ranks in found.values()]
 
+    @property
+    def contributing_ranks(self) -> tuple[int, ...]:
+        """One rank of each replica, on the last pipeline stage: these tell what the model computed."""
+        return tuple(self.rank_at(Place(0, dp, self.pp - 1)) for dp in range(self.dp))
+
     def chunks(self, num_layers: int) -> tuple[Stages, ...]:
         """chunks[stage][chunk]: layers of each model chunk. Chunk c of all stages precedes chunk c + 1 of any.
 
@@ -137,6 +142,11 @@ class RolloutLayout:
     def speaks(self, rank: int) -> bool:
         """Whether this rank tells what its replica generated: the first one does."""
         return rank in self and self.seat(rank)[1:] == (0, 0)
+
+    @property
+    def contributing_ranks(self) -> tuple[int, ...]:
+        """The first rank of each replica: these tell what was generated."""
+        return tuple(replica[0] for replica in self.replicas)
 
     def tp_groups(self) -> list[list[int]]:
         return [list(replica[p * self.tp : (p + 1) * self.tp]) for replica in self.replicas for p in range(self.pp)]

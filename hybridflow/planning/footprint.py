@@ -12,7 +12,7 @@ from functools import reduce
 from math import ceil, prod
 
 from hybridflow.architecture.parts import shard_shape
-from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.architecture.weights import embedding, staged_weights
 from hybridflow.config import OptimizerConfig
 from hybridflow.parallel.layout import Layout
@@ -52,7 +52,7 @@ def together(footprints: Sequence[Footprint]) -> Footprint:
 # ------------------------------------------------------------------------------------------------ kept all the time
 
 
-def stage_elements(spec: ModelSpec, head: str, layout: Layout) -> tuple[int, ...]:
+def stage_elements(spec: ModelSpec, head: Head, layout: Layout) -> tuple[int, ...]:
     """Elements of the weights on a rank of each pipeline stage; head: "lm" or "score".
 
     The sum of `shard_shape` over the weights of the stage. Tensor-parallel ranks hold alike. A tied output layer is
@@ -66,7 +66,7 @@ def stage_elements(spec: ModelSpec, head: str, layout: Layout) -> tuple[int, ...
     return tuple(elements)
 
 
-def model_elements(spec: ModelSpec, head: str) -> int:
+def model_elements(spec: ModelSpec, head: Head) -> int:
     """Of the whole model, the rows that pad its vocabulary included: the M of papers in elements."""
     return stage_elements(spec, head, Layout(1, 1, 1, (0,)))[0]
 
@@ -87,11 +87,6 @@ def optimizer_bytes(elements: int, optimizer: OptimizerConfig, *, dtype: str, dp
     main = MAIN_BYTES if dtype == "bfloat16" else 0
     replicas = dp if optimizer.zero1 and optimizer.name == "adam" else 1
     return ceil(elements * (main + moments) / replicas)
-
-
-def kv_cache_bytes(kv_cache_gib: float, stages: Sequence[Sequence[int]], stage: int) -> int:
-    """rollout.kv_cache_gib on the engine stage with most layers, in proportion on the others."""
-    return int(kv_cache_gib * (1 << 30)) * len(stages[stage]) // max(map(len, stages))
 
 
 # ------------------------------------------------------------------------------------------------ activations
@@ -141,7 +136,7 @@ def training_activation_bytes(
     layout: Layout,
     stage: int,
     *,
-    head: str,
+    head: Head,
     itemsize: int,
     sequence_parallel: bool,
     recompute: str,
@@ -163,7 +158,7 @@ def training_activation_bytes(
 
 
 def forward_activation_bytes(
-    spec: ModelSpec, layout: Layout, stage: int, *, head: str, itemsize: int, sequence_parallel: bool, tokens: int
+    spec: ModelSpec, layout: Layout, stage: int, *, head: Head, itemsize: int, sequence_parallel: bool, tokens: int
 ) -> int:
     """Estimate for a pass without gradients: all that one layer makes, or the outputs; the larger of the two."""
     sizes = {"tp": layout.tp, "sequence_parallel": sequence_parallel, "itemsize": itemsize}
@@ -173,7 +168,7 @@ def forward_activation_bytes(
     return ceil(max(layer, outputs))
 
 
-def output_bytes(spec: ModelSpec, head: str, *, tp: int, itemsize: int, rows: int) -> int:
+def output_bytes(spec: ModelSpec, head: Head, *, tp: int, itemsize: int, rows: int) -> int:
     """The wanted rows of the last hidden state, and their logits in the model's dtype or, in float32, their values.
 
     No other copy of the logits exists: their gradient is written over them (`parallel.vocab`). A value head takes its

@@ -1,14 +1,15 @@
 """The numbers of an iteration: what was sampled, what it cost, and what each rank held."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.advantages import masked_mean
-from hybridflow.algorithms.kl import kl_k1
+from hybridflow.algorithms.advantages import masked_mean, tokens_in_mask
+from hybridflow.algorithms.kl import kl_k1, kl_k3
 from hybridflow.algorithms.value_loss import explained_variance
-from hybridflow.batch import PromptBatch, TrainBatch
+from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.recording.measure import Stopwatch, peak_rss_mb
 from hybridflow.reshard.transfer import HandOffCost
@@ -19,47 +20,64 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Iteration:
-    """One finished iteration. `scores` are the raw ones, before penalty, normalisation and clipping."""
+    """One finished iteration."""
 
     number: int
     prompts: PromptBatch
-    batch: TrainBatch
-    scores: Tensor  # (N,)
+    batch: RolloutBatch
     metrics: Metrics = field(default_factory=dict)
 
 
-def rollout_metrics(batch: TrainBatch, scores: Tensor) -> Metrics:
-    """What was generated and how it was judged."""
-    mask = batch.response_mask
-    response_lengths = (batch.lengths - batch.prompt_lengths).float()
-    difference = (batch.rollout_log_probs - batch.log_probs).abs()
-    kl = kl_k1(batch.log_probs, batch.ref_log_probs) * mask
+def batch_metrics(batch: RolloutBatch) -> Metrics:
+    """What was generated and how it was judged: of the fields, by their names, that the algorithm's batch has.
+
+    Lengths and means count response tokens. `rollout/log_prob_diff_*`, `token_mult_prob_error` (the mean of
+    exp |difference|) and `gen_kl` (k3, of the engine's distribution to the trainer's) compare the engine's log-probs
+    with the trainer's. The engine's are of the distribution that was sampled from: with top_p, top_k, min_p, penalties
+    or biases the difference of that to the trainer's softmax is in them too.
+    """
+    known: Mapping[str, Tensor] = vars(batch)
+    mask, metrics = batch.response_mask, Metrics()
+    if "raw_scores" in known:
+        metrics["reward/score_mean"] = known["raw_scores"].mean()
+        metrics["reward/score_std"] = known["raw_scores"].std(correction=0)
+    if "scores" in known:
+        metrics["reward/score_shaped_mean"] = known["scores"].mean()
+    metrics["rollout/response_length_mean"] = tokens_in_mask(mask, batch.lengths).float().mean()
+    metrics["rollout/truncated_fraction"] = batch.truncated.float().mean()
+    if "log_probs" in known:
+        metrics |= _mismatch(known["log_probs"], batch.rollout_log_probs, mask)
+    if {"log_probs", "ref_log_probs"} <= known.keys():
+        kl = kl_k1(known["log_probs"], known["ref_log_probs"]) * mask
+        metrics["kl/reference_mean"] = masked_mean(kl, mask)
+        metrics["kl/sequence_mean"] = kl.sum() / len(batch)
+    if {"values", "returns"} <= known.keys():
+        metrics["critic/explained_variance"] = explained_variance(known["values"], known["returns"], mask)
+    return metrics
+
+
+def _mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
+    difference = (rollout_log_probs - log_probs).abs()
     return {
-        "reward/score_mean": scores.mean(),
-        "reward/score_std": scores.std(correction=0),
-        "reward/score_shaped_mean": batch.scores.mean(),
-        "rollout/response_length_mean": response_lengths.mean(),
-        "rollout/truncated_fraction": batch.truncated.float().mean(),
         "rollout/log_prob_diff_mean": masked_mean(difference, mask),
         "rollout/log_prob_diff_max": (difference * mask).max(),
-        "kl/reference_mean": masked_mean(kl, mask),
-        "kl/sequence_mean": kl.sum() / len(batch),
-        "critic/explained_variance": explained_variance(batch.values, batch.returns, mask),
+        "rollout/token_mult_prob_error": masked_mean(difference.exp(), mask),
+        "rollout/gen_kl": masked_mean(kl_k3(rollout_log_probs, log_probs), mask),
     }
 
 
 def cost_metrics(
-    batch: TrainBatch,
+    batch: RolloutBatch,
     *,
     watch: Stopwatch,
     hand_offs: list[HandOffCost],
     exchange: Exchange,
-    actor_bytes: dict[str, int],
+    actor_bytes: Mapping[str, int],
     engine_bytes: int,
-    num_steps: int,
+    num_steps: Mapping[str, int],
 ) -> Metrics:
-    """Seconds, rates and bytes, each the largest of any rank: a role need not lie on rank 0."""
-    total = sum(watch.seconds[name] for name in ("rollout", "estimate", "update"))
+    """Seconds, rates and bytes, each the largest of any rank: a role need not lie on rank 0. num_steps: by role."""
+    total = sum(watch.seconds.get(name, 0.0) for name in ("rollout", "estimate", "update"))
     idle = exchange.seconds / total
     own = {
         "reshard/seconds": sum(cost.seconds for cost in hand_offs),
@@ -77,11 +95,22 @@ def cost_metrics(
     values = torch.tensor(list(own.values()), dtype=torch.float64, device=exchange.device)
     largest = dict(zip(own, exchange.maximum(values).tolist(), strict=True))
     seconds = {name: largest[f"time/{name}_seconds"] for name in watch.seconds}
-    return largest | {
-        "rollout/throughput_tokens_per_sec": float(batch.response_mask.sum()) / seconds["generate"],
-        "reward/latency_ms": 1e3 * seconds["reward"],
-        "critic/update_latency_ms": 1e3 * seconds["critic_update"] / num_steps,
-        "train/step_time_ms": 1e3 * seconds["update"] / num_steps,
-        "train/tokens_per_sec": len(batch.input_ids) / largest["time/iteration_seconds"],
-        "time/idle_fraction": exchange.mean(idle),
-    }
+    return (
+        largest
+        | _rates(batch, largest["time/iteration_seconds"], seconds, num_steps)
+        | {"time/idle_fraction": exchange.mean(idle)}
+    )
+
+
+def _rates(batch: RolloutBatch, total: float, seconds: Mapping[str, float], num_steps: Mapping[str, int]) -> Metrics:
+    """Of the phases that there were."""
+    rates: Metrics = {}
+    if "generate" in seconds:
+        rates["rollout/throughput_tokens_per_sec"] = batch.num_response_tokens / seconds["generate"]
+    if "reward" in seconds:
+        rates["reward/latency_ms"] = 1e3 * seconds["reward"]
+    if "critic_update" in seconds:
+        rates["critic/update_latency_ms"] = 1e3 * seconds["critic_update"] / num_steps["critic"]
+    if "update" in seconds:
+        rates["train/step_time_ms"] = 1e3 * seconds["update"] / max(*num_steps.values(), 1)
+    return rates | {"train/tokens_per_sec": len(batch.input_ids) / total}

@@ -2,11 +2,12 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridflow.batch import TrainBatch
+from torch import Tensor
+
 from hybridflow.config import ExperimentConfig
 from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.progress import Progress
@@ -20,8 +21,8 @@ class RunSummary:
 
     accuracy_before: float | None
     accuracy_after: float | None
-    score_first: float
-    score_last: float
+    score_first: float | None
+    score_last: float | None
     tokens_per_sec: float
     seconds: float
 
@@ -32,8 +33,9 @@ class RunSummary:
             gained = 100 * (self.accuracy_after - self.accuracy_before)
             shown = f"{self.accuracy_before:.1%} -> {self.accuracy_after:.1%} ({gained:+.1f} points)"
             rows.append(("held-out accuracy", shown))
+        if self.score_first is not None and self.score_last is not None:
+            rows.append(("mean score", f"{self.score_first:.3f} -> {self.score_last:.3f} (first and last iteration)"))
         return rows + [
-            ("mean score", f"{self.score_first:.3f} -> {self.score_last:.3f} (first and last iteration)"),
             ("throughput", f"{self.tokens_per_sec:.0f} tokens/s"),
             ("time", f"{self.seconds:.0f} s"),
             ("run directory", str(run_dir)),
@@ -63,20 +65,21 @@ class Recorder:
         self._accuracies.append(evaluation["eval/accuracy"])
         done.metrics.update(evaluation)
 
-    def batch(self, iteration: int, batch: TrainBatch) -> None:
-        """A training batch is complete."""
+    def lost(self, iteration: int, reason: str, tensors: Mapping[str, Tensor]) -> None:
+        """A number among these is not finite, and the iteration ends with a step less."""
 
     def iteration(self, done: Iteration) -> None:
-        self._scores.append(float(done.metrics["reward/score_mean"]))
+        if "reward/score_mean" in done.metrics:
+            self._scores.append(float(done.metrics["reward/score_mean"]))
         self._rates.append(float(done.metrics["train/tokens_per_sec"]))
 
     def summary(self) -> RunSummary:
         return RunSummary(
             accuracy_before=self._accuracies[0] if self._accuracies else None,
             accuracy_after=self._accuracies[-1] if self._accuracies else None,
-            score_first=self._scores[0],
-            score_last=self._scores[-1],
-            tokens_per_sec=sum(self._rates) / len(self._rates),
+            score_first=self._scores[0] if self._scores else None,
+            score_last=self._scores[-1] if self._scores else None,
+            tokens_per_sec=sum(self._rates) / max(len(self._rates), 1),
             seconds=time.perf_counter() - self._started,
         )
 
@@ -108,12 +111,15 @@ class WritingRecorder(Recorder):
         self._metrics.write(0, evaluation)
         self.message(f"before training: held-out accuracy {evaluation['eval/accuracy']:.3f}")
 
-    def batch(self, iteration: int, batch: TrainBatch) -> None:
-        if self._config.metrics.dump_batches:
-            dump_batch(self._config.run_dir, iteration, batch)
+    def lost(self, iteration: int, reason: str, tensors: Mapping[str, Tensor]) -> None:
+        written = dump_batch(self._config.run_dir, f"nonfinite_{iteration:06d}", tensors)
+        self._metrics.write(iteration, {"train/lost_to_nonfinite": 1.0})
+        self.message(f"iteration {iteration}: {reason}; no step was taken of it, the batch is in {written}")
 
     def iteration(self, done: Iteration) -> None:
         super().iteration(done)
+        if self._config.metrics.dump_batches:
+            dump_batch(self._config.run_dir, f"iteration_{done.number:06d}", vars(done.batch))
         self._metrics.write(done.number, done.metrics)
         self._samples.write(done.number, self._sample_rows(done))
         self._progress.iteration(done.number, done.metrics)
@@ -121,11 +127,12 @@ class WritingRecorder(Recorder):
     def _sample_rows(self, done: Iteration) -> list[dict]:
         rows = list(range(min(self._config.metrics.num_samples, len(done.batch))))
         responses = done.batch.response_token_lists(rows)
+        scores = vars(done.batch).get("raw_scores")
         return [
             {
                 "prompt": done.prompts.texts[int(done.batch.prompt_indices[row])],
                 "response": self._decode(ids),
-                "score": float(done.scores[row]),
+                "score": None if scores is None else float(scores[row]),
             }
             for row, ids in zip(rows, responses, strict=True)
         ]

@@ -1,12 +1,12 @@
 """What a run leaves behind: a directory, written by rank 0. An earlier run of that name is kept beside it."""
 
-import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
-
-from hybridflow.batch import TrainBatch
+from torch import Tensor
 
 
 def open_run_dir(path: Path, config_yaml: str) -> Path | None:
@@ -22,12 +22,14 @@ def open_run_dir(path: Path, config_yaml: str) -> Path | None:
     return moved
 
 
-def dump_batch(run_dir: Path, iteration: int, batch: TrainBatch) -> None:
-    """Write batches/iteration_NNNNNN.safetensors: every tensor of the batch, whole or not at all."""
+def dump_batch(run_dir: Path, name: str, tensors: Mapping[str, Tensor]) -> Path:
+    """Write batches/NAME.safetensors: every tensor of a batch, whole or not at all."""
     directory = run_dir / "batches"
     directory.mkdir(exist_ok=True)
-    tensors = {field.name: getattr(batch, field.name).contiguous() for field in dataclasses.fields(batch)}
-    target = directory / f"iteration_{iteration:06d}.safetensors"
+    target = directory / f"{name}.safetensors"
     partial = target.with_suffix(".partial")
-    save_file(tensors, partial)
+    save_file(
+        {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}, partial
+    )  # it refuses two names of one memory
     os.replace(partial, target)
+    return target

@@ -50,13 +50,13 @@ class SampleWriter:
         self._file = open(path, "w", encoding="utf-8", errors="backslashreplace")
 
     def write(self, iteration: int, rows: list[dict[str, Any]]) -> None:
-        """Add rows that have `prompt`, `response` and `score`."""
+        """Add rows that have `prompt`, `response` and `score`, which may be None."""
         for row in rows:
             sample = {
                 "iteration": iteration,
                 "prompt": row["prompt"],
                 "response": row["response"],
-                "score": _number(row["score"]),
+                "score": None if row["score"] is None else _number(row["score"]),
             }
             self._file.write(json.dumps(sample, ensure_ascii=False) + "\n")
         self._file.flush()

@@ -13,12 +13,9 @@ dp, then tp, so within a group the digits stand in this order too.
 from dataclasses import dataclass
 from math import gcd
 
-from hybridflow.architecture.spec import ModelSpec
-from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Layout, Place, RolloutLayout, Stages
-
-TP_KEY, PP_KEY = "rollout.tensor_parallel_size", "rollout.pipeline_parallel_size"
+from hybridflow.placement import check_engine_sizes
 
 
 def rollout_layout(train: Layout, tp: int, pp: int) -> RolloutLayout:
@@ -26,7 +23,7 @@ def rollout_layout(train: Layout, tp: int, pp: int) -> RolloutLayout:
 
     Errors: ConfigError where tp x pp does not divide the number of ranks.
     """
-    _check_blocks(len(train.ranks), tp, pp)
+    check_engine_sizes(tp, pp, len(train.ranks))
     factors = _factors(train, tp, pp)
     if factors is None:
         return _blocks(train.ranks, tp, pp)
@@ -40,30 +37,24 @@ def rollout_layout(train: Layout, tp: int, pp: int) -> RolloutLayout:
 
 def standalone_layout(ranks: tuple[int, ...], tp: int, pp: int) -> RolloutLayout:
     """Engine replicas over ranks of their own: neighbours together. Errors: as `rollout_layout`."""
-    _check_blocks(len(ranks), tp, pp)
+    check_engine_sizes(tp, pp, len(ranks))
     return _blocks(ranks, tp, pp)
 
 
-def rollout_of(config: ExperimentConfig, num_layers: int, world_size: int) -> tuple[RolloutLayout, Stages]:
-    """Which ranks of a run generate together, and the layers of each engine stage."""
-    tp, pp = config.rollout_tensor_parallel_size, config.rollout.pipeline_parallel_size
-    train, ranks = config.actor.layout(world_size), config.rollout_ranks(world_size)
-    layout = rollout_layout(train, tp, pp) if ranks == train.ranks else standalone_layout(ranks, tp, pp)
-    return layout, engine_stages(num_layers, train, layout)
-
-
-def check_rollout(spec: ModelSpec, tp: int) -> None:
-    """Raise ConfigError unless `tp` ranks of an engine can share this model; key/value heads may be repeated."""
-    spec.check_parallel(TP_KEY, tp)
+def check_engine_stages(num_layers: int, pp: int) -> None:
+    """Raise ConfigError where there are fewer layers than stages."""
+    if num_layers < pp:
+        raise ConfigError(
+            f"rollout.pipeline_parallel_size = {pp} exceeds num_hidden_layers = {num_layers}: a stage needs a layer"
+        )
 
 
 def engine_stages(num_layers: int, train: Layout, rollout: RolloutLayout) -> Stages:
     """The layers of each engine stage: consecutive, one at least, cut where training cuts as far as possible.
 
-    Errors: ConfigError where there are fewer layers than stages.
+    Errors: as `check_engine_stages`.
     """
-    if num_layers < rollout.pp:
-        raise ConfigError(f"{PP_KEY} = {rollout.pp} exceeds num_hidden_layers = {num_layers}: a stage needs a layer")
+    check_engine_stages(num_layers, rollout.pp)
     counts = _aligned_counts([len(layers) for layers in train.stages(num_layers)], rollout.pp)
     if counts is None or min(counts) == 0 or train.vpp > 1:  # the stages of model chunks are no consecutive layers
         counts = _even(num_layers, rollout.pp)
@@ -143,15 +134,3 @@ def _ascending(rollout: RolloutLayout) -> RolloutLayout:
     for group in rollout.tp_groups() + rollout.pp_groups():
         assert group == sorted(set(group)), f"ranks of a group must ascend: {group}"
     return rollout
-
-
-# ------------------------------------------------------------------------------------------------------- errors
-
-
-def _check_blocks(num_ranks: int, tp: int, pp: int) -> None:
-    size = tp * pp
-    if num_ranks % size:
-        raise ConfigError(
-            f"{TP_KEY} x {PP_KEY} = {tp} x {pp} = {size} does not divide the {num_ranks} ranks of the rollout: "
-            f"{num_ranks} = {num_ranks // size} x {size} + {num_ranks % size}"
-        )

@@ -3,16 +3,17 @@
     def my_reward(prompts: list[str], responses: list[str], columns: dict[str, list]) -> list[float]:
         '''One number a row. `columns` are the prompt file's other keys, one entry a row.'''
 
-is named `my_package.my_module:my_reward` in the config, where my_package is on Python's path.
+is named `my_package.my_module:my_reward` in the config; `hybridflow.user_code` says where my_package is looked for.
 """
 
-import importlib
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from hybridflow.errors import RewardError
+from hybridflow.errors import RewardError, UserCodeError
+from hybridflow.rewards.reading import Reading
+from hybridflow.user_code import load_function
 
 RewardFunction = Callable[[list[str], list[str], dict[str, list[Any]]], Iterable[Any]]
 
@@ -27,23 +28,12 @@ def load_reward_function(path: str) -> RewardFunction:
     """The function that `package.module:function` names.
 
     Raises:
-        RewardError: the module cannot be imported, has no such attribute, or it cannot be called.
+        RewardError: there is none.
     """
-    module_name, _, attribute = path.partition(":")
-    if not module_name or not attribute:
-        raise RewardError(f"reward function {path!r}: expected package.module:function")
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module runs on import and may raise anything
-        raise RewardError(
-            f"reward function {path}: cannot import {module_name}: {type(error).__name__}: {error}"
-        ) from error
-    function = getattr(module, attribute, None)
-    if function is None:
-        raise RewardError(f"reward function {path}: {module_name} ({_file_of(module)}) has no {attribute}")
-    if not callable(function):
-        raise RewardError(f"reward function {path}: is a {type(function).__name__}, which cannot be called")
-    return function
+        return load_function(path, "reward function")
+    except UserCodeError as error:
+        raise RewardError(str(error)) from error
 
 
 def call_reward_function(
@@ -62,8 +52,8 @@ def call_reward_function(
         rows: what messages number the rows by, where they are some of a larger batch; from 0 if left out.
 
     Raises:
-        RewardError: it raised (the first row that raises by itself is looked for and named), or did not
-            return one finite number a row. Ints, bools, 0-d tensors and numpy numbers are numbers.
+        RewardError: it raised (it is then called once more, and the row that it had read last is named), or did
+            not return one finite number a row. Ints, bools, 0-d tensors and numpy numbers are numbers.
     """
     rows = range(len(prompts)) if rows is None else rows
     copies = {key: list(column) for key, column in columns.items()}
@@ -111,21 +101,27 @@ def _explain_failure(
     error: Exception,
     rows: Sequence[int],
 ) -> str:
-    """What went wrong, with the first row that raises when it is scored alone."""
-    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        try:
-            returned = function([prompt], [response], {key: [column[row]] for key, column in columns.items()})
-            list(returned if _has_rows(returned) else ())
-        except Exception as row_error:
-            return (
-                f"row {rows[row]}: raised {type(row_error).__name__}: {row_error}; "
-                f"its prompt is {_shown(prompt)}, the response {_shown(response)}"
-            )
-    return f"raised {type(error).__name__}: {error}; none of the {len(prompts)} rows raises when scored alone"
-
-
-def _file_of(module: Any) -> str:
-    return getattr(module, "__file__", None) or "a namespace package"
+    """What went wrong, and in which row: the function is called once more, with lists that know what is read."""
+    raised = f"raised {type(error).__name__}: {error}"
+    reading = Reading(len(prompts))
+    watched = {key: reading.watched(column) for key, column in columns.items()}
+    try:
+        returned = function(reading.watched(prompts), reading.watched(responses), watched)
+        list(returned if _has_rows(returned) else ())
+    except Exception as again:
+        if type(again) is not type(error):
+            return f"{raised}; called once more to find the row, it raised {type(again).__name__}: {again}"
+    else:
+        return f"{raised}; called once more with the same {len(prompts)} rows, it raised nothing"
+    if reading.is_past_all:
+        last = "" if len(reading.at) > 1 else f", row {rows[reading.at[0]]} last"
+        return f"{raised}, after it had read all rows{last}"
+    if not reading.at:
+        return f"{raised}; which row it was at cannot be told"
+    if len(reading.at) > 1:
+        return f"{raised}, among rows {rows[reading.at[0]]} to {rows[reading.at[-1]]}"
+    row = reading.at[0]
+    return f"row {rows[row]}: {raised}; its prompt is {_shown(prompts[row])}, the response {_shown(responses[row])}"
 
 
 def _shown(value: Any, limit: int = 200) -> str:

@@ -1,16 +1,16 @@
 """What every role shares: its rows of a batch, its micro-batches, and what this rank contributes to the results."""
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from hybridflow.architecture.spec import ModelSpec, read_spec
+from hybridflow.architecture.spec import ModelSpec
 from hybridflow.batch import RolloutBatch, balanced_partition
-from hybridflow.config import RoleConfig, TrainedRoleConfig
+from hybridflow.config import TrainedRoleConfig
 from hybridflow.models import pipeline
 from hybridflow.models.build import build_model
 from hybridflow.models.micro_batch import (
@@ -19,13 +19,17 @@ from hybridflow.models.micro_batch import (
     prediction_micro_batches,
     sequence_micro_batches,
 )
-from hybridflow.models.optimizer import TrainedModel
-from hybridflow.models.pipeline import Head, Loss
-from hybridflow.parallel.exchange import Exchange, Part
+from hybridflow.models.optimizer import TrainedModel, learning_rate
+from hybridflow.models.pipeline import Readout
+from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.platform import Platform
+from hybridflow.planning.placed import PlacedModel
+from hybridflow.recording.measure import Stopwatch
+from hybridflow.roles.objectives import MeanOver
 
 MakeMicroBatches = Callable[..., list[MicroBatch]]
+PerTokenLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, Mapping[str, Tensor]]]  # (r,) and, by name, (r,)
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class World:
     groups: ProcessGroups
     exchange: Exchange
     bucket_bytes: int  # the actor's weights live and travel in buckets of about this size
+    watch: Stopwatch = field(default_factory=Stopwatch)
 
 
 class Role:
@@ -44,19 +49,18 @@ class Role:
     A rank outside the grid has no chunks; it contributes nothing and goes straight on.
     """
 
-    def __init__(self, name: str, config: RoleConfig, *, value_head: bool, recompute: str, world: World) -> None:
-        self.spec: ModelSpec = read_spec(Path(config.model))
-        self.spec.check_parallel(f"{name}.tensor_parallel_size", config.tensor_parallel_size)
-        self.grid = Grid.build(config.layout(world.platform.world_size), world.groups)
-        self.value_head = value_head
-        self._config = config
-        self._platform = world.platform
+    def __init__(self, placed: PlacedModel, *, recompute: str, world: World) -> None:
+        self.spec: ModelSpec = placed.spec
+        self.head = placed.head
+        self.grid = Grid.build(placed.layout, world.groups)
+        self._config = config = placed.config
+        self._platform, self._watch = world.platform, world.watch
         self.chunks: list[nn.Module] = []
         if self.grid.inside:
             self.chunks = build_model(
                 self.spec,
                 self.grid,
-                value_head=value_head,
+                head=placed.head,
                 dtype=config.dtype,
                 sequence_parallel=config.sequence_parallel,
                 recompute=recompute,
@@ -77,63 +81,105 @@ class Role:
             return filled_up(micro_batches, self.grid.pp, multiple=multiple, device=self._platform.device)
         return micro_batches
 
-    def _token_results(self, batch: RolloutBatch, head: Head) -> Part:
-        """Of (T,) float32: `head`'s "out" for every response token."""
-        return self._results(batch, prediction_micro_batches, len(batch.input_ids), head)
+    def _token_results(self, batch: RolloutBatch, readout: Readout) -> Contribution:
+        """Of (T,) float32: `readout`'s "out" for every response token."""
+        return self._results(batch, prediction_micro_batches, len(batch.input_ids), readout)
 
-    def _sequence_results(self, batch: RolloutBatch, head: Head) -> Part:
-        """Of (N,) float32: `head`'s "out" for every sequence."""
-        return self._results(batch, sequence_micro_batches, len(batch), head)
+    def _sequence_results(self, batch: RolloutBatch, readout: Readout) -> Contribution:
+        """Of (N,) float32: `readout`'s "out" for every sequence."""
+        return self._results(batch, sequence_micro_batches, len(batch), readout)
 
-    def _results(self, batch: RolloutBatch, make: MakeMicroBatches, size: int, head: Head) -> Part:
+    def _results(self, batch: RolloutBatch, make: MakeMicroBatches, size: int, readout: Readout) -> Contribution:
+        sources = self.grid.layout.contributing_ranks
         if not self.grid.inside:
-            return Part.nothing(size)
+            return Contribution.nothing(size, sources)
         micro_batches = self._micro_batches(batch, make)
-        results = pipeline.forward(self.chunks, self.grid, micro_batches, head)
+        results = pipeline.forward(self.chunks, self.grid, micro_batches, readout)
         if not self.grid.speaks or not micro_batches:
-            return Part.nothing(size)
+            return Contribution.nothing(size, sources)
         where = torch.cat([micro_batch.where for micro_batch in micro_batches])
-        return Part(size, where, torch.cat([result["out"] for result in results]))
+        return Contribution(size, where, torch.cat([result["out"] for result in results]), sources)
 
-    def _accumulate(self, batch: RolloutBatch, loss: Loss, names: Sequence[str]) -> Tensor:
-        """Add the gradients of the loss over all rows; this rank's sums of what `loss` tells, (names,) float64.
 
-        Their sum over all ranks of the world is the sum over all rows.
-        """
-        micro_batches = self._micro_batches(batch, prediction_micro_batches)
-        results = pipeline.forward_backward(self.chunks, self.grid, micro_batches, loss)
-        if not self.grid.speaks:
-            return torch.zeros(len(names), dtype=torch.float64, device=self._platform.device)
-        return torch.stack([torch.stack([result[name].double() for name in names]) for result in results]).sum(0)
+@dataclass(frozen=True)
+class Step:
+    """What an optimizer step told on this rank. The sums of `values` over all ranks of the world are its results."""
+
+    names: tuple[str, ...]
+    values: Tensor  # (names,) float64
+    row: int | None  # where the gradient is not finite: the first row of the mini-batch whose loss is not, if one is
 
 
 class TrainedRole(Role):
-    """A role with an optimizer; `trained` is None on a rank outside its grid."""
+    """A role with an optimizer; `trained` is None on a rank outside its grid.
 
-    report: tuple[str, ...]  # what an update tells; the gradient norm is the last
+    steps: those since `begin_iteration`. Once a gradient was not finite no more steps are taken in that iteration.
+    """
 
-    def __init__(
-        self, name: str, config: TrainedRoleConfig, *, value_head: bool, world: World, bucket_bytes: int | None
-    ) -> None:
-        super().__init__(name, config, value_head=value_head, recompute=config.recompute, world=world)
+    def __init__(self, placed: PlacedModel, *, world: World, bucket_bytes: int | None) -> None:
+        config = placed.config
+        assert isinstance(config, TrainedRoleConfig), f"{placed.name} has no optimizer"
+        super().__init__(placed, recompute=config.recompute, world=world)
+        self._offloads = {"gradients": config.offload_gradients, "optimizer": config.offload_optimizer}
+        self.name, self.optimizer_config = placed.name, config.optimizer
+        self.lr = config.optimizer.lr
+        self.steps: list[Step] = []
         self.trained: TrainedModel | None = None
         if self.grid.inside:
             self.trained = TrainedModel(self.chunks, self.grid, config.optimizer, bucket_bytes=bucket_bytes)
             self.chunks = self.trained.chunks
 
+    def begin_iteration(self, iteration: int, num_iterations: int) -> None:
+        """From here on the learning rate is that of this iteration, 1 .. num_iterations."""
+        self.lr = learning_rate(self.optimizer_config, iteration, num_iterations)
+        self.steps = []
+
     def away(self) -> contextlib.AbstractContextManager[None]:
         """Within the block what the config says is out of device memory: gradients, optimizer state."""
         if self.trained is None:
             return contextlib.nullcontext()
-        config: TrainedRoleConfig = self._config
-        return self.trained.away(gradients=config.offload_gradients, optimizer=config.offload_optimizer)
+        return self.trained.away(**self._offloads)
 
-    def _step(self, accumulate: Callable[[], Tensor], lr: float) -> Tensor:
-        """One optimizer step; this rank's part of `report`, (report,) float64: the whole is the sum over the world."""
-        if self.trained is None:
-            return torch.zeros(len(self.report), dtype=torch.float64, device=self._platform.device)
-        self.trained.zero_gradients()
-        sums = accumulate()
-        norm = self.trained.step(lr).to(sums)
-        once = self.grid.speaks and self.grid.dp_rank == 0  # alike on all ranks of the grid: one tells
-        return torch.cat([sums, norm[None] if once else torch.zeros_like(norm)[None]])
+    def _accumulate(self, batch: RolloutBatch, per_token: PerTokenLoss, mean: MeanOver, names: Sequence[str]) -> Tensor:
+        """Add the gradient of the mean of `per_token` over the mini-batch, wherever its tokens are computed.
+
+        This rank's part of the mean loss, and of the means of what else `per_token` tells: (1 + names,) float64.
+        """
+        weights, divisor = mean(batch.response_mask, batch.lengths)
+        self._losses: list[tuple[Tensor, Tensor]] = []
+
+        def loss(output: Tensor, mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            each, known = per_token(output, mb)
+            total = (each * weights[mb.where].to(each.device)).sum()
+            self._losses.append((mb.where, each.detach()))
+            finite = 1 + 0 * total.detach()  # 1, or NaN: a loss that is not finite leaves no gradient that is
+            sums = {name: known[name].detach().sum() for name in names}
+            return total / divisor * finite, {"loss": total.detach(), **sums}
+
+        micro_batches = self._micro_batches(batch, prediction_micro_batches)
+        results = pipeline.forward_backward(self.chunks, self.grid, micro_batches, loss)
+        if not self.grid.speaks:
+            return torch.zeros(1 + len(names), dtype=torch.float64, device=self._platform.device)
+        told = [torch.stack([result[name].double() for name in ("loss", *names)]) for result in results]
+        divisors = [divisor] + [max(batch.num_response_tokens, 1)] * len(names)
+        return torch.stack(told).sum(0) / torch.tensor(divisors, dtype=torch.float64, device=self._platform.device)
+
+    def _step(self, batch: RolloutBatch, per_token: PerTokenLoss, mean: MeanOver, names: tuple[str, ...]) -> Step:
+        """One optimizer step on a mini-batch; also noted in `steps`."""
+        told, row = torch.zeros(2 + len(names), dtype=torch.float64, device=self._platform.device), None
+        halted = any(step.row is not None for step in self.steps)
+        if self.trained is not None and not halted:
+            self.trained.zero_gradients()
+            told[:-1] = self._accumulate(batch, per_token, mean, names)
+            norm = self.trained.step(self.lr)
+            if self.grid.speaks and self.grid.dp_rank == 0:  # alike on all ranks of the grid: one tells
+                told[-1] = torch.tensor(norm, dtype=torch.float32)
+            row = None if math.isfinite(norm) else self._first_bad_row(batch)
+        self.steps.append(Step(("loss", *names, "grad_norm"), told, row))
+        return self.steps[-1]
+
+    def _first_bad_row(self, batch: RolloutBatch) -> int:
+        """The first row with a loss that is not finite among those computed here; -1 where every loss is."""
+        bad = [where[~each.isfinite().cpu()] for where, each in self._losses]
+        tokens = torch.cat([*bad, torch.zeros(0, dtype=torch.int64)])
+        return int(torch.searchsorted(batch.lengths.cumsum(0), tokens.min(), right=True)) if len(tokens) else -1

@@ -1,16 +1,19 @@
 """Reference and actor: models that give log-probabilities. The actor is trained, and the engine generates with it."""
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
+from hybridflow.algorithms.loss_mean import token_sum
 from hybridflow.architecture.weights import Weight
-from hybridflow.batch import RolloutBatch, TrainBatch
-from hybridflow.config import RoleConfig, TrainedRoleConfig
+from hybridflow.batch import RolloutBatch, Tokens
 from hybridflow.models.build import named_weights
 from hybridflow.models.micro_batch import MicroBatch
-from hybridflow.parallel.exchange import Part
+from hybridflow.parallel.exchange import Contribution
 from hybridflow.parallel.vocab import vocab_parallel_log_probs
-from hybridflow.roles.base import Role, TrainedRole, World
-from hybridflow.roles.objectives import OldTokens, PolicyObjective
+from hybridflow.planning.placed import PlacedModel
+from hybridflow.roles.base import PerTokenLoss, Role, Step, TrainedRole, World
+from hybridflow.roles.objectives import PolicyObjective
 
 
 class Policy(Role):
@@ -18,7 +21,7 @@ class Policy(Role):
 
     temperature: float
 
-    def log_probs(self, batch: RolloutBatch) -> Part:
+    def log_probs(self, batch: RolloutBatch) -> Contribution:
         """Of (T,): log-probs of the response tokens."""
         return self._token_results(batch, lambda logits, mb: {"out": self._log_probs_and_entropy(logits, mb)[0]})
 
@@ -35,43 +38,63 @@ class Policy(Role):
 class Reference(Policy):
     """The policy that the actor is held close to. Never trained."""
 
-    def __init__(self, config: RoleConfig, *, temperature: float, world: World) -> None:
-        super().__init__("reference", config, value_head=False, recompute="none", world=world)
+    def __init__(self, placed: PlacedModel, *, temperature: float, world: World) -> None:
+        super().__init__(placed, recompute="none", world=world)
         self.temperature = temperature
         for chunk in self.chunks:
             chunk.requires_grad_(False)
+
+    def log_probs(self, batch: RolloutBatch) -> Contribution:
+        with self._watch.phase("reference"):
+            return super().log_probs(batch)
 
 
 class Actor(TrainedRole, Policy):
     """The policy that is trained, and that the engine generates with."""
 
-    report = ("loss", "entropy", "clip_fraction", "approx_kl", "grad_norm")
-
-    def __init__(self, config: TrainedRoleConfig, *, temperature: float, world: World) -> None:
-        super().__init__("actor", config, value_head=False, world=world, bucket_bytes=world.bucket_bytes)
+    def __init__(self, placed: PlacedModel, *, temperature: float, world: World) -> None:
+        super().__init__(placed, world=world, bucket_bytes=world.bucket_bytes)
         self.temperature = temperature
 
-    def update(self, batch: TrainBatch, objective: PolicyObjective, *, kl_coef: float, lr: float) -> Tensor:
-        """One optimizer step on a mini-batch; this rank's part of `report`, means over its response tokens."""
-        return self._step(lambda: self.accumulate(batch, objective, kl_coef=kl_coef), lr)
+    def log_probs(self, batch: RolloutBatch) -> Contribution:
+        with self._watch.phase("log_probs"):
+            return super().log_probs(batch)
 
-    def accumulate(self, batch: TrainBatch, objective: PolicyObjective, *, kl_coef: float) -> Tensor:
-        """Add the gradient of the mean objective over the mini-batch's response tokens, wherever they are computed."""
-        num_tokens = int(batch.response_mask.sum())
+    def update(self, batch: RolloutBatch, objective: PolicyObjective) -> Step:
+        """One optimizer step on a mini-batch."""
+        with self._watch.phase("actor_update"):
+            return self._step(batch, self._per_token(batch, objective), objective.mean, ("entropy", *objective.reports))
 
-        def loss(logits: Tensor, mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def accumulate(self, batch: RolloutBatch, objective: PolicyObjective) -> Tensor:
+        """Add the gradient of `update` to the buffers and take no step."""
+        names = ("entropy", *objective.reports)
+        return self._accumulate(batch, self._per_token(batch, objective), objective.mean, names)
+
+    def step(self, batch: RolloutBatch, gradients: Tensor) -> Step:
+        """One optimizer step along given derivatives of any loss with respect to the log-probs, (T,).
+
+        The vector-Jacobian product: sequences that a loss couples need not share a micro-batch, a replica or a rank.
+        """
+        return self.update(batch, _linear(gradients))
+
+    def _per_token(self, batch: RolloutBatch, objective: PolicyObjective) -> PerTokenLoss:
+        def per_token(logits: Tensor, mb: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
             log_probs, entropy = self._log_probs_and_entropy(logits, mb)
-            total, results = objective(log_probs, entropy, _old_tokens(batch, mb, log_probs), kl_coef)
-            return total / num_tokens, results
+            each, known = objective.loss(log_probs, entropy, Tokens(batch, mb.where, log_probs.device))
+            return each, {"entropy": entropy, **known}
 
-        return self._accumulate(batch, loss, self.report[:-1]) / num_tokens
+        return per_token
 
     def weights(self) -> dict[str, tuple[Weight, Tensor]]:
         """This rank's live weights by megatron name."""
-        found = named_weights(self.chunks, self.spec, value_head=False)
+        found = named_weights(self.chunks, self.spec, head="lm")
         return {weight.megatron: (weight, parameter.data) for weight, parameter in found}
 
 
-def _old_tokens(batch: TrainBatch, micro_batch: MicroBatch, like: Tensor) -> OldTokens:
-    fields = (batch.log_probs, batch.rollout_log_probs, batch.ref_log_probs, batch.advantages)
-    return OldTokens(*(field[micro_batch.where].to(like.device) for field in fields))
+def _linear(gradients: Tensor) -> PolicyObjective:
+    """sum_t g_t log p_t."""
+
+    def loss(log_probs: Tensor, entropy: Tensor, tokens: Tokens) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return log_probs * tokens.at_places(gradients), {}
+
+    return PolicyObjective(loss, mean=token_sum)

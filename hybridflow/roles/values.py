@@ -1,62 +1,57 @@
 """Critic and reward model: models with a scalar head."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from torch import Tensor
 
-from hybridflow.batch import RolloutBatch, TrainBatch
-from hybridflow.config import RewardModelConfig, TrainedRoleConfig
-from hybridflow.errors import CheckpointError
+from hybridflow.batch import RolloutBatch, Tokens
+from hybridflow.config import RewardModelConfig
 from hybridflow.models.micro_batch import MicroBatch
-from hybridflow.parallel.exchange import Part
-from hybridflow.roles.base import Role, TrainedRole, World
-
-ValueObjective = Callable[[Tensor, Tensor, Tensor], Tensor]  # (values, old values, returns) -> loss per token
+from hybridflow.parallel.exchange import Contribution
+from hybridflow.planning.placed import PlacedModel
+from hybridflow.roles.base import PerTokenLoss, Role, Step, TrainedRole, World
+from hybridflow.roles.objectives import ValueObjective
 
 
 class Critic(TrainedRole):
     """V of the state before each response token."""
 
-    report = ("loss", "grad_norm")
+    def __init__(self, placed: PlacedModel, *, world: World) -> None:
+        super().__init__(placed, world=world, bucket_bytes=None)
 
-    def __init__(self, config: TrainedRoleConfig, *, world: World) -> None:
-        super().__init__("critic", config, value_head=True, world=world, bucket_bytes=None)
-
-    def values(self, batch: RolloutBatch) -> Part:
+    def values(self, batch: RolloutBatch) -> Contribution:
         """Of (T,): values at the response tokens."""
-        return self._token_results(batch, _as_is)
+        with self._watch.phase("values"):
+            return self._token_results(batch, _as_is)
 
-    def update(self, batch: TrainBatch, objective: ValueObjective, *, lr: float) -> Tensor:
-        """One optimizer step on a mini-batch; this rank's part of `report`, means over its response tokens."""
-        return self._step(lambda: self.accumulate(batch, objective), lr)
+    def update(self, batch: RolloutBatch, objective: ValueObjective) -> Step:
+        """One optimizer step on a mini-batch."""
+        with self._watch.phase("critic_update"):
+            return self._step(batch, _per_token(batch, objective), objective.mean, ())
 
-    def accumulate(self, batch: TrainBatch, objective: ValueObjective) -> Tensor:
-        """Add the gradient of the mean objective over the mini-batch's response tokens, wherever they are computed."""
-        num_tokens = int(batch.response_mask.sum())
+    def accumulate(self, batch: RolloutBatch, objective: ValueObjective) -> Tensor:
+        """Add the gradient of `update` to the buffers and take no step."""
+        return self._accumulate(batch, _per_token(batch, objective), objective.mean, ())
 
-        def loss(values: Tensor, mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            old_values, returns = (x[mb.where].to(values.device) for x in (batch.values, batch.returns))
-            total = objective(values, old_values, returns).sum()
-            return total / num_tokens, {"loss": total.detach()}
 
-        return self._accumulate(batch, loss, self.report[:-1]) / num_tokens
+def _per_token(batch: RolloutBatch, objective: ValueObjective) -> PerTokenLoss:
+    def per_token(values: Tensor, mb: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return objective.loss(values, Tokens(batch, mb.where, values.device)), {}
+
+    return per_token
 
 
 class RewardModel(Role):
     """A `*ForSequenceClassification` with one label, read at the last token. Never trained."""
 
-    def __init__(self, name: str, config: RewardModelConfig, *, world: World) -> None:
-        super().__init__(name, config, value_head=True, recompute="none", world=world)
-        if self.spec.head != "score":
-            raise CheckpointError(
-                f"{self.spec.path / 'config.json'}: {name}.model must be a *ForSequenceClassification with a trained "
-                f"score.weight, this is a causal language model"
-            )
+    def __init__(self, placed: PlacedModel, *, world: World) -> None:
+        assert isinstance(placed.config, RewardModelConfig), f"{placed.name} is no reward model"
+        super().__init__(placed, recompute="none", world=world)
         for chunk in self.chunks:
             chunk.requires_grad_(False)
-        self.weight = config.weight
+        self.weight = placed.config.weight
 
-    def scores(self, batch: RolloutBatch) -> Part:
+    def scores(self, batch: RolloutBatch) -> Contribution:
         """Of (N,): scores of the sequences."""
         return self._sequence_results(batch, _as_is)
 

@@ -19,7 +19,6 @@ from hybridflow.parallel.platform import Platform, preserved_random_state
 from hybridflow.rollout.cache import CudaKVCache, KVCache
 from hybridflow.rollout.patches import prepare_vllm
 
-GIB = 1 << 30
 # vLLM 0.32.0 refuses to start unless this share of the GPU is free, though kv_cache_memory_bytes says what it may take;
 # of its kernels for experts, Triton's alone reads their weights as they stand
 BESIDE_A_TRAINER = {"gpu_memory_utilization": 0.01, "moe_backend": "triton"}
@@ -84,7 +83,7 @@ class RolloutEngine:
                 max_model_len=max_length,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=max(config.max_num_batched_tokens, max_length),
-                kv_cache_memory_bytes=_kv_cache_bytes(config.kv_cache_gib, stages, pp),
+                kv_cache_memory_bytes=config.kv_cache_bytes(stages, pp),
                 # a prompt cut in two takes a seeded draw back, which vLLM 0.32.0 cannot on a CPU
                 enable_chunked_prefill=platform.has_cuda,
                 enable_prefix_caching=config.enable_prefix_caching,
@@ -155,14 +154,6 @@ class RolloutEngine:
         """One response per request, in the order of the requests."""
         responses = dict(self.stream(requests, params))
         return [responses[i] for i in range(len(requests))]
-
-
-def _kv_cache_bytes(kv_cache_gib: float, stages: Stages, pp: int) -> int:
-    """This stage's share of what the stage with most layers is given, so that all stages have as many blocks.
-
-    Each rank schedules for itself: with more blocks on one stage than on another they would part in a full cache.
-    """
-    return int(kv_cache_gib * GIB) * len(stages[pp]) // max(map(len, stages))
 
 
 def _check_stage(runner: Any, stages: Stages, pp: int) -> None:

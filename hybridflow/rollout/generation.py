@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch, balanced_partition, response_mask, token_index
-from hybridflow.parallel.exchange import Exchange, Part
+from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout.engine import Request, Response, RolloutEngine
@@ -42,17 +42,24 @@ def generate(
         rows = [p * samples_per_prompt + s for p, s in samples]
     if not layout.speaks(rank):
         rows, responses = [], []
-    return _whole(prompts, samples_per_prompt, rows, responses, exchange=exchange)
+    sources = layout.contributing_ranks
+    return _whole(prompts, samples_per_prompt, rows, responses, sources=sources, exchange=exchange)
 
 
 def _whole(
-    prompts: PromptBatch, samples_per_prompt: int, rows: list[int], responses: list[Response], *, exchange: Exchange
+    prompts: PromptBatch,
+    samples_per_prompt: int,
+    rows: list[int],
+    responses: list[Response],
+    *,
+    sources: tuple[int, ...],
+    exchange: Exchange,
 ) -> RolloutBatch:
     """Every replica's rows in one batch. The tokens of a replica are those of its first rank."""
     num_rows, where = len(prompts) * samples_per_prompt, torch.tensor(rows, dtype=torch.int64)
 
-    def part(size: int, at: Tensor, values: list, dtype: torch.dtype) -> Part:
-        return Part(size, at, torch.tensor(values, dtype=dtype))
+    def part(size: int, at: Tensor, values: list, dtype: torch.dtype) -> Contribution:
+        return Contribution(size, at, torch.tensor(values, dtype=dtype), sources)
 
     counts, truncated = exchange.wholes(
         [

@@ -3,13 +3,8 @@ from math import exp, log
 import pytest
 import torch
 
-from hybridflow.algorithms.policy_loss import (
-    approx_kl,
-    clipped_policy_loss,
-    clipped_tokens,
-    dual_clipped_policy_loss,
-    truncated_importance_weights,
-)
+from hybridflow.algorithms import policy_loss
+from hybridflow.algorithms.policy_loss import approx_kl, probability_ratio, truncated_importance_weights
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}
 # Ratios below, inside and above [0.8, 1.3], each with a positive and with a negative advantage of size 2.
@@ -17,6 +12,20 @@ RATIOS = [0.5, 1.0, 2.0, 0.5, 1.0, 2.0]
 ADVANTAGES = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0, -2.0])
 LOG_PROBS = torch.tensor([log(r) - 1.0 for r in RATIOS])
 OLD_LOG_PROBS = torch.full((6,), -1.0)
+
+
+def of_log_probs(function):
+    """A loss of ratios as one of (log_probs, old_log_probs, advantages): gradients then are those of log-probs."""
+
+    def loss(log_probs, old_log_probs, advantages, **options):
+        return function(probability_ratio(log_probs, old_log_probs), advantages, **options)
+
+    return loss
+
+
+clipped_policy_loss = of_log_probs(policy_loss.clipped_policy_loss)
+dual_clipped_policy_loss = of_log_probs(policy_loss.dual_clipped_policy_loss)
+clipped_tokens = of_log_probs(policy_loss.clipped_tokens)
 
 
 def random_tokens(seed: int, num_tokens: int = 400):
@@ -170,7 +179,7 @@ def test_three_tensor_functions_reject(function, options):
         function(torch.zeros(1, 3), torch.zeros(3), torch.zeros(3), **options)
     with pytest.raises(ValueError, match=r"^old_log_probs .*as long as log_probs"):
         function(torch.zeros(3), torch.zeros(2), torch.zeros(3), **options)
-    with pytest.raises(ValueError, match=r"^advantages .*as long as log_probs"):
+    with pytest.raises(ValueError, match=r"^advantages .*as long as ratio"):
         function(torch.zeros(3), torch.zeros(3), torch.zeros(1), **options)
 
 

@@ -84,7 +84,7 @@ def bench(size: str, dtype: str, shape: Shape, options: argparse.Namespace, dire
         seconds.append(dict(trainer.watch.seconds))
     medians = {name: statistics.median(run[name] for run in seconds[1:]) for name in seconds[0]}
     if trainer.platform.rank == 0:
-        report(size, dtype, shape, trainer.actor.spec, medians, rate)
+        report(size, dtype, shape, trainer.roles.actor.spec, medians, rate)
 
 
 def make_inputs(directory: Path, size: str, shape: Shape) -> None:

@@ -43,6 +43,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.layout import RolloutLayout
+from hybridflow.planning.placed import place_model
 from hybridflow.recording.measure import own_bytes
 from hybridflow.reshard.groups import engine_stages, rollout_layout
 from hybridflow.reshard.plan import ReshardPlan, plan_reshard
@@ -204,7 +205,7 @@ def bench(model: Path, dtype: str, pairs: list[Pair], world: World, repeats: int
             pipeline_parallel_size=pp,
             optimizer={"lr": 1e-6},
         )
-        actor = Actor(config, temperature=1.0, world=world)
+        actor = Actor(place_model("actor", config, world.platform.world_size), temperature=1.0, world=world)
         results += [Comparison(actor, pair, dtype, world).result(f"{model.name} {dtype}", repeats) for pair in group]
         del actor
         gc.collect()

@@ -99,10 +99,10 @@ def measure(trainer: RLTrainer, iterations: int) -> tuple[list[Seconds], list[Se
 
 def work_of(trainer: RLTrainer) -> list[tuple[Any, tuple[str, ...]]]:
     return [
-        (trainer.scorer, ("parts",)),
-        (trainer.reference, ("log_probs",)),
-        (trainer.actor, ("log_probs", "update")),
-        (trainer.critic, ("values", "update")),
+        (trainer.roles.scorer, ("parts",)),
+        (trainer.roles.reference, ("log_probs",)),
+        (trainer.roles.actor, ("log_probs", "update")),
+        (trainer.roles.critic, ("values", "update")),
     ]
 
 

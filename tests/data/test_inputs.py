@@ -1,4 +1,4 @@
-"""What is checked of models when a run starts: each role's layout and the engine's against config.json, by message."""
+"""What is checked when a run starts: token ids against the vocabulary, end tokens."""
 
 import json
 import shutil
@@ -6,138 +6,150 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.config import ExperimentConfig
-from hybridflow.errors import ConfigError
-from hybridflow.data.inputs import load_inputs
 from hybridflow.architecture.spec import read_spec
-from hybridflow.parallel.layout import RolloutLayout
-from hybridflow.reshard.groups import rollout_of
+from hybridflow.config import ExperimentConfig
+from hybridflow.data.inputs import Inputs, load_inputs
+from hybridflow.errors import CheckpointError, ConfigError, DataError, UserError
 from tests.distributed.tiny_experiment import make_inputs, write_config
-
-WORLD_SIZE = 4
+from tests.tiny_models import VOCAB_SIZE, make_tokenizer
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
-    """Models of 8 heads, 4 key/value heads and 6 layers by their config.json; nothing here reads weights."""
-    inputs = make_inputs(tmp_path_factory.mktemp("inputs"))
-    for name in ("policy", "critic", "reference", "reward"):
-        describe(inputs / name, num_hidden_layers=6)
-    return inputs
+    """Nothing here reads weights."""
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def describe(model: Path, **fields: int) -> None:
-    file = model / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+def read_config(inputs: Path, directory: Path, *overrides: str) -> ExperimentConfig:
+    return ExperimentConfig.from_yaml(write_config(directory / "config.yaml", inputs), overrides)
 
 
-def load(inputs: Path, directory: Path, *overrides: str) -> ExperimentConfig:
-    """A config that fits four ranks, its inputs loaded."""
-    path = write_config(directory / "config.yaml", inputs)
-    config = ExperimentConfig.from_yaml(path, ["algorithm.mini_batch_size=4", *overrides])
-    config.check_world_size(WORLD_SIZE)
-    load_inputs(config, WORLD_SIZE)
-    return config
+def load(inputs: Path, directory: Path, *overrides: str) -> Inputs:
+    config = read_config(inputs, directory, *overrides)
+    return load_inputs(config, read_spec(config.actor.model).vocab_size)
 
 
-def problem(inputs: Path, directory: Path, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as raised:
+def problem(inputs: Path, directory: Path, *overrides: str, kind: type[UserError] = ConfigError) -> str:
+    with pytest.raises(kind) as raised:
         load(inputs, directory, *overrides)
     return str(raised.value)
 
 
+# ------------------------------------------------------------------------------------------------ token ids
+
+
+@pytest.fixture
+def policy(inputs, tmp_path) -> Path:
+    """A copy of the actor's model, for a test to change."""
+    return shutil.copytree(inputs / "policy", tmp_path / "policy")
+
+
+@pytest.mark.parametrize("key", ["train", "heldout"])
+def test_prompts_of_a_tokenizer_with_more_tokens_than_the_model(inputs, policy, tmp_path, key):
+    """The padding of the vocabulary, up to the next 64, has room for them and no meaning."""
+    tokenizer = make_tokenizer()
+    added = [f"<{i}>" for i in range(VOCAB_SIZE - len(tokenizer) + 2)]
+    tokenizer.add_tokens(added)
+    tokenizer.save_pretrained(policy)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'{{"prompt": "1+2={added[-3]}"}}\n{{"prompt": "1+2={added[-1]}"}}\n')
+    keys = (f"actor.model={policy}", f"data.{key}={file}")
+    assert problem(inputs, tmp_path, *keys, kind=DataError) == (
+        f"{file}, line 2: the prompt has the token id 101 ('{added[-1]}'), the actor's model knows those below its "
+        "vocab_size = 100"
+    )
+    file.write_text(f'{{"prompt": "1+2={added[-3]}"}}\n')
+    assert len(load(inputs, tmp_path, *keys).train)
+
+
 @pytest.mark.parametrize(
-    "overrides",
+    ("override", "token_id"),
     [
-        (),
-        ("actor.tensor_parallel_size=4",),
-        (
-            "actor.pipeline_parallel_size=2",
-            "critic.pipeline_parallel_size=2",
-            "critic.virtual_pipeline_parallel_size=3",
-        ),
-        ("critic.pipeline_parallel_size=4", "critic.num_layers_in_first_pipeline_stage=3"),
-        ("actor.tensor_parallel_size=1", "rollout.tensor_parallel_size=4"),
-        ("actor.tensor_parallel_size=1", "rollout.pipeline_parallel_size=4"),  # stages of 2, 2, 1, 1 layers
-        ("actor.ranks=[0, 2]", "rollout.ranks=[2, 4]", "rollout.tensor_parallel_size=1"),
+        ("stop_token_ids=[2, 100]", 100),
+        ("allowed_token_ids=[0, 99, 1000]", 1000),
+        ("logit_bias={4: 1.0, 100: 2.0}", 100),
+        ("logit_bias={-1: 1.0}", -1),
     ],
 )
-def test_layouts_that_suit_the_models(inputs, tmp_path, overrides):
-    config = load(inputs, tmp_path, *overrides)
-    num_layers = read_spec(config.actor.model).num_layers
-    layout, stages = rollout_of(config, num_layers, WORLD_SIZE)
-    assert layout.ranks == config.rollout_ranks(WORLD_SIZE)
-    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+def test_token_ids_of_the_sampling_section(inputs, tmp_path, override, token_id):
+    key = override.partition("=")[0]
+    assert problem(inputs, tmp_path, f"sampling.{override}") == (
+        f"sampling.{key} names the token id {token_id}, {inputs / 'policy'} has those from 0 to vocab_size - 1 = 99"
+    )
+    load(inputs, tmp_path, f"sampling.{override.replace('1000', '98').replace('100', '99').replace('-1', '0')}")
+
+
+# ------------------------------------------------------------------------------------------------ end tokens
 
 
 @pytest.mark.parametrize(
-    ("overrides", "model", "expected"),
+    ("text", "ends"),
     [
-        (
-            ("actor.tensor_parallel_size=1", "actor.pipeline_parallel_size=4"),
-            "policy",
-            "actor.pipeline_parallel_size = 4 and num_hidden_layers = 6 of {}: 6 layers cannot be cut into 4 pipeline "
-            "stages: 6 are left for 4 equal stages",
-        ),
-        (
-            ("reference.pipeline_parallel_size=2", "reference.virtual_pipeline_parallel_size=2"),
-            "reference",
-            "reference.pipeline_parallel_size = 2, reference.virtual_pipeline_parallel_size = 2 and num_hidden_layers "
-            "= 6 of {}: the 3 layers of pipeline stage 0 cannot be cut into 2 model chunks: 3 = 1 x 2 + 1",
-        ),
-        (
-            ("critic.pipeline_parallel_size=4", "critic.num_layers_in_first_pipeline_stage=2"),
-            "critic",
-            "critic.pipeline_parallel_size = 4, critic.num_layers_in_first_pipeline_stage = 2 and num_hidden_layers = "
-            "6 of {}: 6 layers cannot be cut into 4 pipeline stages: 4 are left for 3 equal stages beside the stages "
-            "of [2]",
-        ),
-        (
-            ("reward.models.0.pipeline_parallel_size=2", "reward.models.0.num_layers_in_last_pipeline_stage=6"),
-            "reward",
-            "reward.models.0.pipeline_parallel_size = 2, reward.models.0.num_layers_in_last_pipeline_stage = 6 and "
-            "num_hidden_layers = 6 of {}: 6 layers cannot be cut into 2 pipeline stages: 0 are left for 1 equal stages "
-            "beside the stages of [6]",
-        ),
+        ("{}", (2,)),
+        ('{"eos_token_id": null}', (2,)),
+        ('{"eos_token_id": 7}', (2, 7)),
+        ('{"eos_token_id": [99, 2, 5]}', (2, 5, 99)),
     ],
 )
-def test_layers_that_a_role_cannot_be_cut_into(inputs, tmp_path, overrides, model, expected):
-    assert problem(inputs, tmp_path, *overrides) == expected.format(inputs / model)
+def test_end_tokens(inputs, policy, tmp_path, text, ends):
+    (policy / "generation_config.json").write_text(text)
+    assert load(inputs, tmp_path, f"actor.model={policy}").eos_token_ids == ends
 
 
-def test_heads_that_the_engine_cannot_share(inputs, tmp_path):
-    """The actor itself is not cut."""
-    policy = shutil.copytree(inputs / "policy", tmp_path / "policy")
-    describe(policy, num_attention_heads=9, num_key_value_heads=9)
-    keys = (f"actor.model={policy}", "actor.tensor_parallel_size=1", "rollout.tensor_parallel_size=2")
-    assert problem(inputs, tmp_path, *keys) == (
-        f"rollout.tensor_parallel_size = 2 does not divide num_attention_heads = 9 of {policy}: 9 = 4 x 2 + 1"
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[2]", "is not JSON: it holds list, not an object"),
+        ("2", "is not JSON: it holds int, not an object"),
+        ("{", "is not JSON: Expecting property name"),
+        ('{"eos_token_id": "2"}', "eos_token_id = '2' is neither a token id nor a list of token ids"),
+        ('{"eos_token_id": [2, null]}', "eos_token_id = [2, None] is neither a token id nor a list of token ids"),
+        ('{"eos_token_id": 2.0}', "eos_token_id = 2.0 is neither"),
+        ('{"eos_token_id": true}', "eos_token_id = True is neither"),
+        ('{"eos_token_id": {"a": 2}}', "eos_token_id = {'a': 2} is neither"),
+        ('{"eos_token_id": [2, 100]}', "eos_token_id = 100 is no token of the model: its vocab_size is 100"),
+        ('{"eos_token_id": -1}', "eos_token_id = -1 is no token of the model"),
+    ],
+)
+def test_a_generation_config_that_is_none(inputs, policy, tmp_path, text, expected):
+    file = policy / "generation_config.json"
+    file.write_text(text)
+    message = problem(inputs, tmp_path, f"actor.model={policy}", kind=CheckpointError)
+    assert message.startswith(f"{file}: {expected}")
+
+
+def test_an_end_token_of_the_tokenizer_that_the_model_does_not_know(inputs, policy, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([f"<{i}>" for i in range(VOCAB_SIZE - len(tokenizer))])
+    tokenizer.add_special_tokens({"eos_token": "<end>"})
+    tokenizer.save_pretrained(policy)
+    assert problem(inputs, tmp_path, f"actor.model={policy}", kind=CheckpointError) == (
+        f"{policy}: eos_token_id of the tokenizer = 100 is no token of the model: its vocab_size is 100"
     )
-    describe(policy, num_attention_heads=12, num_key_value_heads=6)
-    keys = (f"actor.model={policy}", "actor.tensor_parallel_size=1", "rollout.tensor_parallel_size=4")
-    assert problem(inputs, tmp_path, *keys) == (
-        f"rollout.tensor_parallel_size = 4 neither divides num_key_value_heads = 6 of {policy} nor is a multiple of "
-        "it: 6 = 1 x 4 + 2"
-    )
 
 
-def test_layers_that_do_not_fill_the_engines_stages(inputs, tmp_path):
-    policy = shutil.copytree(inputs / "policy", tmp_path / "policy")
-    describe(policy, num_hidden_layers=3)
-    keys = (f"actor.model={policy}", "actor.tensor_parallel_size=1", "rollout.pipeline_parallel_size=4")
-    assert problem(inputs, tmp_path, *keys) == (
-        "rollout.pipeline_parallel_size = 4 exceeds num_hidden_layers = 3: a stage needs a layer"
-    )
+def test_a_model_without_an_end_token_is_noted(inputs, policy, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(policy)
+    (policy / "generation_config.json").unlink(missing_ok=True)
+    key = f"actor.model={policy}"
+    assert load(inputs, tmp_path, key).notes() == [
+        f"no end token: neither the tokenizer nor generation_config.json of {policy} names one, and sampling.stop and "
+        "sampling.stop_token_ids are empty, so every response will run to sampling.max_response_length = 8 tokens"
+    ]
+    for ends in ("sampling.ignore_eos=true", "sampling.stop=['=']", "sampling.stop_token_ids=[3]"):
+        assert load(inputs, tmp_path, key, ends).notes() == []
+    (policy / "generation_config.json").write_text('{"eos_token_id": 0}')
+    assert load(inputs, tmp_path, key).notes() == []
 
 
-def test_where_the_engine_runs(inputs, tmp_path):
-    """On the actor's ranks, at the intervals of its cut; on ranks of its own, neighbours together."""
-    spec = read_spec(inputs / "policy")
-    config = load(inputs, tmp_path, "rollout.tensor_parallel_size=1", "rollout.pipeline_parallel_size=2")
-    layout, stages = rollout_of(config, spec.num_layers, WORLD_SIZE)
-    assert stages == ((0, 1, 2), (3, 4, 5))
-    assert layout == RolloutLayout(1, 2, ((0, 2), (1, 3)))
-    config = load(inputs, tmp_path, "actor.ranks=[[0, 1], [2, 3]]", "rollout.ranks=[[1, 2], [3, 4]]")
-    layout, stages = rollout_of(config, spec.num_layers, WORLD_SIZE)
-    assert stages == ((0, 1, 2, 3, 4, 5),)
-    assert layout == RolloutLayout(2, 1, ((1, 3),))
+def test_prompts_that_were_left_out_are_noted(inputs, tmp_path):
+    keys = ("data.max_prompt_length=6", "data.overlong_prompts=drop", f"data.heldout={inputs / 'heldout.jsonl'}")
+    found = load(inputs, tmp_path, *keys)
+    rows = {key: (inputs / f"{key}.jsonl").read_text().splitlines() for key in ("train", "heldout")}
+    dropped = {key: sum(len(json.loads(row)["prompt"]) > 6 for row in its) for key, its in rows.items()}
+    assert found.notes() == [
+        f"data.{key}: left out {dropped[key]} of {len(rows[key])} prompts longer than data.max_prompt_length"
+        for key in rows
+    ]

@@ -1,6 +1,9 @@
 """Prompt files in, packed batches out; every way in which a file can be wrong; the order of prompts."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,11 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from hybridflow.batch import PromptBatch
+from hybridflow.data import prompts
 from hybridflow.data.prompts import PromptDataset, PromptOrder, load_prompts
 from hybridflow.errors import DataError
+from tests.launch import ROOT
 
 WORDS = ["<unk>", "<bos>", "<eos>", "user", "assistant", "what", "is", "one", "plus", "two", "why"]
 BOS, EOS = WORDS.index("<bos>"), WORDS.index("<eos>")
@@ -62,8 +68,17 @@ def load(path: Path, **changes: Any) -> PromptDataset:
         "chat_template": False,
         "max_length": 10,
         "overlong": "error",
+        "vocab_size": len(WORDS),
     }
     return load_prompts(path, **(options | changes))
+
+
+def everything(dataset: PromptDataset) -> PromptBatch:
+    return dataset.batch(list(range(len(dataset))))
+
+
+def token_ids(dataset: PromptDataset) -> list[tuple[int, ...]]:
+    return [tuple(ids) for ids in everything(dataset).token_lists()]
 
 
 def message(text: str, role: str = "user") -> dict[str, str]:
@@ -79,20 +94,21 @@ def test_prompts_and_columns_are_read(prompt_file) -> None:
     )
     dataset = load(path)
     assert len(dataset) == 2
-    assert dataset.input_ids == (ids("what is one"), ids("why"))
-    assert dataset.texts == ("what is one", "why")
-    assert dataset.columns == {"answer": (1, 2), "tags": (["a"], [])}
+    assert token_ids(dataset) == [ids("what is one"), ids("why")]
+    assert everything(dataset).texts == ("what is one", "why")
+    assert everything(dataset).columns == {"answer": (1, 2), "tags": (["a"], [])}
     assert dataset.num_dropped == 0
 
 
 def test_the_prompt_key_is_the_configs(prompt_file) -> None:
     dataset = load(prompt_file({"question": "why", "prompt": 3}), prompt_key="question")
-    assert dataset.texts == ("why",)
-    assert dataset.columns == {"prompt": (3,)}
+    assert everything(dataset).texts == ("why",)
+    assert everything(dataset).columns == {"prompt": (3,)}
 
 
 def test_blank_lines_are_skipped_and_counted_in_line_numbers(prompt_file) -> None:
-    assert load(prompt_file("", {"prompt": "why"}, "  \t", {"prompt": "what"})).texts == ("why", "what")
+    dataset = load(prompt_file("", {"prompt": "why"}, "  \t", {"prompt": "what"}))
+    assert everything(dataset).texts == ("why", "what")
     with pytest.raises(DataError, match="line 4: is not JSON"):
         load(prompt_file("", {"prompt": "why"}, "", "{"))
 
@@ -100,7 +116,19 @@ def test_blank_lines_are_skipped_and_counted_in_line_numbers(prompt_file) -> Non
 def test_a_byte_order_mark_and_unicode_line_separators_are_text(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes('{"prompt": "why\u2028why"}\n'.encode("utf-8-sig"))
-    assert load(path).texts == ("why\u2028why",)
+    assert everything(load(path)).texts == ("why\u2028why",)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_lines_end_as_they_do_elsewhere(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    lines = ['{"prompt": "why", "answer": 1}', "", '{"prompt": "what is", "answer": "\u00fc"}']
+    path.write_bytes(end.join(lines).encode("utf-8-sig"))
+    assert everything(load(path)).texts == ("why", "what is")
+    assert everything(load(path)).columns == {"answer": (1, "\u00fc")}
+    path.write_bytes(end.join([*lines, '{"prompt": 3}']).encode())
+    with pytest.raises(DataError, match="line 4: prompt = 3 is a int"):
+        load(path)
 
 
 @pytest.mark.parametrize(
@@ -114,15 +142,15 @@ def test_a_byte_order_mark_and_unicode_line_separators_are_text(tmp_path: Path) 
 )
 def test_special_tokens_are_added_but_no_end_token(prompt_file, template: str, expected: tuple) -> None:
     dataset = load(prompt_file({"prompt": "what is"}), tokenizer=word_tokenizer(template=template))
-    assert dataset.input_ids == (expected,)
+    assert token_ids(dataset) == [expected]
 
 
 def test_conversations_are_rendered_and_get_no_second_special_tokens(prompt_file) -> None:
     path = prompt_file({"prompt": [message("what is one"), message("two", "assistant"), message("why")]})
     dataset = load(path, chat_template=True, tokenizer=word_tokenizer(template="<bos> $A <eos>"))
     rendered = "<bos> user what is one assistant two user why assistant"
-    assert dataset.texts == (rendered,)
-    assert dataset.input_ids == (ids(rendered),)
+    assert everything(dataset).texts == (rendered,)
+    assert token_ids(dataset) == [ids(rendered)]
 
 
 def test_overlong_prompts_are_dropped_with_their_columns(prompt_file) -> None:
@@ -132,16 +160,16 @@ def test_overlong_prompts_are_dropped_with_their_columns(prompt_file) -> None:
         {"prompt": "why", "answer": 2},
     )
     dataset = load(path, max_length=2, overlong="drop")
-    assert dataset.texts == ("what is", "why")
-    assert dataset.input_ids == (ids("what is"), ids("why"))
-    assert dataset.columns == {"answer": (0, 2)}
+    assert everything(dataset).texts == ("what is", "why")
+    assert token_ids(dataset) == [ids("what is"), ids("why")]
+    assert everything(dataset).columns == {"answer": (0, 2)}
     assert dataset.num_dropped == 1
 
 
 def test_special_tokens_count_towards_the_length_and_a_stripped_end_token_does_not(prompt_file) -> None:
     path = prompt_file({"prompt": "what is"})
     tokenizer = word_tokenizer(template="<bos> $A <eos>")
-    assert load(path, tokenizer=tokenizer, max_length=3).input_ids == ((BOS, *ids("what is")),)
+    assert token_ids(load(path, tokenizer=tokenizer, max_length=3)) == [(BOS, *ids("what is"))]
     with pytest.raises(DataError, match=r"has 3 tokens, more than data\.max_prompt_length = 2"):
         load(path, tokenizer=tokenizer, max_length=2)
 
@@ -159,7 +187,171 @@ def test_batch_packs_the_chosen_prompts_in_order(prompt_file) -> None:
     assert len(batch) == 3
 
 
+def test_an_empty_batch_has_the_columns(prompt_file) -> None:
+    batch = load(prompt_file({"prompt": "why", "answer": 1})).batch([])
+    assert (batch.input_ids.tolist(), batch.lengths.tolist(), batch.texts, batch.columns) == (
+        [],
+        [],
+        (),
+        {"answer": ()},
+    )
+
+
+# ------------------------------------------------------------------------------------------------ what is held
+
+
+def test_a_token_takes_four_bytes_and_a_prompt_24(prompt_file) -> None:
+    dataset = load(prompt_file({"prompt": "what is", "answer": "long " * 100}, {"prompt": "why", "answer": 1}))
+    assert (dataset.token_ids.dtype, dataset.token_ids.tolist()) == (torch.int32, [*ids("what is"), *ids("why")])
+    assert dataset.nbytes == 4 * 3 + 24 * 2 + 8
+
+
+def test_chunks_do_not_show(prompt_file, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in what is loaded, nor in the numbers of lines, nor in the comparison of columns."""
+    rows = [{"prompt": " ".join(WORDS[5 : 6 + i % 5]), "answer": i} for i in range(20)]
+    whole = everything(load(prompt_file(*rows)))
+    for name, value in (("CHUNK_ROWS", 3), ("CHUNK_CHARACTERS", 10)):
+        with monkeypatch.context() as patch:
+            patch.setattr(prompts, name, value)
+            parts = everything(load(prompt_file(*rows)))
+            assert (parts.token_lists(), parts.texts, parts.columns) == (
+                whole.token_lists(),
+                whole.texts,
+                whole.columns,
+            )
+            with pytest.raises(DataError, match=r"line 21: has no key 'answer', which .*, line 1 has"):
+                load(prompt_file(*rows, {"prompt": "why"}))
+            with pytest.raises(DataError, match="line 21: the prompt has 11 tokens"):
+                load(prompt_file(*rows, {"prompt": "why " * 11, "answer": 1}))
+            dataset = load(prompt_file(*rows, {"prompt": "why " * 11, "answer": 1}), max_length=4, overlong="drop")
+            assert (len(dataset), dataset.num_dropped) == (16, 5)
+
+
+MEASURE = """
+import json, resource, sys
+from tests.data.test_prompts import Verbose, load
+
+def peak():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+few, many = sys.argv[1:]
+changes = {"tokenizer": Verbose(), "max_length": 500, "vocab_size": 100_000}
+small = load(few, **changes)
+before = peak()
+dataset = load(many, **changes)
+print(json.dumps([peak() - before, dataset.nbytes]))
+"""
+
+
+class Verbose:
+    """Makes 500 tokens of every text, fast. Their ids are past those that Python holds once."""
+
+    eos_token_id = 0
+
+    def __call__(self, texts: list[str], **options: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [list(range(i := 1000 + len(text), i + 500)) for text in texts]}
+
+
+def test_a_million_prompts_of_500_tokens_take_less_than_2_5_gb(tmp_path: Path) -> None:
+    """By count, and by what a process takes at most, beyond what one chunk takes for the time being."""
+    few, many = 2 * prompts.CHUNK_ROWS, 30_000
+    for count in (few, many):
+        line = json.dumps({"prompt": "why", "solution": "because " * 50})
+        (tmp_path / str(count)).write_text(f"{line}\n" * count)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, tmp_path / str(few), tmp_path / str(many)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    grown, counted = json.loads(done.stdout)
+    assert counted == many * (500 * 4 + 24) + 8
+    assert counted / many * 1_000_000 < 2.1e9
+    assert grown / many * 1_000_000 < 2.5e9
+
+
+@pytest.mark.parametrize("change", ["longer", "as long", "shorter"])
+def test_a_file_that_has_changed_is_refused(prompt_file, change: str) -> None:
+    path = prompt_file({"prompt": "why", "answer": 1}, {"prompt": "what", "answer": 2})
+    dataset = load(path)
+    text = path.read_text()
+    path.write_text({"longer": text + text, "as long": text.replace("2", "3"), "shorter": text[:20]}[change])
+    with pytest.raises(DataError) as raised:
+        dataset.batch([1])
+    assert str(raised.value).startswith(f"{path}: has changed since the run began to read it; ")
+
+
+def test_a_file_that_is_gone_is_an_error(prompt_file) -> None:
+    path = prompt_file({"prompt": "why"})
+    dataset = load(path)
+    path.unlink()
+    with pytest.raises(DataError, match=r"prompts.jsonl: cannot be read: No such file"):
+        dataset.batch([0])
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(prompt_file, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = prompt_file(*[{"prompt": "why"}] * 4)
+    monkeypatch.setattr(prompts, "CHUNK_ROWS", 2)
+    tokenizer = word_tokenizer()
+
+    def growing(texts: list[str], **options: bool) -> Any:
+        with path.open("a") as file:
+            file.write('{"prompt": "what"}\n')
+        return word_tokenizer()(texts, **options)
+
+    growing.eos_token_id = tokenizer.eos_token_id
+    with pytest.raises(DataError, match="has changed since the run began"):
+        load(path, tokenizer=growing)
+
+
+def test_a_pipe_cannot_be_read_twice(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    os.mkfifo(path)
+    writer = os.open(path, os.O_RDWR)  # else opening waits for one
+    try:
+        with pytest.raises(DataError, match="is no regular file; rows are read again"):
+            load(path)
+    finally:
+        os.close(writer)
+
+
+def test_the_digest_is_that_of_the_bytes(prompt_file) -> None:
+    rows = [{"prompt": "why"}, {"prompt": "what"}]
+    first, again = (load(prompt_file(*rows)).file.digest for _ in range(2))
+    other = load(prompt_file(*rows[::-1])).file.digest
+    assert first == again != other
+    assert len(first) == 16
+
+
 # ------------------------------------------------------------------------------------------------ what is refused
+
+
+def with_added_tokens() -> PreTrainedTokenizerFast:
+    """A tokenizer of two tokens more than the model knows."""
+    tokenizer = word_tokenizer()
+    tokenizer.add_tokens(["<think>", "<answer>"])
+    return tokenizer
+
+
+def test_a_token_that_the_model_does_not_know_is_refused(prompt_file) -> None:
+    tokenizer = with_added_tokens()
+    path = prompt_file({"prompt": "why"}, "", {"prompt": "what is <answer>"})
+    with pytest.raises(DataError) as raised:
+        load(path, tokenizer=tokenizer)
+    assert str(raised.value) == (
+        f"{path}, line 3: the prompt has the token id 12 ('<answer>'), the actor's model knows those below its "
+        "vocab_size = 11"
+    )
+    assert token_ids(load(path, tokenizer=tokenizer, vocab_size=13))[1] == (*ids("what is"), 12)
+    with pytest.raises(DataError, match=r"line 3: .*12.*vocab_size = 12"):
+        load(path, tokenizer=tokenizer, vocab_size=12)
+
+
+def test_a_prompt_that_is_left_out_may_have_any_token(prompt_file) -> None:
+    path = prompt_file({"prompt": "why"}, {"prompt": "what is <answer>"})
+    assert len(load(path, tokenizer=with_added_tokens(), max_length=2, overlong="drop")) == 1
+
 
 GOOD = {"prompt": "why"}
 
@@ -252,7 +444,6 @@ def test_without_shuffling_the_order_is_the_files() -> None:
     assert order.next(5) == [2, 0, 1, 2, 0]
     assert order.next(0) == []
     assert order.position == 7
-    assert order.epoch == pytest.approx(7 / 3)
 
 
 def test_every_epoch_is_another_permutation() -> None:

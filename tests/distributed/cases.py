@@ -1,11 +1,11 @@
 """What the parity worker runs and what the test compares it with: one description for both."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from hybridflow.batch import RolloutBatch, response_mask
-from hybridflow.config import AlgorithmConfig, OptimizerConfig
+from hybridflow.batch import RolloutBatch, offsets, response_mask
+from hybridflow.config import GRPO, PPO, OptimizerConfig
 from tests.reference.ppo import Hyperparameters
 from tests.tiny_models import ROPE_LINEAR, ROPE_LLAMA3, VOCAB_SIZE
 
@@ -94,15 +94,17 @@ CASES = (
 )
 BUDGETS = (64, 17, 1000)  # micro-batch tokens: several sequences, about one, all in one
 HYPER = Hyperparameters()
-ALGORITHM = AlgorithmConfig(
-    gamma=HYPER.gamma,
-    gae_lambda=HYPER.gae_lambda,
-    clip_range=HYPER.clip_low,
-    clip_range_high=HYPER.clip_high,
-    value_clip_range=HYPER.value_clip,
-    entropy_coef=HYPER.entropy_coef,
-    mini_batch_size=8,
+POLICY = {"clip_range": HYPER.clip_low, "clip_range_high": HYPER.clip_high, "entropy_coef": HYPER.entropy_coef}
+ALGORITHM = PPO.model_validate(
+    {
+        "gamma": HYPER.gamma,
+        "gae_lambda": HYPER.gae_lambda,
+        "value_clip_range": HYPER.value_clip,
+        "policy": POLICY,
+        "kl": {"coef": HYPER.kl_coef},
+    }
 )
+GROUPS = GRPO.model_validate({"policy": POLICY, "kl": {"coef": HYPER.kl_coef}})
 SGD = OptimizerConfig(name="sgd", lr=0.1, clip_grad=0.5)
 ADAM = OptimizerConfig(name="adam", lr=0.01, eps=0.1, betas=(0.8, 0.9), weight_decay=0.05, clip_grad=0.5)  # ZeRO-1
 # a large eps: Adam turns rounding noise of near-zero gradients into steps
@@ -132,3 +134,15 @@ def make_rollout() -> RolloutBatch:
     return RolloutBatch(
         tokens, lengths, prompts, torch.arange(8), torch.zeros(8, dtype=torch.bool), mask, torch.zeros(len(tokens))
     )
+
+
+def make_groups() -> RolloutBatch:
+    """The same tokens as two groups of four responses, with gaps and tails that the policy did not write."""
+    rollout = make_rollout()
+    mask = rollout.response_mask.clone()
+    starts = offsets(rollout.lengths)
+    mask[starts[1] + 7 : starts[1] + 10] = False  # of a prompt of 5 and a response of 9: a gap of 3
+    mask[starts[4] + 6] = False
+    mask[starts[4] + 14 :][:3] = False  # and the last 3 of 17
+    mask[starts[7] + 4] = False  # its first response token
+    return replace(rollout, response_mask=mask, prompt_indices=torch.arange(8) // 4)

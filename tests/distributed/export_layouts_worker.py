@@ -13,6 +13,7 @@ from hybridflow.config import OptimizerConfig, TrainedRoleConfig
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
+from hybridflow.planning.placed import place_model
 from hybridflow.roles.base import World
 from hybridflow.roles.policy import Actor
 
@@ -43,7 +44,7 @@ def main(checkpoints: Path, out: Path) -> None:
         config = TrainedRoleConfig(
             model=str(checkpoints / model / "policy"), dtype="float32", optimizer=OptimizerConfig(lr=0.1), **keys
         )
-        actor = Actor(config, temperature=1.0, world=world)
+        actor = Actor(place_model("actor", config, platform.world_size), temperature=1.0, world=world)
         export_huggingface(actor, out / name, max_file_bytes=MAX_FILE_BYTES)
     platforms.stop()
 

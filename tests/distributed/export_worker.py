@@ -14,12 +14,12 @@ from hybridflow.checkpoint.export import export_huggingface
 
 def main(config: str, out: Path) -> None:
     trainer = RLTrainer.from_yaml(config, ["metrics.num_samples=2"])
-    export_huggingface(trainer.actor, out / "before")
-    export_huggingface(trainer.actor, out / "sharded", max_file_bytes=300_000)
+    export_huggingface(trainer.roles.actor, out / "before")
+    export_huggingface(trainer.roles.actor, out / "sharded", max_file_bytes=300_000)
     trainer.fit(num_iterations=1)
     prompts = trainer.inputs.train.batch(list(range(4)))
-    responses = trainer.greedy_responses(prompts)
-    log_probs = trainer.exchange.whole(trainer.actor.log_probs(responses))
+    responses = trainer.run.greedy_responses(prompts)
+    log_probs = trainer.exchange.whole(trainer.roles.actor.log_probs(responses))
     if trainer.platform.rank == 0:
         fields = {name: getattr(responses, name) for name in ("input_ids", "lengths", "prompt_lengths")}
         torch.save(fields | {"log_probs": log_probs}, out / "responses.pt")

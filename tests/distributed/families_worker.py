@@ -64,7 +64,7 @@ def logits(checkpoints: Path, family: str, platform: Platform) -> dict[str, floa
 def whole_logits(spec: ModelSpec, inputs: list[Tensor], grid: Grid, platform: Platform) -> Tensor:
     """Of all tokens, on every rank."""
     options = dict(dtype="float32", sequence_parallel=False, recompute="none", device=platform.device)
-    chunks = build_model(spec, grid, value_head=False, **options)
+    chunks = build_model(spec, grid, head="lm", **options)
     batch = packed_micro_batch(inputs, platform.device)
     results = pipeline.forward(chunks, grid, [batch], lambda output, _: {"logits": output})
     if grid.is_last_stage:

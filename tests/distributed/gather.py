@@ -16,11 +16,11 @@ def whole(role: Role, of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]
     """HuggingFace name -> whole float32 tensor; `of` picks a tensor of a parameter. Empty outside the role's grid."""
     if not role.grid.inside:
         return {}
-    own = {w.megatron: p for w, p in named_weights(role.chunks, role.spec, value_head=role.value_head)}
+    own = {w.megatron: p for w, p in named_weights(role.chunks, role.spec, head=role.head)}
     held = [None] * role.grid.pp
     dist.all_gather_object(held, sorted(own), group=role.grid.groups.pp)
     tensors = {}
-    for weight in model_weights(role.spec, "score" if role.value_head else "lm"):
+    for weight in model_weights(role.spec, role.head):
         owner = next(stage for stage, names in enumerate(held) if weight.megatron in names)
         parts = [torch.empty(shape) for shape in weight.shapes(role.spec)]
         if weight.megatron in own:

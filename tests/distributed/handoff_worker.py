@@ -73,16 +73,16 @@ def run(trainer: RLTrainer, model: Path, dtype: str) -> list[dict]:
 
 def check(trainer: RLTrainer, model: Path, dtype: str) -> dict:
     """Greedy tokens of the engine against HuggingFace's with the trainer's current weights, and what memory holds."""
-    before = {name: tensor.clone() for name, (_, tensor) in trainer.actor.weights().items()}
+    before = {name: tensor.clone() for name, (_, tensor) in trainer.roles.actor.weights().items()}
     prompts = trainer.inputs.train.batch(list(range(NUM_PROMPTS)))
-    responses = trainer.greedy_responses(prompts)
-    restored = all(torch.equal(before[name], tensor) for name, (_, tensor) in trainer.actor.weights().items())
+    responses = trainer.run.greedy_responses(prompts)
+    restored = all(torch.equal(before[name], tensor) for name, (_, tensor) in trainer.roles.actor.weights().items())
     del before
-    log_probs = trainer.exchange.whole(trainer.actor.log_probs(responses))
+    log_probs = trainer.exchange.whole(trainer.roles.actor.log_probs(responses))
     difference = (log_probs - responses.rollout_log_probs).abs().max()
     record = {"restored": restored, "log_prob_difference": float(difference), "copies": weight_copies(trainer)}
     record["num_cached"] = sum(length > BLOCK for length in prompts.lengths.tolist())
-    weights = whole(trainer.actor, lambda p: p.data)
+    weights = whole(trainer.roles.actor, lambda p: p.data)
     if dtype == "float32":
         record["right"] = equal_to_huggingface(responses, model, weights)
     return record
@@ -109,12 +109,17 @@ def weight_copies(trainer: RLTrainer) -> int:
     """Bytes of live tensors shaped like a weight of the actor that belong to no role and no optimizer."""
     gc.unfreeze()  # vLLM freezes what exists when it starts
     gc.collect()
-    roles: list[Role] = [trainer.actor, trainer.critic, trainer.reference, *trainer.scorer._models]
+    roles: list[Role] = [
+        trainer.roles.actor,
+        trainer.roles.critic,
+        trainer.roles.reference,
+        *trainer.roles.scorer._models,
+    ]
     known = {p.data.untyped_storage().data_ptr() for role in roles for c in role.chunks for p in c.parameters()}
-    for trained in (trainer.actor.trained, trainer.critic.trained):
+    for trained in (trainer.roles.actor.trained, trainer.roles.critic.trained):
         known |= {x.untyped_storage().data_ptr() for x in trained._gradients() + trained._optimizer_state()}
-    shapes = {tuple(x.shape) for _, x in trainer.actor.weights().values() if x.dim() == 2}
-    sizes = {x.untyped_storage().nbytes() for _, x in trainer.actor.weights().values()}  # the flat buffer
+    shapes = {tuple(x.shape) for _, x in trainer.roles.actor.weights().values() if x.dim() == 2}
+    sizes = {x.untyped_storage().nbytes() for _, x in trainer.roles.actor.weights().values()}  # the flat buffer
     found = {}
     for thing in gc.get_objects():
         if not isinstance(thing, torch.Tensor) or not thing.is_floating_point() or thing.is_meta:

@@ -32,9 +32,12 @@ def main(config: str, out: Path, overrides: list[str]) -> None:
     for name, layout in LAYOUTS.items():
         trainer = RLTrainer.from_yaml(config, [*overrides, *layout])
         prompts = trainer.inputs.train.batch(PROMPTS)
+        samples = trainer.config.sampling.samples_per_prompt
+        with trainer.run.handed_to_engine():
+            sampled = trainer.generator.generate(prompts, samples_per_prompt=samples, iteration=1, first_prompt=0)
         results[name] = {
-            "sampled": vars(trainer.generate(prompts, iteration=1, first_prompt=0)),
-            "greedy": vars(trainer.greedy_responses(prompts)),
+            "sampled": vars(sampled),
+            "greedy": vars(trainer.run.greedy_responses(prompts)),
             "replicas": trainer.generator.layout.replicas,
         }
         if trainer.generator.engine is not None:

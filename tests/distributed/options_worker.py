@@ -21,11 +21,11 @@ BFLOAT16 = [
 ]  # main weights of their own
 LOSS_TERMS = [
     "algorithm.kl={use: loss, estimator: k3, coef: 0.5}",
-    "algorithm.entropy_coef=0.01",
-    "algorithm.dual_clip=3.0",
-    "algorithm.importance_cap=2.0",
+    "algorithm.policy.entropy_coef=0.01",
+    "algorithm.policy={kind: dual_clip, dual_clip: 3.0}",
+    "algorithm.policy.importance_cap=2.0",
     "algorithm.value_clip_range=null",
-    "algorithm.ppo_epochs=2",
+    "algorithm.update.epochs=2",
     "actor.optimizer.name=sgd",
     "actor.recompute=full",
     "critic.recompute=selective",
@@ -63,18 +63,18 @@ def main(config: str, out: Path) -> None:
         trainer = RLTrainer.from_yaml(config, overrides)
         iterations = []
         for i in (1, 2):
-            before = {k: x.clone() for k, (_, x) in trainer.actor.weights().items()}
+            before = {k: x.clone() for k, (_, x) in trainer.roles.actor.weights().items()}
             done = trainer.iterate(i, 2, Recorder())
-            moved = any(not torch.equal(before[k], x) for k, (_, x) in trainer.actor.weights().items())
-            fields = ("scores", "truncated", "lengths", "prompt_lengths", "prompt_indices")
+            moved = any(not torch.equal(before[k], x) for k, (_, x) in trainer.roles.actor.weights().items())
+            fields = ("raw_scores", "scores", "truncated", "lengths", "prompt_lengths", "prompt_indices")
             iterations.append(
                 {name: float(value) for name, value in done.metrics.items()}
                 | {name: getattr(done.batch, name).tolist() for name in fields}
-                | {"raw_scores": done.scores.tolist(), "moved": moved}
+                | {"moved": moved}
             )
-        with trainer.handed_to_engine():
+        with trainer.run.handed_to_engine():
             iterations[-1]["bytes_with_engine"] = [
-                role.trained.memory_bytes() for role in (trainer.actor, trainer.critic)
+                role.trained.memory_bytes() for role in (trainer.roles.actor, trainer.roles.critic)
             ]
         records[name] = iterations
         trainer.generator.engine.close()

@@ -25,11 +25,12 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.layout import RolloutLayout
+from hybridflow.planning.placed import place_model
 from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout
 from hybridflow.reshard.plan import plan_reshard
 from hybridflow.reshard.transfer import WeightHandOff
 from hybridflow.roles.base import World
-from hybridflow.roles.objectives import PolicyObjective
+from hybridflow.roles.objectives import KLTerm, policy_loss
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.engine import Request, RolloutEngine
 from hybridflow.rollout.patches import join_groups
@@ -94,7 +95,8 @@ class Run:
             **pair.case.layout(),
         )
         if self.actor is None:
-            self.actor = Actor(config, temperature=HYPER.temperature, world=self.world)
+            placed = place_model("actor", config, self.world.platform.world_size)
+            self.actor = Actor(placed, temperature=HYPER.temperature, world=self.world)
         train, rank = self.actor.grid.layout, self.world.platform.rank
         if ranks is None:
             layout = rollout_layout(train, pair.tp, pair.pp)
@@ -117,8 +119,8 @@ class Run:
         records = []
         for num_steps in (2, 1):
             for _ in range(num_steps):
-                objective = PolicyObjective.of(ALGORITHM)
-                self.actor.update(self.batch, objective, kl_coef=HYPER.kl_coef, lr=1e-2)
+                self.actor.lr = 1e-2
+                self.actor.update(self.batch, policy_loss(ALGORITHM.policy, KLTerm(ALGORITHM.kl, HYPER.kl_coef)))
             record = self._hand_over(hand_off, engine, weights, watch)
             record["in_place"] = plan.is_in_place
             record["planned"] = {

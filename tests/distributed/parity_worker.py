@@ -1,119 +1,142 @@
-"""On every rank: build the roles on several layouts and save what they compute, as whole HuggingFace tensors.
+"""On every rank: run the product's flows on given responses in several layouts; save what they compute, as whole
+HuggingFace tensors.
 
 torchrun --nproc-per-node N -m tests.distributed.parity_worker CHECKPOINTS OUT
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from hybridflow.algorithms.advantages import gae, whiten
-from hybridflow.algorithms.kl import kl_k1
-from hybridflow.algorithms.rewards import token_rewards
-from hybridflow.batch import RolloutBatch, TrainBatch
-from hybridflow.config import OptimizerConfig, RewardModelConfig, RoleConfig, TrainedRoleConfig
+from hybridflow.batch import RolloutBatch
+from hybridflow.config import GRPO, PPO, ExperimentConfig, OptimizerConfig
+from hybridflow.flows.run import Run
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
-from hybridflow.roles.base import World
-from hybridflow.roles.objectives import PolicyObjective, value_objective
-from hybridflow.roles.policy import Actor, Reference
-from hybridflow.roles.values import Critic, RewardModel
+from hybridflow.roles.base import TrainedRole, World
+from hybridflow.roles.objectives import policy_loss
+from hybridflow.trainer import flow_of
 from tests.distributed.cases import (
     ADAM,
     ALGORITHM,
     BUDGETS,
     FAMILIES,
+    GROUPS,
     HYPER,
     SGD,
+    THOROUGH,
     Case,
     applies,
     cases_for,
+    make_groups,
     make_rollout,
 )
 from tests.distributed.gather import whole
+from tests.distributed.given import given_run
+
+BUCKET_BYTES = 1 << 14  # several storages a model
 
 
 def main(checkpoints: Path, out: Path) -> None:
     platform = platforms.start(seed=0)
-    exchange = Exchange(dist.group.WORLD, platform.device)
-    world = World(platform, ProcessGroups(), exchange, bucket_bytes=BUCKET_BYTES)
+    world = World(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
     for case in cases_for(platform.world_size):
         for family in [family for family in FAMILIES if applies(case, family)]:
             result = run_case(case, checkpoints / family, world)
+            if family in THOROUGH:
+                result |= one_iteration(GROUPS, make_groups(), case, checkpoints / family, world, "grpo")
             if platform.rank == 0:
                 torch.save(result, out / f"{case.name}-{family}.pt")
     platforms.stop()
 
 
-BUCKET_BYTES = 1 << 14  # several storages a model
-
-
-def run_case(case: Case, models: Path, world: World) -> dict[str, torch.Tensor]:
-    rollout, layout = make_rollout(), case.layout()
+def run_case(case: Case, models: Path, world: World) -> dict[str, Tensor]:
     results = {}
-
-    def trained(name: str, optimizer: OptimizerConfig, budget: int) -> TrainedRoleConfig:
-        return TrainedRoleConfig(
-            model=str(models / name), optimizer=optimizer, recompute=case.recompute, micro_batch_tokens=budget, **layout
-        )
-
-    reference = Reference(
-        RoleConfig(model=str(models / "reference"), **layout), temperature=HYPER.temperature, world=world
-    )
-    reward = RewardModel("reward", RewardModelConfig(model=str(models / "reward"), **layout), world=world)
     for budget in BUDGETS if case.all_budgets else BUDGETS[:1]:
-        actor = Actor(trained("policy", SGD, budget), temperature=HYPER.temperature, world=world)
-        critic = Critic(trained("critic", SGD, budget), world=world)
-        batch = estimate(rollout, actor, critic, reference, reward, world.exchange)
-        results |= {f"{budget}/{name}": getattr(batch, name) for name in ESTIMATES}
-        objective, values = PolicyObjective.of(ALGORITHM), value_objective(ALGORITHM)
-        actor.trained.zero_gradients(), critic.trained.zero_gradients()
-        actor.accumulate(batch, objective, kl_coef=HYPER.kl_coef), critic.accumulate(batch, values)
-        results |= {f"{budget}/actor_grad/{n}": x for n, x in whole(actor, lambda p: p.main_grad).items()}
-        results |= {f"{budget}/critic_grad/{n}": x for n, x in whole(critic, lambda p: p.main_grad).items()}
-        stats = world.exchange.summed(actor.update(batch, objective, kl_coef=HYPER.kl_coef, lr=SGD.lr))
-        critic.update(batch, values, lr=SGD.lr)
-        results |= {f"{budget}/actor_stat/{name}": x for name, x in zip(Actor.report, stats, strict=True)}
-        results |= {f"{budget}/actor_sgd/{n}": x for n, x in whole(actor, lambda p: p.data).items()}
-        results |= {f"{budget}/critic_sgd/{n}": x for n, x in whole(critic, lambda p: p.data).items()}
-    adam = Actor(trained("policy", ADAM, BUDGETS[0]), temperature=HYPER.temperature, world=world)
-    for _ in range(2):
-        adam.update(batch, objective, kl_coef=HYPER.kl_coef, lr=ADAM.lr)
-    return results | {f"actor_adam/{n}": x for n, x in whole(adam, lambda p: p.data).items()}
+        results |= one_iteration(ALGORITHM, make_rollout(), case, models, world, str(budget), budget=budget)
+    return results | two_adam_steps(case, models, world)
 
 
-ESTIMATES = ("log_probs", "ref_log_probs", "values", "scores", "rewards", "advantages", "returns")
-
-
-def estimate(
+def one_iteration(
+    algorithm: PPO | GRPO,
     rollout: RolloutBatch,
-    actor: Actor,
-    critic: Critic,
-    reference: Reference,
-    reward: RewardModel,
-    exchange: Exchange,
-) -> TrainBatch:
-    parts = [actor.log_probs(rollout), reference.log_probs(rollout), critic.values(rollout), reward.scores(rollout)]
-    log_probs, ref_log_probs, values, scores = exchange.wholes(parts)
-    mask = rollout.response_mask
-    rewards = token_rewards(
-        scores, kl_k1(log_probs, ref_log_probs) * mask, mask, lengths=rollout.lengths, kl_coef=HYPER.kl_coef
-    )
-    advantages, returns = gae(
-        rewards, values, mask, lengths=rollout.lengths, gamma=HYPER.gamma, gae_lambda=HYPER.gae_lambda
-    )
-    return TrainBatch(
-        **vars(rollout),
-        log_probs=log_probs,
-        ref_log_probs=ref_log_probs,
-        values=values,
-        scores=scores,
-        rewards=rewards,
-        advantages=whiten(advantages, mask),
-        returns=returns,
+    case: Case,
+    models: Path,
+    world: World,
+    prefix: str,
+    *,
+    budget: int = BUDGETS[0],
+) -> dict[str, Tensor]:
+    """What the flow computes, the gradients of its one step before they are clipped, and the weights after it."""
+    run = given_run(experiment(algorithm, case, models, SGD, budget), rollout, world)
+    run.begin(1, 1, lambda text: None)
+    results: dict[str, Tensor] = {}
+    trained = [run.actor, *([run.critic] if algorithm.name == "ppo" else [])]
+    for role in trained:
+        keep_gradients(role, results)
+    done = run.finished(flow_of(algorithm)(run))
+    results |= {name: x for name, x in vars(done.batch).items() if name not in vars(rollout)}
+    results["scores"] = done.batch.raw_scores
+    results |= {f"stat/{name}": torch.tensor(float(x)) for name, x in done.metrics.items()}
+    for role in trained:
+        results |= {f"{role.name}_sgd/{n}": x for n, x in whole(role, lambda p: p.data).items()}
+    return {f"{prefix}/{name}": x for name, x in results.items()}
+
+
+def keep_gradients(role: TrainedRole, results: dict[str, Tensor]) -> None:
+    """Note the gradients that each step finds. All ranks are in every role's grid, so that all gather them."""
+    step: Callable[[float], float] = role.trained.step
+
+    def noting(lr: float) -> float:
+        results.update({f"{role.name}_grad/{n}": x for n, x in whole(role, lambda p: p.main_grad).items()})
+        return step(lr)
+
+    role.trained.step = noting
+
+
+def two_adam_steps(case: Case, models: Path, world: World) -> dict[str, Tensor]:
+    """ZeRO-1, on the batch of the first iteration."""
+    run: Run = given_run(experiment(ALGORITHM, case, models, ADAM, BUDGETS[0]), make_rollout(), world)
+    run.begin(1, 1, lambda text: None)
+    run.critic.lr = 0.0
+    batch = flow_of(ALGORITHM)(run)
+    run.actor.update(batch, policy_loss(ALGORITHM.policy, run.kl))
+    return {f"actor_adam/{n}": x for n, x in whole(run.actor, lambda p: p.data).items()}
+
+
+def experiment(
+    algorithm: PPO | GRPO, case: Case, models: Path, optimizer: OptimizerConfig, budget: int
+) -> ExperimentConfig:
+    def role(name: str, **more: object) -> dict:
+        return {"model": str(models / name), "micro_batch_tokens": budget, **case.layout(), **more}
+
+    trained = {"optimizer": optimizer.model_dump(), "recompute": case.recompute}
+    sections = {
+        "actor": role("policy", **trained),
+        "reference": role("reference"),
+        "reward": {"models": [role("reward")]},
+    }
+    if algorithm.name == "ppo":
+        sections["critic"] = role("critic", **trained)
+    groups = algorithm.name == "grpo"
+    return ExperimentConfig.model_validate(
+        {
+            "name": "parity",
+            "num_iterations": 1,
+            "data": {"train": "given", "prompts_per_iteration": 2 if groups else 8, "max_prompt_length": 9},
+            "sampling": {
+                "samples_per_prompt": 4 if groups else 1,
+                "max_response_length": 8,
+                "temperature": HYPER.temperature,
+            },
+            "algorithm": algorithm.model_dump(),
+            **sections,
+        }
     )
 
 

@@ -87,7 +87,7 @@ def main(checkpoints: Path, prompts: Path, out: Path) -> None:
         if num_ranks == world_size:
             trainer = RLTrainer(config(checkpoints, prompts, layouts, rollout))
             results[name] = [run(trainer, iteration) for iteration in range(1, NUM_ITERATIONS + 1)]
-            results[name][-1] |= trainer.evaluate().metrics()
+            results[name][-1] |= trainer.evaluate()
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))
     platforms.stop()
@@ -121,7 +121,7 @@ def config(models: Path, prompts: Path, layouts: dict, rollout: dict) -> Experim
             "reference": role("reference", "reference"),
             "reward": {"models": [role("reward", "reward")]},
             "rollout": {"kv_cache_gib": 1 / 64, "max_num_seqs": 32, "max_num_batched_tokens": 512, **rollout},
-            "algorithm": {"mini_batch_size": 8, "ppo_epochs": 2, "kl": {"coef": 0.05}},
+            "algorithm": {"update": {"mini_batch_size": 8, "epochs": 2}, "kl": {"coef": 0.05}},
         }
     )
 

@@ -65,7 +65,12 @@ def test_engine_on_some_of_the_actors_ranks(config):
     )
 
 
-# ---- checkpoints; more of how a model does not suit a layout is in test_inputs.py
+def test_output_directory_that_cannot_be_written(config):
+    message = error_of_one_process(config, f"output_dir={config}/runs")
+    assert message == f"output_dir = {config}/runs: cannot write to {config}/runs: Not a directory"
+
+
+# ---- checkpoints; more of how a model does not suit a layout is in test_placed.py
 
 
 def test_layers_that_pipeline_stages_cannot_share(config, inputs):

@@ -95,7 +95,7 @@ def responses(inputs, tmp_path_factory) -> dict[str, dict]:
     """What each layout of the worker generated."""
     root = tmp_path_factory.mktemp("layouts")
     config = write_config(root / "config.yaml", inputs)
-    arguments = [config, root / "responses.pt", *OVERRIDES, "algorithm.mini_batch_size=4"]
+    arguments = [config, root / "responses.pt", *OVERRIDES, "algorithm.update.mini_batch_size=4"]
     torchrun(NUM_RANKS, "-m", "tests.distributed.layouts_worker", *arguments, timeout=240)
     return torch.load(root / "responses.pt")
 

@@ -16,11 +16,14 @@ from tests.distributed.cases import (
     HYPER,
     NUM_LAYERS,
     SGD,
+    THOROUGH,
     Case,
     applies,
+    make_groups,
     make_rollout,
 )
 from tests.launch import torchrun
+from tests.reference import grpo
 from tests.reference.ppo import Episode, actor_loss, critic_loss, estimate
 from tests.tiny_models import by_checkpoint_name, make_checkpoints
 
@@ -174,7 +177,48 @@ def test_zero1_adam_steps(case, family, results, expected):
 def test_first_step_has_ratio_one(case, family, results, expected):
     found = load(results, case, family)
     for budget in budgets(case):
-        assert found[f"{budget}/actor_stat/clip_fraction"] == 0
-        assert abs(found[f"{budget}/actor_stat/approx_kl"]) < 1e-12
-        assert_close(found[f"{budget}/actor_stat/loss"], expected["actor_loss"], "loss")
-        assert_close(found[f"{budget}/actor_stat/grad_norm"], expected["actor_grad_norm"], "gradient norm")
+        assert found[f"{budget}/stat/actor/clip_fraction"] == 0
+        assert abs(found[f"{budget}/stat/actor/approx_kl"]) < 1e-12
+        assert_close(found[f"{budget}/stat/actor/loss"], expected["actor_loss"], "loss")
+        assert_close(found[f"{budget}/stat/actor/grad_norm"], expected["actor_grad_norm"], "gradient norm")
+
+
+# ------------------------------------------------------------------------------------------------ GRPO
+
+every_layout = pytest.mark.parametrize(
+    ("case", "family"), [(case, family) for family in THOROUGH for case in CASES], indirect=["family"], ids=str
+)
+
+
+@functools.cache
+def groups_by_huggingface(family: Path) -> dict[str, torch.Tensor]:
+    models = {name: AutoModelForCausalLM.from_pretrained(family / name) for name in ("policy", "reference")}
+    models["reward"] = AutoModelForSequenceClassification.from_pretrained(family / "reward")
+    rollout = make_groups()
+    lengths = rollout.lengths.tolist()
+    pieces = zip(rollout.input_ids.split(lengths), rollout.response_mask.split(lengths), strict=True)
+    responses = [grpo.Response(x, m, g) for (x, m), g in zip(pieces, rollout.prompt_indices.tolist(), strict=True)]
+    grpo.estimate(responses, models, HYPER)
+    found = {"raw_scores": torch.tensor([r.score for r in responses])}
+    for name in ("log_probs", "ref_log_probs"):
+        found[name] = torch.zeros(len(rollout.input_ids))
+        found[name][rollout.response_mask] = torch.cat([getattr(r, name) for r in responses])
+    found["advantages"] = torch.zeros(len(rollout.input_ids))
+    found["advantages"][rollout.response_mask] = torch.cat(
+        [r.advantage.float().expand(int(r.written.sum())) for r in responses]
+    )
+    found["stat/actor/loss"] = grpo.actor_loss(responses, models["policy"], HYPER).detach()
+    found |= {f"actor_grad/{n}": x for n, x in gradients(models["policy"], responses, grpo.actor_loss).items()}
+    found |= {f"actor_sgd/{n}": x for n, x in after_sgd(models["policy"], responses, grpo.actor_loss).items()}
+    return found
+
+
+@every_layout
+def test_grpo_with_gaps_in_the_responses(case, family, results, checkpoints):
+    """Log-probs, scores, advantages, the loss, its gradient and one clipped SGD step of the flow as it is."""
+    found, expected = load(results, case, family), groups_by_huggingface(checkpoints / family)
+    largest = max(x.abs().max() for name, x in expected.items() if name.startswith("actor_grad/"))
+    for name, value in expected.items():
+        scale = largest if name.startswith("actor_grad/") else value.abs().max()
+        difference = (found[f"grpo/{name}"] - value).abs().max() / scale
+        assert difference <= TOLERANCE, f"{name}: {difference:.2e} of the largest value"

@@ -37,7 +37,7 @@ def write_config(path: Path, inputs: Path) -> Path:
                 "reference": model(inputs / "reference"),
                 "reward": {"models": [model(inputs / "reward")]},
                 "rollout": {"kv_cache_gib": 0.0625},
-                "algorithm": {"mini_batch_size": 2},
+                "algorithm": {"update": {"mini_batch_size": 2}},
                 "metrics": {"tensorboard": False},
             },
             indent=2,

@@ -13,7 +13,7 @@ import pytest
 
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import model_weights
-from hybridflow.config import OptimizerConfig
+from hybridflow.config import OptimizerConfig, RolloutConfig
 from hybridflow.parallel.layout import Layout
 from hybridflow.planning.footprint import (
     Footprint,
@@ -21,7 +21,6 @@ from hybridflow.planning.footprint import (
     engine_activation_bytes,
     forward_activation_bytes,
     gradient_bytes,
-    kv_cache_bytes,
     layer_bytes,
     model_elements,
     optimizer_bytes,
@@ -138,6 +137,7 @@ def measure(model: str) -> dict[str, dict[str, int]]:
     from hybridflow.parallel import platform as platforms
     from hybridflow.parallel.exchange import Exchange
     from hybridflow.parallel.grid import ProcessGroups
+    from hybridflow.planning.placed import place_model
     from hybridflow.roles.base import World
     from hybridflow.roles.policy import Actor
 
@@ -148,7 +148,7 @@ def measure(model: str) -> dict[str, dict[str, int]]:
     for dtype in ("bfloat16", "float32"):
         for name, optimizer in OPTIMIZERS.items():
             config = TrainedRoleConfig(model=model, dtype=dtype, optimizer=optimizer)
-            actor = Actor(config, temperature=1.0, world=world)
+            actor = Actor(place_model("actor", config, 1), temperature=1.0, world=world)
             actor.trained.zero_gradients()
             actor.trained.step(0.1)
             found[f"{dtype}/{name}"] = actor.trained.memory_bytes()
@@ -178,7 +178,7 @@ def test_optimizer_bytes_by_hand(optimizer: dict, dtype: str, dp: int, expected:
 
 def test_engine_stages_share_the_cache_by_their_layers() -> None:
     stages = ((0, 1, 2, 3), (4, 5))
-    assert [kv_cache_bytes(1.0, stages, stage) for stage in range(2)] == [1 << 30, 1 << 29]
+    assert [RolloutConfig(kv_cache_gib=1.0).kv_cache_bytes(stages, stage) for stage in range(2)] == [1 << 30, 1 << 29]
 
 
 def test_models_of_a_rank_take_turns_to_compute() -> None:

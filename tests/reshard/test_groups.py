@@ -9,7 +9,7 @@ import pytest
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Layout, RolloutLayout
-from hybridflow.reshard.groups import check_rollout, engine_stages, rollout_layout, standalone_layout
+from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout
 
 
 def layout(tp: int, pp: int, dp: int, first: int = 0, **more: int) -> Layout:
@@ -83,7 +83,7 @@ def test_standalone_groups_are_neighbours() -> None:
 def test_ranks_that_are_no_multiple_are_refused() -> None:
     message = (
         "rollout.tensor_parallel_size x rollout.pipeline_parallel_size = 4 x 2 = 8 does not divide the 12 ranks of "
-        "the rollout: 12 = 1 x 8 + 4"
+        "the engine: 12 = 1 x 8 + 4"
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
         rollout_layout(layout(2, 2, 3), 4, 2)
@@ -139,7 +139,7 @@ def model(**changes: int) -> ModelSpec:
     ("changes", "tp"), [({}, 1), ({}, 2), ({}, 4), ({"num_kv_heads": 1}, 4), ({"num_kv_heads": 2}, 4)]
 )
 def test_models_that_fit(changes: dict[str, int], tp: int) -> None:
-    check_rollout(model(**changes), tp)
+    model(**changes).check_parallel("rollout.tensor_parallel_size", tp)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +153,6 @@ def test_models_that_fit(changes: dict[str, int], tp: int) -> None:
 )
 def test_models_that_do_not_fit_are_refused(changes: dict[str, int], tp: int, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        check_rollout(model(**changes), tp)
+        model(**changes).check_parallel("rollout.tensor_parallel_size", tp)
     for part in [f"rollout.tensor_parallel_size = {tp}", *parts]:
         assert part in str(error.value)

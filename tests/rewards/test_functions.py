@@ -72,6 +72,7 @@ def test_a_function_that_cannot_be_found_is_an_error(modules: Path, path: str, e
         load_reward_function(path)
     for part in [f"reward function {path!r}" if "expected" in expected[0] else path, *expected]:
         assert part in str(raised.value)
+    assert (f"looked in {modules}" in str(raised.value)) == (path == "graders.absent:f")
 
 
 # ------------------------------------------------------------------------------------------------ calling
@@ -147,43 +148,152 @@ def test_what_is_no_score_is_an_error_that_names_the_row(results: Any, expected:
         assert part in message
 
 
-def test_an_exception_names_the_first_row_that_raises_alone() -> None:
-    def parse(prompts: list[str], responses: list[str], columns: dict[str, list]) -> list[float]:
-        numbers = [int(answer) for answer in columns["answer"]]
-        columns["answer"].clear()
-        return numbers
+class Counted:
+    """A function with the number of its calls."""
 
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.calls = function, 0
+
+    def __call__(self, prompts: list[str], responses: list[str], columns: dict[str, list]) -> Any:
+        self.calls += 1
+        return self.function(prompts, responses, columns)
+
+
+def test_an_exception_names_the_row_that_was_being_read() -> None:
+    def parse(prompts: list[str], responses: list[str], columns: dict[str, list]) -> list[float]:
+        return [int(answer) for answer in columns["answer"]]
+
+    function = Counted(parse)
     with pytest.raises(RewardError) as raised:
-        call(parse, answer=["1", "two", "three"])
-    message = str(raised.value)
-    for part in ["my:reward", "row 1", "ValueError", "'two'", "'prompt 1'", "'response 1'"]:
-        assert part in message
+        call(function, answer=["1", "two", "three"])
+    assert str(raised.value) == (
+        "reward function my:reward: row 1: raised ValueError: invalid literal for int() with base 10: 'two'; "
+        "its prompt is 'prompt 1', the response 'response 1'"
+    )
     assert isinstance(raised.value.__cause__, ValueError)
     assert "'two'" in str(raised.value.__cause__)
+    assert function.calls == 2
 
 
-def test_a_change_to_the_columns_before_raising_does_not_hide_the_row() -> None:
-    def careless(prompts: list[str], responses: list[str], columns: dict[str, list]) -> list[float]:
-        return [1.0 / columns["answer"].pop(0) for _ in prompts]
-
-    message = message_of(careless, answer=[1, 1, 0])
-    assert "row 2: raised ZeroDivisionError" in message
+def by_index(p: list, r: list, columns: dict[str, list]) -> list[float]:
+    return [1 / columns["answer"][i] for i in range(len(p))]
 
 
-def test_an_exception_inside_a_generator_names_its_row() -> None:
-    message = message_of(lambda prompts, responses, columns: (1 / int(p[-1]) for p in prompts))
-    assert "row 0: raised ZeroDivisionError" in message
+def zipped(p: list, r: list, columns: dict[str, list]) -> list[float]:
+    return [1 / answer for _, _, answer in zip(p, r, columns["answer"], strict=True)]
 
 
-def test_an_exception_that_no_row_raises_alone_says_so() -> None:
-    def pairwise(prompts: list[str], responses: list[str], columns: dict[str, list]) -> list[float]:
-        if len(prompts) > 1:
-            raise RuntimeError("too many at once")
-        return [0.0]
+def checked_first(p: list, r: list, columns: dict[str, list]) -> list[float]:
+    assert all(isinstance(answer, int) for answer in columns["answer"])
+    return zipped(p, r, columns)
 
-    message = message_of(pairwise)
-    for part in ["RuntimeError: too many at once", "none of the 3 rows", "alone"]:
-        assert part in message
+
+def searched(p: list, r: list, columns: dict[str, list]) -> list[float]:
+    if 0 in columns["answer"]:
+        raise ZeroDivisionError
+    return [1.0 for _ in p]
+
+
+def popped(p: list, r: list, columns: dict[str, list]) -> list[float]:
+    return [1 / columns["answer"].pop(0) for _ in p]
+
+
+def cleared_prompts(p: list, r: list, columns: dict[str, list]) -> list[float]:
+    p.clear()
+    return [1 / answer for answer in columns["answer"]]
+
+
+def generated(p: list, r: list, columns: dict[str, list]) -> Any:
+    return (1 / answer for answer in columns["answer"])
+
+
+@pytest.mark.parametrize("bad_row", range(5))
+@pytest.mark.parametrize("read", [zipped, checked_first, searched, popped, cleared_prompts, generated])
+def test_the_row_is_known_however_a_loop_goes(read: Callable[..., Any], bad_row: int) -> None:
+    """The first, the last and those between; a read of all rows before it does not hide it."""
+    message = message_of(read, num_rows=5, answer=[0 if row == bad_row else 1 for row in range(5)])
+    assert f"row {bad_row}: raised ZeroDivisionError" in message
+    assert f"'prompt {bad_row}', the response 'response {bad_row}'" in message
+
+
+@pytest.mark.parametrize("bad_row", range(5))
+def test_a_row_that_is_read_by_its_number(bad_row: int) -> None:
+    """After the last one nobody can tell whether more was to come."""
+    message = message_of(by_index, num_rows=5, answer=[0 if row == bad_row else 1 for row in range(5)])
+    if bad_row < 4:
+        assert f"row {bad_row}: raised ZeroDivisionError" in message
+    else:
+        assert message.endswith("ZeroDivisionError: division by zero, after it had read all rows, row 4 last")
+
+
+def test_rows_are_numbered_as_the_caller_numbers_them() -> None:
+    with pytest.raises(RewardError, match="row 13: raised ZeroDivisionError"):
+        columns = {"answer": [1, 1, 0]}
+        call_reward_function(zipped, "my:reward", ["p"] * 3, ["r"] * 3, columns, rows=[3, 8, 13])
+
+
+def test_rows_that_are_read_by_the_slice_are_named_together() -> None:
+    def in_pairs(prompts: list[str], responses: list[str], columns: dict[str, list]) -> list[float]:
+        return [x for start in range(0, 6, 2) for x in 1 / np.array(columns["answer"][start : start + 2])]
+
+    with np.errstate(divide="raise"):
+        message = message_of(in_pairs, num_rows=6, answer=[1, 1, 1, 0, 1, 1])
+    assert message.endswith("raised FloatingPointError: divide by zero encountered in divide, among rows 2 to 3")
+
+
+@pytest.mark.parametrize("read", [list, np.array, sorted, "".join, lambda x: x[:], lambda x: "" in x])
+def test_a_function_that_reads_all_rows_before_it_raises(read: Callable[..., Any]) -> None:
+    def all_at_once(prompts: list[str], responses: list[str], columns: dict[str, list]) -> list[float]:
+        read(responses)
+        raise RuntimeError("no judge answers")
+
+    function = Counted(all_at_once)
+    message = message_of(function)
+    assert message == "reward function my:reward: raised RuntimeError: no judge answers, after it had read all rows"
+    assert function.calls == 2
+
+
+def test_a_function_that_raises_before_it_reads() -> None:
+    assert message_of(lambda *_: [][0]).endswith(
+        "IndexError: list index out of range; which row it was at cannot be told"
+    )
+
+
+def test_a_row_that_was_moved_is_not_mistaken_for_another() -> None:
+    def backwards(prompts: list[str], responses: list[str], columns: dict[str, list]) -> list[float]:
+        columns["answer"].reverse()
+        del columns["answer"][0]
+        return [int(columns["answer"][0])]
+
+    message = message_of(backwards, answer=["1", "two", "3"])
+    assert "'two'; which row it was at cannot be told" in message
+
+
+def test_an_exception_that_comes_only_once_says_so() -> None:
+    calls: list[int] = []
+
+    def flaky(prompts: list[str], responses: list[str], columns: dict[str, list]) -> list[float]:
+        calls.append(len(prompts))
+        if len(calls) == 1:
+            raise TimeoutError("too slow")
+        return [0.0] * len(prompts)
+
+    message = message_of(flaky)
+    assert message.endswith("raised TimeoutError: too slow; called once more with the same 3 rows, it raised nothing")
+    assert calls == [3, 3]
+
+
+def test_another_exception_at_the_second_call_names_no_row() -> None:
+    def changing(prompts: list[str], responses: list[str], columns: dict[str, list]) -> list[float]:
+        if type(prompts) is list:
+            raise TimeoutError("too slow")
+        raise TypeError(f"no lists of this kind: {prompts[0]}")
+
+    message = message_of(changing)
+    assert message.endswith(
+        "raised TimeoutError: too slow; called once more to find the row, it raised TypeError: no lists of this kind: "
+        "prompt 0"
+    )
 
 
 def test_a_long_prompt_is_cut_in_the_message() -> None:

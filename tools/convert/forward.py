@@ -74,7 +74,7 @@ def megatron_logits(spec: ModelSpec, prompts: list[Tensor], platform: Platform) 
     chunks = build_model(
         spec,
         grid,
-        value_head=spec.head == "score",
+        head=spec.head,
         dtype="float32",
         sequence_parallel=False,
         recompute="none",

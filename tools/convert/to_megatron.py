@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import Tensor
 
 from hybridflow.architecture.families import FAMILIES
-from hybridflow.architecture.spec import HEADS, ModelSpec
+from hybridflow.architecture.spec import HEADS, Head, ModelSpec
 from hybridflow.architecture.weight_files import write_distributed
 from hybridflow.architecture.weights import LM_HEAD, VALUE_HEAD, Shape, embedding, model_weights
 from hybridflow.errors import CheckpointError
@@ -95,7 +95,7 @@ def make_plan(survey: Survey, *, value_head: bool, lm_head: str | None) -> Plan:
 # -------------------------------------------------------------------------------------------------------- heads
 
 
-def target_head(spec: ModelSpec, *, value_head: bool, lm_head: str | None) -> str | None:
+def target_head(spec: ModelSpec, *, value_head: bool, lm_head: str | None) -> Head | None:
     """ "lm", "score", or None where no head is to be written. Errors: CheckpointError for what cannot be."""
     if spec.head == "score":
         if lm_head is not None:
@@ -109,7 +109,7 @@ def target_head(spec: ModelSpec, *, value_head: bool, lm_head: str | None) -> st
     return None if lm_head == "drop" else "lm"
 
 
-def config_changes(spec: ModelSpec, head: str | None) -> dict[str, Any]:
+def config_changes(spec: ModelSpec, head: Head | None) -> dict[str, Any]:
     """What config.json says otherwise: a model without its language model head is one that scores."""
     if head == spec.head:
         return {}
@@ -137,7 +137,7 @@ class _WithValueHead:
 # -------------------------------------------------------------------------------------------------------- notes
 
 
-def _head_notes(spec: ModelSpec, head: str | None, new_head: bool) -> list[str]:
+def _head_notes(spec: ModelSpec, head: Head | None, new_head: bool) -> list[str]:
     notes = []
     if spec.head == "lm" and head != "lm":
         why = f"{embedding(spec).hf[0]}, to which it is tied, stays" if spec.tied else "as asked for"

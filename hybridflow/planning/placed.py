@@ -1,0 +1,239 @@
+"""A config on so many ranks: every model's spec read once, every layout, and all reasons why it cannot run.
+
+    run = place(config, world_size)    what `hybridflow.train`, `hybridflow.plan` and the roles are built on
+
+Reads the config.json of each model, no weights, and needs no process group. Memory is not looked at, the engine's KV
+cache apart, which must hold one sequence.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+import torch
+
+from hybridflow.architecture.spec import HEADS, Head, ModelSpec, read_spec
+from hybridflow.config import ExperimentConfig, RoleConfig
+from hybridflow.errors import ConfigError, Reasons
+from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
+from hybridflow.planning.footprint import ITEM_BYTES
+from hybridflow.reshard.groups import check_engine_stages, engine_stages, rollout_layout, standalone_layout
+
+GIB = 1 << 30
+HEAD_CLASSES = {head: f"*{suffix}" for suffix, head in HEADS.items()}
+BLOCK_TOKENS = {"cpu": 128, "cuda": 16}  # of the KV cache, in vLLM 0.32.0
+
+
+@dataclass(frozen=True)
+class PlacedModel:
+    """A role's model on its grid."""
+
+    name: str  # the config key: "actor", "reward.models.0"
+    config: RoleConfig
+    spec: ModelSpec
+    layout: Layout
+    head: Head  # the one that the role runs it with, whichever its directory has
+
+
+@dataclass(frozen=True)
+class PlacedRun:
+    """All models of a config, and its engine. Made by `place`."""
+
+    config: ExperimentConfig
+    world_size: int
+    models: dict[str, PlacedModel]  # by name
+    rollout: RolloutLayout
+    stages: Stages  # the layers of each engine stage
+
+    @property
+    def actor(self) -> PlacedModel:
+        return self.models["actor"]
+
+    @property
+    def reward_models(self) -> list[PlacedModel]:
+        """In the order of the config."""
+        return [model for name, model in self.models.items() if name.startswith("reward.models.")]
+
+
+def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None) -> PlacedRun:
+    """The run on `world_size` ranks. Errors: ConfigError with a line for each reason why there is none.
+
+    cuda: whether the engine runs on GPUs; None: whether this machine has any.
+    """
+    reasons = Reasons()
+    layouts = config.layouts(world_size, reasons)
+    all_placed = not reasons.lines
+    specs = _specs(config, reasons)
+    for name, spec in specs.items():
+        _check_model(name, config.roles()[name], spec, reasons)
+        reasons.of(spec.check_length, config.max_sequence_length)
+        if "actor" in specs:
+            reasons.of(spec.check_vocabulary, name, specs["actor"])
+    engine = None
+    if "actor" in specs:
+        _check_engine(config, specs["actor"], reasons)
+        if all_placed:
+            engine = reasons.of(_place_engine, config, specs["actor"], layouts["actor"], world_size)
+    if engine is not None:
+        has_cuda = torch.cuda.is_available() if cuda is None else cuda
+        block_tokens = BLOCK_TOKENS["cuda" if has_cuda else "cpu"]
+        reasons.of(_check_kv_cache, config, specs["actor"], *engine, block_tokens=block_tokens)
+    reasons.refuse()
+    assert engine is not None, "no reason, and no engine"
+    models = {name: _placed(name, role, specs[name], layouts[name]) for name, role in config.roles().items()}
+    return PlacedRun(config, world_size, models, *engine)
+
+
+def place_model(name: str, config: RoleConfig, world_size: int) -> PlacedModel:
+    """One role's model without a run around it. Errors: as `place`."""
+    reasons = Reasons()
+    layout, spec = reasons.of(config.layout, name, world_size), reasons.of(read_spec, config.model)
+    if spec is not None:
+        _check_model(name, config, spec, reasons)
+    reasons.refuse()
+    assert layout is not None and spec is not None, "no reason, and no model"
+    return _placed(name, config, spec, layout)
+
+
+def _specs(config: ExperimentConfig, reasons: Reasons) -> dict[str, ModelSpec]:
+    """By role, those that can be read. Roles may share a directory, which is then read once."""
+    roles = config.roles()
+    read = {path: reasons.of(read_spec, path) for path in dict.fromkeys(role.model for role in roles.values())}
+    return {name: spec for name, role in roles.items() if (spec := read[role.model]) is not None}
+
+
+def _placed(name: str, config: RoleConfig, spec: ModelSpec, layout: Layout) -> PlacedModel:
+    return PlacedModel(name, config, spec, layout, _head(name))
+
+
+def _head(name: str) -> Head:
+    return "lm" if name in ("actor", "reference") else "score"
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+def _check_model(name: str, config: RoleConfig, spec: ModelSpec, reasons: Reasons) -> None:
+    """Whether the model suits its role and can be cut as it says, on however many ranks."""
+    reasons.of(_check_head, name, spec)
+    reasons.of(spec.check_parallel, f"{name}.tensor_parallel_size", config.tensor_parallel_size)
+    reasons.of(_check_layers, name, config, spec)
+
+
+def _check_head(name: str, spec: ModelSpec) -> None:
+    """A critic may start from either; what is only read needs the head that it is read at, and so does the actor."""
+    head = _head(name)
+    if name != "critic" and spec.head != head:
+        trained = " with a trained score.weight" if head == "score" else ""
+        raise ConfigError(
+            f"{name}.model = {spec.path} must be a {HEAD_CLASSES[head]}{trained}, it is a {HEAD_CLASSES[spec.head]}"
+        )
+
+
+def _check_layers(name: str, config: RoleConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError unless the layers go up in the role's pipeline stages and model chunks."""
+    one_replica = range(config.tensor_parallel_size * config.pipeline_parallel_size)
+    try:
+        config.layout_on(tuple(one_replica)).stages(spec.num_layers)
+    except ValueError as error:
+        keys = {
+            "pipeline_parallel_size": None,  # always told
+            "virtual_pipeline_parallel_size": 1,
+            "num_layers_in_first_pipeline_stage": None,
+            "num_layers_in_last_pipeline_stage": None,
+        }
+        given = [f"{name}.{key} = {getattr(config, key)}" for key in keys if getattr(config, key) != keys[key]]
+        raise ConfigError(
+            f"{', '.join(given)} and num_hidden_layers = {spec.num_layers} of {spec.path}: {error}"
+        ) from error
+
+
+# ------------------------------------------------------------------------------------------------ the engine
+
+
+def _check_engine(config: ExperimentConfig, actor: ModelSpec, reasons: Reasons) -> None:
+    """Whether the engine can cut the actor's model; with the actor's own size that is said of the actor."""
+    if config.rollout.tensor_parallel_size is not None:
+        key = "rollout.tensor_parallel_size"
+        reasons.of(actor.check_parallel, key, config.rollout.tensor_parallel_size)
+    reasons.of(check_engine_stages, actor.num_layers, config.rollout.pipeline_parallel_size)
+
+
+def _place_engine(
+    config: ExperimentConfig, actor: ModelSpec, train: Layout, world_size: int
+) -> tuple[RolloutLayout, Stages]:
+    """Which ranks generate together, and the layers of each engine stage."""
+    _check_layers("actor", config.actor, actor)  # the engine is cut where training is
+    tp, pp = config.rollout_tensor_parallel_size, config.rollout.pipeline_parallel_size
+    ranks = config.rollout_ranks(world_size)
+    layout = rollout_layout(train, tp, pp) if ranks == train.ranks else standalone_layout(ranks, tp, pp)
+    return layout, engine_stages(actor.num_layers, train, layout)
+
+
+def _check_kv_cache(
+    config: ExperimentConfig, spec: ModelSpec, rollout: RolloutLayout, stages: Stages, *, block_tokens: int
+) -> None:
+    """The cache holds one sequence, in whole blocks, on the stage with most layers: then it does on all.
+
+    vLLM 0.32.0 keeps one block to itself, and one more where attention has a window.
+    """
+    length, itemsize = config.max_sequence_length, ITEM_BYTES[config.actor.dtype]
+    own_blocks = 2 if spec.sliding_window else 1
+    num_blocks = ceil(length / block_tokens) + own_blocks
+    num_heads, num_layers = max(1, spec.num_kv_heads // rollout.tp), max(map(len, stages))
+    needed = num_blocks * block_tokens * 2 * num_layers * num_heads * spec.head_dim * itemsize
+    given = int(config.rollout.kv_cache_gib * GIB)
+    if given < needed:
+        raise ConfigError(
+            f"rollout.kv_cache_gib = {config.rollout.kv_cache_gib:g} ({given:,} bytes) cannot hold one sequence of "
+            f"data.max_prompt_length + sampling.max_response_length = {length} tokens: {num_blocks} blocks "
+            f"({own_blocks} of them vLLM's own) of {block_tokens} tokens x 2 (keys and values) x {num_layers} layers x "
+            f"{num_heads} key/value heads x head_dim {spec.head_dim} x {itemsize} bytes = {needed:,} bytes on an "
+            f"engine rank; the least that fits is {_gib(needed)}"
+        )
+
+
+def _gib(num_bytes: int) -> str:
+    """As many GiB as a config may say, with four digits and no less than the bytes."""
+    gib = num_bytes / GIB
+    digits = f"{gib:.3e}"
+    if int(float(digits) * GIB) < num_bytes:
+        mantissa, exponent = digits.split("e")
+        digits = f"{float(mantissa) + 0.001:.3f}e{exponent}"
+    return f"{float(digits):.10f}".rstrip("0").rstrip(".")
+
+
+# ------------------------------------------------------------------------------------------------ the output directory
+
+
+def check_output_dir(config: ExperimentConfig) -> None:
+    """Raise ConfigError unless a run directory can be made and written to; nothing of the attempt is left behind.
+
+    For one rank to call: the first, which writes the run directory.
+    """
+    directory = Path(config.output_dir)
+    try:
+        with _made(directory), tempfile.TemporaryDirectory(prefix=f".{config.name}.", dir=directory) as attempt:
+            (Path(attempt) / "file").write_bytes(b"0")
+    except OSError as error:
+        above = error.filename is not None and not Path(error.filename).is_relative_to(directory)
+        path = error.filename if above else directory
+        raise ConfigError(f"output_dir = {config.output_dir}: cannot write to {path}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _made(directory: Path) -> Iterator[None]:
+    """`directory` is there within the block; after it those parts of its path that were missing are gone again."""
+    made: list[Path] = []
+    try:
+        for path in reversed([path for path in (directory, *directory.parents) if not path.exists()]):
+            path.mkdir()
+            made.append(path)
+        yield
+    finally:
+        for path in reversed(made):
+            with contextlib.suppress(OSError):  # another run has put something there by now
+                path.rmdir()

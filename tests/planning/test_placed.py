@@ -1,0 +1,314 @@
+"""What a config is on four ranks, and every reason why it is nothing: models, layouts and engine, by message."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hybridflow.architecture.spec import read_spec
+from hybridflow.config import ExperimentConfig, RoleConfig
+from hybridflow.errors import ConfigError
+from hybridflow.parallel.layout import Layout, RolloutLayout
+from hybridflow.planning import placed
+from hybridflow.planning.placed import PlacedRun, check_output_dir, place, place_model
+from tests.distributed.tiny_experiment import make_inputs, write_config
+
+WORLD_SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    """Models of 8 heads, 4 key/value heads and 6 layers by their config.json; nothing here reads weights."""
+    inputs = make_inputs(tmp_path_factory.mktemp("inputs"))
+    for name in ("policy", "critic", "reference", "reward"):
+        describe(inputs / name, num_hidden_layers=6)
+    return inputs
+
+
+def describe(model: Path, **fields: int) -> None:
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def load(inputs: Path, directory: Path, *overrides: str, cuda: bool = False) -> PlacedRun:
+    """A config that fits four ranks."""
+    path = write_config(directory / "config.yaml", inputs)
+    config = ExperimentConfig.from_yaml(path, ["algorithm.mini_batch_size=4", *overrides])
+    return place(config, WORLD_SIZE, cuda=cuda)
+
+
+def problem(inputs: Path, directory: Path, *overrides: str, cuda: bool = False) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load(inputs, directory, *overrides, cuda=cuda)
+    return str(raised.value)
+
+
+# ------------------------------------------------------------------------------------------------ what fits
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("actor.tensor_parallel_size=4",),
+        (
+            "actor.pipeline_parallel_size=2",
+            "critic.pipeline_parallel_size=2",
+            "critic.virtual_pipeline_parallel_size=3",
+        ),
+        ("critic.pipeline_parallel_size=4", "critic.num_layers_in_first_pipeline_stage=3"),
+        ("actor.tensor_parallel_size=1", "rollout.tensor_parallel_size=4"),
+        ("actor.tensor_parallel_size=1", "rollout.pipeline_parallel_size=4"),  # stages of 2, 2, 1, 1 layers
+        ("actor.ranks=[0, 2]", "rollout.ranks=[2, 4]", "rollout.tensor_parallel_size=1"),
+    ],
+)
+def test_layouts_that_suit_the_models(inputs, tmp_path, overrides):
+    run = load(inputs, tmp_path, *overrides)
+    assert run.rollout.ranks == run.config.rollout_ranks(WORLD_SIZE)
+    assert [layer for stage in run.stages for layer in stage] == list(range(run.actor.spec.num_layers))
+
+
+def test_what_a_placed_run_holds(inputs, tmp_path):
+    run = load(inputs, tmp_path, "critic.pipeline_parallel_size=2", "critic.virtual_pipeline_parallel_size=3")
+    assert list(run.models) == ["actor", "critic", "reference", "reward.models.0"]
+    assert [model.head for model in run.models.values()] == ["lm", "score", "lm", "score"]
+    everywhere = (0, 1, 2, 3)
+    assert run.actor.layout == Layout(2, 1, 2, everywhere)
+    assert run.models["critic"].layout == Layout(1, 2, 2, everywhere, vpp=3)
+    assert run.models["critic"].config is run.config.critic
+    assert run.models["reference"].spec == read_spec(inputs / "reference")
+    assert run.reward_models == [run.models["reward.models.0"]]
+    assert (run.config.actor.tensor_parallel_size, run.world_size) == (2, 4)
+
+
+def test_a_directory_of_several_roles_is_read_once(inputs, tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(placed, "read_spec", lambda path: read.append(path) or read_spec(path))
+    policy, critic, reward = (str(inputs / name) for name in ("policy", "critic", "reward"))
+    load(inputs, tmp_path, f"reference.model={policy}")
+    assert read == [policy, critic, reward]
+
+
+def test_where_the_engine_runs(inputs, tmp_path):
+    """On the actor's ranks, at the intervals of its cut; on ranks of its own, neighbours together."""
+    run = load(inputs, tmp_path, "rollout.tensor_parallel_size=1", "rollout.pipeline_parallel_size=2")
+    assert run.stages == ((0, 1, 2), (3, 4, 5))
+    assert run.rollout == RolloutLayout(1, 2, ((0, 2), (1, 3)))
+    run = load(inputs, tmp_path, "actor.ranks=[[0, 1], [2, 3]]", "rollout.ranks=[[1, 2], [3, 4]]")
+    assert run.stages == ((0, 1, 2, 3, 4, 5),)
+    assert run.rollout == RolloutLayout(2, 1, ((1, 3),))
+
+
+def test_a_model_without_a_run(inputs):
+    config = RoleConfig(model=str(inputs / "policy"), pipeline_parallel_size=2)
+    model = place_model("reference", config, WORLD_SIZE)
+    assert (model.name, model.config, model.head) == ("reference", config, "lm")
+    assert (model.spec, model.layout) == (read_spec(inputs / "policy"), Layout(1, 2, 2, (0, 1, 2, 3)))
+    bad = RoleConfig(model=str(inputs / "reward"), pipeline_parallel_size=4)
+    with pytest.raises(ConfigError) as raised:
+        place_model("reference", bad, 3)
+    assert [line.partition(" ")[0] for line in str(raised.value).splitlines()] == [
+        "reference:",
+        "reference.model",
+        "reference.pipeline_parallel_size",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ what does not
+
+
+@pytest.mark.parametrize(
+    ("overrides", "model", "expected"),
+    [
+        (
+            ("actor.tensor_parallel_size=1", "actor.pipeline_parallel_size=4"),
+            "policy",
+            "actor.pipeline_parallel_size = 4 and num_hidden_layers = 6 of {}: 6 layers cannot be cut into 4 pipeline "
+            "stages: 6 are left for 4 equal stages",
+        ),
+        (
+            ("reference.pipeline_parallel_size=2", "reference.virtual_pipeline_parallel_size=2"),
+            "reference",
+            "reference.pipeline_parallel_size = 2, reference.virtual_pipeline_parallel_size = 2 and num_hidden_layers "
+            "= 6 of {}: the 3 layers of pipeline stage 0 cannot be cut into 2 model chunks: 3 = 1 x 2 + 1",
+        ),
+        (
+            ("critic.pipeline_parallel_size=4", "critic.num_layers_in_first_pipeline_stage=2"),
+            "critic",
+            "critic.pipeline_parallel_size = 4, critic.num_layers_in_first_pipeline_stage = 2 and num_hidden_layers = "
+            "6 of {}: 6 layers cannot be cut into 4 pipeline stages: 4 are left for 3 equal stages beside the stages "
+            "of [2]",
+        ),
+        (
+            ("reward.models.0.pipeline_parallel_size=2", "reward.models.0.num_layers_in_last_pipeline_stage=6"),
+            "reward",
+            "reward.models.0.pipeline_parallel_size = 2, reward.models.0.num_layers_in_last_pipeline_stage = 6 and "
+            "num_hidden_layers = 6 of {}: 6 layers cannot be cut into 2 pipeline stages: 0 are left for 1 equal stages "
+            "beside the stages of [6]",
+        ),
+    ],
+)
+def test_layers_that_a_role_cannot_be_cut_into(inputs, tmp_path, overrides, model, expected):
+    assert problem(inputs, tmp_path, *overrides) == expected.format(inputs / model)
+
+
+def test_heads_that_the_engine_cannot_share(inputs, tmp_path):
+    """The actor itself is not cut."""
+    policy = shutil.copytree(inputs / "policy", tmp_path / "policy")
+    describe(policy, num_attention_heads=9, num_key_value_heads=9)
+    keys = (f"actor.model={policy}", "actor.tensor_parallel_size=1", "rollout.tensor_parallel_size=2")
+    assert problem(inputs, tmp_path, *keys) == (
+        f"rollout.tensor_parallel_size = 2 does not divide num_attention_heads = 9 of {policy}: 9 = 4 x 2 + 1"
+    )
+    describe(policy, num_attention_heads=12, num_key_value_heads=6)
+    keys = (f"actor.model={policy}", "actor.tensor_parallel_size=1", "rollout.tensor_parallel_size=4")
+    assert problem(inputs, tmp_path, *keys) == (
+        f"rollout.tensor_parallel_size = 4 neither divides num_key_value_heads = 6 of {policy} nor is a multiple of "
+        "it: 6 = 1 x 4 + 2"
+    )
+
+
+def test_layers_that_do_not_fill_the_engines_stages(inputs, tmp_path):
+    policy = shutil.copytree(inputs / "policy", tmp_path / "policy")
+    describe(policy, num_hidden_layers=3)
+    keys = (f"actor.model={policy}", "actor.tensor_parallel_size=1", "rollout.pipeline_parallel_size=4")
+    assert problem(inputs, tmp_path, *keys) == (
+        "rollout.pipeline_parallel_size = 4 exceeds num_hidden_layers = 3: a stage needs a layer"
+    )
+
+
+@pytest.mark.parametrize(
+    ("role", "model", "expected"),
+    [
+        ("reward.models.0", "policy", "a *ForSequenceClassification with a trained score.weight, it is a *ForCausalLM"),
+        ("actor", "reward", "a *ForCausalLM, it is a *ForSequenceClassification"),
+        ("reference", "reward", "a *ForCausalLM, it is a *ForSequenceClassification"),
+    ],
+)
+def test_heads_of_the_wrong_kind(inputs, tmp_path, role, model, expected):
+    message = problem(inputs, tmp_path, f"{role}.model={inputs / model}")
+    assert message == f"{role}.model = {inputs / model} must be {expected}"
+
+
+@pytest.mark.parametrize("model", ["policy", "reward"])
+def test_a_critic_starts_from_either(inputs, tmp_path, model):
+    assert load(inputs, tmp_path, f"critic.model={inputs / model}").models["critic"].head == "score"
+
+
+def test_all_reasons_at_once(inputs, tmp_path):
+    """Of grids that do not fill their ranks, of models, of the engine; what two roles share is told once."""
+    keys = (
+        *("actor.model=nowhere", "reference.model=nowhere", "actor.ranks=[0, 3]"),
+        *(
+            "critic.tensor_parallel_size=3",
+            "critic.virtual_pipeline_parallel_size=4",
+            "critic.pipeline_parallel_size=4",
+        ),
+        *("reward.models.0.tensor_parallel_size=16", f"reward.models.0.model={inputs / 'policy'}"),
+        *("rollout.ranks=[3, 5]", "sampling.max_response_length=1000"),
+    )
+    lines = problem(inputs, tmp_path, *keys).splitlines()
+    assert [line.partition(":")[0].partition(" =")[0] for line in lines] == [
+        *("actor", "critic", "reward.models.0", "rollout.ranks", "nowhere/config.json"),
+        *("critic.tensor_parallel_size", "critic.pipeline_parallel_size"),
+        "data.max_prompt_length + sampling.max_response_length",  # of the critic's model
+        *("reward.models.0.model", "reward.models.0.tensor_parallel_size"),
+        "data.max_prompt_length + sampling.max_response_length",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ the KV cache
+
+# 4 key/value heads of 32 elements, 6 layers, float32: a token takes 2 x 6 x 4 x 32 x 4 = 6,144 bytes; 20 tokens are one
+# block of 128 or two of 16, and vLLM has one more
+TOKEN, GIB = 6144, 1 << 30
+TP1 = ("actor.tensor_parallel_size=1",)
+
+
+def gib(num_bytes: int) -> str:
+    return f"rollout.kv_cache_gib={num_bytes / GIB!r}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "cuda", "least"),
+    [
+        (TP1, False, 2 * 128 * TOKEN),
+        (TP1, True, 3 * 16 * TOKEN),
+        (("sampling.max_response_length=21",), True, 4 * 16 * TOKEN // 2),  # 33 tokens; two heads a rank
+        (("actor.tensor_parallel_size=4",), False, 2 * 128 * TOKEN // 4),
+        ((*TP1, "rollout.pipeline_parallel_size=2"), False, 2 * 128 * TOKEN // 2),
+        ((*TP1, "rollout.pipeline_parallel_size=4"), False, 2 * 128 * TOKEN // 3),  # stages of 2, 2, 1, 1 layers
+        ((*TP1, "actor.dtype=bfloat16"), False, 2 * 128 * TOKEN // 2),
+    ],
+)
+def test_a_cache_that_just_holds_one_sequence(inputs, tmp_path, keys, cuda, least):
+    load(inputs, tmp_path, *keys, gib(least), cuda=cuda)
+    message = problem(inputs, tmp_path, *keys, gib(least - 1), cuda=cuda)
+    assert message.startswith("rollout.kv_cache_gib = ") and f" = {least:,} bytes on an engine rank" in message
+
+
+def test_a_cache_too_small_for_one_sequence(inputs, tmp_path):
+    message = problem(inputs, tmp_path, *TP1, "rollout.kv_cache_gib=0.001")
+    assert message == (
+        "rollout.kv_cache_gib = 0.001 (1,073,741 bytes) cannot hold one sequence of data.max_prompt_length + "
+        "sampling.max_response_length = 20 tokens: 2 blocks (1 of them vLLM's own) of 128 tokens x 2 (keys and values) "
+        "x 6 layers x 4 key/value heads x head_dim 32 x 4 bytes = 1,572,864 bytes on an engine rank; the least that "
+        "fits is 0.001465"
+    )
+    load(inputs, tmp_path, *TP1, "rollout.kv_cache_gib=0.001465")
+
+
+def test_ranks_that_share_a_key_value_head_hold_it_each(inputs, tmp_path):
+    policy = shutil.copytree(inputs / "policy", tmp_path / "policy")
+    describe(policy, num_key_value_heads=2)
+    keys = (f"actor.model={policy}", "actor.tensor_parallel_size=4")
+    message = problem(inputs, tmp_path, *keys, gib(2 * 128 * TOKEN // 4 - 1))
+    assert "x 1 key/value heads x" in message and f" = {2 * 128 * TOKEN // 4:,} bytes" in message
+
+
+def test_vllm_has_one_more_block_where_attention_has_a_window(inputs, tmp_path):
+    policy = shutil.copytree(inputs / "policy", tmp_path / "policy")
+    describe(policy, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=24)
+    message = problem(inputs, tmp_path, *TP1, f"actor.model={policy}", gib(3 * 128 * TOKEN - 1))
+    assert "3 blocks (2 of them vLLM's own) of 128 tokens" in message
+
+
+# ------------------------------------------------------------------------------------------------ the output directory
+
+
+def at(directory: Path, output_dir: Path, inputs: Path) -> ExperimentConfig:
+    path = write_config(directory / "config.yaml", inputs)
+    return ExperimentConfig.from_yaml(path, [f"output_dir={output_dir}"])
+
+
+def test_an_output_directory_that_can_be_written_is_left_as_it_was(inputs, tmp_path):
+    runs = tmp_path / "runs"
+    check_output_dir(at(tmp_path, runs / "of" / "today", inputs))
+    assert not runs.exists()
+    (runs / "run").mkdir(parents=True)  # an earlier run
+    check_output_dir(at(tmp_path, runs, inputs))
+    assert [path.name for path in runs.rglob("*")] == ["run"]
+
+
+@pytest.mark.parametrize("name", ["file", "file/runs", "file/runs/today"])
+def test_an_output_directory_below_a_file(inputs, tmp_path, name):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError) as raised:
+        check_output_dir(at(tmp_path, tmp_path / name, inputs))
+    where = tmp_path / "file/runs" if "/" in name else tmp_path / "file"
+    assert str(raised.value) == f"output_dir = {tmp_path / name}: cannot write to {where}: Not a directory"
+
+
+def test_an_output_directory_where_nothing_can_be_put(inputs, tmp_path, monkeypatch):
+    """What was made before that was found is gone again."""
+
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(28, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ConfigError) as raised:
+        check_output_dir(at(tmp_path, tmp_path / "a" / "b", inputs))
+    path = tmp_path / "a" / "b"
+    assert str(raised.value) == f"output_dir = {path}: cannot write to {path}: No space left on device"
+    assert not (tmp_path / "a").exists()
