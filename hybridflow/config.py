@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from hybridflow.errors import ConfigError, Reasons
-from hybridflow.parallel.layout import Layout, Stages
+from hybridflow.parallel.layout import Layout, PlatformName, Stages
 from hybridflow.placement import (
     Ranks,
     check_engine_ranks,
@@ -409,6 +409,7 @@ class MetricsConfig(Section):
 class ExperimentConfig(Section):
     name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
     seed: NonNegativeInt = 0
+    platform: PlatformName = "auto"  # auto: CUDA where torch is built for it, and an error where it then sees no device
     output_dir: str = "runs"
     num_iterations: PositiveInt
     data: DataConfig

@@ -9,6 +9,7 @@ actor.
 """
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
@@ -31,8 +32,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         _train(options)
     except Exception as error:  # the boundary of the process: one rank reports, all end
-        _report(error)
-        _leave(1)
+        try:
+            _report(error)
+        finally:  # a full disk under the output must not leave this process behind
+            _leave(1)
     _leave(0)
 
 
@@ -40,14 +43,16 @@ def _train(options: argparse.Namespace) -> None:
     config = ExperimentConfig.from_yaml(options.config, options.overrides)
     search_beside(options.config)
     # torch and megatron load for seconds: a bad config fails before
+    from hybridflow.parallel.device import device_name
     from hybridflow.parallel.platform import prepare_imports, torchrun_rank
     from hybridflow.planning.placed import check_output_dir
 
-    prepare_imports()
+    prepare_imports(config.platform)
     rank, world_size = torchrun_rank()
     if rank == 0:
         check_output_dir(config)
-        print(f"{config.name}: loading {', '.join(config.roles())} and the engine, {world_size} ranks", flush=True)
+        where = f"{world_size} ranks, platform {device_name()}"
+        print(f"{config.name}: loading {', '.join(config.roles())} and the engine, {where}", flush=True)
     from hybridflow.recording.progress import print_summary
     from hybridflow.trainer import RLTrainer
 
@@ -59,9 +64,7 @@ def _train(options: argparse.Namespace) -> None:
 
 def _report(error: Exception) -> None:
     """Print the error on the first rank that meets one. Ranks that fail because a peer left stay silent."""
-    from hybridflow.parallel.platform import first_to_fail
-
-    if not first_to_fail():
+    if not _first_to_fail():
         return
     if isinstance(error, UserError):
         print(f"hybridflow: error: {error}", file=sys.stderr, flush=True)
@@ -69,10 +72,19 @@ def _report(error: Exception) -> None:
         traceback.print_exception(error)
 
 
+def _first_to_fail() -> bool:
+    try:
+        from hybridflow.parallel.platform import first_to_fail
+    except Exception:  # torch cannot be imported, which is the error to report
+        return True
+    return first_to_fail()
+
+
 def _leave(status: int) -> None:
     """End at once: other ranks may be inside a collective, and engine threads would wait for them."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
     os._exit(status)
 
 

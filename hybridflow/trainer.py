@@ -27,6 +27,7 @@ from hybridflow.flows.run import Roles, Run, training_memory_offloaded
 from hybridflow.generator import Generator
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.agreement import check_agreement
+from hybridflow.parallel.device import choose_platform
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.planning.placed import PlacedRun, place
@@ -73,10 +74,11 @@ class RLTrainer:
     """One config, ready to run. Building it is collective over the world and checks everything a user gave."""
 
     def __init__(self, config: ExperimentConfig) -> None:
+        choose_platform(config.platform)  # before anything asks
         _, world_size = platforms.torchrun_rank()
         self.config, self.placed = config, place(config, world_size)
         self.flow = flow_of(config.algorithm)
-        self.platform = platforms.start(config.seed)
+        self.platform = platforms.start(config.seed, config.platform)
         self.inputs: Inputs = load_inputs(config, self.placed.actor.spec.vocab_size)
         check_agreement(run_digests(config, self.inputs), dist.group.WORLD)
         prepare_vllm()  # a missing vLLM is told before the models load

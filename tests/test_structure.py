@@ -45,6 +45,7 @@ OUTER_FLOOR = 10  # tools and launch: nothing in hybridflow imports them
 
 ENVIRONMENT_USERS = [
     "hybridflow.parallel.platform",
+    "hybridflow.parallel.device",
     "hybridflow.rollout",
     "hybridflow.rollout.*",
     "launch",
@@ -60,6 +61,7 @@ SOLE_USERS: dict[str, list[str]] = {
     "vllm": ["hybridflow.rollout", "hybridflow.rollout.*"],
     "triton": ["hybridflow.reshard.kernel"],
     "yaml": ["hybridflow.config"],
+    "torch.cuda.is_available": ["hybridflow.parallel.device"],  # where the CPU is chosen, there may be CUDA
     **{name: ENVIRONMENT_USERS for name in ("os.environ", "os.getenv", "os.putenv", "os.unsetenv")},
 }
 

@@ -1,7 +1,9 @@
 """Weights between their HuggingFace parts, the whole parameter of megatron, and the shard of a rank."""
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -76,6 +78,9 @@ class TensorFiles(Protocol):
         """Rows and columns of the tensor `name`, whose full shape must be `shape`."""
 
 
+_first_row = attrgetter("row")
+
+
 class Overlap(NamedTuple):
     """`count` rows from `part_row` of HuggingFace part `part` are those from `shard_row` of a rank's shard."""
 
@@ -87,9 +92,13 @@ class Overlap(NamedTuple):
 
 def overlaps(weight: Weight, spec: ModelSpec, shard: Shard) -> Iterator[Overlap]:
     """What of the parts is in a shard, top down."""
-    shard_row = 0
+    shard_row, table = 0, blocks(weight, spec)
     for interval in shard.rows:
-        for block in blocks(weight, spec):
+        first = max(bisect_right(table, interval[0], key=_first_row) - 1, 0)  # of hundreds, where there are experts
+        for i in range(first, len(table)):
+            block = table[i]
+            if block.row >= interval[1]:
+                break
             start, stop = common(interval, (block.row, block.row + block.rows))
             if stop > start:
                 yield Overlap(

@@ -43,8 +43,8 @@ NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state"
 class _Part:
     """A HuggingFace tensor in the whole parameter of megatron."""
 
-    weight: Weight
-    number: int
+    shape: Shape
+    expert_rows: int | None  # of each of the parameter's experts, where it has any
     blocks: tuple[Block, ...]  # where its rows lie
     key: str
     layer: int | None  # along the leading axis of the stored tensor
@@ -72,16 +72,14 @@ class MegatronDirectory:
                 missing += weight.hf
             else:
                 self._check_shape(weight, *found)
-                rows = _blocks_of_parts(weight, spec)
-                self._parts |= {name: _Part(weight, i, rows[i], *found) for i, name in enumerate(weight.hf)}
+                self._parts |= _parts_of(weight, spec, *found)
         keys = {part.key for part in self._parts.values()}
         for key in sorted(keys):
             self._files.check_complete(key)
         self.missing = tuple(missing)
         self.unknown = tuple(key for key in self._files.tensors if key not in keys and not _no_weight(key))
         self.tensors = {
-            name: TensorInfo(part.weight.shapes(spec)[part.number], self._files.tensors[part.key].dtype)
-            for name, part in self._parts.items()
+            name: TensorInfo(part.shape, self._files.tensors[part.key].dtype) for name, part in self._parts.items()
         }
 
     def __contains__(self, name: str) -> bool:
@@ -105,8 +103,8 @@ class MegatronDirectory:
     def _read_rows(self, part: _Part, row: int, columns: Shape, out: Tensor) -> None:
         """Fill `out` with rows from `row` of the whole parameter, counted through all its experts."""
         leading = () if part.layer is None else (part.layer,)
-        if part.weight.experts:
-            expert, row = divmod(row, whole_shape(part.weight, self._spec)[1])
+        if part.expert_rows is not None:
+            expert, row = divmod(row, part.expert_rows)
             leading += (expert,)
         self._files.read_into(part.key, (*leading, row, *columns), out[(None,) * len(leading)])
 
@@ -140,11 +138,16 @@ def _no_weight(key: str) -> bool:
     return key.startswith(NO_WEIGHTS) or "_extra_state" in key
 
 
-def _blocks_of_parts(weight: Weight, spec: ModelSpec) -> list[tuple[Block, ...]]:
+def _parts_of(weight: Weight, spec: ModelSpec, key: str, layer: int | None) -> dict[str, _Part]:
+    """The HuggingFace tensors of a weight that is stored there."""
     of_parts: list[list[Block]] = [[] for _ in weight.hf]
     for block in blocks(weight, spec):
         of_parts[block.part].append(block)
-    return [tuple(its) for its in of_parts]
+    expert_rows = whole_shape(weight, spec)[1] if weight.experts else None
+    return {
+        name: _Part(shape, expert_rows, tuple(its), key, layer)
+        for name, shape, its in zip(weight.hf, weight.shapes(spec), of_parts, strict=True)
+    }
 
 
 def _rows_of(part: _Part, start: int, stop: int) -> Iterator[tuple[int, int, int]]:

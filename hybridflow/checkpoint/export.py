@@ -6,7 +6,7 @@ one weight. The directory appears when it is complete.
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.architecture.parts import whole_parts
-from hybridflow.architecture.weights import Weight, model_weights, staged_weights
+from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.weights import model_weights, staged_weights
 from hybridflow.formats.directories import replace_directory
 from hybridflow.formats.huggingface_files import (
     copy_companions,
+    files_of_plan,
     num_bytes,
     plan_files,
     write_config,
@@ -25,6 +27,7 @@ from hybridflow.formats.huggingface_files import (
     write_safetensors,
 )
 from hybridflow.formats.safetensors_files import TensorInfo
+from hybridflow.parallel.grid import Grid
 from hybridflow.roles.policy import Actor
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -40,13 +43,15 @@ def export_huggingface(
     """Collective over the world. The weights are those the actor holds now, in its dtype."""
     grid = actor.grid
     if grid.inside and grid.dp_rank == 0:
-        tensors = _whole_tensors(actor)
+        own = {name: tensor for name, (_, tensor) in actor.weights().items()}
+        dtype = next(iter(own.values())).dtype
+        tensors = _whole_tensors(own, dtype, actor.spec, grid)
         if grid.tp_rank == grid.pp_rank == 0:
             partial = target.with_name(f".{target.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            _write_weights(tensors, actor, partial, max_file_bytes, report)
-            write_config(actor.spec.path, partial, {}, dtype=_dtype(actor))
+            _write_weights(tensors, _plan(actor.spec, dtype), partial, max_file_bytes, report)
+            write_config(actor.spec.path, partial, {}, dtype=dtype)
             copy_companions(actor.spec.path, partial)
             replace_directory(partial, target)
         else:
@@ -55,69 +60,69 @@ def export_huggingface(
     dist.barrier(group=dist.group.WORLD)
 
 
-def _whole_tensors(actor: Actor) -> Iterator[tuple[str, Tensor]]:
-    """(HuggingFace name, tensor on the CPU) on the first rank of the replica; the others only send."""
-    own, grid = actor.weights(), actor.grid
-    for weight, stage in staged_weights(actor.spec, "lm", grid.layout.stages(actor.spec.num_layers)):
-        parts = None
+def _whole_tensors(
+    own: Mapping[str, Tensor], dtype: torch.dtype, spec: ModelSpec, grid: Grid
+) -> Iterator[tuple[str, Tensor]]:
+    """(HuggingFace name, tensor on the CPU) on the first rank of the replica; the others only send.
+
+    own: this rank's weights by megatron name.
+    """
+    device = next(iter(own.values())).device
+    for weight, stage in staged_weights(spec, "lm", grid.layout.stages(spec.num_layers)):
+        shapes, parts = weight.shapes(spec), []
         if grid.pp_rank == stage:
-            shards = _gather(own[weight.megatron][1].contiguous(), actor)
-            parts = [part.contiguous() for part in whole_parts(weight, shards, actor.spec)] if shards else None
+            shards = _gather(own[weight.megatron].contiguous(), grid)
+            parts = [part.contiguous() for part in whole_parts(weight, shards, spec)] if shards else []
+        elif grid.pp_rank == 0 and grid.tp_rank == 0:
+            parts = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
         if stage != 0 and grid.tp_rank == 0:
-            parts = _to_first_stage(weight, parts, stage, actor)
-        if parts is not None and grid.pp_rank == 0:
-            for name, part, shape in zip(weight.hf, parts, weight.shapes(actor.spec), strict=True):
+            _to_first_stage(parts, stage, grid)
+        if grid.pp_rank == grid.tp_rank == 0:
+            for name, part, shape in zip(weight.hf, parts, shapes, strict=True):
                 assert tuple(part.shape) == shape, f"{name}: {tuple(part.shape)}, expected {shape}"
                 yield name, part.cpu()
 
 
-def _to_first_stage(weight: Weight, parts: list[Tensor] | None, stage: int, actor: Actor) -> list[Tensor] | None:
-    """The parts of a later stage's weight, on the first stage."""
-    grid, like = actor.grid, next(iter(actor.weights().values()))[1]
+def _to_first_stage(parts: Sequence[Tensor], stage: int, grid: Grid) -> None:
+    """Move the parts of a later stage's weight into those of the first stage."""
     if grid.pp_rank == stage:
         for part in parts:
             dist.send(part, group=grid.groups.pp, group_dst=0)
     elif grid.pp_rank == 0:
-        parts = [like.new_empty(shape) for shape in weight.shapes(actor.spec)]
         for part in parts:
             dist.recv(part, group=grid.groups.pp, group_src=stage)
-    return parts
 
 
-def _gather(shard: Tensor, actor: Actor) -> list[Tensor]:
+def _gather(shard: Tensor, grid: Grid) -> list[Tensor]:
     """The shards of the tensor-parallel group, on its first rank; empty elsewhere."""
-    group = actor.grid.groups.tp
-    shards = [torch.empty_like(shard) for _ in range(actor.grid.tp)] if actor.grid.tp_rank == 0 else None
-    dist.gather(shard, shards, group=group, group_dst=0)
+    shards = [torch.empty_like(shard) for _ in range(grid.tp)] if grid.tp_rank == 0 else None
+    dist.gather(shard, shards, group=grid.groups.tp, group_dst=0)
     return shards or []
 
 
-def _dtype(actor: Actor) -> torch.dtype:
-    return next(iter(actor.weights().values()))[1].dtype
+def _plan(spec: ModelSpec, dtype: torch.dtype) -> dict[str, TensorInfo]:
+    """Every tensor in the order in which they arrive, known before the first: sizes follow from the config."""
+    return {
+        name: TensorInfo(shape, dtype)
+        for weight in model_weights(spec, "lm")
+        for name, shape in zip(weight.hf, weight.shapes(spec), strict=True)
+    }
 
 
 def _write_weights(
     arriving: Iterator[tuple[str, Tensor]],
-    actor: Actor,
+    tensors: Mapping[str, TensorInfo],
     directory: Path,
     max_file_bytes: int,
     report: Callable[[str], None],
 ) -> None:
-    """Tensors arrive in the order of the plan, which is known before the first: sizes follow from the config."""
-    tensors = {
-        name: TensorInfo(shape, _dtype(actor))
-        for weight in model_weights(actor.spec, "lm")
-        for name, shape in zip(weight.hf, weight.shapes(actor.spec), strict=True)
-    }
-
     def arrived(name: str) -> Tensor:
         found, tensor = next(arriving)
         assert found == name, f"{found} arrived, {name} was planned"
         return tensor
 
     plan, total = plan_files(tensors, max_file_bytes), 0
-    for file in dict.fromkeys(plan.values()):
-        inside = {name: tensors[name] for name in plan if plan[name] == file}
+    for file, inside in files_of_plan(plan, tensors).items():
         write_safetensors(directory / file, inside, arrived)
         total += sum(map(num_bytes, inside.values()))
         report(f"wrote {file} ({total / 1e6:.1f} MB so far)")

@@ -57,6 +57,14 @@ def plan_files(tensors: Mapping[str, TensorInfo], max_file_bytes: int) -> dict[s
     }
 
 
+def files_of_plan(plan: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
+    """The tensors of each file of the plan, in order."""
+    files: dict[str, dict[str, TensorInfo]] = {}
+    for name, file in plan.items():
+        files.setdefault(file, {})[name] = tensors[name]
+    return files
+
+
 def write_safetensors(
     file: Path,
     tensors: Mapping[str, TensorInfo],

@@ -5,17 +5,18 @@ or, with virtual pipeline parallelism, several. The last stage of a policy model
 logits, that of a value model one scalar, both only for the rows that the micro-batch wants.
 """
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
+    HAVE_TE,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -29,8 +30,9 @@ from hybridflow.models.attention import GroupedSelfAttention, PackedAttention
 from hybridflow.models.experts import MixtureOfExperts
 from hybridflow.models.layers import LayerNorm, ReLU, RMSNorm, SwiGLU
 from hybridflow.models.micro_batch import MicroBatch
+from hybridflow.parallel.device import current_device, uses_cuda
 from hybridflow.parallel.grid import Grid
-from hybridflow.parallel.platform import adapt_megatron, current_device
+from hybridflow.parallel.platform import adapt_megatron
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -182,9 +184,9 @@ def transformer_config(
         pipeline_dtype=DTYPES[dtype],
         bf16=dtype == "bfloat16",
         perform_initialization=False,  # every weight is loaded
-        use_cpu_initialization=not _cuda(),
+        use_cpu_initialization=not uses_cuda(),
         calculate_per_token_loss=True,  # losses arrive normalised: no division by micro-batches or replicas
-        gradient_accumulation_fusion=_cuda() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        gradient_accumulation_fusion=uses_cuda() and _grad_accum_fusion_available,  # apex
         bias_activation_fusion=_transformer_engine() and traits.gated,
         use_te_activation_func=not _transformer_engine(),  # what megatron calls an activation that the layer spec names
         bias_dropout_fusion=False,
@@ -207,12 +209,8 @@ def _expert_config(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _cuda() -> bool:
-    return torch.cuda.is_available()
-
-
 def _transformer_engine() -> bool:
-    return _cuda() and importlib.util.find_spec("transformer_engine") is not None
+    return uses_cuda() and HAVE_TE  # megatron's word: one that cannot be imported is as good as none
 
 
 def _block_spec(spec: ModelSpec, num_layers: int) -> TransformerBlockSubmodules:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from hybridflow.parallel.device import uses_cuda
+
 
 def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """The distinct, non-empty storages behind `tensors`, in their order."""
@@ -48,7 +50,7 @@ class Offloaded:
         for storage, copy in self._storages:
             storage.resize_(copy.nbytes)
             _bytes(storage).copy_(copy, non_blocking=True)
-        if torch.cuda.is_available():
+        if uses_cuda():
             torch.cuda.synchronize()  # the copies must have arrived before they are freed
 
 

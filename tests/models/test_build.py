@@ -1,4 +1,6 @@
-"""What a value model puts on top of its last layer, in a process of its own: megatron wants a process group."""
+"""What a value model puts on top of its last layer, in a process of its own, since megatron wants a process group;
+and which layers a model is made of.
+"""
 
 import json
 import subprocess
@@ -8,7 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridflow.architecture.spec import read_spec
+from hybridflow.models import build
+from hybridflow.models.layers import RMSNorm
+from hybridflow.parallel import platform as platforms
+from hybridflow.parallel.grid import Grid, ProcessGroups
+from hybridflow.parallel.layout import Layout
 from tests.tiny_models import make_checkpoints
+from tools.convert.forward import packed_micro_batch, random_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,18 +46,24 @@ def test_the_gradient_of_a_value_is_its_weight(bfloat16_values: dict) -> None:
     assert torch.equal(torch.tensor(bfloat16_values["weight_grad"]), hidden.sum(0, keepdim=True).bfloat16().float())
 
 
-def measure(model: str) -> dict[str, list]:
-    from hybridflow.architecture.spec import read_spec
-    from hybridflow.models.build import build_model
-    from hybridflow.parallel import platform as platforms
-    from hybridflow.parallel.grid import Grid, ProcessGroups
-    from hybridflow.parallel.layout import Layout
-    from tools.convert.forward import packed_micro_batch, random_prompts
+def test_a_transformer_engine_that_cannot_be_imported_is_as_good_as_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Built against another torch it is found and fails as it loads; megatron then has no layers of its kind."""
+    (tmp_path / "transformer_engine.py").write_text("raise ImportError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(build, "uses_cuda", lambda: True)
+    spec = read_spec(make_checkpoints(tmp_path, family="qwen2", tied=False) / "policy")
+    (layer,) = build._block_spec(spec, 1).layer_specs
+    assert layer.submodules.input_layernorm is RMSNorm
+    assert layer.submodules.mlp.submodules.linear_fc1.__name__ == "ColumnParallelLinear"
 
+
+def measure(model: str) -> dict[str, list]:
     platform = platforms.start(seed=0)
     spec, grid = read_spec(Path(model)), Grid.build(Layout(1, 1, 1, (0,)), ProcessGroups())
     options = dict(dtype="bfloat16", sequence_parallel=False, recompute="none", device=platform.device)
-    (chunk,) = build_model(spec, grid, value_head=True, **options)
+    (chunk,) = build.build_model(spec, grid, head="score", **options)
     seen, outputs = [], chunk.outputs
 
     def listening(hidden: torch.Tensor) -> torch.Tensor:

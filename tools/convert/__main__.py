@@ -111,7 +111,7 @@ def _verify(options: argparse.Namespace, processes: "Processes", console: Consol
 def _forward(huggingface: Path, megatron: Path, console: Console | None, *, trust_remote_code: bool) -> bool:
     from hybridflow.parallel.platform import prepare_imports
 
-    prepare_imports()  # before megatron and transformers, which load for seconds
+    prepare_imports("cpu")  # before megatron and transformers, which load for seconds
     from tools.convert.forward import TOLERANCE, largest_difference
     from tools.convert.progress import say
 

@@ -113,9 +113,11 @@ def _check_dtypes(weights: Sequence[Weight], files: WeightFiles, infos: Mapping[
 
 
 def _check_read_once(weight: Weight, found: Iterable[Block], shapes: Sequence[Shape]) -> None:
+    spans: list[list[tuple[int, int]]] = [[] for _ in shapes]
+    for block in found:
+        spans[block.part].append((block.start, block.start + block.rows))
     for part, shape in enumerate(shapes):
-        spans = [(block.start, block.start + block.rows) for block in found if block.part == part]
-        if problem := _not_tiled(spans, shape[0]):
+        if problem := _not_tiled(spans[part], shape[0]):
             raise CheckpointError(f"{weight.hf[part]}: by the table of weights its rows {problem} once")
 
 

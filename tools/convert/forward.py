@@ -1,7 +1,7 @@
 """Logits of a few random prompts: a model as transformers runs it against the same model as megatron runs it.
 
-Both compute in float32 in this one process, one after the other. For a model with a value head the values of all
-tokens are compared.
+Both compute in float32 on the CPU of this one process, one after the other. For a model with a value head the values
+of all tokens are compared.
 """
 
 import gc
@@ -31,7 +31,7 @@ def largest_difference(huggingface: Path, megatron: Path, *, seed: int = 0, trus
     prompts = random_prompts(read_spec(huggingface), seed)
     expected = huggingface_logits(huggingface, prompts, trust_remote_code=trust_remote_code)
     gc.collect()
-    platform = platforms.start(seed=0)
+    platform = platforms.start(seed=0, platform="cpu")
     try:
         found = megatron_logits(spec, prompts, platform)
     finally:

