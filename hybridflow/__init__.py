@@ -5,14 +5,17 @@
     from hybridflow import RLTrainer
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
+if TYPE_CHECKING:
+    from hybridflow.trainer import RLTrainer as RLTrainer
+else:
 
-def __getattr__(name: str) -> Any:
-    if name == "RLTrainer":
-        from hybridflow.trainer import RLTrainer
+    def __getattr__(name: str) -> object:
+        if name == "RLTrainer":
+            from hybridflow.trainer import RLTrainer
 
-        return RLTrainer
-    raise AttributeError(f"module 'hybridflow' has no attribute '{name}'")
+            return RLTrainer
+        raise AttributeError(f"module 'hybridflow' has no attribute '{name}'")

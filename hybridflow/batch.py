@@ -101,9 +101,13 @@ class RolloutBatch:
         return type(self)(**{name: getattr(self, name)[index[per]] for name, per in marks(type(self)).items()})
 
 
-@functools.cache
-def marks(batch_type: type[RolloutBatch]) -> dict[str, Per]:
+def marks(batch_type: type[RolloutBatch]) -> Mapping[str, Per]:
     """Whether each field has an entry a token or a sequence. Errors: TypeError for a field without a mark."""
+    return _marks(batch_type)  # type: ignore[arg-type]  # mypy asks the class for the __hash__ of its objects
+
+
+@functools.cache
+def _marks(batch_type: type[RolloutBatch]) -> Mapping[str, Per]:
     hints, found = get_type_hints(batch_type, include_extras=True), {}
     for field in dataclasses.fields(batch_type):
         mark = [x for x in getattr(hints[field.name], "__metadata__", ()) if isinstance(x, Per)]

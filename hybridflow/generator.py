@@ -8,12 +8,10 @@ with generator.resharded():             # alias / permute / gather, and back
 import contextlib
 from collections.abc import Iterator
 
-import torch.distributed as dist
-
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.models.build import DTYPES
 from hybridflow.parallel.exchange import Exchange
-from hybridflow.parallel.platform import Platform
+from hybridflow.parallel.platform import Platform, world_group
 from hybridflow.planning.placed import PlacedRun
 from hybridflow.recording.measure import own_bytes
 from hybridflow.reshard.execute import ReshardCost, WeightReshard
@@ -54,7 +52,7 @@ class Generator:
             rank=platform.rank,
             dtype=dtype,
             device=platform.device,
-            group=dist.group.WORLD,
+            group=world_group(),
         )
         self.costs: list[ReshardCost] = []
         self.engine: RolloutEngine | None = None

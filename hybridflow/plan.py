@@ -12,6 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +23,9 @@ from hybridflow.config import ExperimentConfig, RoleConfig
 from hybridflow.errors import ConfigError, UserError
 from hybridflow.placement import shown
 from hybridflow.user_code import search_beside
+
+if TYPE_CHECKING:
+    from hybridflow.planning.forecast import Report
 
 WIDTH = 112  # columns of a pipe
 FEW = 24  # characters of ranks that are shown whole
@@ -103,7 +107,7 @@ def _least_ranks(role: RoleConfig) -> int:
 # ------------------------------------------------------------------------------------------------ tables
 
 
-def print_plan(plan: dict, console: Console) -> None:
+def print_plan(plan: "Report", console: Console) -> None:
     """The tables of a forecast."""
     chosen = " (the smallest that fits)" if plan["smallest_that_fits"] else ""
     console.print(Text(f"{plan['config']}: {plan['name']}, world size {plan['world_size']}{chosen}"))
@@ -124,7 +128,7 @@ def _table(title: str, columns: Iterable[str], num_left: int = 1) -> Table:
     return table
 
 
-def _roles_table(plan: dict) -> Table:
+def _roles_table(plan: "Report") -> Table:
     columns = ("role", "dtype", "parameters", "grid", "ranks", "layers a stage", "model")
     table = _table("Roles", columns, num_left=len(columns))
     for role in plan["roles"]:
@@ -143,7 +147,7 @@ def _roles_table(plan: dict) -> Table:
     return table
 
 
-def _grid(role: dict) -> str:
+def _grid(role: "Report") -> str:
     chunks = f" (vpp {role['vpp']})" if role["vpp"] > 1 else ""
     split = " sp" if role["sequence_parallel"] else ""
     return f"tp {role['tp']}{split} x pp {role['pp']}{chunks} x dp {role['dp']}"
@@ -153,7 +157,7 @@ def _layers(counts: list[int]) -> str:
     return f"{len(counts)} x {counts[0]}" if len(set(counts)) == 1 else ", ".join(map(str, counts))
 
 
-def _rollout_notes(plan: dict) -> list[str]:
+def _rollout_notes(plan: "Report") -> list[str]:
     """The groups of the actor's first rank, and the first engine replica."""
     actor = plan["roles"][0]["groups_of_first_rank"]
     groups = "; ".join(f"{axis} {_few(ranks)}" for axis, ranks in actor.items())
@@ -173,7 +177,7 @@ MEMORY_NOTES = (
 )
 
 
-def _memory_table(plan: dict) -> Table:
+def _memory_table(plan: "Report") -> Table:
     columns = ("moment", "role", "rank", *(name.replace("_", " ") for name in MEMORY_COLUMNS))
     table = _table("Memory per GPU, GiB", columns, num_left=2)
     for moment, report in plan["memory"].items():
@@ -185,7 +189,7 @@ def _memory_table(plan: dict) -> Table:
     return table
 
 
-def _reshard_table(reshard: dict) -> Table:
+def _reshard_table(reshard: "Report") -> Table:
     table = _table("Reshard: bytes per rank", ("", "least", "mean", "most", "all ranks"))
     for label, key in (
         ("received", "received_bytes"),
@@ -206,7 +210,7 @@ def _reshard_table(reshard: dict) -> Table:
     return table
 
 
-def _reshard_notes(reshard: dict) -> list[str]:
+def _reshard_notes(reshard: "Report") -> list[str]:
     ways = "; ".join(f"{way} {row['parameters']:,} ({_bytes(row['bytes'])})" for way, row in reshard["ways"].items())
     notes = [f"Parameters of all engine ranks by way: {ways}. {reshard['num_buckets']} buckets."]
     mean = reshard["received_bytes"]["mean"]

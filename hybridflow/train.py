@@ -13,6 +13,7 @@ import contextlib
 import os
 import sys
 import traceback
+from typing import NoReturn
 
 from hybridflow import __version__
 from hybridflow.config import ExperimentConfig
@@ -80,7 +81,7 @@ def _first_to_fail() -> bool:
     return first_to_fail()
 
 
-def _leave(status: int) -> None:
+def _leave(status: int) -> NoReturn:
     """End at once: other ranks may be inside a collective, and engine threads would wait for them."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more

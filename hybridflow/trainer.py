@@ -80,9 +80,9 @@ class RLTrainer:
         self.flow = flow_of(config.algorithm)
         self.platform = platforms.start(config.seed, config.platform)
         self.inputs: Inputs = load_inputs(config, self.placed.actor.spec.vocab_size)
-        check_agreement(run_digests(config, self.inputs), dist.group.WORLD)
+        check_agreement(run_digests(config, self.inputs), platforms.world_group())
         prepare_vllm()  # a missing vLLM is told before the models load
-        self.exchange = Exchange(dist.group.WORLD, self.platform.device)
+        self.exchange = Exchange(platforms.world_group(), self.platform.device)
         watch = Stopwatch(self.platform.synchronize)
         self.caller = FunctionCaller(self.inputs.decode, self.platform.rank, self.platform.world_size)
         bucket_bytes = config.rollout.bucket_bytes(cuda=self.platform.has_cuda)

@@ -15,6 +15,7 @@ import sysconfig
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hybridflow.errors import UserCodeError
@@ -39,7 +40,7 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
     if not module_name or not attribute:
         raise UserCodeError(f"{what} {path!r}: expected package.module:function")
     module = _imported(module_name, f"{what} {path}")
-    function = getattr(module, attribute, None)
+    function: object = getattr(module, attribute, None)
     if function is None:
         file = getattr(module, "__file__", None) or "a namespace package"
         raise UserCodeError(f"{what} {path}: {module_name} ({file}) has no {attribute}")
@@ -48,7 +49,7 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
     return function
 
 
-def _imported(module_name: str, field: str) -> Any:
+def _imported(module_name: str, field: str) -> ModuleType:
     importlib.invalidate_caches()  # a file may have been written since Python last looked
     _check_one_of_a_name(module_name.partition(".")[0], field)
     try:

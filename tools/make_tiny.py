@@ -143,9 +143,10 @@ def fill(directory: Path, settings: Settings, seed: int) -> dict[str, object]:
     files = directory / "tokenizer"
     write_tokenizer(files, source)
     tokenizer = AutoTokenizer.from_pretrained(files)
-    shared = {"split": split, "generator": generator, "source": source}
-    policy, accuracies = make_policy(settings, tokenizer, **shared)
-    reward, pairs_right, wrong = make_reward(policy, settings, tokenizer, **shared)
+    policy, accuracies = make_policy(settings, tokenizer, split=split, generator=generator, source=source)
+    reward, pairs_right, wrong = make_reward(
+        policy, settings, tokenizer, split=split, generator=generator, source=source
+    )
     save(policy, directory / "policy", files)
     save(reward, directory / "reward", files)
     write_prompts(directory / "train.jsonl", split.train)

@@ -139,7 +139,7 @@ def pair_loss(model: LlamaForSequenceClassification, helpers: Helpers, pairs: Pa
 def pair_accuracy(model: LlamaForSequenceClassification, pairs: Pairs) -> float:
     """The share of pairs of one prompt that are ordered rightly, scored as transformers does it."""
     right, wrong = model(input_ids=pairs.ids).logits.squeeze(1).chunk(2)
-    return (right > wrong).float().mean().item()
+    return float((right > wrong).float().mean())
 
 
 def on_top_of(teacher: LlamaForCausalLM, settings: Settings) -> LlamaForSequenceClassification:

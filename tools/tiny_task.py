@@ -234,7 +234,10 @@ def write_tokenizer(directory: Path, source: random.Random) -> None:
         pad_piece="<pad>",
         num_threads=1,
         minloglevel=2,
-        **{f"{name}_id": index for name, index in SPECIAL_PIECES.items()},
+        unk_id=SPECIAL_PIECES["unk"],
+        bos_id=SPECIAL_PIECES["bos"],
+        eos_id=SPECIAL_PIECES["eos"],
+        pad_id=SPECIAL_PIECES["pad"],
     )
     (directory / "tokenizer.model").write_bytes(model.getvalue())
     tokenizer = LlamaTokenizer.from_pretrained(directory, add_prefix_space=False, pad_token="<pad>")

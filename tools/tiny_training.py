@@ -4,6 +4,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from tools.tiny_task import SPECIAL_PIECES, Problem, Response, Split, is_right
 
+Item = TypeVar("Item")
 IGNORED = -100  # label of a position that carries no loss
 
 
@@ -76,8 +78,10 @@ def llama_config(
         rms_norm_eps=1e-5,
         initializer_range=initializer_range,
         tie_word_embeddings=False,
-        **{f"{name}_token_id": index for name, index in SPECIAL_PIECES.items() if name != "unk"},
-        num_labels=1,  # of the reward model
+        pad_token_id=SPECIAL_PIECES["pad"],
+        bos_token_id=SPECIAL_PIECES["bos"],
+        eos_token_id=SPECIAL_PIECES["eos"],
+        id2label={0: "LABEL_0"},  # the reward model's one
     )
 
 
@@ -106,7 +110,7 @@ def answered_batch(tokenizer: PreTrainedTokenizerBase, problems: list[Problem]) 
     return padded(ids, SPECIAL_PIECES["pad"]), padded(labels, IGNORED)
 
 
-def epochs(items: list, batch_size: int, source: random.Random) -> Iterator[list]:
+def epochs(items: list[Item], batch_size: int, source: random.Random) -> Iterator[list[Item]]:
     """Batches without end; each item once an epoch, the remainder of an epoch dropped."""
     while True:
         order = source.sample(items, len(items))
@@ -166,7 +170,9 @@ def generate(
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> Response:
     ended = bool(ids) and ids[-1] == tokenizer.eos_token_id
-    return Response(tokenizer.decode(ids, skip_special_tokens=True), ended)
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    assert isinstance(text, str), f"one sequence was decoded to {type(text).__name__}"
+    return Response(text, ended)
 
 
 def respond(
@@ -191,7 +197,7 @@ def forced_accuracy(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> flo
     """Greedy exact accuracy in one forward: greedy decoding is right just if every forced choice is."""
     choices = model(input_ids=ids).logits[:, :-1].argmax(-1)
     agrees = (choices == labels[:, 1:]) | (labels[:, 1:] == IGNORED)
-    return agrees.all(1).float().mean().item()
+    return float(agrees.all(1).float().mean())
 
 
 # Supervised training.

@@ -75,7 +75,8 @@ def group_advantages(scores: Tensor, groups: Tensor) -> Tensor:
         ValueError: a shape is not as above, or a group has one response: it would have no spread.
     """
     require_flat(scores=scores, groups=groups)
-    _, index, counts = groups.unique(return_inverse=True, return_counts=True)
+    unique: tuple[Tensor, Tensor, Tensor] = groups.unique(return_inverse=True, return_counts=True)
+    _, index, counts = unique
     if (counts < 2).any():
         raise ValueError("groups has a group of one: an advantage is relative to other responses of the same prompt")
     sums = torch.zeros(len(counts), dtype=torch.float64, device=scores.device)

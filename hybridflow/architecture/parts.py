@@ -82,12 +82,12 @@ _first_row = attrgetter("row")
 
 
 class Overlap(NamedTuple):
-    """`count` rows from `part_row` of HuggingFace part `part` are those from `shard_row` of a rank's shard."""
+    """`num_rows` rows from `part_row` of HuggingFace part `part` are those from `shard_row` of a rank's shard."""
 
     part: int
     part_row: int
     shard_row: int
-    count: int
+    num_rows: int
 
 
 def overlaps(weight: Weight, spec: ModelSpec, shard: Shard) -> Iterator[Overlap]:

@@ -7,7 +7,7 @@ What sets an architecture apart stands in `hybridflow.architecture.families`.
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -133,8 +133,10 @@ class ModelSpec:
         if rope["rope_type"] == "default":
             dim = self.rotary_dim or self.head_dim
             exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-            return 1.0 / rope["rope_theta"] ** exponents
-        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")[0]
+            theta: float = rope["rope_theta"]
+            return 1.0 / theta**exponents
+        frequencies: Tensor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")[0]
+        return frequencies
 
 
 def read_spec(path: str | Path) -> ModelSpec:
@@ -221,8 +223,8 @@ class _Reader:
         value = self._raw.get(key)
         if value is None and default is not None:
             return default
-        whole = _is_number(value) and value == int(value)
-        self._refuse(key, value, not whole or not 0 < value <= most, f"must be a whole number from 1 to {most}")
+        if not _is_number(value) or value != int(value) or not 0 < value <= most:
+            raise self._refusal(key, value, f"must be a whole number from 1 to {most}")
         return int(value)
 
     def _check_rules(self) -> None:
@@ -283,15 +285,18 @@ class _Reader:
     def _rotary_part(self) -> float:
         """The share of a head's dimensions that turn."""
         default = self._family.rotary_part
-        part = self._rope_object().get("partial_rotary_factor", self._raw.get("partial_rotary_factor", default))
+        part: float = self._rope_object().get("partial_rotary_factor", self._raw.get("partial_rotary_factor", default))
         partial = _is_number(part) and 0 < part <= 1 and (default < 1 or part == 1)
         self._refuse("partial_rotary_factor", part, not partial, f"must be 1 in the family {self._family.name}")
         return part
 
-    def _refuse(self, key: str, value: Any, refused: bool, rule: str) -> None:
+    def _refuse(self, key: str, value: object, refused: bool, rule: str) -> None:
         if refused:
-            raise CheckpointError(f"{self._file}: {key} = {value!r} is not supported: {rule}")
+            raise self._refusal(key, value, rule)
+
+    def _refusal(self, key: str, value: object, rule: str) -> CheckpointError:
+        return CheckpointError(f"{self._file}: {key} = {value!r} is not supported: {rule}")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")

@@ -102,7 +102,7 @@ class MegatronDirectory:
 
     def _read_rows(self, part: _Part, row: int, columns: Shape, out: Tensor) -> None:
         """Fill `out` with rows from `row` of the whole parameter, counted through all its experts."""
-        leading = () if part.layer is None else (part.layer,)
+        leading: tuple[int, ...] = () if part.layer is None else (part.layer,)
         if part.expert_rows is not None:
             expert, row = divmod(row, part.expert_rows)
             leading += (expert,)

@@ -177,7 +177,9 @@ def _experts(hf: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
     )
 
 
-def _opt(megatron: str, name: str, weight: tuple[Split, Shapes], bias: tuple[Split, Shapes], stored: str = "") -> tuple:
+def _opt(
+    megatron: str, name: str, weight: tuple[Split, Shapes], bias: tuple[Split, Shapes], stored: str = ""
+) -> tuple[Weight, ...]:
     """Weight and bias of a layer of OPT, whose engine calls them as HuggingFace does."""
     return tuple(
         _layer(f"{megatron}.{kind}", f"{name}.{kind}", *its, stored=stored and stored + kind, at=OPT_LAYERS)

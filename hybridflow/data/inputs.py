@@ -22,7 +22,9 @@ class Inputs:
     ending: str | None  # what to know of responses that nothing ends before the limit
 
     def decode(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        assert isinstance(text, str), f"one sequence was decoded to {type(text).__name__}"
+        return text
 
     def notes(self) -> list[str]:
         """What the user should know before it all starts: a line each."""

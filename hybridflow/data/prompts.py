@@ -204,7 +204,7 @@ def _check_same_columns(first: Row, rows: list[Row]) -> None:
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, chat_template: bool) -> list[list[int]]:
     """Token ids of each text. A rendered conversation has its special tokens already; a plain prompt gets
     them, but no end token, after which there would be nothing to say."""
-    encoded = tokenizer(texts, add_special_tokens=not chat_template, verbose=False)["input_ids"]
+    encoded: list[list[int]] = tokenizer(texts, add_special_tokens=not chat_template, verbose=False)["input_ids"]
     if chat_template:
         return encoded
     return [ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids for ids in encoded]

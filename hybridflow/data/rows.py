@@ -158,9 +158,11 @@ def _rendered(messages: Any, field: str, tokenizer: PreTrainedTokenizerBase) -> 
     if not any(message["content"].strip() for message in messages):
         raise DataError(f"{field} = {shown(messages)} is empty: no message has content")
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # a template is a program of the model's authors and raises what it likes
         raise DataError(f"{field}: the tokenizer's chat template cannot render it: {error}") from error
+    assert isinstance(text, str), f"one conversation was rendered to {type(text).__name__}"
+    return text
 
 
 def _check_message(message: Any, field: str) -> None:

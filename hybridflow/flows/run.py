@@ -14,8 +14,7 @@ Every rank runs the flow over the same global batch; the roles shard the work.
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, TypeVar, overload
+from typing import TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from hybridflow.generator import Generator
 from hybridflow.models.optimizer import NO_BYTES
 from hybridflow.parallel.agreement import check_agreement, digest_tensors
 from hybridflow.parallel.exchange import Contribution, Exchange
-from hybridflow.parallel.platform import Platform
+from hybridflow.parallel.platform import Platform, world_group
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.recording.iteration import Iteration, Metrics, batch_metrics, cost_metrics
 from hybridflow.recording.measure import Stopwatch
@@ -66,12 +65,14 @@ class Greedy:
     """One response a prompt, the likeliest token always."""
 
 
-class Known(SimpleNamespace):
+class Known:
     """Whole tensors by the names that `Run.whole` was given them under."""
 
-    if TYPE_CHECKING:
+    def __init__(self, **tensors: Tensor) -> None:
+        vars(self).update(tensors)
 
-        def __getattr__(self, name: str) -> Tensor: ...
+    def __getattr__(self, name: str) -> Tensor:
+        raise AttributeError(f"run.whole was not asked for {name}; it gave {', '.join(vars(self)) or 'nothing'}")
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,7 @@ class Run:
     def _agree_on(self, batch: RolloutBatch) -> None:
         """Raise on every rank unless all ranks are about to train on the same batch."""
         digest = digest_tensors(vars(batch))
-        check_agreement({f"the batch of iteration {self.iteration}": digest}, dist.group.WORLD)
+        check_agreement({f"the batch of iteration {self.iteration}": digest}, world_group())
 
     def _note_rows(self, rows: Tensor) -> None:
         """The steps taken since the last time were of these rows of the batch."""

@@ -5,7 +5,7 @@ chunk     offset and size in the tensor; file, first byte and length of its reco
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from math import prod
@@ -23,6 +23,8 @@ from hybridflow.formats.safetensors_files import MAX_ELEMENTS, TensorInfo
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 1 << 30
 MAX_CELLS = 1 << 24
+
+Storage = Mapping[object, object]  # as the file has it: IndexRecord -> Record, if it is whole
 
 
 class StoredChunk(NamedTuple):
@@ -96,10 +98,10 @@ def read_metadata(directory: Path) -> tuple[dict[str, StoredTensor], tuple[str, 
     return tensors, objects
 
 
-def _parse(root: Any, directory: Path) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+def _parse(root: object, directory: Path) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
     if not isinstance(root, Record):
         raise ValueError(f"it holds {type(root).__name__}")
-    storage = root.field("storage_data", dict)
+    storage: Storage = root.field("storage_data", dict)
     tensors, objects = {}, []
     for key, entry in root.field("state_dict_metadata", dict).items():
         if not isinstance(key, str) or not isinstance(entry, Record):
@@ -113,7 +115,7 @@ def _parse(root: Any, directory: Path) -> tuple[dict[str, StoredTensor], tuple[s
     return tensors, tuple(objects)
 
 
-def _tensor(key: str, entry: Record, storage: dict, directory: Path) -> StoredTensor:
+def _tensor(key: str, entry: Record, storage: Storage, directory: Path) -> StoredTensor:
     try:
         shape = _shape(entry.field("size", tuple))
         properties = entry.field("properties", Record).state
@@ -126,7 +128,7 @@ def _tensor(key: str, entry: Record, storage: dict, directory: Path) -> StoredTe
     return StoredTensor(key, TensorInfo(shape, dtype), chunks)
 
 
-def _chunk(key: str, chunk: Any, shape: Shape, storage: dict, directory: Path) -> StoredChunk:
+def _chunk(key: str, chunk: object, shape: Shape, storage: Storage, directory: Path) -> StoredChunk:
     if not isinstance(chunk, Record):
         raise ValueError(f"a chunk is {type(chunk).__name__}")
     offset, size = _shape(chunk.field("offsets", tuple)), _shape(chunk.field("sizes", tuple))
@@ -151,7 +153,7 @@ def _chunk(key: str, chunk: Any, shape: Shape, storage: dict, directory: Path) -
     return StoredChunk(offset, size, directory / path, start, length)
 
 
-def _shape(value: tuple) -> Shape:
+def _shape(value: tuple[Any, ...]) -> Shape:
     if not all(type(n) is int and n >= 0 for n in value) or len(value) > 16:
         raise ValueError("a shape or offset is not made of numbers")
     if prod(max(n, 1) for n in value) > MAX_ELEMENTS:

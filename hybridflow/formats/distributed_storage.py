@@ -15,10 +15,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
-from torch.distributed.checkpoint import save as save_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -28,7 +26,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -125,10 +124,9 @@ class _Planner(SavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor | None:
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
         index = write_item.index
-        if write_item.type is WriteItemType.BYTE_IO:
-            return None
+        assert index.offset is not None, f"{index.fqn} is no chunk of a tensor"
         item = self._items[index.fqn, tuple(index.offset)]
         tensor = item.read().detach().cpu().contiguous()
         assert (tuple(tensor.shape), tensor.dtype) == (item.shape, item.dtype), (
@@ -150,7 +148,7 @@ def _write_item(item: Chunk) -> WriteItem:
     )
 
 
-def _save(value: Any, file: BinaryIO) -> None:
+def _save(value: object, file: BinaryIO) -> None:
     try:
         torch.save(value, file)
     except (RuntimeError, OSError) as error:  # torch's own error hides that of the disk
@@ -163,26 +161,34 @@ class _Writer(FileSystemWriter):
 
     def __init__(self, directory: Path, written: Callable[[int], None]) -> None:
         super().__init__(directory)
-        self._written = written
+        self._directory, self._written = directory, written
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         results = []
-        with (self.path / name).open("wb") as file:
+        with (self._directory / name).open("wb") as file:
             for item in plan.items:
-                start, value = file.tell(), planner.resolve_data(item)
-                _save(value if value is not None else EMPTY, file)
+                start, num_bytes = file.tell(), self._write_item(item, planner, file)
                 length = file.tell() - start
                 start_writing(file.fileno(), start, start + length)
                 results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
-                if value is not None:
-                    self._written(value.nbytes)
-                del value  # before the next is read
+                if num_bytes is not None:
+                    self._written(num_bytes)
             file.flush()
             os.fsync(file.fileno())
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+    def _write_item(self, item: WriteItem, planner: SavePlanner, file: BinaryIO) -> int | None:
+        """Bytes of the tensor, which is gone before the next is read; None where there is no tensor."""
+        if item.type is WriteItemType.BYTE_IO:
+            _save(EMPTY, file)
+            return None
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, Tensor), f"{item.index.fqn}: {type(tensor).__name__}"
+        _save(tensor, file)
+        return tensor.nbytes
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # neither the path nor a random identity

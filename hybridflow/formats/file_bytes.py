@@ -104,7 +104,7 @@ def start_writing(fd: int, start: int, stop: int) -> None:
 
 def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def parse_json(text: bytes, wrong: str) -> dict[str, Any]:

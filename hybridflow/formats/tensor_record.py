@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import CheckpointError
-from hybridflow.formats.file_bytes import read_bytes
+from hybridflow.formats.file_bytes import Shape, read_bytes
 from hybridflow.formats.plain_pickle import load_plain
 from hybridflow.formats.safetensors_files import TensorInfo
 
@@ -132,7 +132,7 @@ def _data_start(fd: int, file: Path, start: int, length: int, member: zipfile.Zi
     return start + first
 
 
-def _described(data: bytes) -> tuple[str, torch.dtype, int, int, tuple, tuple] | None:
+def _described(data: bytes) -> tuple[str, torch.dtype, int, int, Shape, Shape] | None:
     """(storage, its dtype and elements, first element, shape, strides); None for what is not simply one tensor."""
     names = {("torch._utils", "_rebuild_tensor_v2"): lambda *args: ("tensor", *args), **STORAGES}
     try:

@@ -14,6 +14,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.typed_torch import apply_module, not_none
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -56,9 +58,17 @@ class PackedAttention(MegatronModule):
     """megatron's `core_attention` for packed causal self-attention. (tokens, 1, heads / tp, head_dim) in,
     (tokens, 1, heads / tp x head_dim) out."""
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, **kwargs) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: object,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **kwargs: object,
+    ) -> None:
         super().__init__(config=config)
-        self.scale = kwargs.get("softmax_scale") or config.kv_channels**-0.5
+        self.scale = softmax_scale or not_none(config.kv_channels) ** -0.5
         self._pairs = neighbours if config.rotary_interleaved else halves
 
     def forward(
@@ -69,9 +79,9 @@ class PackedAttention(MegatronModule):
         attention_mask: Tensor | None,
         attn_mask_type: object = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSequences | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        assert packed_seq_params is not None and attention_bias is None
+        assert isinstance(packed_seq_params, PackedSequences) and attention_bias is None
         attend = varlen_attention if query.is_cuda else attention_by_length
         query, key, value = (x[:, 0] for x in (query, key, value))
         if packed_seq_params.cos is not None:
@@ -88,14 +98,20 @@ class GroupedSelfAttention(SelfAttention):
     """
 
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, key_value_states: Tensor | None = None, **options: Any
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """query (t, 1, heads / tp, head_dim), key and value (t, 1, their heads here, head_dim)."""
-        group, num_groups = self.pg_collection.tp, self.config.num_query_groups
+        group, num_groups = self.pg_collection.tp, not_none(self.config.num_query_groups)
         sharing, heads = group.size() // num_groups, self.config.num_attention_heads // group.size()
         if sharing <= 1:
-            return super().get_query_key_value_tensors(hidden_states, key_value_states, **options)
-        rows, _ = self.linear_qkv(hidden_states)  # this rank's even share of the rows of its group
+            found = super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
+            assert len(found) == 3, "no gate and no fused rotary embedding was asked for"
+            return found
+        rows, _ = apply_module(self.linear_qkv)(hidden_states)  # this rank's even share of the rows of its group
         rows = all_gather_last_dim_from_tensor_parallel_region(rows, group=group)
         own_group, member = divmod(group.rank(), sharing)
         own = rows.unflatten(-1, (num_groups, -1, self.hidden_size_per_attention_head))[:, :, own_group]
@@ -166,7 +182,7 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, *, packed: Packe
         return attention_by_length(query, key, value, packed=packed, scale=scale)
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn(
+    out = varlen_attn(
         query,
         key,
         value,
@@ -178,3 +194,5 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, *, packed: Packe
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    assert isinstance(out, Tensor), "the log-sum-exp was not asked for"
+    return out

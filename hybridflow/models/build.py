@@ -6,19 +6,23 @@ logits, that of a value model one scalar, both only for the rows that the micro-
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     HAVE_TE,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
 from hybridflow.architecture.parts import read_shard, shard_shape
@@ -28,12 +32,13 @@ from hybridflow.architecture.weight_files import open_checkpoint
 from hybridflow.architecture.weights import OUTPUT, VALUE_HEAD, Weight, canonical_name, embedding, model_weights
 from hybridflow.models.attention import GroupedSelfAttention, PackedAttention
 from hybridflow.models.experts import MixtureOfExperts
-from hybridflow.models.layers import LayerNorm, ReLU, RMSNorm, SwiGLU
+from hybridflow.models.layers import LayerNorm, ReLU, RMSNorm, SwiGLU, mark
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.parallel.device import current_device, uses_cuda
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.platform import adapt_megatron
 
+Parts = TypeVar("Parts")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -58,28 +63,29 @@ class PackedModel(GPTModel):
             share_embeddings_and_output_weights=tied,
             # rotary angles are made in forward, from the packed positions
             position_embedding_type="learned_absolute" if spec.traits.position_offset else "none",
-            pg_collection=grid.groups,
+            pg_collection=grid.own_groups,
             vp_stage=chunk if layout.vpp > 1 else None,
         )
-        numbers = tuple(layer.layer_number - 1 for layer in self.decoder.layers)
+        layers = [layer for layer in self.decoder.layers if isinstance(layer, TransformerLayer)]
+        numbers = tuple(layer.layer_number - 1 for layer in layers)
         assert numbers == self.layers, f"megatron placed the layers {numbers} where the layout has {self.layers}"
-        for layer in self.decoder.layers:
+        for layer in layers:
             if isinstance(layer.mlp, MixtureOfExperts):
-                layer.mlp.group, layer.mlp.router.normalize = grid.groups.tp, spec.normalize_router
+                layer.mlp.group, layer.mlp.router.normalize = grid.own_groups.tp, spec.normalize_router
         self._position_offset, frequencies = spec.traits.position_offset, spec.inverse_frequencies()
         # a plain attribute: as a buffer it would be cast to the weights' dtype
         self.inverse_frequencies = None if frequencies is None else frequencies.to(current_device())
 
-    def forward(self, micro_batch: MicroBatch) -> Tensor:
-        hidden, packed = None, micro_batch.packed
+    def forward(self, micro_batch: MicroBatch) -> Tensor:  # type: ignore[override]  # our step alone calls it
+        embedded, packed = None, micro_batch.packed
         if self.pre_process:
             positions = micro_batch.positions[None] + self._position_offset  # read where they are learned
-            hidden = self.embedding(input_ids=micro_batch.input_ids[None], position_ids=positions)  # (t, 1, hidden)
+            embedded = self.embedding(input_ids=micro_batch.input_ids[None], position_ids=positions)  # (t, 1, hidden)
         if self.inverse_frequencies is not None:
             angles = micro_batch.positions[:, None] * self.inverse_frequencies
             packed = packed.with_rotary(angles, self.config.params_dtype)
-        hidden = self.decoder(
-            hidden_states=hidden,
+        hidden: Tensor = self.decoder(
+            hidden_states=embedded,
             attention_mask=None,
             rotary_pos_emb=None,  # applied in our core attention
             packed_seq_params=packed,
@@ -90,9 +96,10 @@ class PackedModel(GPTModel):
         """All tokens on every tensor-parallel rank. Each rank's gradient is complete, so it is merely split again."""
         if not self.config.sequence_parallel:
             return hidden
-        return gather_from_sequence_parallel_region(
+        whole: Tensor = gather_from_sequence_parallel_region(
             hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
         )
+        return whole
 
     def outputs(self, hidden: Tensor) -> Tensor:
         raise NotImplementedError
@@ -110,7 +117,8 @@ class PolicyModel(PackedModel):
 
     def outputs(self, hidden: Tensor) -> Tensor:
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        return self.output_layer(hidden, weight=weight)[0]
+        logits: Tensor = self.output_layer(hidden, weight=weight)[0]
+        return logits
 
 
 class ValueModel(PackedModel):
@@ -120,8 +128,9 @@ class ValueModel(PackedModel):
         super().__init__(config, spec, grid, chunk, tied=False)
         if self.post_process:
             del self.output_layer
-            self.output_layer = nn.Linear(spec.hidden_size, 1, bias=False, dtype=config.params_dtype)
-            nn.init.zeros_(self.output_layer.weight)  # a new value head starts at V = 0
+            head = nn.Linear(spec.hidden_size, 1, bias=False, dtype=config.params_dtype)
+            self.add_module("output_layer", head)
+            nn.init.zeros_(head.weight)  # a new value head starts at V = 0
 
     def outputs(self, hidden: Tensor) -> Tensor:
         return nn.functional.linear(hidden.float(), self.output_layer.weight.float()).squeeze(-1)
@@ -144,7 +153,7 @@ def build_model(
     config = transformer_config(spec, grid, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute)
     adapt_megatron()
     model_class = ValueModel if head == "score" else PolicyModel
-    chunks = [
+    chunks: list[PackedModel] = [
         model_class(config, spec, grid, chunk).to(device=device, dtype=DTYPES[dtype])
         for chunk in range(grid.layout.vpp)
     ]
@@ -213,7 +222,7 @@ def _transformer_engine() -> bool:
     return uses_cuda() and HAVE_TE  # megatron's word: one that cannot be imported is as good as none
 
 
-def _block_spec(spec: ModelSpec, num_layers: int) -> TransformerBlockSubmodules:
+def _block_spec(spec: ModelSpec, num_layers: int) -> ModuleSpec:
     traits = spec.traits
     norm = LayerNorm if traits.norm_eps else RMSNorm
     if _transformer_engine():
@@ -222,16 +231,30 @@ def _block_spec(spec: ModelSpec, num_layers: int) -> TransformerBlockSubmodules:
         )
     else:
         layer = get_gpt_layer_local_spec(qk_layernorm=traits.qk_norm)
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-        layer.submodules.mlp.submodules.activation_func = SwiGLU if traits.gated else ReLU
-        if traits.qk_norm:
-            attention = layer.submodules.self_attention.submodules
-            attention.q_layernorm = attention.k_layernorm = norm
+        _name_local_layers(layer, norm, SwiGLU if traits.gated else ReLU, qk_norm=traits.qk_norm)
+    parts = _submodules(layer, TransformerLayerSubmodules)
     if spec.num_experts:
-        layer.submodules.mlp = MixtureOfExperts
-    layer.submodules.self_attention.module = GroupedSelfAttention
-    layer.submodules.self_attention.submodules.core_attention = PackedAttention
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+        parts.mlp = MixtureOfExperts
+    assert isinstance(parts.self_attention, ModuleSpec)
+    parts.self_attention.module = GroupedSelfAttention
+    _submodules(parts.self_attention, SelfAttentionSubmodules).core_attention = PackedAttention
+    block = TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=ModuleSpec(norm))
+    return ModuleSpec(TransformerBlock, submodules=block)
+
+
+def _name_local_layers(layer: ModuleSpec, norm: type[nn.Module], activation: type[nn.Module], *, qk_norm: bool) -> None:
+    parts = _submodules(layer, TransformerLayerSubmodules)
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    _submodules(parts.mlp, MLPSubmodules).activation_func = activation
+    if qk_norm:
+        attention = _submodules(parts.self_attention, SelfAttentionSubmodules)
+        attention.q_layernorm = attention.k_layernorm = norm
+
+
+def _submodules(spec: ModuleSpec | type, kind: type[Parts]) -> Parts:
+    """Those of a module, which megatron declares as any object."""
+    assert isinstance(spec, ModuleSpec) and isinstance(spec.submodules, kind), f"{spec} has no {kind.__name__}"
+    return spec.submodules
 
 
 def named_weights(chunks: Sequence[nn.Module], spec: ModelSpec, *, head: Head) -> Iterator[tuple[Weight, nn.Parameter]]:
@@ -252,7 +275,11 @@ def named_weights(chunks: Sequence[nn.Module], spec: ModelSpec, *, head: Head) -
 
 
 def unwrapped(model: nn.Module) -> PackedModel:
-    return unwrapped(model.module) if hasattr(model, "module") else model
+    """A chunk without megatron's wrappers."""
+    while not isinstance(model, PackedModel):
+        assert isinstance(model.module, nn.Module), f"{type(model).__name__} holds no model"
+        model = model.module
+    return model
 
 
 def _with_global_layer(name: str, layers: tuple[int, ...]) -> str:
@@ -284,6 +311,9 @@ def _mark_split(parameter: nn.Parameter, weight: Weight) -> None:
     It does so itself only where it initialises weights. Without the mark its gradient norm counts the shard of the
     first rank alone, and gradients are clipped too little.
     """
-    parameter.tensor_model_parallel = weight.split is not Split.REPLICATED
-    parameter.partition_dim = {Split.REPLICATED: -1, Split.COLUMNS: 1}.get(weight.split, 0)
-    parameter.partition_stride = 1
+    mark(
+        parameter,
+        tensor_model_parallel=weight.split is not Split.REPLICATED,
+        partition_dim={Split.REPLICATED: -1, Split.COLUMNS: 1}.get(weight.split, 0),
+        partition_stride=1,
+    )

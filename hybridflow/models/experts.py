@@ -9,8 +9,6 @@ The experts of a layer are one parameter, as in vLLM, so that the engine can rea
 layer has one a expert, and with tensor parallelism asks for sequence parallelism.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import (
@@ -21,6 +19,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.typed_torch import not_none
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear, softmax
 
@@ -33,7 +32,8 @@ class Router(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self._chosen, self.normalize = config.moe_router_topk, True
-        self.weight = nn.Parameter(torch.empty(config.num_moe_experts, config.hidden_size, dtype=config.params_dtype))
+        num_experts = not_none(config.num_moe_experts)
+        self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """(t, hidden) -> (t, k) float32 shares of the chosen experts, and (t, k) their numbers."""
@@ -46,7 +46,8 @@ class ExpertLinear(nn.Module):
 
     def __init__(self, config: TransformerConfig, rows: int, columns: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.num_moe_experts, rows, columns, dtype=config.params_dtype))
+        num_experts = not_none(config.num_moe_experts)
+        self.weight = nn.Parameter(torch.empty(num_experts, rows, columns, dtype=config.params_dtype))
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Rows up to ends[e] (int32) that are not of earlier experts go to expert e."""
@@ -58,7 +59,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        size = config.moe_ffn_hidden_size // config.tensor_model_parallel_size
+        size = not_none(config.moe_ffn_hidden_size) // config.tensor_model_parallel_size
         self.linear_fc1 = ExpertLinear(config, 2 * size, config.hidden_size)  # [gate; up]
         self.linear_fc2 = ExpertLinear(config, config.hidden_size, size)
 
@@ -67,10 +68,11 @@ class Experts(nn.Module):
         chosen = experts.flatten()
         order = chosen.argsort(stable=True)  # copies of tokens by expert
         ends = chosen.bincount(minlength=len(self.linear_fc1.weight)).cumsum(0).to(torch.int32)
-        hidden = SwiGLUFunction.apply(self.linear_fc1(tokens[order // experts.shape[1]], ends))
+        hidden: Tensor = SwiGLUFunction.apply(self.linear_fc1(tokens[order // experts.shape[1]], ends))
         outputs = self.linear_fc2(hidden, ends) * shares.flatten()[order, None]
         # back in the order of the tokens, and a plain sum: adding by index would depend on which comes first
-        return outputs[order.argsort()].unflatten(0, experts.shape).sum(1).to(tokens.dtype)
+        by_token: Tensor = outputs[order.argsort()].unflatten(0, experts.shape)
+        return by_token.sum(1).to(tokens.dtype)
 
 
 class MixtureOfExperts(MegatronModule):
@@ -84,7 +86,7 @@ class MixtureOfExperts(MegatronModule):
         self.router, self.experts = Router(config), Experts(config)
         self.group: dist.ProcessGroup | None = None
 
-    def forward(self, hidden: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+    def forward(self, hidden: Tensor, **kwargs: object) -> tuple[Tensor, None]:
         if self.config.sequence_parallel:
             # what comes back of the gradient is summed below already
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)

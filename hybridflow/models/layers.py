@@ -12,20 +12,27 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 
+def mark(parameter: nn.Parameter, **marks: bool | int) -> None:
+    """Tell megatron of a parameter what it asks it for by attributes."""
+    for name, value in marks.items():
+        setattr(parameter, name, value)
+
+
 class RMSNorm(nn.Module):
     """y = w x / sqrt(mean(x^2) + eps) over the last dimension (Zhang and Sennrich 2019), computed in float32.
 
     megatron's own wrapper refuses sequence parallelism, which only needs the mark on the weight.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: object) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        mark(self.weight, sequence_parallel=config.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
-        return RMSNormFunction.apply(x, self.weight, self.eps)
+        y: Tensor = RMSNormFunction.apply(x, self.weight, self.eps)
+        return y
 
 
 class RMSNormFunction(torch.autograd.Function):
@@ -36,7 +43,8 @@ class RMSNormFunction(torch.autograd.Function):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         r = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, r)
-        return (x * r).to(x.dtype).mul_(weight)  # rounded before the weight, as HuggingFace's Llama does
+        y: Tensor = (x * r).to(x.dtype).mul_(weight)  # rounded before the weight, as HuggingFace's Llama does
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -52,9 +60,10 @@ class RMSNormFunction(torch.autograd.Function):
 class LayerNorm(nn.LayerNorm):
     """torch's, with the marks that sequence parallelism needs."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = self.bias.sequence_parallel = config.sequence_parallel
+        for parameter in (self.weight, self.bias):
+            mark(parameter, sequence_parallel=config.sequence_parallel)
 
 
 class ReLU(nn.ReLU):
@@ -71,7 +80,8 @@ class SwiGLU(nn.Module):
         super().__init__()
 
     def forward(self, x: Tensor) -> Tensor:
-        return SwiGLUFunction.apply(x)
+        y: Tensor = SwiGLUFunction.apply(x)
+        return y
 
 
 class SwiGLUFunction(torch.autograd.Function):

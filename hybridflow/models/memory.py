@@ -34,7 +34,7 @@ class Released:
     def restore(self) -> None:
         for storage, size in self._storages:
             storage.resize_(size)
-            storage.fill_(0)
+            bytes_of(storage).zero_()
 
 
 class Offloaded:
@@ -49,15 +49,16 @@ class Offloaded:
         """Bit for bit as before."""
         for storage, copy in self._storages:
             storage.resize_(copy.nbytes)
-            _bytes(storage).copy_(copy, non_blocking=True)
+            bytes_of(storage).copy_(copy, non_blocking=True)
         if uses_cuda():
             torch.cuda.synchronize()  # the copies must have arrived before they are freed
 
 
 def _host_copy(storage: torch.UntypedStorage) -> Tensor:
     copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-    return copy.copy_(_bytes(storage))
+    return copy.copy_(bytes_of(storage))
 
 
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """The memory of a storage, as uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -3,14 +3,17 @@
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.typed_torch import not_none
 from torch import Tensor
 
 from hybridflow.config import OptimizerConfig
@@ -30,21 +33,27 @@ class BucketedDataParallel(DistributedDataParallel):
     def __init__(self, model: PackedModel, grid: Grid, *, zero1: bool, bucket_elements: int | None) -> None:
         self.__dict__["_bucket_elements"] = bucket_elements
         config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=zero1)
-        super().__init__(model.config, config, model, pg_collection=grid.groups)
+        super().__init__(model.config, config, model, pg_collection=grid.own_groups)
         if bucket_elements is not None:
-            for buffer in self.buffers:
+            for buffer in self.flat_buffers():
                 _split_storage(buffer)
 
     @property
     def bucket_size(self) -> int | None:
-        return self.__dict__["_bucket_elements"]
+        elements: int | None = self.__dict__["_bucket_elements"]
+        return elements
 
     @bucket_size.setter
     def bucket_size(self, value: int | None) -> None:
         """What megatron would have it be."""
 
+    def flat_buffers(self) -> list[_ParamAndGradBuffer]:
+        """megatron's `buffers`, which hide the method of torch by that name."""
+        found: list[_ParamAndGradBuffer] = self.__dict__["buffers"]
+        return found
 
-def _split_storage(buffer: Any) -> None:
+
+def _split_storage(buffer: _ParamAndGradBuffer) -> None:
     """Give each bucket a storage of its own for its parameters, before the optimizer takes views of them.
 
     Until the last bucket has its own, these weights are there twice, as they are when megatron fills the buffer.
@@ -52,7 +61,7 @@ def _split_storage(buffer: Any) -> None:
     if buffer.param_data is None:  # without ZeRO-1 each parameter has its own
         return
     for bucket in buffer.buckets:
-        bucket.param_data = bucket.param_data.clone()
+        bucket.param_data = not_none(bucket.param_data).clone()
         for parameter in bucket.params_list:
             start, stop, _ = buffer.param_index_map[parameter]
             flat = bucket.param_data[start - bucket.offset : stop - bucket.offset]
@@ -77,13 +86,16 @@ class TrainedModel:
         self.chunks = [
             BucketedDataParallel(chunk, grid, zero1=zero1, bucket_elements=bucket_elements) for chunk in chunks
         ]
-        with gathers_within(grid.groups.intra_dist_opt):
-            self.optimizer: ChainedOptimizer = get_megatron_optimizer(
+        chunks_of_megatron: list[MegatronModule] = [*self.chunks]
+        with gathers_within(grid.own_groups.intra_dist_opt):
+            optimizer = get_megatron_optimizer(
                 _megatron_config(config, dtype, zero1=zero1),
-                self.chunks,
+                chunks_of_megatron,
                 use_gloo_process_groups=False,
-                pg_collection=grid.groups,
+                pg_collection=grid.own_groups,
             )
+        assert isinstance(optimizer, ChainedOptimizer), f"megatron chains its optimizers, this is {type(optimizer)}"
+        self.optimizer = optimizer
 
     def zero_gradients(self) -> None:
         for chunk in self.chunks:
@@ -110,7 +122,7 @@ class TrainedModel:
         if self._config.clip_grad == 0:
             return
         for part in self.optimizer.chained_optimizers:
-            parameters = [] if part.is_stub_optimizer else part.get_parameters()
+            parameters: list[Tensor] = [] if getattr(part, "is_stub_optimizer", False) else [*part.get_parameters()]
             if parameters:
                 clip_grad_by_total_norm_fp32(parameters, self._config.clip_grad, norm)
 
@@ -140,11 +152,11 @@ class TrainedModel:
         return [parameter.data for chunk in self.chunks for parameter in chunk.parameters()]
 
     def _gradients(self) -> list[Tensor]:
-        return [buffer.grad_data for chunk in self.chunks for buffer in chunk.buffers]
+        return [buffer.grad_data for chunk in self.chunks for buffer in chunk.flat_buffers()]
 
     def _optimizer_state(self) -> list[Tensor]:
         """Moments and main weights, without those that are views of the weights (float32 models have no other)."""
-        optimizers = [part.optimizer for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
+        optimizers = [part.optimizer for part in self.optimizer.chained_optimizers]
         optimizers = [optimizer for optimizer in optimizers if optimizer is not None]
         moments = [x for optimizer in optimizers for s in optimizer.state.values() for x in s.values()]
         mains = [p.data for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]

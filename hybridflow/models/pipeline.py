@@ -3,13 +3,14 @@
 Losses arrive normalised by the caller over the whole mini-batch; the schedules only add up.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func, get_schedule_table
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -19,6 +20,8 @@ from hybridflow.parallel.grid import Grid
 Results = dict[str, Tensor]
 Readout = Callable[[Tensor, MicroBatch], Results]
 Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, Results]]
+Reduce = Callable[[Tensor], tuple[Tensor, Tensor, Results]]  # of a loss: also the tokens that it counts, ignored
+Chunks = Sequence[MegatronModule]  # models, or their data-parallel wrappers
 
 
 class StageCommunicator(P2PCommunicator):
@@ -29,7 +32,7 @@ class StageCommunicator(P2PCommunicator):
     """
 
     def __init__(self, grid: Grid, config: TransformerConfig, micro_batches: list[MicroBatch]) -> None:
-        super().__init__(grid.groups.pp, config)
+        super().__init__(grid.own_groups.pp, config)
         num_chunks, split = grid.layout.vpp, grid.tp if config.sequence_parallel else 1
         steps = get_schedule_table(len(micro_batches), num_chunks, grid.pp)
 
@@ -50,7 +53,7 @@ class StageCommunicator(P2PCommunicator):
         return before, next(self._gradients) if recv_next else [0, 0, 0]
 
 
-def forward(chunks: list[nn.Module], grid: Grid, micro_batches: list[MicroBatch], readout: Readout) -> list[Results]:
+def forward(chunks: Chunks, grid: Grid, micro_batches: list[MicroBatch], readout: Readout) -> list[Results]:
     """`readout` of the model's output for every micro-batch, on the last stage, else empty; without gradients."""
 
     def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Results]:
@@ -60,7 +63,7 @@ def forward(chunks: list[nn.Module], grid: Grid, micro_batches: list[MicroBatch]
         return _run(chunks, grid, micro_batches, loss, forward_only=True) if micro_batches else []
 
 
-def forward_backward(chunks: list[nn.Module], grid: Grid, micro_batches: list[MicroBatch], loss: Loss) -> list[Results]:
+def forward_backward(chunks: Chunks, grid: Grid, micro_batches: list[MicroBatch], loss: Loss) -> list[Results]:
     """Accumulate the gradients of the summed losses over micro-batches and replicas; `loss`'s results, detached.
 
     The results are on the last stage; other stages get none. The chunks are wrapped in megatron's
@@ -71,12 +74,12 @@ def forward_backward(chunks: list[nn.Module], grid: Grid, micro_batches: list[Mi
 
 
 def _run(
-    chunks: list[nn.Module], grid: Grid, micro_batches: list[MicroBatch], loss: Loss, *, forward_only: bool
+    chunks: Chunks, grid: Grid, micro_batches: list[MicroBatch], loss: Loss, *, forward_only: bool
 ) -> list[Results]:
     config, interleaved = chunks[0].config, len(chunks) > 1
     config.finalize_model_grads_func = _sum_gradients
 
-    def step(batches: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable]:
+    def step(batches: Iterator[MicroBatch], model: MegatronModule) -> tuple[Tensor, Reduce]:
         micro_batch = next(batches)
 
         def reduce(output: Tensor) -> tuple[Tensor, Tensor, Results]:
@@ -85,19 +88,26 @@ def _run(
 
         return model(micro_batch), reduce
 
-    return get_forward_backward_func(pp_size=grid.pp, vp_size=len(chunks) if interleaved else None)(
+    run = get_forward_backward_func(pp_size=grid.pp, vp_size=len(chunks) if interleaved else None)
+    results: list[Results] = run(
         forward_step_func=step,
         data_iterator=[iter(micro_batches) for _ in chunks] if interleaved else iter(micro_batches),
-        model=chunks if interleaved else chunks[0],
+        model=list(chunks) if interleaved else chunks[0],
         num_microbatches=len(micro_batches),
         seq_length=1,  # packed: the schedules learn shapes from the tensors
         micro_batch_size=1,
         forward_only=forward_only,
-        pg_collection=grid.groups,
+        pg_collection=grid.own_groups,
         p2p_communicator=StageCommunicator(grid, config, micro_batches) if grid.pp > 1 else None,
     )
+    return results
 
 
-def _sum_gradients(model: list[nn.Module], num_tokens: Tensor | None = None, **kwargs: object) -> None:
+def _sum_gradients(
+    model: list[nn.Module],
+    num_tokens: Tensor | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool | None = False,
+) -> None:
     """Sum over replicas. The token counts that the schedule passes are ignored: the loss is normalised already."""
-    finalize_model_grads(model, None, **kwargs)
+    finalize_model_grads(model, None, pg_collection, force_all_reduce)

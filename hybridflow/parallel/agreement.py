@@ -87,7 +87,7 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> bytes:
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
 

@@ -52,6 +52,12 @@ class Grid:
         return cls(layout, layout.coordinates(rank), collection)
 
     @property
+    def own_groups(self) -> ProcessGroupCollection:
+        """`groups` on a rank inside."""
+        assert self.groups is not None, self._outside()
+        return self.groups
+
+    @property
     def tp(self) -> int:
         return self.layout.tp
 
@@ -95,24 +101,32 @@ class Grid:
 
     @property
     def _own_coordinates(self) -> TrainingCoordinates:
-        assert self.coordinates is not None, f"rank {dist.get_rank()} is not among the ranks {self.layout.ranks}"
+        assert self.coordinates is not None, self._outside()
         return self.coordinates
+
+    def _outside(self) -> str:
+        return f"rank {dist.get_rank()} is not among the ranks {self.layout.ranks}"
 
 
 def _collection(layout: Layout, groups: ProcessGroups) -> ProcessGroupCollection:
     """megatron's collection; its groups are None on ranks outside the layout."""
-    made = ProcessGroupCollection()
-    made.tp, made.dp, made.pp = (groups.own(layout.groups(axis)) for axis in ("tp", "dp", "pp"))
-    made.mp = made.tp_ep_pp = groups.own(layout.groups("tp", "pp"))
-    made.tp_dp_cp = groups.own(layout.groups("tp", "dp"))
-    made.intra_dist_opt = groups.own([layout.ranks])
-    made.embd, made.pos_embd = groups.own(_ends(layout)), groups.own(layout.groups()[: layout.tp * layout.dp])
+    tp, dp, pp = (groups.own(layout.groups(axis)) for axis in ("tp", "dp", "pp"))
+    both = groups.own(layout.groups("tp", "pp"))
+    dense = {"tp": tp, "dp": dp, "pp": pp, "mp": both, "tp_ep_pp": both}
+    dense["tp_dp_cp"] = groups.own(layout.groups("tp", "dp"))
+    dense["intra_dist_opt"] = groups.own([layout.ranks])
+    dense["embd"] = groups.own(_ends(layout))
+    dense["pos_embd"] = groups.own(layout.groups()[: layout.tp * layout.dp])
     # one expert, no context parallelism: their groups are the dense ones, or this rank alone
-    made.cp = made.ep = groups.own((rank,) for rank in layout.ranks)
-    made.dp_cp = made.intra_dp_cp = made.expt_dp = made.intra_expt_dp = made.dp
-    made.tp_cp = made.expt_tp = made.tp_ep = made.tp
-    made.inter_dist_opt = made.hcp = None
-    return made
+    alone = groups.own((rank,) for rank in layout.ranks)
+    return ProcessGroupCollection(
+        **dense,
+        **dict.fromkeys(("cp", "ep"), alone),
+        **dict.fromkeys(("dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp"), dp),
+        **dict.fromkeys(("tp_cp", "expt_tp", "tp_ep"), tp),
+        inter_dist_opt=None,
+        hcp=None,
+    )
 
 
 def _ends(layout: Layout) -> list[tuple[int, ...]]:

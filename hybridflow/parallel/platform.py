@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from hybridflow.parallel.device import CPU, choose_platform, uses_cuda
 from hybridflow.parallel.layout import PlatformName
@@ -89,13 +90,21 @@ def first_to_fail() -> bool:
         if dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()
         elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's, there before any process group
-            store, _, _ = next(dist.rendezvous("env://", timeout=STORE_TIMEOUT))
+            store, _, _ = next(rendezvous("env://", timeout=STORE_TIMEOUT))
         else:
             return torchrun_rank()[0] == 0
         store.set_timeout(STORE_TIMEOUT)  # the group's own is meant for collectives
-        return store.add("hybridflow/errors", 1) == 1
+        place: int = store.add("hybridflow/errors", 1)
+        return place == 1
     except Exception:  # the store's host has left, does not answer, or was never there
         return True
+
+
+def world_group() -> dist.ProcessGroup:
+    """The group of all ranks, which `start` has made."""
+    group = dist.group.WORLD
+    assert group is not None, "there are no process groups yet"
+    return group
 
 
 def stop() -> None:
@@ -132,7 +141,8 @@ def _free_port() -> int:
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def prepare_imports(platform: PlatformName) -> None:
@@ -212,12 +222,12 @@ def adapt_megatron() -> None:
             module.__dict__["torch"] = _TORCH
     random = sys.modules.get("megatron.core.tensor_parallel.random")
     if random is not None:
-        random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-        random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+        random.__dict__["_get_cuda_rng_state"] = _get_rng_state
+        random.__dict__["_set_cuda_rng_state"] = _set_rng_state
         logging.getLogger(random.__name__).setLevel(logging.ERROR)  # it warns that the CPU state changed
     if torch.Tensor.cuda is not _stay:
-        torch.Tensor.cuda = _stay
-        torch.Tensor.type = _type_for_megatron(torch.Tensor.type)
+        for name, method in {"cuda": _stay, "type": _type_for_megatron(torch.Tensor.type)}.items():
+            setattr(torch.Tensor, name, method)
 
 
 @contextlib.contextmanager
@@ -228,8 +238,8 @@ def gathers_within(group: dist.ProcessGroup) -> Iterator[None]:
     """
     import megatron.core.optimizer as module
 
-    before = module.torch
-    module.torch = _Overlay(
+    before = module.__dict__["torch"]
+    module.__dict__["torch"] = _Overlay(
         before,
         distributed=_Overlay(
             torch.distributed,
@@ -240,13 +250,13 @@ def gathers_within(group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
     finally:
-        module.torch = before
+        module.__dict__["torch"] = before
 
 
 class _Overlay(types.ModuleType):
     """A module some of whose names are replaced."""
 
-    def __init__(self, module: Any, **names: Any) -> None:
+    def __init__(self, module: types.ModuleType, **names: object) -> None:
         super().__init__(module.__name__)
         self.__dict__.update(names, _module=module)
 
@@ -254,7 +264,15 @@ class _Overlay(types.ModuleType):
         return getattr(self.__dict__["_module"], name)
 
 
-def _stay(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _get_rng_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(state)
+
+
+def _stay(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     """Tensor.cuda() where there is no CUDA: megatron moves tied embeddings with it."""
     return self
 
@@ -284,7 +302,7 @@ class _CudaOnCpu(types.ModuleType):
     def current_device(self) -> torch.device:
         return CPU
 
-    def synchronize(self, *args: Any) -> None:
+    def synchronize(self, *args: object) -> None:
         """Nothing is asynchronous on a CPU."""
 
     def empty_cache(self) -> None:
@@ -293,10 +311,10 @@ class _CudaOnCpu(types.ModuleType):
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+    def get_rng_state(self, device: object = None) -> torch.Tensor:
         return torch.get_rng_state()
 
-    def get_device_capability(self, *args: Any) -> tuple[int, int]:
+    def get_device_capability(self, *args: object) -> tuple[int, int]:
         return (0, 0)
 
 

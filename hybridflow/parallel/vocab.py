@@ -27,7 +27,8 @@ def vocab_parallel_log_probs(
     targets: (R,) int64 ids below vocab_size. group: the tensor-parallel group the columns are split over.
     """
     assert logits.dim() == 2 and targets.shape == logits.shape[:1], f"{tuple(logits.shape)}, {tuple(targets.shape)}"
-    return _VocabParallelLogProbs.apply(logits, targets, group, vocab_size, temperature)
+    both: tuple[Tensor, Tensor] = _VocabParallelLogProbs.apply(logits, targets, group, vocab_size, temperature)
+    return both
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
@@ -51,7 +52,9 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         return target - log_norm, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor, None, None, None, None]:
         logits, local, mine, log_normalizer, entropy = ctx.saved_tensors
         for rows in _row_chunks(logits):
             log_p = logits[rows, : ctx.columns].float().div_(ctx.temperature).sub_(log_normalizer[rows, None])

@@ -8,7 +8,7 @@ leave several GiB for them. b is the bytes of an element, t the tokens of a micr
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import reduce
+from functools import partial, reduce
 from math import ceil, prod
 
 from hybridflow.architecture.parts import shard_shape
@@ -147,11 +147,11 @@ def training_activation_bytes(
 
     tokens: of a micro-batch; replica_tokens: of all micro-batches of a replica, which bounds what is in flight.
     """
-    sizes = {"tp": layout.tp, "sequence_parallel": sequence_parallel, "itemsize": itemsize}
+    one_layer = partial(layer_bytes, spec, tp=layout.tp, sequence_parallel=sequence_parallel, itemsize=itemsize)
     num_layers = len(layout.stages(spec.num_layers)[stage])
     in_flight = min(chunks_in_flight(layout, stage) * tokens / layout.vpp, replica_tokens)
-    kept = in_flight * num_layers * layer_bytes(spec, recompute=recompute, **sizes)
-    again = tokens * layer_bytes(spec, recompute="none", **sizes) if recompute == "full" else 0
+    kept = in_flight * num_layers * one_layer(recompute=recompute)
+    again = tokens * one_layer(recompute="none") if recompute == "full" else 0
     last = stage == layout.pp - 1
     outputs = output_bytes(spec, head, tp=layout.tp, itemsize=itemsize, rows=tokens) if last else 0
     return ceil(kept + again + outputs)
@@ -161,8 +161,9 @@ def forward_activation_bytes(
     spec: ModelSpec, layout: Layout, stage: int, *, head: Head, itemsize: int, sequence_parallel: bool, tokens: int
 ) -> int:
     """Estimate for a pass without gradients: all that one layer makes, or the outputs; the larger of the two."""
-    sizes = {"tp": layout.tp, "sequence_parallel": sequence_parallel, "itemsize": itemsize}
-    layer = tokens * layer_bytes(spec, recompute="none", **sizes)
+    layer = tokens * layer_bytes(
+        spec, tp=layout.tp, sequence_parallel=sequence_parallel, recompute="none", itemsize=itemsize
+    )
     last = stage == layout.pp - 1
     outputs = output_bytes(spec, head, tp=layout.tp, itemsize=itemsize, rows=tokens) if last else 0
     return ceil(max(layer, outputs))

@@ -65,21 +65,32 @@ class RoleMemory:
     def _training(self, stage: int, elements: int) -> Footprint:
         spec, layout, config = self.model.spec, self.model.layout, self.model.config
         itemsize, replica_tokens = ITEM_BYTES[config.dtype], self.rows * self.max_length
-        sizes = {
-            "head": self.model.head,
-            "itemsize": itemsize,
-            "sequence_parallel": config.sequence_parallel,
-            "tokens": min(config.micro_batch_tokens, replica_tokens),
-        }
+        tokens = min(config.micro_batch_tokens, replica_tokens)
         if not isinstance(config, TrainedRoleConfig):
-            activations = forward_activation_bytes(spec, layout, stage, **sizes)
+            activations = forward_activation_bytes(
+                spec,
+                layout,
+                stage,
+                head=self.model.head,
+                itemsize=itemsize,
+                sequence_parallel=config.sequence_parallel,
+                tokens=tokens,
+            )
             return Footprint(weights=itemsize * elements, activations=activations)
         return Footprint(
             weights=itemsize * elements,
             gradients=gradient_bytes(elements),
             optimizer=optimizer_bytes(elements, config.optimizer, dtype=config.dtype, dp=layout.dp),
             activations=training_activation_bytes(
-                spec, layout, stage, recompute=config.recompute, replica_tokens=replica_tokens, **sizes
+                spec,
+                layout,
+                stage,
+                head=self.model.head,
+                itemsize=itemsize,
+                sequence_parallel=config.sequence_parallel,
+                recompute=config.recompute,
+                tokens=tokens,
+                replica_tokens=replica_tokens,
             ),
         )
 

@@ -13,7 +13,15 @@ from typing import NamedTuple
 from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.parallel.layout import TrainingCoordinates
-from hybridflow.reshard.flows import Flow, WeightPiece, content, flows_of, is_received_in_place, is_sent_in_place
+from hybridflow.reshard.flows import (
+    Content,
+    Flow,
+    WeightPiece,
+    content,
+    flows_of,
+    is_received_in_place,
+    is_sent_in_place,
+)
 from hybridflow.reshard.plan import Operation, ReshardPlan, Way
 
 SCRATCH_BYTES = 1 << 18  # of a permutation on a CPU, at most; on CUDA it needs none
@@ -38,20 +46,24 @@ class _Local(NamedTuple):
     receive_buffers: Counter[int]  # bucket -> elements
 
 
+_Kind = tuple[bool, int, int, tuple[int, ...] | None]  # of a rank: all that its _Local depends on
+
+
 class ReshardForecast:
     """Ways and memory of every rank's reshard. Ranks alike but for their replica are computed once."""
 
     def __init__(self, plan: ReshardPlan, spec: ModelSpec, *, itemsize: int, bucket_elements: int) -> None:
         self._plan, self._spec, self._itemsize, self._bucket_elements = plan, spec, itemsize, bucket_elements
         self._bucket = {weight.megatron: i for i, bucket in enumerate(plan.buckets) for weight in bucket}
-        self._locals: dict[tuple, _Local] = {}
+        self._locals: dict[_Kind, _Local] = {}
         self.ranks = sorted({*plan.train.ranks, *plan.rollout.ranks})
         self._local_of = {rank: self._local(rank) for rank in self.ranks}
 
     @cached_property
     def ways(self) -> dict[Way, tuple[int, int]]:
         """(number of parameters, bytes of the engine's shards) that come about so, summed over the ranks."""
-        numbers, sizes = Counter(), Counter()
+        numbers: Counter[Way] = Counter()
+        sizes: Counter[Way] = Counter()
         for key, count in Counter(self._key(rank) for rank in self.ranks).items():
             for operation in self._locals[key].operations.values():
                 numbers[operation.way] += count
@@ -60,7 +72,7 @@ class ReshardForecast:
 
     @cached_property
     def memory(self) -> dict[int, ReshardMemory]:
-        known: dict[tuple, ReshardMemory] = {}
+        known: dict[tuple[_Kind, tuple[int, ...]], ReshardMemory] = {}
         found = {}
         for rank in self.ranks:
             sent = tuple(sum(self._send_buffers[rank][bucket].values()) for bucket in range(len(self._plan.buckets)))
@@ -70,7 +82,7 @@ class ReshardForecast:
             found[rank] = known[key]
         return found
 
-    def _key(self, rank: int) -> tuple:
+    def _key(self, rank: int) -> _Kind:
         """All that `_Local` depends on: where it receives from first, its place in its engine."""
         origin, rollout = self._plan.origin(rank), self._plan.rollout
         engine = rollout.coordinates(rank)[1:] if rank in rollout else None
@@ -101,10 +113,10 @@ class ReshardForecast:
         return is_received_in_place(flow, shape[1] if len(shape) == 2 else 1)
 
     @cached_property
-    def _send_buffers(self) -> Mapping[int, Mapping[int, dict[tuple, int]]]:
+    def _send_buffers(self) -> Mapping[int, Mapping[int, dict[Content, int]]]:
         """rank -> bucket -> what it must pack to send -> its elements; what several peers get is packed once."""
-        found: dict[int, dict[int, dict[tuple, int]]] = defaultdict(lambda: defaultdict(dict))
-        packed: dict[tuple, list[tuple[tuple, int]]] = {}
+        found: dict[int, dict[int, dict[Content, int]]] = defaultdict(lambda: defaultdict(dict))
+        packed: dict[tuple[_Kind, int, int, int], list[tuple[Content, int]]] = {}
         for rank in self.ranks:
             dp = self._plan.origin(rank).dp
             for (bucket, pp, tp), flows in self._local_of[rank].received.items():

@@ -12,7 +12,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.progress import Progress
 from hybridflow.recording.run_dir import dump_batch, open_run_dir
-from hybridflow.recording.writers import MetricsWriter, SampleWriter
+from hybridflow.recording.writers import MetricsWriter, Sample, SampleWriter
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class WritingRecorder(Recorder):
         self._samples.write(done.number, self._sample_rows(done))
         self._progress.iteration(done.number, done.metrics)
 
-    def _sample_rows(self, done: Iteration) -> list[dict]:
+    def _sample_rows(self, done: Iteration) -> list[Sample]:
         rows = list(range(min(self._config.metrics.num_samples, len(done.batch))))
         responses = done.batch.response_token_lists(rows)
         scores = vars(done.batch).get("raw_scores")

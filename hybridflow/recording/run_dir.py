@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -11,15 +12,16 @@ from torch import Tensor
 
 def open_run_dir(path: Path, config_yaml: str) -> Path | None:
     """Create `path` with the resolved config. What stood there moves to `path`.1, .2, ...; where it went, if it did."""
-    moved = None
-    if path.exists():
-        number = 1
-        while (moved := path.with_name(f"{path.name}.{number}")).exists():
-            number += 1
+    moved = _free_name(path) if path.exists() else None
+    if moved is not None:
         path.rename(moved)
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(config_yaml)
     return moved
+
+
+def _free_name(path: Path) -> Path:
+    return next(name for i in count(1) if not (name := path.with_name(f"{path.name}.{i}")).exists())
 
 
 def dump_batch(run_dir: Path, name: str, tensors: Mapping[str, Tensor]) -> Path:

@@ -7,9 +7,10 @@ waits for the device, and it happens only there. Equal metrics give an equal met
 import csv
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from torch import Tensor
 
@@ -41,6 +42,12 @@ class MetricsWriter:
             sink.close()
 
 
+class Sample(TypedDict):
+    prompt: str
+    response: str
+    score: float | Tensor | None
+
+
 class SampleWriter:
     """Writes responses as JSON lines, for a person to read. Opening it empties the file, like metrics.csv."""
 
@@ -49,8 +56,7 @@ class SampleWriter:
         # backslashreplace writes half a surrogate pair as JSON's own escape
         self._file = open(path, "w", encoding="utf-8", errors="backslashreplace")
 
-    def write(self, iteration: int, rows: list[dict[str, Any]]) -> None:
-        """Add rows that have `prompt`, `response` and `score`, which may be None."""
+    def write(self, iteration: int, rows: Sequence[Sample]) -> None:
         for row in rows:
             sample = {
                 "iteration": iteration,
@@ -120,8 +126,7 @@ class _TensorBoardFiles:
         self._writer.close()
 
 
-def _csv_writer(file: Any) -> Any:
-    return csv.writer(file, lineterminator="\n")
+_csv_writer = partial(csv.writer, lineterminator="\n")
 
 
 def _number(value: float | Tensor) -> float:

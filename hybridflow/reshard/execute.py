@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridflow.architecture.weights import EMBEDDING, LM_HEAD, Weight
 from hybridflow.models.memory import storages
-from hybridflow.reshard.flows import content, flows_of
+from hybridflow.reshard.flows import Content, content, flows_of
 from hybridflow.reshard.kernel import Copy, copy_pieces, permute_blocks
 from hybridflow.reshard.memory import OwnMemory, moves
 from hybridflow.reshard.plan import BucketTraffic, Message, Operation, ReshardPlan, Way, inverse
@@ -67,7 +67,7 @@ class WeightReshard:
         self._elsewhere = {weight.engine for bucket in plan.buckets for weight in bucket}
         if EMBEDDING in operations:  # a tied head is the embedding
             self._engine.setdefault(LM_HEAD.engine, self._engine[operations[EMBEDDING].weight.engine])
-        self._live = sum(storage.nbytes() for storage in storages(self._weights.values()))
+        self._live = self._peak = sum(storage.nbytes() for storage in storages(self._weights.values()))
         self._with_engine = False
 
     def source(self, name: str) -> Tensor:
@@ -109,6 +109,7 @@ class WeightReshard:
         name, view = operation.weight.megatron, operation.view
         if name in self._own:
             return self._own[name]
+        assert view is not None, f"{name} is gathered and has no memory of its own"
         rows = self._weights[name][view.row : view.row + view.rows]
         return rows if rows.dim() == 1 else rows[:, view.column : view.column + view.columns]
 
@@ -193,7 +194,7 @@ class WeightReshard:
 
     def _sends(self, messages: Sequence[Message]) -> tuple[list[list[Tensor]], list[tuple[int, int]]]:
         """(contents, (peer, index of its content)): what several peers get is held once."""
-        known: dict[tuple, int] = {}
+        known: dict[Content, int] = {}
         contents: list[list[Tensor]] = []
         sends = []
         for message in messages:

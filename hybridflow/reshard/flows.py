@@ -11,16 +11,17 @@ ALONE_ELEMENTS = 1 << 14  # from here on a piece travels by itself
 
 WeightPiece = tuple[Weight, Piece]
 Flow = tuple[WeightPiece, ...]  # what is sent at once
+Content = tuple[tuple[str, int, int, int, int], ...]  # (weight, source row and column, rows, columns) of each piece
 
 
 def flows_of(pieces: Sequence[WeightPiece]) -> list[Flow]:
     """The pieces of a message as they are sent: the large ones, then the small ones together."""
     small = tuple(piece for piece in pieces if piece[1].num_elements < ALONE_ELEMENTS)
-    large = [(piece,) for piece in pieces if piece[1].num_elements >= ALONE_ELEMENTS]
+    large: list[Flow] = [(piece,) for piece in pieces if piece[1].num_elements >= ALONE_ELEMENTS]
     return [*large, small] if small else large
 
 
-def content(flow: Flow) -> tuple:
+def content(flow: Flow) -> Content:
     """What is sent, whoever receives it: alike for two peers that get the same."""
     return tuple((w.megatron, p.source_row, p.source_column, p.rows, p.columns) for w, p in flow)
 

@@ -12,10 +12,11 @@ a table: a program owns one tile of one copy.
 Elements move as integers of their width, so any dtype arrives, NaN payloads included.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from math import gcd
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -221,10 +222,25 @@ def copy_table(copies: list[Copy]) -> tuple[Tensor, int]:
 
 # ------------------------------------------------------------------------------------------------------ kernels
 
-if triton is not None:
 
-    @triton.jit
-    def permute_kernel(data, table, num_rounds, block_elements, LANES: tl.constexpr, TILE: tl.constexpr):
+class Kernel(Protocol):
+    """kernel[grid](arguments): what the compiler makes of a function, whose arguments are of other types inside."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]: ...
+
+
+if triton is not None:
+    jit: Callable[[Callable[..., None]], Kernel] = triton.jit
+
+    @jit
+    def permute_kernel(
+        data: tl.tensor,
+        table: tl.tensor,
+        num_rounds: tl.tensor,
+        block_elements: tl.tensor,
+        LANES: tl.constexpr,
+        TILE: tl.constexpr,
+    ) -> None:
         lane = tl.arange(0, LANES)
         element = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
         for _ in range(num_rounds):
@@ -238,10 +254,15 @@ if triton is not None:
             tl.debug_barrier()  # nor before the next round, which may load what another thread stores in this one
             table += 2 * LANES
 
-    @triton.jit
+    @jit
     def copy_kernel(
-        table, owners, ELEMENT: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-    ):
+        table: tl.tensor,
+        owners: tl.tensor,
+        ELEMENT: tl.constexpr,
+        FIELDS: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+    ) -> None:
         program = tl.program_id(0)
         copy = table + tl.load(owners + program).to(tl.int64) * FIELDS
         destination = tl.load(copy).to(tl.pointer_type(ELEMENT))

@@ -104,7 +104,7 @@ def _explain_failure(
     """What went wrong, and in which row: the function is called once more, with lists that know what is read."""
     raised = f"raised {type(error).__name__}: {error}"
     reading = Reading(len(prompts))
-    watched = {key: reading.watched(column) for key, column in columns.items()}
+    watched: dict[str, list[Any]] = {key: reading.watched(column) for key, column in columns.items()}
     try:
         returned = function(reading.watched(prompts), reading.watched(responses), watched)
         list(returned if _has_rows(returned) else ())

@@ -60,7 +60,7 @@ class Scorer:
     ) -> None:
         self._config, self._models, self._caller, self._watch = config, models, caller, watch
         self._functions = [(load_reward_function(f.function), f.function) for f in config.functions]
-        self._weights = tuple(x.weight for x in (*config.models, *config.functions))
+        self._weights = (*(m.weight for m in config.models), *(f.weight for f in config.functions))
 
     def scores(self, rollout: RolloutBatch, prompts: PromptBatch) -> Scores:
         """What this rank knows of the scores of every model and function."""

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.batch import RolloutBatch, balanced_partition
 from hybridflow.config import TrainedRoleConfig
 from hybridflow.models import pipeline
-from hybridflow.models.build import build_model
+from hybridflow.models.build import PackedModel, build_model
 from hybridflow.models.micro_batch import (
     MicroBatch,
     filled_up,
@@ -56,9 +56,9 @@ class Role:
         self.grid = Grid.build(placed.layout, world.groups)
         self._config = config = placed.config
         self._platform, self._watch = world.platform, world.watch
-        self.chunks: list[nn.Module] = []
+        self._models: list[PackedModel] = []
         if self.grid.inside:
-            self.chunks = build_model(
+            self._models = build_model(
                 self.spec,
                 self.grid,
                 head=placed.head,
@@ -67,6 +67,7 @@ class Role:
                 recompute=recompute,
                 device=world.platform.device,
             )
+        self.chunks: pipeline.Chunks = self._models
 
     def _micro_batches(self, batch: RolloutBatch, make: MakeMicroBatches, *, one: bool = False) -> list[MicroBatch]:
         """This replica's rows, balanced by tokens over the replicas, cut by the token budget; `one` at least."""
@@ -129,7 +130,7 @@ class TrainedRole(Role):
         self.steps: list[Step] = []
         self.trained: TrainedModel | None = None
         if self.grid.inside:
-            self.trained = TrainedModel(self.chunks, self.grid, config.optimizer, bucket_bytes=bucket_bytes)
+            self.trained = TrainedModel(self._models, self.grid, config.optimizer, bucket_bytes=bucket_bytes)
             self.chunks = self.trained.chunks
 
     def begin_iteration(self, iteration: int, num_iterations: int) -> None:

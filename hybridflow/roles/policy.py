@@ -32,7 +32,6 @@ class Reference(Role):
             return self._token_results(batch, _log_probs(self))
 
 
-
 class Actor(TrainedRole):
     """The policy that is trained, and that the engine generates with."""
 
@@ -93,7 +92,7 @@ def _log_probs_and_entropy(role: Reference | Actor, logits: Tensor, micro_batch:
     return vocab_parallel_log_probs(
         logits,
         micro_batch.targets,
-        group=role.grid.groups.tp,
+        group=role.grid.own_groups.tp,
         vocab_size=role.spec.vocab_size,
         temperature=role.temperature,
     )

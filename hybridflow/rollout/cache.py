@@ -1,8 +1,13 @@
 """The engine's KV cache: released while the trainer needs the memory, and back before the next generation."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, UntypedStorage
+
+from hybridflow.models.memory import bytes_of
+
+if TYPE_CHECKING:  # vLLM is imported when its settings stand
+    from vllm import LLM
 
 
 class KVCache:
@@ -11,7 +16,7 @@ class KVCache:
     The tensors and every view of them stay; only the memory under them goes and comes.
     """
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: "LLM") -> None:
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._storages = _storages(runner.kv_caches)
         self._sizes = [storage.nbytes() for storage in self._storages]
@@ -25,7 +30,8 @@ class KVCache:
         """The content is zero: the engine's prefix cache must be reset before it is used."""
         for storage, size in zip(self._storages, self._sizes, strict=True):
             storage.resize_(size)
-            storage.fill_(0)  # vLLM multiplies what lies behind a sequence by zero: what was a NaN would stay one
+            # vLLM multiplies what lies behind a sequence by zero: what was a NaN would stay one
+            bytes_of(storage).zero_()
 
 
 class CudaKVCache:
@@ -36,7 +42,7 @@ class CudaKVCache:
     and comes back too. Written from vLLM 0.32.0's source and never run: it was developed without a GPU.
     """
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: "LLM") -> None:
         self._llm = llm
         self._released = False
 

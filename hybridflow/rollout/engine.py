@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from torch import Tensor
 
@@ -19,9 +19,19 @@ from hybridflow.parallel.platform import Platform, preserved_random_state
 from hybridflow.rollout.cache import CudaKVCache, KVCache
 from hybridflow.rollout.patches import prepare_vllm
 
+if TYPE_CHECKING:  # vLLM is imported when its settings stand
+    from vllm import CompletionOutput, SamplingParams
+    from vllm.logprobs import Logprob
+
+
+class BesideATrainer(TypedDict, total=False):
+    gpu_memory_utilization: float
+    moe_backend: str
+
+
 # vLLM 0.32.0 refuses to start unless this share of the GPU is free, though kv_cache_memory_bytes says what it may take;
 # of its kernels for experts, Triton's alone reads their weights as they stand
-BESIDE_A_TRAINER = {"gpu_memory_utilization": 0.01, "moe_backend": "triton"}
+BESIDE_A_TRAINER: BesideATrainer = {"gpu_memory_utilization": 0.01, "moe_backend": "triton"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,7 @@ class RolloutEngine:
         model: Path,
         source: Callable[[str], Tensor],
         *,
-        dtype: str,
+        dtype: Literal["float32", "bfloat16"],
         layout: RolloutLayout,
         stages: Stages,
         max_length: int,
@@ -129,16 +139,18 @@ class RolloutEngine:
     def _model_runner(self) -> Any:
         return self._engine.model_executor.driver_worker.worker.model_runner
 
-    def sampling_params(self, sampling: SamplingConfig, eos_token_ids: tuple[int, ...]) -> Any:
+    def sampling_params(self, sampling: SamplingConfig, eos_token_ids: tuple[int, ...]) -> "SamplingParams":
         """vLLM's parameters for this config; a response ends at any of `eos_token_ids` unless ignore_eos."""
         return _sampling_params(sampling, eos_token_ids, needs_text=self._needs_text, temperature=sampling.temperature)
 
-    def greedy_params(self, sampling: SamplingConfig, eos_token_ids: tuple[int, ...]) -> Any:
+    def greedy_params(self, sampling: SamplingConfig, eos_token_ids: tuple[int, ...]) -> "SamplingParams":
         """The same, always taking the likeliest token."""
         return _sampling_params(sampling, eos_token_ids, needs_text=self._needs_text, temperature=0.0)
 
-    def stream(self, requests: list[Request], params: Any) -> Iterator[tuple[int, Response]]:
+    def stream(self, requests: list[Request], params: "SamplingParams") -> Iterator[tuple[int, Response]]:
         """(index, response) of each request, in the order in which they finish."""
+        from vllm import RequestOutput
+
         for i, request in enumerate(requests):
             own = params.clone()
             own.seed = request.seed
@@ -147,10 +159,11 @@ class RolloutEngine:
             with preserved_random_state():
                 outputs = self._engine.step()
             for output in outputs:
+                assert isinstance(output, RequestOutput), f"{type(output).__name__} for a request to generate"
                 if output.finished:
                     yield int(output.request_id), _response(output.outputs[0])
 
-    def generate(self, requests: list[Request], params: Any) -> list[Response]:
+    def generate(self, requests: list[Request], params: "SamplingParams") -> list[Response]:
         """One response per request, in the order of the requests."""
         responses = dict(self.stream(requests, params))
         return [responses[i] for i in range(len(requests))]
@@ -175,7 +188,7 @@ def _receive_from_earlier_stage(runner: Any) -> None:
 
 def _sampling_params(
     sampling: SamplingConfig, eos_token_ids: tuple[int, ...], *, needs_text: bool, temperature: float
-) -> Any:
+) -> "SamplingParams":
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -203,7 +216,13 @@ def _sampling_params(
     )
 
 
-def _response(output: Any) -> Response:
+def _response(output: "CompletionOutput") -> Response:
     token_ids = list(output.token_ids)
-    log_probs = [step[token].logprob for step, token in zip(output.logprobs, token_ids, strict=True)]
+    assert output.logprobs is not None, "log-probs were asked for"
+    log_probs = [_log_prob(step, token) for step, token in zip(output.logprobs, token_ids, strict=True)]
     return Response(token_ids, log_probs, truncated=output.finish_reason == "length")
+
+
+def _log_prob(step: "dict[int, Logprob] | None", token: int) -> float:
+    assert step is not None, "every sampled token has its log-prob"
+    return step[token].logprob

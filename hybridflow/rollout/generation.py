@@ -1,6 +1,7 @@
 """Generate a batch over the engine's replicas: each its own prompts, the result whole on every rank."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,11 +12,14 @@ from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout.engine import Request, Response, RolloutEngine
 
+if TYPE_CHECKING:  # vLLM is imported when its settings stand
+    from vllm import SamplingParams
+
 
 def generate(
     engine: RolloutEngine | None,
     prompts: PromptBatch,
-    params: Any,
+    params: "SamplingParams | None",
     *,
     samples_per_prompt: int,
     seed: int,
@@ -33,6 +37,7 @@ def generate(
     rows: list[int] = []
     responses: list[Response] = []
     if engine is not None:
+        assert params is not None, "an engine has its parameters"
         own = balanced_partition(prompts.lengths.tolist(), len(layout.replicas))[layout.coordinates(rank).replica]
         samples = [(p, s) for p in own for s in range(samples_per_prompt)]
         token_lists = prompts.token_lists()
@@ -58,7 +63,7 @@ def _whole(
     """Every replica's rows in one batch. The tokens of a replica are those of its first rank."""
     num_rows, where = len(prompts) * samples_per_prompt, torch.tensor(rows, dtype=torch.int64)
 
-    def part(size: int, at: Tensor, values: list, dtype: torch.dtype) -> Contribution:
+    def part(size: int, at: Tensor, values: Sequence[float], dtype: torch.dtype) -> Contribution:
         return Contribution(size, at, torch.tensor(values, dtype=dtype), sources)
 
     counts, truncated = exchange.wholes(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import vllm
 from torch import Tensor, nn
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -26,6 +27,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from hybridflow.errors import EnvironmentProblem
 from hybridflow.parallel.versions import check_version
+from hybridflow.rollout.patches import replace_in
 
 READ_AS_THEY_STAND = ("CPU", "TRITON", "BATCHED_TRITON")  # vLLM's kernels for experts; on a CPU see patches.py
 LOAD_FORMAT = "hybridflow_alias"  # vLLM lower-cases load formats
@@ -36,22 +38,23 @@ Source = Callable[[str], Tensor]  # engine parameter name -> the trainer's memor
 class AliasLoader(BaseModelLoader):
     """Takes `{"source": Source}` as model_loader_extra_config."""
 
-    def __init__(self, load_config: Any) -> None:
+    def __init__(self, load_config: LoadConfig) -> None:
         check_version("vllm", vllm.__version__)  # it replaces how layers make their weights
         super().__init__(load_config)
         self._source: Source = load_config.model_loader_extra_config["source"]
 
-    def download_model(self, model_config: Any) -> None:
+    def download_model(self, model_config: ModelConfig) -> None:
         """Nothing to fetch: the weights are in this process."""
 
-    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
+    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
         """As in the base class, without what is for other loaders: quantization, and collecting garbage for 0.3 s."""
-        device = vllm_config.device_config.device
-        with set_default_torch_dtype(model_config.dtype):
-            with torch.device(device):
+        device, dtype = vllm_config.device_config.device, model_config.dtype
+        assert isinstance(device, torch.device) and isinstance(dtype, torch.dtype), "vLLM has settled both by now"
+        with set_default_torch_dtype(dtype):
+            with device:
                 model = self.create_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
             self.load_weights(model, model_config)
-            process_weights_after_loading(model, model_config, torch.device(device))
+            process_weights_after_loading(model, model_config, device)
             _check_experts(model)
             self.load_weights(model, model_config)  # experts that are columns of wider weights were copied
         return model.eval()
@@ -60,7 +63,7 @@ class AliasLoader(BaseModelLoader):
         with _weights_on_meta():
             return super().create_model(*args, **kwargs)
 
-    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         for prefix, module in model.named_modules():
             for leaf, parameter in list(module.named_parameters(recurse=False)):
                 self._alias(module, leaf, parameter, f"{prefix}.{leaf}")
@@ -94,14 +97,14 @@ def _check_experts(model: nn.Module) -> None:
 @contextlib.contextmanager
 def _weights_on_meta() -> Iterator[None]:
     methods = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
-    originals = [method.create_weights for method in methods]
+    originals: list[Callable[..., None]] = [method.create_weights for method in methods]
     for method, original in zip(methods, originals, strict=True):
-        method.create_weights = _on_meta(original)
+        replace_in(method, create_weights=_on_meta(original))
     try:
         yield
     finally:
         for method, original in zip(methods, originals, strict=True):
-            method.create_weights = original
+            replace_in(method, create_weights=original)
 
 
 def _on_meta(create_weights: Callable[..., None]) -> Callable[..., None]:

@@ -5,7 +5,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,11 @@ import torch.distributed as dist
 from hybridflow.errors import EnvironmentProblem
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.layout import RolloutLayout, Stages
+from hybridflow.parallel.platform import world_group
 from hybridflow.parallel.versions import SEEN, check_version
+
+if TYPE_CHECKING:  # vLLM is imported when its settings stand
+    from vllm.distributed.parallel_state import GroupCoordinator
 
 RankLists = tuple[tuple[int, ...], ...]
 INSTALL = (
@@ -63,9 +67,8 @@ def _patch_once() -> None:
     import vllm.v1.engine.core as core
     import vllm.v1.worker.gpu_worker as worker
 
-    core.cleanup_dist_env_and_memory = _keep_groups
-    core.freeze_gc_heap = worker.freeze_gc_heap = _leave_heap
-    worker.init_distributed_environment = _use_joined_groups
+    replace_in(core, cleanup_dist_env_and_memory=_keep_groups, freeze_gc_heap=_leave_heap)
+    replace_in(worker, freeze_gc_heap=_leave_heap, init_distributed_environment=_use_joined_groups)
     if not uses_cuda():
         _read_live_weights()
         _read_live_experts()
@@ -74,15 +77,22 @@ def _patch_once() -> None:
         warnings.filterwarnings("ignore", message="The given buffer is not writable")  # in talk between stages
 
 
-def _keep_groups(*args: Any, **kwargs: Any) -> None:
+def replace_in(owner: object, **names: object) -> None:
+    """Give a module or a class of vLLM other functions by these names."""
+    for name, value in names.items():
+        assert hasattr(owner, name), f"{owner} has no {name} to replace"
+        setattr(owner, name, value)
+
+
+def _keep_groups(*args: object, **kwargs: object) -> None:
     """An engine that goes away would destroy the trainer's default process group; it must not."""
 
 
-def _leave_heap(*args: Any, **kwargs: Any) -> None:
+def _leave_heap(*args: object, **kwargs: object) -> None:
     """A new engine would freeze the heap, and with it the trainer's garbage and any earlier engine."""
 
 
-def _use_joined_groups(*args: Any, **kwargs: Any) -> None:
+def _use_joined_groups(*args: object, **kwargs: object) -> None:
     """A worker insists that vLLM's world group spans all ranks; `join_groups` has set it to those of one stage."""
 
 
@@ -94,29 +104,28 @@ def _read_live_weights() -> None:
     import vllm.model_executor.layers.utils as utils
 
     def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
+        layer.__dict__["cpu_linear"] = torch.nn.functional.linear
 
-    utils.dispatch_cpu_unquantized_gemm = dispatch
+    replace_in(utils, dispatch_cpu_unquantized_gemm=dispatch)
 
 
 def _read_live_experts() -> None:
     """Experts on a CPU compute from the weights themselves, for the same reason."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
-    CPUUnquantizedExperts.apply = _apply_experts
+    replace_in(CPUUnquantizedExperts, process_weights_after_loading=lambda self, layer: None, apply=_apply_experts)
 
 
 def _apply_experts(
-    self: Any,
+    self: object,
     output: torch.Tensor,
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
     w2: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> None:
     """output (t, hidden) <- sum over a token's experts of weight x w2 swiglu(w1 x); w1 is [gate; up] of each expert."""
     chosen = topk_ids.flatten().long()
@@ -139,7 +148,7 @@ def _wait_without_spinning() -> None:
     """
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+    replace_in(CpuCommunicator, _all_group_ranks_share_shm_group_name=lambda self: False)
 
 
 def _register_kernels_once() -> None:
@@ -147,7 +156,7 @@ def _register_kernels_once() -> None:
     from vllm.platforms import current_platform
 
     once = functools.cache(current_platform.register_triton_kernel_overrides)
-    type(current_platform).register_triton_kernel_overrides = staticmethod(once)
+    replace_in(type(current_platform), register_triton_kernel_overrides=staticmethod(once))
 
 
 def join_groups(layout: RolloutLayout, stages: Stages, local_rank: int) -> None:
@@ -164,8 +173,8 @@ def join_groups(layout: RolloutLayout, stages: Stages, local_rank: int) -> None:
     _partition_layers(layout.pp, stages)
     outside = [(rank,) for rank in range(dist.get_world_size()) if rank not in layout]
 
-    def group(name: str, lists: Iterable[Iterable[int]]) -> Any:
-        return _group(name, (*map(tuple, lists), *outside), local_rank, dist.group.WORLD)
+    def group(name: str, lists: Iterable[Iterable[int]]) -> "GroupCoordinator":
+        return _group(name, (*map(tuple, lists), *outside), local_rank, world_group())
 
     # in its "world" vLLM takes the least KV cache memory, which engines of other layers must not level (see engine.py)
     state._WORLD = state._TP = state._ETP = state._EP = group("tp", layout.tp_groups())
@@ -184,7 +193,7 @@ def _partition_layers(pp: int, stages: Stages) -> None:
 
 
 @functools.cache
-def _group(name: str, lists: RankLists, local_rank: int, world: dist.ProcessGroup) -> Any:
+def _group(name: str, lists: RankLists, local_rank: int, world: dist.ProcessGroup) -> "GroupCoordinator":
     """vLLM's coordinator of this rank among `lists`. Kept: engines come and go, their groups are used again."""
     import vllm.distributed.parallel_state as state
 

@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         together = processes.join()
-        status = options.run(options, together, _console() if together.first else None)
+        status: int = options.run(options, together, _console() if together.first else None)
         together.barrier()
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
@@ -143,7 +143,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _add_to_megatron(commands: "argparse._SubParsersAction") -> None:
+def _add_to_megatron(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser("hf-to-megatron", help="HuggingFace directory to torch_dist checkpoint")
     command.description = (
         "Write DST, a torch_dist checkpoint that megatron-core and hybridflow load on any layout (tensor, pipeline and "
@@ -169,7 +169,7 @@ def _add_to_megatron(commands: "argparse._SubParsersAction") -> None:
     command.set_defaults(run=_to_megatron)
 
 
-def _add_to_huggingface(commands: "argparse._SubParsersAction") -> None:
+def _add_to_huggingface(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser("megatron-to-hf", help="torch_dist checkpoint to HuggingFace directory")
     command.description = (
         "Write DST, a directory that transformers and vLLM load, from SRC, a torch_dist checkpoint with config.json "
@@ -188,7 +188,7 @@ def _add_to_huggingface(commands: "argparse._SubParsersAction") -> None:
     command.set_defaults(run=_to_huggingface)
 
 
-def _add_verify(commands: "argparse._SubParsersAction") -> None:
+def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser("verify", help="compare two model directories of either kind, bit by bit")
     command.description = (
         "Compare the models in A and B, each a HuggingFace directory or a torch_dist checkpoint: which tensors there "
@@ -209,7 +209,7 @@ def _add_verify(commands: "argparse._SubParsersAction") -> None:
     command.set_defaults(run=_verify)
 
 
-def _add_show(commands: "argparse._SubParsersAction") -> None:
+def _add_show(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser("show", help="what a model directory holds")
     command.description = (
         "Print the architecture, sizes and files of a model directory of either kind, how its tensors are called in "

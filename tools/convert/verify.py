@@ -22,9 +22,9 @@ def verify(one: Path, other: Path, *, processes: Processes = ALONE, console: Con
 
     Errors: CheckpointError where a directory cannot be read.
     """
-    surveys = open_survey(one), open_survey(other)
+    surveys = first, second = open_survey(one), open_survey(other)
     differences = [*_of_specs(*surveys), *_of_keys(*surveys)]
-    a, b = (survey.weights for survey in surveys)
+    a, b = first.weights, second.weights
     common = [name for name in a if a[name] == b.get(name)]
     differences += [
         f"{name}: {_shown(a[name])} and {_shown(b[name])}" for name in a if name in b and a[name] != b[name]
@@ -35,7 +35,7 @@ def verify(one: Path, other: Path, *, processes: Processes = ALONE, console: Con
     unequal = []
     with ByteProgress("verify", total, own=own_bytes, console=console) as progress:
         for name in own:
-            places = ((survey.files, name) for survey in surveys)
+            places = (first.files, name), (second.files, name)
             if found := first_difference(*places, a[name], compared=progress.advance):
                 unequal.append(f"{name}: {found}")
         differences += processes.gathered(unequal)
