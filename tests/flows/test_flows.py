@@ -94,6 +94,13 @@ def test_an_error_in_a_flow_names_function_and_line(records):
     )
 
 
+def test_the_flow_that_the_readme_shows_trains_on_the_best_responses(records):
+    record = records["best_of_n"]
+    assert "error" not in record and record["moved"] == [True] * 3
+    for metrics in record["metrics"]:
+        assert metrics["reward/score_mean"] > metrics["reward/score_all_mean"]  # those kept, and all three of a prompt
+
+
 def test_two_kinds_of_responses_take_one_hand_off(records):
     record = records["sampled_and_greedy"]
     assert record["hand_offs"] == 2  # there and back
