@@ -87,7 +87,7 @@ def main(checkpoints: Path, prompts: Path, out: Path) -> None:
         if num_ranks == world_size:
             trainer = RLTrainer(config(checkpoints, prompts, layouts, rollout))
             results[name] = [run(trainer, iteration) for iteration in range(1, NUM_ITERATIONS + 1)]
-            results[name][-1] |= trainer.evaluate().metrics()
+            results[name][-1] |= trainer.evaluate()
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))
     platforms.stop()
