@@ -36,7 +36,11 @@ def main(inputs: Path, config: Path, out: Path) -> None:
     records: dict[str, Any] = {}
     search_beside(ROOT / "configs" / "best_of_n.yaml")
     for name, overrides in cases(inputs).items():
-        trainer = RLTrainer(ExperimentConfig.from_yaml(config, [f"name={name}", *overrides]))
+        try:
+            trainer = RLTrainer(ExperimentConfig.from_yaml(config, [f"name={name}", *overrides]))
+        except UserError as error:
+            records[name] = {"error": f"{type(error).__name__}: {error}"}
+            continue
         records[name] = iterate(trainer)
         records[name]["bytes"] = bytes_held(trainer)
         trainer.generator.engine.close()
@@ -63,6 +67,7 @@ def cases(inputs: Path) -> dict[str, list[str]]:
         "bad_loss_skipped": [*NO_REWARD, custom("bad_loss"), "nonfinite={action: skip, max_in_a_row: 2}"],
         "infinite_gradient": [*NO_REWARD, custom("infinite_gradient")],
         "bad_reward": [f"reward.models.0.model={inputs / 'bad_reward'}"],
+        "headless_reward": [f"reward.models.0.model={inputs / 'headless_reward'}"],
         "bad_policy": [f"actor.model={inputs / 'bad_policy'}"],
         "best_of_n": [*NO_CRITIC, "sampling.samples_per_prompt=3", f"algorithm={json.dumps(BEST_OF_N)}"],
         "sampled_and_greedy": [*NO_REWARD, custom("sampled_and_greedy"), "sampling.samples_per_prompt=2"],

@@ -22,6 +22,7 @@ def root(tmp_path_factory) -> Path:
     root = make_inputs(tmp_path_factory.mktemp("flows"))
     poison(root, "reward", "score.weight")
     poison(root, "policy", "lm_head.weight")
+    behead(root)
     write_config(root / "config.yaml", root)
     return root
 
@@ -37,6 +38,14 @@ def poison(root: Path, role: str, weight: str) -> None:
     target = shutil.copytree(root / role, root / f"bad_{role}")
     tensors = load_file(target / "model.safetensors")
     tensors[weight][-1, 0] = math.nan
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+
+
+def behead(root: Path) -> None:
+    """A reward model without the weight of its head."""
+    target = shutil.copytree(root / "reward", root / "headless_reward")
+    tensors = load_file(target / "model.safetensors")
+    del tensors["score.weight"]
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
 
 
@@ -152,3 +161,11 @@ def test_a_nan_of_a_reward_model_and_of_the_policy_stop_before_any_step(records,
     assert "iteration 1: raw_scores is nan in row 0 (a response to prompt 0 of the iteration)" in record["error"]
     assert torch.isnan(load_file(root / "bad_reward" / "batches" / "nonfinite_000001.safetensors")["raw_scores"]).all()
     assert records["bad_policy"]["moved"] == [False] and "log_probs is " in records["bad_policy"]["error"]
+
+
+def test_a_reward_model_without_a_head_is_refused(records, root):
+    """It would score everything 0."""
+    assert records["headless_reward"]["error"] == (
+        f"CheckpointError: reward.models.0.model = {root / 'headless_reward'} has no score.weight: it would score "
+        "everything 0"
+    )
