@@ -1,22 +1,26 @@
-"""The launcher of the distributed tests: a hang ends, and says where every rank stood."""
+"""The launcher of the distributed tests: a hang ends, and says where every rank stood; a failure ends all ranks."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from tests.launch import torchrun
+from tests.forks import run_forks
+from tests.launch import finish, start_torchrun
 
-HANG = """
-import time
+WAITING = """
+import os, pathlib, sys, time
 
 def rank_waits_here():
-    time.sleep(600)
+    pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(f"{os.getpid()} {hash('a')}")
+    time.sleep(6000)
 
 rank_waits_here()
 """
 
+pytestmark = pytest.mark.distributed
 
-def test_a_hang_ends_with_the_stacks_of_every_rank(tmp_path):
-    script = tmp_path / "hang.py"
-    script.write_text(HANG)
-    with pytest.raises(AssertionError, match="no end after 15 s") as caught:
-        torchrun(2, script, timeout=15)
-    assert str(caught.value).count("in rank_waits_here") == 2
+

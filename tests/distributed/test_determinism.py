@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.distributed.layouts_worker import LAYOUTS, NUM_RANKS, PROMPTS
 from tests.distributed.tiny_experiment import PROMPTS_PER_ITERATION, make_inputs, write_config
-from tests.launch import torchrun
+from tests.launch import run_ranks, torchrun
 from tests.tiny_models import make_tokenizer
 
 END, END_BIAS = 2, 2.5  # the end token, and what makes it likelier
@@ -96,7 +96,7 @@ def responses(inputs, tmp_path_factory) -> dict[str, dict]:
     root = tmp_path_factory.mktemp("layouts")
     config = write_config(root / "config.yaml", inputs)
     arguments = [config, root / "responses.pt", *OVERRIDES, "algorithm.update.mini_batch_size=4"]
-    torchrun(NUM_RANKS, "-m", "tests.distributed.layouts_worker", *arguments, timeout=240)
+    run_ranks(NUM_RANKS, "tests.distributed.layouts_worker", *arguments)
     return torch.load(root / "responses.pt")
 
 
