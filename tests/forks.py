@@ -1,6 +1,6 @@
-"""Ranks as forks of processes that have everything imported (`tests.rank_server`): torchrun's store and end, in no time.
+"""Ranks as forks of a process that has everything imported, `tests.rank_server`.
 
-What of torchrun is kept: the environment, the store that its agent hosts, SIGTERM to all when one has failed.
+They find what torchrun's ranks find: the environment, a store that is not a rank's, an end by SIGTERM if another fails.
 """
 
 import atexit
@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from typing import Any
 import torch.distributed as dist
 
 ROOT = Path(__file__).parent.parent
-# Processes that are started one by one go through a set of strings each in an order of its own, the forks of one process
-# all in one. Code that takes such an order for the same on every rank must hang here too: even and odd ranks differ.
+# Each process goes through a set of strings in an order of its own, but all forks of one process in one order. Code
+# that takes it for the same on every rank must fail here as it does under torchrun: even and odd ranks differ.
 HASH_SEEDS = ("1", "2")
 PATIENCE = 30.0  # seconds between SIGTERM and SIGKILL, as torchrun has it
 
@@ -68,9 +67,7 @@ def servers() -> tuple[Server, ...]:
     return tuple(map(Server, HASH_SEEDS))
 
 
-def run_forks(
-    num_ranks: int, module: str, arguments: Sequence[str], *, seconds: float
-) -> tuple[int | None, str, str]:
+def run_forks(num_ranks: int, module: str, arguments: Sequence[str], *, seconds: float) -> tuple[int | None, str, str]:
     """Exit status, output, errors. Status 1: a rank has failed. None: no end in time, the errors have every stack."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     with tempfile.TemporaryDirectory() as directory:

@@ -14,7 +14,6 @@ import os
 import random
 import runpy
 import sys
-from pathlib import Path
 from typing import Any
 
 MODULES = (

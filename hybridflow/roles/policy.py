@@ -32,7 +32,6 @@ class Reference(Role):
             return self._token_results(batch, _log_probs(self))
 
 
-
 class Actor(TrainedRole):
     """The policy that is trained, and that the engine generates with."""
 

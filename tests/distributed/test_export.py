@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.distributed.export_layouts_worker import CASES, MODELS, NUM_LAYERS, NUM_RANKS
 from tests.distributed.tiny_experiment import make_inputs, write_config
-from tests.launch import ROOT, torchrun
+from tests.launch import ROOT, run_ranks
 from tests.tiny_models import make_checkpoints, make_tokenizer
 
 pytestmark = pytest.mark.distributed
