@@ -88,7 +88,7 @@ def run_forks(num_ranks: int, module: str, arguments: Sequence[str], *, seconds:
 def environment_of(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    agent = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+    agent = {"TORCHELASTIC_RUN_ID": "forks", "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
     own = {name: str(value) for name, value in (ranks | store | agent).items()}
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **own}
 
