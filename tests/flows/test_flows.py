@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from hybridflow.plan import main as plan
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.flows.flows import BAD_ROW
-from tests.launch import torchrun
+from tests.launch import run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -29,7 +29,7 @@ def root(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def records(root) -> dict[str, dict]:
-    torchrun(2, "-m", "tests.flows.flows_worker", root, root / "config.yaml", root / "out.json", timeout=500)
+    run_ranks(2, "tests.flows.flows_worker", root, root / "config.yaml", root / "out.json")
     return json.loads((root / "out.json").read_text())
 
 
