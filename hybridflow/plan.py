@@ -2,8 +2,9 @@
 
     python -m hybridflow.plan configs/quickstart.yaml [section.key=value ...] [--world-size N] [--json | --smallest]
 
-No process is started and no weights are read: of each model its config.json is enough. Without --world-size the
-smallest number of ranks that fits is taken. Where a layout cannot work all reasons are printed and the status is 1.
+No process is started and no weights are read: of each model its config.json is enough. The roles are those of the
+config's algorithm. Without --world-size the smallest number of ranks that fits is taken. Where a run cannot work,
+`hybridflow.train` would refuse it in the same words: all reasons are printed and the status is 1.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridflow import __version__
+from hybridflow.command import program
 from hybridflow.config import ExperimentConfig, RoleConfig
 from hybridflow.errors import ConfigError, UserError
 from hybridflow.placement import shown
@@ -34,7 +36,7 @@ GIB = 1 << 30
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="hybridflow.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program("hybridflow.plan"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", metavar="CONFIG", help="the experiment's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")

@@ -1,11 +1,22 @@
-"""Train on one experiment config, under torchrun:
+"""Train a language model as one experiment config says, on as many ranks as torchrun starts:
 
     torchrun --nproc-per-node 2 -m hybridflow.train configs/quickstart.yaml [section.key=value ...]
 
-CONFIG is a YAML file; each override replaces one of its values, `actor.optimizer.lr=1e-5` or
-`reward.models.0.weight=2`. The number of ranks is torchrun's; parallel sizes are in the config. What a run leaves
-behind is in OUTPUT_DIR/NAME: config.yaml (resolved), metrics.csv, tensorboard/, samples.jsonl and hf/, the trained
-actor.
+CONFIG is a YAML file with the sections data, sampling, actor, rollout, algorithm, nonfinite and metrics, and those of
+critic, reference and reward that the algorithm has. algorithm.name is ppo (if left out), grpo, or custom: a function of
+your own, found in the working directory or beside CONFIG. Each override replaces a value: `actor.optimizer.lr=1e-5`,
+`reward.models.0.weight=2`, `critic=null`. How many ranks fit, and what they will hold, `hybridflow.plan` tells.
+
+A run leaves behind, in OUTPUT_DIR/NAME (runs/NAME), where an earlier run of that name has moved to NAME.1:
+
+    config.yaml                                 with every default
+    metrics.csv, tensorboard/                   a row an iteration
+    samples.jsonl                               some responses with their scores
+    batches/iteration_NNNNNN.safetensors        every batch, with metrics.dump_batches
+    batches/nonfinite_NNNNNN.safetensors        what was at hand when a number was not finite
+    hf/                                         the trained actor, for transformers and vLLM
+
+The exit status is 0, or 1 after one message that says what is wrong.
 """
 
 import argparse
@@ -16,6 +27,7 @@ import traceback
 from typing import NoReturn
 
 from hybridflow import __version__
+from hybridflow.command import program
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import UserError
 from hybridflow.user_code import search_beside
@@ -23,7 +35,7 @@ from hybridflow.user_code import search_beside
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="hybridflow.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program("hybridflow.train"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", metavar="CONFIG", help="the experiment's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")

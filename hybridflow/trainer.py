@@ -22,8 +22,9 @@ from hybridflow.flows.custom import custom_flow
 from hybridflow.flows.evaluate import evaluate
 from hybridflow.flows.finite import NonFinite
 from hybridflow.flows.grpo import grpo
+from hybridflow.flows.models import Roles, training_memory_offloaded
 from hybridflow.flows.ppo import ppo
-from hybridflow.flows.run import Roles, Run, training_memory_offloaded
+from hybridflow.flows.run import Run
 from hybridflow.generator import Generator
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.agreement import check_agreement

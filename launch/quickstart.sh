@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a tiny model with PPO on CPU processes, from nothing; as many as the config's layouts need, two by default:
+# Trains a tiny model on CPU processes, from nothing; as many as the config's layouts need, two by default:
 #
 #   bash launch/quickstart.sh [CONFIG] [KEY=VALUE ...]        CONFIG: configs/quickstart.yaml
 set -euo pipefail

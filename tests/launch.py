@@ -1,4 +1,8 @@
-"""Start one torchrun with many cases in it: starting ranks costs more than most cases."""
+"""Start the ranks of a test: as forks of a process that has everything imported, or truly by torchrun.
+
+Importing torch, megatron and vLLM takes a rank longer than most tests do; a fork has it behind it. torchrun starts the
+ranks where the start and the end of processes are what is tested, and where there is CUDA, which no fork can use.
+"""
 
 import os
 import signal
@@ -6,18 +10,44 @@ import socket
 import subprocess
 import sys
 import time
+from contextvars import ContextVar
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+import torch
+
+from tests.forks import ROOT, run_forks
+
+SECONDS = 900  # of one launch: the longest takes 100 on two cores; another machine may be slower, and shared
+MARKED: ContextVar[bool] = ContextVar("MARKED", default=True)  # conftest: whether this test is marked as distributed
+
+
+def run_ranks(num_ranks: int, module: str, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run `python -m MODULE ARGUMENTS` on `num_ranks` ranks of this machine; output as text.
+
+    A hang ends after `SECONDS`, with the stacks of every rank in the error.
+    """
+    if torch.version.cuda is not None:
+        return torchrun(num_ranks, "-m", module, *arguments, check=check)
+    assert_marked()
+    command = [f"{num_ranks} x {module}", *map(str, arguments)]
+    status, out, error = run_forks(num_ranks, module, command[1:], seconds=SECONDS)
+    if status is None:
+        raise hang(command, SECONDS, out, error)
+    return checked(subprocess.CompletedProcess(command, status, out, error), check)
 
 
 def torchrun(
-    num_ranks: int, *arguments: object, timeout: int, check: bool = True, environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess:
-    """Run `torchrun -m ARGUMENTS` or a script on `num_ranks` ranks of this machine; output as text.
+    num_ranks: int, *arguments: object, check: bool = True, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The same by `torchrun ARGUMENTS`, `-m MODULE ...` or a script."""
+    assert_marked()
+    agent = start_torchrun(num_ranks, *arguments, environment=environment)
+    return checked(finish(agent, SECONDS), check)
 
-    A hang ends after `timeout` seconds, with the stacks of every rank in the error.
-    """
+
+def start_torchrun(
+    num_ranks: int, *arguments: object, environment: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), *map(str, arguments)]
     environment = {
@@ -27,20 +57,19 @@ def torchrun(
         "PYTHONFAULTHANDLER": "1",  # SIGABRT prints the stacks of all threads
         **(environment or {}),
     }
-    agent = subprocess.Popen(
+    return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+
+
+def finish(agent: subprocess.Popen[str], seconds: float) -> subprocess.CompletedProcess[str]:
     try:
-        out, error = agent.communicate(timeout=timeout)
+        out, error = agent.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         abort_ranks(agent.pid)
         out, error = agent.communicate(timeout=60)  # torchrun ends by itself when its ranks have
-        raise AssertionError(
-            f"{' '.join(command)}\nno end after {timeout} s\n{out[-4000:]}\n{error[-30000:]}"
-        ) from None
-    done = subprocess.CompletedProcess(command, agent.returncode, out, error)
-    assert not check or done.returncode == 0, f"{' '.join(command)}\n{out[-4000:]}\n{error[-8000:]}"
-    return done
+        raise hang(agent.args, seconds, out, error) from None
+    return subprocess.CompletedProcess(agent.args, agent.returncode, out, error)
 
 
 def abort_ranks(agent: int) -> None:
@@ -51,6 +80,19 @@ def abort_ranks(agent: int) -> None:
         time.sleep(0.5)  # one after the other: they write to one pipe, a few letters at a time
     time.sleep(1)
     os.kill(agent, signal.SIGCONT)
+
+
+def assert_marked() -> None:
+    assert MARKED.get(), "a test that starts several processes needs @pytest.mark.distributed"
+
+
+def hang(command: list[str], seconds: float, out: str, error: str) -> AssertionError:
+    return AssertionError(f"{' '.join(command)}\nno end after {seconds} s\n{out[-4000:]}\n{error[-30000:]}")
+
+
+def checked(done: subprocess.CompletedProcess[str], check: bool) -> subprocess.CompletedProcess[str]:
+    assert not check or done.returncode == 0, f"{' '.join(done.args)}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return done
 
 
 def free_port() -> int:

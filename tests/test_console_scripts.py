@@ -72,6 +72,24 @@ def test_help_and_wrong_arguments_have_their_status(name: str, capsys: pytest.Ca
         assert (error if status else out).startswith("usage: ")
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_names_the_command_as_it_was_started(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, _, function = SCRIPTS[name].partition(":")
+    main = getattr(importlib.import_module(module), function)
+    plain = f"python -m {module.removesuffix('.__main__')}"
+    for started, shown in (
+        (f"/usr/bin/{name}", name),
+        ("/somewhere/train.py", plain),
+        ("/somewhere/__main__.py", plain),
+    ):
+        monkeypatch.setattr(sys, "argv", [started])
+        with pytest.raises(SystemExit):
+            main(["--help"])
+        assert capsys.readouterr().out.startswith(f"usage: {shown} [-h]")
+
+
 def test_plan(here: Path) -> None:
     done = run("hybridflow-plan", "experiments/mine.yaml", "--smallest", cwd=here)
     assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")

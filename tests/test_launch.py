@@ -1,22 +1,55 @@
-"""The launcher of the distributed tests: a hang ends, and says where every rank stood."""
+"""The launchers of the distributed tests: a hang ends, and says where every rank stood; a failure ends all ranks."""
+
+import time
+from pathlib import Path
 
 import pytest
 
-from tests.launch import torchrun
+from tests import launch
+from tests.forks import run_forks
+from tests.launch import finish, run_ranks, start_torchrun, torchrun
 
-HANG = """
-import time
+WORKER = "tests.launch_worker"
 
-def rank_waits_here():
-    time.sleep(600)
-
-rank_waits_here()
-"""
+pytestmark = pytest.mark.distributed
 
 
-def test_a_hang_ends_with_the_stacks_of_every_rank(tmp_path):
-    script = tmp_path / "hang.py"
-    script.write_text(HANG)
-    with pytest.raises(AssertionError, match="no end after 15 s") as caught:
-        torchrun(2, script, timeout=15)
-    assert str(caught.value).count("in rank_waits_here") == 2
+def told(directory: Path) -> list[tuple[int, int]]:
+    """Pid of each rank, and its hash of a string."""
+    return [tuple(map(int, (directory / rank).read_text().split())) for rank in ("0", "1")]
+
+
+def test_a_hang_under_torchrun_ends_with_the_stacks_of_every_rank(tmp_path: Path) -> None:
+    agent = start_torchrun(2, "-m", WORKER, tmp_path)
+    while not all((tmp_path / rank).exists() for rank in ("0", "1")):
+        assert agent.poll() is None
+        time.sleep(0.1)
+    with pytest.raises(AssertionError, match=r"(?s)no end after 1 s.*in rank_waits_here.*in rank_waits_here"):
+        finish(agent, 1)
+
+
+def test_a_hang_of_forks_ends_with_the_stacks_of_every_rank(tmp_path: Path) -> None:
+    status, _, error = run_forks(2, WORKER, [str(tmp_path)], seconds=10)
+    assert status is None and error.count("in rank_waits_here") == 2
+    (first, its_hash), (second, other_hash) = told(tmp_path)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in (first, second))
+    assert its_hash != other_hash, "ranks that torchrun starts go through a set of strings in unlike orders"
+
+
+@pytest.mark.parametrize("failing", ["0", "1"])
+def test_the_failure_of_one_fork_ends_all(failing: str, tmp_path: Path) -> None:
+    status, _, error = run_forks(2, WORKER, [str(tmp_path), failing], seconds=600)
+    assert status == 1 and error.count("RuntimeError: this rank fails") == 1
+    assert not any(Path(f"/proc/{pid}").exists() for pid, _ in told(tmp_path))
+    with pytest.raises(AssertionError, match="RuntimeError: this rank fails"):
+        run_ranks(2, WORKER, tmp_path, failing)
+
+
+def test_no_ranks_without_the_mark() -> None:
+    token = launch.MARKED.set(False)
+    try:
+        for start in (run_ranks, torchrun):
+            with pytest.raises(AssertionError, match=r"needs @pytest\.mark\.distributed"):
+                start(1, WORKER)
+    finally:
+        launch.MARKED.reset(token)

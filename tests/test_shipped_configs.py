@@ -15,10 +15,12 @@ from tools.tiny_training import Settings
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
 WORLD_SIZES = {
+    "best_of_n": 2,
     "llama3_8b_8gpus": 8,
     "qwen2_72b_64gpus": 64,
     "quickstart": 2,
     "quickstart_3d": 8,
+    "quickstart_grpo": 2,
     "quickstart_rule": 2,
     "split_placement": 2,
 }
@@ -64,7 +66,7 @@ def plan(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_config_plans(plan, path: Path) -> None:
     found = plan(path.stem)
-    assert found["world_size"] == WORLD_SIZES.get(path.stem, found["world_size"])
+    assert found["world_size"] == WORLD_SIZES[path.stem]
     reshard = found["reshard"]
     assert reshard["received_bytes"] == reshard["lower_bound_bytes"]
     assert reshard["received_bytes"]["total"] == reshard["sent_bytes"]["total"]

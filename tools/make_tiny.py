@@ -1,4 +1,4 @@
-"""Make the quickstart's input from a seed: a half-trained policy, a reward model and the prompts of a task.
+"""Make the quickstarts' input from a seed: a half-trained policy, a reward model and the prompts of a task.
 
     python -m tools.make_tiny OUT [--seed 0]
 
@@ -36,6 +36,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from hybridflow.command import program
 from tools.tiny_reward import draw_wrong, make_pairs, pair_accuracy, policy_mistakes, train_reward
 from tools.tiny_task import (
     Problem,
@@ -179,7 +180,7 @@ def make(out: Path, settings: Settings, seed: int) -> dict[str, object]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.make_tiny",
+        prog=program("tools.make_tiny"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 """Draw learning curves as an SVG, from the metrics.csv of one or more runs:
 
-python -m tools.plot_curve docs/learning_curve.svg runs/quickstart runs/quickstart_seed2 [--metric eval/accuracy]
+    python -m tools.plot_curve docs/learning_curve.svg runs/quickstart runs/quickstart_seed2 [--metric eval/accuracy]
 
 Needs no plotting library.
 """
@@ -11,16 +11,22 @@ import sys
 from html import escape
 from pathlib import Path
 
+from hybridflow.command import program
+
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 360, 56, 44, 36
 COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 Curve = list[tuple[float, float]]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", type=Path, help="the SVG to write")
-    parser.add_argument("runs", type=Path, nargs="+", help="run directories")
-    parser.add_argument("--metric", default="eval/accuracy", help="a column of metrics.csv")
+    parser = argparse.ArgumentParser(
+        prog=program("tools.plot_curve"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", type=Path, metavar="SVG", help="the file to write")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="directories of runs, as training leaves them"
+    )
+    parser.add_argument("--metric", default="eval/accuracy", help="a column of metrics.csv (default eval/accuracy)")
     options = parser.parse_args(arguments)
     curves = {}
     for run in options.runs:

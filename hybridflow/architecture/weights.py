@@ -1,8 +1,8 @@
 """The one table of weights: HuggingFace name <-> megatron name <-> engine name, split over ranks, and shape.
 
 Conversion, loading, resharding and export read this table and nothing else. A parameter of megatron is made of one or
-more parts, the tensors of a HuggingFace checkpoint: `models.parts` says where their rows lie in it, `models.shards`
-which rows and columns of it a rank holds. A new family is an entry in `TABLES` here and one in `models/families.py`.
+more parts, the tensors of a HuggingFace checkpoint: `parts` says where their rows lie in it, `shards` which rows and
+columns of it a rank holds. A new family is an entry in `TABLES` here and one in `families`.
 
 vLLM holds what megatron's ranks hold, except QKV: [all q; all k; all v] of the rank, keys and values copied where ranks
 outnumber them; and where a weight has an `engine_split`.

@@ -13,19 +13,21 @@ Every rank runs the flow over the same global batch; the roles shard the work.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.algorithms.rewards import RunningMoments
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config import ExperimentConfig, Update
 from hybridflow.data.prompts import PromptDataset, PromptOrder
 from hybridflow.errors import ConfigError
-from hybridflow.flows.finite import check_finite, check_steps
+from hybridflow.flows.finite import check_finite
+from hybridflow.flows.models import Roles, training_memory_offloaded
+from hybridflow.flows.state import RunState
+from hybridflow.flows.steps import step_metrics
 from hybridflow.generator import Generator
 from hybridflow.models.optimizer import NO_BYTES
 from hybridflow.parallel.agreement import check_agreement, digest_tensors
@@ -34,25 +36,13 @@ from hybridflow.parallel.platform import Platform, world_group
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.recording.iteration import Iteration, Metrics, batch_metrics, cost_metrics
 from hybridflow.recording.measure import Stopwatch
-from hybridflow.rewards.scorer import Scorer, Scores
-from hybridflow.roles.base import TrainedRole
+from hybridflow.rewards.scorer import Scores
 from hybridflow.roles.objectives import KLTerm
 from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.values import Critic
 
 Batch = TypeVar("Batch", bound=RolloutBatch)
 STAGES = {"rollout": "generating", "estimate": "scoring", "update": "updating"}  # of an iteration, and as shown
-
-
-@dataclass(frozen=True)
-class RunState:
-    """What decides the next step beside weights and optimizer state: with all three a run goes on as if not ended."""
-
-    iteration: int = 0  # the last that was begun
-    num_prompts_drawn: int = 0
-    kl_coef: float = 0.0
-    score_moments: RunningMoments = field(default_factory=RunningMoments)
-    nonfinite_in_a_row: int = 0  # iterations that lost a step to a number that is not finite
 
 
 @dataclass(frozen=True)
@@ -73,19 +63,6 @@ class Known:
 
     def __getattr__(self, name: str) -> Tensor:
         raise AttributeError(f"run.whole was not asked for {name}; it gave {', '.join(vars(self)) or 'nothing'}")
-
-
-@dataclass(frozen=True)
-class Roles:
-    """The models of a run; None where its algorithm has none."""
-
-    actor: Actor
-    critic: Critic | None
-    reference: Reference | None
-    scorer: Scorer | None
-
-    def trained(self) -> tuple[TrainedRole, ...]:
-        return (self.actor,) if self.critic is None else (self.critic, self.actor)
 
 
 class Run:
@@ -231,7 +208,7 @@ class Run:
     def finished(self, batch: RolloutBatch) -> Iteration:
         """The iteration's numbers. Errors: NonFinite where a gradient was not."""
         self._stage_stack.close()
-        updates = self._update_metrics(batch)
+        updates = step_metrics(self._roles.trained(), self._rows, batch, self._exchange)
         kl = {"kl/coef": self.kl.coef} if self.has_reference else {}
         metrics = batch_metrics(batch) | self.metrics | kl | updates
         if "kl/sequence_mean" in metrics:
@@ -286,18 +263,6 @@ class Run:
             noted = self._rows[role.name]
             noted += [rows] * (len(role.steps) - len(noted))
 
-    def _update_metrics(self, batch: RolloutBatch) -> Metrics:
-        """Means over the steps of what all ranks together report."""
-        metrics: Metrics = {}
-        for role in self._roles.trained():
-            for names in dict.fromkeys(step.names for step in role.steps):  # one, unless objectives differ
-                numbers = [i for i, step in enumerate(role.steps) if step.names == names]
-                results = self._exchange.summed(torch.stack([role.steps[i].values for i in numbers]))
-                check_steps(role, numbers, results, self._rows[role.name], batch=batch, exchange=self._exchange)
-                means = zip(names, results.mean(0).tolist(), strict=True)
-                metrics |= {f"{role.name}/{name}": mean for name, mean in means}
-        return metrics | {f"{role.name}/lr": role.lr for role in reversed(self._roles.trained())}
-
     def _cost_metrics(self, batch: RolloutBatch) -> Metrics:
         trained = self._roles.actor.trained
         return cost_metrics(
@@ -316,16 +281,6 @@ class Run:
             f"the flow asks for run.{role}, but algorithm {algorithm} of this config has no {role}: a custom flow "
             f"names what it needs in algorithm.roles, and each has a section of its own"
         )
-
-
-@contextlib.contextmanager
-def training_memory_offloaded(roles: Roles, platform: Platform) -> Iterator[None]:
-    """Within the block gradients and optimizer state are where the config wants them while the engine works."""
-    with contextlib.ExitStack() as stack:
-        for role in reversed(roles.trained()):
-            stack.enter_context(role.offloaded())
-        platform.empty_caches()
-        yield
 
 
 def _contributions(pending: Contribution | Scores) -> tuple[Contribution, ...]:

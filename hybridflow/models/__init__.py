@@ -1,1 +1,1 @@
-"""Megatron-core models: what they are, how their weights are laid out, how they run on packed batches."""
+"""How a model runs in megatron-core: built on a grid, over packed micro-batches, with its optimizer."""

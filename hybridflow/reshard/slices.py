@@ -1,7 +1,7 @@
 """Shards of a matrix as rows and columns of the whole, and the rectangles that two of them share. Pure.
 
 The order of rows is megatron's. An engine's tensor-parallel rank holds the same as a training rank would
-(`models.shards`), except QKV: [its q heads; its k heads; its v heads]. Where there are fewer key/value heads than
+(`architecture.shards`), except QKV: [its q heads; its k heads; its v heads]. Where there are fewer key/value heads than
 ranks, megatron cuts inside a group and the engine repeats heads.
 """
 

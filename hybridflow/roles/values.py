@@ -4,8 +4,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from hybridflow.architecture.weight_files import open_checkpoint
+from hybridflow.architecture.weights import VALUE_HEAD
 from hybridflow.batch import RolloutBatch, Tokens
 from hybridflow.config import RewardModelConfig
+from hybridflow.errors import CheckpointError
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.parallel.exchange import Contribution
 from hybridflow.planning.placed import PlacedModel
@@ -46,6 +49,7 @@ class RewardModel(Role):
 
     def __init__(self, placed: PlacedModel, *, world: World) -> None:
         assert isinstance(placed.config, RewardModelConfig), f"{placed.name} is no reward model"
+        _check_head(placed)
         super().__init__(placed, recompute="none", world=world)
         for chunk in self.chunks:
             chunk.requires_grad_(False)
@@ -54,6 +58,13 @@ class RewardModel(Role):
     def scores(self, batch: RolloutBatch) -> Contribution:
         """Of (N,): scores of the sequences."""
         return self._sequence_results(batch, _as_is)
+
+
+def _check_head(placed: PlacedModel) -> None:
+    """Without its head's weight it would score everything 0; a critic may start so."""
+    name = VALUE_HEAD.hf[0]
+    if name not in open_checkpoint(placed.spec.path, placed.spec):
+        raise CheckpointError(f"{placed.name}.model = {placed.spec.path} has no {name}: it would score everything 0")
 
 
 def _as_is(values: Tensor, micro_batch: MicroBatch) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from hybridflow.formats.distributed_storage import Chunk
 from hybridflow.formats.safetensors_files import SafetensorsDirectory, TensorInfo
 from tests.architecture.weight_files_worker import MODELS, NUM_RANKS
 from tests.architecture.whole_weights import SHARES, chunk_of, layer_chunks, share_chunks, source_tensors, whole_weights
-from tests.launch import torchrun
+from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints
 
 
@@ -41,7 +41,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_checkpoints(root / name, family=family, tied=tied, num_layers=4, num_kv_heads=num_kv_heads)
         spec = read_spec(root / name / "policy")
         write_distributed(root / name / "ours", layer_chunks(whole_weights(source_tensors(spec), spec)))
-    torchrun(NUM_RANKS, "-m", "tests.architecture.weight_files_worker", root, timeout=240)
+    run_ranks(NUM_RANKS, "tests.architecture.weight_files_worker", root)
     return root
 
 
@@ -76,6 +76,7 @@ def expected_shard(name: str, whole: dict[str, Tensor], spec: ModelSpec, rank: i
     return torch.cat([tensor, padding]).chunk(2)[tp_rank]
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("name", MODELS)
 def test_megatron_loads_what_we_wrote(root: Path, name: str) -> None:
     spec = read_spec(root / name / "policy")
@@ -91,6 +92,7 @@ def test_megatron_loads_what_we_wrote(root: Path, name: str) -> None:
             assert found.shape == expected.shape and torch.equal(found[:rows], expected[:rows]), parameter
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["ours", "stacked", "single"])
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_are_read_by_their_huggingface_names(root: Path, name: str, kind: str) -> None:
@@ -106,6 +108,7 @@ def test_weights_are_read_by_their_huggingface_names(root: Path, name: str, kind
     assert any("linear_qkv.weight" in key and "layers.3." in key for key in stored.tensors) == (kind == "single")
 
 
+@pytest.mark.distributed
 def test_any_rows_and_columns_from_any_layout(root: Path) -> None:
     rng = random.Random(0)
     for name in MODELS:
@@ -118,6 +121,7 @@ def test_any_rows_and_columns_from_any_layout(root: Path) -> None:
                 assert torch.equal(files.read(key, tuple(tensor.shape), *parts), tensor[tuple(parts)]), (key, parts)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("name", ["two", "four"])
 def test_the_number_of_ranks_that_write_does_not_show(root: Path, name: str) -> None:
     files = DistributedDirectory(root / name)
@@ -126,6 +130,7 @@ def test_the_number_of_ranks_that_write_does_not_show(root: Path, name: str) -> 
         assert torch.equal(files.read(key, (0,) * tensor.dim(), tuple(tensor.shape)), tensor)
 
 
+@pytest.mark.distributed
 def test_an_error_in_a_rank_is_every_ranks(root: Path) -> None:
     assert {(root / f"error_{rank}").read_text() for rank in range(NUM_RANKS)} == {"rank 2 cannot read this"}
     assert not (root / "broken" / ".metadata").exists() and not is_distributed(root / "broken")

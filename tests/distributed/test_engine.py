@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.engine_worker import CASES, CONFIG, MAX_LENGTH, NUM_LAYERS, NUM_PROMPTS, NUM_RANKS
-from tests.launch import torchrun
+from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints
+
+pytestmark = pytest.mark.distributed
 
 KV_CACHE_BYTES = CONFIG.kv_cache_gib * 2**30
 MODELS = {"llama": ("llama", False, 4), "qwen2": ("qwen2", True, 4), "few_kv": ("llama", False, 2)}
@@ -29,7 +31,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
             num_kv_heads=num_kv_heads,
             max_length=MAX_LENGTH,
         )
-    torchrun(NUM_RANKS, "-m", "tests.distributed.engine_worker", root, root / "results.json", timeout=280)
+    run_ranks(NUM_RANKS, "tests.distributed.engine_worker", root, root / "results.json")
     return json.loads((root / "results.json").read_text())
 
 

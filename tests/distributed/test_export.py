@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.distributed.export_layouts_worker import CASES, MODELS, NUM_LAYERS, NUM_RANKS
 from tests.distributed.tiny_experiment import make_inputs, write_config
-from tests.launch import ROOT, torchrun
+from tests.launch import ROOT, run_ranks
 from tests.tiny_models import make_checkpoints, make_tokenizer
+
+pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,7 @@ def out(inputs, tmp_path_factory) -> Path:
     """before/, sharded/, run/hf/ and responses.pt of one run at tp 2."""
     out = tmp_path_factory.mktemp("export")
     config = write_config(out / "config.yaml", inputs)
-    torchrun(2, "-m", "tests.distributed.export_worker", config, out, timeout=150)
+    run_ranks(2, "tests.distributed.export_worker", config, out)
     return out
 
 
@@ -60,7 +62,7 @@ def layouts(tmp_path_factory) -> Path:
         make_checkpoints(
             root / "models" / name, family=family, tied=tied, num_layers=NUM_LAYERS, num_kv_heads=num_kv_heads
         )
-    torchrun(NUM_RANKS, "-m", "tests.distributed.export_layouts_worker", root / "models", root, timeout=150)
+    run_ranks(NUM_RANKS, "tests.distributed.export_layouts_worker", root / "models", root)
     return root
 
 

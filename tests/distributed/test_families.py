@@ -9,9 +9,11 @@ import pytest
 from tests.distributed.families_worker import LOGIT_LAYOUTS, NEW_FAMILIES
 from tests.distributed.pairs import CHANGES, FAMILIES, NUM_LAYERS
 from tests.distributed.test_ppo import METRICS
-from tests.launch import torchrun
+from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints, make_prompts
 from tools.convert.to_megatron import to_megatron
+
+pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             to_megatron(root / name / model, root / f"{name}-converted" / model)
     prompts, out = make_prompts(root / "prompts.jsonl", 32), root / "results.json"
     make_prompts(root / "heldout.jsonl", 3, seed=1)
-    torchrun(2, "-m", "tests.distributed.families_worker", root, prompts, out, timeout=400)
+    run_ranks(2, "tests.distributed.families_worker", root, prompts, out)
     return json.loads(out.read_text())
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.handoff_worker import BLOCK, MAX_PROMPT_LENGTH, NUM_ITERATIONS, NUM_PROMPTS
-from tests.launch import torchrun
+from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints
+
+pytestmark = pytest.mark.distributed
 
 LAYOUTS = {"tp1dp1": (1, 1), "tp2dp1": (2, 2), "tp1dp2": (2, 1)}  # ranks, tp
 HEAD_BLOCK_BYTES = 32 * 256 * 4  # head_dim x hidden_size in float32: the scratch of the permutation
@@ -23,7 +25,7 @@ def ranks(request, tmp_path_factory) -> list[dict[str, list[dict]]]:
     prompts = make_prompts(root / "prompts.jsonl")
     num_ranks, tp = LAYOUTS[request.param]
     out = root / "records.json"
-    torchrun(num_ranks, "-m", "tests.distributed.handoff_worker", tp, root, prompts, out, timeout=280)
+    run_ranks(num_ranks, "tests.distributed.handoff_worker", tp, root, prompts, out)
     return json.loads(out.read_text())
 
 

@@ -9,7 +9,9 @@ import torch
 
 from hybridflow.algorithms.rewards import RunningMoments
 from tests.distributed.tiny_experiment import make_inputs, write_config
-from tests.launch import torchrun
+from tests.launch import run_ranks
+
+pytestmark = pytest.mark.distributed
 
 # metrics that measure the machine, and bytes with the engine
 MEASURED = re.compile(r"(time|memory)/.*|reshard/seconds|.*_ms|.*tokens_per_sec|bytes_with_engine")
@@ -19,7 +21,7 @@ MEASURED = re.compile(r"(time|memory)/.*|reshard/seconds|.*_ms|.*tokens_per_sec|
 def records(tmp_path_factory) -> dict[str, list[dict]]:
     root = tmp_path_factory.mktemp("options")
     config = write_config(root / "config.yaml", make_inputs(root))
-    torchrun(2, "-m", "tests.distributed.options_worker", config, root / "out.json", timeout=240)
+    run_ranks(2, "tests.distributed.options_worker", config, root / "out.json")
     return json.loads((root / "out.json").read_text())
 
 

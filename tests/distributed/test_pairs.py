@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.pairs import BUCKET_BYTES, CHANGES, FAMILIES, LARGEST_WEIGHT_BYTES, NUM_LAYERS, PAIRS, Pair
-from tests.launch import torchrun
+from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints
+
+pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def results(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     """Pair name -> rank -> hand-off -> what was seen."""
     out, found = tmp_path_factory.mktemp("results"), {}
     for num_ranks in sorted({pair.num_ranks for pair in PAIRS}):
-        torchrun(num_ranks, "-m", "tests.distributed.pairs_worker", checkpoints, out, timeout=600)
+        run_ranks(num_ranks, "tests.distributed.pairs_worker", checkpoints, out)
         ranks = json.loads((out / f"{num_ranks}.json").read_text())
         found |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
     return found

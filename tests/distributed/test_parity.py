@@ -22,10 +22,12 @@ from tests.distributed.cases import (
     make_groups,
     make_rollout,
 )
-from tests.launch import torchrun
+from tests.launch import run_ranks
 from tests.reference import grpo
 from tests.reference.ppo import Episode, actor_loss, critic_loss, estimate
 from tests.tiny_models import by_checkpoint_name, make_checkpoints
+
+pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-5  # relative to the largest value
 
@@ -49,7 +51,7 @@ def checkpoints(tmp_path_factory) -> Path:
 def results(checkpoints, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("results")
     for num_ranks in sorted({case.num_ranks for case in CASES}):
-        torchrun(num_ranks, "-m", "tests.distributed.parity_worker", checkpoints, out, timeout=300)
+        run_ranks(num_ranks, "tests.distributed.parity_worker", checkpoints, out)
     return out
 
 

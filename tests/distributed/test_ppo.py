@@ -5,8 +5,10 @@ import json
 import pytest
 
 from tests.distributed.ppo_worker import NUM_ITERATIONS, PLACEMENTS
-from tests.launch import torchrun
+from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints, make_prompts
+
+pytestmark = pytest.mark.distributed
 
 METRICS = (
     "reward/score_mean",
@@ -34,7 +36,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     make_prompts(root / "heldout.jsonl", 3, seed=1)
     for num_ranks in sorted({num_ranks for num_ranks, *_ in PLACEMENTS.values()}):
         out = root / f"{num_ranks}.json"
-        torchrun(num_ranks, "-m", "tests.distributed.ppo_worker", models, prompts, out, timeout=300)
+        run_ranks(num_ranks, "tests.distributed.ppo_worker", models, prompts, out)
         found |= json.loads(out.read_text())
     return found
 

@@ -16,9 +16,14 @@ from hybridflow.models.memory import live_bytes
 from hybridflow.parallel import platform as platforms
 from hybridflow.recording.recorder import record_run
 from hybridflow.trainer import RLTrainer
+from hybridflow.user_code import search_beside
+from tests.launch import ROOT
 
 NO_CRITIC = ["critic=null", "reference=null"]
 NO_REWARD = [*NO_CRITIC, "reward=null"]
+
+
+BEST_OF_N = {"name": "custom", "flow": "best_of_n:best_of_n", "roles": ["actor", "reward"], "options": {"keep": 1}}
 
 
 def custom(name: str, *roles: str, **more: Any) -> str:
@@ -29,8 +34,13 @@ def custom(name: str, *roles: str, **more: Any) -> str:
 
 def main(inputs: Path, config: Path, out: Path) -> None:
     records: dict[str, Any] = {}
+    search_beside(ROOT / "configs" / "best_of_n.yaml")
     for name, overrides in cases(inputs).items():
-        trainer = RLTrainer(ExperimentConfig.from_yaml(config, [f"name={name}", *overrides]))
+        try:
+            trainer = RLTrainer(ExperimentConfig.from_yaml(config, [f"name={name}", *overrides]))
+        except UserError as error:
+            records[name] = {"error": f"{type(error).__name__}: {error}"}
+            continue
         records[name] = iterate(trainer)
         records[name]["bytes"] = bytes_held(trainer)
         trainer.generator.engine.close()
@@ -57,7 +67,9 @@ def cases(inputs: Path) -> dict[str, list[str]]:
         "bad_loss_skipped": [*NO_REWARD, custom("bad_loss"), "nonfinite={action: skip, max_in_a_row: 2}"],
         "infinite_gradient": [*NO_REWARD, custom("infinite_gradient")],
         "bad_reward": [f"reward.models.0.model={inputs / 'bad_reward'}"],
+        "headless_reward": [f"reward.models.0.model={inputs / 'headless_reward'}"],
         "bad_policy": [f"actor.model={inputs / 'bad_policy'}"],
+        "best_of_n": [*NO_CRITIC, "sampling.samples_per_prompt=3", f"algorithm={json.dumps(BEST_OF_N)}"],
         "sampled_and_greedy": [*NO_REWARD, custom("sampled_and_greedy"), "sampling.samples_per_prompt=2"],
         "products": [*NO_REWARD, custom("products")],
         "few_rows": [*NO_REWARD, custom("few_rows"), "actor.tensor_parallel_size=1"],

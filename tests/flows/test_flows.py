@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from hybridflow.plan import main as plan
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.flows.flows import BAD_ROW
-from tests.launch import torchrun
+from tests.launch import run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -22,13 +22,14 @@ def root(tmp_path_factory) -> Path:
     root = make_inputs(tmp_path_factory.mktemp("flows"))
     poison(root, "reward", "score.weight")
     poison(root, "policy", "lm_head.weight")
+    behead(root)
     write_config(root / "config.yaml", root)
     return root
 
 
 @pytest.fixture(scope="module")
 def records(root) -> dict[str, dict]:
-    torchrun(2, "-m", "tests.flows.flows_worker", root, root / "config.yaml", root / "out.json", timeout=500)
+    run_ranks(2, "tests.flows.flows_worker", root, root / "config.yaml", root / "out.json")
     return json.loads((root / "out.json").read_text())
 
 
@@ -37,6 +38,14 @@ def poison(root: Path, role: str, weight: str) -> None:
     target = shutil.copytree(root / role, root / f"bad_{role}")
     tensors = load_file(target / "model.safetensors")
     tensors[weight][-1, 0] = math.nan
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+
+
+def behead(root: Path) -> None:
+    """A reward model without the weight of its head."""
+    target = shutil.copytree(root / "reward", root / "headless_reward")
+    tensors = load_file(target / "model.safetensors")
+    del tensors["score.weight"]
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
 
 
@@ -94,6 +103,13 @@ def test_an_error_in_a_flow_names_function_and_line(records):
     )
 
 
+def test_the_flow_that_the_readme_shows_trains_on_the_best_responses(records):
+    record = records["best_of_n"]
+    assert "error" not in record and record["moved"] == [True] * 3
+    for metrics in record["metrics"]:
+        assert metrics["reward/score_mean"] > metrics["reward/score_all_mean"]  # those kept, and all three of a prompt
+
+
 def test_two_kinds_of_responses_take_one_hand_off(records):
     record = records["sampled_and_greedy"]
     assert record["hand_offs"] == 2  # there and back
@@ -145,3 +161,11 @@ def test_a_nan_of_a_reward_model_and_of_the_policy_stop_before_any_step(records,
     assert "iteration 1: raw_scores is nan in row 0 (a response to prompt 0 of the iteration)" in record["error"]
     assert torch.isnan(load_file(root / "bad_reward" / "batches" / "nonfinite_000001.safetensors")["raw_scores"]).all()
     assert records["bad_policy"]["moved"] == [False] and "log_probs is " in records["bad_policy"]["error"]
+
+
+def test_a_reward_model_without_a_head_is_refused(records, root):
+    """It would score everything 0."""
+    assert records["headless_reward"]["error"] == (
+        f"CheckpointError: reward.models.0.model = {root / 'headless_reward'} has no score.weight: it would score "
+        "everything 0"
+    )

@@ -17,7 +17,7 @@ from hybridflow.parallel.agreement import (
     digest_tensors,
 )
 from tests.distributed.tiny_experiment import make_inputs, write_config
-from tests.launch import torchrun
+from tests.launch import run_ranks
 from tests.tiny_models import make_prompts, make_tokenizer
 
 A, B, C = b"\x00" * 16, b"\xff" * 16, b"\x80" + b"\x00" * 15
@@ -145,7 +145,7 @@ def heard(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         tokenizer.save_pretrained(policy)
         described = json.loads((policy / "config.json").read_text())
         (policy / "config.json").write_text(json.dumps(described | {"rms_norm_eps": 1e-5 * (1 + rank)}))
-    torchrun(2, "-m", "tests.parallel.agreement_worker", root, root, timeout=300)
+    run_ranks(2, "tests.parallel.agreement_worker", root, root)
     first, second = (json.loads((root / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second, "all ranks raise the same"
     return first

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.parallel.exchange import Contribution, Exchange
-from tests.launch import torchrun
+from tests.launch import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_sums_and_maxima_are_made_in_place_and_timed(exchange: Exchange) -> None
 @pytest.mark.distributed
 def test_a_result_reaches_the_ranks_that_need_it_and_nobody_else_waits(tmp_path) -> None:
     """Ranks 0 and 2 need it, 1 and 2 know it, 3 does neither. 0 and 2 come when 1 and 3 have gone on."""
-    torchrun(4, "-m", "tests.parallel.exchange_worker", tmp_path / "out.json", timeout=240)
+    run_ranks(4, "tests.parallel.exchange_worker", tmp_path / "out.json")
     found = json.loads((tmp_path / "out.json").read_text())
     expected = [[[0.0, 1.0 + n, 2.0 + n, 0.5 + n, 1.0 + n, 0.0], [0.0, 0.0]] for n in (1, 2, 3)]
     for rank in (0, 2):

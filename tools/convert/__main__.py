@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hybridflow import __version__
+from hybridflow.command import program
 
 if TYPE_CHECKING:
     from tools.convert.processes import Processes
@@ -132,7 +133,7 @@ def _show(options: argparse.Namespace, processes: "Processes", console: Console 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program("tools.convert"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

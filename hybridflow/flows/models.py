@@ -1,0 +1,34 @@
+"""The models of a run, and where their training memory is while the engine works."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hybridflow.parallel.platform import Platform
+from hybridflow.rewards.scorer import Scorer
+from hybridflow.roles.base import TrainedRole
+from hybridflow.roles.policy import Actor, Reference
+from hybridflow.roles.values import Critic
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The models of a run; None where its algorithm has none."""
+
+    actor: Actor
+    critic: Critic | None
+    reference: Reference | None
+    scorer: Scorer | None
+
+    def trained(self) -> tuple[TrainedRole, ...]:
+        return (self.actor,) if self.critic is None else (self.critic, self.actor)
+
+
+@contextlib.contextmanager
+def training_memory_offloaded(roles: Roles, platform: Platform) -> Iterator[None]:
+    """Within the block gradients and optimizer state are where the config wants them while the engine works."""
+    with contextlib.ExitStack() as stack:
+        for role in reversed(roles.trained()):
+            stack.enter_context(role.offloaded())
+        platform.empty_caches()
+        yield

@@ -1,0 +1,70 @@
+"""What the optimizer steps of an iteration told, put together over all ranks."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hybridflow.batch import RolloutBatch
+from hybridflow.flows.finite import NonFinite, described
+from hybridflow.parallel.exchange import Exchange
+from hybridflow.recording.iteration import Metrics
+from hybridflow.roles.base import TrainedRole
+
+
+def step_metrics(
+    roles: Sequence[TrainedRole], rows: Mapping[str, Sequence[Tensor]], batch: RolloutBatch, exchange: Exchange
+) -> Metrics:
+    """Means over the steps of each role. rows: by role, of the batch in each step, as far as they are known.
+
+    Collective. Errors: NonFinite, on every rank, where a step was not taken.
+    """
+    metrics: Metrics = {}
+    for role in roles:
+        for names in dict.fromkeys(step.names for step in role.steps):  # one, unless objectives differ
+            numbers = [i for i, step in enumerate(role.steps) if step.names == names]
+            results = exchange.summed(torch.stack([role.steps[i].values for i in numbers]))
+            _check(role, numbers, results, rows[role.name], batch=batch, exchange=exchange)
+            means = zip(names, results.mean(0).tolist(), strict=True)
+            metrics |= {f"{role.name}/{name}": mean for name, mean in means}
+    return metrics | {f"{role.name}/lr": role.lr for role in reversed(roles)}
+
+
+def _check(
+    role: TrainedRole,
+    numbers: Sequence[int],
+    results: Tensor,
+    rows: Sequence[Tensor],
+    *,
+    batch: RolloutBatch,
+    exchange: Exchange,
+) -> None:
+    """Raise NonFinite where a step of `role` was not taken. Collective if so.
+
+    numbers: of the steps. results: (steps, names), the sums over all ranks. rows: of the batch in each step of the
+    iteration, as far as they are known.
+    """
+    bad = (~results.isfinite()).any(1).nonzero()
+    if not len(bad):
+        return
+    at = int(bad[0])
+    number = numbers[at]
+    values = dict(zip(role.steps[number].names, results[at].tolist(), strict=True))
+    row = _first_row(role.steps[number].row, exchange)
+    where = "the gradient alone, every loss is finite"
+    if row is not None and number < len(rows):
+        where = f"the loss of {described(int(rows[number][row]), batch)}"
+    elif row is not None:
+        where = f"the loss of row {row} of the mini-batch"
+    raise NonFinite(
+        f"{role.name}, step {number + 1} of the iteration: loss {values['loss']}, gradient norm {values['grad_norm']}; "
+        f"first in {where}",
+        vars(batch),
+    )
+
+
+def _first_row(own: int | None, exchange: Exchange) -> int | None:
+    """The first row that any rank has found, if one has: the largest of negative numbers."""
+    found = -torch.inf if own is None or own < 0 else -float(own)
+    largest = float(exchange.maximum(torch.tensor(found, dtype=torch.float64, device=exchange.device)))
+    return None if largest == -torch.inf else int(-largest)

@@ -1,0 +1,92 @@
+"""A process that has imported what the ranks of a test need, and becomes each of them by a fork.
+
+python -m tests.rank_server
+
+Every line of its input is a request, every line of its output the answer:
+    {"environment": ..., "module": ..., "arguments": [...], "out": FILE, "error": FILE}    the pid of the new rank
+    {}                                                       {pid: exit status} of the ranks that have ended since
+"""
+
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import sys
+from typing import Any
+
+MODULES = (
+    "hybridflow.trainer",
+    "vllm",  # whatever an engine loads when it is built
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.qwen2",
+    "megatron.core.optimizer.distrib_optimizer",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+)
+
+
+def main() -> None:
+    prepare()
+    rank = serve()
+    if rank is not None:
+        become(rank)
+
+
+def prepare() -> None:
+    from hybridflow.parallel.platform import prepare_imports
+
+    prepare_imports("auto")
+    for name in MODULES:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is there would be searched for garbage by every rank, and its memory be copied
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"a fork has one thread, this process {len(threads)}: locks of the others stay locked"
+
+
+def serve() -> dict[str, Any] | None:
+    """What to be, in a rank; None when nobody asks any more."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request:
+            pid = os.fork()
+            if pid == 0:
+                return request
+            answer: Any = pid
+        else:
+            answer = ended()
+        print(json.dumps(answer), flush=True)
+    return None
+
+
+def ended() -> dict[int, int]:
+    found = {}
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if pid == 0:
+            return found
+        found[pid] = os.waitstatus_to_exitcode(status)
+
+
+def become(rank: dict[str, Any]) -> None:
+    """Run the module as `python -m` would."""
+    os.environ.clear()
+    os.environ.update(rank["environment"])
+    for descriptor, name, flags in ((0, os.devnull, 0), (1, rank["out"], os.O_APPEND), (2, rank["error"], os.O_APPEND)):
+        file = os.open(name, (os.O_WRONLY | os.O_CREAT | flags) if descriptor else os.O_RDONLY)
+        os.dup2(file, descriptor)
+        os.close(file)
+    random.seed()  # two processes differ in it
+    sys.argv = [rank["module"], *rank["arguments"]]
+    runpy.run_module(rank["module"], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""What runs the checks by itself: the workflow, the hooks of a commit, and the script that both lead to."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yaml"
+HOOKS = ROOT / ".pre-commit-config.yaml"
+
+
+def loaded(path: Path) -> dict[Any, Any]:
+    return yaml.safe_load(path.read_text())
+
+
+def test_the_workflow_runs_the_script() -> None:
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    [job] = loaded(WORKFLOW)["jobs"].values()
+    [check] = [step for step in job["steps"] if step.get("run") == "bash .ci/run"]
+    assert job["runs-on"].startswith("ubuntu-")
+    assert 0 < check["timeout-minutes"] < job["timeout-minutes"] <= 120
+    [python] = [step["with"] for step in job["steps"] if "setup-python" in step.get("uses", "")]
+    assert (python["python-version"], python["cache"]) == ("3.11", "pip")
+    assert (ROOT / python["cache-dependency-path"]).is_file()
+
+
+def test_the_workflow_reads_and_nothing_more() -> None:
+    """On pull requests of strangers, too."""
+    workflow = loaded(WORKFLOW)
+    assert workflow["permissions"] == {"contents": "read"}
+    assert set(workflow[True]) == {"push", "pull_request"}  # YAML 1.1 reads `on` as true
+    assert "secrets" not in WORKFLOW.read_text()
+    uses = [step["uses"] for job in workflow["jobs"].values() for step in job["steps"] if "uses" in step]
+    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", action) for action in uses)
+
+
+def test_the_hooks_call_the_ruff_that_the_project_pins() -> None:
+    repos = loaded(HOOKS)["repos"]
+    [local] = [repo["hooks"] for repo in repos if repo["repo"] == "local"]
+    entries = [hook["entry"] for hook in local]
+    assert [entry.split()[:4] for entry in entries] == [
+        [".venv/bin/python", "-m", "ruff", "check"],
+        [".venv/bin/python", "-m", "ruff", "format"],
+    ]
+    assert all(hook["language"] == "system" for hook in local)
+    others = [repo for repo in repos if repo["repo"] != "local"]
+    assert all(re.fullmatch(r"v[\d.]+", repo["rev"]) for repo in others)
+    assert {hook["id"] for repo in others for hook in repo["hooks"]} >= {"check-yaml", "end-of-file-fixer"}
