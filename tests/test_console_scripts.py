@@ -41,7 +41,7 @@ def run(name: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
 

@@ -32,7 +32,7 @@ CLOSED = "sys.stderr.close()"
 
 def end(setting: str, error: str) -> subprocess.CompletedProcess:
     program = PROGRAM.format(setting=setting, error=error)
-    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize("setting", ["", GONE, NO_TORCH], ids=["", "the store is gone", "torch is broken"])

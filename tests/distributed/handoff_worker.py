@@ -18,6 +18,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.recording.recorder import Recorder
 from hybridflow.roles.base import Role
 from hybridflow.trainer import RLTrainer
+from tests.distributed.engine_weights import differs_from_export, wrong_parameters
 from tests.distributed.gather import whole
 
 NUM_ITERATIONS = 5
@@ -27,10 +28,12 @@ MAX_PROMPT_LENGTH = 160
 
 
 def main(tp: int, checkpoints: Path, prompts: Path, out: Path) -> None:
-    results = {}
+    results: dict[str, list] = {}
     for family, dtype in (("llama", "float32"), ("qwen2", "float32"), ("llama", "bfloat16")):
         trainer = RLTrainer(config(tp, checkpoints / family, prompts, dtype))
         results[f"{family}-{dtype}"] = run(trainer, checkpoints / family / "policy", dtype)
+        if dtype == "bfloat16":
+            results["differs_from_export"] = differs_from_export(trainer, out.with_suffix(".export"))
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, results)
     if dist.get_rank() == 0:
@@ -85,6 +88,8 @@ def check(trainer: RLTrainer, model: Path, dtype: str) -> dict:
     weights = whole(trainer.roles.actor, lambda p: p.data)
     if dtype == "float32":
         record["right"] = equal_to_huggingface(responses, model, weights)
+    else:
+        record["wrong_parameters"] = wrong_parameters(trainer)
     return record
 
 

@@ -12,6 +12,7 @@ import torch
 from hybridflow.parallel import platform as platforms
 from hybridflow.recording.recorder import Recorder
 from hybridflow.trainer import RLTrainer
+from tests.distributed.engine_weights import differs_from_export, wrong_parameters
 
 OFFLOADED = [f"{role}.offload_{what}=true" for role in ("actor", "critic") for what in ("optimizer", "gradients")]
 BFLOAT16 = [
@@ -76,6 +77,9 @@ def main(config: str, out: Path) -> None:
             iterations[-1]["bytes_with_engine"] = [
                 role.trained.memory_bytes() for role in (trainer.roles.actor, trainer.roles.critic)
             ]
+        if name.startswith("bfloat16"):
+            iterations[-1]["wrong_parameters"] = wrong_parameters(trainer)
+            iterations[-1]["differs_from_export"] = differs_from_export(trainer, out.with_suffix(".export"))
         records[name] = iterations
         trainer.generator.engine.close()
     if trainer.platform.rank == 0:

@@ -6,6 +6,7 @@ torchrun --nproc-per-node N -m tests.distributed.ppo_worker CHECKPOINTS PROMPTS 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -13,6 +14,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.parallel import platform as platforms
 from hybridflow.recording.recorder import Recorder
 from hybridflow.trainer import RLTrainer
+from tests.distributed.engine_weights import differs_from_export, wrong_parameters
 
 NUM_ITERATIONS = 3
 
@@ -82,12 +84,17 @@ PLACEMENTS |= {
 
 def main(checkpoints: Path, prompts: Path, out: Path) -> None:
     world_size = platforms.torchrun_rank()[1]
-    results = {}
+    results: dict[str, list[dict[str, Any]]] = {}
     for name, (num_ranks, layouts, rollout) in PLACEMENTS.items():
         if num_ranks == world_size:
             trainer = RLTrainer(config(checkpoints, prompts, layouts, rollout))
-            results[name] = [run(trainer, iteration) for iteration in range(1, NUM_ITERATIONS + 1)]
+            results[name] = [
+                run(trainer, iteration) | {"wrong_parameters": wrong_parameters(trainer)}
+                for iteration in range(1, NUM_ITERATIONS + 1)
+            ]
             results[name][-1] |= trainer.evaluate()
+            if name == "bfloat16":
+                results[name][-1]["differs_from_export"] = differs_from_export(trainer, out.with_suffix(".export"))
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))
     platforms.stop()

@@ -1,8 +1,6 @@
 """The trained actor as a HuggingFace directory: bitwise, complete, and loaded by transformers and by vLLM."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.distributed.export_layouts_worker import CASES, MODELS, NUM_LAYERS, NUM_RANKS
 from tests.distributed.tiny_experiment import make_inputs, write_config
-from tests.launch import ROOT, run_ranks
+from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints, make_tokenizer
 
 pytestmark = pytest.mark.distributed
@@ -113,9 +111,6 @@ def test_vllm_loads_the_trained_actor(out):
     pieces = saved["input_ids"].split(saved["lengths"].tolist())
     prompts = saved["prompt_lengths"].tolist()
     (out / "prompts.json").write_text(json.dumps([x[:p].tolist() for x, p in zip(pieces, prompts, strict=True)]))
-    command = [sys.executable, "-m", "tests.distributed.vllm_worker"]
-    command += [str(out / "run" / "hf"), str(out / "prompts.json"), str(out / "tokens.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks(1, "tests.distributed.vllm_worker", out / "run" / "hf", out / "prompts.json", out / "tokens.json")
     expected = [x[p:].tolist() for x, p in zip(pieces, prompts, strict=True)]
     assert json.loads((out / "tokens.json").read_text()) == expected

@@ -13,6 +13,7 @@ from tests.tiny_models import make_checkpoints
 pytestmark = pytest.mark.distributed
 
 LAYOUTS = {"tp1dp1": (1, 1), "tp2dp1": (2, 2), "tp1dp2": (2, 1)}  # ranks, tp
+RUNS = ("llama-float32", "qwen2-float32", "llama-bfloat16")
 HEAD_BLOCK_BYTES = 32 * 256 * 4  # head_dim x hidden_size in float32: the scratch of the permutation
 
 
@@ -75,7 +76,7 @@ def test_nothing_is_received_and_the_scratch_is_one_head(records):
 
 def test_one_copy_of_the_weights(ranks):
     for rank in ranks:
-        for records in rank.values():
+        for records in (rank[run] for run in RUNS):
             assert all(record["metrics"]["memory/engine_own_weight_bytes"] == 0 for record in records[1:])
         # in the later runs the earlier trainers of the same process are still there
         assert [record["copies"] for record in rank["llama-float32"]] == [0] * (NUM_ITERATIONS + 1)
@@ -83,11 +84,12 @@ def test_one_copy_of_the_weights(ranks):
 
 def test_weights_are_bitwise_restored(ranks):
     for rank in ranks:
-        for records in rank.values():
+        for records in (rank[run] for run in RUNS):
             assert all(record["restored"] for record in records)
 
 
-def test_bfloat16_engine_and_trainer_agree(ranks):
-    """On average within a few roundings of 2^-8; single tokens differ more, as HuggingFace in bfloat16 does."""
+def test_a_bfloat16_engine_holds_and_computes_what_it_should_to_the_bit(ranks):
+    """Its parameters are the trainer's weights after every step; its responses those of one that vLLM loads itself."""
     for rank in ranks:
-        assert max(record["metrics"]["rollout/log_prob_diff_mean"] for record in rank["llama-bfloat16"][1:]) < 0.06
+        assert [record["wrong_parameters"] for record in rank["llama-bfloat16"]] == [[]] * (NUM_ITERATIONS + 1)
+        assert rank["differs_from_export"] == []

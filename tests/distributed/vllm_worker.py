@@ -1,4 +1,4 @@
-"""Load a HuggingFace directory with plain vLLM and generate greedily.
+"""Load a HuggingFace directory with plain vLLM and generate greedily: a world of one, nothing of ours.
 
 python -m tests.distributed.vllm_worker DIRECTORY PROMPTS OUT
 """

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def bfloat16_values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
     reward = make_checkpoints(tmp_path_factory.mktemp("build"), family="qwen2", tied=False) / "reward"
     command = [sys.executable, "-m", "tests.models.test_build", str(reward)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

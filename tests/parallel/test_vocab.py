@@ -1,10 +1,9 @@
 """Vocabulary-parallel log-probs and entropy against torch.log_softmax in float64: values and gradients.
 
-Tensor parallelism runs in one launch of three processes, which are this file as a script.
+Tensor parallelism runs in one launch of three ranks, which run this file.
 """
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from hybridflow.parallel import vocab
 from hybridflow.parallel.vocab import vocab_parallel_log_probs
+from tests.launch import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 ROWS, VOCAB, PADDED = 7, 50, 54  # 54 = 2 x 27 = 3 x 18: with 3 ranks the last holds 14 true columns of 18
 TEMPERATURE = 0.7
 HUGE = 1e30
@@ -177,19 +176,8 @@ def test_a_certain_token_has_no_entropy(world: dist.ProcessGroup) -> None:
 
 @pytest.mark.distributed
 def test_tensor_parallel_two_and_three_equal_dense(tmp_path: Path) -> None:
-    command = [sys.executable, __file__, str(tmp_path / "store")]
-    settings = {
-        "env": {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True},
-    }
-    ranks = [subprocess.Popen([*command, str(rank)], **settings) for rank in range(3)]
-    try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0, 0], "\n".join(outputs)
-    assert "equal in groups [(0, 1), (0, 1, 2), (1, 2)]" in outputs[1], outputs[1]
+    done = run_ranks(3, "tests.parallel.test_vocab", tmp_path / "store")
+    assert "equal in groups [(0, 1), (0, 1, 2), (1, 2)]" in done.stdout, done.stdout
 
 
 def run_rank(store: str, rank: int) -> None:
@@ -220,4 +208,4 @@ def check_shard(group: dist.ProcessGroup, dtype: torch.dtype, *, vocab_size: int
 
 
 if __name__ == "__main__":
-    run_rank(sys.argv[1], int(sys.argv[2]))
+    run_rank(sys.argv[1], int(os.environ["RANK"]))

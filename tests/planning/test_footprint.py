@@ -112,7 +112,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """memory_bytes after a step by "dtype/optimizer", and the model's directory."""
     model = make_checkpoints(tmp_path_factory.mktemp("footprint"), family="qwen2", tied=False) / "policy"
     command = [sys.executable, "-m", "tests.planning.test_footprint", str(model)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return {"model": model} | json.loads(done.stdout.splitlines()[-1])
 

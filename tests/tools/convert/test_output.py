@@ -228,7 +228,7 @@ def test_a_disk_that_takes_no_more(command: str, source: Path, tmp_path: Path) -
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )

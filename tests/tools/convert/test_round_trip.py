@@ -1,15 +1,13 @@
 """HuggingFace -> megatron -> HuggingFace: every bit comes back, and transformers loads the result."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.launch import ROOT
+from tests.launch import run_ranks
 from tests.tiny_models import FAMILIES, make_checkpoints
 from tests.tools.convert.tiny import (
     CHAT_TEMPLATE,
@@ -131,6 +129,7 @@ def test_mixed_dtypes_are_kept(models: Models, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("family", ["qwen3", "mixtral"])
 def test_vllm_loads_the_result(family: str, tmp_path: Path) -> None:
     """Plain vLLM, nothing of ours; its CPU build has no heads smaller than 32."""
@@ -139,10 +138,8 @@ def test_vllm_loads_the_result(family: str, tmp_path: Path) -> None:
     to_huggingface(tmp_path / "megatron", tmp_path / "back", max_shard_bytes=400_000)
     prompts = [[5, 6, 7, 8, 9], [10, 11, 12]]
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
-    command = [sys.executable, "-m", "tests.distributed.vllm_worker"]
-    command += [str(tmp_path / "back"), str(tmp_path / "prompts.json"), str(tmp_path / "tokens.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    files = (tmp_path / name for name in ("back", "prompts.json", "tokens.json"))
+    run_ranks(1, "tests.distributed.vllm_worker", *files)
     model = AutoModelForCausalLM.from_pretrained(source)
     expected = [
         model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, len(prompt) :].tolist()

@@ -1,0 +1,131 @@
+"""What an engine must hold and compute, to the bit: shards of whole HuggingFace tensors, and vLLM's own loader."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.checkpoint.export import export_huggingface
+from hybridflow.rollout.engine import RolloutEngine
+from hybridflow.trainer import RLTrainer
+from tests.distributed.gather import whole
+
+PADDING = 100.0  # of the vocabulary: what would win if it were looked at
+
+
+class EngineShards:
+    """A rank's parameters of a Llama's or Qwen's engine: rows are copied, columns are strided views."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], num_kv_heads: int, tp_rank: int, tp: int) -> None:
+        self._tensors, self._num_kv_heads, self._tp_rank, self._tp = tensors, num_kv_heads, tp_rank, tp
+
+    def __call__(self, name: str) -> Tensor:
+        prefix, _, leaf = name.rpartition(".")
+        parent, _, module = prefix.rpartition(".")
+        if module == "qkv_proj":
+            kv_parts = min(self._tp, self._num_kv_heads)  # beyond that, ranks share a head
+            parts = {"q_proj": self._tp, "k_proj": kv_parts, "v_proj": kv_parts}
+            return torch.cat([self._rows(f"{parent}.{part}.{leaf}", of) for part, of in parts.items()])
+        if module == "gate_up_proj":
+            return torch.cat([self._rows(f"{parent}.{part}_proj.{leaf}", self._tp) for part in ("gate", "up")])
+        if module in ("o_proj", "down_proj"):
+            return self._tensors[name].chunk(self._tp, dim=1)[self._tp_rank]
+        if module in ("embed_tokens", "lm_head"):
+            return self._vocabulary(self._tensors[name])
+        return self._tensors[name]
+
+    def _rows(self, name: str, parts: int) -> Tensor:
+        return self._tensors[name].chunk(parts)[self._tp_rank * parts // self._tp]
+
+    def _vocabulary(self, whole: Tensor) -> Tensor:
+        padding = whole.new_full((-len(whole) % 64, whole.shape[1]), PADDING)
+        return torch.cat([whole, padding]).chunk(self._tp)[self._tp_rank]
+
+
+def wrong_parameters(trainer: RLTrainer) -> list[str]:
+    """Ranks and names of the engines' parameters that are not the actor's weights, bit by bit, after a hand-off.
+
+    Of a model whose embeddings are not tied. Collective over the world.
+    """
+    actor, world = trainer.roles.actor, dist.group.WORLD
+    box = [whole(actor, lambda p: p.data)]  # of float32, exact
+    dist.broadcast_object_list(box, src=actor.grid.layout.ranks[0], group=world)
+    with trainer.run.engine_awake():
+        own = _wrong_parameters(trainer, box[0]) if trainer.generator.engine is not None else []
+    everyone: list[list[str]] = [[]] * trainer.platform.world_size
+    dist.all_gather_object(everyone, own, group=world)
+    return [f"rank {rank}: {name}" for rank, names in enumerate(everyone) for name in names]
+
+
+def _wrong_parameters(trainer: RLTrainer, tensors: dict[str, Tensor]) -> list[str]:
+    layout, found = trainer.generator.layout, trainer.generator.engine.parameters()
+    tp_rank = layout.coordinates(trainer.platform.rank).tp
+    expected = EngineShards(tensors, trainer.roles.actor.spec.num_kv_heads, tp_rank, layout.tp)
+    assert found
+    return [name for name, parameter in found.items() if not _same(parameter.float(), expected(name))]
+
+
+def _same(found: Tensor, expected: Tensor) -> bool:
+    """Rows of padding are nobody's."""
+    used = expected.ne(PADDING)
+    return found.shape == expected.shape and torch.equal(found[used], expected[used])
+
+
+def differs_from_export(trainer: RLTrainer, directory: Path) -> list[str]:
+    """What of sampled and greedy responses is not equal, bit by bit, when vLLM itself has loaded the exported actor.
+
+    Collective over the world. The trainer's engine is asked for the last time: its place is the other's.
+    """
+    export_huggingface(trainer.roles.actor, directory)
+    generator = trainer.generator
+    with trainer.run.engine_awake():
+        expected = _responses(trainer)
+    if generator.engine is not None:
+        generator.engine.close()
+        placed = trainer.placed
+        with vllms_own_loader():
+            generator.engine = RolloutEngine(
+                directory,
+                _no_source,
+                dtype=placed.config.actor.dtype,
+                layout=placed.rollout,
+                stages=placed.stages,
+                max_length=placed.config.max_sequence_length,
+                sampling=placed.config.sampling,
+                config=placed.config.rollout,
+                platform=trainer.platform,
+            )
+    found = _responses(trainer)
+    assert any(len(x) for x in expected.values())
+    return [name for name, x in expected.items() if not torch.equal(x, found[name])]
+
+
+def _responses(trainer: RLTrainer) -> dict[str, Tensor]:
+    found, prompts = {}, trainer.inputs.train.batch([0, 1, 2, 3])
+    for kind, greedy in (("sampled", False), ("greedy", True)):
+        rollout = trainer.generator.generate(prompts, greedy=greedy, samples_per_prompt=1, iteration=1, first_prompt=0)
+        found |= {f"{kind} {name}": getattr(rollout, name) for name in ("input_ids", "lengths", "rollout_log_probs")}
+    return found
+
+
+@contextlib.contextmanager
+def vllms_own_loader() -> Iterator[None]:
+    """Engines that are built within the block read the files of their directory, as plain vLLM does."""
+    import vllm
+
+    real = vllm.LLM
+
+    def build(**settings: Any) -> vllm.LLM:
+        return real(**{**settings, "load_format": "auto", "model_loader_extra_config": {}})
+
+    with mock.patch("vllm.LLM", build):
+        yield
+
+
+def _no_source(name: str) -> Tensor:
+    raise AssertionError(f"vLLM's own loader asks nobody for {name}")
