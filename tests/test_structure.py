@@ -299,7 +299,7 @@ CLEAN = {
     "hybridflow.parallel.platform": "import os\nos.environ['A']\nfrom megatron.core import parallel_state",
     "hybridflow.models.memory": "",
     "hybridflow.reshard.slices": "import hybridflow.models.memory",
-    "hybridflow.reshard.flows": "",
+    "hybridflow.reshard.slots": "",
     "hybridflow.models.pipeline": "from megatron.core.pipeline_parallel import schedules",
     "hybridflow.reshard.kernel": "import triton\nimport triton.language as tl",
     "hybridflow.reshard.plan": "from hybridflow.config import Experiment",
@@ -333,7 +333,7 @@ BROKEN = {
     "upward, to the tools": ("hybridflow.train", "import tools.convert", "imports tools.convert (floor 10)"),
     "circle of rooms": (
         "hybridflow.models.extra",
-        "import hybridflow.reshard.flows",
+        "import hybridflow.reshard.slots",
         "rooms in a circle: hybridflow.",
     ),
     "cycle": (MOMENTS, "from hybridflow.algorithms.advantages import gae", "import cycle: "),

@@ -13,14 +13,14 @@ from typing import NamedTuple
 from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.parallel.layout import TrainingCoordinates
-from hybridflow.reshard.flows import (
+from hybridflow.reshard.parcels import (
     Content,
-    Flow,
+    Parcel,
     WeightPiece,
     content,
-    flows_of,
     is_received_in_place,
     is_sent_in_place,
+    parcels_of,
 )
 from hybridflow.reshard.plan import Operation, ReshardPlan, Way
 
@@ -42,7 +42,7 @@ class _Local(NamedTuple):
 
     operations: dict[str, Operation]
     held: tuple[tuple[str, int], ...]  # (weight, elements) of the training shards
-    received: dict[tuple[int, int, int], tuple[Flow, ...]]  # (bucket, pp, tp of the source in training) -> flows
+    received: dict[tuple[int, int, int], tuple[Parcel, ...]]  # (bucket, pp, tp of the source in training) -> parcels
     receive_buffers: Counter[int]  # bucket -> elements
 
 
@@ -99,18 +99,18 @@ class ReshardForecast:
                     if source != rank:
                         at = train.coordinates(source)
                         pieces[self._bucket[name], at.pp, at.tp].append((operation.weight, piece))
-            received = {key: tuple(flows_of(found)) for key, found in pieces.items()}
+            received = {key: tuple(parcels_of(found)) for key, found in pieces.items()}
             buffers: Counter[int] = Counter()
-            for (bucket, *_), flows in received.items():
-                buffers[bucket] += sum(_elements(flow) for flow in flows if not self._lands(flow, operations))
+            for (bucket, *_), parcels in received.items():
+                buffers[bucket] += sum(_elements(parcel) for parcel in parcels if not self._lands(parcel, operations))
             weights = self._plan.trained_weights(rank)
             held = tuple((w.megatron, prod(shard_shape(w, self._spec, train.tp))) for w in weights)
             self._locals[key] = _Local(operations, held, received, buffers)
         return self._locals[key]
 
-    def _lands(self, flow: Flow, operations: Mapping[str, Operation]) -> bool:
-        shape = operations[flow[0][0].megatron].shape
-        return is_received_in_place(flow, shape[1] if len(shape) == 2 else 1)
+    def _lands(self, parcel: Parcel, operations: Mapping[str, Operation]) -> bool:
+        shape = operations[parcel[0][0].megatron].shape
+        return is_received_in_place(parcel, shape[1] if len(shape) == 2 else 1)
 
     @cached_property
     def _send_buffers(self) -> Mapping[int, Mapping[int, dict[Content, int]]]:
@@ -119,16 +119,18 @@ class ReshardForecast:
         packed: dict[tuple[_Kind, int, int, int], list[tuple[Content, int]]] = {}
         for rank in self.ranks:
             dp = self._plan.origin(rank).dp
-            for (bucket, pp, tp), flows in self._local_of[rank].received.items():
+            for (bucket, pp, tp), parcels in self._local_of[rank].received.items():
                 key = (self._key(rank), bucket, pp, tp)
                 if key not in packed:
-                    packed[key] = [(content(flow), _elements(flow)) for flow in flows if not self._is_whole(flow)]
+                    packed[key] = [
+                        (content(parcel), _elements(parcel)) for parcel in parcels if not self._is_whole(parcel)
+                    ]
                 found[self._plan.train.rank_at(TrainingCoordinates(tp, dp, pp))][bucket].update(packed[key])
         return found
 
-    def _is_whole(self, flow: Flow) -> bool:
-        shape = shard_shape(flow[0][0], self._spec, self._plan.train.tp)
-        return is_sent_in_place(flow, shape[1] if len(shape) == 2 else 1)
+    def _is_whole(self, parcel: Parcel) -> bool:
+        shape = shard_shape(parcel[0][0], self._spec, self._plan.train.tp)
+        return is_sent_in_place(parcel, shape[1] if len(shape) == 2 else 1)
 
     def _memory(self, local: _Local, sent: tuple[int, ...]) -> ReshardMemory:
         storages = _cut(tuple(reversed(local.held)), self._bucket_elements)
@@ -156,8 +158,8 @@ class ReshardForecast:
         )
 
 
-def _elements(flow: Flow) -> int:
-    return sum(piece.num_elements for _, piece in flow)
+def _elements(parcel: Parcel) -> int:
+    return sum(piece.num_elements for _, piece in parcel)
 
 
 def _cut(held: tuple[tuple[str, int], ...], bucket_elements: int) -> list[list[tuple[str, int]]]:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from hybridflow.architecture.weights import EMBEDDING, LM_HEAD, Weight
 from hybridflow.models.memory import storages
-from hybridflow.reshard.flows import Content, content, flows_of
 from hybridflow.reshard.kernel import Copy, copy_pieces, permute_blocks
 from hybridflow.reshard.memory import OwnMemory, moves
+from hybridflow.reshard.parcels import Content, content, parcels_of
 from hybridflow.reshard.plan import BucketTraffic, Message, Operation, ReshardPlan, Way, inverse
 from hybridflow.reshard.slices import Piece
 
@@ -97,9 +97,9 @@ class WeightReshard:
         memory = OwnMemory(own, self._dtype, self._device)
         contents, sends = self._sends(traffic.sends)
         receives = [
-            (message.peer, [_target(memory.tensors[weight.megatron], piece) for weight, piece in flow])
+            (message.peer, [_target(memory.tensors[weight.megatron], piece) for weight, piece in parcel])
             for message in traffic.receives
-            for flow in flows_of(message.pieces)
+            for parcel in parcels_of(message.pieces)
         ]
         permuted = [o for o in operations if o.way is Way.PERMUTE and o.weight.megatron not in moved]
         memory.release()
@@ -198,11 +198,11 @@ class WeightReshard:
         contents: list[list[Tensor]] = []
         sends = []
         for message in messages:
-            for flow in flows_of(message.pieces):
-                if content(flow) not in known:
-                    known[content(flow)] = len(contents)
-                    contents.append([_source(self._weights[weight.megatron], piece) for weight, piece in flow])
-                sends.append((message.peer, known[content(flow)]))
+            for parcel in parcels_of(message.pieces):
+                if content(parcel) not in known:
+                    known[content(parcel)] = len(contents)
+                    contents.append([_source(self._weights[weight.megatron], piece) for weight, piece in parcel])
+                sends.append((message.peer, known[content(parcel)]))
         return contents, sends
 
     # ------------------------------------------------------------------------------------------ accounting

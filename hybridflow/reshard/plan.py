@@ -21,8 +21,8 @@ from hybridflow.architecture.shards import training_shard
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import Weight
 from hybridflow.parallel.layout import Layout, RolloutCoordinates, RolloutLayout, TrainingCoordinates
-from hybridflow.reshard.flows import WeightPiece
 from hybridflow.reshard.groups import engine_stages
+from hybridflow.reshard.parcels import WeightPiece
 from hybridflow.reshard.slices import (
     Arrangement,
     Piece,

@@ -13,7 +13,7 @@ from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import embedding
 from hybridflow.parallel.layout import Layout
 from hybridflow.planning.reshard import ReshardForecast
-from hybridflow.reshard import flows
+from hybridflow.reshard import parcels
 from hybridflow.reshard.execute import WeightReshard
 from hybridflow.reshard.groups import rollout_layout, standalone_layout
 from hybridflow.reshard.plan import ReshardPlan, plan_reshard
@@ -58,7 +58,7 @@ def make_plan(train: str, tp: int, pp: int) -> ReshardPlan:
 
 def measure(rank: int, out: str) -> None:
     """What each case takes on this rank, there and back."""
-    flows.ALONE_ELEMENTS = ALONE_ELEMENTS
+    parcels.ALONE_ELEMENTS = ALONE_ELEMENTS
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=NUM_RANKS)
     found = []
     for case in CASES:
@@ -84,7 +84,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
 def test_the_peak_is_what_the_reshard_counts(
     measured: list[list[int]], number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flows, "ALONE_ELEMENTS", ALONE_ELEMENTS)
+    monkeypatch.setattr(parcels, "ALONE_ELEMENTS", ALONE_ELEMENTS)
     forecast = ReshardForecast(make_plan(*CASES[number]), SPEC, itemsize=4, bucket_elements=0)
     assert [memory.peak_extra for memory in forecast.memory.values()] == [peaks[number] for peaks in measured]
 
