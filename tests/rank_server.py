@@ -84,8 +84,13 @@ def become(rank: dict[str, Any]) -> None:
         os.dup2(file, descriptor)
         os.close(file)
     random.seed()  # two processes differ in it
+    gc.unfreeze = _leave_frozen
     sys.argv = [rank["module"], *rank["arguments"]]
     runpy.run_module(rank["module"], run_name="__main__", alter_sys=True)
+
+
+def _leave_frozen() -> None:
+    """Every vLLM engine that is closed would have all that was imported searched for garbage from then on."""
 
 
 if __name__ == "__main__":

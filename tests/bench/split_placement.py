@@ -99,7 +99,7 @@ def measure(trainer: RLTrainer, iterations: int) -> tuple[list[Seconds], list[Se
 
 def work_of(trainer: RLTrainer) -> list[tuple[Any, tuple[str, ...]]]:
     return [
-        (trainer.roles.scorer, ("parts",)),
+        (trainer.roles.scorer, ("scores",)),
         (trainer.roles.reference, ("log_probs",)),
         (trainer.roles.actor, ("log_probs", "update")),
         (trainer.roles.critic, ("values", "update")),

@@ -25,6 +25,7 @@ NUM_ITERATIONS = 5
 NUM_PROMPTS = 8  # of an iteration, and of each check
 BLOCK = 128  # tokens of a KV cache block: only prompts that fill one are looked up in the prefix cache
 MAX_PROMPT_LENGTH = 160
+FROZEN = gc.get_freeze_count()  # by those who started this process
 
 
 def main(tp: int, checkpoints: Path, prompts: Path, out: Path) -> None:
@@ -60,7 +61,7 @@ def config(tp: int, models: Path, prompts: Path, dtype: str) -> ExperimentConfig
             "reference": role("reference"),
             "reward": {"models": [role("reward")]},
             "rollout": {"kv_cache_gib": 0.03125},
-            "algorithm": {"mini_batch_size": 4},
+            "algorithm": {"update": {"mini_batch_size": 4}},
         }
     )
 
@@ -112,7 +113,7 @@ def equal_to_huggingface(responses: RolloutBatch, model: Path, weights: dict[str
 
 def weight_copies(trainer: RLTrainer) -> int:
     """Bytes of live tensors shaped like a weight of the actor that belong to no role and no optimizer."""
-    gc.unfreeze()  # vLLM freezes what exists when it starts
+    assert gc.get_freeze_count() <= FROZEN, "tensors that vLLM has frozen would not be seen"
     gc.collect()
     roles: list[Role] = [
         trainer.roles.actor,
