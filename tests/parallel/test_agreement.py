@@ -34,14 +34,14 @@ def of(*values: bytes | None) -> dict[int, dict[str, bytes]]:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ((A, A, B, B, A), f"ranks 2 .. 3 have {B.hex()}, but ranks 0, 1, 4 have {A.hex()}"),
-        ((B, A, A), f"rank 0 has {B.hex()}, but ranks 1 .. 2 have {A.hex()}"),
+        ((A, A, B, B, A), f"ranks 2-3 have {B.hex()}, but ranks 0-1,4 have {A.hex()}"),
+        ((B, A, A), f"rank 0 has {B.hex()}, but ranks 1-2 have {A.hex()}"),
         ((A, B), f"rank 1 has {B.hex()}, but rank 0 has {A.hex()}"),
-        ((B, B, A, A), f"ranks 2 .. 3 have {A.hex()}, but ranks 0 .. 1 have {B.hex()}"),
-        ((A, B, A, C), f"rank 1 has {B.hex()}, rank 3 has {C.hex()}, but ranks 0, 2 have {A.hex()}"),
-        ((A, None, A), f"rank 1 has none, but ranks 0, 2 have {A.hex()}"),
-        ((None, A, None), f"rank 1 has {A.hex()}, but ranks 0, 2 have none"),
-        ((b"2.13.0+cpu", b"2.13.0", b"2.13.0"), "rank 0 has 2.13.0+cpu, but ranks 1 .. 2 have 2.13.0"),
+        ((B, B, A, A), f"ranks 2-3 have {A.hex()}, but ranks 0-1 have {B.hex()}"),
+        ((A, B, A, C), f"rank 1 has {B.hex()}, rank 3 has {C.hex()}, but ranks 0,2 have {A.hex()}"),
+        ((A, None, A), f"rank 1 has none, but ranks 0,2 have {A.hex()}"),
+        ((None, A, None), f"rank 1 has {A.hex()}, but ranks 0,2 have none"),
+        ((b"2.13.0+cpu", b"2.13.0", b"2.13.0"), "rank 0 has 2.13.0+cpu, but ranks 1-2 have 2.13.0"),
     ],
 )
 def test_those_who_differ_from_most_are_named(values: tuple[bytes | None, ...], expected: str) -> None:
