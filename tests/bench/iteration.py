@@ -8,10 +8,12 @@ matrix-product rate is measured in the same run, on all ranks at once, just befo
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import num_parameters
 from hybridflow.config import ExperimentConfig
+from hybridflow.parallel import platform as platforms
 from hybridflow.recording.recorder import Recorder
 from hybridflow.trainer import RLTrainer
 
@@ -53,12 +56,24 @@ class Shape:
 def main() -> None:
     options = parse()
     shape = Shape(options.prompts, options.prompt_length, options.response_length, options.mini_batches)
-    with tempfile.TemporaryDirectory() as directory:
-        for size in options.size:  # all before ranks know of each other: then transformers writes on the first one only
-            make_inputs(Path(directory) / size, size, shape)
+    with inputs(options.size, shape) as directory:
         for size in options.size:
             for dtype in options.dtype:
-                bench(size, dtype, shape, options, Path(directory) / size)
+                bench(size, dtype, shape, options, directory / size)
+
+
+@contextlib.contextmanager
+def inputs(sizes: Sequence[str], shape: Shape) -> Iterator[Path]:
+    """DIRECTORY/SIZE, made by the first rank, gone after the block: ranks must agree on the paths of their config."""
+    platform = platforms.start(seed=0)
+    with tempfile.TemporaryDirectory() as own:
+        box = [own]
+        dist.broadcast_object_list(box, src=0, group=dist.group.WORLD)
+        for size in sizes if platform.rank == 0 else ():
+            make_inputs(Path(box[0]) / size, size, shape)
+        dist.barrier(group=dist.group.WORLD)
+        yield Path(box[0])
+        dist.barrier(group=dist.group.WORLD)
 
 
 def parse() -> argparse.Namespace:
@@ -88,7 +103,6 @@ def bench(size: str, dtype: str, shape: Shape, options: argparse.Namespace, dire
 
 
 def make_inputs(directory: Path, size: str, shape: Shape) -> None:
-    """Every rank makes the same files in its own temporary directory."""
     hidden, ffn, layers, heads = SIZES[size]
     torch.manual_seed(0)
     config = LlamaConfig(

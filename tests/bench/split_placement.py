@@ -10,11 +10,9 @@ the machine is the difference between the two. Seconds are the largest of any ra
 
 import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -25,7 +23,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.parallel import platform as platforms
 from hybridflow.recording.recorder import Recorder
 from hybridflow.trainer import RLTrainer
-from tests.bench.iteration import SIZES, Shape, config, make_inputs
+from tests.bench.iteration import SIZES, Shape, config, inputs
 
 SHAPE = Shape(prompts=64, prompt_length=64, response_length=128, mini_batches=4)
 PHASES = {  # name: (what the critic's ranks do, what the actor's ranks do, both)
@@ -54,15 +52,13 @@ class Overlap:
 
 def main() -> None:
     options = parse()
-    with tempfile.TemporaryDirectory() as directory:
-        inputs = Path(directory) / options.size
-        make_inputs(inputs, options.size, SHAPE)
+    with inputs([options.size], SHAPE) as directory:
         _, world_size = platforms.torchrun_rank()
-        trainer = RLTrainer(split(config(inputs, options.dtype, SHAPE, 1, 1), world_size))
+        trainer = RLTrainer(split(config(directory / options.size, options.dtype, SHAPE, 1, 1), world_size))
         together, in_turn = measure(trainer, options.iterations)
         if trainer.platform.rank == 0:
             report(f"{options.size}, {options.dtype}, {world_size} ranks", together, in_turn)
-        platforms.stop()
+    platforms.stop()
 
 
 def parse() -> argparse.Namespace:
