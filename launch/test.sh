@@ -7,4 +7,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
 export OMP_NUM_THREADS=1  # tests start several processes: one thread each
-exec .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadgroup "$@"
+exec .venv/bin/python -m pytest -n logical --maxprocesses 4 "$@"
