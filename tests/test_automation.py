@@ -2,6 +2,7 @@
 
 import os
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,19 @@ def test_the_workflow_reads_and_nothing_more() -> None:
     assert "secrets" not in WORKFLOW.read_text()
     uses = [step["uses"] for job in workflow["jobs"].values() for step in job["steps"] if "uses" in step]
     assert all(re.fullmatch(r"actions/[\w-]+@v\d+", action) for action in uses)
+
+
+def test_the_script_checks_style_and_types_before_it_tests() -> None:
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    checks = ("-m ruff check .", "-m ruff format --check .", "-m mypy")
+    assert lines[-4:] == [*(f".venv/bin/python {check}" for check in checks), "bash launch/test.sh"]
+
+
+def test_types_are_checked_wherever_there_is_code() -> None:
+    """No module of ours is left out or let off: what is excluded or overridden is the tests and other packages."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    assert (settings["files"], settings["exclude"], settings["strict"]) == (["."], ["^tests/"], True)
+    assert {name for override in settings["overrides"] for name in override["module"]} == {"megatron.*", "triton.*"}
 
 
 def test_the_hooks_call_the_ruff_that_the_project_pins() -> None:

@@ -65,7 +65,7 @@ def llama_config(
     initializer_range: float,
 ) -> LlamaConfig:
     """`initializer_range`: the usual 0.02 is for wider models and takes twice the steps here."""
-    return LlamaConfig(
+    config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=settings.hidden_size,
         intermediate_size=settings.intermediate_size,
@@ -81,8 +81,9 @@ def llama_config(
         pad_token_id=SPECIAL_PIECES["pad"],
         bos_token_id=SPECIAL_PIECES["bos"],
         eos_token_id=SPECIAL_PIECES["eos"],
-        id2label={0: "LABEL_0"},  # the reward model's one
     )
+    config.num_labels = 1  # of the reward model
+    return config
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> list[list[int]]:

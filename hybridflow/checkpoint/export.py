@@ -87,16 +87,16 @@ def _to_first_stage(parts: Sequence[Tensor], stage: int, grid: Grid) -> None:
     """Move the parts of a later stage's weight into those of the first stage."""
     if grid.pp_rank == stage:
         for part in parts:
-            dist.send(part, group=grid.own_groups.pp, group_dst=0)
+            dist.send(part, group=grid.groups.pp, group_dst=0)
     elif grid.pp_rank == 0:
         for part in parts:
-            dist.recv(part, group=grid.own_groups.pp, group_src=stage)
+            dist.recv(part, group=grid.groups.pp, group_src=stage)
 
 
 def _gather(shard: Tensor, grid: Grid) -> list[Tensor]:
     """The shards of the tensor-parallel group, on its first rank; empty elsewhere."""
     shards = [torch.empty_like(shard) for _ in range(grid.tp)] if grid.tp_rank == 0 else None
-    dist.gather(shard, shards, group=grid.own_groups.tp, group_dst=0)
+    dist.gather(shard, shards, group=grid.groups.tp, group_dst=0)
     return shards or []
 
 

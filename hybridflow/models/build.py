@@ -55,7 +55,7 @@ class PackedModel(GPTModel):
         self.layers = layout.chunks(spec.num_layers)[grid.pp_rank][chunk]
         super().__init__(
             config,
-            _block_spec(spec, len(self.layers)),
+            ModuleSpec(TransformerBlock, submodules=_block_spec(spec, len(self.layers))),
             spec.padded_vocab_size,
             spec.num_positions,
             pre_process=grid.is_first_stage and chunk == 0,
@@ -63,7 +63,7 @@ class PackedModel(GPTModel):
             share_embeddings_and_output_weights=tied,
             # rotary angles are made in forward, from the packed positions
             position_embedding_type="learned_absolute" if spec.traits.position_offset else "none",
-            pg_collection=grid.own_groups,
+            pg_collection=grid.groups,
             vp_stage=chunk if layout.vpp > 1 else None,
         )
         layers = [layer for layer in self.decoder.layers if isinstance(layer, TransformerLayer)]
@@ -71,7 +71,7 @@ class PackedModel(GPTModel):
         assert numbers == self.layers, f"megatron placed the layers {numbers} where the layout has {self.layers}"
         for layer in layers:
             if isinstance(layer.mlp, MixtureOfExperts):
-                layer.mlp.group, layer.mlp.router.normalize = grid.own_groups.tp, spec.normalize_router
+                layer.mlp.group, layer.mlp.router.normalize = grid.groups.tp, spec.normalize_router
         self._position_offset, frequencies = spec.traits.position_offset, spec.inverse_frequencies()
         # a plain attribute: as a buffer it would be cast to the weights' dtype
         self.inverse_frequencies = None if frequencies is None else frequencies.to(current_device())
@@ -222,7 +222,7 @@ def _transformer_engine() -> bool:
     return uses_cuda() and HAVE_TE  # megatron's word: one that cannot be imported is as good as none
 
 
-def _block_spec(spec: ModelSpec, num_layers: int) -> ModuleSpec:
+def _block_spec(spec: ModelSpec, num_layers: int) -> TransformerBlockSubmodules:
     traits = spec.traits
     norm = LayerNorm if traits.norm_eps else RMSNorm
     if _transformer_engine():
@@ -238,8 +238,7 @@ def _block_spec(spec: ModelSpec, num_layers: int) -> ModuleSpec:
     assert isinstance(parts.self_attention, ModuleSpec)
     parts.self_attention.module = GroupedSelfAttention
     _submodules(parts.self_attention, SelfAttentionSubmodules).core_attention = PackedAttention
-    block = TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=ModuleSpec(norm))
-    return ModuleSpec(TransformerBlock, submodules=block)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=ModuleSpec(norm))
 
 
 def _name_local_layers(layer: ModuleSpec, norm: type[nn.Module], activation: type[nn.Module], *, qk_norm: bool) -> None:

@@ -33,7 +33,7 @@ class BucketedDataParallel(DistributedDataParallel):
     def __init__(self, model: PackedModel, grid: Grid, *, zero1: bool, bucket_elements: int | None) -> None:
         self.__dict__["_bucket_elements"] = bucket_elements
         config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=zero1)
-        super().__init__(model.config, config, model, pg_collection=grid.own_groups)
+        super().__init__(model.config, config, model, pg_collection=grid.groups)
         if bucket_elements is not None:
             for buffer in self.flat_buffers():
                 _split_storage(buffer)
@@ -87,12 +87,12 @@ class TrainedModel:
             BucketedDataParallel(chunk, grid, zero1=zero1, bucket_elements=bucket_elements) for chunk in chunks
         ]
         chunks_of_megatron: list[MegatronModule] = [*self.chunks]
-        with gathers_within(grid.own_groups.intra_dist_opt):
+        with gathers_within(grid.groups.intra_dist_opt):
             optimizer = get_megatron_optimizer(
                 _megatron_config(config, dtype, zero1=zero1),
                 chunks_of_megatron,
                 use_gloo_process_groups=False,
-                pg_collection=grid.own_groups,
+                pg_collection=grid.groups,
             )
         assert isinstance(optimizer, ChainedOptimizer), f"megatron chains its optimizers, this is {type(optimizer)}"
         self.optimizer = optimizer

@@ -32,7 +32,7 @@ class StageCommunicator(P2PCommunicator):
     """
 
     def __init__(self, grid: Grid, config: TransformerConfig, micro_batches: list[MicroBatch]) -> None:
-        super().__init__(grid.own_groups.pp, config)
+        super().__init__(grid.groups.pp, config)
         num_chunks, split = grid.layout.vpp, grid.tp if config.sequence_parallel else 1
         steps = get_schedule_table(len(micro_batches), num_chunks, grid.pp)
 
@@ -97,7 +97,7 @@ def _run(
         seq_length=1,  # packed: the schedules learn shapes from the tensors
         micro_batch_size=1,
         forward_only=forward_only,
-        pg_collection=grid.own_groups,
+        pg_collection=grid.groups,
         p2p_communicator=StageCommunicator(grid, config, micro_batches) if grid.pp > 1 else None,
     )
     return results

@@ -41,7 +41,7 @@ class Grid:
 
     layout: Layout
     coordinates: TrainingCoordinates | None  # None on a rank outside the layout, which has no groups either
-    groups: ProcessGroupCollection | None
+    collection: ProcessGroupCollection | None
 
     @classmethod
     def build(cls, layout: Layout, groups: ProcessGroups) -> "Grid":
@@ -52,10 +52,10 @@ class Grid:
         return cls(layout, layout.coordinates(rank), collection)
 
     @property
-    def own_groups(self) -> ProcessGroupCollection:
-        """`groups` on a rank inside."""
-        assert self.groups is not None, self._outside()
-        return self.groups
+    def groups(self) -> ProcessGroupCollection:
+        """Of a rank inside."""
+        assert self.collection is not None, self._outside()
+        return self.collection
 
     @property
     def tp(self) -> int:

@@ -92,7 +92,7 @@ def _log_probs_and_entropy(role: Reference | Actor, logits: Tensor, micro_batch:
     return vocab_parallel_log_probs(
         logits,
         micro_batch.targets,
-        group=role.grid.own_groups.tp,
+        group=role.grid.groups.tp,
         vocab_size=role.spec.vocab_size,
         temperature=role.temperature,
     )

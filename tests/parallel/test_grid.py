@@ -58,7 +58,7 @@ def test_a_grid_over_some_ranks(rank: int) -> None:
         assert grid.inside == (rank in (1, 3, 4, 6))
         assert grid.contributes == (rank == 4)
         if not grid.inside:
-            assert grid.coordinates is None and grid.groups is None
+            assert grid.coordinates is None and grid.collection is None
             with pytest.raises(AssertionError, match=rf"rank {rank} is not among the ranks \(1, 3, 4, 6\)"):
                 print(grid.tp_rank)
             return

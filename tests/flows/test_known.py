@@ -1,0 +1,20 @@
+"""What `run.whole` gives."""
+
+import pytest
+import torch
+
+from hybridflow.flows.run import Known
+
+
+def test_tensors_go_by_the_names_they_were_asked_for() -> None:
+    values = torch.tensor([0.5, -1.0])
+    known = Known(values=values, log_probs=-values)
+    assert known.values is values and known.log_probs.tolist() == [-0.5, 1.0]
+    assert list(vars(known)) == ["values", "log_probs"]
+
+
+def test_a_name_that_was_not_asked_for_is_told_with_those_that_were() -> None:
+    with pytest.raises(AttributeError, match="not asked for ref_log_probs; it gave values, log_probs"):
+        _ = Known(values=torch.zeros(1), log_probs=torch.zeros(1)).ref_log_probs
+    with pytest.raises(AttributeError, match="it gave nothing"):
+        _ = Known().values
