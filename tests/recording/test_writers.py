@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridflow import metrics
+from hybridflow.recording import measure, writers
 from hybridflow.recording.measure import Stopwatch, peak_rss_mb
 from hybridflow.recording.writers import MetricsWriter, SampleWriter
 
@@ -45,7 +45,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(metrics.time, "perf_counter", clock.read)
+    monkeypatch.setattr(measure.time, "perf_counter", clock.read)
     return clock
 
 
@@ -185,7 +185,7 @@ def test_a_header_that_cannot_be_put_in_place_leaves_the_file_whole(
     def full(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(metrics.os, "replace", full)
+    monkeypatch.setattr(writers.os, "replace", full)
     with pytest.raises(OSError, match="no space"):
         writer.write(2, {"b": 1.0})
     assert csv_text(tmp_path) == before == "iteration,a\n1,1.0\n"
@@ -285,5 +285,5 @@ def test_peak_memory_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(*_: object, **__: object) -> str:
         raise FileNotFoundError
 
-    monkeypatch.setattr(metrics.Path, "read_text", absent)
+    monkeypatch.setattr(measure.Path, "read_text", absent)
     assert peak_rss_mb() == pytest.approx(expected, rel=0.2)
