@@ -7,15 +7,18 @@ Every line of its input is a request, every line of its output the answer:
     {}                                                       {pid: exit status} of the ranks that have ended since
 """
 
+import ctypes
 import gc
 import importlib
 import json
 import os
 import random
 import runpy
+import signal
 import sys
 from typing import Any
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MODULES = (
     "hybridflow.trainer",
     "vllm",  # whatever an engine loads when it is built
@@ -76,7 +79,8 @@ def ended() -> dict[int, int]:
 
 
 def become(rank: dict[str, Any]) -> None:
-    """Run the module as `python -m` would."""
+    """Run the module as `python -m` would. A rank ends with the server, that with the tests."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.clear()
     os.environ.update(rank["environment"])
     for descriptor, name, flags in ((0, os.devnull, 0), (1, rank["out"], os.O_APPEND), (2, rank["error"], os.O_APPEND)):

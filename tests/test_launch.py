@@ -1,12 +1,14 @@
 """The launchers of the distributed tests: a hang ends, and says where every rank stood; a failure ends all ranks."""
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests import launch
-from tests.forks import run_forks
+from tests.forks import ROOT, run_forks
 from tests.launch import finish, run_ranks, start_torchrun, torchrun
 
 WORKER = "tests.launch_worker"
@@ -53,3 +55,18 @@ def test_no_ranks_without_the_mark() -> None:
                 start(1, WORKER)
     finally:
         launch.MARKED.reset(token)
+
+
+def test_no_rank_is_left_when_the_tests_are_killed(tmp_path: Path) -> None:
+    code = f"from tests.forks import ROOT, run_forks; run_forks(2, {WORKER!r}, [{str(tmp_path)!r}], seconds=6000)"
+    tests = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    while not all((tmp_path / rank).exists() for rank in ("0", "1")):
+        assert tests.poll() is None
+        time.sleep(0.1)
+    tests.kill()
+    tests.wait()
+    left = [Path(f"/proc/{pid}") for pid, _ in told(tmp_path)]
+    until = time.monotonic() + 60
+    while any(path.exists() for path in left) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not any(path.exists() for path in left)
