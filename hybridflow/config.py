@@ -406,6 +406,34 @@ class MetricsConfig(Section):
     num_samples: NonNegativeInt = 4  # responses per iteration written to samples.jsonl
 
 
+class CheckpointConfig(Section):
+    """What a run saves so that it can go on, and when it ends early."""
+
+    save_interval: NonNegativeInt = 0  # iterations between checkpoints; 0: only when the run is told to stop
+    keep_last: PositiveInt = 2
+    keep_every: PositiveInt | None = None  # also those of iterations that this divides
+    keep_best: NonNegativeInt = 0  # also so many of those whose best_metric was highest
+    best_metric: str = "reward/score_mean"
+    async_save: bool = False  # training goes on once all is copied to host memory
+    load: str = "auto"  # auto: the run directory's latest; none: start anew; a checkpoint or run directory: a fork of it
+    save_rollout: bool = False  # keep the responses of an iteration until it is over
+    on_error: Literal["stop", "continue"] = "stop"  # when a checkpoint cannot be written
+    grace_seconds: PositiveFloat = 300.0  # from a signal to the end of the run
+    max_hours: PositiveFloat | None = None  # save and end before this has passed since the start
+    max_restarts_without_progress: PositiveInt = 3  # of torchrun's restarts, that begin where the one before began
+
+
+class WatchdogConfig(Section):
+    """Seconds that a rank may be in a phase of the run; when one is over, all ranks end with a report on who is stuck."""
+
+    start_seconds: PositiveFloat = 3600.0  # building the models and the engine, loading a checkpoint
+    rollout_seconds: PositiveFloat = 7200.0
+    estimate_seconds: PositiveFloat = 3600.0  # scoring
+    update_seconds: PositiveFloat = 7200.0
+    evaluate_seconds: PositiveFloat = 7200.0
+    save_seconds: PositiveFloat = 3600.0
+
+
 class ExperimentConfig(Section):
     name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
     seed: NonNegativeInt = 0
@@ -421,6 +449,8 @@ class ExperimentConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = PPO()
     nonfinite: NonFiniteConfig = NonFiniteConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     metrics: MetricsConfig = MetricsConfig()
 
     @model_validator(mode="after")

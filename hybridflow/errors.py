@@ -1,10 +1,21 @@
 """Errors a user can mend. Each names the field or file, the value, and the rule; the entry point prints it once."""
 
 from collections.abc import Callable
+from enum import IntEnum
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class ExitStatus(IntEnum):
+    """How a training process ends. What a killed process ends with is its signal's."""
+
+    FINISHED = 0
+    ERROR = 1  # after one message that says what is wrong
+    HANG = 70  # a rank was stuck; after a report
+    STOPPED = 75  # as told, by a signal or max_hours, with a checkpoint: the same command goes on
+    NOT_SAVED = 76  # as told, but without a new checkpoint: a second signal, or the time for it was over
 
 
 class UserError(Exception):
