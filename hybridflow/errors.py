@@ -30,6 +30,10 @@ class CheckpointError(UserError):
     """A model directory is missing, damaged, or of a kind that is not supported."""
 
 
+class SaveError(UserError):
+    """A checkpoint could not be written; the ones before it are as they were."""
+
+
 class DataError(UserError):
     """A prompt file cannot be used."""
 
@@ -56,6 +60,10 @@ class EnvironmentProblem(UserError):
 
 class DisagreementError(UserError):
     """The ranks of a run do not have the same files."""
+
+
+class Stopped(Exception):
+    """The run was told to end, and is saved. No error: it can go on."""
 
 
 class Reasons:

@@ -6,18 +6,24 @@ Every rank runs this same program over the same global batch; the roles shard th
     trainer.fit()
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Self
 
+import torch
 import torch.distributed as dist
 
 from hybridflow.batch import RolloutBatch
 from hybridflow.checkpoint.export import export_huggingface
+from hybridflow.checkpoint.resume import Source, find_source, restore
+from hybridflow.checkpoint.saver import Saver
+from hybridflow.checkpoint.state import SavedRun
+from hybridflow.checkpoint.store import CHECKPOINTS
 from hybridflow.config import GRPO, PPO, AlgorithmConfig, Custom, ExperimentConfig
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import Inputs, load_inputs
-from hybridflow.errors import ConfigError, NonFiniteError
+from hybridflow.errors import ConfigError, NonFiniteError, Stopped
 from hybridflow.flows.custom import custom_flow
 from hybridflow.flows.evaluate import evaluate
 from hybridflow.flows.finite import NonFinite
@@ -32,7 +38,7 @@ from hybridflow.parallel.device import choose_platform
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.planning.placed import PlacedRun, place
-from hybridflow.recording.iteration import Iteration
+from hybridflow.recording.iteration import Iteration, Metrics
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.recorder import Recorder, RunSummary, record_run
 from hybridflow.rewards.scorer import FunctionCaller, Scorer
@@ -81,7 +87,8 @@ class RLTrainer:
         self.flow = flow_of(config.algorithm)
         self.platform = platforms.start(config.seed, config.platform)
         self.inputs: Inputs = load_inputs(config, self.placed.actor.spec.vocab_size)
-        check_agreement(run_digests(config, self.inputs), platforms.world_group())
+        self.digests = run_digests(config, self.inputs)
+        check_agreement(self.digests, platforms.world_group())
         prepare_vllm()  # a missing vLLM is told before the models load
         self.exchange = Exchange(platforms.world_group(), self.platform.device)
         watch = Stopwatch(self.platform.synchronize)
@@ -89,6 +96,7 @@ class RLTrainer:
         bucket_bytes = config.rollout.bucket_bytes(cuda=self.platform.has_cuda)
         world = World(self.platform, ProcessGroups(), self.exchange, bucket_bytes, watch)
         self.roles = build_roles(self.placed, world, self.caller)
+        self.source = self._restored()
         with training_memory_offloaded(self.roles, self.platform):
             self.generator = Generator(
                 self.placed,
@@ -106,6 +114,17 @@ class RLTrainer:
             exchange=self.exchange,
             watch=watch,
         )
+        if self.source is not None:
+            self.run.state = self.source.saved.state
+        self.saver = Saver(
+            self.roles.trained(),
+            config.run_dir / CHECKPOINTS,
+            config.checkpoint,
+            config_yaml=config.to_yaml(),
+            platform=self.platform,
+            group=platforms.world_group(),
+            store=platforms.fresh_store(),
+        )
 
     @classmethod
     def from_yaml(cls, path: str, overrides: list[str] | tuple[str, ...] = ()) -> Self:
@@ -114,33 +133,50 @@ class RLTrainer:
         return cls(ExperimentConfig.from_yaml(path, overrides))
 
     def fit(self, num_iterations: int | None = None) -> RunSummary:
-        """Train for `num_iterations` (default: the config's) and write the run directory; ends with runs/NAME/hf."""
+        """Train up to iteration `num_iterations` (default: the config's) and write the run directory.
+
+        Ends with runs/NAME/hf. Errors: Stopped where it was told to end before, and is saved.
+        """
         num_iterations = self.config.num_iterations if num_iterations is None else num_iterations
         if num_iterations < 1:
             raise ConfigError(f"num_iterations = {num_iterations}: a run has at least one iteration")
-        with record_run(self.config, num_iterations, rank=self.platform.rank, decode=self.inputs.decode) as recorder:
+        with self._recorder(num_iterations) as recorder:
+            self.saver.report = recorder.message
             for line in self.inputs.notes() + self._notes():
                 recorder.message(line)
-            if self.config.metrics.eval_interval:
+            if self.config.metrics.eval_interval and self.source is None:
                 recorder.phase("evaluating before training")
                 recorder.before_training(self.evaluate())
-            for iteration in range(1, num_iterations + 1):
-                done = self.iterate(iteration, num_iterations, recorder)
-                if done is None:
-                    continue
-                if self._evaluates(iteration, num_iterations):
-                    recorder.phase(f"iteration {iteration}: evaluating")
-                    recorder.evaluated(done, self.evaluate())
-                recorder.iteration(done)
+            for iteration in range(self.run.state.iteration + 1, num_iterations + 1):
+                metrics = self._iterated(iteration, num_iterations, recorder)
+                self._save_or_stop(metrics, recorder, is_last=iteration == num_iterations)
+            self.saver.wait()
             recorder.phase("writing the trained actor")
             export_huggingface(self.roles.actor, self.config.run_dir / "hf", report=recorder.message)
         return recorder.summary()
 
+    def _iterated(self, iteration: int, num_iterations: int, recorder: Recorder) -> Metrics:
+        """One iteration, recorded; its metrics."""
+        done = self.iterate(iteration, num_iterations, recorder)
+        if done is None:
+            return {}
+        if self._evaluates(iteration, num_iterations):
+            recorder.phase(f"iteration {iteration}: evaluating")
+            recorder.evaluated(done, self.evaluate())
+        done.metrics["time/save_seconds"] = self._save_seconds()
+        recorder.iteration(done)
+        return done.metrics
+
     def iterate(self, iteration: int, num_iterations: int, recorder: Recorder) -> Iteration | None:
         """One iteration of the flow; None where it lost a step to a number that is not finite, and may."""
+        before = self.run.state
         self.run.begin(iteration, num_iterations, recorder.phase)
         try:
             done = self.run.finished(self.flow(self.run))
+        except Stopped:
+            self.run.abandon(before)
+            self._save({}, recorder)
+            raise
         except NonFinite as found:
             self._lost(iteration, found, recorder)
             return None
@@ -158,6 +194,60 @@ class RLTrainer:
             if config.action == "skip":
                 rule = f"{in_a_row} iterations in a row, nonfinite.max_in_a_row = {config.max_in_a_row}"
             raise NonFiniteError(f"iteration {iteration}: {found} ({rule})") from found
+
+    def _save_or_stop(self, metrics: Metrics, recorder: Recorder, *, is_last: bool) -> None:
+        """Between two iterations: save where it is time to. Errors: Stopped where the run was told to end."""
+        self.saver.check()
+        interval, iteration = self.config.checkpoint.save_interval, self.run.state.iteration
+        stops = self.run.stops()
+        if stops or (interval and (is_last or iteration % interval == 0)):
+            self._save(metrics, recorder)
+        if stops:
+            self.saver.wait()
+            raise Stopped(f"after iteration {iteration}")
+
+    def _save(self, metrics: Metrics, recorder: Recorder) -> None:
+        """Save the run as it is, unless that is done already. A checkpoint comes after the rows of its iterations."""
+        state = self.run.state
+        if self.saver.last_iteration == state.iteration:
+            return
+        recorder.phase(f"saving iteration {state.iteration}")
+        recorder.sync()
+        saved = SavedRun(
+            state,
+            self.config.model_dump(mode="json"),
+            {name: digest.hex() for name, digest in self.digests.items()},
+            {name: float(value) for name, value in metrics.items()},
+            None if self.source is None else self.source.forked_from,
+        )
+        self.saver.save(saved)
+
+    def _recorder(self, num_iterations: int) -> contextlib.AbstractContextManager[Recorder]:
+        """Of the run directory; where this start goes on with the run that is in it, behind what is there."""
+        iteration, rank = self.run.state.iteration, self.platform.rank
+        goes_on = self.source is not None and not self.source.is_fork
+        return record_run(
+            self.config,
+            num_iterations,
+            rank=rank,
+            decode=self.inputs.decode,
+            resumed=iteration if goes_on else None,
+            forked=0 if goes_on else iteration,
+        )
+
+    def _save_seconds(self) -> float:
+        """Training has waited for saving since it was last asked, the longest of any rank."""
+        own = torch.tensor(self.saver.seconds, dtype=torch.float64, device=self.platform.device)
+        self.saver.seconds = 0.0
+        return float(self.exchange.maximum(own))
+
+    def _restored(self) -> Source | None:
+        """What the run goes on from, loaded into the models. Collective."""
+        group, restarts = platforms.world_group(), platforms.restart_count()
+        source = find_source(self.config, restarts=restarts, group=group)
+        if source is not None:
+            restore(source, self.roles.trained(), group)
+        return source
 
     def evaluate(self) -> dict[str, float]:
         """Greedy responses to the held-out prompts: how many are right, and their mean score."""

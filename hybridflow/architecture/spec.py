@@ -173,6 +173,16 @@ def _architecture(file: Path, raw: dict[str, Any]) -> str:
     return architecture
 
 
+def config_changes(spec: ModelSpec, head: Head | None) -> dict[str, Any]:
+    """What config.json says otherwise: a model without its language model head is one that scores."""
+    if head == spec.head:
+        return {}
+    prefix = next(prefix for prefix, family in FAMILIES.items() if family.name == spec.family)
+    suffix = next(suffix for suffix, head in HEADS.items() if head == "score")
+    labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {"architectures": [prefix + suffix], **labels}
+
+
 class _Reader:
     """Fields of one config.json, each checked as it is read."""
 

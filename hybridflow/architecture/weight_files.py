@@ -201,7 +201,7 @@ def write_distributed(
     Errors: those of `Chunk.read` and of the disk; ValueError where the chunks of all ranks do not cover their tensors.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    save(directory, chunks, [key for chunk in chunks for key in _extra_states(chunk)], group, written)
+    save(directory, chunks, [key for chunk in chunks for key in extra_states(chunk)], group, written)
     if group is None or group.rank() == 0:
         torch.save({}, directory / "common.pt")
         description = {"sharded_backend": BACKEND, "sharded_backend_version": 1}
@@ -211,8 +211,11 @@ def write_distributed(
             sync(path)
 
 
-def _extra_states(chunk: Chunk) -> Iterator[str]:
-    """Keys of the empty extra states that megatron's linear layers look for, those of the layers of this chunk."""
+def extra_states(chunk: Chunk) -> Iterator[str]:
+    """Keys of the empty extra states that megatron's linear layers look for, those of the layers of this chunk.
+
+    One chunk of a weight has them: that of its first element.
+    """
     module, _, kind = chunk.key.rpartition(".")
     leading = len(chunk.whole) - 2
     if not module.startswith("decoder.layers.") or "linear_" not in module or kind != "weight" or leading < 1:

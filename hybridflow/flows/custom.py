@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from hybridflow.batch import RolloutBatch
 from hybridflow.config import Custom
-from hybridflow.errors import FlowError, UserError
+from hybridflow.errors import FlowError, Stopped, UserError
 from hybridflow.flows.finite import NonFinite
 from hybridflow.flows.run import Run
 from hybridflow.user_code import load_function
@@ -18,7 +18,7 @@ def custom_flow(c: Custom) -> Callable[[Run], RolloutBatch]:
     def flow(run: Run) -> RolloutBatch:
         try:
             batch = function(run, c)
-        except (UserError, NonFinite):
+        except (UserError, NonFinite, Stopped):
             raise
         except Exception as error:  # the boundary to a user's code
             raise FlowError(f"flow {c.flow}: {_where(error)}: {type(error).__name__}: {error}") from error

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch
+from hybridflow.checkpoint.state import RunState
 from hybridflow.config import ExperimentConfig, Update
 from hybridflow.data.prompts import PromptDataset, PromptOrder
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, Stopped
 from hybridflow.flows.finite import check_finite
 from hybridflow.flows.models import Roles, training_memory_offloaded
-from hybridflow.flows.state import RunState
 from hybridflow.flows.steps import step_metrics
 from hybridflow.generator import Generator
 from hybridflow.models.optimizer import NO_BYTES
@@ -84,6 +84,7 @@ class Run:
         self.state = RunState(kl_coef=config.algorithm.kl.coef)
         self._stage_stack = contextlib.ExitStack()
         self._show: Callable[[str], None] = lambda text: None
+        self.stops: Callable[[], bool] = lambda: False  # whether all ranks are to end here; collective
         self.metrics: Metrics = {}
 
     # ---- what a flow works with
@@ -133,6 +134,7 @@ class Run:
         with self.engine_awake(), self._watch.phase("generate"):
             rollouts = tuple(self._generate(kind) for kind in (how, *more))
         self._enter("estimate")
+        self._stop_if_told()
         self.rollout = rollouts[0]
         for rollout in rollouts:
             check_finite({"rollout_log_probs": rollout.rollout_log_probs}, rollout)
@@ -179,6 +181,7 @@ class Run:
         """`epochs` passes over the batch in disjoint mini-batches, in an order that the run's seed gives."""
         self._enter("update")
         self._agree_on(batch)
+        self._stop_if_told()
         for epoch in range(update.epochs):
             generator = torch.Generator().manual_seed(request_seed(self._config.seed, self.iteration, epoch))
             order = torch.randperm(len(batch), generator=generator)
@@ -216,6 +219,11 @@ class Run:
             self.state = replace(self.state, kl_coef=coef)
         return Iteration(self.iteration, self.prompts, batch, metrics | self._cost_metrics(batch))
 
+    def abandon(self, state: RunState) -> None:
+        """The iteration that was begun has not been; `state` is the one before it."""
+        self._stage_stack.close()
+        self.state = state
+
     def greedy_responses(self, prompts: PromptBatch) -> RolloutBatch:
         """To held-out prompts, outside any iteration."""
         with self.engine_awake():
@@ -251,6 +259,11 @@ class Run:
         self._stage_stack.close()
         self._stage_stack.enter_context(self._watch.phase(stage))
         self._show(f"iteration {self.iteration}: {STAGES[stage]}")
+
+    def _stop_if_told(self) -> None:
+        """Raise Stopped on all ranks or none, as long as the models are as the iteration before left them."""
+        if not any(role.steps for role in self._roles.trained()) and self.stops():
+            raise Stopped(f"in iteration {self.iteration}, before its first step")
 
     def _agree_on(self, batch: RolloutBatch) -> None:
         """Raise on every rank unless all ranks are about to train on the same batch."""

@@ -1,14 +1,17 @@
 """Write records of torch.distributed.checkpoint one chunk at a time: its planner and its writer with lazy tensors.
 
 DCP's own `FileSystemWriter` keeps the last tensor of every key until its file is complete, and DCP's planner wants all
-tensors at hand. Seen in torch 2.13.
+tensors at hand. Seen in torch 2.13. `save` is DCP's, with its collectives; `write_records` and `write_metadata` are the
+same without any, for ranks that write in the background and tell each other by other means where their records lie.
 """
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,10 +36,11 @@ from torch.futures import Future
 
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.distributed_metadata import StoredChunk, StoredTensor
-from hybridflow.formats.file_bytes import Shape, start_writing
+from hybridflow.formats.file_bytes import Shape, memory_of, start_writing
 from hybridflow.formats.safetensors_files import TensorInfo
 
 EMPTY = [None]  # as megatron stores an object that is None
+Written = Callable[[int], None]  # gets the bytes of each tensor once it is written
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,108 @@ class Chunk:
     dtype: torch.dtype
     read: Callable[[], Tensor]
 
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where a chunk lies, or under `key` alone no object: then shape, whole and dtype say nothing."""
+
+    key: str
+    offset: Shape | None
+    shape: Shape
+    whole: Shape
+    dtype: str  # of torch, by name
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """What a file must be to be intact."""
+
+    size: int
+    crc32: int
+
+
+def write_records(
+    directory: Path, name: str, chunks: Iterable[Chunk], empty: Sequence[str] = (), written: Written = lambda size: None
+) -> tuple[list[Record], FileSum]:
+    """Write DIRECTORY/NAME, which is on the disk when this returns: the chunks, and under the keys `empty` no object.
+
+    Errors: those of `Chunk.read`; CheckpointError naming the file where it cannot be written.
+    """
+    records = []
+    with _without_checksums(), _summed(directory / name) as file:
+        for chunk in chunks:
+            start = file.tell()
+            tensor = _tensor_of(chunk)
+            _save(tensor, file)
+            place = name, start, file.tell() - start
+            records.append(Record(chunk.key, chunk.offset, chunk.shape, chunk.whole, str(chunk.dtype)[6:], *place))
+            written(tensor.nbytes)
+        for key in empty:
+            start = file.tell()
+            _save(EMPTY, file)
+            records.append(Record(key, None, (), (), "", name, start, file.tell() - start))
+    return records, FileSum(file.tell(), file.crc32)
+
+
+def write_metadata(directory: Path, records: Iterable[Record]) -> None:
+    """DIRECTORY/.metadata, on the disk when this returns. Errors: ValueError unless chunks cover every tensor once."""
+    results, items = [], []
+    for record in records:
+        offset = None if record.offset is None else torch.Size(record.offset)
+        index = MetadataIndex(record.key, offset)
+        results.append(WriteResult(index, record.length, _StorageInfo(record.file, record.start, record.length)))
+        if record.offset is None:
+            items.append(WriteItem(index, WriteItemType.BYTE_IO))
+        else:
+            dtype = getattr(torch, record.dtype)
+            items.append(_write_item(record.key, record.offset, record.shape, record.whole, dtype))
+    _Writer(directory, lambda num_bytes: None).finish(_metadata(items), [results])
+
+
+class _SummedFile:
+    """A file as torch.save wants it, that knows the CRC-32 of what was written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.name, self.crc32, self._position = file, file.name, 0, 0
+
+    def write(self, data: bytes) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        start, self._position = self._position, self._position + memoryview(data).nbytes
+        written = self._file.write(data)
+        start_writing(self._file.fileno(), start, self._position)
+        return written
+
+    def tell(self) -> int:
+        return self._position
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+@contextmanager
+def _summed(path: Path) -> Iterator[_SummedFile]:
+    try:
+        with path.open("wb") as file:
+            yield _SummedFile(file)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written: {error}") from error
+
 
 def save(
     directory: Path,
     chunks: Sequence[Chunk],
     empty: Sequence[str],
     group: ProcessGroup | None,
-    written: Callable[[int], None],
+    written: Written,
 ) -> None:
     """DCP's save: every rank of the group its items and under the keys `empty` no object, the first the metadata.
 
@@ -102,24 +201,11 @@ class _Planner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._empty]
-        return SavePlan([_write_item(item) for item in self._items.values()] + objects)
+        chunks = self._items.values()
+        return SavePlan([_write_item(x.key, x.offset, x.shape, x.whole, x.dtype) for x in chunks] + objects)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        items = [item for plan in all_plans for item in plan.items]
-        tensors: dict[str, TensorStorageMetadata] = {}
-        for key, data in sorted(
-            ((item.index.fqn, item.tensor_data) for item in items if item.tensor_data),
-            key=lambda entry: (entry[0], entry[1].chunk.offsets),
-        ):
-            stored = tensors.setdefault(key, TensorStorageMetadata(data.properties, data.size, []))
-            if (stored.size, stored.properties.dtype) != (data.size, data.properties.dtype):
-                raise ValueError(f"{key}: its chunks are of tensors of {stored.size} and {data.size}")
-            stored.chunks.append(data.chunk)
-        for key, stored in tensors.items():
-            chunks = [StoredChunk(tuple(c.offsets), tuple(c.sizes), Path(), 0, 0) for c in stored.chunks]
-            StoredTensor(key, TensorInfo(tuple(stored.size), stored.properties.dtype), chunks).check_complete()
-        objects = sorted(item.index.fqn for item in items if not item.tensor_data)
-        return all_plans, Metadata({**tensors, **{key: BytesStorageMetadata() for key in objects}})
+        return all_plans, _metadata([item for plan in all_plans for item in plan.items])
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
@@ -127,28 +213,51 @@ class _Planner(SavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         index = write_item.index
         assert index.offset is not None, f"{index.fqn} is no chunk of a tensor"
-        item = self._items[index.fqn, tuple(index.offset)]
-        tensor = item.read().detach().cpu().contiguous()
-        assert (tuple(tensor.shape), tensor.dtype) == (item.shape, item.dtype), (
-            f"{item.key}: {tensor.dtype} {tuple(tensor.shape)}, planned {item.dtype} {item.shape}"
-        )
-        # torch.save writes the whole storage
-        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+        return _tensor_of(self._items[index.fqn, tuple(index.offset)])
 
 
-def _write_item(item: Chunk) -> WriteItem:
+def _tensor_of(item: Chunk) -> Tensor:
+    """On the CPU, in a storage of its own size: torch.save writes the whole storage."""
+    tensor = item.read().detach().cpu().contiguous()
+    assert (tuple(tensor.shape), tensor.dtype) == (item.shape, item.dtype), (
+        f"{item.key}: {tensor.dtype} {tuple(tensor.shape)}, planned {item.dtype} {item.shape}"
+    )
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return (
+        torch.frombuffer(memory_of(tensor), dtype=tensor.dtype).view(tensor.shape) if tensor.nbytes else tensor.clone()
+    )
+
+
+def _metadata(items: Sequence[WriteItem]) -> Metadata:
+    """Of what all ranks write. Errors: ValueError unless it covers every tensor once."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    for key, data in sorted(
+        ((item.index.fqn, item.tensor_data) for item in items if item.tensor_data),
+        key=lambda entry: (entry[0], entry[1].chunk.offsets),
+    ):
+        stored = tensors.setdefault(key, TensorStorageMetadata(data.properties, data.size, []))
+        if (stored.size, stored.properties.dtype) != (data.size, data.properties.dtype):
+            raise ValueError(f"{key}: its chunks are of tensors of {stored.size} and {data.size}")
+        stored.chunks.append(data.chunk)
+    for key, stored in tensors.items():
+        chunks = [StoredChunk(tuple(c.offsets), tuple(c.sizes), Path(), 0, 0) for c in stored.chunks]
+        StoredTensor(key, TensorInfo(tuple(stored.size), stored.properties.dtype), chunks).check_complete()
+    objects = sorted(item.index.fqn for item in items if not item.tensor_data)
+    return Metadata({**tensors, **{key: BytesStorageMetadata() for key in objects}})
+
+
+def _write_item(key: str, offset: Shape, shape: Shape, whole: Shape, dtype: torch.dtype) -> WriteItem:
     return WriteItem(
-        MetadataIndex(item.key, item.offset),
+        MetadataIndex(key, offset),
         WriteItemType.SHARD,
         tensor_data=TensorWriteData(
-            ChunkStorageMetadata(torch.Size(item.offset), torch.Size(item.shape)),
-            TensorProperties(item.dtype),
-            torch.Size(item.whole),
+            ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)), TensorProperties(dtype), torch.Size(whole)
         ),
     )
 
 
-def _save(value: object, file: BinaryIO) -> None:
+def _save(value: object, file: Any) -> None:
     try:
         torch.save(value, file)
     except (RuntimeError, OSError) as error:  # torch's own error hides that of the disk
@@ -159,7 +268,7 @@ def _save(value: object, file: BinaryIO) -> None:
 class _Writer(FileSystemWriter):
     """One file a rank, the same bytes for the same chunks."""
 
-    def __init__(self, directory: Path, written: Callable[[int], None]) -> None:
+    def __init__(self, directory: Path, written: Written) -> None:
         super().__init__(directory)
         self._directory, self._written = directory, written
 

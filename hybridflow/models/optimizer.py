@@ -79,17 +79,17 @@ class TrainedModel:
         self, chunks: list[PackedModel], grid: Grid, config: OptimizerConfig, *, bucket_bytes: int | None
     ) -> None:
         adapt_megatron()
-        zero1 = config.zero1 and config.name == "adam"  # megatron's distributed optimizer knows no other
+        self.zero1 = config.zero1 and config.name == "adam"  # megatron's distributed optimizer knows no other
         dtype = chunks[0].config.params_dtype
-        self._config = config
+        self.config = config
         bucket_elements = None if bucket_bytes is None else bucket_bytes // dtype.itemsize
         self.chunks = [
-            BucketedDataParallel(chunk, grid, zero1=zero1, bucket_elements=bucket_elements) for chunk in chunks
+            BucketedDataParallel(chunk, grid, zero1=self.zero1, bucket_elements=bucket_elements) for chunk in chunks
         ]
         chunks_of_megatron: list[MegatronModule] = [*self.chunks]
         with gathers_within(grid.groups.intra_dist_opt):
             optimizer = get_megatron_optimizer(
-                _megatron_config(config, dtype, zero1=zero1),
+                _megatron_config(config, dtype, zero1=self.zero1),
                 chunks_of_megatron,
                 use_gloo_process_groups=False,
                 pg_collection=grid.groups,
@@ -109,7 +109,7 @@ class TrainedModel:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
-            group["weight_decay"] = self._config.weight_decay * group.get("wd_mult", 1.0)
+            group["weight_decay"] = self.config.weight_decay * group.get("wd_mult", 1.0)
         found_inf = self.optimizer.prepare_grads()
         assert not found_inf, "megatron looks for infinite gradients with loss scaling alone"
         norm = float(self.optimizer.get_grad_norm())
@@ -119,12 +119,12 @@ class TrainedModel:
         return norm
 
     def _clip(self, norm: float) -> None:
-        if self._config.clip_grad == 0:
+        if self.config.clip_grad == 0:
             return
         for part in self.optimizer.chained_optimizers:
             parameters: list[Tensor] = [] if getattr(part, "is_stub_optimizer", False) else [*part.get_parameters()]
             if parameters:
-                clip_grad_by_total_norm_fp32(parameters, self._config.clip_grad, norm)
+                clip_grad_by_total_norm_fp32(parameters, self.config.clip_grad, norm)
 
     @contextlib.contextmanager
     def offloaded(self, *, gradients: bool, optimizer: bool) -> Iterator[None]:

@@ -48,6 +48,21 @@ def check_agreement(digests: Mapping[str, bytes], group: dist.ProcessGroup) -> N
     raise DisagreementError("; ".join(differences(dict(zip(dist.get_process_group_ranks(group), every, strict=True)))))
 
 
+def failures(own: str | None, group: dist.ProcessGroup) -> list[str]:
+    """What went wrong, on whichever rank, known to all: `rank 3: ...`. `own`: here, None if nothing did.
+
+    Collective over `group`, which must take tensors on the CPU: one collective of a number; a second if there is one.
+    """
+    failed = torch.tensor(own is not None, dtype=torch.int32)
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+    if not failed:
+        return []
+    every: list[str | None] = [None] * group.size()
+    dist.all_gather_object(every, own, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    return [f"rank {rank}: {text}" for rank, text in zip(ranks, every, strict=True) if text is not None]
+
+
 def differences(digests: Mapping[int, Mapping[str, bytes]]) -> list[str]:
     """A line for each name that does not stand for the same on all ranks: who has another than most. Pure.
 

@@ -81,6 +81,21 @@ def torchrun_rank() -> tuple[int, int]:
     return _env_int("RANK", 0), _env_int("WORLD_SIZE", 1)
 
 
+def restart_count() -> int:
+    """How often torchrun has restarted the ranks since it was started."""
+    return _env_int("TORCHELASTIC_RESTART_COUNT", 0)
+
+
+def fresh_store() -> dist.Store:
+    """The store of the process group under a prefix that this start alone uses: torchrun's outlives restarts.
+
+    Collective over the world.
+    """
+    prefix = [os.urandom(8).hex()]
+    dist.broadcast_object_list(prefix, src=0, group=dist.group.WORLD)
+    return dist.PrefixStore(f"hybridflow/{prefix[0]}", dist.distributed_c10d._get_default_store())
+
+
 def first_to_fail() -> bool:
     """Whether no other rank of this run has reported an error yet. Without a store to ask: rank 0's word.
 

@@ -52,7 +52,7 @@ class Role:
 
     def __init__(self, placed: PlacedModel, *, recompute: str, world: World) -> None:
         self.spec: ModelSpec = placed.spec
-        self.head = placed.head
+        self.head, self.dtype = placed.head, placed.config.dtype
         self.grid = Grid.build(placed.layout, world.groups)
         self._config = config = placed.config
         self._platform, self._watch = world.platform, world.watch

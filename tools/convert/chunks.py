@@ -48,17 +48,13 @@ def make_chunks(
 
 def own_share(chunks: Sequence[Chunk], processes: Processes) -> list[Chunk]:
     """This process's run of neighbouring chunks: about an equal share of the bytes."""
-    total, start, own = sum(map(num_bytes, chunks)), 0, []
+    total, start, own = sum(chunk.num_bytes for chunk in chunks), 0, []
     for chunk in chunks:
-        middle = start + num_bytes(chunk) / 2
+        middle = start + chunk.num_bytes / 2
         if int(middle * processes.count / total) == processes.rank:
             own.append(chunk)
-        start += num_bytes(chunk)
+        start += chunk.num_bytes
     return own
-
-
-def num_bytes(chunk: Chunk) -> int:
-    return prod(chunk.shape) * chunk.dtype.itemsize
 
 
 def _chunks(weight: Weight, spec: ModelSpec, files: WeightFiles, infos: Mapping[str, TensorInfo]) -> Iterator[Chunk]:

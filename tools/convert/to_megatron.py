@@ -11,14 +11,13 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from hybridflow.architecture.families import FAMILIES
-from hybridflow.architecture.spec import HEADS, Head, ModelSpec
+from hybridflow.architecture.spec import Head, ModelSpec, config_changes
 from hybridflow.architecture.weight_files import write_distributed
 from hybridflow.architecture.weights import LM_HEAD, VALUE_HEAD, Shape, embedding, model_weights
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.distributed_storage import Chunk
 from hybridflow.formats.safetensors_files import ALL, TensorInfo
-from tools.convert.chunks import WeightFiles, make_chunks, num_bytes, own_share
+from tools.convert.chunks import WeightFiles, make_chunks, own_share
 from tools.convert.output import check_target, new_directory, write_companions
 from tools.convert.processes import ALONE, Processes
 from tools.convert.progress import ByteProgress, say
@@ -36,7 +35,7 @@ class Plan:
 
     @property
     def num_bytes(self) -> int:
-        return sum(map(num_bytes, self.chunks))
+        return sum(chunk.num_bytes for chunk in self.chunks)
 
 
 def to_megatron(
@@ -61,7 +60,7 @@ def to_megatron(
     plan = make_plan(survey, value_head=value_head, lm_head=lm_head)
     notes = list(plan.notes)
     own = own_share(plan.chunks, processes)
-    own_bytes = sum(map(num_bytes, own))
+    own_bytes = sum(chunk.num_bytes for chunk in own)
     with (
         new_directory(target, num_bytes=plan.num_bytes, processes=processes) as directory,
         ByteProgress("hf-to-megatron", plan.num_bytes, own=own_bytes, console=console) as progress,
@@ -107,16 +106,6 @@ def target_head(spec: ModelSpec, *, value_head: bool, lm_head: str | None) -> He
     if value_head:
         return "score"
     return None if lm_head == "drop" else "lm"
-
-
-def config_changes(spec: ModelSpec, head: Head | None) -> dict[str, Any]:
-    """What config.json says otherwise: a model without its language model head is one that scores."""
-    if head == spec.head:
-        return {}
-    prefix = next(prefix for prefix, family in FAMILIES.items() if family.name == spec.family)
-    suffix = next(suffix for suffix, head in HEADS.items() if head == "score")
-    labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    return {"architectures": [prefix + suffix], **labels}
 
 
 class _WithValueHead:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.launch import run_ranks, torchrun
 from tests.tools.convert.tiny import INDEX, Models, assert_same_bytes, left_in
-from tools.convert.chunks import num_bytes, own_share
+from tools.convert.chunks import own_share
 from tools.convert.processes import Processes
 from tools.convert.survey import open_survey
 from tools.convert.to_huggingface import own_files, to_huggingface
@@ -86,8 +86,8 @@ def test_every_chunk_and_file_has_one_process(num_ranks: int, models: Models, tm
     ranks = [Processes(rank, num_ranks) for rank in range(num_ranks)]
     shares = [own_share(chunks, processes) for processes in ranks]
     assert [chunk for share in shares for chunk in share] == list(chunks)
-    sizes = [sum(map(num_bytes, share)) for share in shares]
-    assert max(sizes) - min(sizes) <= 2 * max(map(num_bytes, chunks))
+    sizes = [sum(chunk.num_bytes for chunk in share) for share in shares]
+    assert max(sizes) - min(sizes) <= 2 * max(chunk.num_bytes for chunk in chunks)
     plan = {name: f"file-{i % 5}" for i, name in enumerate(survey.weights)}
     files = [own_files(plan, survey.weights, processes) for processes in ranks]
     assert sorted(file for own in files for file in own) == [f"file-{i}" for i in range(5)]

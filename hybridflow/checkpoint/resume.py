@@ -1,0 +1,146 @@
+"""Which checkpoint a run goes on from, and loading it.
+
+    source = find_source(config, restarts=platforms.restart_count(), group=world)
+    if source is not None:
+        restore(source, roles.trained(), world)
+
+checkpoint.load   auto    the newest intact checkpoint of the run directory, if it has any
+                  none    nothing; where torchrun has restarted the ranks as auto, or they would start anew for ever
+                  PATH    a checkpoint, or a run directory's newest: a fork, with a run directory of its own. Once that
+                          has a checkpoint it is gone on from, so that a fork survives restarts as any run does
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hybridflow.batch import balanced_partition
+from hybridflow.checkpoint.sharded import load
+from hybridflow.checkpoint.state import SavedRun, load_state
+from hybridflow.checkpoint.store import CHECKPOINTS, MANIFEST, damage, read_manifest, step_name, steps
+from hybridflow.config import ExperimentConfig
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.parallel.agreement import failures
+from hybridflow.roles.base import TrainedRole
+
+RESTARTS = "restarts.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a run goes on from."""
+
+    step: Path
+    saved: SavedRun
+    is_fork: bool  # of another run, or of this one under another name
+    forked_from: str | None  # as the run says of itself
+    notes: tuple[str, ...]  # what was found damaged
+
+
+def find_source(config: ExperimentConfig, *, restarts: int, group: dist.ProcessGroup) -> Source | None:
+    """The newest intact checkpoint of where `checkpoint.load` points; None where there is none to go on from.
+
+    Every rank reads its share of the files, all of them are checked. Collective. Errors: CheckpointError where there
+    are checkpoints and none is intact, ConfigError for a path without any.
+    """
+    found: list[tuple[list[Path], bool] | str | None] = [None]
+    if group.rank() == 0:
+        try:
+            found[0] = _candidates(config, restarts)
+        except (CheckpointError, ConfigError) as error:
+            found[0] = str(error)
+    dist.broadcast_object_list(found, src=dist.get_process_group_ranks(group)[0], group=group)
+    if isinstance(found[0], str):
+        raise ConfigError(found[0])
+    if found[0] is None:
+        return None
+    candidates, is_fork = found[0]
+    damaged: list[str] = []
+    for step in candidates:
+        problems = failures(_damage_found_here(step, group), group)
+        if not problems:
+            saved = load_state(step)
+            forked_from = str(Path(config.checkpoint.load).resolve()) if is_fork else saved.forked_from
+            return Source(step, saved, is_fork, forked_from, tuple(f"warning: {line}" for line in damaged))
+        damaged.append(f"{step} is not intact and is left out: {'; '.join(problems)}")
+    raise CheckpointError("\n".join([*damaged, "no checkpoint is intact; checkpoint.load=none starts anew"]))
+
+
+def restore(source: Source, roles: Sequence[TrainedRole], group: dist.ProcessGroup) -> None:
+    """Fill weights and optimizers. Collective. Errors: CheckpointError, on every rank."""
+    failure = None
+    try:
+        for role in roles:
+            load(role, source.step / role.name)
+    except CheckpointError as error:
+        failure = str(error)
+    found = failures(failure, group)
+    if found:
+        raise CheckpointError("; ".join(found))
+
+
+def check_progress(root: Path, iteration: int, *, restarts: int, limit: int) -> None:
+    """On rank 0, before a run goes on after `iteration`: raise unless torchrun's restarts bring it forward.
+
+    A start by hand counts anew. Errors: CheckpointError at the restart after `limit` that all began at one iteration.
+    """
+    file = root / RESTARTS
+    if not restarts:
+        file.unlink(missing_ok=True)
+        return
+    told = json.loads(file.read_text()) if file.exists() else {"iteration": None, "count": 0}
+    count = told["count"] + 1 if told["iteration"] == iteration else 1
+    if count > limit:
+        raise CheckpointError(
+            f"{limit} restarts in a row began after iteration {iteration}, and none came to a later checkpoint: "
+            f"checkpoint.max_restarts_without_progress = {limit}"
+        )
+    temporary = file.with_suffix(".partial")
+    root.mkdir(parents=True, exist_ok=True)
+    temporary.write_text(json.dumps({"iteration": iteration, "count": count}))
+    os.replace(temporary, file)
+
+
+def _candidates(config: ExperimentConfig, restarts: int) -> tuple[list[Path], bool] | None:
+    """(checkpoints, the newest first; whether they are another run's)."""
+    own, where = config.run_dir / CHECKPOINTS, config.checkpoint.load
+    if where == "none" and not restarts:
+        return None
+    if where in ("auto", "none"):
+        return (_newest_first(own), False) if steps(own) else None
+    path = Path(where)
+    if any(_forked_from(step) == str(path.resolve()) for step in _newest_first(own)):
+        return _newest_first(own), False
+    if not path.is_dir():
+        raise ConfigError(f"checkpoint.load = {where!r}: no such directory; auto and none are the other choices")
+    if (path / MANIFEST).exists():
+        return [path], True
+    found = _newest_first(path / CHECKPOINTS) or _newest_first(path)
+    if not found:
+        raise ConfigError(f"checkpoint.load = {where!r}: is no checkpoint, which has a {MANIFEST}, and holds none")
+    return found, True
+
+
+def _newest_first(root: Path) -> list[Path]:
+    return [root / step_name(iteration) for iteration in reversed(steps(root))]
+
+
+def _forked_from(step: Path) -> str | None:
+    try:
+        return load_state(step).forked_from
+    except CheckpointError:
+        return None
+
+
+def _damage_found_here(step: Path, group: dist.ProcessGroup) -> str | None:
+    try:
+        files = read_manifest(step).files
+    except CheckpointError as error:
+        return str(error)
+    names = sorted(files)
+    own = balanced_partition([files[name].size for name in names], group.size())[group.rank()]
+    return "; ".join(damage(step, {names[i]: files[names[i]] for i in own})) or None

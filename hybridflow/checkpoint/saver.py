@@ -1,0 +1,295 @@
+"""Saving a run: every rank has a `Saver` and calls it at the same places.
+
+    saver.save(saved)       copies or writes; training may go on when it returns
+    saver.check()           whether a save in the background is over; raises what went wrong with it, on every rank
+    saver.wait()            until it is over
+
+Each rank writes a file of its own for each role and tells so through the store; rank 0, when all have told, adds what
+describes the whole and gives the directory its name (`store.publish`). With `async_save` that is a thread's work, and
+the tensors are copied to host memory first, where their copies stay for the next time.
+"""
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.architecture.spec import config_changes
+from hybridflow.checkpoint.sharded import ToWrite, finish_save, prepare_save
+from hybridflow.checkpoint.state import SavedRun, load_state, write_state
+from hybridflow.checkpoint.store import (
+    begin,
+    publish,
+    read_manifest,
+    remove,
+    step_name,
+    steps,
+    superfluous,
+)
+from hybridflow.config import CheckpointConfig
+from hybridflow.errors import CheckpointError, SaveError
+from hybridflow.formats.distributed_storage import Chunk, FileSum, Record, write_records
+from hybridflow.formats.huggingface_files import copy_companions, write_config
+from hybridflow.models.build import DTYPES
+from hybridflow.parallel.agreement import failures
+from hybridflow.parallel.platform import Platform
+from hybridflow.roles.base import TrainedRole
+
+POLL_SECONDS = 0.02  # between looks at how many ranks have written
+SPARE_BYTES = 1 << 20  # for what describes the tensors
+
+
+@dataclass
+class _Save:
+    """One that is under way. `over`: here, and on rank 0 everywhere; `failure`: then, what went wrong."""
+
+    iteration: int
+    partial: Path
+    parts: Sequence[tuple[str, ToWrite]]  # (role, what this rank writes of it)
+    num_bytes: int  # of all ranks
+    over: bool = False
+    failure: str | None = None
+    thread: threading.Thread | None = None
+
+
+class Saver:
+    """See the module. `seconds`: those that training has waited, until somebody sets it to zero."""
+
+    def __init__(
+        self,
+        roles: Sequence[TrainedRole],
+        root: Path,
+        config: CheckpointConfig,
+        *,
+        config_yaml: str,
+        platform: Platform,
+        group: dist.ProcessGroup,
+        store: dist.Store,
+        report: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._roles, self._root, self._config, self._config_yaml = roles, root, config, config_yaml
+        self._platform, self._group, self._store, self.report = platform, group, store, report
+        self._under_way: _Save | None = None
+        self._copies: list[Tensor] = []
+        self._count = 0
+        self.seconds = 0.0
+        self.last_iteration: int | None = None  # of the last that became a checkpoint
+
+    def save(self, saved: SavedRun) -> None:
+        """Save the run after an iteration. A save that is under way is waited for first. Collective.
+
+        Errors: SaveError, where checkpoint.on_error is stop; else it is reported.
+        """
+        self.wait()
+        started = time.perf_counter()
+        iteration = saved.state.iteration
+        self._count += 1
+        try:
+            save = self._begun(saved)
+        except SaveError as error:
+            self._failed(error)
+            return
+        finally:
+            self.seconds += time.perf_counter() - started
+        self._under_way = save
+        if not self._config.async_save:
+            self._write(save)
+            self._finish(save, iteration, started)
+            return
+        save.parts = self._copied(save.parts)
+        save.thread = threading.Thread(target=self._write, args=(save,), name=f"save {iteration}", daemon=True)
+        save.thread.start()
+        self.seconds += time.perf_counter() - started
+
+    def check(self) -> None:
+        """End a save that is over on all ranks. Collective where one is under way. Errors: as `save`."""
+        save = self._under_way
+        if save is None:
+            return
+        running = torch.tensor(not save.over, dtype=torch.int32)
+        dist.all_reduce(running, op=dist.ReduceOp.MAX, group=self._group)
+        if not running:
+            self.wait()
+
+    def wait(self) -> None:
+        """Errors: as `save`."""
+        save = self._under_way
+        if save is None:
+            return
+        started = time.perf_counter()
+        if save.thread is not None:
+            save.thread.join()
+        self._finish(save, save.iteration, started)
+
+    # ---- in the foreground
+
+    def _begun(self, saved: SavedRun) -> _Save:
+        """A directory with everything but tensors, and what each rank has to write into it. Errors: SaveError."""
+        iteration, names = saved.state.iteration, [role.name for role in self._roles]
+        failure: str | None = None
+        if self._platform.rank == 0:
+            failure = _tried(lambda: self._describe(saved, begin(self._root, iteration, names)))
+        self._raise_together(failure, iteration)
+        partial, parts = self._root / f".{step_name(iteration)}.partial", list[tuple[str, ToWrite]]()
+
+        def prepare() -> None:
+            parts.extend((role.name, prepare_save(role, partial / role.name)) for role in self._roles)
+
+        self._raise_together(_tried(prepare), iteration)
+        total = torch.tensor(sum(part.num_bytes for _, part in parts), dtype=torch.int64)
+        dist.all_reduce(total, group=self._group)
+        save = _Save(iteration, partial, parts, int(total))
+        if self._platform.rank == 0:
+            failure = self._lacks_room(save)
+        self._raise_together(failure, iteration)
+        return save
+
+    def _describe(self, saved: SavedRun, partial: Path) -> None:
+        write_state(partial, saved)
+        (partial / "config.yaml").write_text(self._config_yaml)
+        for role in self._roles:
+            directory, spec = partial / role.name, role.spec
+            write_config(spec.path, directory, config_changes(spec, role.head), dtype=DTYPES[role.dtype])
+            copy_companions(spec.path, directory)
+
+    def _lacks_room(self, save: _Save) -> str | None:
+        free, needed = shutil.disk_usage(save.partial).free, save.num_bytes + SPARE_BYTES
+        return None if free >= needed else f"{save.partial}: needs {needed} bytes, the disk has {free} left"
+
+    def _copied(self, parts: Sequence[tuple[str, ToWrite]]) -> list[tuple[str, ToWrite]]:
+        """The same, reading from copies in host memory."""
+        chunks = [chunk for _, part in parts for chunk in part.chunks]
+        if not self._copies:
+            pinned = self._platform.has_cuda
+            self._copies = [torch.empty(chunk.shape, dtype=chunk.dtype, pin_memory=pinned) for chunk in chunks]
+        for chunk, copy in zip(chunks, self._copies, strict=True):
+            copy.copy_(chunk.read(), non_blocking=True)
+        self._platform.synchronize()
+        copies = iter(self._copies)
+        return [
+            (role, replace(part, chunks=tuple(_reading(chunk, next(copies)) for chunk in part.chunks)))
+            for role, part in parts
+        ]
+
+    def _finish(self, save: _Save, iteration: int, started: float) -> None:
+        """Once this rank has nothing left to do for it: what became of it on all."""
+        self._under_way = None
+        try:
+            self._raise_together(save.failure, iteration)
+            self.last_iteration = iteration
+            self.report(f"saved {step_name(iteration)}: {save.num_bytes / 1e6:.1f} MB")
+        except SaveError as error:
+            self._failed(error)
+        finally:
+            self.seconds += time.perf_counter() - started
+
+    def _raise_together(self, failure: str | None, iteration: int) -> None:
+        found = failures(failure, self._group)
+        if found:
+            left = [step_name(i) for i in steps(self._root) if i != iteration]
+            kept = f"{self._root / left[-1]} is as it was" if left else "there is none before it"
+            raise SaveError(f"the checkpoint of iteration {iteration} cannot be written: {'; '.join(found)} ({kept})")
+
+    def _failed(self, error: SaveError) -> None:
+        if self._config.on_error == "stop":
+            raise error
+        self.report(f"warning: {error}; the run goes on (checkpoint.on_error = continue)")
+
+    # ---- in the background, if there is one
+
+    def _write(self, save: _Save) -> None:
+        """This rank's files, and on rank 0 the checkpoint. No collective: another thread may be in one."""
+        try:
+            save.failure = _tried(lambda: self._write_own(save))
+            save.failure = _tried(lambda: self._tell_and_publish(save)) or save.failure
+        finally:
+            save.over = True
+
+    def _tell_and_publish(self, save: _Save) -> None:
+        key, done = f"checkpoint/{self._count}", save.failure is None
+        if not done:
+            self._store.add(f"{key}/failed", 1)
+        self._store.add(f"{key}/written", 1)
+        if self._platform.rank != 0:
+            return
+        while self._store.add(f"{key}/written", 0) < self._platform.world_size:
+            time.sleep(POLL_SECONDS)
+        try:
+            if not self._store.add(f"{key}/failed", 0):
+                self._publish(save)
+        finally:
+            if save.partial.exists():  # room for the next attempt
+                shutil.rmtree(save.partial, ignore_errors=True)
+
+    def _write_own(self, save: _Save) -> None:
+        for role, part in save.parts:
+            directory, name = save.partial / role, f"__{self._platform.rank}_0.distcp"
+            records, its_sum = write_records(directory, name, part.chunks, part.empty)
+            own = {"file": asdict(its_sum), "records": [asdict(record) for record in records]}
+            (directory / _part_name(self._platform.rank)).write_text(json.dumps(own))
+
+    def _publish(self, save: _Save) -> None:
+        sums: dict[str, FileSum] = {}
+        for role, _ in save.parts:
+            directory, records = save.partial / role, list[Record]()
+            for rank in range(self._platform.world_size):
+                file = directory / _part_name(rank)
+                part = json.loads(file.read_text())
+                sums[f"{role}/__{rank}_0.distcp"] = FileSum(**part["file"])
+                records += [_record(tree) for tree in part["records"]]
+                file.unlink()
+            finish_save(directory, records)
+        publish(self._root, save.iteration, save.partial, sums)
+        self._prune()
+
+    def _prune(self) -> None:
+        """Old checkpoints go only now that the new one is durable. What is damaged is left for a person to look at."""
+        metrics: dict[int, Mapping[str, float]] = {}
+        for iteration in steps(self._root):
+            try:
+                read_manifest(self._root / step_name(iteration))
+                metrics[iteration] = load_state(self._root / step_name(iteration)).metrics
+            except CheckpointError:
+                continue
+        config = self._config
+        for iteration in superfluous(
+            metrics,
+            keep_last=config.keep_last,
+            keep_every=config.keep_every,
+            keep_best=config.keep_best,
+            best=config.best_metric,
+        ):
+            remove(self._root, iteration)
+
+
+def _tried(work: Callable[[], None]) -> str | None:
+    """Why it failed. A rank must not leave alone: the others would wait for it."""
+    try:
+        work()
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    except Exception as error:  # told on all ranks as an error of the run
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _reading(chunk: Chunk, copy: Tensor) -> Chunk:
+    return replace(chunk, read=lambda: copy)
+
+
+def _part_name(rank: int) -> str:
+    return f".rank_{rank:05d}.json"
+
+
+def _record(tree: dict[str, object]) -> Record:
+    """JSON has lists for tuples."""
+    return Record(**{name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()})

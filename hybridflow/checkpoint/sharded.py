@@ -1,0 +1,211 @@
+"""A trained role as a torch_dist checkpoint of megatron-core: its weights, optimizer state and step count.
+
+megatron's dist_checkpointing describes and checks what a rank has, and writes what is common. The tensors are written
+and read by strategies of ours: by boxes of the whole parameters, so that any layout reads what any other wrote, without
+a gather on either side; by each rank its own file, when and where the caller wants; nothing that is not needed is read.
+Of what several ranks hold alike, data-parallel replicas share the writing.
+
+    decoder.layers.mlp.linear_fc1.weight                              as tools.convert writes and reads it
+    optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight      one for each name of `optimizer_state.state_names`
+    optimizer.num_steps
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy
+from megatron.core.typed_torch import not_none
+from torch import Tensor
+
+from hybridflow.architecture.shards import Interval, Split
+from hybridflow.architecture.weight_files import BACKEND, extra_states
+from hybridflow.architecture.weights import Shape, Weight, embedding, stored_at
+from hybridflow.batch import balanced_partition
+from hybridflow.checkpoint.pieces import Piece, pieces, stored_shape
+from hybridflow.errors import CheckpointError
+from hybridflow.formats.distributed_directory import DistributedDirectory
+from hybridflow.formats.distributed_metadata import METADATA
+from hybridflow.formats.distributed_storage import Chunk, Record, write_metadata
+from hybridflow.formats.safetensors_files import TensorInfo
+from hybridflow.models.build import named_weights
+from hybridflow.models.optimizer_state import num_steps, owned_states, set_num_steps
+from hybridflow.roles.base import TrainedRole
+
+STEPS = "optimizer.num_steps"
+
+
+@dataclass(frozen=True)
+class ToWrite:
+    """What this rank writes of a role."""
+
+    chunks: tuple[Chunk, ...]
+    empty: tuple[str, ...]  # keys of objects without content that megatron's layers look for
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(chunk.num_bytes for chunk in self.chunks)
+
+
+def prepare_save(role: TrainedRole, directory: Path) -> ToWrite:
+    """What this rank has to write into `directory`, which is there; rank 0 has written what is common.
+
+    The chunks read the role's memory when they are written: until then it must not change. Not collective: megatron
+    finishes an asynchronous save later, and would check on every rank what `write_metadata` checks on one.
+    """
+    strategy = _Collect()
+    dist_checkpointing.save(
+        _sharded(role), str(directory), strategy, validate_access_integrity=False, async_sharded_save=True
+    )
+    chunks = tuple(map(_chunk, strategy.tensors))
+    return ToWrite(chunks, tuple(key for chunk in chunks for key in extra_states(chunk)))
+
+
+def finish_save(directory: Path, records: Iterable[Record]) -> None:
+    """On one rank, once every rank has written its records: what says where they lie, and of what kind this is.
+
+    Errors: ValueError unless they cover every tensor once.
+    """
+    write_metadata(directory, records)
+    save_config(CheckpointingConfig(BACKEND, 1), str(directory))
+
+
+def load(role: TrainedRole, directory: Path) -> None:
+    """Fill the role's weights and optimizer state from a checkpoint of any layout. Not collective.
+
+    Errors: CheckpointError, naming file and tensor, where one is missing, damaged, or of another shape or dtype.
+    """
+    if role.trained is None:
+        return
+    tree = _sharded(role)
+    with torch.no_grad():
+        dist_checkpointing.load(tree, str(directory), _ReadBoxes(), validate_access_integrity=False)
+    set_num_steps(role.trained, int(not_none(tree[STEPS].data)))
+
+
+# ------------------------------------------------------------------------------------------------- what a rank has
+
+
+def _sharded(role: TrainedRole) -> dict[str, Any]:
+    """The tensors of a role that this rank holds: megatron's sharded state dict. Nothing outside the role's grid."""
+    trained, grid = role.trained, role.grid
+    if trained is None:
+        return {}
+    weights = list(named_weights(role.chunks, role.spec, head=role.head))
+    own = balanced_partition([parameter.numel() for _, parameter in weights], grid.dp)[grid.dp_rank]
+    states = {id(state.parameter): state for state in owned_states(trained)}
+    is_first = grid.tp_rank == grid.pp_rank == grid.dp_rank == 0
+    tree: dict[str, Any] = {STEPS: _steps(num_steps(trained), written=is_first)}
+    for i, (weight, parameter) in enumerate(weights):
+        (key, _), first_copy = stored_at(weight), _is_first_copy(weight, role)
+        whole, flat = (0, parameter.numel()), parameter.data.view(-1)
+        tree[weight.megatron] = _boxes(role, weight, key, whole, flat, written=first_copy and i in own)
+        state = states.get(id(parameter))
+        for name, tensor in state.tensors.items() if state else ():
+            written, run = first_copy and (trained.zero1 or i in own), (state.start, state.stop)
+            state_key = f"optimizer.state.{name}.{key}"
+            tree[f"{name} of {weight.megatron}"] = _boxes(role, weight, state_key, run, tensor, written=written)
+    return tree
+
+
+def _is_first_copy(weight: Weight, role: TrainedRole) -> bool:
+    """Whether no rank of a lower tensor-parallel or pipeline coordinate holds the same elements."""
+    grid = role.grid
+    again_at_the_end = weight == embedding(role.spec) and not grid.is_first_stage  # tied
+    return not again_at_the_end and (weight.split is not Split.REPLICATED or grid.tp_rank == 0)
+
+
+def _boxes(
+    role: TrainedRole, weight: Weight, key: str, run: Interval, flat: Tensor, *, written: bool
+) -> list[ShardedTensor]:
+    """`flat`, which are elements run[0] .. run[1] of this rank's share of the weight, as boxes of the tensor `key`."""
+    found = pieces(weight, role.spec, tp=role.grid.tp, tp_rank=role.grid.tp_rank, run=run)
+    return [_box(key, stored_shape(weight, role.spec), piece, flat, written=written) for piece in found]
+
+
+def _box(key: str, whole: Shape, piece: Piece, flat: Tensor, *, written: bool) -> ShardedTensor:
+    data = flat[piece.start : piece.start + prod(piece.shape)].view(piece.shape)
+    return ShardedTensor(
+        key,
+        data,
+        data.dtype,
+        local_shape=piece.shape,
+        global_shape=whole,
+        global_offset=piece.offset,
+        axis_fragmentations=None,  # boxes of any size
+        replica_id=0 if written else 1,
+        prepend_axis_num=len(whole) - len(piece.shape),
+    )
+
+
+def _steps(steps: int, *, written: bool) -> ShardedTensor:
+    return _box(STEPS, (1,), Piece(0, (1,), (0,)), torch.tensor([steps], dtype=torch.float64), written=written)
+
+
+# ------------------------------------------------------------------------------------------------- the strategies
+
+
+class _Collect(AsyncSaveShardedStrategy):
+    """Keeps what this rank has to write: megatron calls this once it has checked and written all else."""
+
+    def __init__(self) -> None:
+        super().__init__(BACKEND, 1)
+        self.tensors: list[ShardedTensor] = []
+
+    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> AsyncRequest:
+        self.tensors = [x for x in nested_values(sharded_state_dict) if is_main_replica(x.replica_id)]
+        return AsyncRequest(None, (), [])  # nobody waits for it
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True  # there are none
+
+
+def _chunk(tensor: ShardedTensor) -> Chunk:
+    shape = (1,) * tensor.prepend_axis_num + tensor.local_shape
+    data = not_none(tensor.data)
+    return Chunk(
+        tensor.key, tensor.global_offset, shape, tensor.global_shape, tensor.dtype, read=lambda: data.view(shape)
+    )
+
+
+class _ReadBoxes(LoadShardedStrategy):
+    """Fills the memory that the sharded tensors have."""
+
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> dict[str, Any]:
+        files = DistributedDirectory(checkpoint_dir)
+        for tensor in nested_values(sharded_state_dict):
+            self._read(files, tensor)
+        return {}
+
+    def _read(self, files: DistributedDirectory, tensor: ShardedTensor) -> None:
+        key, data, wanted = tensor.key, not_none(tensor.data), TensorInfo(tensor.global_shape, tensor.dtype)
+        if key not in files:
+            raise CheckpointError(f"{files.path / METADATA}: no tensor {key}")
+        if files.tensors[key] != wanted:
+            raise CheckpointError(f"{files.path / METADATA}: {key} is {files.tensors[key]}, the model has {wanted}")
+        out = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=data.dtype)
+        files.read_into(key, tensor.global_offset, out[(None,) * tensor.prepend_axis_num])
+        if out is not data:
+            data.copy_(out)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def load_tensors_metadata(self, checkpoint_dir: str | Path) -> Any:
+        raise NotImplementedError("it is asked for only where keys may be missing")
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """torch_dist: `DistributedDirectory` reads no other."""
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """There is one."""

@@ -1,0 +1,68 @@
+"""What a checkpoint holds beside weights and optimizer state: state.json.
+
+    {"format": 1, "run": {"iteration": 12, "num_prompts_drawn": 3072, "kl_coef": 0.05, ...}, "config": {...},
+     "digests": {"hybridflow's code": "5f0c...", ...}, "metrics": {"reward/score_mean": 0.8, ...}, "forked_from": null}
+
+Numbers are written so that the same floats are read.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridflow.algorithms.rewards import RunningMoments
+from hybridflow.checkpoint.store import STATE, read_state
+from hybridflow.errors import CheckpointError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What decides the next step beside weights and optimizer state: with all three a run goes on as if not ended."""
+
+    iteration: int = 0  # the last that was begun
+    num_prompts_drawn: int = 0
+    kl_coef: float = 0.0
+    score_moments: RunningMoments = field(default_factory=RunningMoments)
+    nonfinite_in_a_row: int = 0  # iterations that lost a step to a number that is not finite
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What state.json says."""
+
+    state: RunState
+    config: Mapping[str, Any]  # resolved
+    digests: Mapping[str, str]  # of what the run was made of, in hexadecimal; versions as they are
+    metrics: Mapping[str, float]  # of the iteration
+    forked_from: str | None  # the checkpoint that the run began with, if it did not begin anew
+
+
+def write_state(directory: Path, saved: SavedRun) -> None:
+    metrics = {name: value for name, value in saved.metrics.items() if math.isfinite(value)}  # JSON knows no others
+    tree = {
+        "format": FORMAT,
+        "run": asdict(saved.state),
+        "config": dict(saved.config),
+        "digests": dict(saved.digests),
+        "metrics": metrics,
+        "forked_from": saved.forked_from,
+    }
+    (directory / STATE).write_text(json.dumps(tree, indent=1, allow_nan=False) + "\n")
+
+
+def load_state(step: Path) -> SavedRun:
+    """Errors: CheckpointError naming the file and what is wrong with it."""
+    tree, file = read_state(step), step / STATE
+    if tree.get("format") != FORMAT:
+        raise CheckpointError(f"{file}: format = {tree.get('format')} is not supported, must be {FORMAT}")
+    try:
+        run = dict(tree["run"])
+        state = RunState(**run | {"score_moments": RunningMoments(**run["score_moments"])})
+        return SavedRun(state, tree["config"], tree["digests"], tree["metrics"], tree["forked_from"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{file}: is not of this version: {type(error).__name__}: {error}") from error
