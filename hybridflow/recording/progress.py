@@ -35,12 +35,16 @@ SHOWN_IN_BAR = ("reward/score_mean", "eval/accuracy", "train/tokens_per_sec")  #
 
 
 class Progress:
-    """The display of rank 0: a bar where the console is a terminal, else a line an iteration."""
+    """The display of rank 0: a bar where the console is a terminal, else a line an iteration. completed: by an earlier
+    start of the run, or the run that this one is a fork of."""
 
-    def __init__(self, num_iterations: int, *, console: Console | None = None) -> None:
+    def __init__(self, num_iterations: int, *, completed: int = 0, console: Console | None = None) -> None:
         self._console = console or Console()
-        display = _Bar if self._console.is_interactive else _Lines
-        self._display: _Bar | _Lines = display(num_iterations, self._console)
+        self._display: _Bar | _Lines = (
+            _Bar(num_iterations, completed, self._console)
+            if self._console.is_interactive
+            else _Lines(num_iterations, self._console)
+        )
 
     def __enter__(self) -> Self:
         self._display.start()
@@ -89,7 +93,7 @@ def print_summary(title: str, rows: list[tuple[str, str]], *, console: Console |
 class _Bar:
     """A bar with the last known metrics, and under it the phase. Redrawn in place."""
 
-    def __init__(self, num_iterations: int, console: Console) -> None:
+    def __init__(self, num_iterations: int, completed: int, console: Console) -> None:
         self._bar = RichProgress(
             TextColumn("iteration"),
             MofNCompleteColumn(),
@@ -101,7 +105,7 @@ class _Bar:
             # rich forgets samples older than this, and with them how long an iteration takes
             speed_estimate_period=7 * 24 * 3600,
         )
-        self._task = self._bar.add_task("", total=num_iterations, shown="")
+        self._task = self._bar.add_task("", total=num_iterations, completed=completed, shown="")
         self._phase = Spinner("dots", Text("starting"))
         self._live = Live(Group(self._bar, self._phase), console=console, refresh_per_second=4)
         self._known: dict[str, float | Tensor] = {}

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +11,14 @@ from torch import Tensor
 from hybridflow.config import ExperimentConfig
 from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.progress import Progress
-from hybridflow.recording.run_dir import dump_batch, open_run_dir
+from hybridflow.recording.resume import KeptMetrics, remove_batches
+from hybridflow.recording.run_dir import dump_batch, open_run_dir, reopen_run_dir
 from hybridflow.recording.writers import MetricsWriter, Sample, SampleWriter
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a person wants to know at the end of a run."""
+    """What a person wants to know at the end of a run, all of it; `seconds` are those since its last start."""
 
     accuracy_before: float | None
     accuracy_after: float | None
@@ -73,6 +74,23 @@ class Recorder:
             self._scores.append(float(done.metrics["reward/score_mean"]))
         self._rates.append(float(done.metrics["train/tokens_per_sec"]))
 
+    def sync(self) -> None:
+        """The rows and samples so far are on the disk when this returns: before a checkpoint counts on them."""
+
+    def recall(self, rows: Iterable[Mapping[str, float]]) -> None:
+        """The rows that an earlier start of the run has written belong to its summary."""
+        for row in rows:
+            for name, known in self._remembered().items():
+                if name in row:
+                    known.append(row[name])
+
+    def _remembered(self) -> dict[str, list[float]]:
+        return {
+            "eval/accuracy": self._accuracies,
+            "reward/score_mean": self._scores,
+            "train/tokens_per_sec": self._rates,
+        }
+
     def summary(self) -> RunSummary:
         return RunSummary(
             accuracy_before=self._accuracies[0] if self._accuracies else None,
@@ -124,6 +142,10 @@ class WritingRecorder(Recorder):
         self._samples.write(done.number, self._sample_rows(done))
         self._progress.iteration(done.number, done.metrics)
 
+    def sync(self) -> None:
+        self._metrics.sync()
+        self._samples.sync()
+
     def _sample_rows(self, done: Iteration) -> list[Sample]:
         rows = list(range(min(self._config.metrics.num_samples, len(done.batch))))
         responses = done.batch.response_token_lists(rows)
@@ -140,20 +162,66 @@ class WritingRecorder(Recorder):
 
 @contextlib.contextmanager
 def record_run(
-    config: ExperimentConfig, num_iterations: int, *, rank: int, decode: Callable[[list[int]], str]
+    config: ExperimentConfig,
+    num_iterations: int,
+    *,
+    rank: int,
+    decode: Callable[[list[int]], str],
+    resumed: int | None = None,
+    forked: int = 0,
 ) -> Iterator[Recorder]:
-    """The recorder of this rank, for the time of a run."""
+    """The recorder of this rank, for the time of a run.
+
+    resumed: the iteration after which the run goes on, in the directory that is there: what it holds of later ones
+    goes away. None: it starts a new directory, and an earlier one moves aside.
+    forked: of a new run, the iteration of another after which it begins.
+
+    The summary of a resumed run covers all of it on rank 0, which has the files; on others what they saw themselves.
+    """
     if rank != 0:
         yield Recorder()
         return
-    moved = open_run_dir(config.run_dir, config.to_yaml())
-    metrics = MetricsWriter(config.run_dir, csv=config.metrics.csv, tensorboard=config.metrics.tensorboard)
-    samples = SampleWriter(config.run_dir / "samples.jsonl")
-    with Progress(num_iterations) as progress:
-        if moved is not None:
-            progress.message(f"{config.run_dir} held an earlier run; it is now {moved}")
+    notes = _opened(config, resumed)
+    written = config.metrics
+    metrics = MetricsWriter(config.run_dir, csv=written.csv, tensorboard=written.tensorboard, resumed=resumed)
+    samples = SampleWriter(config.run_dir / "samples.jsonl", resumed=resumed)
+    with Progress(num_iterations, completed=forked if resumed is None else resumed) as progress:
+        recorder = WritingRecorder(config, progress, metrics=metrics, samples=samples, decode=decode)
+        if resumed is not None:
+            notes += _gaps(config, metrics.kept, resumed)
+            recorder.recall(metrics.kept.numbers() if metrics.kept else ())
+        for note in notes:
+            recorder.message(note)
         try:
-            yield WritingRecorder(config, progress, metrics=metrics, samples=samples, decode=decode)
+            yield recorder
         finally:
             metrics.close()
             samples.close()
+
+
+def _opened(config: ExperimentConfig, resumed: int | None) -> list[str]:
+    """Have the run directory as the run needs it; what to say of what was there."""
+    path = config.run_dir
+    if resumed is None:
+        moved = open_run_dir(path, config.to_yaml())
+        return [] if moved is None else [f"{path} held an earlier run; it is now {moved}"]
+    former = reopen_run_dir(path, config.to_yaml())
+    removed = remove_batches(path / "batches", resumed)
+    notes = [] if former is None else [f"{path / 'config.yaml'} has changed; the former one is now {former}"]
+    if removed:
+        files = f"{len(removed)} batch{'es' * (len(removed) > 1)} from {removed[0].name} on"
+        notes.append(f"{path / 'batches'}: removed {files}, of iterations that are run again")
+    return notes
+
+
+def _gaps(config: ExperimentConfig, kept: KeptMetrics | None, resumed: int) -> list[str]:
+    """What to say where metrics.csv does not reach the iteration that the run goes on after."""
+    file = config.run_dir / "metrics.csv"
+    if not config.metrics.csv:
+        return []
+    if kept is None:
+        return [f"{file} is not there: a new one begins with iteration {resumed + 1}"]
+    missing = kept.missing(resumed)
+    if not missing:
+        return []
+    return [f"{file} has no row of {len(missing)} of the iterations up to {resumed}, the first is {missing[0]}"]

@@ -1,7 +1,7 @@
 """What a run leaves behind: a directory, written by rank 0. An earlier run of that name is kept beside it."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import count
 from pathlib import Path
 
@@ -18,6 +18,32 @@ def open_run_dir(path: Path, config_yaml: str) -> Path | None:
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(config_yaml)
     return moved
+
+
+def reopen_run_dir(path: Path, config_yaml: str) -> Path | None:
+    """Put the resolved config of a run that goes on into its directory. A former one that differs stays beside it, as
+    config.yaml.1, .2, ...; under which name, if it did."""
+    path.mkdir(parents=True, exist_ok=True)
+    file = path / "config.yaml"
+    former = file.read_bytes() if file.exists() else None
+    if former == config_yaml.encode():
+        return None
+    kept = None
+    if former is not None:
+        kept = _free_name(file)
+        replace_file(kept, [former])
+    replace_file(file, [config_yaml.encode()])
+    return kept
+
+
+def replace_file(target: Path, pieces: Iterable[bytes]) -> None:
+    """Write a file whole: a reader, and who comes after a crash, finds the former one or this one, never half."""
+    temporary = target.with_name(f"{target.name}.tmp")
+    with temporary.open("wb") as file:
+        file.writelines(pieces)
+        file.flush()
+        os.fsync(file.fileno())  # else the name may reach the disk before the bytes
+    os.replace(temporary, target)
 
 
 def _free_name(path: Path) -> Path:

@@ -1,41 +1,56 @@
 """Where numbers and samples go: metrics.csv, TensorBoard, samples.jsonl.
 
 Metrics are floats or one-element tensors until they reach `MetricsWriter.write`; reading a device's tensors
-waits for the device, and it happens only there. Equal metrics give an equal metrics.csv, byte for byte.
+waits for the device, and it happens only there. Equal metrics give an equal metrics.csv, byte for byte, also where a
+run was interrupted and goes on.
 """
 
 import csv
+import io
 import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
 from torch import Tensor
 
+from hybridflow.formats.directories import sync
+from hybridflow.recording.resume import KeptMetrics, cut_samples, kept_metrics
+from hybridflow.recording.run_dir import replace_file
+
 
 class MetricsWriter:
     """Writes one row of metrics an iteration to RUN_DIR/metrics.csv and RUN_DIR/tensorboard.
 
     Opening it starts the record afresh: an earlier metrics.csv is emptied, earlier TensorBoard events are
-    hidden.
+    hidden. With `resumed` that holds for what follows this iteration; what precedes it is in `kept`, None where
+    there was no metrics.csv.
     """
 
-    def __init__(self, run_dir: str | Path, *, csv: bool, tensorboard: bool) -> None:
+    def __init__(self, run_dir: str | Path, *, csv: bool, tensorboard: bool, resumed: int | None = None) -> None:
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
+        file = run_dir / "metrics.csv"
+        self.kept: KeptMetrics | None = None if resumed is None else kept_metrics(file, resumed)
         self._sinks: list[_CsvFile | _TensorBoardFiles] = []
         if csv:
-            self._sinks.append(_CsvFile(run_dir / "metrics.csv"))
+            self._sinks.append(_CsvFile(file, self.kept))
+        elif self.kept is not None:  # no longer written, but not left with iterations that are run again
+            _CsvFile(file, self.kept).close()
         if tensorboard:
-            self._sinks.append(_TensorBoardFiles(run_dir / "tensorboard"))
+            self._sinks.append(_TensorBoardFiles(run_dir / "tensorboard", 0 if resumed is None else resumed + 1))
 
     def write(self, iteration: int, metrics: Mapping[str, float | Tensor]) -> None:
         """Add a row, on disk when this returns. NaN is allowed; a metric may be absent from any row."""
         values = {name: _number(value) for name, value in metrics.items()}
         for sink in self._sinks:
             sink.write(iteration, values)
+
+    def sync(self) -> None:
+        """metrics.csv is on the disk when this returns, whatever happens to the machine."""
+        for sink in self._sinks:
+            sink.sync()
 
     def close(self) -> None:
         for sink in self._sinks:
@@ -49,12 +64,17 @@ class Sample(TypedDict):
 
 
 class SampleWriter:
-    """Writes responses as JSON lines, for a person to read. Opening it empties the file, like metrics.csv."""
+    """Writes responses as JSON lines, for a person to read. Opening it empties the file, like metrics.csv; with
+    `resumed` the lines up to that iteration stay."""
 
-    def __init__(self, path: str | Path) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: str | Path, *, resumed: int | None = None) -> None:
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if resumed is not None:
+            cut_samples(self._path, resumed)
         # backslashreplace writes half a surrogate pair as JSON's own escape
-        self._file = open(path, "w", encoding="utf-8", errors="backslashreplace")
+        mode = "w" if resumed is None else "a"
+        self._file = open(path, mode, encoding="utf-8", errors="backslashreplace")
 
     def write(self, iteration: int, rows: Sequence[Sample]) -> None:
         for row in rows:
@@ -67,6 +87,11 @@ class SampleWriter:
             self._file.write(json.dumps(sample, ensure_ascii=False) + "\n")
         self._file.flush()
 
+    def sync(self) -> None:
+        """What was written is on the disk when this returns."""
+        sync(self._path)
+        sync(self._path.parent)
+
     def close(self) -> None:
         self._file.close()
 
@@ -75,11 +100,11 @@ class _CsvFile:
     """A CSV file whose columns may grow: a row with new ones makes the file be written anew, older rows get
     empty cells. Columns stand in order of appearance, after `iteration`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kept: KeptMetrics | None) -> None:
         self._path = path
-        self._columns: list[str] = ["iteration"]
-        self._replace([])
-        self._file = path.open("a", newline="")
+        self._columns: list[str] = list(kept.columns) if kept else ["iteration"]
+        self._replace(kept.rows if kept else ())
+        self._file = path.open("a", encoding="utf-8", newline="")
 
     def write(self, iteration: int, values: dict[str, float]) -> None:
         new = [name for name in values if name not in self._columns]
@@ -89,38 +114,44 @@ class _CsvFile:
         _csv_writer(self._file).writerow([cells.get(name, "") for name in self._columns])
         self._file.flush()
 
+    def sync(self) -> None:
+        sync(self._path)
+        sync(self._path.parent)
+
     def close(self) -> None:
         self._file.close()
 
     def _widen(self, new: list[str]) -> None:
         self._file.close()
-        with self._path.open(newline="") as file:
+        with self._path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.reader(file))[1:]
         self._columns += new
         self._replace(rows)
-        self._file = self._path.open("a", newline="")
+        self._file = self._path.open("a", encoding="utf-8", newline="")
 
-    def _replace(self, rows: list[list[str]]) -> None:
+    def _replace(self, rows: Iterable[Sequence[str]]) -> None:
         """Put a file of these rows in place of the present one; a reader sees either, never half."""
-        temporary = self._path.with_name(f"{self._path.name}.tmp")
-        with temporary.open("w", newline="") as file:
-            writer = _csv_writer(file)
-            writer.writerow(self._columns)
-            writer.writerows(row + [""] * (len(self._columns) - len(row)) for row in rows)
-        os.replace(temporary, self._path)
+        text = io.StringIO(newline="")
+        writer = _csv_writer(text)
+        writer.writerow(self._columns)
+        writer.writerows([*row, *[""] * (len(self._columns) - len(row))] for row in rows)
+        replace_file(self._path, [text.getvalue().encode()])
 
 
 class _TensorBoardFiles:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # imported for those who asked for it
 
         # purge_step: TensorBoard leaves out what earlier event files of the directory say from this step on
-        self._writer = SummaryWriter(str(directory), purge_step=0)
+        self._writer = SummaryWriter(str(directory), purge_step=first_step)
 
     def write(self, iteration: int, values: dict[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, iteration)
         self._writer.flush()
+
+    def sync(self) -> None:
+        """Only metrics.csv is read back; curves may lack their last points after a power cut."""
 
     def close(self) -> None:
         self._writer.close()

@@ -124,3 +124,10 @@ def test_a_summary_table_has_a_row_each() -> None:
     table = summary_table([("a", "1"), ("b", "2")])
     assert table.row_count == 2
     assert len(table.columns) == 2
+
+
+def test_the_bar_of_a_resumed_run_starts_where_it_was() -> None:
+    console = terminal()
+    with Progress(60, completed=12, console=console) as progress:
+        progress.message("resumed")
+    assert "12/60" in printed(console) and "0/60" not in printed(console).replace("12/60", "")

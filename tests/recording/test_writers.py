@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridflow.recording import measure, writers
+from hybridflow.recording import measure
 from hybridflow.recording.measure import Stopwatch, peak_rss_mb
 from hybridflow.recording.writers import MetricsWriter, SampleWriter
 
@@ -185,7 +186,7 @@ def test_a_header_that_cannot_be_put_in_place_leaves_the_file_whole(
     def full(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(writers.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="no space"):
         writer.write(2, {"b": 1.0})
     assert csv_text(tmp_path) == before == "iteration,a\n1,1.0\n"
