@@ -29,7 +29,7 @@ from typing import NoReturn
 from hybridflow import __version__
 from hybridflow.command import program
 from hybridflow.config import ExperimentConfig
-from hybridflow.errors import UserError
+from hybridflow.errors import ExitStatus, Stopped, UserError
 from hybridflow.user_code import search_beside
 
 
@@ -44,6 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         _train(options)
+    except Stopped as stopped:
+        print(f"hybridflow: stopped {stopped}", flush=True)
+        _leave(ExitStatus.STOPPED)
     except Exception as error:  # the boundary of the process: one rank reports, all end
         try:
             _report(error)
