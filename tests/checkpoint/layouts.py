@@ -1,0 +1,107 @@
+"""Which checkpoints are written in which layout and read in which other: one description for worker and test."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config import ExperimentConfig
+
+# name: architecture, tied embeddings
+MODELS = {
+    "llama": ("llama", False),
+    "qwen2": ("qwen2", True),
+    "mixtral": ("mixtral", False),
+    "opt": ("opt", True),
+    "qwen3_moe": ("qwen3_moe", True),
+}
+
+
+def layout(tp: int, pp: int, ranks: str | None, **more: Any) -> dict[str, Any]:
+    return {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "ranks": ranks, **more}
+
+
+LAYOUTS = {
+    "tp1": layout(1, 1, "3"),
+    "tp2": layout(2, 1, "1-2"),
+    "pp2": layout(1, 2, "0-1"),
+    "dp2": layout(1, 1, "0,2"),
+    "dp4": layout(1, 1, None),
+    "tp2pp2": layout(2, 2, None),
+    "tp2dp2": layout(2, 1, None),
+    "pp2dp2": layout(1, 2, None),
+    "tp4": layout(4, 1, None),
+    "vpp2": layout(1, 2, "2-3", virtual_pipeline_parallel_size=2),
+}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    # a large eps: Adam turns rounding noise of near-zero gradients into steps
+    "adam": {"name": "adam", "lr": 0.01, "eps": 0.1},
+    "adam whole": {"name": "adam", "lr": 0.01, "eps": 0.1, "zero1": False},
+    "momentum": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
+    "sgd": {"name": "sgd", "lr": 0.05},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    source_name: str
+    target_name: str
+    optimizer: str = "adam"
+    dtype: str = "float32"
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.source_name} to {self.target_name} {self.optimizer} {self.dtype}"
+
+    @property
+    def source(self) -> dict[str, Any]:
+        return LAYOUTS[self.source_name]
+
+    @property
+    def target(self) -> dict[str, Any]:
+        return LAYOUTS[self.target_name]
+
+
+CASES = (
+    Case("llama", "tp2", "pp2"),
+    Case("llama", "tp2", "dp2"),
+    Case("llama", "tp2", "tp2pp2"),
+    Case("llama", "tp2pp2", "tp2"),
+    Case("llama", "tp2dp2", "dp4"),
+    Case("llama", "dp4", "tp1"),
+    Case("llama", "tp1", "tp4"),
+    Case("llama", "pp2dp2", "vpp2"),
+    Case("llama", "vpp2", "tp2dp2"),
+    Case("llama", "tp2dp2", "pp2dp2", dtype="bfloat16"),
+    Case("llama", "dp4", "tp2", dtype="bfloat16"),
+    Case("llama", "tp2dp2", "pp2dp2", "adam whole"),
+    Case("llama", "tp2dp2", "dp2", "adam whole", "bfloat16"),
+    Case("llama", "tp2dp2", "pp2", "momentum"),
+    Case("llama", "dp2", "tp2", "momentum", "bfloat16"),
+    Case("llama", "tp2", "dp2", "sgd"),
+    Case("qwen2", "tp2pp2", "dp4"),
+    Case("qwen2", "dp2", "pp2dp2"),
+    Case("qwen2", "pp2dp2", "tp2dp2", dtype="bfloat16"),
+    Case("mixtral", "tp2dp2", "pp2dp2"),
+    Case("mixtral", "dp4", "tp2"),
+    Case("opt", "tp2pp2", "dp4"),
+    Case("opt", "dp2", "tp2pp2"),
+    Case("qwen3_moe", "tp2dp2", "tp2pp2"),
+)
+
+
+def experiment(models: Path, layout: dict[str, Any], case: Case) -> ExperimentConfig:
+    optimizer = {"clip_grad": 0.5, **OPTIMIZERS[case.optimizer]}
+    actor = {"model": str(models / "policy"), "dtype": case.dtype, "optimizer": optimizer, **layout}
+    return ExperimentConfig.model_validate(
+        {
+            "name": "layouts",
+            "num_iterations": 1,
+            "data": {"train": "given", "prompts_per_iteration": 8, "max_prompt_length": 9},
+            "sampling": {"max_response_length": 8},
+            "actor": actor,
+            "critic": {"model": str(models / "critic"), "optimizer": optimizer, "ranks": "0-3"},
+            "reward": {"functions": [{"function": "hybridflow.rewards:exact_match"}]},
+            "algorithm": {"kl": {"use": "none"}},
+        }
+    )

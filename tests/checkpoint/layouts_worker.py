@@ -1,0 +1,99 @@
+"""Save an actor in one layout, load and save it in another: what differs between the two checkpoints, in every element;
+and what the same next step makes of both.
+
+torchrun --nproc-per-node 4 -m tests.checkpoint.layouts_worker CHECKPOINTS OUT
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.checkpoint.saver import Saver
+from hybridflow.checkpoint.sharded import load
+from hybridflow.checkpoint.state import RunState, SavedRun
+from hybridflow.checkpoint.store import step_name
+from hybridflow.config import KL, CheckpointConfig, PolicyLoss
+from hybridflow.formats.distributed_directory import DistributedDirectory
+from hybridflow.models.optimizer_state import num_steps
+from hybridflow.parallel import platform as platforms
+from hybridflow.parallel.exchange import Exchange
+from hybridflow.parallel.grid import ProcessGroups
+from hybridflow.planning.placed import place
+from hybridflow.roles.base import World
+from hybridflow.roles.objectives import KLTerm, policy_loss
+from hybridflow.roles.policy import Actor
+from tests.checkpoint.layouts import CASES, Case, experiment
+from tests.distributed.train_batch import make_train_batch
+
+BUCKET_BYTES = 1 << 14  # several storages a model: shares of ZeRO-1 begin and end within rows
+NUM_STEPS = 3
+
+
+def main(checkpoints: Path, out: Path) -> None:
+    platform = platforms.start(seed=0)
+    world = World(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
+    store, found = platforms.fresh_store(), {}
+    for case in CASES:
+        first, again = out / case.name / "first", out / case.name / "again"
+        actor = actor_of(checkpoints / case.model, case.source, case, world)
+        for _ in range(NUM_STEPS):
+            train(actor)
+        save(actor, first, 1, store, platform)
+        other = actor_of(checkpoints / case.model, case.target, case, world)
+        load(other, first / step_name(1) / "actor")
+        steps = num_steps(other.trained) if other.trained else None
+        save(other, again, 1, store, platform)
+        for role in (actor, other):
+            train(role)
+        save(actor, first, 2, store, platform)
+        save(other, again, 2, store, platform)
+        if platform.rank == 0:
+            found[case.name] = {
+                "num_steps": steps,
+                "after loading": differences(first / step_name(1), again / step_name(1)),
+                "after a step": differences(first / step_name(2), again / step_name(2)),
+                "moved": differences(first / step_name(1), first / step_name(2)),
+            }
+    if platform.rank == 0:
+        (out / "found.json").write_text(json.dumps(found))
+    platforms.stop()
+
+
+def actor_of(models: Path, layout: dict[str, Any], case: Case, world: World) -> Actor:
+    placed = place(experiment(models, layout, case), world.platform.world_size)
+    return Actor(placed.actor, temperature=1.0, world=world)
+
+
+def train(actor: Actor) -> None:
+    actor.begin_iteration(1, 1)
+    actor.update(make_train_batch(), policy_loss(PolicyLoss(), KLTerm(KL(use="none"), 0.0)))
+
+
+def save(actor: Actor, root: Path, iteration: int, store: dist.Store, platform: platforms.Platform) -> None:
+    own = dist.PrefixStore(f"{root} {iteration}", store)
+    saver = Saver(
+        [actor], root, CheckpointConfig(), config_yaml="", platform=platform, group=dist.group.WORLD, store=own
+    )
+    saver.save(SavedRun(RunState(iteration=iteration), {}, {}, {}, None))
+
+
+def differences(a: Path, b: Path) -> dict[str, float]:
+    """The largest of each tensor, relative to its largest element; -1 where only one has it."""
+    first, second = DistributedDirectory(a / "actor"), DistributedDirectory(b / "actor")
+    found = {}
+    for key in sorted({*first.tensors, *second.tensors}):
+        if key not in first or key not in second:
+            found[key] = -1.0
+            continue
+        shape = first.tensors[key].shape
+        x, y = (files.read(key, (0,) * len(shape), shape).double() for files in (first, second))
+        found[key] = 0.0 if torch.equal(x, y) else float((x - y).abs().max() / x.abs().max())
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,49 @@
+"""A checkpoint loads at any layout: every element of weights, moments and main weights is where it was, the step count
+too, and the next step is the same.
+"""
+
+import json
+
+import pytest
+
+from tests.checkpoint.layouts import CASES, MODELS, Case
+from tests.launch import run_ranks
+from tests.tiny_models import make_checkpoints
+
+pytestmark = pytest.mark.distributed
+
+NAMES = [case.name for case in CASES]
+MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",), "sgd": ()}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    root = tmp_path_factory.mktemp("layouts")
+    for name, (family, tied) in MODELS.items():
+        make_checkpoints(root / name, family=family, tied=tied, num_layers=4)
+    run_ranks(4, "tests.checkpoint.layouts_worker", root, root / "out")
+    return json.loads((root / "out" / "found.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_every_element_is_where_it_was(case: Case, found: dict) -> None:
+    assert set(found[case.name]["after loading"].values()) == {0.0}
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_the_next_step_is_the_same(case: Case, found: dict) -> None:
+    """Sums in another order: float32 to 1e-5; in bfloat16 the squares of gradients that have 8 bits."""
+    allowed = 1e-5 if case.dtype == "float32" else 0.1
+    assert max(found[case.name]["after a step"].values()) < allowed
+    assert found[case.name]["after a step"]["optimizer.num_steps"] == 0.0
+    moved = found[case.name]["moved"]
+    assert all(difference > 0 for key, difference in moved.items() if "linear" in key), "there is something to keep"
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_all_of_the_optimizer_is_there(case: Case, found: dict) -> None:
+    keys = set(found[case.name]["after loading"])
+    weights = {key for key in keys if not key.startswith("optimizer.")}
+    names = MOMENTS[case.optimizer.split()[0]] + (("fp32_param",) if case.dtype == "bfloat16" else ())
+    states = {f"optimizer.state.{name}.{key}" for name in names for key in weights}
+    assert keys == weights | states | {"optimizer.num_steps"}
