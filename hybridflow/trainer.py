@@ -6,9 +6,10 @@ Every rank runs this same program over the same global batch; the roles shard th
     trainer.fit()
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 import torch.distributed as dist
 
@@ -24,6 +25,7 @@ from hybridflow.flows.finite import NonFinite
 from hybridflow.flows.grpo import grpo
 from hybridflow.flows.models import Roles, training_memory_offloaded
 from hybridflow.flows.ppo import ppo
+from hybridflow.flows.replay import Replay, dumped_batches
 from hybridflow.flows.run import Run
 from hybridflow.generator import Generator
 from hybridflow.parallel import platform as platforms
@@ -71,10 +73,31 @@ def build_roles(placed: PlacedRun, world: World, caller: FunctionCaller) -> Role
     return Roles(actor, critic, reference, scorer)
 
 
-class RLTrainer:
-    """One config, ready to run. Building it is collective over the world and checks everything a user gave."""
+def renamed(config: ExperimentConfig, *, replay: Path | None, rollout_only: bool) -> ExperimentConfig:
+    """The config of a run that looks into another: it has a directory of its own, so that the other's stays."""
+    metrics: dict[str, Any] = {}
+    if replay is not None:
+        metrics["eval_interval"] = 0  # which takes an engine
+    if rollout_only:
+        metrics["dump_batches"] = True
+    if not metrics:
+        return config
+    name = f"{config.name}-{'rollout' if rollout_only else 'replay'}"
+    return config.model_copy(update={"name": name, "metrics": config.metrics.model_copy(update=metrics)})
 
-    def __init__(self, config: ExperimentConfig) -> None:
+
+class RLTrainer:
+    """One config, ready to run. Building it is collective over the world and checks everything a user gave.
+
+    replay: a run directory whose dumped batches take the engine's place, or one of them.
+    rollout_only: generate and score, and train nothing.
+    """
+
+    def __init__(self, config: ExperimentConfig, *, replay: Path | None = None, rollout_only: bool = False) -> None:
+        assert replay is None or not rollout_only, "a replay does not generate"
+        files = dumped_batches(replay) if replay is not None else {}
+        config = renamed(config, replay=replay, rollout_only=rollout_only)
+        self.writes_model = replay is None and not rollout_only
         choose_platform(config.platform)  # before anything asks
         _, world_size = platforms.torchrun_rank()
         self.config, self.placed = config, place(config, world_size)
@@ -82,21 +105,15 @@ class RLTrainer:
         self.platform = platforms.start(config.seed, config.platform)
         self.inputs: Inputs = load_inputs(config, self.placed.actor.spec.vocab_size)
         check_agreement(run_digests(config, self.inputs), platforms.world_group())
-        prepare_vllm()  # a missing vLLM is told before the models load
+        if replay is None:
+            prepare_vllm()  # a missing vLLM is told before the models load
         self.exchange = Exchange(platforms.world_group(), self.platform.device)
         watch = Stopwatch(self.platform.synchronize)
         self.caller = FunctionCaller(self.inputs.decode, self.platform.rank, self.platform.world_size)
         bucket_bytes = config.rollout.bucket_bytes(cuda=self.platform.has_cuda)
         world = World(self.platform, ProcessGroups(), self.exchange, bucket_bytes, watch)
         self.roles = build_roles(self.placed, world, self.caller)
-        with training_memory_offloaded(self.roles, self.platform):
-            self.generator = Generator(
-                self.placed,
-                self.roles.actor,
-                eos_token_ids=self.inputs.eos_token_ids,
-                platform=self.platform,
-                exchange=self.exchange,
-            )
+        self.generator = self._replay(files) if replay is not None else self._engine()
         self.run = Run(
             config,
             self.roles,
@@ -105,7 +122,22 @@ class RLTrainer:
             platform=self.platform,
             exchange=self.exchange,
             watch=watch,
+            trains=not rollout_only,
         )
+
+    def _engine(self) -> Generator:
+        with training_memory_offloaded(self.roles, self.platform):
+            return Generator(
+                self.placed,
+                self.roles.actor,
+                eos_token_ids=self.inputs.eos_token_ids,
+                platform=self.platform,
+                exchange=self.exchange,
+            )
+
+    def _replay(self, files: dict[int, Path]) -> Replay:
+        vocab_size = self.placed.actor.spec.vocab_size
+        return Replay(files, vocab_size=vocab_size, max_length=self.config.max_sequence_length)
 
     @classmethod
     def from_yaml(cls, path: str, overrides: list[str] | tuple[str, ...] = ()) -> Self:
@@ -114,7 +146,8 @@ class RLTrainer:
         return cls(ExperimentConfig.from_yaml(path, overrides))
 
     def fit(self, num_iterations: int | None = None) -> RunSummary:
-        """Train for `num_iterations` (default: the config's) and write the run directory; ends with runs/NAME/hf."""
+        """Train for `num_iterations` (default: the config's) and write the run directory; ends with runs/NAME/hf,
+        unless it is a replay or rolls out alone."""
         num_iterations = self.config.num_iterations if num_iterations is None else num_iterations
         if num_iterations < 1:
             raise ConfigError(f"num_iterations = {num_iterations}: a run has at least one iteration")
@@ -124,7 +157,7 @@ class RLTrainer:
             if self.config.metrics.eval_interval:
                 recorder.phase("evaluating before training")
                 recorder.before_training(self.evaluate())
-            for iteration in range(1, num_iterations + 1):
+            for iteration in self._iterations(num_iterations):
                 done = self.iterate(iteration, num_iterations, recorder)
                 if done is None:
                     continue
@@ -132,20 +165,31 @@ class RLTrainer:
                     recorder.phase(f"iteration {iteration}: evaluating")
                     recorder.evaluated(done, self.evaluate())
                 recorder.iteration(done)
-            recorder.phase("writing the trained actor")
-            export_huggingface(self.roles.actor, self.config.run_dir / "hf", report=recorder.message)
+            if self.writes_model:
+                recorder.phase("writing the trained actor")
+                export_huggingface(self.roles.actor, self.config.run_dir / "hf", report=recorder.message)
         return recorder.summary()
 
     def iterate(self, iteration: int, num_iterations: int, recorder: Recorder) -> Iteration | None:
         """One iteration of the flow; None where it lost a step to a number that is not finite, and may."""
+        if isinstance(self.generator, Replay):
+            self.run.skip_to(iteration)
         self.run.begin(iteration, num_iterations, recorder.phase)
         try:
             done = self.run.finished(self.flow(self.run))
         except NonFinite as found:
             self._lost(iteration, found, recorder)
             return None
+        if isinstance(self.generator, Replay):
+            recorder.message(self.generator.compared(done))
         self.run.state = replace(self.run.state, nonfinite_in_a_row=0)
         return done
+
+    def _iterations(self, num_iterations: int) -> Sequence[int]:
+        """Those to run, which ascend."""
+        if isinstance(self.generator, Replay):
+            return self.generator.iterations(num_iterations)
+        return range(1, num_iterations + 1)
 
     def _lost(self, iteration: int, found: NonFinite, recorder: Recorder) -> None:
         """Keep what was computed; raise unless the config lets the run go on. Every rank has found the same."""
@@ -176,6 +220,13 @@ class RLTrainer:
     def _notes(self) -> list[str]:
         """What the user should know of the choices that were made."""
         notes = []
+        if isinstance(self.generator, Replay):
+            notes.append(
+                f"a replay of the dumped batches of {len(self.generator.files)} iterations: nothing is generated, "
+                f"held-out prompts are not evaluated, and no model is written"
+            )
+        elif not self.writes_model:
+            notes.append("rollout only: nothing is trained, and no model is written")
         if self.platform.has_cuda and not self.config.rollout.enforce_eager and not self.generator.weights_stay:
             notes.append("rollout: the engine gathers its weights for each iteration, so it runs without CUDA graphs")
         changed = self.config.sampling.changed_distribution()

@@ -244,8 +244,8 @@ def test_more_iterations_say_what_becomes_of_the_rate(schedule: str) -> None:
     (line,) = found(scheduled(100, **given), scheduled(60, **given)).lines()
     assert line == (
         f"num_iterations: 60 -> 100  (takes effect from iteration 13 on: the {schedule} schedule of actor.optimizer "
-        f"now ends at 100: iteration 13 has the learning rate {rates[1]} instead of {rates[0]}; critic.optimizer has no "
-        f"schedule that ends)"
+        f"now ends at 100: iteration 13 has the learning rate {rates[1]} instead of {rates[0]}; critic.optimizer has "
+        f"no schedule that ends)"
     )
     assert rates[0] != rates[1]
 
