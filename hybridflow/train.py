@@ -16,6 +16,10 @@ A run leaves behind, in OUTPUT_DIR/NAME (runs/NAME), where an earlier run of tha
     batches/nonfinite_NNNNNN.safetensors        what was at hand when a number was not finite
     hf/                                         the trained actor, for transformers and vLLM
 
+With --replay DIR the batches that an earlier run has dumped take the place of what would be generated: its iterations
+again, to find out why one went as it did. DIR is that run's directory, or one of the files. With --rollout-only the run
+generates, scores and dumps its batches, and trains nothing. They write to NAME-replay and NAME-rollout, and no hf/.
+
 The exit status is 0, or 1 after one message that says what is wrong.
 """
 
@@ -24,6 +28,7 @@ import contextlib
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import NoReturn
 
 from hybridflow import __version__
@@ -40,6 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("config", metavar="CONFIG", help="the experiment's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")
     parser.add_argument("--num-iterations", type=int, default=None, help="instead of the config's num_iterations")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--replay", metavar="DIR", type=Path, help="train on the dumped batches of an earlier run")
+    instead.add_argument("--rollout-only", action="store_true", help="generate and score, and train nothing")
     parser.add_argument("--version", action="version", version=__version__)
     options = parser.parse_args(arguments)
     try:
@@ -68,14 +76,16 @@ def _train(options: argparse.Namespace) -> None:
     if rank == 0:
         check_output_dir(config)
         where = f"{world_size} ranks, platform {device_name()}"
-        print(f"{config.name}: loading {', '.join(config.roles())} and the engine, {where}", flush=True)
+        engine = "" if options.replay else " and the engine"
+        print(f"{config.name}: loading {', '.join(config.roles())}{engine}, {where}", flush=True)
     from hybridflow.recording.progress import print_summary
     from hybridflow.trainer import RLTrainer
 
-    trainer = RLTrainer(config)
+    trainer = RLTrainer(config, replay=options.replay, rollout_only=options.rollout_only)
     summary = trainer.fit(options.num_iterations)
     if trainer.platform.rank == 0:
-        print_summary(f"hybridflow {config.name}", summary.rows(config.run_dir))
+        rows = summary.rows(trainer.config.run_dir, exported=trainer.writes_model)
+        print_summary(f"hybridflow {trainer.config.name}", rows)
 
 
 def _report(error: Exception) -> None:

@@ -7,9 +7,10 @@ Every rank runs this same program over the same global batch; the roles shard th
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from hybridflow.flows.finite import NonFinite
 from hybridflow.flows.grpo import grpo
 from hybridflow.flows.models import Roles, training_memory_offloaded
 from hybridflow.flows.ppo import ppo
+from hybridflow.flows.replay import Replay, dumped_batches
 from hybridflow.flows.run import Run
 from hybridflow.generator import Generator
 from hybridflow.parallel import platform as platforms
@@ -77,10 +79,31 @@ def build_roles(placed: PlacedRun, world: World, caller: FunctionCaller) -> Role
     return Roles(actor, critic, reference, scorer)
 
 
-class RLTrainer:
-    """One config, ready to run. Building it is collective over the world and checks everything a user gave."""
+def renamed(config: ExperimentConfig, *, replay: Path | None, rollout_only: bool) -> ExperimentConfig:
+    """The config of a run that looks into another: it has a directory of its own, so that the other's stays."""
+    metrics: dict[str, Any] = {}
+    if replay is not None:
+        metrics["eval_interval"] = 0  # which takes an engine
+    if rollout_only:
+        metrics["dump_batches"] = True
+    if not metrics:
+        return config
+    name = f"{config.name}-{'rollout' if rollout_only else 'replay'}"
+    return config.model_copy(update={"name": name, "metrics": config.metrics.model_copy(update=metrics)})
 
-    def __init__(self, config: ExperimentConfig) -> None:
+
+class RLTrainer:
+    """One config, ready to run. Building it is collective over the world and checks everything a user gave.
+
+    replay: a run directory whose dumped batches take the engine's place, or one of them.
+    rollout_only: generate and score, and train nothing.
+    """
+
+    def __init__(self, config: ExperimentConfig, *, replay: Path | None = None, rollout_only: bool = False) -> None:
+        assert replay is None or not rollout_only, "a replay does not generate"
+        files = dumped_batches(replay) if replay is not None else {}
+        config = renamed(config, replay=replay, rollout_only=rollout_only)
+        self.writes_model = replay is None and not rollout_only
         choose_platform(config.platform)  # before anything asks
         _, world_size = platforms.torchrun_rank()
         self.config, self.placed = config, place(config, world_size)
@@ -89,7 +112,8 @@ class RLTrainer:
         self.inputs: Inputs = load_inputs(config, self.placed.actor.spec.vocab_size)
         self.digests = run_digests(config, self.inputs)
         check_agreement(self.digests, platforms.world_group())
-        prepare_vllm()  # a missing vLLM is told before the models load
+        if replay is None:
+            prepare_vllm()  # a missing vLLM is told before the models load
         self.exchange = Exchange(platforms.world_group(), self.platform.device)
         watch = Stopwatch(self.platform.synchronize)
         self.caller = FunctionCaller(self.inputs.decode, self.platform.rank, self.platform.world_size)
@@ -97,14 +121,7 @@ class RLTrainer:
         world = World(self.platform, ProcessGroups(), self.exchange, bucket_bytes, watch)
         self.roles = build_roles(self.placed, world, self.caller)
         self.source = self._restored()
-        with training_memory_offloaded(self.roles, self.platform):
-            self.generator = Generator(
-                self.placed,
-                self.roles.actor,
-                eos_token_ids=self.inputs.eos_token_ids,
-                platform=self.platform,
-                exchange=self.exchange,
-            )
+        self.generator = self._replay(files) if replay is not None else self._engine()
         self.run = Run(
             config,
             self.roles,
@@ -113,6 +130,7 @@ class RLTrainer:
             platform=self.platform,
             exchange=self.exchange,
             watch=watch,
+            trains=not rollout_only,
         )
         if self.source is not None:
             self.run.state = self.source.saved.state
@@ -126,6 +144,20 @@ class RLTrainer:
             store=platforms.fresh_store(),
         )
 
+    def _engine(self) -> Generator:
+        with training_memory_offloaded(self.roles, self.platform):
+            return Generator(
+                self.placed,
+                self.roles.actor,
+                eos_token_ids=self.inputs.eos_token_ids,
+                platform=self.platform,
+                exchange=self.exchange,
+            )
+
+    def _replay(self, files: dict[int, Path]) -> Replay:
+        vocab_size = self.placed.actor.spec.vocab_size
+        return Replay(files, vocab_size=vocab_size, max_length=self.config.max_sequence_length)
+
     @classmethod
     def from_yaml(cls, path: str, overrides: list[str] | tuple[str, ...] = ()) -> Self:
         """The trainer of a config file; a user's functions may lie beside it."""
@@ -135,7 +167,8 @@ class RLTrainer:
     def fit(self, num_iterations: int | None = None) -> RunSummary:
         """Train up to iteration `num_iterations` (default: the config's) and write the run directory.
 
-        Ends with runs/NAME/hf. Errors: Stopped where it was told to end before, and is saved.
+        Ends with runs/NAME/hf, unless it is a replay or rolls out alone. Errors: Stopped where it was told to end
+        before, and is saved.
         """
         num_iterations = self.config.num_iterations if num_iterations is None else num_iterations
         if num_iterations < 1:
@@ -147,12 +180,13 @@ class RLTrainer:
             if self.config.metrics.eval_interval and self.source is None:
                 recorder.phase("evaluating before training")
                 recorder.before_training(self.evaluate())
-            for iteration in range(self.run.state.iteration + 1, num_iterations + 1):
+            for iteration in self._iterations(num_iterations):
                 metrics = self._iterated(iteration, num_iterations, recorder)
                 self._save_or_stop(metrics, recorder, is_last=iteration == num_iterations)
             self.saver.wait()
-            recorder.phase("writing the trained actor")
-            export_huggingface(self.roles.actor, self.config.run_dir / "hf", report=recorder.message)
+            if self.writes_model:
+                recorder.phase("writing the trained actor")
+                export_huggingface(self.roles.actor, self.config.run_dir / "hf", report=recorder.message)
         return recorder.summary()
 
     def _iterated(self, iteration: int, num_iterations: int, recorder: Recorder) -> Metrics:
@@ -169,6 +203,8 @@ class RLTrainer:
 
     def iterate(self, iteration: int, num_iterations: int, recorder: Recorder) -> Iteration | None:
         """One iteration of the flow; None where it lost a step to a number that is not finite, and may."""
+        if isinstance(self.generator, Replay):
+            self.run.skip_to(iteration)
         before = self.run.state
         self.run.begin(iteration, num_iterations, recorder.phase)
         try:
@@ -180,8 +216,16 @@ class RLTrainer:
         except NonFinite as found:
             self._lost(iteration, found, recorder)
             return None
+        if isinstance(self.generator, Replay):
+            recorder.message(self.generator.compared(done))
         self.run.state = replace(self.run.state, nonfinite_in_a_row=0)
         return done
+
+    def _iterations(self, num_iterations: int) -> Sequence[int]:
+        """Those to run, which ascend."""
+        if isinstance(self.generator, Replay):
+            return [i for i in self.generator.iterations(num_iterations) if i > self.run.state.iteration]
+        return range(self.run.state.iteration + 1, num_iterations + 1)
 
     def _lost(self, iteration: int, found: NonFinite, recorder: Recorder) -> None:
         """Keep what was computed; raise unless the config lets the run go on. Every rank has found the same."""
@@ -209,7 +253,7 @@ class RLTrainer:
     def _save(self, metrics: Metrics, recorder: Recorder) -> None:
         """Save the run as it is, unless that is done already. A checkpoint comes after the rows of its iterations."""
         state = self.run.state
-        if self.saver.last_iteration == state.iteration:
+        if self.saver.last_iteration == state.iteration or not self.writes_model:
             return
         recorder.phase(f"saving iteration {state.iteration}")
         recorder.sync()
@@ -266,6 +310,13 @@ class RLTrainer:
     def _notes(self) -> list[str]:
         """What the user should know of the choices that were made."""
         notes = []
+        if isinstance(self.generator, Replay):
+            notes.append(
+                f"a replay of the dumped batches of {len(self.generator.files)} iterations: nothing is generated, "
+                f"held-out prompts are not evaluated, and no model is written"
+            )
+        elif not self.writes_model:
+            notes.append("rollout only: nothing is trained, and no model is written")
         if self.platform.has_cuda and not self.config.rollout.enforce_eager and not self.generator.weights_stay:
             notes.append("rollout: the engine gathers its weights for each iteration, so it runs without CUDA graphs")
         changed = self.config.sampling.changed_distribution()

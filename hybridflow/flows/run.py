@@ -27,6 +27,7 @@ from hybridflow.data.prompts import PromptDataset, PromptOrder
 from hybridflow.errors import ConfigError, Stopped
 from hybridflow.flows.finite import check_finite
 from hybridflow.flows.models import Roles, training_memory_offloaded
+from hybridflow.flows.replay import Replay
 from hybridflow.flows.steps import step_metrics
 from hybridflow.generator import Generator
 from hybridflow.models.optimizer import NO_BYTES
@@ -66,21 +67,28 @@ class Known:
 
 
 class Run:
-    """See the module. `iteration` counts from 1; a flow may add to `metrics`."""
+    """See the module. `iteration` counts from 1; a flow may add to `metrics`.
+
+    trains: otherwise the run generates and scores: there are no mini-batches, and no role takes a step.
+    """
 
     def __init__(
         self,
         config: ExperimentConfig,
         roles: Roles,
-        generator: Generator,
+        generator: Generator | Replay,
         prompts: PromptDataset,
         *,
         platform: Platform,
         exchange: Exchange,
         watch: Stopwatch,
+        trains: bool = True,
     ) -> None:
         self._config, self._roles, self._generator, self._dataset = config, roles, generator, prompts
         self._platform, self._exchange, self._watch = platform, exchange, watch
+        self._trains = trains
+        for role in roles.trained():
+            role.takes_steps = trains
         self.state = RunState(kl_coef=config.algorithm.kl.coef)
         self._stage_stack = contextlib.ExitStack()
         self._show: Callable[[str], None] = lambda text: None
@@ -179,6 +187,9 @@ class Run:
 
     def mini_batches(self, batch: Batch, update: Update) -> Iterator[Batch]:
         """`epochs` passes over the batch in disjoint mini-batches, in an order that the run's seed gives."""
+        if not self._trains:
+            self._agree_on(batch)
+            return
         self._enter("update")
         self._agree_on(batch)
         self._stop_if_told()
@@ -190,6 +201,12 @@ class Run:
                 self._note_rows(rows)
 
     # ---- what the trainer does with it
+
+    def skip_to(self, iteration: int) -> None:
+        """Have this iteration come next: the prompts of those that were left out count as drawn."""
+        if self.state.iteration != iteration - 1:
+            drawn = (iteration - 1) * self._config.data.prompts_per_iteration
+            self.state = replace(self.state, iteration=iteration - 1, num_prompts_drawn=drawn)
 
     def begin(self, iteration: int, num_iterations: int, show: Callable[[str], None]) -> None:
         """Draw the prompts of an iteration; `show` is told what is going on."""
@@ -211,10 +228,12 @@ class Run:
     def finished(self, batch: RolloutBatch) -> Iteration:
         """The iteration's numbers. Errors: NonFinite where a gradient was not."""
         self._stage_stack.close()
-        updates = step_metrics(self._roles.trained(), self._rows, batch, self._exchange)
+        updates: Metrics = {}
+        if self._trains:
+            updates = step_metrics(self._roles.trained(), self._rows, batch, self._exchange)
         kl = {"kl/coef": self.kl.coef} if self.has_reference else {}
         metrics = batch_metrics(batch) | self.metrics | kl | updates
-        if "kl/sequence_mean" in metrics:
+        if self._trains and "kl/sequence_mean" in metrics:
             coef = self.kl.updated(float(metrics["kl/sequence_mean"]), len(batch)).coef
             self.state = replace(self.state, kl_coef=coef)
         return Iteration(self.iteration, self.prompts, batch, metrics | self._cost_metrics(batch))

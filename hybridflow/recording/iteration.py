@@ -109,7 +109,7 @@ def _rates(batch: RolloutBatch, total: float, seconds: Mapping[str, float], num_
         rates["rollout/throughput_tokens_per_sec"] = batch.num_response_tokens / seconds["generate"]
     if "reward" in seconds:
         rates["reward/latency_ms"] = 1e3 * seconds["reward"]
-    if "critic_update" in seconds:
+    if "critic_update" in seconds and num_steps["critic"]:
         rates["critic/update_latency_ms"] = 1e3 * seconds["critic_update"] / num_steps["critic"]
     if "update" in seconds:
         rates["train/step_time_ms"] = 1e3 * seconds["update"] / max(*num_steps.values(), 1)

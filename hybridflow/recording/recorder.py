@@ -27,8 +27,8 @@ class RunSummary:
     tokens_per_sec: float
     seconds: float
 
-    def rows(self, run_dir: Path) -> list[tuple[str, str]]:
-        """(name, value) pairs for the closing table."""
+    def rows(self, run_dir: Path, *, exported: bool = True) -> list[tuple[str, str]]:
+        """(name, value) pairs for the closing table. exported: whether the trained model was written."""
         rows = []
         if self.accuracy_before is not None and self.accuracy_after is not None:
             gained = 100 * (self.accuracy_after - self.accuracy_before)
@@ -40,7 +40,7 @@ class RunSummary:
             ("throughput", f"{self.tokens_per_sec:.0f} tokens/s"),
             ("time", f"{self.seconds:.0f} s"),
             ("run directory", str(run_dir)),
-            ("trained model", str(run_dir / "hf")),
+            *([("trained model", str(run_dir / "hf"))] if exported else []),
         ]
 
 

@@ -8,12 +8,11 @@ run end up byte for byte like those of one that was never interrupted.
 import csv
 import io
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridflow.recording.run_dir import replace_file
+from hybridflow.recording.run_dir import dumped_iteration, replace_file
 
 
 @dataclass(frozen=True)
@@ -113,15 +112,9 @@ def remove_batches(directory: Path, last: int) -> list[Path]:
     Not left to be overwritten: a run that now ends earlier, or dumps no more, would keep batches that its record does
     not have. A batch that was dumped because a number was not finite stays: it shows why that iteration ended.
     """
-    later = [file for file in sorted(directory.glob("iteration_*.safetensors")) if (number_of(file) or 0) > last]
+    later = [file for file in sorted(directory.glob("iteration_*.safetensors")) if (dumped_iteration(file) or 0) > last]
     _unlink([*later, *directory.glob("*.partial")])
     return later
-
-
-def number_of(file: Path) -> int | None:
-    """NNNNNN of iteration_NNNNNN.safetensors."""
-    found = re.fullmatch(r"iteration_([0-9]+)\.safetensors", file.name)
-    return int(found[1]) if found else None
 
 
 def _unlink(files: Iterable[Path]) -> None:

@@ -1,6 +1,7 @@
 """What a run leaves behind: a directory, written by rank 0. An earlier run of that name is kept beside it."""
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from itertools import count
 from pathlib import Path
@@ -61,3 +62,9 @@ def dump_batch(run_dir: Path, name: str, tensors: Mapping[str, Tensor]) -> Path:
     )  # it refuses two names of one memory
     os.replace(partial, target)
     return target
+
+
+def dumped_iteration(file: Path) -> int | None:
+    """NNNNNN of iteration_NNNNNN.safetensors; None for other names."""
+    found = re.fullmatch(r"iteration_([0-9]+)\.safetensors", file.name)
+    return int(found[1]) if found else None

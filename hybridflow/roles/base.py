@@ -118,6 +118,7 @@ class TrainedRole(Role):
     """A role with an optimizer; `trained` is None on a rank outside its grid.
 
     steps: those since `begin_iteration`. Once a gradient was not finite no more steps are taken in that iteration.
+    takes_steps: without it nothing is trained, whatever a flow asks for.
     """
 
     def __init__(self, placed: PlacedModel, *, world: World, bucket_bytes: int | None) -> None:
@@ -128,6 +129,7 @@ class TrainedRole(Role):
         self.name, self.optimizer_config = placed.name, config.optimizer
         self.lr = config.optimizer.lr
         self.steps: list[Step] = []
+        self.takes_steps = True
         self.trained: TrainedModel | None = None
         if self.grid.inside:
             self.trained = TrainedModel(self._models, self.grid, config.optimizer, bucket_bytes=bucket_bytes)
@@ -171,6 +173,8 @@ class TrainedRole(Role):
 
     def _step(self, batch: RolloutBatch, per_token: PerTokenLoss, mean: MeanOver, names: tuple[str, ...]) -> Step:
         """One optimizer step on a mini-batch; also noted in `steps`."""
+        if not self.takes_steps:
+            return Step((), torch.zeros(0, dtype=torch.float64, device=self._platform.device), None)
         told, row = torch.zeros(2 + len(names), dtype=torch.float64, device=self._platform.device), None
         halted = any(step.row is not None for step in self.steps)
         if self.trained is not None and not halted:

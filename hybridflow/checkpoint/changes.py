@@ -1,0 +1,438 @@
+"""What another config, other files and another version mean for a run that goes on: one table says what may change.
+
+    found = changes(saved, config.model_dump(mode="json"), next_iteration=13)
+    found.refuse()                       # ConfigError for what may not change
+    for line in found.lines():           # actor.optimizer.lr: 0.0003 -> 0.0001  (takes effect from iteration 13 on)
+        recorder.message(line)
+
+A run is resumed where it is, or forked: another run that begins with its weights. A fork may change more. Data,
+tokenizer and model configs are compared by content (`content_changes`), so files may move. Pure: trees in, differences
+out.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from fnmatch import fnmatchcase
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from hybridflow.config import ALGORITHMS, PPO, ExperimentConfig, OptimizerConfig, Section
+from hybridflow.errors import ConfigError
+from hybridflow.models.optimizer import learning_rate
+
+Tree = Mapping[str, Any]
+NOT_THERE, GIVEN = "not there", "given"  # in the place of a value: of a key, of a section
+
+
+class Effect(Enum):
+    FREE = "yes"
+    NOTICED = "with a notice"
+    REFUSED = "no"
+
+
+FREE, NOTICED, REFUSED = Effect.FREE, Effect.NOTICED, Effect.REFUSED
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What it means that one of these keys has changed.
+
+    keys: paths, where * is any one key, MODEL any model of the run and TRAINED any that is trained; or names of
+    digests.
+    """
+
+    keys: tuple[str, ...]
+    resume: Effect
+    fork: Effect
+    why: str
+
+    def effect(self, *, fork: bool) -> Effect:
+        return self.fork if fork else self.resume
+
+
+def _rule(keys: str, resume: Effect, fork: Effect, why: str) -> Rule:
+    return Rule(tuple(keys.split()), resume, fork, why)
+
+
+MODELS = ("actor", "critic", "reference", "reward.models.*")
+TRAINED = ("actor", "critic")
+
+TABLE: tuple[Rule, ...] = (
+    # ---- where and how the same is computed
+    _rule("name output_dir", FREE, FREE, "where the run is written; checkpoint.load: auto looks there"),
+    _rule(
+        "platform MODEL.tensor_parallel_size MODEL.pipeline_parallel_size MODEL.virtual_pipeline_parallel_size "
+        "MODEL.num_layers_in_first_pipeline_stage MODEL.num_layers_in_last_pipeline_stage MODEL.data_parallel_size "
+        "MODEL.sequence_parallel MODEL.ranks MODEL.micro_batch_tokens",
+        FREE,
+        FREE,
+        "the same mathematics, summed in another order: equal up to rounding",
+    ),
+    _rule(
+        "TRAINED.recompute TRAINED.offload_optimizer TRAINED.offload_gradients TRAINED.optimizer.zero1",
+        FREE,
+        FREE,
+        "memory against time",
+    ),
+    _rule("rollout.*", FREE, FREE, "how the engine works; its weights come from the actor each time"),
+    _rule("checkpoint.* watchdog.*", FREE, FREE, "when a run saves and ends, not what it computes"),
+    _rule("metrics.*", FREE, FREE, "what is recorded and how often; a file that begins later lacks what was before"),
+    _rule("metrics.eval_reward data.heldout", NOTICED, NOTICED, "eval/accuracy is not comparable with that before"),
+    # ---- the models
+    _rule("actor.model critic.model", FREE, FREE, "weights come from the checkpoint; config.json is compared"),
+    _rule("reference.model", NOTICED, NOTICED, "the KL is to the weights found there, which no checkpoint holds"),
+    _rule(
+        "reward.models.*.model", NOTICED, NOTICED, "scores are of the weights found there, which no checkpoint holds"
+    ),
+    _rule("actor.dtype critic.dtype", REFUSED, REFUSED, "weights and optimizer state are of that type"),
+    _rule("reference.dtype reward.models.*.dtype", NOTICED, NOTICED, "it computes in that precision"),
+    _rule("critic", REFUSED, REFUSED, "a critic that was not trained so far, or whose training is lost"),
+    _rule("reference", NOTICED, NOTICED, "it is read from its directory, or no longer needed"),
+    # ---- the optimizers
+    _rule("TRAINED.optimizer.name", REFUSED, REFUSED, "the optimizer state is of that optimizer"),
+    _rule(
+        "TRAINED.optimizer.lr TRAINED.optimizer.min_lr TRAINED.optimizer.schedule "
+        "TRAINED.optimizer.warmup_iterations TRAINED.optimizer.weight_decay TRAINED.optimizer.clip_grad",
+        NOTICED,
+        NOTICED,
+        "",
+    ),
+    _rule(
+        "TRAINED.optimizer.betas TRAINED.optimizer.eps TRAINED.optimizer.momentum",
+        NOTICED,
+        NOTICED,
+        "the moments so far were made with the former value",
+    ),
+    _rule("num_iterations", NOTICED, NOTICED, "where the learning rate has a schedule, it is that of the new length"),
+    # ---- the data
+    _rule("data.train", FREE, FREE, "its content is compared, not where it lies"),
+    _rule(
+        "data.prompt_key data.chat_template data.shuffle seed",
+        REFUSED,
+        NOTICED,
+        "which prompts come next follows from it: the place reached in their order means something else",
+    ),
+    _rule(
+        "data.max_prompt_length",
+        REFUSED,
+        NOTICED,
+        "where data.overlong_prompts is drop it decides which prompts there are, and so their order; "
+        "where it is error it may change",
+    ),
+    _rule("data.overlong_prompts", FREE, FREE, "of the same prompts and lengths it drops none, or is an error"),
+    _rule(
+        "data.prompts_per_iteration",
+        NOTICED,
+        NOTICED,
+        "the place in their order counts prompts: none is left out or repeated",
+    ),
+    _rule("sampling.*", NOTICED, NOTICED, "responses are drawn so"),
+    _rule("sampling.temperature", NOTICED, NOTICED, "responses, log-probs and KL are of another distribution"),
+    # ---- what is aimed at
+    _rule(
+        "reward reward.models.* reward.functions.* reward.functions.*.function",
+        REFUSED,
+        NOTICED,
+        "it is another aim: scores before and after are not comparable",
+    ),
+    _rule(
+        "reward.models.*.weight reward.functions.*.weight reward.clip_score reward.truncation_penalty",
+        NOTICED,
+        NOTICED,
+        "scores before and after are not comparable; a critic has to learn the new ones",
+    ),
+    _rule(
+        "reward.normalization", NOTICED, NOTICED, "running moments go on from those of the checkpoint, if it has any"
+    ),
+    _rule("algorithm.name algorithm.flow algorithm.roles", REFUSED, NOTICED, "it is another algorithm"),
+    _rule("algorithm.options", NOTICED, NOTICED, "the flow alone knows what they mean"),
+    _rule(
+        "algorithm.gamma algorithm.gae_lambda algorithm.whiten_advantages algorithm.value_clip_range "
+        "algorithm.critic_warmup_iterations algorithm.policy.* algorithm.update.*",
+        NOTICED,
+        NOTICED,
+        "",
+    ),
+    _rule("algorithm.kl.use algorithm.kl.estimator algorithm.kl.controller", NOTICED, NOTICED, ""),
+    _rule(
+        "algorithm.kl.coef algorithm.kl.target algorithm.kl.horizon",
+        NOTICED,
+        NOTICED,
+        "an adaptive controller goes on from the coefficient it has reached",
+    ),
+    _rule("nonfinite.*", NOTICED, NOTICED, ""),
+)
+
+# of `data.digests.run_digests`; what one side lacks is told by the config
+CONTENTS: tuple[Rule, ...] = (
+    _rule("data.train", REFUSED, NOTICED, "the place reached in the order of prompts means something else"),
+    _rule("data.heldout", NOTICED, NOTICED, "eval/accuracy is not comparable with that before"),
+    Rule(("the tokenizer of actor.model",), REFUSED, NOTICED, "token ids have to mean what the actor was trained on"),
+    Rule(
+        ("config.json of actor.model", "config.json of critic.model"),
+        REFUSED,
+        REFUSED,
+        "the weights of the checkpoint are of that architecture",
+    ),
+    Rule(
+        ("config.json of reference.model", "config.json of reward.models.*.model"),
+        REFUSED,
+        NOTICED,
+        "it is another model: KL or scores before and after are not comparable",
+    ),
+    Rule(
+        ("the file of *", "hybridflow's code", "the version of *"),
+        NOTICED,
+        NOTICED,
+        "bit for bit the same only with the same code and versions",
+    ),
+)
+UNKNOWN = Rule((), NOTICED, NOTICED, "this version does not know it")
+
+
+@dataclass(frozen=True)
+class Change:
+    key: str
+    before: Any
+    after: Any
+    rule: Rule
+    effect: Effect
+    why: str  # the rule's, or what it comes to here
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Differences between what a checkpoint was written with and what it is loaded with, in the order of the config."""
+
+    found: tuple[Change, ...]
+    next_iteration: int
+    fork: bool
+
+    def __contains__(self, key: str) -> bool:
+        return any(change.key == key for change in self.found)
+
+    def lines(self) -> list[str]:
+        """Every difference, and what it means where it means anything."""
+        return [f"{_difference(change)}{self._meaning(change)}" for change in self.found]
+
+    def refuse(self) -> None:
+        """Raise ConfigError if anything changed that may not: all of it, with both values and the rule."""
+        refused = [change for change in self.found if change.effect is REFUSED]
+        if not refused:
+            return
+        lines = [f"{_difference(change)}: {change.why}" for change in refused]
+        where = "a fork" if self.fork else "a run that goes on"
+        raise ConfigError("\n".join([f"what may not change in {where}:", *lines, self._way_out(refused)]))
+
+    def _meaning(self, change: Change) -> str:
+        why = f": {change.why}" if change.why else ""
+        if change.rule is UNKNOWN:
+            return f"  ({change.why})"
+        if change.effect is NOTICED:
+            return f"  (takes effect from iteration {self.next_iteration} on{why})"
+        return f"  (may not change{why})" if change.effect is REFUSED else ""
+
+    def _way_out(self, refused: list[Change]) -> str:
+        if not self.fork and all(change.rule.fork is not REFUSED for change in refused):
+            return (
+                "give the former values; or start a fork under another name, checkpoint.load: RUN_DIR, where they may"
+            )
+        return "give the former values; or start anew, checkpoint.load: none"
+
+
+def changes(saved: Tree, now: Tree, *, next_iteration: int, fork: bool = False) -> Changes:
+    """Between two resolved configs, as `config.model_dump(mode="json")` gives them or config.yaml has them.
+
+    saved may be of another version: a key that it lacks has its default, and one that nobody knows is shown.
+    next_iteration: the first that the new config is for.
+    """
+    before, after = flat_config(saved), flat_config(now)
+    found: list[Change] = []
+    told: list[str] = []
+    for key in [*after, *(key for key in before if key not in after)]:
+        old, new = before.get(key, NOT_THERE), after.get(key, NOT_THERE)
+        if old == new or any(key.startswith(f"{above}.") for above in told) or _of_one_algorithm(key, before, after):
+            continue
+        rule = rule_of(key)
+        told.append(key)
+        effect, why = _judged(key, rule, before, after, next_iteration=next_iteration, fork=fork)
+        found.append(Change(key, old, new, rule, effect, why))
+    return Changes(tuple(found), next_iteration, fork)
+
+
+def content_changes(
+    saved: Mapping[str, str], now: Mapping[str, str], *, next_iteration: int, fork: bool = False
+) -> Changes:
+    """Between the digests, in hex, of what two starts of a run have read; names as `data.digests.run_digests` has them.
+
+    The digest of the config itself is left out: `changes` tells its keys.
+    """
+    found = []
+    for name in saved:
+        if name in now and saved[name] != now[name] and name != "the config":
+            rule = next((rule for rule in CONTENTS if any(fnmatchcase(name, key) for key in rule.keys)), UNKNOWN)
+            before, after = _readable(saved[name]), _readable(now[name])
+            found.append(Change(name, before, after, rule, rule.effect(fork=fork), rule.why))
+    return Changes(tuple(found), next_iteration, fork)
+
+
+def rule_of(key: str) -> Rule:
+    """The rule with the most of the key in it."""
+    matching = [(pattern, rule) for rule in TABLE for pattern in _patterns(rule) if _matches(key, pattern)]
+    return max(matching, key=lambda found: found[0].count(".") - found[0].count("*"), default=("", UNKNOWN))[1]
+
+
+def table_rows() -> list[str]:
+    """The table in markdown, a row a rule, for a reader who wants to know what may change."""
+    header = ["| keys | on resume | in a fork | because |", "|---|---|---|---|"]
+    return header + [
+        f"| {', '.join(f'`{key}`' for key in rule.keys)} | {rule.resume.value} | {rule.fork.value} | "
+        f"{rule.why or 'a choice for the iterations to come'} |"
+        for rule in (*TABLE, *(_content(rule) for rule in CONTENTS))
+    ]
+
+
+def flat_config(tree: Tree) -> dict[str, Any]:
+    """Path -> value of every key of the config, also those that `tree` lacks, and of those that only it has.
+
+    A section is there as GIVEN; a list of sections by its indices.
+    """
+    return dict(_flat(ExperimentConfig, tree, ""))
+
+
+# ------------------------------------------------------------------------------------------------ one key
+
+
+DROPS = "data.overlong_prompts"
+
+
+def _judged(key: str, rule: Rule, before: Tree, after: Tree, *, next_iteration: int, fork: bool) -> tuple[Effect, str]:
+    """What the rule comes to with these two configs."""
+    if before.get(key) == NOT_THERE:
+        return NOTICED, "the version that saved did not have it"
+    if key == "num_iterations":
+        return rule.effect(fork=fork), _schedules(before, after, next_iteration)
+    if key == "data.max_prompt_length" and "drop" not in (before[DROPS], after[DROPS]):
+        return FREE, ""
+    if key == "algorithm.kl.coef" and after["algorithm.kl.controller"] == "fixed":
+        return NOTICED, ""
+    return rule.effect(fork=fork), rule.why
+
+
+def _schedules(before: Tree, after: Tree, iteration: int) -> str:
+    """What another number of iterations does to the rates of the trained models, by the new config's schedules."""
+    old, new = before["num_iterations"], after["num_iterations"]
+    if iteration > new:
+        return f"all {new} iterations are done"
+    names = [f"{name}.optimizer" for name in TRAINED if after[name] == GIVEN]
+    return "; ".join(_schedule(name, after, old, new, iteration=iteration) for name in names)
+
+
+def _schedule(name: str, config: Tree, old: int, new: int, *, iteration: int) -> str:
+    fields = {key: config[f"{name}.{key}"] for key in OptimizerConfig.model_fields}
+    optimizer = OptimizerConfig.model_validate(fields)
+    if optimizer.schedule == "constant":
+        return f"{name} has no schedule that ends"
+    rate = (
+        f"the {optimizer.schedule} schedule of {name} now ends at {new}: iteration {iteration} has the learning rate "
+    )
+    rate += f"{learning_rate(optimizer, iteration, new):.4g}"
+    if iteration > old:
+        return f"{rate}, after {learning_rate(optimizer, old, old):.4g} at the former end"
+    return f"{rate} instead of {learning_rate(optimizer, iteration, old):.4g}"
+
+
+def _of_one_algorithm(key: str, before: Tree, after: Tree) -> bool:
+    """Whether a key is there because of one algorithm alone, where both have another."""
+    other = before.get("algorithm.name") != after.get("algorithm.name")
+    return other and key.startswith("algorithm.") and (key not in before or key not in after)
+
+
+def _difference(change: Change) -> str:
+    return f"{change.key}: {change.before} -> {change.after}"
+
+
+def _content(rule: Rule) -> Rule:
+    """As the table names it beside the keys of the config."""
+    of_files = tuple(f"content of {key}" if key.startswith("data.") else key for key in rule.keys)
+    return Rule(of_files, rule.resume, rule.fork, rule.why)
+
+
+def _readable(digest: str) -> str:
+    """A version as it is; of other digests the first letters."""
+    try:
+        text = bytes.fromhex(digest).decode("ascii")
+    except ValueError:
+        return digest[:12]
+    return text if text.isprintable() and text else digest[:12]
+
+
+def _patterns(rule: Rule) -> Iterator[str]:
+    for key in rule.keys:
+        first, _, rest = key.partition(".")
+        names = {"MODEL": MODELS, "TRAINED": TRAINED}.get(first)
+        yield from [key] if names is None else [f"{name}.{rest}" for name in names]
+
+
+def _matches(key: str, pattern: str) -> bool:
+    parts, wanted = key.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(want in ("*", part) for part, want in zip(parts, wanted, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ a config, made flat
+
+
+def _flat(model: type[BaseModel], tree: Tree, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, field in model.model_fields.items():
+        yield from _flat_field(field, tree.get(name, _default(field)), f"{prefix}{name}")
+    for name, value in tree.items():
+        if name not in model.model_fields:
+            yield f"{prefix}{name}", _plain(value)
+
+
+def _flat_field(field: FieldInfo, value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    sections = sections_of(field.annotation)
+    if sections and isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from _flat_section(sections, item, f"{path}.{i}")
+    elif sections:
+        yield from _flat_section(sections, value, path)
+    else:
+        yield path, _plain(value)
+
+
+def _flat_section(sections: list[type[Section]], value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        yield path, _plain(value)
+        return
+    yield path, GIVEN
+    section = ALGORITHMS.get(str(value.get("name")), PPO) if len(sections) > 1 else sections[0]
+    yield from _flat(section, value, f"{path}.")
+
+
+def sections_of(annotation: Any) -> list[type[Section]]:
+    """The section classes inside an annotation such as tuple[Section, ...], Section | None or One | Another."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    if get_origin(annotation) is dict:
+        return []
+    return [section for inner in get_args(annotation) for section in sections_of(inner)]
+
+
+def _default(field: FieldInfo) -> Any:
+    """As a dumped config has it."""
+    default = field.get_default(call_default_factory=True)
+    if default is PydanticUndefined:
+        return NOT_THERE
+    return default.model_dump(mode="json") if isinstance(default, BaseModel) else default
+
+
+def _plain(value: Any) -> Any:
+    """As JSON and YAML have it, either of which the saved config may have come through."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

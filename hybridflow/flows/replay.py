@@ -1,0 +1,192 @@
+"""Batches of an earlier run in the engine's place: an iteration again, on another machine or by other code.
+
+    replay = Replay(dumped_batches("runs/quickstart"), vocab_size=..., max_length=...)
+    replay.generate(prompts, iteration=3, samples_per_prompt=4)     # what the run's engine gave then
+    replay.compared(done)                                           # and what was computed of it, then and now
+
+A file is what `metrics.dump_batches` writes: the fields of the flow's batch. Those of a `RolloutBatch` are taken for
+what was generated, and everything after is computed anew. That is the same iteration where the weights are those it
+began with: of the first, the models'; of a later one, those of the checkpoint before it.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridflow.batch import PromptBatch, RolloutBatch, offsets, response_mask
+from hybridflow.errors import CheckpointError, DataError
+from hybridflow.formats.file_bytes import opened, read_box
+from hybridflow.formats.safetensors_files import read_header
+from hybridflow.recording.iteration import Iteration
+from hybridflow.recording.run_dir import dumped_iteration
+from hybridflow.reshard.execute import ReshardCost
+
+FIELDS = tuple(field.name for field in dataclasses.fields(RolloutBatch))
+PER_TOKEN = ("input_ids", "response_mask", "rollout_log_probs")
+DTYPES = {"truncated": torch.bool, "response_mask": torch.bool, "rollout_log_probs": torch.float32}  # others: int64
+
+
+def dumped_batches(path: Path) -> dict[int, Path]:
+    """The dumped batches of a run directory, of its batches/, or a single one, by iteration, which ascends.
+
+    Errors: DataError where there is none.
+    """
+    if path.is_file():
+        number = dumped_iteration(path)
+        if number is None:
+            raise DataError(f"{path}: is no dumped batch: those are iteration_NNNNNN.safetensors")
+        return {number: path}
+    directory = path / "batches" if (path / "batches").is_dir() else path
+    numbers = {dumped_iteration(file): file for file in directory.glob("iteration_*.safetensors")}
+    found = {number: file for number, file in numbers.items() if number is not None}
+    if not found:
+        raise DataError(f"{directory}: holds no iteration_NNNNNN.safetensors; a run with metrics.dump_batches has them")
+    return dict(sorted(found.items()))
+
+
+class Replay:
+    """What a `Run` asks of a Generator, without an engine: no weights move."""
+
+    weights_stay = True
+    own_bytes = 0
+
+    def __init__(self, files: Mapping[int, Path], *, vocab_size: int, max_length: int) -> None:
+        self.files = files
+        self._vocab_size, self._max_length = vocab_size, max_length
+        self.costs: list[ReshardCost] = []
+
+    def resharded(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def awake(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def iterations(self, num_iterations: int) -> list[int]:
+        """Those up to `num_iterations` that there is a file of. Errors: DataError where there is none."""
+        found = [iteration for iteration in self.files if iteration <= num_iterations]
+        if not found:
+            first = min(self.files)
+            raise DataError(
+                f"{self.files[first]}: the first file is of iteration {first}, after num_iterations = {num_iterations}"
+            )
+        return found
+
+    def generate(
+        self,
+        prompts: PromptBatch,
+        *,
+        greedy: bool = False,
+        samples_per_prompt: int,
+        iteration: int,
+        first_prompt: int = 0,
+    ) -> RolloutBatch:
+        """What the engine gave in that iteration.
+
+        Errors: DataError naming file, field or row, and rule, where the file is not of these prompts or no batch.
+        """
+        file = self.files[iteration]
+        if greedy:
+            raise DataError(f"{file}: holds what was sampled; the flow asks for greedy responses, which no file has")
+        tensors = read_batch(file)
+        self._check_tensors(file, tensors)
+        rollout = RolloutBatch(**{name: tensors[name] for name in FIELDS})
+        self._check_rows(file, rollout)
+        _check_prompts(file, rollout, prompts, samples_per_prompt)
+        return rollout
+
+    def compared(self, done: Iteration) -> str:
+        """How far what was computed now is from what the file holds beside the rollout: a line."""
+        file = self.files[done.number]
+        told = differences(read_batch(file), vars(done.batch))
+        return (
+            f"iteration {done.number}: largest differences to {file}: {', '.join(told) or 'it holds the rollout alone'}"
+        )
+
+    def _check_tensors(self, file: Path, tensors: Mapping[str, Tensor]) -> None:
+        for name in FIELDS:
+            if name not in tensors:
+                raise DataError(f"{file}: has no {name}: a dumped batch has {', '.join(FIELDS)}")
+            found, dtype = tensors[name], DTYPES.get(name, torch.int64)
+            if found.dtype != dtype or found.dim() != 1:
+                raise DataError(f"{file}: {name} is {found.dtype} of shape {tuple(found.shape)}; expected {dtype} (n,)")
+        num_rows, lengths = len(tensors["lengths"]), tensors["lengths"]
+        _check_bounds(file, "lengths", lengths, 1, self._max_length)
+        for name in FIELDS:
+            expected = int(lengths.sum()) if name in PER_TOKEN else num_rows
+            if len(tensors[name]) != expected:
+                per = f"token of its {num_rows} sequences" if name in PER_TOKEN else "sequence"
+                raise DataError(f"{file}: {name} has {len(tensors[name])} entries; expected {expected}, one a {per}")
+
+    def _check_rows(self, file: Path, rollout: RolloutBatch) -> None:
+        _check_bounds(file, "input_ids", rollout.input_ids, 0, self._vocab_size - 1)
+        bad = ((rollout.prompt_lengths < 1) | (rollout.prompt_lengths > rollout.lengths)).nonzero()
+        if len(bad):
+            row = int(bad[0])
+            raise DataError(
+                f"{file}: prompt_lengths of row {row} is {int(rollout.prompt_lengths[row])}; expected 1 to its length "
+                f"{int(rollout.lengths[row])}"
+            )
+        if (rollout.response_mask & ~response_mask(rollout.lengths, rollout.prompt_lengths)).any():
+            raise DataError(f"{file}: response_mask marks tokens of a prompt; it may mark those after it alone")
+
+
+def _check_bounds(file: Path, name: str, values: Tensor, least: int, most: int) -> None:
+    bad = ((values < least) | (values > most)).nonzero()
+    if len(bad):
+        at = int(bad[0])
+        raise DataError(f"{file}: {name}[{at}] is {int(values[at])}; this config has those from {least} to {most}")
+
+
+def _check_prompts(file: Path, rollout: RolloutBatch, prompts: PromptBatch, samples_per_prompt: int) -> None:
+    """The rows answer these prompts: as many each, side by side, and token by token."""
+    expected = torch.arange(len(prompts)).repeat_interleave(samples_per_prompt)
+    if not torch.equal(rollout.prompt_indices, expected):
+        raise DataError(
+            f"{file}: prompt_indices of its {len(rollout)} rows are not those of {len(prompts)} prompts (data."
+            f"prompts_per_iteration) x {samples_per_prompt} responses (sampling.samples_per_prompt), side by side: the "
+            f"config is another, or the flow kept some rows alone, and the others are lost"
+        )
+    asked = prompts.token_lists()
+    starts, lengths = offsets(rollout.lengths).tolist(), rollout.prompt_lengths.tolist()
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        prompt = int(expected[row])
+        if rollout.input_ids[start : start + length].tolist() != asked[prompt]:
+            raise DataError(
+                f"{file}: row {row} begins with {length} tokens that are not prompt {prompt} of the iteration, "
+                f"{prompts.texts[prompt][:60]!r}: data, data.shuffle, seed and data.prompts_per_iteration must be "
+                f"those of the run that wrote it"
+            )
+
+
+def read_batch(file: Path) -> dict[str, Tensor]:
+    """All tensors of a file. Errors: DataError where it is missing or damaged."""
+    try:
+        entries = read_header(file)
+        tensors = {name: torch.empty(entry.info.shape, dtype=entry.info.dtype) for name, entry in entries.items()}
+        with opened(file) as fd:
+            for name, (_, start, info) in entries.items():
+                read_box(fd, file, start, info.shape, (0,) * len(info.shape), tensors[name])
+    except CheckpointError as error:
+        raise DataError(str(error)) from error
+    return tensors
+
+
+def differences(then: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> list[str]:
+    """`log_probs 1.2e-07`: the largest difference of each field but those of the rollout."""
+    names = [name for name in dict.fromkeys([*then, *now]) if name not in FIELDS]
+    return [f"{name} {_difference(then.get(name), now.get(name))}" for name in names]
+
+
+def _difference(then: Tensor | None, now: Tensor | None) -> str:
+    if then is None or now is None:
+        return "not in the file" if then is None else "not computed now"
+    if then.shape != now.shape:
+        return f"{tuple(then.shape)} in the file, {tuple(now.shape)} now"
+    then, now = then.double(), now.double()
+    alike = (then == now) | (then.isnan() & now.isnan())
+    between = (then - now).abs().masked_fill(alike, 0.0)
+    return f"{float(between.max()) if between.numel() else 0.0:.3g}"

@@ -1,0 +1,389 @@
+"""What may change between two starts of a run: every key has a rule, and the rules do what the table says."""
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from hybridflow.checkpoint.changes import (
+    FREE,
+    GIVEN,
+    NOTICED,
+    REFUSED,
+    TABLE,
+    UNKNOWN,
+    Changes,
+    Effect,
+    changes,
+    content_changes,
+    flat_config,
+    rule_of,
+    sections_of,
+    table_rows,
+)
+from hybridflow.config import ALGORITHMS, Custom, ExperimentConfig, OptimizerConfig, RoleConfig
+from hybridflow.data.digests import run_digests
+from hybridflow.data.inputs import load_inputs
+from hybridflow.errors import ConfigError
+from hybridflow.models.optimizer import learning_rate
+from tests.distributed.tiny_experiment import make_inputs, write_config
+from tests.tiny_models import VOCAB_SIZE
+
+MODEL = {"model": "m", "micro_batch_tokens": 64}
+TRAINED = {**MODEL, "optimizer": {"lr": 3e-4}}
+NEXT = 13
+
+
+def resolved(**given: Any) -> dict[str, Any]:
+    """A whole config as it is dumped. given: sections that take the place of these."""
+    tree = {
+        "name": "run",
+        "num_iterations": 60,
+        "data": {"train": "t.jsonl", "prompts_per_iteration": 4, "max_prompt_length": 8},
+        "sampling": {"max_response_length": 8, "samples_per_prompt": 2},
+        "actor": TRAINED,
+        "critic": TRAINED,
+        "reference": MODEL,
+        "reward": {"models": [MODEL], "functions": [{"function": "a.b:c"}]},
+        **given,
+    }
+    return ExperimentConfig.model_validate(tree).model_dump(mode="json")
+
+
+def with_value(key: str, value: Any, tree: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Another resolved config, which need not be one that can run."""
+    found = copy.deepcopy(resolved() if tree is None else tree)
+    *above, last = [int(part) if part.isdecimal() else part for part in key.split(".")]
+    node: Any = found
+    for part in above:
+        node = node[part]
+    node[last] = value
+    return found
+
+
+def found(now: dict[str, Any], saved: dict[str, Any] | None = None, *, fork: bool = False) -> Changes:
+    return changes(resolved() if saved is None else saved, now, next_iteration=NEXT, fork=fork)
+
+
+# ------------------------------------------------------------------------------------------------ every key
+
+
+def fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key that a config can have: of a list of sections that of its first, of a union those of all."""
+    for name, field in model.model_fields.items():
+        sections = sections_of(field.annotation)
+        index = ".0" if "tuple" in str(field.annotation) and sections else ""
+        if not sections:
+            yield f"{prefix}{name}"
+        for section in sections:
+            yield from fields(section, f"{prefix}{name}{index}.")
+
+
+def test_every_key_of_the_config_has_a_rule() -> None:
+    keys = set(fields(ExperimentConfig))
+    assert {"seed", "algorithm.flow", "algorithm.kl.coef", "reward.models.0.ranks", "critic.optimizer.eps"} <= keys
+    assert len(keys) > 150
+    assert [key for key in sorted(keys) if rule_of(key) is UNKNOWN] == []
+
+
+def test_every_section_that_may_be_left_out_has_a_rule() -> None:
+    optional = [name for name, field in ExperimentConfig.model_fields.items() if field.default is None]
+    assert optional == ["critic", "reference", "reward"]
+    for name in [*optional, "reward.models.0", "reward.functions.0"]:
+        assert rule_of(name) is not UNKNOWN, name
+
+
+def test_a_key_that_is_added_to_the_config_lacks_a_rule() -> None:
+    """Of a role, where each key has an entry of its own; sections that are alike as a whole have one entry."""
+
+    class Grown(RoleConfig):
+        novelty: int = 0
+
+    assert [key for key in fields(Grown, "actor.") if rule_of(key) is UNKNOWN] == ["actor.novelty"]
+    assert rule_of("rollout.novelty") is not UNKNOWN and rule_of("data.novelty") is UNKNOWN
+
+
+def test_every_rule_is_of_a_key_that_there_is() -> None:
+    keys = [*fields(ExperimentConfig), "critic", "reference", "reward", "reward.models.0", "reward.functions.0"]
+    used = {id(rule_of(key)) for key in keys}
+    assert [rule.keys for rule in TABLE if id(rule) not in used] == []
+
+
+# the key, another value, on resume, in a fork
+EFFECTS: list[tuple[str, Any, Effect, Effect]] = [
+    ("output_dir", "elsewhere", FREE, FREE),
+    ("actor.tensor_parallel_size", 2, FREE, FREE),
+    ("reward.models.0.ranks", "0-3", FREE, FREE),
+    ("critic.offload_optimizer", True, FREE, FREE),
+    ("actor.optimizer.zero1", False, FREE, FREE),
+    ("rollout.max_num_seqs", 8, FREE, FREE),
+    ("checkpoint.keep_last", 9, FREE, FREE),
+    ("metrics.num_samples", 0, FREE, FREE),
+    ("data.train", "moved/t.jsonl", FREE, FREE),
+    ("metrics.eval_reward", "a:b", NOTICED, NOTICED),
+    ("actor.optimizer.lr", 1e-4, NOTICED, NOTICED),
+    ("data.prompts_per_iteration", 8, NOTICED, NOTICED),
+    ("sampling.temperature", 0.5, NOTICED, NOTICED),
+    ("reward.functions.0.weight", 2.0, NOTICED, NOTICED),
+    ("algorithm.policy.clip_range", 0.1, NOTICED, NOTICED),
+    ("nonfinite.action", "skip", NOTICED, NOTICED),
+    ("reference.model", "other", NOTICED, NOTICED),
+    ("seed", 3, REFUSED, NOTICED),
+    ("data.shuffle", False, REFUSED, NOTICED),
+    ("data.prompt_key", "question", REFUSED, NOTICED),
+    ("reward.functions.0.function", "x:y", REFUSED, NOTICED),
+    ("actor.dtype", "float32", REFUSED, REFUSED),
+    ("critic.optimizer.name", "sgd", REFUSED, REFUSED),
+    ("critic", None, REFUSED, REFUSED),
+    ("reward.models", [], REFUSED, NOTICED),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "resume", "fork"), EFFECTS, ids=[key for key, *_ in EFFECTS])
+def test_a_key_may_change_or_not(key: str, value: Any, resume: Effect, fork: Effect) -> None:
+    now = with_value(key, value)
+    told = "reward.models.0" if key == "reward.models" else key  # what is gone
+    for is_fork, effect in ((False, resume), (True, fork)):
+        (change,) = found(now, fork=is_fork).found
+        assert (change.key, change.effect) == (told, effect)
+        if effect is REFUSED:
+            with pytest.raises(ConfigError, match=f"{told}: .* -> "):
+                found(now, fork=is_fork).refuse()
+        else:
+            found(now, fork=is_fork).refuse()
+
+
+# ------------------------------------------------------------------------------------------------ what is shown
+
+
+def test_equal_configs_have_no_changes() -> None:
+    """Also where one went through YAML, as a run directory has it, or JSON, as a checkpoint may."""
+    sampling = {"max_response_length": 8, "samples_per_prompt": 2, "logit_bias": {7: 0.5}, "stop": ["a"]}
+    tree = resolved(sampling=sampling, actor={**TRAINED, "ranks": "0-3"})
+    for saved in (tree, yaml.safe_load(yaml.safe_dump(tree)), json.loads(json.dumps(tree))):
+        assert found(tree, saved).lines() == []
+    in_python = ExperimentConfig.model_validate(tree).model_dump() | {"actor": tree["actor"]}
+    assert found(tree, in_python).lines() == []
+
+
+def test_lines_show_both_values_and_what_it_means() -> None:
+    now = resolved(
+        actor={**TRAINED, "optimizer": {"lr": 1e-4}, "micro_batch_tokens": 32},
+        data={"train": "t.jsonl", "prompts_per_iteration": 4, "max_prompt_length": 8, "shuffle": False},
+        sampling={"max_response_length": 8, "samples_per_prompt": 2, "top_p": 0.5},
+    )
+    assert found(now).lines() == [
+        "data.shuffle: True -> False  (may not change: which prompts come next follows from it: the place reached in "
+        "their order means something else)",
+        "sampling.top_p: 1.0 -> 0.5  (takes effect from iteration 13 on: responses are drawn so)",
+        "actor.micro_batch_tokens: 64 -> 32",
+        "actor.optimizer.lr: 0.0003 -> 0.0001  (takes effect from iteration 13 on)",
+    ]
+    assert "sampling.top_p" in found(now) and "seed" not in found(now)
+
+
+def test_all_that_is_refused_is_told_at_once() -> None:
+    now = with_value("seed", 3, with_value("actor.dtype", "float32"))
+    with pytest.raises(ConfigError) as error:
+        found(now).refuse()
+    assert str(error.value).splitlines() == [
+        "what may not change in a run that goes on:",
+        "seed: 0 -> 3: which prompts come next follows from it: the place reached in their order means something else",
+        "actor.dtype: bfloat16 -> float32: weights and optimizer state are of that type",
+        "give the former values; or start anew, checkpoint.load: none",
+    ]
+    with pytest.raises(ConfigError, match=r"checkpoint\.load: RUN_DIR, where they may"):
+        found(with_value("seed", 3)).refuse()
+    with pytest.raises(ConfigError, match="what may not change in a fork"):
+        found(now, fork=True).refuse()
+
+
+def test_another_algorithm_is_one_change_and_its_own_keys_are_none() -> None:
+    grpo = {"algorithm": {"name": "grpo"}, "critic": None}
+    assert [change.key for change in found(resolved(**grpo)).found if change.effect is REFUSED] == [
+        "critic",
+        "algorithm.name",
+    ]
+    keys = {change.key for change in found(resolved(**grpo)).found}
+    assert not {key for key in keys if key.startswith("critic.")} and "algorithm.gamma" not in keys
+    assert "algorithm.kl.use" in keys  # of both
+    flows = [
+        resolved(
+            algorithm={"name": "custom", "flow": f"a:{name}", "roles": ["actor", "reward"]}, critic=None, reference=None
+        )
+        for name in ("x", "y")
+    ]
+    assert found(flows[1], flows[0]).lines()[0].startswith("algorithm.flow: a:x -> a:y  (may not change")
+
+
+def test_a_reward_that_is_added_or_left_out_is_one_change() -> None:
+    more = resolved(reward={"models": [MODEL, MODEL], "functions": [{"function": "a.b:c"}]})
+    assert [(c.key, c.before, c.after) for c in found(more).found] == [("reward.models.1", "not there", GIVEN)]
+    assert [(c.key, c.before, c.after) for c in found(resolved(), more).found] == [
+        ("reward.models.1", GIVEN, "not there")
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ what depends
+
+
+def scheduled(num_iterations: int, **optimizer: Any) -> dict[str, Any]:
+    return resolved(num_iterations=num_iterations, actor={**TRAINED, "optimizer": {"lr": 3e-4, **optimizer}})
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_more_iterations_say_what_becomes_of_the_rate(schedule: str) -> None:
+    optimizer = OptimizerConfig(lr=3e-4, schedule=schedule, warmup_iterations=3)
+    rates = [f"{learning_rate(optimizer, NEXT, n):.4g}" for n in (60, 100)]
+    given = {"schedule": schedule, "warmup_iterations": 3}
+    (line,) = found(scheduled(100, **given), scheduled(60, **given)).lines()
+    assert line == (
+        f"num_iterations: 60 -> 100  (takes effect from iteration 13 on: the {schedule} schedule of actor.optimizer "
+        f"now ends at 100: iteration 13 has the learning rate {rates[1]} instead of {rates[0]}; critic.optimizer has "
+        f"no schedule that ends)"
+    )
+    assert rates[0] != rates[1]
+
+
+def test_more_iterations_after_the_end_say_where_the_rate_was() -> None:
+    given = {"schedule": "linear", "min_lr": 1e-5}
+    (line,) = found(scheduled(24, **given), scheduled(12, **given)).lines()
+    again = learning_rate(OptimizerConfig(lr=3e-4, **given), NEXT, 24)
+    assert f"iteration 13 has the learning rate {again:.4g}, after 1e-05 at the former end" in line
+    (line,) = found(scheduled(12), scheduled(24)).lines()
+    assert "all 12 iterations are done" in line
+
+
+def test_a_longer_prompt_may_be_allowed_where_none_is_dropped() -> None:
+    longer = with_value("data.max_prompt_length", 9)
+    assert [change.effect for change in found(longer).found] == [FREE]
+    drops = with_value("data.overlong_prompts", "drop")
+    assert found(drops).found[0].effect is FREE
+    both = with_value("data.max_prompt_length", 9, drops)
+    assert [change.effect for change in found(both, drops).found] == [REFUSED]
+    assert [change.effect for change in found(both, drops, fork=True).found] == [NOTICED]
+    effects = {change.key: change.effect for change in found(longer, drops).found}
+    assert effects == {"data.max_prompt_length": REFUSED, "data.overlong_prompts": FREE}
+
+
+def test_a_kl_coefficient_counts_where_it_is_fixed() -> None:
+    (line,) = found(with_value("algorithm.kl.coef", 0.5)).lines()
+    assert line == "algorithm.kl.coef: 0.05 -> 0.5  (takes effect from iteration 13 on)"
+    adaptive = with_value("algorithm.kl.controller", "adaptive")
+    (line,) = found(with_value("algorithm.kl.coef", 0.5, adaptive), adaptive).lines()
+    assert line.endswith("an adaptive controller goes on from the coefficient it has reached)")
+
+
+# ------------------------------------------------------------------------------------------------ other versions
+
+
+def test_a_config_of_another_version_is_compared_as_far_as_it_goes() -> None:
+    """What it lacks has its default; what is not known any more is shown; neither is refused."""
+    saved = resolved()
+    for key in ("watchdog", "platform", "nonfinite"):
+        del saved[key]
+    del saved["sampling"]["min_p"], saved["actor"]["optimizer"]["betas"]
+    assert found(resolved(), saved).lines() == []
+    saved["data"]["epochs"], saved["telemetry"] = 3, {"url": "x"}
+    assert found(resolved(), saved).lines() == [
+        "data.epochs: 3 -> not there  (this version does not know it)",
+        "telemetry: {'url': 'x'} -> not there  (this version does not know it)",
+    ]
+    found(resolved(), saved).refuse()
+    (line,) = found(with_value("watchdog.save_seconds", 5.0), saved).lines()[:1]
+    assert line == "watchdog.save_seconds: 3600.0 -> 5.0"
+    lacking = resolved()
+    del lacking["actor"]["model"], lacking["num_iterations"]
+    assert found(resolved(), lacking).lines() == [
+        "num_iterations: not there -> 60  (takes effect from iteration 13 on: the version that saved did not have it)",
+        "actor.model: not there -> m  (takes effect from iteration 13 on: the version that saved did not have it)",
+    ]
+
+
+def test_every_algorithm_is_made_flat_by_its_own_keys() -> None:
+    custom = {"name": "custom", "flow": "a:b", "roles": ["actor"], "options": {"keep": {"x": 1}}}
+    flat = flat_config(resolved(algorithm=custom, critic=None, reference=None, reward=None))
+    assert flat["algorithm.options"] == {"keep": {"x": 1}} and flat["algorithm.roles"] == ["actor"]
+    assert flat["critic"] is None and "critic.model" not in flat and flat["actor"] == GIVEN
+    own = {f"algorithm.{name}" for name in Custom.model_fields}
+    assert {key for key in flat if key.count(".") == 1 and key.startswith("algorithm.")} == own
+    assert set(ALGORITHMS) == {"ppo", "grpo", "custom"}
+
+
+# ------------------------------------------------------------------------------------------------ contents
+
+
+def hexed(**texts: str) -> dict[str, str]:
+    return {name.replace("_", " "): text.encode().hex() for name, text in texts.items()}
+
+
+CONTENT_EFFECTS = {
+    "data.train": (REFUSED, NOTICED),
+    "data.heldout": (NOTICED, NOTICED),
+    "the tokenizer of actor.model": (REFUSED, NOTICED),
+    "config.json of actor.model": (REFUSED, REFUSED),
+    "config.json of critic.model": (REFUSED, REFUSED),
+    "config.json of reference.model": (REFUSED, NOTICED),
+    "config.json of reward.models.1.model": (REFUSED, NOTICED),
+    "hybridflow's code": (NOTICED, NOTICED),
+    "the version of torch": (NOTICED, NOTICED),
+    "the file of my.rewards": (NOTICED, NOTICED),
+}
+
+
+@pytest.mark.parametrize("name", CONTENT_EFFECTS)
+def test_a_content_may_change_or_not(name: str) -> None:
+    saved, now = {name: "ab" * 16, "the config": "00"}, {name: "cd" * 16, "the config": "11"}
+    for fork, effect in zip((False, True), CONTENT_EFFECTS[name], strict=True):
+        different = content_changes(saved, now, next_iteration=NEXT, fork=fork)
+        assert [(change.key, change.effect) for change in different.found] == [(name, effect)]
+        if effect is REFUSED:
+            with pytest.raises(ConfigError, match=f"{name}: abababababab -> cdcdcdcdcdcd: "):
+                different.refuse()
+        else:
+            different.refuse()
+    assert content_changes(saved, saved, next_iteration=NEXT).found == ()
+    assert content_changes(saved, {}, next_iteration=NEXT).found == ()  # the config says so
+
+
+def test_every_digest_of_a_run_has_a_rule(tmp_path: Path) -> None:
+    make_inputs(tmp_path)
+    config = ExperimentConfig.from_yaml(
+        write_config(tmp_path / "config.yaml", tmp_path),
+        [f"data.heldout={tmp_path / 'heldout.jsonl'}", "metrics.eval_reward=hybridflow.rewards:exact_match"],
+    )
+    digests = {name: digest.hex() for name, digest in run_digests(config, load_inputs(config, VOCAB_SIZE)).items()}
+    assert {"data.heldout", "config.json of reward.models.0.model", "the file of hybridflow.rewards"} <= set(digests)
+    other = {name: digest[::-1] for name, digest in digests.items()}
+    different = content_changes(digests, other, next_iteration=NEXT)
+    assert {change.key for change in different.found} == set(digests) - {"the config"}
+    assert [change.key for change in different.found if change.rule is UNKNOWN] == []
+
+
+def test_versions_are_shown_as_they_are() -> None:
+    saved, now = hexed(the_version_of_torch="2.12.0"), hexed(the_version_of_torch="2.13.0+cpu")
+    assert content_changes(saved, now, next_iteration=NEXT).lines() == [
+        "the version of torch: 2.12.0 -> 2.13.0+cpu  (takes effect from iteration 13 on: bit for bit the same only "
+        "with the same code and versions)"
+    ]
+    (change,) = content_changes({"novelty": "ff"}, {"novelty": "fe"}, next_iteration=NEXT).found
+    assert change.rule is UNKNOWN
+
+
+# ------------------------------------------------------------------------------------------------ the table
+
+
+def test_the_table_shows_every_rule() -> None:
+    rows = table_rows()
+    assert (
+        rows[2] == "| `name`, `output_dir` | yes | yes | where the run is written; checkpoint.load: auto looks there |"
+    )
+    assert "| `TRAINED.optimizer.name` | no | no | the optimizer state is of that optimizer |" in rows
+    assert all(row.count(" | ") == 3 for row in rows if row.startswith("| `"))
+    keys = [key for row in rows for key in row.split("|")[1].replace("`", "").split(",")]
+    assert len(keys) == len(set(keys))  # no key has two rules

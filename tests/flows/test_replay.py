@@ -1,0 +1,302 @@
+"""Dumped batches in the engine's place: the same numbers and weights again; and runs that train nothing."""
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hybridflow import train
+from hybridflow.batch import PromptBatch
+from hybridflow.errors import DataError
+from hybridflow.flows.replay import FIELDS, Replay, differences, dumped_batches, read_batch
+from tests.distributed.test_determinism import MEASURED
+from tests.distributed.tiny_experiment import make_inputs, write_config
+from tests.launch import run_ranks
+
+NUM_ITERATIONS = 2
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def prompts() -> PromptBatch:
+    """Two: 5 6 and 7."""
+    return PromptBatch(torch.tensor([5, 6, 7]), torch.tensor([2, 1]), ("one", "two"), {})
+
+
+def batch() -> dict[str, Tensor]:
+    """Two responses to each: 5 6 | 8 9, 5 6 | 9, 7 | 8, 7 | 8 9 9; with what PPO computes of them."""
+    lengths, prompt_lengths = torch.tensor([4, 3, 2, 4]), torch.tensor([2, 2, 1, 1])
+    return {
+        "input_ids": torch.tensor([5, 6, 8, 9, 5, 6, 9, 7, 8, 7, 8, 9, 9]),
+        "lengths": lengths,
+        "prompt_lengths": prompt_lengths,
+        "prompt_indices": torch.tensor([0, 0, 1, 1]),
+        "truncated": torch.tensor([False, True, False, False]),
+        "response_mask": torch.tensor([0, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1, 1, 1], dtype=torch.bool),
+        "rollout_log_probs": torch.linspace(-1, 0, 13),
+        "log_probs": torch.linspace(-1, 0, 13),
+    }
+
+
+def generated(file: Path, tensors: dict[str, Tensor] | None = None) -> object:
+    if tensors is not None:
+        save_file(tensors, file)
+    replay = Replay({3: file}, vocab_size=10, max_length=4)
+    return replay.generate(prompts(), samples_per_prompt=2, iteration=3)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "iteration_000003.safetensors"
+
+
+def test_a_file_gives_the_rollout_that_it_holds(file: Path) -> None:
+    rollout = generated(file, batch())
+    assert set(vars(rollout)) == set(batch()) - {"log_probs"}
+    assert all(torch.equal(getattr(rollout, name), batch()[name]) for name in vars(rollout))
+
+
+def changed(name: str, value: Callable[[Tensor], Tensor] | None) -> dict[str, Tensor]:
+    tensors = batch()
+    if value is None:
+        del tensors[name]
+    else:
+        tensors[name] = value(tensors[name]).contiguous()
+    return tensors
+
+
+def put(at: int, value: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.index_fill(0, torch.tensor([at]), value)
+
+
+BAD = {
+    "missing": (changed("truncated", None), r"has no truncated: a dumped batch has input_ids, lengths"),
+    "dtype": (
+        changed("input_ids", Tensor.int),
+        r"input_ids is torch.int32 of shape \(13,\); expected torch.int64 \(n,\)",
+    ),
+    "shape": (changed("lengths", lambda x: x[None]), r"lengths is torch.int64 of shape \(1, 4\); expected"),
+    "too few tokens": (
+        changed("rollout_log_probs", lambda x: x[:-1]),
+        r"rollout_log_probs has 12 entries; expected 13",
+    ),
+    "too few rows": (changed("truncated", lambda x: x[1:]), r"truncated has 3 entries; expected 4, one a sequence"),
+    "an empty row": (changed("lengths", put(1, 0)), r"lengths\[1\] is 0; this config has those from 1 to 4"),
+    "a long row": (changed("lengths", put(0, 5)), r"lengths\[0\] is 5; this config has those from 1 to 4"),
+    "a token": (changed("input_ids", put(3, 10)), r"input_ids\[3\] is 10; this config has those from 0 to 9"),
+    "a prompt's length": (
+        changed("prompt_lengths", put(2, 3)),
+        r"prompt_lengths of row 2 is 3; expected 1 to its length 2",
+    ),
+    "the mask": (changed("response_mask", put(4, 1)), r"response_mask marks tokens of a prompt"),
+    "the prompts' order": (
+        changed("prompt_indices", put(1, 1)),
+        r"prompt_indices of its 4 rows are not those of 2 prompts",
+    ),
+    "another prompt": (changed("input_ids", put(7, 6)), r"row 2 begins with 1 tokens that are not prompt 1 of .*'two'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_file_that_is_no_batch_of_these_prompts_is_refused(name: str, file: Path) -> None:
+    tensors, message = BAD[name]
+    with pytest.raises(DataError, match=f"^{file}: {message}"):
+        generated(file, tensors)
+
+
+def test_a_file_that_is_cut_anywhere_is_refused(file: Path) -> None:
+    save_file(batch(), file)
+    whole = file.read_bytes()
+    for size in range(len(whole)):
+        file.write_bytes(whole[:size])
+        with pytest.raises(DataError, match=f"^{file}: "):
+            read_batch(file)
+    with pytest.raises(DataError, match="no such file"):
+        read_batch(file.with_name("absent.safetensors"))
+
+
+def test_batches_are_found_in_a_run_a_folder_or_a_file(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "batches"
+    folder.mkdir(parents=True)
+    for name in ("iteration_000010", "iteration_000002", "nonfinite_000003", "iteration_1"):
+        (folder / f"{name}.safetensors").write_bytes(b"")
+    (folder / "iteration_000004.partial").write_bytes(b"")
+    assert list(dumped_batches(tmp_path / "run")) == list(dumped_batches(folder)) == [1, 2, 10]
+    file = folder / "iteration_000002.safetensors"
+    assert dumped_batches(file) == {2: file}
+    with pytest.raises(DataError, match=r"nonfinite_000003.safetensors: is no dumped batch"):
+        dumped_batches(folder / "nonfinite_000003.safetensors")
+    for empty in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(DataError, match=f"^{empty}: holds no iteration_NNNNNN.safetensors"):
+            dumped_batches(empty)
+    replay = Replay(dumped_batches(folder), vocab_size=1, max_length=1)
+    assert replay.iterations(9) == [1, 2]
+    with pytest.raises(DataError, match="the first file is of iteration 2, after num_iterations = 1"):
+        Replay({2: file}, vocab_size=1, max_length=1).iterations(1)
+
+
+def test_differences_are_the_largest_of_each_field() -> None:
+    nan, inf = float("nan"), float("inf")
+    then = {
+        "input_ids": torch.tensor([1]),
+        "alike": torch.tensor([nan, inf, 1.0]),
+        "values": torch.tensor([1.0, 2.0, -3.0]),
+        "broken": torch.tensor([1.0, 2.0]),
+        "marks": torch.tensor([True, False]),
+        "gone": torch.zeros(1),
+        "cut": torch.zeros(2),
+        "empty": torch.zeros(0),
+    }
+    now = {
+        **then,
+        "input_ids": torch.tensor([2]),
+        "values": torch.tensor([1.0, 2.5, -3.125]),
+        "broken": torch.tensor([1.0, nan]),
+        "marks": torch.tensor([True, True]),
+        "cut": torch.zeros(3),
+        "new": torch.zeros(1),
+    }
+    del now["gone"]
+    assert differences(then, now) == [
+        "alike 0",
+        "values 0.5",
+        "broken nan",
+        "marks 1",
+        "gone not computed now",
+        "cut (2,) in the file, (3,) now",
+        "empty 0",
+        "new not in the file",
+    ]
+
+
+def test_a_replay_and_a_rollout_exclude_each_other(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        train.main(["config.yaml", "--replay", "runs/x", "--rollout-only"])
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ whole runs
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = make_inputs(tmp_path_factory.mktemp("replay"))
+    config = json.loads(write_config(root / "config.yaml", root).read_text())
+    for name in ("actor", "critic"):
+        config[name]["optimizer"] |= {"schedule": "linear", "min_lr": 5e-4}
+    config["algorithm"]["kl"] = {"controller": "adaptive"}  # there is a state beside the weights
+    config["data"]["heldout"] = str(root / "heldout.jsonl")
+    config["metrics"] |= {"eval_interval": 2, "eval_reward": "hybridflow.rewards:exact_match"}
+    (root / "config.yaml").write_text(json.dumps(config))
+    return root
+
+
+@pytest.fixture(scope="module")
+def output(root: Path) -> str:
+    return run_ranks(2, "tests.flows.replay_worker", root / "config.yaml", root / "out.json").stdout
+
+
+@pytest.fixture(scope="module")
+def weights(root: Path, output: str) -> dict[str, dict[str, str]]:
+    """By run, after each iteration, of rank 0."""
+    return json.loads((root / "out.json").read_text())
+
+
+def rows(run_dir: Path) -> list[dict[str, str]]:
+    """What metrics.csv has of each iteration, without what is measured or of the engine, or of held-out prompts."""
+    with (run_dir / "metrics.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    apart = ("reshard/", "eval/", "memory/")
+    return [
+        {name: cell for name, cell in row.items() if not (MEASURED.fullmatch(name) or name.startswith(apart))}
+        for row in found
+        if row["iteration"] != "0"
+    ]
+
+
+def compared(output: str, iteration: int) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith(f"iteration {iteration}: largest differences to ")]
+
+
+def names(run_dir: Path) -> set[str]:
+    return {path.name for path in run_dir.iterdir()}
+
+
+@pytest.mark.distributed
+def test_a_replay_gives_the_metrics_and_weights_of_the_run(root: Path, weights: dict, output: str) -> None:
+    """To the last bit, without vLLM."""
+    run, replayed = rows(root / "run"), rows(root / "run-replay")
+    assert [row["iteration"] for row in run] == ["1", "2"]
+    assert replayed == run and {"actor/loss", "critic/grad_norm", "kl/coef", "actor/lr"} <= set(run[0])
+    assert weights["replayed"] == weights["run"]
+    assert len(set(weights["run"].values())) == 1 + NUM_ITERATIONS  # each has moved them
+    for iteration in (1, 2):
+        file = root / "run" / "batches" / f"iteration_{iteration:06d}.safetensors"
+        fields = [name for name in load_file(file) if name not in FIELDS]
+        line, *_ = compared(output, iteration)  # with the run's own weights; later replays begin with others
+        assert str(file) in line
+        assert sorted(line.partition("safetensors: ")[2].split(", ")) == sorted(f"{name} 0" for name in fields)
+
+
+@pytest.mark.distributed
+def test_a_replay_leaves_the_run_alone_and_writes_no_model(root: Path, weights: dict, output: str) -> None:
+    assert {"hf", "metrics.csv", "batches"} <= names(root / "run") and not (root / "run.1").exists()
+    assert "hf" not in names(root / "run-replay")
+    assert "nothing is generated, held-out prompts are not evaluated, and no model is written" in output
+    with (root / "run-replay" / "metrics.csv").open() as file:
+        assert "eval/accuracy" not in file.readline()
+
+
+@pytest.mark.distributed
+def test_one_iteration_is_replayed_with_its_own_rate_and_prompts(root: Path, weights: dict, output: str) -> None:
+    """Beginning with other weights than it had: what is computed of it differs, and that is told."""
+    (row,) = rows(root / "second-replay")
+    assert (row["iteration"], row["actor/lr"]) == ("2", rows(root / "run")[1]["actor/lr"])
+    assert weights["second"]["start"] == weights["run"]["start"] and list(weights["second"]) == ["start", "2"]
+    _, line = compared(output, 2)
+    told = dict(part.split(" ") for part in line.partition("safetensors: ")[2].split(", "))
+    assert float(told["log_probs"]) > 1e-4 and float(told["values"]) > 1e-4
+    assert float(told["ref_log_probs"]) == float(told["raw_scores"]) == 0.0
+
+
+@pytest.mark.distributed
+def test_what_no_file_holds_is_told(root: Path, weights: dict) -> None:
+    assert "the flow asks for greedy responses, which no file has" in weights["greedy"]["error"]
+    assert "iteration_000001.safetensors: row 0 begins with " in weights["other_prompts"]["error"]
+    assert "or the flow kept some rows alone, and the others are lost" in weights["kept_replayed"]["error"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["ppo", "grpo", "direct_step"])
+def test_a_rollout_trains_nothing(name: str, root: Path, weights: dict, output: str) -> None:
+    assert set(weights[name]) == {"start", "1", "2"} and len(set(weights[name].values())) == 1
+    run_dir = root / f"{name}-rollout"
+    assert "hf" not in names(run_dir) and len(names(run_dir / "batches")) == NUM_ITERATIONS
+    columns = set(rows(run_dir)[0])
+    assert "rollout/response_length_mean" in columns
+    assert not {x for x in columns if x.startswith(("actor/", "critic/")) and x != "critic/explained_variance"}
+    assert "rollout only: nothing is trained, and no model is written" in output
+
+
+@pytest.mark.distributed
+def test_a_rollout_scores_as_the_run_does(root: Path, weights: dict) -> None:
+    first = "batches/iteration_000001.safetensors"
+    found, expected = load_file(root / "ppo-rollout" / first), load_file(root / "run" / first)
+    assert found.keys() == expected.keys() and "advantages" in found
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.distributed
+def test_a_replay_by_command_on_another_number_of_ranks(root: Path, weights: dict) -> None:
+    copied = shutil.copytree(root / "run", root / "copied")
+    arguments = ["name=single", "actor.tensor_parallel_size=1", "--replay", copied, "--num-iterations", "1"]
+    done = run_ranks(1, "hybridflow.train", root / "config.yaml", *arguments)
+    assert "hybridflow single-replay" in done.stdout and "trained model" not in done.stdout
+    (row,) = rows(root / "single-replay")
+    assert float(row["actor/loss"]) == pytest.approx(float(rows(root / "run")[0]["actor/loss"]), abs=1e-5)
