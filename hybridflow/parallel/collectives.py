@@ -12,7 +12,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,9 +83,6 @@ class LastCall:
     peer: int | None  # rank of the world
     inside: bool
     over: bool
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         peer = "" if self.peer is None else f" with rank {self.peer}"
