@@ -415,7 +415,9 @@ class CheckpointConfig(Section):
     keep_best: NonNegativeInt = 0  # also so many of those whose best_metric was highest
     best_metric: str = "reward/score_mean"
     async_save: bool = False  # training goes on once all is copied to host memory
-    load: str = "auto"  # auto: the run directory's latest; none: start anew; a checkpoint or run directory: a fork of it
+    load: str = (
+        "auto"  # auto: the run directory's latest; none: start anew; a checkpoint or run directory: a fork of it
+    )
     save_rollout: bool = False  # keep the responses of an iteration until it is over
     on_error: Literal["stop", "continue"] = "stop"  # when a checkpoint cannot be written
     grace_seconds: PositiveFloat = 300.0  # from a signal to the end of the run
@@ -424,7 +426,7 @@ class CheckpointConfig(Section):
 
 
 class WatchdogConfig(Section):
-    """Seconds that a rank may be in a phase of the run; when one is over, all ranks end with a report on who is stuck."""
+    """Seconds that a rank may be in a phase of the run; then all ranks end, with a report on who is stuck."""
 
     start_seconds: PositiveFloat = 3600.0  # building the models and the engine, loading a checkpoint
     rollout_seconds: PositiveFloat = 7200.0
@@ -432,6 +434,10 @@ class WatchdogConfig(Section):
     update_seconds: PositiveFloat = 7200.0
     evaluate_seconds: PositiveFloat = 7200.0
     save_seconds: PositiveFloat = 3600.0
+
+    def deadlines(self) -> dict[str, float]:
+        """Seconds by phase."""
+        return {name.removesuffix("_seconds"): seconds for name, seconds in self}
 
 
 class ExperimentConfig(Section):

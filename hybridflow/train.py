@@ -66,13 +66,21 @@ def _train(options: argparse.Namespace) -> None:
         check_output_dir(config)
         where = f"{world_size} ranks, platform {device_name()}"
         print(f"{config.name}: loading {', '.join(config.roles())} and the engine, {where}", flush=True)
+    from hybridflow.parallel.stop import StopRequest
+    from hybridflow.parallel.watchdog import Watchdog
     from hybridflow.recording.progress import print_summary
     from hybridflow.trainer import RLTrainer
 
-    trainer = RLTrainer(config)
-    summary = trainer.fit(options.num_iterations)
+    watchdog = Watchdog(config.watchdog.deadlines(), StopRequest(config.checkpoint.grace_seconds))
+    try:
+        trainer = RLTrainer(config, watchdog)
+        summary = trainer.fit(options.num_iterations)
+    except Exception as error:
+        watchdog.failed(error)  # does not return where another rank's end is the cause
+        raise
     if trainer.platform.rank == 0:
         print_summary(f"hybridflow {config.name}", summary.rows(config.run_dir))
+    watchdog.close()
 
 
 def _report(error: Exception) -> None:

@@ -31,6 +31,8 @@ from hybridflow.parallel.agreement import check_agreement
 from hybridflow.parallel.device import choose_platform
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
+from hybridflow.parallel.stop import StopRequest
+from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.planning.placed import PlacedRun, place
 from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.measure import Stopwatch
@@ -74,12 +76,24 @@ def build_roles(placed: PlacedRun, world: World, caller: FunctionCaller) -> Role
 class RLTrainer:
     """One config, ready to run. Building it is collective over the world and checks everything a user gave."""
 
-    def __init__(self, config: ExperimentConfig) -> None:
+    def __init__(self, config: ExperimentConfig, watchdog: Watchdog | None = None) -> None:
+        """watchdog: one that has not started, with the stop request of the process; without it signals end a run."""
         choose_platform(config.platform)  # before anything asks
         _, world_size = platforms.torchrun_rank()
         self.config, self.placed = config, place(config, world_size)
         self.flow = flow_of(config.algorithm)
-        self.platform = platforms.start(config.seed, config.platform)
+        deadlines = config.watchdog.deadlines()
+        self.platform = platforms.start(config.seed, config.platform, longest_phase_seconds=max(deadlines.values()))
+        if watchdog is None:
+            watchdog = Watchdog(deadlines, StopRequest(config.checkpoint.grace_seconds, signals=()))
+        self.watchdog, self.stop = watchdog, watchdog.stop
+        watchdog.start(platforms.world_group(), config.run_dir / "logs")
+        with watchdog.during("start"):
+            self._build()
+
+    def _build(self) -> None:
+        """Inputs, models, engine: what takes long, and is collective over the world."""
+        config = self.config
         self.inputs: Inputs = load_inputs(config, self.placed.actor.spec.vocab_size)
         check_agreement(run_digests(config, self.inputs), platforms.world_group())
         prepare_vllm()  # a missing vLLM is told before the models load
@@ -105,6 +119,7 @@ class RLTrainer:
             platform=self.platform,
             exchange=self.exchange,
             watch=watch,
+            watchdog=self.watchdog,
         )
 
     @classmethod
@@ -133,7 +148,8 @@ class RLTrainer:
                     recorder.evaluated(done, self.evaluate())
                 recorder.iteration(done)
             recorder.phase("writing the trained actor")
-            export_huggingface(self.roles.actor, self.config.run_dir / "hf", report=recorder.message)
+            with self.watchdog.during("save"):
+                export_huggingface(self.roles.actor, self.config.run_dir / "hf", report=recorder.message)
         return recorder.summary()
 
     def iterate(self, iteration: int, num_iterations: int, recorder: Recorder) -> Iteration | None:
@@ -144,6 +160,8 @@ class RLTrainer:
         except NonFinite as found:
             self._lost(iteration, found, recorder)
             return None
+        finally:
+            self.watchdog.rest()
         self.run.state = replace(self.run.state, nonfinite_in_a_row=0)
         return done
 
@@ -164,10 +182,11 @@ class RLTrainer:
         heldout, right, name = self.inputs.heldout, self.inputs.right, self.config.metrics.eval_reward
         assert heldout is not None and right is not None and name is not None, "the config names no held-out data"
         prompts = heldout.batch(list(range(len(heldout))))
-        responses = self.run.greedy_responses(prompts)
-        return evaluate(
-            responses, prompts, right, name, caller=self.caller, scorer=self.roles.scorer, exchange=self.exchange
-        )
+        with self.watchdog.during("evaluate"):
+            responses = self.run.greedy_responses(prompts)
+            return evaluate(
+                responses, prompts, right, name, caller=self.caller, scorer=self.roles.scorer, exchange=self.exchange
+            )
 
     def _evaluates(self, iteration: int, num_iterations: int) -> bool:
         interval = self.config.metrics.eval_interval

@@ -34,6 +34,7 @@ from hybridflow.parallel.agreement import check_agreement, digest_tensors
 from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.platform import Platform, world_group
 from hybridflow.parallel.seeds import request_seed
+from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.recording.iteration import Iteration, Metrics, batch_metrics, cost_metrics
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.rewards.scorer import Scores
@@ -78,9 +79,10 @@ class Run:
         platform: Platform,
         exchange: Exchange,
         watch: Stopwatch,
+        watchdog: Watchdog,
     ) -> None:
         self._config, self._roles, self._generator, self._dataset = config, roles, generator, prompts
-        self._platform, self._exchange, self._watch = platform, exchange, watch
+        self._platform, self._exchange, self._watch, self._watchdog = platform, exchange, watch, watchdog
         self.state = RunState(kl_coef=config.algorithm.kl.coef)
         self._stage_stack = contextlib.ExitStack()
         self._show: Callable[[str], None] = lambda text: None
@@ -249,6 +251,7 @@ class Run:
     def _enter(self, stage: str) -> None:
         """The stage before ends, this one begins."""
         self._stage_stack.close()
+        self._watchdog.enter(stage)
         self._stage_stack.enter_context(self._watch.phase(stage))
         self._show(f"iteration {self.iteration}: {STAGES[stage]}")
 

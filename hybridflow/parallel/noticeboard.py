@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 ANSWER_SECONDS = 5.0
 
@@ -23,18 +23,24 @@ T = TypeVar("T")
 class Noticeboard:
     """Keys lie under `prefix`, which no other start has: torchrun's store outlives a restart."""
 
-    def __init__(self, store: dist.Store, prefix: str) -> None:
-        self._store = dist.PrefixStore(f"hybridflow/{prefix}", store.clone())
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = PrefixStore(f"hybridflow/{prefix}", store.clone())  # type: ignore[attr-defined]  # torch has it, its stub not
         self._store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
         self._questions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._one_at_a_time = threading.Lock()
         self._answered = threading.Event()
         self._answered.set()
+        self._closed = False
         threading.Thread(target=self._ask, name="hybridflow noticeboard", daemon=True).start()
 
     def post(self, key: str, text: str = "") -> bool:
         """Whether it was taken."""
-        return self._answer(lambda: (self._store.set(key, text), True)[1]) or False
+
+        def set_it() -> bool:
+            self._store.set(key, text)
+            return True
+
+        return self._answer(set_it) or False
 
     def read(self, key: str) -> str | None:
         """None where there is no such note, too."""
@@ -47,9 +53,14 @@ class Noticeboard:
         """The new count; with 0, the count."""
         return self._answer(lambda: self._store.add(key, amount))
 
+    def close(self) -> None:
+        """Nothing is asked from now on: Python does not end well while a thread is inside torch."""
+        with self._one_at_a_time:
+            self._closed = True
+
     def _answer(self, question: Callable[[], T]) -> T | None:
         with self._one_at_a_time:
-            if not self._answered.is_set():  # it still waits for the answer before
+            if self._closed or not self._answered.is_set():  # it still waits for the answer before
                 return None
             found: list[T] = []
             self._answered.clear()

@@ -16,18 +16,19 @@ Everything that ends a rank because of another is done by this thread alone.
 """
 
 import atexit
+import contextlib
 import secrets
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from hybridflow.errors import ExitStatus
+from hybridflow.errors import ExitStatus, UserError
 from hybridflow.parallel.collectives import Collectives
 from hybridflow.parallel.hang_report import Statement, report
 from hybridflow.parallel.last_words import in_time, leave, say
@@ -35,7 +36,6 @@ from hybridflow.parallel.noticeboard import ANSWER_SECONDS, Noticeboard
 from hybridflow.parallel.peers import (
     NOT_RUNNING,
     Condition,
-    Peer,
     Wake,
     condition,
     gather_peers,
@@ -55,6 +55,8 @@ HOLD_SECONDS = 10.0  # that a rank stays for torchrun to see first who ended fir
 REPORT = "hang_report.txt"
 PEACEFUL = "left"  # notes, each with a rank: it ended as it should, ...
 FAILED = "failed"  # ... or has itself said why
+# what gloo's and NCCL's errors say of a connection whose other end is gone
+LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "NCCL", "gloo/transport")
 
 
 class Watchdog:
@@ -63,7 +65,7 @@ class Watchdog:
     def __init__(
         self, deadlines: Mapping[str, float], stop: StopRequest, *, host_silence_seconds: float = HOST_SILENCE
     ) -> None:
-        self._deadlines, self._stop, self._host_silence = dict(deadlines), stop, host_silence_seconds
+        self._deadlines, self.stop, self._host_silence = dict(deadlines), stop, host_silence_seconds
         self._entered: tuple[str, float, float] | None = None  # phase, time.monotonic, and _paused then
         self._paused = 0.0
         self._closed = threading.Event()
@@ -86,7 +88,7 @@ class Watchdog:
         self._interval = max(POLL_SECONDS, len(self._peers) / RANKS_PER_SECOND)
         self._looked = self._next_beat = self._heard = time.monotonic()
         self._last_beat: str | None = None
-        atexit.register(self.close)
+        atexit.register(self._at_exit)
         threading.Thread(target=self._watch, name="hybridflow watchdog", daemon=True).start()
 
     def enter(self, phase: str) -> None:
@@ -97,6 +99,18 @@ class Watchdog:
     def rest(self) -> None:
         """Until the next `enter` no deadline runs."""
         self._entered = None
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """The block is this phase; after it the one before begins anew, if there was one."""
+        before = self._entered
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.rest()
+            if before is not None:
+                self.enter(before[0])
 
     def close(self) -> None:
         """This rank ends, or goes on without the others, as it should."""
@@ -144,8 +158,13 @@ class Watchdog:
         if self._board is None or self._closed.is_set():
             return
         self._closed.set()
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
         self._board.post(f"{note}/{self._own.rank}")
+        self._board.close()
+
+    def _at_exit(self) -> None:
+        """Python has printed the error that ends this process, if one does."""
+        self._end_watch(FAILED if hasattr(sys, "last_value") else PEACEFUL)
 
     def _count_pause(self) -> None:
         """While this process was stopped as a whole, with its run or its machine, no deadline ran."""
@@ -169,7 +188,7 @@ class Watchdog:
     # ---- a rank is gone
 
     def _gone(self) -> tuple[str, bool] | None:
-        """Why this rank has to end, and whether another has told it: a rank of this machine, or a whole host, is gone."""
+        """Why this rank has to end, and whether that is told already: a rank or a whole host is gone."""
         for rank, peer in list(self._near.items()):
             seen = condition(peer)
             if not seen.ended:
@@ -178,6 +197,8 @@ class Watchdog:
                 del self._near[rank]
             elif seen.exit_code == ExitStatus.HANG:  # it was quick: its alarm says the rest
                 continue
+            elif seen.exit_code == ExitStatus.NOT_SAVED:  # it has said so, and was told to by what this rank hears next
+                leave(ExitStatus.NOT_SAVED)
             else:
                 told = bool(self._notices.has(f"{FAILED}/{rank}"))
                 return f"{peer} ended without a word: {self._cause(seen)}", told
@@ -218,7 +239,7 @@ class Watchdog:
 
     def _end_without(self, what: str, told: bool) -> None:
         """End since a rank is gone. The first to see it speaks, unless the rank itself has."""
-        self._stop.disarm()
+        self.stop.disarm()
         if not told and self._notices.add("deaths") in (1, None):
             phase, _ = self._phase()
             say(f"hybridflow: {what} (rank {self._own.rank} was in phase {phase}); the other ranks end")
@@ -227,9 +248,9 @@ class Watchdog:
 
     def _end_as_told(self) -> None:
         """Another speaks. This rank goes when torchrun has noticed, which signals it then, or will not any more."""
-        self._stop.disarm()
+        self.stop.disarm()
         until = time.monotonic() + HOLD_SECONDS
-        while self._stop.requested is None and time.monotonic() < until and not self._closed.is_set():
+        while self.stop.requested is None and time.monotonic() < until and not self._closed.is_set():
             time.sleep(0.05)
         if not self._closed.is_set():
             leave(ExitStatus.ERROR)
@@ -238,7 +259,7 @@ class Watchdog:
 
     def _end_hung(self) -> None:
         """Say what this rank does; the first one reports what all say. All end."""
-        self._stop.disarm()
+        self.stop.disarm()
         self._notices.post("alarm", "hang")
         statement = self._statement()
         self._dump_nccl_trace()
@@ -316,10 +337,13 @@ class Watchdog:
 
 def lost_peer(error: BaseException) -> bool:
     """Whether an error may be that of a rank whose peer is gone: gloo, NCCL and the store raise RuntimeErrors."""
-    texts = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "NCCL", "gloo", "ocket")
+    if isinstance(error, UserError):
+        return False
     chain: BaseException | None = error
     while chain is not None:
-        if isinstance(chain, dist.DistError) or isinstance(chain, RuntimeError) and any(x in str(chain) for x in texts):
+        if isinstance(chain, dist.DistError):
+            return True
+        if isinstance(chain, RuntimeError) and any(text in str(chain) for text in LOST):
             return True
         chain = chain.__cause__ or chain.__context__
     return False
