@@ -20,16 +20,14 @@ The exit status is 0, or 1 after one message that says what is wrong.
 """
 
 import argparse
-import contextlib
-import os
 import sys
 import traceback
-from typing import NoReturn
 
 from hybridflow import __version__
 from hybridflow.command import program
 from hybridflow.config import ExperimentConfig
-from hybridflow.errors import UserError
+from hybridflow.errors import ExitStatus, UserError
+from hybridflow.parallel.last_words import leave
 from hybridflow.user_code import search_beside
 
 
@@ -48,8 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             _report(error)
         finally:  # a full disk under the output must not leave this process behind
-            _leave(1)
-    _leave(0)
+            leave(ExitStatus.ERROR)
+    leave(ExitStatus.FINISHED)
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -99,14 +97,6 @@ def _first_to_fail() -> bool:
     except Exception:  # torch cannot be imported, which is the error to report
         return True
     return first_to_fail()
-
-
-def _leave(status: int) -> NoReturn:
-    """End at once: other ranks may be inside a collective, and engine threads would wait for them."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-            stream.flush()
-    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ class Watchdog:
         self._entered: tuple[str, float, float] | None = None  # phase, time.monotonic, and _paused then
         self._paused = 0.0
         self._closed = threading.Event()
+        self._ending = threading.Event()
         self._board: Noticeboard | None = None
 
     # ---- what the main thread calls
@@ -125,8 +126,9 @@ class Watchdog:
         if self._board is None or self._closed.is_set():
             return
         if lost_peer(error):
-            alone = len(self._machines) == 1
-            self._closed.wait(HOLD_SECONDS + ANSWER_SECONDS if alone else self._host_silence + ANSWER_SECONDS)
+            self._ending.wait(ANSWER_SECONDS + (HOLD_SECONDS if len(self._machines) == 1 else self._host_silence))
+        if self._ending.is_set():  # by the thread, which ends this process
+            time.sleep(HOLD_SECONDS + 10 * ANSWER_SECONDS)
         self._end_watch(FAILED)
 
     # ---- the thread
@@ -140,7 +142,7 @@ class Watchdog:
     def _look(self) -> None:
         """Once: is a rank gone, or stuck, or does another say so?"""
         gone = self._gone()
-        if gone is not None:
+        if gone is not None and not self._closed.is_set():
             self._end_without(*gone)
         alarm = self._notices.read("alarm")
         if alarm not in (None, "hang") and not self._closed.is_set():
@@ -200,8 +202,10 @@ class Watchdog:
             elif seen.exit_code == ExitStatus.NOT_SAVED:  # it has said so, and was told to by what this rank hears next
                 leave(ExitStatus.NOT_SAVED)
             else:
-                told = bool(self._notices.has(f"{FAILED}/{rank}"))
-                return f"{peer} ended without a word: {self._cause(seen)}", told
+                told = self._notices.has(f"{FAILED}/{rank}")
+                if told is None:  # the store may have ended with it, in peace, and this rank be about to
+                    self._hold()
+                return f"{peer} ended without a word: {self._cause(seen)}", bool(told)
         return self._silent_host()
 
     def _cause(self, seen: Condition) -> str:
@@ -239,7 +243,7 @@ class Watchdog:
 
     def _end_without(self, what: str, told: bool) -> None:
         """End since a rank is gone. The first to see it speaks, unless the rank itself has."""
-        self.stop.disarm()
+        self._begin_to_end()
         if not told and self._notices.add("deaths") in (1, None):
             phase, _ = self._phase()
             say(f"hybridflow: {what} (rank {self._own.rank} was in phase {phase}); the other ranks end")
@@ -247,19 +251,27 @@ class Watchdog:
         self._end_as_told()
 
     def _end_as_told(self) -> None:
-        """Another speaks. This rank goes when torchrun has noticed, which signals it then, or will not any more."""
-        self.stop.disarm()
+        """Another speaks."""
+        self._begin_to_end()
+        self._hold()
+        if not self._closed.is_set():
+            leave(ExitStatus.ERROR)
+
+    def _hold(self) -> None:
+        """Wait until torchrun has noticed that a rank is gone, and signals this one, or will not any more."""
         until = time.monotonic() + HOLD_SECONDS
         while self.stop.requested is None and time.monotonic() < until and not self._closed.is_set():
             time.sleep(0.05)
-        if not self._closed.is_set():
-            leave(ExitStatus.ERROR)
+
+    def _begin_to_end(self) -> None:
+        self.stop.disarm()
+        self._ending.set()
 
     # ---- a rank is stuck
 
     def _end_hung(self) -> None:
         """Say what this rank does; the first one reports what all say. All end."""
-        self.stop.disarm()
+        self._begin_to_end()
         self._notices.post("alarm", "hang")
         statement = self._statement()
         self._dump_nccl_trace()
@@ -269,7 +281,7 @@ class Watchdog:
         silent = self._report(statement) if first else self._reported()
         if silent is None:
             say(report({self._own.rank: statement}, self._names, first=statement))
-            silent = []
+            silent = [rank for rank, peer in self._near.items() if condition(peer).state == "T"]
         for rank in silent:
             if rank in self._near:
                 kill(self._near[rank])

@@ -13,6 +13,7 @@ import time
 import traceback
 from dataclasses import replace
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -108,7 +109,14 @@ def on_a_host_of_its_own(rank: int) -> Peer:
     return replace(this_process(rank), host=f"host{rank}", machine=f"machine{rank}")
 
 
-def fork(rank: int, environment: dict[str, str], case: str, directory: Path) -> None:
+def serve_store(port: Connection) -> None:
+    """As torchrun's agent does."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    port.send(store.port)
+    time.sleep(600)
+
+
+def fork(environment: dict[str, str], case: str, directory: Path) -> None:
     """As a process of multiprocessing: what it prints goes to DIRECTORY/output."""
     os.environ.update(environment)
     output = os.open(directory / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
