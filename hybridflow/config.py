@@ -424,7 +424,7 @@ class CheckpointConfig(Section):
 
 
 class WatchdogConfig(Section):
-    """Seconds that a rank may be in a phase of the run. When they are over all ranks end, and say who is stuck."""
+    """Seconds that a rank may be in a phase of the run; then all ranks end, with a report on who is stuck."""
 
     start_seconds: PositiveFloat = 3600.0  # building the models and the engine, loading a checkpoint
     rollout_seconds: PositiveFloat = 7200.0
@@ -432,6 +432,10 @@ class WatchdogConfig(Section):
     update_seconds: PositiveFloat = 7200.0
     evaluate_seconds: PositiveFloat = 7200.0
     save_seconds: PositiveFloat = 3600.0
+
+    def deadlines(self) -> dict[str, float]:
+        """Seconds by phase."""
+        return {name.removesuffix("_seconds"): seconds for name, seconds in self}
 
 
 class ExperimentConfig(Section):

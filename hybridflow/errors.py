@@ -63,7 +63,11 @@ class DisagreementError(UserError):
 
 
 class Stopped(Exception):
-    """The run was told to end, and is saved. No error: it can go on."""
+    """The run was told to end: no error. saved: it can go on from where it ended."""
+
+    def __init__(self, where: str, *, saved: bool = False) -> None:
+        super().__init__(where)
+        self.saved = saved
 
 
 class Reasons:

@@ -24,8 +24,6 @@ The exit status is 0, or 1 after one message that says what is wrong.
 """
 
 import argparse
-import contextlib
-import os
 import sys
 import traceback
 from pathlib import Path
@@ -35,6 +33,7 @@ from hybridflow import __version__
 from hybridflow.command import program
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ExitStatus, Stopped, UserError
+from hybridflow.parallel.last_words import leave
 from hybridflow.user_code import search_beside
 
 
@@ -53,14 +52,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         _train(options)
     except Stopped as stopped:
-        print(f"hybridflow: stopped {stopped}", flush=True)
-        _leave(ExitStatus.STOPPED)
+        _end_as_told(stopped)
     except Exception as error:  # the boundary of the process: one rank reports, all end
         try:
             _report(error)
         finally:  # a full disk under the output must not leave this process behind
-            _leave(1)
-    _leave(0)
+            leave(ExitStatus.ERROR)
+    leave(ExitStatus.FINISHED)
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -78,14 +76,25 @@ def _train(options: argparse.Namespace) -> None:
         where = f"{world_size} ranks, platform {device_name()}"
         engine = "" if options.replay else " and the engine"
         print(f"{config.name}: loading {', '.join(config.roles())}{engine}, {where}", flush=True)
+    from hybridflow.parallel.stop import StopRequest
+    from hybridflow.parallel.watchdog import Watchdog
     from hybridflow.recording.progress import print_summary
     from hybridflow.trainer import RLTrainer
 
-    trainer = RLTrainer(config, replay=options.replay, rollout_only=options.rollout_only)
-    summary = trainer.fit(options.num_iterations)
+    watchdog = Watchdog(config.watchdog.deadlines(), StopRequest(config.checkpoint.grace_seconds))
+    try:
+        trainer = RLTrainer(config, watchdog, replay=options.replay, rollout_only=options.rollout_only)
+        summary = trainer.fit(options.num_iterations)
+    except Stopped:
+        watchdog.close()
+        raise
+    except Exception as error:
+        watchdog.failed(error)  # does not return where another rank's end is the cause
+        raise
     if trainer.platform.rank == 0:
         rows = summary.rows(trainer.config.run_dir, exported=trainer.writes_model)
         print_summary(f"hybridflow {trainer.config.name}", rows)
+    watchdog.close()
 
 
 def _report(error: Exception) -> None:
@@ -98,20 +107,21 @@ def _report(error: Exception) -> None:
         traceback.print_exception(error)
 
 
+def _end_as_told(stopped: Stopped) -> NoReturn:
+    from hybridflow.parallel.platform import torchrun_rank
+
+    if torchrun_rank()[0] == 0:
+        saved = "it is saved: the same command goes on from there" if stopped.saved else "it is not saved"
+        print(f"hybridflow: stopped {stopped}; {saved}", flush=True)
+    leave(ExitStatus.STOPPED if stopped.saved else ExitStatus.NOT_SAVED)
+
+
 def _first_to_fail() -> bool:
     try:
         from hybridflow.parallel.platform import first_to_fail
     except Exception:  # torch cannot be imported, which is the error to report
         return True
     return first_to_fail()
-
-
-def _leave(status: int) -> NoReturn:
-    """End at once: other ranks may be inside a collective, and engine threads would wait for them."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-            stream.flush()
-    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -6,21 +6,16 @@ Every rank runs this same program over the same global batch; the roles shard th
     trainer.fit()
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 
 from hybridflow.batch import RolloutBatch
 from hybridflow.checkpoint.export import export_huggingface
-from hybridflow.checkpoint.resume import Source, find_source, restore
-from hybridflow.checkpoint.saver import Saver
-from hybridflow.checkpoint.state import SavedRun
-from hybridflow.checkpoint.store import CHECKPOINTS
+from hybridflow.checkpoint.keeper import Keeper
 from hybridflow.config import GRPO, PPO, AlgorithmConfig, Custom, ExperimentConfig
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import Inputs, load_inputs
@@ -39,10 +34,12 @@ from hybridflow.parallel.agreement import check_agreement
 from hybridflow.parallel.device import choose_platform
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
+from hybridflow.parallel.stop import StopRequest
+from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.planning.placed import PlacedRun, place
 from hybridflow.recording.iteration import Iteration, Metrics
 from hybridflow.recording.measure import Stopwatch
-from hybridflow.recording.recorder import Recorder, RunSummary, record_run
+from hybridflow.recording.recorder import Recorder, RunSummary
 from hybridflow.rewards.scorer import FunctionCaller, Scorer
 from hybridflow.roles.base import World
 from hybridflow.roles.policy import Actor, Reference
@@ -95,24 +92,43 @@ def renamed(config: ExperimentConfig, *, replay: Path | None, rollout_only: bool
 class RLTrainer:
     """One config, ready to run. Building it is collective over the world and checks everything a user gave.
 
+    watchdog: one that has not started, with the stop request of the process; without it signals end a run at once.
     replay: a run directory whose dumped batches take the engine's place, or one of them.
     rollout_only: generate and score, and train nothing.
     """
 
-    def __init__(self, config: ExperimentConfig, *, replay: Path | None = None, rollout_only: bool = False) -> None:
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        watchdog: Watchdog | None = None,
+        *,
+        replay: Path | None = None,
+        rollout_only: bool = False,
+    ) -> None:
         assert replay is None or not rollout_only, "a replay does not generate"
-        files = dumped_batches(replay) if replay is not None else {}
+        files = None if replay is None else dumped_batches(replay)
         config = renamed(config, replay=replay, rollout_only=rollout_only)
         self.writes_model = replay is None and not rollout_only
         choose_platform(config.platform)  # before anything asks
         _, world_size = platforms.torchrun_rank()
         self.config, self.placed = config, place(config, world_size)
         self.flow = flow_of(config.algorithm)
-        self.platform = platforms.start(config.seed, config.platform)
+        deadlines = config.watchdog.deadlines()
+        self.platform = platforms.start(config.seed, config.platform, longest_phase_seconds=max(deadlines.values()))
+        if watchdog is None:
+            watchdog = Watchdog(deadlines, StopRequest(config.checkpoint.grace_seconds, signals=()))
+        self.watchdog, self.stop = watchdog, watchdog.stop
+        watchdog.start(platforms.world_group(), config.run_dir / "logs")
+        with watchdog.during("start"):
+            self._build(files)
+
+    def _build(self, files: dict[int, Path] | None) -> None:
+        """Inputs, models, engine: what takes long, and is collective over the world."""
+        config = self.config
         self.inputs: Inputs = load_inputs(config, self.placed.actor.spec.vocab_size)
-        self.digests = run_digests(config, self.inputs)
-        check_agreement(self.digests, platforms.world_group())
-        if replay is None:
+        digests = run_digests(config, self.inputs)
+        check_agreement(digests, platforms.world_group())
+        if files is None:
             prepare_vllm()  # a missing vLLM is told before the models load
         self.exchange = Exchange(platforms.world_group(), self.platform.device)
         watch = Stopwatch(self.platform.synchronize)
@@ -120,8 +136,8 @@ class RLTrainer:
         bucket_bytes = config.rollout.bucket_bytes(cuda=self.platform.has_cuda)
         world = World(self.platform, ProcessGroups(), self.exchange, bucket_bytes, watch)
         self.roles = build_roles(self.placed, world, self.caller)
-        self.source = self._restored()
-        self.generator = self._replay(files) if replay is not None else self._engine()
+        self.keeper = self._keeper(digests)
+        self.generator = self._engine() if files is None else self._replay(files)
         self.run = Run(
             config,
             self.roles,
@@ -130,18 +146,23 @@ class RLTrainer:
             platform=self.platform,
             exchange=self.exchange,
             watch=watch,
-            trains=not rollout_only,
+            trains=self.writes_model or isinstance(self.generator, Replay),
+            watchdog=self.watchdog,
         )
-        if self.source is not None:
-            self.run.state = self.source.saved.state
-        self.saver = Saver(
+        self.run.state = self.keeper.state or self.run.state
+        self.run.stops = self.keeper.stops
+
+    def _keeper(self, digests: dict[str, bytes]) -> Keeper:
+        return Keeper(
+            self.config,
+            digests,
             self.roles.trained(),
-            config.run_dir / CHECKPOINTS,
-            config.checkpoint,
-            config_yaml=config.to_yaml(),
             platform=self.platform,
             group=platforms.world_group(),
             store=platforms.fresh_store(),
+            watchdog=self.watchdog,
+            restarts=platforms.restart_count(),
+            saves=self.writes_model,
         )
 
     def _engine(self) -> Generator:
@@ -173,20 +194,20 @@ class RLTrainer:
         num_iterations = self.config.num_iterations if num_iterations is None else num_iterations
         if num_iterations < 1:
             raise ConfigError(f"num_iterations = {num_iterations}: a run has at least one iteration")
-        with self._recorder(num_iterations) as recorder:
-            self.saver.report = recorder.message
-            for line in self.inputs.notes() + self._notes():
+        with self.keeper.recorder(num_iterations, self.inputs.decode) as recorder:
+            for line in self.keeper.notes + self.inputs.notes() + self._notes():
                 recorder.message(line)
-            if self.config.metrics.eval_interval and self.source is None:
+            if self.config.metrics.eval_interval and self.keeper.state is None:
                 recorder.phase("evaluating before training")
                 recorder.before_training(self.evaluate())
             for iteration in self._iterations(num_iterations):
                 metrics = self._iterated(iteration, num_iterations, recorder)
-                self._save_or_stop(metrics, recorder, is_last=iteration == num_iterations)
-            self.saver.wait()
+                self.keeper.after(self.run.state, metrics, recorder, is_last=iteration == num_iterations)
+            self.keeper.finish()
             if self.writes_model:
                 recorder.phase("writing the trained actor")
-                export_huggingface(self.roles.actor, self.config.run_dir / "hf", report=recorder.message)
+                with self.watchdog.during("save"):
+                    export_huggingface(self.roles.actor, self.config.run_dir / "hf", report=recorder.message)
         return recorder.summary()
 
     def _iterated(self, iteration: int, num_iterations: int, recorder: Recorder) -> Metrics:
@@ -197,7 +218,7 @@ class RLTrainer:
         if self._evaluates(iteration, num_iterations):
             recorder.phase(f"iteration {iteration}: evaluating")
             recorder.evaluated(done, self.evaluate())
-        done.metrics["time/save_seconds"] = self._save_seconds()
+        done.metrics["time/save_seconds"] = self.keeper.seconds()
         recorder.iteration(done)
         return done.metrics
 
@@ -209,13 +230,14 @@ class RLTrainer:
         self.run.begin(iteration, num_iterations, recorder.phase)
         try:
             done = self.run.finished(self.flow(self.run))
-        except Stopped:
+        except Stopped as stopped:
             self.run.abandon(before)
-            self._save({}, recorder)
-            raise
+            self.keeper.ended_within(before, recorder, stopped)
         except NonFinite as found:
             self._lost(iteration, found, recorder)
             return None
+        finally:
+            self.watchdog.rest()
         if isinstance(self.generator, Replay):
             recorder.message(self.generator.compared(done))
         self.run.state = replace(self.run.state, nonfinite_in_a_row=0)
@@ -239,69 +261,16 @@ class RLTrainer:
                 rule = f"{in_a_row} iterations in a row, nonfinite.max_in_a_row = {config.max_in_a_row}"
             raise NonFiniteError(f"iteration {iteration}: {found} ({rule})") from found
 
-    def _save_or_stop(self, metrics: Metrics, recorder: Recorder, *, is_last: bool) -> None:
-        """Between two iterations: save where it is time to. Errors: Stopped where the run was told to end."""
-        self.saver.check()
-        interval, iteration = self.config.checkpoint.save_interval, self.run.state.iteration
-        stops = self.run.stops()
-        if stops or (interval and (is_last or iteration % interval == 0)):
-            self._save(metrics, recorder)
-        if stops:
-            self.saver.wait()
-            raise Stopped(f"after iteration {iteration}")
-
-    def _save(self, metrics: Metrics, recorder: Recorder) -> None:
-        """Save the run as it is, unless that is done already. A checkpoint comes after the rows of its iterations."""
-        state = self.run.state
-        if self.saver.last_iteration == state.iteration or not self.writes_model:
-            return
-        recorder.phase(f"saving iteration {state.iteration}")
-        recorder.sync()
-        saved = SavedRun(
-            state,
-            self.config.model_dump(mode="json"),
-            {name: digest.hex() for name, digest in self.digests.items()},
-            {name: float(value) for name, value in metrics.items()},
-            None if self.source is None else self.source.forked_from,
-        )
-        self.saver.save(saved)
-
-    def _recorder(self, num_iterations: int) -> contextlib.AbstractContextManager[Recorder]:
-        """Of the run directory; where this start goes on with the run that is in it, behind what is there."""
-        iteration, rank = self.run.state.iteration, self.platform.rank
-        goes_on = self.source is not None and not self.source.is_fork
-        return record_run(
-            self.config,
-            num_iterations,
-            rank=rank,
-            decode=self.inputs.decode,
-            resumed=iteration if goes_on else None,
-            forked=0 if goes_on else iteration,
-        )
-
-    def _save_seconds(self) -> float:
-        """Training has waited for saving since it was last asked, the longest of any rank."""
-        own = torch.tensor(self.saver.seconds, dtype=torch.float64, device=self.platform.device)
-        self.saver.seconds = 0.0
-        return float(self.exchange.maximum(own))
-
-    def _restored(self) -> Source | None:
-        """What the run goes on from, loaded into the models. Collective."""
-        group, restarts = platforms.world_group(), platforms.restart_count()
-        source = find_source(self.config, restarts=restarts, group=group)
-        if source is not None:
-            restore(source, self.roles.trained(), group)
-        return source
-
     def evaluate(self) -> dict[str, float]:
         """Greedy responses to the held-out prompts: how many are right, and their mean score."""
         heldout, right, name = self.inputs.heldout, self.inputs.right, self.config.metrics.eval_reward
         assert heldout is not None and right is not None and name is not None, "the config names no held-out data"
         prompts = heldout.batch(list(range(len(heldout))))
-        responses = self.run.greedy_responses(prompts)
-        return evaluate(
-            responses, prompts, right, name, caller=self.caller, scorer=self.roles.scorer, exchange=self.exchange
-        )
+        with self.watchdog.during("evaluate"):
+            responses = self.run.greedy_responses(prompts)
+            return evaluate(
+                responses, prompts, right, name, caller=self.caller, scorer=self.roles.scorer, exchange=self.exchange
+            )
 
     def _evaluates(self, iteration: int, num_iterations: int) -> bool:
         interval = self.config.metrics.eval_interval

@@ -92,8 +92,8 @@ def check_progress(root: Path, iteration: int, *, restarts: int, limit: int) -> 
     if not restarts:
         file.unlink(missing_ok=True)
         return
-    told = json.loads(file.read_text()) if file.exists() else {"iteration": None, "count": 0}
-    count = told["count"] + 1 if told["iteration"] == iteration else 1
+    told: dict[str, int] = json.loads(file.read_text()) if file.exists() else {}
+    count = told["count"] + 1 if told.get("iteration") == iteration else 1
     if count > limit:
         raise CheckpointError(
             f"{limit} restarts in a row began after iteration {iteration}, and none came to a later checkpoint: "

@@ -16,10 +16,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from hybridflow.architecture.spec import config_changes
 from hybridflow.checkpoint.sharded import ToWrite, finish_save, prepare_save
@@ -71,7 +73,7 @@ class Saver:
         config_yaml: str,
         platform: Platform,
         group: dist.ProcessGroup,
-        store: dist.Store,
+        store: Store,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._roles, self._root, self._config, self._config_yaml = roles, root, config, config_yaml
@@ -83,11 +85,13 @@ class Saver:
         self.last_iteration: int | None = None  # of the last that became a checkpoint
 
     def save(self, saved: SavedRun) -> None:
-        """Save the run after an iteration. A save that is under way is waited for first. Collective.
+        """Save the run after an iteration, unless that is done. One that is under way is waited for first. Collective.
 
         Errors: SaveError, where checkpoint.on_error is stop; else it is reported.
         """
         self.wait()
+        if self.last_iteration == saved.state.iteration:
+            return
         started = time.perf_counter()
         iteration = saved.state.iteration
         self._count += 1
@@ -290,6 +294,7 @@ def _part_name(rank: int) -> str:
     return f".rank_{rank:05d}.json"
 
 
-def _record(tree: dict[str, object]) -> Record:
+def _record(tree: dict[str, Any]) -> Record:
     """JSON has lists for tuples."""
-    return Record(**{name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()})
+    tuples = {name: tuple(value) for name, value in tree.items() if isinstance(value, list)}
+    return Record(**(tree | tuples))

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.serialization import load as load_sharded
+from megatron.core.dist_checkpointing.serialization import save as save_sharded
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy
 from megatron.core.typed_torch import not_none
@@ -62,9 +63,7 @@ def prepare_save(role: TrainedRole, directory: Path) -> ToWrite:
     finishes an asynchronous save later, and would check on every rank what `write_metadata` checks on one.
     """
     strategy = _Collect()
-    dist_checkpointing.save(
-        _sharded(role), str(directory), strategy, validate_access_integrity=False, async_sharded_save=True
-    )
+    save_sharded(_sharded(role), str(directory), strategy, validate_access_integrity=False, async_sharded_save=True)
     chunks = tuple(map(_chunk, strategy.tensors))
     return ToWrite(chunks, tuple(key for chunk in chunks for key in extra_states(chunk)))
 
@@ -87,7 +86,7 @@ def load(role: TrainedRole, directory: Path) -> None:
         return
     tree = _sharded(role)
     with torch.no_grad():
-        dist_checkpointing.load(tree, str(directory), _ReadBoxes(), validate_access_integrity=False)
+        load_sharded(tree, str(directory), _ReadBoxes(), validate_access_integrity=False)
     set_num_steps(role.trained, int(not_none(tree[STEPS].data)))
 
 
@@ -109,7 +108,9 @@ def _sharded(role: TrainedRole) -> dict[str, Any]:
         whole, flat = (0, parameter.numel()), parameter.data.view(-1)
         tree[weight.megatron] = _boxes(role, weight, key, whole, flat, written=first_copy and i in own)
         state = states.get(id(parameter))
-        for name, tensor in state.tensors.items() if state else ():
+        if state is None:
+            continue
+        for name, tensor in state.tensors.items():
             written, run = first_copy and (trained.zero1 or i in own), (state.start, state.stop)
             state_key = f"optimizer.state.{name}.{key}"
             tree[f"{name} of {weight.megatron}"] = _boxes(role, weight, state_key, run, tensor, written=written)

@@ -35,6 +35,7 @@ from hybridflow.parallel.agreement import check_agreement, digest_tensors
 from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.platform import Platform, world_group
 from hybridflow.parallel.seeds import request_seed
+from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.recording.iteration import Iteration, Metrics, batch_metrics, cost_metrics
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.rewards.scorer import Scores
@@ -82,10 +83,11 @@ class Run:
         platform: Platform,
         exchange: Exchange,
         watch: Stopwatch,
+        watchdog: Watchdog,
         trains: bool = True,
     ) -> None:
         self._config, self._roles, self._generator, self._dataset = config, roles, generator, prompts
-        self._platform, self._exchange, self._watch = platform, exchange, watch
+        self._platform, self._exchange, self._watch, self._watchdog = platform, exchange, watch, watchdog
         self._trains = trains
         for role in roles.trained():
             role.takes_steps = trains
@@ -276,6 +278,7 @@ class Run:
     def _enter(self, stage: str) -> None:
         """The stage before ends, this one begins."""
         self._stage_stack.close()
+        self._watchdog.enter(stage)
         self._stage_stack.enter_context(self._watch.phase(stage))
         self._show(f"iteration {self.iteration}: {STAGES[stage]}")
 

@@ -8,6 +8,7 @@ module stays untouched.
 
 import contextlib
 import ctypes
+import faulthandler
 import logging
 import os
 import sys
@@ -20,14 +21,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from hybridflow.parallel.collectives import Collectives
 from hybridflow.parallel.device import CPU, choose_platform, uses_cuda
 from hybridflow.parallel.layout import PlatformName
 from hybridflow.parallel.versions import check_version
 
 MALLOPT_TRIM_THRESHOLD, MALLOPT_TOP_PAD, MALLOPT_MMAP_THRESHOLD = -1, -2, -3  # glibc's malloc.h
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+TIMEOUT_MARGIN = timedelta(minutes=10)  # beyond the watchdog's longest deadline
 STORE_TIMEOUT = timedelta(seconds=30)
 
 
@@ -55,8 +59,10 @@ class Platform:
             torch.cuda.synchronize(self.device)
 
 
-def start(seed: int, platform: PlatformName = "auto") -> Platform:
+def start(seed: int, platform: PlatformName = "auto", *, longest_phase_seconds: float = 0.0) -> Platform:
     """Join the process group that torchrun describes and make megatron-core usable on this rank's device.
+
+    No collective gives up before it has waited for longer than `longest_phase_seconds`: until then the run may go on.
 
     Errors: EnvironmentProblem where there is no such device (see `choose_platform`), or another megatron-core.
     """
@@ -68,12 +74,37 @@ def start(seed: int, platform: PlatformName = "auto") -> Platform:
     else:
         device, backend = CPU, "gloo"
     _single_process_defaults()
+    _prepare_diagnosis()
+    timeout = _set_default_timeouts(longest_phase_seconds)
     if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group(backend, timeout=timeout)
     if device.type == "cuda":  # a communicator's first use must be one that all ranks take part in
         dist.all_reduce(torch.zeros(1, device=device), group=dist.group.WORLD)
     _prepare_megatron(seed)
     return Platform(device, dist.get_rank(), _env_int("LOCAL_RANK", 0), dist.get_world_size())
+
+
+def _prepare_diagnosis() -> None:
+    """What tells, when a rank crashes or hangs, where it was. Before any process group is made."""
+    if not faulthandler.is_enabled():
+        faulthandler.enable()  # a crash in native code prints the Python stacks
+    Collectives.install()
+    if uses_cuda():  # as torch 2.13's FlightRecorder.hpp and ProcessGroupNCCL.hpp name them
+        if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name of the next, which wins
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+
+
+def _set_default_timeouts(longest_phase_seconds: float) -> timedelta:
+    """The time-out of every group that is made later without one, as megatron and vLLM make theirs; and of the world.
+
+    torch 2.13 does not hand on the world's: `new_group` takes 10 minutes with NCCL and 30 with gloo.
+    """
+    timeout = max(COLLECTIVE_TIMEOUT, timedelta(seconds=longest_phase_seconds) + TIMEOUT_MARGIN)
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        assert hasattr(dist.distributed_c10d, name), f"torch {torch.__version__} has no {name}"
+        setattr(dist.distributed_c10d, name, timeout)
+    return timeout
 
 
 def torchrun_rank() -> tuple[int, int]:
@@ -86,14 +117,15 @@ def restart_count() -> int:
     return _env_int("TORCHELASTIC_RESTART_COUNT", 0)
 
 
-def fresh_store() -> dist.Store:
-    """The store of the process group under a prefix that this start alone uses: torchrun's outlives restarts.
-
-    Collective over the world.
+def fresh_store() -> Store:
+    """The store of the process group, by a connection of its own that any thread may use, under a prefix that this
+    start alone uses: torchrun's outlives restarts. Collective over the world.
     """
     prefix = [os.urandom(8).hex()]
     dist.broadcast_object_list(prefix, src=0, group=dist.group.WORLD)
-    return dist.PrefixStore(f"hybridflow/{prefix[0]}", dist.distributed_c10d._get_default_store())
+    store = dist.distributed_c10d._get_default_store()
+    own: Store = store.clone()  # type: ignore[attr-defined]  # torch has it, its stub not
+    return PrefixStore(f"hybridflow/{prefix[0]}", own)
 
 
 def first_to_fail() -> bool:

@@ -5,7 +5,7 @@ Another release may have moved what a patch replaces: some of that fails, some o
 
 from hybridflow.errors import EnvironmentProblem
 
-SEEN = {"vllm": "0.32.0", "megatron-core": "0.16.1"}
+SEEN = {"vllm": "0.32.0", "megatron-core": "0.16.1", "torch": "2.13.0"}
 
 
 def check_version(package: str, found: str) -> None:

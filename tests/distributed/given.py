@@ -8,6 +8,8 @@ import torch
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config import ExperimentConfig
 from hybridflow.flows.run import Run
+from hybridflow.parallel.stop import StopRequest
+from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.planning.placed import place
 from hybridflow.rewards.scorer import FunctionCaller
 from hybridflow.roles.base import World
@@ -57,4 +59,5 @@ def given_run(config: ExperimentConfig, rollout: RolloutBatch, world: World) -> 
         platform=world.platform,
         exchange=world.exchange,
         watch=world.watch,
+        watchdog=Watchdog(config.watchdog.deadlines(), StopRequest(1.0, signals=())),
     )

@@ -1,0 +1,227 @@
+"""What a run goes on from, when it saves, and when it ends before its time.
+
+keeper = Keeper(config, digests, roles.trained(), ...)     # loads a checkpoint into the models, if there is one
+run.state = keeper.state or run.state
+...
+keeper.after(run.state, metrics, recorder, is_last=False)  # between two iterations; raises Stopped
+"""
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from hybridflow.checkpoint.changes import changes, content_changes
+from hybridflow.checkpoint.resume import check_progress, find_source, restore
+from hybridflow.checkpoint.saver import Saver
+from hybridflow.checkpoint.state import RunState, SavedRun
+from hybridflow.checkpoint.store import CHECKPOINTS
+from hybridflow.config import ExperimentConfig
+from hybridflow.errors import CheckpointError, Stopped
+from hybridflow.formats.directories import sync
+from hybridflow.parallel.agreement import failures
+from hybridflow.parallel.platform import Platform
+from hybridflow.parallel.stop import StopRequest
+from hybridflow.parallel.watchdog import Watchdog
+from hybridflow.recording.iteration import Metrics
+from hybridflow.recording.recorder import Recorder, record_run
+from hybridflow.recording.run_dir import dump_batch
+from hybridflow.roles.base import TrainedRole
+
+ROLLOUT = "rollout"  # beside the checkpoints: the responses of the iteration that is under way
+
+
+class Keeper:
+    """Of one start of a run; building it is collective over the world.
+
+    state: that of the checkpoint, None where the run starts anew. notes: for the person who watches.
+    saves: a replay, and what trains nothing, has nothing to save.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        digests: Mapping[str, bytes],
+        roles: Sequence[TrainedRole],
+        *,
+        platform: Platform,
+        group: dist.ProcessGroup,
+        store: Store,
+        watchdog: Watchdog,
+        restarts: int,
+        saves: bool = True,
+    ) -> None:
+        self._config, self._platform, self._group, self._watchdog = config, platform, group, watchdog
+        self._stop: StopRequest = watchdog.stop
+        self._digests = {name: digest.hex() for name, digest in digests.items()}
+        self._saves, self._root = saves, config.run_dir / CHECKPOINTS
+        self._started, self._longest_iteration, self._longest_save = time.monotonic(), 0.0, 0.0
+        self._iteration_began = self._started
+        self._metrics: Mapping[str, float] = {}
+        self.notes: list[str] = []
+        self._source = find_source(config, restarts=restarts, group=group)
+        self.state = self._loaded(roles)
+        self._raise_together(lambda: self._check_progress(restarts))
+        self._saver = Saver(
+            roles,
+            self._root,
+            config.checkpoint,
+            config_yaml=config.to_yaml(),
+            platform=platform,
+            group=group,
+            store=store,
+        )
+        if self._source is not None and not self._source.is_fork:
+            self._saver.last_iteration = self._source.saved.state.iteration
+
+    def recorder(
+        self, num_iterations: int, decode: Callable[[list[int]], str]
+    ) -> contextlib.AbstractContextManager[Recorder]:
+        """Of the run directory; where this start goes on with the run that is in it, behind what is there."""
+        iteration = self.state.iteration if self.state is not None else 0
+        goes_on = self._source is not None and not self._source.is_fork
+        return record_run(
+            self._config,
+            num_iterations,
+            rank=self._platform.rank,
+            decode=decode,
+            resumed=iteration if goes_on else None,
+            forked=0 if goes_on else iteration,
+        )
+
+    def after(self, state: RunState, metrics: Metrics, recorder: Recorder, *, is_last: bool) -> None:
+        """Between two iterations: save where it is time to. Collective.
+
+        Errors: Stopped where the run was told to end; SaveError.
+        """
+        self._metrics = {name: float(value) for name, value in metrics.items()}
+        now = time.monotonic()
+        self._longest_iteration = max(self._longest_iteration, now - self._iteration_began)
+        self._saver.report = recorder.message
+        with self._watchdog.during("save"):
+            self._saver.check()
+            interval, stops = self._config.checkpoint.save_interval, self.stops()
+            if stops or (interval and (is_last or state.iteration % interval == 0)):
+                self._save(state, recorder)
+        if stops:
+            self._end(state, f"after iteration {state.iteration}")
+        self._iteration_began = time.monotonic()
+
+    def ended_within(self, state: RunState, recorder: Recorder, where: Stopped) -> NoReturn:
+        """The run was told to end in the iteration after `state`, which is undone. Errors: Stopped, always."""
+        self._saver.report = recorder.message
+        with self._watchdog.during("save"):
+            self._save(state, recorder)
+        self._end(state, str(where))
+
+    def finish(self) -> None:
+        """Wait for a save in the background. Errors: SaveError."""
+        with self._watchdog.during("save"):
+            self._saver.wait()
+        self._stop.disarm()
+
+    def stops(self) -> bool:
+        """Whether the run is to end here: told by a signal on any rank, or max_hours are nearly over. Collective."""
+        return self._stop.agreed(self._group, also=self._time_is_up())
+
+    def seconds(self) -> float:
+        """Training has waited for saving since it was last asked, the longest of any rank. Collective."""
+        longest = torch.tensor(self._saver.seconds, dtype=torch.float64)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._group)
+        self._saver.seconds = 0.0
+        return float(longest)
+
+    def keep_rollout(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
+        """Have the responses of an iteration on the disk until a checkpoint comes after them, if the config says so."""
+        if self._platform.rank != 0 or not (self._config.checkpoint.save_rollout and self._saves):
+            return
+        directory = self._root / ROLLOUT
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        file = dump_batch(directory, f"iteration_{iteration:06d}", tensors)
+        sync(file)
+        sync(file.parent)
+
+    def kept_rollout(self, iteration: int) -> Path | None:
+        """The file of the responses that an earlier start made for this iteration, if it did. Collective."""
+        file = self._root / ROLLOUT / "batches" / f"iteration_{iteration:06d}.safetensors"
+        goes_on = self._source is not None and not self._source.is_fork
+        there = torch.tensor(goes_on and file.exists(), dtype=torch.int32)
+        dist.all_reduce(there, op=dist.ReduceOp.MIN, group=self._group)
+        return file if there else None
+
+    # ---- inside
+
+    def _loaded(self, roles: Sequence[TrainedRole]) -> RunState | None:
+        source, config = self._source, self._config
+        if source is None:
+            return None
+        state, saved = source.saved.state, source.saved
+        found = [
+            changes(
+                saved.config, config.model_dump(mode="json"), next_iteration=state.iteration + 1, fork=source.is_fork
+            ),
+            content_changes(saved.digests, self._digests, next_iteration=state.iteration + 1, fork=source.is_fork),
+        ]
+        for its in found:
+            its.refuse()
+        restore(source, roles, self._group)
+        how = "a fork of" if source.is_fork else "goes on from"
+        self.notes = [*source.notes, f"{how} {source.step}, after iteration {state.iteration}"]
+        self.notes += [line for its in found for line in its.lines()]
+        kl = config.algorithm.kl
+        return replace(state, kl_coef=kl.coef) if kl.controller == "fixed" else state
+
+    def _check_progress(self, restarts: int) -> None:
+        if self._platform.rank == 0 and self._saves:
+            limit = self._config.checkpoint.max_restarts_without_progress
+            iteration = self.state.iteration if self.state is not None else 0
+            check_progress(self._root, iteration, restarts=restarts, limit=limit)
+
+    def _raise_together(self, act: Callable[[], None]) -> None:
+        failure = None
+        try:
+            act()
+        except CheckpointError as error:
+            failure = str(error)
+        except OSError as error:
+            failure = f"{error.filename}: {error.strerror}"
+        found = failures(failure, self._group)
+        if found:
+            raise CheckpointError("; ".join(found))
+
+    def _time_is_up(self) -> bool:
+        """Another iteration, its save and one more could not end in time."""
+        hours = self._config.checkpoint.max_hours
+        if hours is None:
+            return False
+        needed = self._longest_iteration + 2 * self._longest_save
+        return time.monotonic() - self._started + needed > 3600 * hours
+
+    def _save(self, state: RunState, recorder: Recorder) -> None:
+        """The run as it is, unless that is saved. A checkpoint comes after the rows of its iterations."""
+        if not self._saves:
+            return
+        recorder.phase(f"saving iteration {state.iteration}")
+        recorder.sync()
+        before = self._saver.seconds
+        forked_from = None if self._source is None else self._source.forked_from
+        config = self._config.model_dump(mode="json")
+        self._saver.save(SavedRun(state, config, self._digests, self._metrics, forked_from))
+        self._longest_save = max(self._longest_save, self._saver.seconds - before)
+
+    def _end(self, state: RunState, where: str) -> NoReturn:
+        with self._watchdog.during("save"):
+            self._saver.wait()
+        self._stop.disarm()
+        why = self._stop.requested or "another rank was told, or checkpoint.max_hours are nearly over"
+        saved = self._saver.last_iteration == state.iteration
+        raise Stopped(f"{where} ({why})", saved=saved)

@@ -1,0 +1,198 @@
+"""What this process last asked of each process group: for a report of a hang, which must say who waits for whom.
+
+Every collective that Python starts (torch.distributed, megatron, vLLM) calls a method of
+`torch._C._distributed_c10d.ProcessGroup`. Those methods are replaced, in this place alone, by ones that note the call
+first: torch itself keeps no record of gloo's collectives, and NCCL's flight recorder is none of a process that is stuck
+in Python. As seen in torch 2.13.0. A note costs a microsecond or two, gloo's smallest collective fifty.
+
+Not seen: what does not pass through a process group, as vLLM's shared-memory collectives between ranks of one CPU.
+"""
+
+import functools
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.parallel.versions import check_version
+
+# What all ranks of a group call alike, so that the number of calls can be compared, ...
+COLLECTIVES = (
+    "broadcast",
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "allgather",
+    "_allgather_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced",
+    "all_to_all_single",
+    "alltoall_base",
+    "alltoall",
+    "barrier",
+)
+POINT_TO_POINT = ("send", "recv", "recv_anysource")  # ... and what two of them do
+
+
+@dataclass(slots=True)
+class GroupCalls:
+    """This process's calls of one group. `number` counts the collectives, point-to-point calls are not among them."""
+
+    group: "weakref.ref[dist.ProcessGroup]"
+    number: int = 0
+    operation: str = ""
+    began: float = 0.0  # time.monotonic
+    nbytes: int = 0
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    peer: int | None = None  # in the group, of a send or a receive
+    calling: bool = False  # the call has not returned
+    work: int = 0  # id of what it returned
+    waiting: bool = False  # in its `wait`
+    over: bool = False  # its `wait` has returned
+
+    @property
+    def inside(self) -> bool:
+        """Whether the process is stuck in this call, as far as Python can see."""
+        return self.calling or self.waiting
+
+
+@dataclass(frozen=True)
+class LastCall:
+    """What a rank tells the others about one group."""
+
+    group: str
+    ranks: tuple[int, ...]
+    number: int
+    operation: str
+    seconds_ago: float
+    tensor: str  # dtype, shape and bytes of the first one
+    peer: int | None  # rank of the world
+    inside: bool
+    over: bool
+
+    def __str__(self) -> str:
+        peer = "" if self.peer is None else f" with rank {self.peer}"
+        state = "inside it" if self.inside else "ended" if self.over else "started, not waited for"
+        return (
+            f"{self.operation}{peer} {self.tensor}, {self.number} collectives of group {self.group}, "
+            f"{self.seconds_ago:.1f} s ago: {state}"
+        )
+
+
+class Collectives:
+    """The record of this process, by group. One per process, from the first `install` on."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, GroupCalls] = {}  # by the id of the group; a reference would keep it from its end
+        self._latest: GroupCalls | None = None
+
+    @staticmethod
+    def install() -> "Collectives":
+        """The record of this process, which begins with the first call.
+
+        Call it before process groups are made, on all ranks alike. Errors: EnvironmentProblem in another torch.
+        """
+        check_version("torch", torch.__version__)
+        installed = getattr(dist.ProcessGroup.allreduce, "record", None)
+        if isinstance(installed, Collectives):
+            return installed
+        record = Collectives()
+        for name in COLLECTIVES:
+            setattr(dist.ProcessGroup, name, record._noted(getattr(dist.ProcessGroup, name), name, 1))
+        for name in POINT_TO_POINT:
+            setattr(dist.ProcessGroup, name, record._noted(getattr(dist.ProcessGroup, name), name, 0))
+        setattr(dist.Work, "wait", record._noted_wait(dist.Work.wait))  # noqa: B010
+        return record
+
+    def last_calls(self) -> list[LastCall]:
+        """The last call of each group, the latest first."""
+        groups = [calls for calls in list(self._groups.values()) if calls.operation]
+        groups.sort(key=lambda calls: -calls.began)
+        found = [_told(calls) for calls in groups]
+        return [call for call in found if call is not None]
+
+    def _noted(self, method: Callable[..., Any], name: str, counts: int) -> Callable[..., Any]:
+        point_to_point = not counts
+
+        @functools.wraps(method)
+        def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            calls = self._groups.get(id(group)) or self._new(group)
+            calls.operation, calls.began = name, time.monotonic()
+            calls.number += counts
+            calls.peer = args[1] if point_to_point and len(args) > 1 and isinstance(args[1], int) else None
+            tensor = args[0] if args else None
+            while type(tensor) is list:
+                tensor = tensor[0] if tensor else None
+            if isinstance(tensor, torch.Tensor):
+                calls.dtype, calls.shape, calls.nbytes = tensor.dtype, tensor.shape, tensor.nbytes
+            else:
+                calls.dtype, calls.shape, calls.nbytes = None, (), 0
+            calls.waiting, calls.over, calls.calling = False, False, True
+            self._latest = calls
+            try:
+                work = method(group, *args, **kwargs)
+            finally:
+                calls.calling = False
+            calls.work = id(work)
+            return work
+
+        call.record = self  # type: ignore[attr-defined]
+        return call
+
+    def _noted_wait(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+            calls = self._latest
+            if calls is None or calls.work != id(work):  # an earlier one, of this group or another
+                calls = next((each for each in self._groups.values() if each.work == id(work)), None)
+            if calls is None:
+                return method(work, *args, **kwargs)
+            calls.waiting = True
+            try:
+                return method(work, *args, **kwargs)
+            finally:
+                if calls.work == id(work):
+                    calls.waiting, calls.over, calls.work = False, True, 0
+
+        return wait
+
+    def _new(self, group: dist.ProcessGroup) -> GroupCalls:
+        key = id(group)
+        calls = GroupCalls(weakref.ref(group, lambda _: self._groups.pop(key, None)))
+        self._groups[key] = calls
+        return calls
+
+
+def _told(calls: GroupCalls) -> LastCall | None:
+    """None where the group has ended, or is not of the world's."""
+    group = calls.group()
+    if group is None:
+        return None
+    ranks = tuple(dist.get_process_group_ranks(group)) if group in dist.distributed_c10d._world.pg_map else ()
+    tensor = f"{list(calls.shape)} of {calls.dtype} ({calls.nbytes} bytes)" if calls.dtype else ""
+    peer = calls.peer if calls.peer is None or not ranks else ranks[calls.peer]
+    return LastCall(
+        group=f"{group.group_desc} ({group.group_name})",
+        ranks=ranks,
+        number=calls.number,
+        operation=calls.operation.strip("_"),
+        seconds_ago=time.monotonic() - calls.began,
+        tensor=tensor,
+        peer=peer,
+        inside=calls.inside,
+        over=calls.over,
+    )

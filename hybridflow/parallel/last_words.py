@@ -1,0 +1,46 @@
+"""How a process ends from any of its threads: says what it has to say, and is gone, whatever its main thread is in.
+
+A terminal or a pipe that nobody reads blocks who writes to it, and the main thread may hold the lock of a stream for
+ever. So what is said is given a few seconds, in a thread that nobody waits for any longer.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+PATIENCE = 3.0  # seconds
+STDERR = 2
+
+
+def in_time(act: Callable[[], object], seconds: float = PATIENCE) -> bool:
+    """Whether `act` was over within so long; else it goes on in a thread of its own."""
+    thread = threading.Thread(target=act, name="hybridflow last words", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+def say(text: str) -> None:
+    """On stderr, at once and in one piece."""
+    in_time(lambda: _write(f"{text.rstrip()}\n".encode()))
+
+
+def leave(status: int) -> NoReturn:
+    """End the process at once: other ranks may be inside a collective, and engine threads would wait for them."""
+    in_time(_flush)
+    os._exit(status)
+
+
+def _write(text: bytes) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        while text:
+            text = text[os.write(STDERR, text) :]
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()

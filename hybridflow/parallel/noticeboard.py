@@ -1,0 +1,78 @@
+"""Short notes that the ranks of one start leave for each other in torch's store, where some no longer do their part.
+
+The store is that of torchrun's agent, or rank 0's. Its host may be the one that is gone, and its client waits on a
+socket without end: so a thread of its own asks, and who does not get an answer in time goes on without. No method
+raises or blocks for longer than `ANSWER_SECONDS`; None says that the store does not answer.
+
+The connection is one of its own (`clone`): a client has a lock, and the main thread must never wait for this thread.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+ANSWER_SECONDS = 5.0
+
+T = TypeVar("T")
+
+
+class Noticeboard:
+    """Keys lie under `prefix`, which no other start has: torchrun's store outlives a restart."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = PrefixStore(f"hybridflow/{prefix}", store.clone())  # type: ignore[attr-defined]  # torch has it, its stub not
+        self._store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
+        self._questions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._one_at_a_time = threading.Lock()
+        self._answered = threading.Event()
+        self._answered.set()
+        self._closed = False
+        threading.Thread(target=self._ask, name="hybridflow noticeboard", daemon=True).start()
+
+    def post(self, key: str, text: str = "") -> bool:
+        """Whether it was taken."""
+
+        def set_it() -> bool:
+            self._store.set(key, text)
+            return True
+
+        return self._answer(set_it) or False
+
+    def read(self, key: str) -> str | None:
+        """None where there is no such note, too."""
+        return self._answer(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
+
+    def has(self, key: str) -> bool | None:
+        return self._answer(lambda: self._store.check([key]))
+
+    def add(self, key: str, amount: int = 1) -> int | None:
+        """The new count; with 0, the count."""
+        return self._answer(lambda: self._store.add(key, amount))
+
+    def close(self) -> None:
+        """Nothing is asked from now on: Python does not end well while a thread is inside torch."""
+        with self._one_at_a_time:
+            self._closed = True
+
+    def _answer(self, question: Callable[[], T]) -> T | None:
+        with self._one_at_a_time:
+            if self._closed or not self._answered.is_set():  # it still waits for the answer before
+                return None
+            found: list[T] = []
+            self._answered.clear()
+            self._questions.put(lambda: found.append(question()))
+            self._answered.wait(ANSWER_SECONDS)
+            return found[0] if found else None
+
+    def _ask(self) -> None:
+        while True:
+            question = self._questions.get()
+            try:
+                question()
+            except RuntimeError:  # torch's DistError: the connection is gone; that nothing is found says so
+                pass
+            self._answered.set()

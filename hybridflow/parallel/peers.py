@@ -1,0 +1,162 @@
+"""The other ranks as processes: who they are, whether they still run, and what ended them.
+
+Ranks tell each other their host and pid once. From then on those of one host see in /proc how the others fare, without
+their help: what is stopped or dead can say nothing. A pid may be given to another process, so the start time goes
+with it (both are fields of /proc/PID/stat, see proc(5)).
+"""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+FIELD_STATE, FIELD_START_TIME, FIELD_EXIT_CODE = 3, 22, 52  # of /proc/PID/stat
+ENDED = ("Z", "X")  # a process that its parent has not asked about yet, and one that is going away
+NOT_RUNNING = {"T": "stopped", "t": "held by a debugger", "Z": "dead", "X": "dead", "D": "in an uninterruptible wait"}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank as a process."""
+
+    rank: int
+    host: str
+    machine: str  # tells hosts apart that have one name, and containers that have pids of their own
+    pid: int
+    start_time: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.pid} on {self.host})"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What /proc says of a process."""
+
+    state: str | None  # the letter of ps; None where there is no such process any more
+    signal: int | None = None  # that ended it; known until its parent has asked
+    exit_code: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.state is None or self.state in ENDED
+
+    @property
+    def cause(self) -> str:
+        """How it ended, as far as that can be seen."""
+        if self.signal:
+            return f"killed by {signal_name(self.signal)}"
+        return f"exit code {self.exit_code}" if self.exit_code is not None else "cause not seen from here"
+
+
+def signal_name(number: int) -> str:
+    with contextlib.suppress(ValueError):  # a real-time signal has a number only
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
+def this_process(rank: int) -> Peer:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    machine = f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    fields = _stat_fields(os.getpid())
+    assert fields is not None, "a process sees itself in /proc"
+    return Peer(rank, socket.gethostname(), machine, os.getpid(), _number(fields, FIELD_START_TIME))
+
+
+def condition(peer: Peer) -> Condition:
+    """Of a process on this machine."""
+    fields = _stat_fields(peer.pid)
+    if fields is None or _number(fields, FIELD_START_TIME) != peer.start_time:
+        return Condition(None)
+    state = fields[FIELD_STATE - 1]
+    if state not in ENDED or len(fields) < FIELD_EXIT_CODE:
+        return Condition(state)
+    status = _number(fields, FIELD_EXIT_CODE)  # as waitpid gives it
+    return Condition(state, signal=status & 0x7F or None, exit_code=None if status & 0x7F else status >> 8)
+
+
+def kill(peer: Peer) -> bool:
+    """SIGKILL to a rank of this machine, if it still is that process. Whether it was sent."""
+    if condition(peer).ended:
+        return False
+    try:
+        os.kill(peer.pid, signal.SIGKILL)
+    except ProcessLookupError:  # it has just ended
+        return False
+    return True
+
+
+class Wake:
+    """Sleep until a process of this machine ends: its exit code is to be seen only until torchrun asks for it."""
+
+    def __init__(self, peers: Iterable[Peer]) -> None:
+        self._poll = select.poll()
+        self._descriptors: list[int] = []
+        for peer in peers:
+            # an old kernel, a container that forbids it, a process just gone: the next look at /proc finds it
+            with contextlib.suppress(OSError, AttributeError):
+                self._descriptors.append(os.pidfd_open(peer.pid))
+                self._poll.register(self._descriptors[-1], select.POLLIN)
+
+    def sleep(self, seconds: float) -> None:
+        for descriptor, _ in self._poll.poll(seconds * 1000):
+            self._poll.unregister(descriptor)  # it stays readable
+
+    def close(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
+
+
+def gather_peers(own: Peer, nonce: str, group: dist.ProcessGroup) -> tuple[list[Peer], str]:
+    """Every rank's process, in order, and the nonce of rank 0. Collective over the group, which is the world's."""
+    everyone: list[tuple[Peer, str]] = [(own, nonce)] * group.size()
+    dist.all_gather_object(everyone, (own, nonce), group=group)
+    return [peer for peer, _ in everyone], everyone[0][1]
+
+
+def out_of_memory_kills() -> int | None:
+    """How often the kernel has killed a process of this process's control group for memory; None: it does not say."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            events = Path("/sys/fs/cgroup", path.lstrip("/"), "memory.events")
+        elif controllers == "memory":
+            events = Path("/sys/fs/cgroup/memory", path.lstrip("/"), "memory.oom_control")
+        else:
+            continue
+        with contextlib.suppress(OSError):  # not mounted here
+            counts = dict(row.split() for row in events.read_text().splitlines())
+            if "oom_kill" in counts:
+                return int(counts["oom_kill"])
+    return None
+
+
+def wait_for_end(peers: Iterable[Peer], seconds: float) -> list[Peer]:
+    """Those that still run after so long."""
+    until, running = time.monotonic() + seconds, list(peers)
+    while running and time.monotonic() < until:
+        running = [peer for peer in running if not condition(peer).ended]
+        time.sleep(0.02)
+    return running
+
+
+def _stat_fields(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat; None where there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    before, _, after = text.rpartition(")")  # its name may have any letter
+    return [*before.split(" (", 1), *after.split()]
+
+
+def _number(fields: list[str], field: int) -> int:
+    return int(fields[field - 1])

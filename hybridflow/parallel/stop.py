@@ -1,0 +1,98 @@
+"""The wish, from outside, that the run end: SIGTERM of torchrun or a user, SIGUSR1 of a scheduler.
+
+    stop = StopRequest(grace_seconds=300)
+    ...
+    if stop.agreed(group):        # at a place where the run can be saved: the same answer on every rank
+        save()
+        stop.disarm()
+        leave(ExitStatus.STOPPED)
+
+A Python handler runs when the main thread comes back to Python, which inside a collective it may not. So the signal is
+noted by the interpreter's C handler (`signal.set_wakeup_fd`) and read by a thread. SIGINT stays Python's own.
+"""
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.errors import ExitStatus
+from hybridflow.parallel.last_words import leave, say
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# torchrun forwards what it gets, a scheduler or a terminal signals all processes at once: one wish comes twice
+SECOND_SIGNAL_AFTER = 1.0  # seconds
+
+
+class StopRequest:
+    """Of this rank. With no `signals` it listens to none, and nobody asks.
+
+    `requested` is the name of the first signal. Another one, a second later or more, ends the process at once with
+    NOT_SAVED, and so does the end of `grace_seconds` since the first. Construct it in the main thread.
+    """
+
+    def __init__(self, grace_seconds: float, signals: Iterable[signal.Signals] = SIGNALS) -> None:
+        self.requested: str | None = None
+        self._grace_seconds = grace_seconds
+        self._signals = frozenset(signals)
+        self._first: float | None = None  # time.monotonic
+        self._armed = True
+        if self._signals:
+            self._listen()
+
+    def agreed(self, group: dist.ProcessGroup, also: bool = False) -> bool:
+        """Whether any rank was told, or says `also`: alike on all. Collective; the group must take CPU tensors."""
+        told = torch.tensor([int(self.requested is not None or also)])
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
+        return bool(told)
+
+    def disarm(self) -> None:
+        """Neither a signal nor the end of the grace changes the exit status from now on: the run ends anyway.
+
+        Where one rank has ended, torchrun signals the others.
+        """
+        self._armed = False
+
+    def _listen(self) -> None:
+        self._read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for sign in self._signals:
+            signal.signal(sign, _noted)
+        threading.Thread(target=self._wait, name="hybridflow stop", daemon=True).start()
+
+    def _wait(self) -> None:
+        while True:
+            readable, _, _ = select.select([self._read], [], [], self._seconds_left())
+            for number in os.read(self._read, 64) if readable else b"":
+                if number in self._signals:  # SIGINT passes here too
+                    self._told(signal.Signals(number).name)
+            if self._armed and self._seconds_left() == 0:
+                self._end(f"{self.requested} came {self._grace_seconds:g} s ago (checkpoint.grace_seconds)")
+
+    def _told(self, name: str) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first, self.requested = now, name
+        elif self._armed and now - self._first >= SECOND_SIGNAL_AFTER:
+            self._end(f"a second signal, {name}, after {self.requested}")
+
+    def _seconds_left(self) -> float | None:
+        """None where nothing runs out."""
+        if self._first is None or not self._armed:
+            return None
+        return max(0.0, self._first + self._grace_seconds - time.monotonic())
+
+    def _end(self, reason: str) -> None:
+        say(f"hybridflow: pid {os.getpid()}: {reason}: ends at once, without a new checkpoint")
+        leave(ExitStatus.NOT_SAVED)
+
+
+def _noted(number: int, frame: FrameType | None) -> None:
+    """Without a handler in Python the signal's default action ends the process. The thread does the rest."""
