@@ -304,6 +304,9 @@ def test_a_rollout_trains_nothing(name: str, root: Path, weights: dict, output: 
 
 @pytest.mark.distributed
 def test_a_rollout_scores_as_the_run_does(root: Path, weights: dict) -> None:
+    """And steers nothing: the coefficient of the KL is for updates."""
+    assert [row["kl/coef"] for row in rows(root / "ppo-rollout")] == ["0.05", "0.05"]
+    assert len({row["kl/coef"] for row in rows(root / "run")}) == 2
     first = "batches/iteration_000001.safetensors"
     found, expected = load_file(root / "ppo-rollout" / first), load_file(root / "run" / first)
     assert found.keys() == expected.keys() and "advantages" in found
