@@ -284,6 +284,17 @@ def test_one_iteration_is_replayed_with_its_own_rate_and_prompts(root: Path, wei
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("name", ["grpo", "direct_step"])
+def test_what_was_rolled_out_is_trained_on_in_a_replay(name: str, root: Path, weights: dict, output: str) -> None:
+    """Of other algorithms, one a user's own: computed alike, and then each iteration takes its step."""
+    assert weights[f"{name}_replayed"]["start"] == weights[name]["start"]
+    assert len(set(weights[f"{name}_replayed"].values())) == 1 + NUM_ITERATIONS
+    (line,) = [line for line in compared(output, 1) if str(root / f"{name}-rollout") in line]
+    told = dict(part.split(" ") for part in line.partition("safetensors: ")[2].split(", "))
+    assert {"log_probs", "advantages"} <= set(told) and set(told.values()) == {"0"}
+
+
+@pytest.mark.distributed
 def test_what_no_file_holds_is_told(root: Path, weights: dict) -> None:
     assert "the flow asks for greedy responses, which no file has" in weights["greedy"]["error"]
     assert "iteration_000001.safetensors: row 0 begins with " in weights["other_prompts"]["error"]
