@@ -77,7 +77,8 @@ def build_roles(placed: PlacedRun, world: World, caller: FunctionCaller) -> Role
 
 
 def renamed(config: ExperimentConfig, *, replay: Path | None, rollout_only: bool) -> ExperimentConfig:
-    """The config of a run that looks into another: it has a directory of its own, so that the other's stays."""
+    """The config of a run that looks into another: it has a directory of its own, so that the other's stays, and begins
+    with the models or the checkpoint that it is given, never where it was itself."""
     metrics: dict[str, Any] = {}
     if replay is not None:
         metrics["eval_interval"] = 0  # which takes an engine
@@ -85,8 +86,16 @@ def renamed(config: ExperimentConfig, *, replay: Path | None, rollout_only: bool
         metrics["dump_batches"] = True
     if not metrics:
         return config
-    name = f"{config.name}-{'rollout' if rollout_only else 'replay'}"
-    return config.model_copy(update={"name": name, "metrics": config.metrics.model_copy(update=metrics)})
+    checkpoint: dict[str, Any] = {"save_interval": 0}
+    if config.checkpoint.load == "auto":
+        checkpoint["load"] = "none"
+    return config.model_copy(
+        update={
+            "name": f"{config.name}-{'rollout' if rollout_only else 'replay'}",
+            "metrics": config.metrics.model_copy(update=metrics),
+            "checkpoint": config.checkpoint.model_copy(update=checkpoint),
+        }
+    )
 
 
 class RLTrainer:
@@ -246,7 +255,7 @@ class RLTrainer:
     def _iterations(self, num_iterations: int) -> Sequence[int]:
         """Those to run, which ascend."""
         if isinstance(self.generator, Replay):
-            return [i for i in self.generator.iterations(num_iterations) if i > self.run.state.iteration]
+            return self.generator.iterations(num_iterations, after=self.run.state.iteration)
         return range(self.run.state.iteration + 1, num_iterations + 1)
 
     def _lost(self, iteration: int, found: NonFinite, recorder: Recorder) -> None:

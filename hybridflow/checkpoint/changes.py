@@ -81,7 +81,7 @@ TABLE: tuple[Rule, ...] = (
     _rule("rollout.*", FREE, FREE, "how the engine works; its weights come from the actor each time"),
     _rule("checkpoint.* watchdog.*", FREE, FREE, "when a run saves and ends, not what it computes"),
     _rule("metrics.*", FREE, FREE, "what is recorded and how often; a file that begins later lacks what was before"),
-    _rule("metrics.eval_reward data.heldout", NOTICED, NOTICED, "eval/accuracy is not comparable with that before"),
+    _rule("metrics.eval_reward", NOTICED, NOTICED, "eval/accuracy is not comparable with that before"),
     # ---- the models
     _rule("actor.model critic.model", FREE, FREE, "weights come from the checkpoint; config.json is compared"),
     _rule("reference.model", NOTICED, NOTICED, "the KL is to the weights found there, which no checkpoint holds"),
@@ -109,7 +109,7 @@ TABLE: tuple[Rule, ...] = (
     ),
     _rule("num_iterations", NOTICED, NOTICED, "where the learning rate has a schedule, it is that of the new length"),
     # ---- the data
-    _rule("data.train", FREE, FREE, "its content is compared, not where it lies"),
+    _rule("data.train data.heldout", FREE, FREE, "the content is compared, not where it lies"),
     _rule(
         "data.prompt_key data.chat_template data.shuffle seed",
         REFUSED,

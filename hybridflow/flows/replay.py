@@ -65,13 +65,14 @@ class Replay:
     def awake(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def iterations(self, num_iterations: int) -> list[int]:
-        """Those up to `num_iterations` that there is a file of. Errors: DataError where there is none."""
-        found = [iteration for iteration in self.files if iteration <= num_iterations]
+    def iterations(self, num_iterations: int, *, after: int = 0) -> list[int]:
+        """after + 1 .. num_iterations, those that there is a file of. Errors: DataError where there is none."""
+        found = [iteration for iteration in self.files if after < iteration <= num_iterations]
         if not found:
-            first = min(self.files)
+            directory, given = next(iter(self.files.values())).parent, f"{min(self.files)} to {max(self.files)}"
             raise DataError(
-                f"{self.files[first]}: the first file is of iteration {first}, after num_iterations = {num_iterations}"
+                f"{directory}: the dumped batches given are of iterations {given}, those to run are {after + 1} to "
+                f"num_iterations = {num_iterations}"
             )
         return found
 

@@ -8,6 +8,7 @@ run was interrupted and goes on.
 import csv
 import io
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -89,7 +90,7 @@ class SampleWriter:
 
     def sync(self) -> None:
         """What was written is on the disk when this returns."""
-        sync(self._path)
+        os.fsync(self._file.fileno())
         sync(self._path.parent)
 
     def close(self) -> None:
@@ -115,8 +116,8 @@ class _CsvFile:
         self._file.flush()
 
     def sync(self) -> None:
-        sync(self._path)
-        sync(self._path.parent)
+        os.fsync(self._file.fileno())
+        sync(self._path.parent)  # the name, where the file is new
 
     def close(self) -> None:
         self._file.close()

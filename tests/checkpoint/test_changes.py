@@ -125,6 +125,7 @@ EFFECTS: list[tuple[str, Any, Effect, Effect]] = [
     ("checkpoint.keep_last", 9, FREE, FREE),
     ("metrics.num_samples", 0, FREE, FREE),
     ("data.train", "moved/t.jsonl", FREE, FREE),
+    ("data.heldout", "moved/h.jsonl", FREE, FREE),
     ("metrics.eval_reward", "a:b", NOTICED, NOTICED),
     ("actor.optimizer.lr", 1e-4, NOTICED, NOTICED),
     ("data.prompts_per_iteration", 8, NOTICED, NOTICED),

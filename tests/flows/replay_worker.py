@@ -60,6 +60,9 @@ def main(config: Path, out: Path) -> None:
         fit("other_prompts", "seed=2", "data.shuffle=true", replay=run)
     for name, overrides in ROLLOUTS.items():
         fit(name, *overrides, rollout_only=True)
+    with no_vllm():
+        for name in ("grpo", "direct_step"):
+            fit(f"{name}_replayed", *ROLLOUTS[name], replay=config.parent / f"{name}-rollout")
     best = {"name": "custom", "flow": "tests.flows.flows:few_rows", "roles": ["actor"]}
     fit(
         "kept", *NO_REWARD, f"algorithm={json.dumps(best)}", "actor.tensor_parallel_size=1", "metrics.dump_batches=true"

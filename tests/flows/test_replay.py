@@ -13,8 +13,10 @@ from torch import Tensor
 
 from hybridflow import train
 from hybridflow.batch import PromptBatch
+from hybridflow.config import ExperimentConfig
 from hybridflow.errors import DataError
 from hybridflow.flows.replay import FIELDS, Replay, differences, dumped_batches, read_batch
+from hybridflow.trainer import renamed
 from tests.distributed.test_determinism import MEASURED
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks
@@ -136,9 +138,10 @@ def test_batches_are_found_in_a_run_a_folder_or_a_file(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=f"^{empty}: holds no iteration_NNNNNN.safetensors"):
             dumped_batches(empty)
     replay = Replay(dumped_batches(folder), vocab_size=1, max_length=1)
-    assert replay.iterations(9) == [1, 2]
-    with pytest.raises(DataError, match="the first file is of iteration 2, after num_iterations = 1"):
-        Replay({2: file}, vocab_size=1, max_length=1).iterations(1)
+    assert replay.iterations(9) == [1, 2] and replay.iterations(10, after=1) == [2, 10]
+    told = r"are of iterations 1 to 10, those to run are 11 to num_iterations = 12"
+    with pytest.raises(DataError, match=f"^{folder}: the dumped batches given {told}"):
+        replay.iterations(12, after=10)
 
 
 def test_differences_are_the_largest_of_each_field() -> None:
@@ -173,6 +176,21 @@ def test_differences_are_the_largest_of_each_field() -> None:
         "empty 0",
         "new not in the file",
     ]
+
+
+def test_what_looks_into_a_run_has_a_directory_of_its_own_and_starts_anew(tmp_path: Path) -> None:
+    overrides = ["checkpoint={save_interval: 5}", "data.heldout=x", "metrics={eval_interval: 2, eval_reward: 'a:b'}"]
+    config = ExperimentConfig.from_yaml(write_config(tmp_path / "config.yaml", tmp_path), overrides)
+    assert renamed(config, replay=None, rollout_only=False) is config
+    replay = renamed(config, replay=tmp_path, rollout_only=False)
+    rollout = renamed(config, replay=None, rollout_only=True)
+    assert (replay.run_dir, rollout.run_dir) == (tmp_path / "run-replay", tmp_path / "run-rollout")
+    assert (replay.metrics.eval_interval, rollout.metrics.eval_interval) == (0, 2)
+    assert (replay.metrics.dump_batches, rollout.metrics.dump_batches) == (False, True)
+    for found in (replay, rollout):
+        assert (found.checkpoint.save_interval, found.checkpoint.load) == (0, "none")
+    given = ExperimentConfig.from_yaml(tmp_path / "config.yaml", ["checkpoint.load=runs/x"])
+    assert renamed(given, replay=tmp_path, rollout_only=False).checkpoint.load == "runs/x"
 
 
 def test_a_replay_and_a_rollout_exclude_each_other(capsys: pytest.CaptureFixture) -> None:
@@ -259,10 +277,21 @@ def test_one_iteration_is_replayed_with_its_own_rate_and_prompts(root: Path, wei
     (row,) = rows(root / "second-replay")
     assert (row["iteration"], row["actor/lr"]) == ("2", rows(root / "run")[1]["actor/lr"])
     assert weights["second"]["start"] == weights["run"]["start"] and list(weights["second"]) == ["start", "2"]
-    _, line = compared(output, 2)
+    _, line, *_ = compared(output, 2)  # the first is of the replay of both iterations
     told = dict(part.split(" ") for part in line.partition("safetensors: ")[2].split(", "))
     assert float(told["log_probs"]) > 1e-4 and float(told["values"]) > 1e-4
     assert float(told["ref_log_probs"]) == float(told["raw_scores"]) == 0.0
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["grpo", "direct_step"])
+def test_what_was_rolled_out_is_trained_on_in_a_replay(name: str, root: Path, weights: dict, output: str) -> None:
+    """Of other algorithms, one a user's own: computed alike, and then each iteration takes its step."""
+    assert weights[f"{name}_replayed"]["start"] == weights[name]["start"]
+    assert len(set(weights[f"{name}_replayed"].values())) == 1 + NUM_ITERATIONS
+    (line,) = [line for line in compared(output, 1) if str(root / f"{name}-rollout") in line]
+    told = dict(part.split(" ") for part in line.partition("safetensors: ")[2].split(", "))
+    assert {"log_probs", "advantages"} <= set(told) and set(told.values()) == {"0"}
 
 
 @pytest.mark.distributed
@@ -286,6 +315,9 @@ def test_a_rollout_trains_nothing(name: str, root: Path, weights: dict, output: 
 
 @pytest.mark.distributed
 def test_a_rollout_scores_as_the_run_does(root: Path, weights: dict) -> None:
+    """And steers nothing: the coefficient of the KL is for updates."""
+    assert [row["kl/coef"] for row in rows(root / "ppo-rollout")] == ["0.05", "0.05"]
+    assert len({row["kl/coef"] for row in rows(root / "run")}) == 2
     first = "batches/iteration_000001.safetensors"
     found, expected = load_file(root / "ppo-rollout" / first), load_file(root / "run" / first)
     assert found.keys() == expected.keys() and "advantages" in found

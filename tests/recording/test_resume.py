@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ from safetensors.torch import load_file
 
 from hybridflow.batch import PromptBatch, RolloutBatch, response_mask
 from hybridflow.config import ExperimentConfig
-from hybridflow.recording import writers
 from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.recorder import Recorder, record_run
 from hybridflow.recording.resume import cut_samples, kept_metrics, remove_batches
@@ -18,7 +18,7 @@ from hybridflow.recording.run_dir import dump_batch
 from hybridflow.recording.writers import MetricsWriter, SampleWriter
 from tests.recording.test_writers import scalars
 
-# columns come with iterations 0, 1, 2 and 4; one name needs quotes
+# columns come with iterations 0 to 4; one name needs quotes
 ROWS = [
     {"eval/accuracy": 0.25},
     {"reward/score_mean": -0.5, "train/tokens_per_sec": 1 / 3},
@@ -72,6 +72,32 @@ def test_a_run_cut_at_any_byte_goes_on_to_the_same_file(written: int, undisturbe
         file.write_bytes(before[:size])
         write(tmp_path / "run", range(0 if last is None else last + 1, len(ROWS)), resumed=last or 0)
         assert file.read_bytes() == undisturbed, f"cut to {size} of {len(before)} bytes"
+
+
+@pytest.mark.parametrize("call", ["replace", "fsync"])
+@pytest.mark.parametrize("number", range(1, 7))  # the file is put in place when it is opened and by five rows
+def test_a_run_that_ends_while_a_file_is_replaced_goes_on_to_the_same_file(
+    number: int, call: str, undisturbed: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, real = number, getattr(os, call)
+
+    def ends(*arguments: object) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, ends)
+        with pytest.raises(KeyboardInterrupt):
+            write(tmp_path, range(len(ROWS)))
+    file = tmp_path / "metrics.csv"
+    assert (tmp_path / "metrics.csv.tmp").exists()
+    last = last_complete(file.read_bytes()) if file.exists() else None
+    assert last == (None, None, 0, 1, 2, 3)[number - 1]
+    write(tmp_path, range(0 if last is None else last + 1, len(ROWS)), resumed=last or 0)
+    assert file.read_bytes() == undisturbed and [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\0" * 40, b"\0" * 40 + b"\n", b"6,\xff\n", b"6,1.0\n7,1.0,,,,,,,,\n"])
@@ -304,19 +330,31 @@ def test_what_a_checkpoint_counts_on_is_synced_first(
 ) -> None:
     synced: list[tuple[str, int]] = []
 
-    def note(path: Path) -> None:
+    def note(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").resolve()
         synced.append((path.name, path.stat().st_size if path.is_file() else 0))
 
     with opened(interrupted, resumed=3) as recorder:
         record(recorder, range(4, 5))
-        monkeypatch.setattr(writers, "sync", note)
+        monkeypatch.setattr(os, "fsync", note)
         recorder.sync()
-        sizes = {name: (interrupted.run_dir / name).stat().st_size for name in ("metrics.csv", "samples.jsonl")}
-        rows = (interrupted.run_dir / "metrics.csv").read_text().splitlines()
-        last = json.loads((interrupted.run_dir / "samples.jsonl").read_text().splitlines()[-1])
-    assert synced == [
-        *[("metrics.csv", sizes["metrics.csv"]), ("run", 0)],
-        ("samples.jsonl", sizes["samples.jsonl"]),
-        ("run", 0),
-    ]
-    assert rows[-1].startswith("4,") and last["iteration"] == 4  # nothing waits in a buffer of this process
+        rows = (interrupted.run_dir / "metrics.csv").read_bytes()
+        lines = (interrupted.run_dir / "samples.jsonl").read_bytes()
+    assert synced == [("metrics.csv", len(rows)), ("run", 0), ("samples.jsonl", len(lines)), ("run", 0)]
+    assert rows.splitlines()[-1].startswith(b"4,")  # nothing waits in a buffer of this process
+    assert json.loads(lines.splitlines()[-1])["iteration"] == 4
+
+
+def test_files_that_a_user_takes_away_do_not_end_a_run(interrupted: ExperimentConfig) -> None:
+    with opened(interrupted, resumed=3) as recorder:
+        (interrupted.run_dir / "metrics.csv").unlink()
+        (interrupted.run_dir / "samples.jsonl").unlink()
+        record(recorder, range(4, 5))
+        recorder.sync()
+
+
+def test_silent_ranks_write_nothing(interrupted: ExperimentConfig) -> None:
+    before = files(interrupted.run_dir)
+    with record_run(interrupted, 5, rank=1, decode=str, resumed=2) as recorder:
+        recorder.sync()
+        assert files(interrupted.run_dir) == before
