@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from hybridflow.batch import RolloutBatch
+from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.checkpoint.keeper import Keeper
 from hybridflow.config import GRPO, PPO, AlgorithmConfig, Custom, ExperimentConfig
@@ -160,6 +160,7 @@ class RLTrainer:
         )
         self.run.state = self.keeper.state or self.run.state
         self.run.stops = self.keeper.stops
+        self.run.keep_rollout, self.run.kept_rollout = self.keeper.keep_rollout, self._kept_rollout
 
     def _keeper(self, digests: dict[str, bytes]) -> Keeper:
         return Keeper(
@@ -173,6 +174,15 @@ class RLTrainer:
             restarts=platforms.restart_count(),
             saves=self.writes_model,
         )
+
+    def _kept_rollout(self, prompts: PromptBatch, iteration: int) -> RolloutBatch | None:
+        """What an earlier start of the run has generated for the iteration in which it ended."""
+        samples = self.config.sampling.samples_per_prompt
+
+        def read(file: Path) -> RolloutBatch:
+            return self._replay({iteration: file}).generate(prompts, samples_per_prompt=samples, iteration=iteration)
+
+        return self.keeper.kept_rollout(iteration, read)
 
     def _engine(self) -> Generator:
         with training_memory_offloaded(self.roles, self.platform):

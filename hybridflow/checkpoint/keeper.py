@@ -19,15 +19,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from hybridflow.checkpoint.changes import changes, content_changes
+from hybridflow.batch import RolloutBatch
+from hybridflow.checkpoint.changes import Effect, changes, content_changes
 from hybridflow.checkpoint.resume import check_progress, find_source, restore
 from hybridflow.checkpoint.saver import Saver
 from hybridflow.checkpoint.state import RunState, SavedRun
 from hybridflow.checkpoint.store import CHECKPOINTS
 from hybridflow.config import ExperimentConfig
-from hybridflow.errors import CheckpointError, Stopped
+from hybridflow.errors import CheckpointError, DataError, Stopped
 from hybridflow.formats.directories import sync
 from hybridflow.parallel.agreement import failures
+from hybridflow.parallel.peers import parent_process
 from hybridflow.parallel.platform import Platform
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
@@ -36,6 +38,7 @@ from hybridflow.recording.recorder import Recorder, record_run
 from hybridflow.recording.run_dir import dump_batch
 from hybridflow.roles.base import TrainedRole
 
+STOPPED = "stopped"  # by which torchrun's ranks, beside the checkpoints
 ROLLOUT = "rollout"  # beside the checkpoints: the responses of the iteration that is under way
 
 
@@ -67,6 +70,8 @@ class Keeper:
         self._iteration_began = self._started
         self._metrics: Mapping[str, float] = {}
         self.notes: list[str] = []
+        self._may_keep_rollout = False  # whether this start generates what the one before did
+        self._end_again(restarts)
         self._source = find_source(config, restarts=restarts, group=group)
         self.state = self._loaded(roles)
         self._raise_together(lambda: self._check_progress(restarts))
@@ -150,15 +155,31 @@ class Keeper:
         sync(file)
         sync(file.parent)
 
-    def kept_rollout(self, iteration: int) -> Path | None:
-        """The file of the responses that an earlier start made for this iteration, if it did. Collective."""
-        file = self._root / ROLLOUT / "batches" / f"iteration_{iteration:06d}.safetensors"
-        goes_on = self._source is not None and not self._source.is_fork
-        there = torch.tensor(goes_on and file.exists(), dtype=torch.int32)
-        dist.all_reduce(there, op=dist.ReduceOp.MIN, group=self._group)
-        return file if there else None
+    def kept_rollout(self, iteration: int, read: Callable[[Path], RolloutBatch]) -> RolloutBatch | None:
+        """The responses that an earlier start made for the iteration in which it ended, if it kept them. Collective.
+
+        read: what is in a file; DataError where it cannot be used: then they are made again, which gives the same.
+        """
+        if not self._may_keep_rollout or self.state is None or iteration != self.state.iteration + 1:
+            return None
+        file, found = self._root / ROLLOUT / "batches" / f"iteration_{iteration:06d}.safetensors", list[RolloutBatch]()
+        with contextlib.suppress(DataError, OSError):
+            found.append(read(file))
+        usable = torch.tensor(len(found))
+        dist.all_reduce(usable, op=dist.ReduceOp.MIN, group=self._group)
+        return found[0] if usable else None
 
     # ---- inside
+
+    def _end_again(self, restarts: int) -> None:
+        """Errors: Stopped where the ranks of this very torchrun have ended as told: to it that was a failure."""
+        file = self._root / STOPPED
+        told = torch.tensor(bool(restarts) and file.exists() and file.read_text() == parent_process())
+        dist.broadcast(told, src=dist.get_process_group_ranks(self._group)[0], group=self._group)
+        if told:
+            raise Stopped("before this restart: it was told to end", saved=True)
+        if self._platform.rank == 0 and file.exists():
+            file.unlink()
 
     def _loaded(self, roles: Sequence[TrainedRole]) -> RunState | None:
         source, config = self._source, self._config
@@ -173,6 +194,9 @@ class Keeper:
         ]
         for its in found:
             its.refuse()
+        self._may_keep_rollout = not source.is_fork and all(
+            change.effect is Effect.FREE for its in found for change in its.found
+        )
         restore(source, roles, self._group)
         how = "a fork of" if source.is_fork else "goes on from"
         self.notes = [*source.notes, f"{how} {source.step}, after iteration {state.iteration}"]
@@ -224,4 +248,7 @@ class Keeper:
         self._stop.disarm()
         why = self._stop.requested or "another rank was told, or checkpoint.max_hours are nearly over"
         saved = self._saver.last_iteration == state.iteration
+        if self._platform.rank == 0 and saved:
+            (self._root / STOPPED).write_text(parent_process())
+        dist.barrier(group=self._group)  # the first rank to leave ends the others
         raise Stopped(f"{where} ({why})", saved=saved)

@@ -90,7 +90,8 @@ def check_progress(root: Path, iteration: int, *, restarts: int, limit: int) -> 
     """
     file = root / RESTARTS
     if not restarts:
-        file.unlink(missing_ok=True)
+        if file.exists():
+            file.unlink()
         return
     told: dict[str, int] = json.loads(file.read_text()) if file.exists() else {}
     count = told["count"] + 1 if told.get("iteration") == iteration else 1

@@ -98,6 +98,8 @@ class Saver:
         try:
             save = self._begun(saved)
         except SaveError as error:
+            if self._platform.rank == 0:  # room for the next attempt
+                shutil.rmtree(self._root / f".{step_name(iteration)}.partial", ignore_errors=True)
             self._failed(error)
             return
         finally:

@@ -42,6 +42,7 @@ from hybridflow.models.optimizer_state import num_steps, owned_states, set_num_s
 from hybridflow.roles.base import TrainedRole
 
 STEPS = "optimizer.num_steps"
+NEW_MOMENTUM = "optimizer.state.momentum_buffer."  # SGD that had none so far begins with zeros, as it would at first
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,9 @@ class _ReadBoxes(LoadShardedStrategy):
 
     def _read(self, files: DistributedDirectory, tensor: ShardedTensor) -> None:
         key, data, wanted = tensor.key, not_none(tensor.data), TensorInfo(tensor.global_shape, tensor.dtype)
+        if key not in files and key.startswith(NEW_MOMENTUM):
+            data.zero_()
+            return
         if key not in files:
             raise CheckpointError(f"{files.path / METADATA}: no tensor {key}")
         if files.tensors[key] != wanted:

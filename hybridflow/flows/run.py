@@ -12,7 +12,7 @@ Every rank runs the flow over the same global batch; the roles shard the work.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar, overload
 
@@ -94,7 +94,10 @@ class Run:
         self.state = RunState(kl_coef=config.algorithm.kl.coef)
         self._stage_stack = contextlib.ExitStack()
         self._show: Callable[[str], None] = lambda text: None
-        self.stops: Callable[[], bool] = lambda: False  # whether all ranks are to end here; collective
+        # what the trainer may want to know and to do in between; collective
+        self.stops: Callable[[], bool] = lambda: False  # whether all ranks are to end here
+        self.keep_rollout: Callable[[int, Mapping[str, Tensor]], None] = lambda iteration, tensors: None
+        self.kept_rollout: Callable[[PromptBatch, int], RolloutBatch | None] = lambda prompts, iteration: None
         self.metrics: Metrics = {}
 
     # ---- what a flow works with
@@ -141,8 +144,7 @@ class Run:
     ) -> RolloutBatch | tuple[RolloutBatch, ...]:
         """Responses to the iteration's prompts; of several kinds with one hand-off of the weights."""
         self._enter("rollout")
-        with self.engine_awake(), self._watch.phase("generate"):
-            rollouts = tuple(self._generate(kind) for kind in (how, *more))
+        rollouts = self._generated((how, *more))
         self._enter("estimate")
         self._stop_if_told()
         self.rollout = rollouts[0]
@@ -264,6 +266,17 @@ class Run:
                 yield
 
     # ---- inside
+
+    def _generated(self, kinds: tuple[Sampled | Greedy, ...]) -> tuple[RolloutBatch, ...]:
+        """Anew, unless an earlier start has kept those of this iteration, or of others are the wish."""
+        kept = self.kept_rollout(self.prompts, self.iteration) if kinds == (Sampled(),) else None
+        if kept is not None:
+            return (kept,)
+        with self.engine_awake(), self._watch.phase("generate"):
+            rollouts = tuple(self._generate(kind) for kind in kinds)
+        if kinds == (Sampled(),):
+            self.keep_rollout(self.iteration, vars(rollouts[0]))
+        return rollouts
 
     def _generate(self, how: Sampled | Greedy) -> RolloutBatch:
         greedy = isinstance(how, Greedy)

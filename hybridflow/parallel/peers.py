@@ -63,11 +63,20 @@ def signal_name(number: int) -> str:
 
 
 def this_process(rank: int) -> Peer:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    machine = f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     fields = _stat_fields(os.getpid())
     assert fields is not None, "a process sees itself in /proc"
-    return Peer(rank, socket.gethostname(), machine, os.getpid(), _number(fields, FIELD_START_TIME))
+    return Peer(rank, socket.gethostname(), _machine(), os.getpid(), _number(fields, FIELD_START_TIME))
+
+
+def parent_process() -> str:
+    """Tells the process that started this one from all others: torchrun's agent, which starts its ranks again."""
+    fields = _stat_fields(os.getppid())
+    return f"{_machine()} {os.getppid()} {_number(fields, FIELD_START_TIME) if fields else 0}"
+
+
+def _machine() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def condition(peer: Peer) -> Condition:

@@ -1,0 +1,10 @@
+"""`python -m hybridflow.train` that does not look whether the disk has room: it is full once tensors are written."""
+
+import sys
+
+from hybridflow.checkpoint.saver import Saver
+from hybridflow.train import main
+
+if __name__ == "__main__":
+    Saver._lacks_room = lambda self, save: None
+    main(sys.argv[1:])

@@ -1,0 +1,257 @@
+"""Real runs that end early and go on: elsewhere, with another config, after damage, on a full disk, when told to stop.
+
+Every start is a launch of `hybridflow.train`; what a person would see is what is looked at.
+"""
+
+import contextlib
+import csv
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hybridflow.checkpoint.state import load_state
+from hybridflow.checkpoint.store import read_manifest, step_name, steps
+from hybridflow.errors import ExitStatus
+from tests.checkpoint.test_kills import COSTS
+from tests.distributed.tiny_experiment import make_inputs, write_config
+from tests.launch import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+NUM_ITERATIONS = 8
+SETTINGS = [f"num_iterations={NUM_ITERATIONS}", "algorithm.update.mini_batch_size=4"]
+SETTINGS += ["algorithm.kl.controller=adaptive", "reward.normalization=running"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config, and the run that nobody disturbs: actor tp 2, critic dp 2, a checkpoint every two iterations."""
+    root = tmp_path_factory.mktemp("resume")
+    write_config(root / "config.yaml", make_inputs(root / "inputs"))
+    train(root, "undisturbed", "checkpoint.save_interval=2", "checkpoint.keep_last=9")
+    return root
+
+
+def train(
+    root: Path, name: str, *overrides: str, ranks: int = 2, status: int = 0, module: str = "hybridflow.train"
+) -> str:
+    """What the run says."""
+    done = run_ranks(ranks, module, root / "config.yaml", *SETTINGS, f"name={name}", *overrides, check=False)
+    said = done.stdout + done.stderr
+    assert (done.returncode != 0) == (status != 0), said
+    return said
+
+
+def copied(root: Path, name: str, *, up_to: int) -> Path:
+    """The undisturbed run as it was after iteration `up_to`, under another name; its checkpoints."""
+    run = root / name
+    shutil.copytree(root / "undisturbed", run)
+    for iteration in steps(run / "checkpoints"):
+        if iteration > up_to:
+            shutil.rmtree(run / "checkpoints" / step_name(iteration))
+    return run / "checkpoints"
+
+
+def rows(run: Path, first: int = 1) -> list[dict[str, str]]:
+    with (run / "metrics.csv").open(newline="") as file:
+        found = [row for row in csv.DictReader(file) if int(row["iteration"]) >= first]
+    return [{name: x for name, x in row.items() if not any(part in name for part in COSTS)} for row in found]
+
+
+# ---------------------------------------------------------------------------------------------- elsewhere
+
+ACTOR_PP2 = ("actor.tensor_parallel_size=1", "actor.pipeline_parallel_size=2", "critic.tensor_parallel_size=2")
+ACTOR_DP2 = ("actor.tensor_parallel_size=1", "critic.pipeline_parallel_size=2")
+ACTOR_TP2PP2 = ("actor.pipeline_parallel_size=2",)  # on 4 ranks; the critic follows with dp 4
+# the bytes of a hand-off depend on the layout; so do the moments of floats
+PLACE_DEPENDENT = ("reshard/",)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "starts"),
+    [
+        ("pp2", 3, [(ACTOR_PP2, 2, 8)]),
+        ("dp2", 3, [(ACTOR_DP2, 2, 8)]),
+        ("4-2-4", 3, [(ACTOR_TP2PP2, 4, 4), (("actor.tensor_parallel_size=2",), 2, 6), (ACTOR_TP2PP2, 4, 8)]),
+    ],
+)
+def test_it_goes_on_in_other_layouts(name: str, first: int, starts: list, root: Path) -> None:
+    copied(root, name, up_to=2)
+    for layout, ranks, last in starts:
+        train(root, name, "checkpoint.save_interval=2", *layout, f"num_iterations={last}", ranks=ranks)
+    found, expected = rows(root / name, first), rows(root / "undisturbed", first)
+    assert len(found) == NUM_ITERATIONS - first + 1
+    for row, same in zip(found, expected, strict=True):
+        for metric in row:
+            if row[metric] != same[metric] and not metric.startswith(PLACE_DEPENDENT):
+                assert float(row[metric]) == pytest.approx(float(same[metric]), rel=1e-4, abs=1e-4), metric
+
+
+# ---------------------------------------------------------------------------------------------- damage
+
+
+def truncate(step: Path) -> str:
+    file = step / "actor" / "__1_0.distcp"
+    os.truncate(file, file.stat().st_size // 2)
+    return str(file)
+
+
+def flip(step: Path) -> str:
+    file = step / "critic" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 3] ^= 1
+    file.write_bytes(data)
+    return str(file)
+
+
+def lose_manifest(step: Path) -> str:
+    (step / "manifest.json").unlink()
+    return str(step / "manifest.json")
+
+
+def garble_manifest(step: Path) -> str:
+    file = step / "manifest.json"
+    file.write_text(file.read_text().replace('"size": 1', '"size": 2', 1))
+    return str(file)
+
+
+def lose_state(step: Path) -> str:
+    (step / "state.json").unlink()
+    return str(step / "state.json")
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, lose_manifest, garble_manifest, lose_state])
+def test_a_damaged_checkpoint_is_told_and_the_one_before_used(damage: object, root: Path) -> None:
+    name = damage.__name__
+    checkpoints = copied(root, name, up_to=6)
+    file = damage(checkpoints / "step_000006")
+    said = train(root, name, "checkpoint.save_interval=2", "checkpoint.keep_last=9")
+    assert f"{checkpoints / 'step_000006'} is not intact" in said and file in said
+    assert f"goes on from {checkpoints / 'step_000004'}" in said
+    assert rows(root / name) == rows(root / "undisturbed")
+    assert tensors(root / name, 6) == tensors(root / "undisturbed", 6), "it is written again"
+
+
+def test_no_intact_checkpoint_is_an_error(root: Path) -> None:
+    checkpoints = copied(root, "damaged", up_to=2)
+    file = flip(checkpoints / "step_000002")
+    said = train(root, "damaged", status=1)
+    assert file in said and "checkpoint.load=none starts anew" in said
+    assert (root / "damaged" / "metrics.csv").exists(), "nothing is moved or lost"
+
+
+def tensors(run: Path, iteration: int) -> dict[str, object]:
+    files = read_manifest(run / "checkpoints" / step_name(iteration)).files
+    return {name: its for name, its in files.items() if name.endswith(".distcp")}
+
+
+# ---------------------------------------------------------------------------------------------- another config
+
+
+def test_what_changed_is_shown_and_what_may_not_change_refused(root: Path) -> None:
+    copied(root, "changed", up_to=6)
+    said = train(root, "changed", "actor.optimizer.name=sgd", "seed=5", "actor.optimizer.lr=0.5", status=1)
+    assert "actor.optimizer.name: adam -> sgd" in said
+    assert "seed: 1 -> 5" in said
+    said = train(root, "changed", "actor.optimizer.lr=0.0005")
+    assert "actor.optimizer.lr: 0.001 -> 0.0005  (takes effect from iteration 7 on)" in said
+    assert rows(root / "changed")[:6] == rows(root / "undisturbed")[:6]
+    assert rows(root / "changed")[-1] != rows(root / "undisturbed")[-1]
+
+
+def test_a_fork_begins_with_anothers_weights_and_goes_on_by_itself(root: Path) -> None:
+    source = root / "undisturbed" / "checkpoints" / "step_000004"
+    fork = ("checkpoint.save_interval=2", f"checkpoint.load={source}")
+    said = train(root, "fork", *fork, "num_iterations=6")
+    assert f"a fork of {source}, after iteration 4" in said
+    assert [row["iteration"] for row in rows(root / "fork")] == ["5", "6"]
+    said = train(root, "fork", *fork)  # the same command goes on with what it has
+    assert f"goes on from {root / 'fork' / 'checkpoints' / 'step_000006'}" in said
+    assert rows(root / "fork") == rows(root / "undisturbed", 5)
+    assert load_state(root / "fork" / "checkpoints" / "step_000008").forked_from == str(source)
+    assert rows(root / "undisturbed", 7), "the other run is as it was"
+
+
+def test_load_none_starts_anew_and_a_wrong_path_is_an_error(root: Path) -> None:
+    copied(root, "anew", up_to=8)
+    train(root, "anew", "checkpoint.load=none", "num_iterations=1")
+    assert len(rows(root / "anew")) == 1 and len(rows(root / "anew.1")) == NUM_ITERATIONS
+    said = train(root, "nowhere", f"checkpoint.load={root / 'inputs'}", status=1)
+    assert f"checkpoint.load = '{root / 'inputs'}'" in said and "manifest.json" in said
+
+
+def test_a_run_that_is_over_has_nothing_to_do(root: Path) -> None:
+    copied(root, "over", up_to=8)
+    said = train(root, "over")
+    assert "iteration 8/8" not in said and "goes on from" in said
+    assert rows(root / "over") == rows(root / "undisturbed")
+
+
+# ---------------------------------------------------------------------------------------------- disks
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, megabytes: int) -> Iterator[Path]:
+    path.mkdir(parents=True)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(path)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"this user may not mount a small disk: {done.stderr.decode().strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_full_disk_costs_a_checkpoint_and_nothing_else(root: Path) -> None:
+    """A checkpoint has 14 MB: the first fits, the second does not."""
+    with small_disk(root / "full", 24) as disk:
+        where = (f"output_dir={disk}", "checkpoint.save_interval=2", "num_iterations=6")
+        said = train(root, "stops", *where, status=1)
+        assert "the checkpoint of iteration 4 cannot be written" in said
+        assert "bytes" in said and f"{disk}/stops/checkpoints/step_000002 is as it was" in said
+        assert steps(disk / "stops" / "checkpoints") == [2]
+        assert not list((disk / "stops" / "checkpoints").glob(".*")), "the room is free again"
+        said = train(root, "stops", *where, "checkpoint.on_error=continue", "checkpoint.async_save=true")
+        assert "the run goes on (checkpoint.on_error = continue)" in said
+        assert rows(disk / "stops") == rows(root / "undisturbed")[:6], "training is as it would have been"
+        assert steps(disk / "stops" / "checkpoints") == [2]
+        for saving in ("checkpoint.async_save=true", "checkpoint.async_save=false"):  # when nobody foresees it
+            unforeseen = (*where, "checkpoint.on_error=continue", saving)
+            said = train(root, "stops", *unforeseen, module="tests.checkpoint.full_disk_worker")
+            assert "No space left on device" in said and ".distcp" in said
+            assert rows(disk / "stops") == rows(root / "undisturbed")[:6]
+            assert steps(disk / "stops" / "checkpoints") == [2]
+
+
+def test_a_disk_that_may_not_be_written_any_more(root: Path) -> None:
+    """The directory of checkpoints alone: metrics go on."""
+    checkpoints = copied(root, "readonly", up_to=2)
+    shutil.move(checkpoints, root / "aside")
+    with small_disk(checkpoints, 64):
+        shutil.copytree(root / "aside", checkpoints, dirs_exist_ok=True)
+        subprocess.run(["mount", "-o", "remount,ro", str(checkpoints)], check=True)
+        said = train(root, "readonly", "checkpoint.save_interval=2", "num_iterations=4", status=1)
+        assert "the checkpoint of iteration 4 cannot be written" in said and str(checkpoints) in said
+        assert "Read-only file system" in said
+        assert rows(root / "readonly") == rows(root / "undisturbed")[:4]
+
+
+# ---------------------------------------------------------------------------------------------- being told to end
+
+
+def test_max_hours_saves_and_ends_and_the_rollout_is_kept(root: Path) -> None:
+    """With no time at all the run ends in its first iteration, and has what it began with."""
+    said = train(root, "hours", "checkpoint.max_hours=1e-9", "checkpoint.save_rollout=true", status=ExitStatus.STOPPED)
+    assert "stopped in iteration 1" in said and "it is saved" in said
+    assert steps(root / "hours" / "checkpoints") == [0]
+    kept = root / "hours" / "checkpoints" / "rollout" / "batches" / "iteration_000001.safetensors"
+    assert kept.exists()
+    train(root, "hours", "checkpoint.save_rollout=true")
+    generated = {name for name in rows(root / "hours")[0] if not name.startswith("reshard/")}
+    for row, same in zip(rows(root / "hours"), rows(root / "undisturbed"), strict=True):
+        assert {name: row[name] for name in generated} == {name: same[name] for name in generated}
+    assert rows(root / "hours")[0]["reshard/bytes_permuted"] == "0.0", "the first was not generated again"
