@@ -91,12 +91,13 @@ def _number(statement: Statement, call: LastCall) -> int:
 
 
 def _missed(rank: int, statements: Mapping[int, Statement], waits: Mapping[int, set[int]]) -> str:
-    waiting = [other for other, awaited in waits.items() if rank in awaited]
-    call = statements[waiting[0]].current
+    inside = {other: statements[other].current for other, awaited in sorted(waits.items()) if rank in awaited}
+    call = next(iter(inside.values()))
     assert call is not None, "who waits is inside a call"
+    waiting = [other for other, its in inside.items() if its and (its.group, its.number) == (call.group, call.number)]
     own = statements[rank].current
     doing = f"it is inside {own.operation} of group {own.group}" if own else "it is inside no collective"
-    who = f"rank {shown(waiting)} waits" if len(waiting) == 1 else f"ranks {shown(sorted(waiting))} wait"
+    who = f"rank {shown(waiting)} waits" if len(waiting) == 1 else f"ranks {shown(waiting)} wait"
     what = f"{call.operation}, collective {call.number}" if call.peer is None else f"its side of {call.operation}"
     return f"has not entered {what} of group {call.group}, where {who}: {doing}, in phase {statements[rank].phase}"
 

@@ -277,11 +277,16 @@ class Watchdog:
         self._dump_nccl_trace()
         self._notices.post(f"statement/{self._own.rank}", statement.to_json())
         self._notices.add("statements")
-        first = self._notices.add("reporters") == 1
-        silent = self._report(statement) if first else self._reported()
+        match self._notices.add("reporters"):
+            case None:
+                silent = None
+            case 1:
+                silent = self._report(statement)
+            case _:
+                silent = self._reported()
         if silent is None:
             say(report({self._own.rank: statement}, self._names, first=statement))
-            silent = [rank for rank, peer in self._near.items() if condition(peer).state == "T"]
+            silent = self._mute()
         for rank in silent:
             if rank in self._near:
                 kill(self._near[rank])
@@ -306,7 +311,7 @@ class Watchdog:
     def _report(self, own: Statement) -> list[int]:
         """Wait for the others' statements, tell, and name the ranks that have made none."""
         until = time.monotonic() + COLLECT_SECONDS + 2 * self._interval
-        while time.monotonic() < until and self._notices.add("statements", 0) != len(self._peers):
+        while time.monotonic() < until and self._notices.add("statements", 0) != len(self._peers) - len(self._mute()):
             time.sleep(0.1)
         found = {peer.rank: self._notices.read(f"statement/{peer.rank}") for peer in self._peers}
         statements = {rank: Statement.from_json(text) for rank, text in found.items() if text is not None}
@@ -316,6 +321,11 @@ class Watchdog:
         silent = [rank for rank, said in found.items() if said is None and rank != own.rank]
         self._notices.post("reported", " ".join(map(str, silent)))
         return silent
+
+    def _mute(self) -> list[int]:
+        """Ranks of this machine that cannot say anything: stopped or dead."""
+        found = {rank: condition(peer) for rank, peer in self._near.items()}
+        return [rank for rank, seen in found.items() if seen.ended or seen.state == "T"]
 
     def _reported(self) -> list[int] | None:
         """The ranks that have said nothing, when the report is out; None where none comes."""

@@ -79,11 +79,15 @@ def work(case: str, rank: int, watchdog: Watchdog, directory: Path) -> None:
 
 
 def befall(case: str, rank: int) -> None:
+    if case == "recv" and rank == 2:
+        dist.recv(torch.empty(3), src=VICTIM)
     if rank != VICTIM:
         return
     match case:
         case "loop":
             loops_here()
+        case "recv":
+            sleeps_here()
         case "segfault":
             crashes_here()
         case "error":
@@ -93,6 +97,10 @@ def befall(case: str, rank: int) -> None:
 def loops_here() -> None:
     while True:
         pass
+
+
+def sleeps_here() -> None:
+    time.sleep(600)
 
 
 def crashes_here() -> None:

@@ -141,6 +141,19 @@ def test_a_rank_in_a_loop_is_named_by_what_it_has_not_entered(start) -> None:
     assert other == own + 1
 
 
+def test_a_rank_that_never_comes_is_named_also_where_one_waits_for_a_message_of_its(start) -> None:
+    ranks = start("recv")
+    assert ranks.statuses() == [ExitStatus.HANG] * NUM_RANKS
+    report = (ranks.directory / "logs" / "hang_report.txt").read_text()
+    [line] = [line for line in report.splitlines() if line.startswith("hybridflow: hang:")]
+    assert re.match(
+        r"hybridflow: hang: rank 1 \(pid \d+ on \S+\) has not entered allreduce, .* where rank 0 waits: ", line
+    )
+    [inside] = [call for call in last_calls(report, 2) if call.endswith("inside it")]
+    assert inside.startswith("recv with rank 1 [3] of torch.float32 (12 bytes), ")
+    assert "in sleeps_here" in report
+
+
 def test_no_deadline_passes_in_a_healthy_run(start) -> None:
     """It takes longer than one deadline, no phase does."""
     began = time.monotonic()
