@@ -24,7 +24,7 @@ class Statement:
     deadline: float | None
     stacks: str  # of its threads, the main one first
     calls: tuple[LastCall, ...]  # the last one of each group, the latest first
-    seen: Mapping[int, str]  # ranks of its machine that do not run, and how /proc calls their state
+    seen: Mapping[int, str]  # of the other ranks of its machine, what /proc says
 
     @property
     def current(self) -> LastCall | None:
@@ -132,7 +132,7 @@ def _outside(statements: Mapping[int, Statement]) -> dict[int, str]:
 
 
 def _state(seen: str | None) -> str:
-    return f"it is {seen}" if seen else "it runs, or is on a host that does not answer"
+    return f"it {seen}" if seen else "no rank of its host answers, or none has looked"
 
 
 def _did_last(name: str, statement: Statement | None) -> list[str]:

@@ -90,6 +90,7 @@ class Watchdog:
         self._looked = self._next_beat = self._heard = time.monotonic()
         self._last_beat: str | None = None
         atexit.register(self._at_exit)
+        self.stop.listen()
         threading.Thread(target=self._watch, name="hybridflow watchdog", daemon=True).start()
 
     def enter(self, phase: str) -> None:
@@ -114,7 +115,7 @@ class Watchdog:
                 self.enter(before[0])
 
     def close(self) -> None:
-        """This rank ends, or goes on without the others, as it should."""
+        """This rank ends as it should. From now on nothing changes its exit status: neither a signal nor a peer."""
         self._end_watch(PEACEFUL)
 
     def failed(self, error: BaseException) -> None:
@@ -157,6 +158,7 @@ class Watchdog:
         return self._board
 
     def _end_watch(self, note: str) -> None:
+        self.stop.disarm()
         if self._board is None or self._closed.is_set():
             return
         self._closed.set()
@@ -172,7 +174,9 @@ class Watchdog:
         """While this process was stopped as a whole, with its run or its machine, no deadline ran."""
         now = time.monotonic()
         usual = self._interval + 4 * ANSWER_SECONDS  # of one round
-        self._paused += max(0.0, now - self._looked - usual)
+        pause = max(0.0, now - self._looked - usual)
+        self._paused += pause
+        self._heard += pause
         self._looked = now
 
     def _phase(self) -> tuple[str, float]:
@@ -295,8 +299,7 @@ class Watchdog:
 
     def _statement(self) -> Statement:
         phase, seconds = self._phase()
-        conditions = {rank: condition(peer) for rank, peer in self._near.items()}
-        seen = {rank: _state(found) for rank, found in conditions.items() if found.state in (None, *NOT_RUNNING)}
+        seen = {rank: _state(condition(peer)) for rank, peer in self._near.items()}
         return Statement(
             rank=self._own.rank,
             who=str(self._own),
@@ -384,6 +387,9 @@ def python_stacks() -> str:
 
 
 def _state(found: Condition) -> str:
+    """What this host can say of a rank that says nothing."""
     if found.ended:
-        return f"dead ({found.cause})"
-    return f"{NOT_RUNNING[found.state or 'X']} (state {found.state})"
+        return f"is dead ({found.cause})"
+    if found.state in NOT_RUNNING:
+        return f"is {NOT_RUNNING[found.state]} (state {found.state})"
+    return f"runs (state {found.state}), but its Python threads do not: native code keeps the interpreter's lock"

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, ExitStatus
 from hybridflow.parallel import watchdog as watchdogs
 from hybridflow.parallel.collectives import Collectives
 from hybridflow.parallel.last_words import leave
@@ -43,20 +43,21 @@ def run(case: str, directory: Path) -> None:
     watchdog = Watchdog({"update": DEADLINE, "rollout": 600}, stop, host_silence_seconds=HOST_SILENCE)
     watchdog.start(dist.group.WORLD, directory / "logs")
     try:
-        work(case, rank, watchdog, directory)
+        status = work(case, rank, watchdog, directory)
     except Exception as error:
         watchdog.failed(error)
         traceback.print_exception(error)
         leave(1)
     watchdog.close()
-    leave(0)
+    time.sleep(0.5 * rank)  # torchrun signals the others when one has ended with an error
+    leave(status)
 
 
-def work(case: str, rank: int, watchdog: Watchdog, directory: Path) -> None:
+def work(case: str, rank: int, watchdog: Watchdog, directory: Path) -> ExitStatus:
     numbers = torch.full((4,), 1.0)
     pair = dist.new_group([0, 2])
     for step in range(200 if case == "healthy" else 1_000_000):
-        watchdog.enter("update")
+        watchdog.enter("rollout" if case == "hosts" else "update")
         numbers.fill_(1.0)
         if rank != VICTIM and case != "computing":
             dist.broadcast(numbers, 0, group=pair)
@@ -71,11 +72,12 @@ def work(case: str, rank: int, watchdog: Watchdog, directory: Path) -> None:
         assert numbers.tolist() == [dist.get_world_size()] * 4
         if case == "agreed" and watchdog.stop.agreed(dist.group.WORLD):
             (directory / f"agreed_{rank}").write_text(f"{step} {watchdog.stop.requested}")
-            return
+            return ExitStatus.STOPPED
         if case == "agreed also" and watchdog.stop.agreed(dist.group.WORLD, also=rank == 2 and step == 7):
             (directory / f"agreed_{rank}").write_text(f"{step} {watchdog.stop.requested}")
-            return
+            return ExitStatus.STOPPED
         time.sleep(0.01)
+    return ExitStatus.FINISHED
 
 
 def befall(case: str, rank: int) -> None:
@@ -88,6 +90,8 @@ def befall(case: str, rank: int) -> None:
             loops_here()
         case "recv":
             sleeps_here()
+        case "native":
+            ctypes.PyDLL(None).sleep(600)  # with Python's lock
         case "segfault":
             crashes_here()
         case "error":

@@ -121,6 +121,15 @@ def test_a_stopped_rank_is_named_and_all_end(start) -> None:
     assert "rank 1 " in report and last_calls(report, 1) == []
 
 
+def test_a_rank_in_native_code_that_keeps_pythons_lock_is_named(start) -> None:
+    ranks = start("native")
+    assert ranks.statuses() == [ExitStatus.HANG, -signal.SIGKILL, ExitStatus.HANG]
+    [line] = [line for line in ranks.output.splitlines() if line.startswith("hybridflow: hang:")]
+    assert re.search(
+        r"hang: rank 1 \(.*\) says nothing: it runs \(state S\), but its Python threads do not: native", line
+    )
+
+
 def test_a_rank_in_a_loop_is_named_by_what_it_has_not_entered(start) -> None:
     ranks = start("loop")
     assert ranks.statuses() == [ExitStatus.HANG] * NUM_RANKS
@@ -245,15 +254,35 @@ def test_all_agree_on_the_iteration_in_which_one_was_told(start) -> None:
     ranks = start("agreed")
     ranks.wait_until_ready()
     ranks.signal(signal.SIGUSR1, VICTIM)
-    assert ranks.statuses() == [0] * NUM_RANKS
+    assert ranks.statuses() == [ExitStatus.STOPPED] * NUM_RANKS
     told = [(ranks.directory / f"agreed_{rank}").read_text().split() for rank in range(NUM_RANKS)]
     assert len({step for step, _ in told}) == 1
     assert [name for _, name in told] == ["None", "SIGUSR1", "None"]
 
 
+def test_under_torchrun_all_end_as_told_when_one_is_told(tmp_path: Path) -> None:
+    """The first to end has torchrun signal the others, more than a second after the first signal."""
+    agent = start_torchrun(NUM_RANKS, "-m", "tests.parallel.faults_worker", tmp_path, "agreed")
+    wait_until_ready(tmp_path, NUM_RANKS)
+    os.kill(int((tmp_path / "2").read_text()), signal.SIGTERM)
+    done = finish(agent, 60)
+    assert done.returncode == 1  # torchrun's own, whatever its ranks end with
+    assert "exitcode  : 75 " in root_cause(done.stderr)
+    assert "hybridflow" not in done.stderr.replace("hybridflow.", "") and "exitcode  : 76" not in done.stderr
+
+
+def test_a_signal_to_torchrun_reaches_all_ranks(tmp_path: Path) -> None:
+    agent = start_torchrun(NUM_RANKS, "-m", "tests.parallel.faults_worker", tmp_path, "agreed")
+    wait_until_ready(tmp_path, NUM_RANKS)
+    agent.send_signal(signal.SIGTERM)
+    finish(agent, 60)
+    told = [(tmp_path / f"agreed_{rank}").read_text().split() for rank in range(NUM_RANKS)]
+    assert len({step for step, _ in told}) == 1 and "SIGTERM" in {name for _, name in told}
+
+
 def test_a_rank_may_agree_to_end_without_a_signal(start) -> None:
     ranks = start("agreed also")
-    assert ranks.statuses() == [0] * NUM_RANKS
+    assert ranks.statuses() == [ExitStatus.STOPPED] * NUM_RANKS
     told = [(ranks.directory / f"agreed_{rank}").read_text() for rank in range(NUM_RANKS)]
     assert told == ["7 None"] * NUM_RANKS
 

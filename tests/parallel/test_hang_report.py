@@ -43,10 +43,10 @@ def situation(*statements: Statement) -> dict[int, Statement]:
 
 def test_silent_ranks_lead_whatever_the_others_wait_in() -> None:
     said = situation(
-        statement(0, call("allreduce", 7), seen={3: "stopped (state T)"}), statement(1, call("broadcast", 6))
+        statement(0, call("allreduce", 7), seen={3: "is stopped (state T)"}), statement(1, call("broadcast", 6))
     )
     assert suspects(said, WORLD) == {
-        2: "says nothing: it runs, or is on a host that does not answer",
+        2: "says nothing: no rank of its host answers, or none has looked",
         3: "says nothing: it is stopped (state T)",
     }
 
@@ -107,7 +107,7 @@ def test_all_in_the_same_collective_are_not_blamed() -> None:
 
 
 def test_a_statement_is_the_same_after_its_way_through_the_store() -> None:
-    own = statement(1, call("recv", 3, peer=2), call("barrier", 2, inside=False), seen={2: "stopped (state T)"})
+    own = statement(1, call("recv", 3, peer=2), call("barrier", 2, inside=False), seen={2: "is stopped (state T)"})
     assert Statement.from_json(own.to_json()) == own
 
 
