@@ -86,7 +86,7 @@ def start(seed: int, platform: PlatformName = "auto", *, longest_phase_seconds: 
 def _prepare_diagnosis() -> None:
     """What tells, when a rank crashes or hangs, where it was. Before any process group is made."""
     if not faulthandler.is_enabled():
-        faulthandler.enable()  # a crash in native code prints the Python stacks
+        faulthandler.enable(file=2)  # a crash in native code prints the Python stacks; stderr may be anything
     Collectives.install()
     if uses_cuda():  # as torch 2.13's FlightRecorder.hpp and ProcessGroupNCCL.hpp name them
         if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name of the next, which wins

@@ -187,9 +187,9 @@ def test_without_a_store_every_rank_speaks_for_itself(start) -> None:
 # ------------------------------------------------------------------------------------------------ gone
 
 
-def end_of_torchrun(case: str, directory: Path, sign: signal.Signals | None) -> tuple[int, float, str]:
+def end_of_torchrun(case: str, directory: Path, sign: signal.Signals | None, *options: str) -> tuple[int, float, str]:
     """(pid of the victim, seconds that the end took, what was printed) under a real torchrun."""
-    agent = start_torchrun(NUM_RANKS, "-m", "tests.parallel.faults_worker", directory, case)
+    agent = start_torchrun(NUM_RANKS, *options, "-m", "tests.parallel.faults_worker", directory, case)
     wait_until_ready(directory, NUM_RANKS if sign else NUM_RANKS - 1)
     began = time.monotonic()
     pid = int((directory / str(VICTIM)).read_text()) if sign else 0
@@ -218,12 +218,15 @@ def test_a_killed_rank_is_named_by_us_and_by_torchrun(case: str, tmp_path: Path)
     assert f"(pid: {pid})" in root_cause(error) and "Signal 9 (SIGKILL)" in root_cause(error)
 
 
-def test_a_crash_shows_where_and_is_named(tmp_path: Path) -> None:
-    _, seconds, error = end_of_torchrun("segfault", tmp_path, None)
-    assert seconds < 25
-    assert "Fatal Python error: Segmentation fault" in error and "in crashes_here" in error
-    [told] = [line for line in error.splitlines() if line.startswith("hybridflow:")]
-    assert re.match(r"hybridflow: rank 1 \(pid \d+ on \S+\) ended without a word: killed by SIGSEGV", told)
+def test_a_crash_shows_where_and_is_named_each_time(tmp_path: Path) -> None:
+    """torchrun's store outlives a restart, with the notes of the start before."""
+    _, seconds, error = end_of_torchrun("segfault", tmp_path, None, "--max-restarts", "1")
+    assert seconds < 40
+    assert error.count("Fatal Python error: Segmentation fault") == 2 and "in crashes_here" in error
+    told = [line for line in error.splitlines() if line.startswith("hybridflow:")]
+    assert len(told) == 2 and told[0] != told[1]
+    for line in told:
+        assert re.match(r"hybridflow: rank 1 \(pid \d+ on \S+\) ended without a word: killed by SIGSEGV", line)
     assert "rank      : 1 " in root_cause(error) and "Signal 11 (SIGSEGV)" in root_cause(error)
 
 
