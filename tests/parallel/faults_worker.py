@@ -24,6 +24,7 @@ from hybridflow.parallel import watchdog as watchdogs
 from hybridflow.parallel.collectives import Collectives
 from hybridflow.parallel.last_words import leave
 from hybridflow.parallel.peers import Peer, this_process
+from hybridflow.parallel.platform import join_world
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
 
@@ -39,7 +40,7 @@ def run(case: str, directory: Path) -> None:
     if case == "hosts":
         watchdogs.this_process = on_a_host_of_its_own
     stop = StopRequest(GRACE if case == "grace" else 300)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    join_world("gloo", timedelta(seconds=60))
     watchdog = Watchdog({"update": DEADLINE, "rollout": 600}, stop, host_silence_seconds=HOST_SILENCE)
     watchdog.start(dist.group.WORLD, directory / "logs")
     try:
