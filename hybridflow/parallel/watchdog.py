@@ -63,9 +63,15 @@ class Watchdog:
     """Of this rank. `deadlines`: seconds by phase. Before `start`, and in a world of one, there is nobody else."""
 
     def __init__(
-        self, deadlines: Mapping[str, float], stop: StopRequest, *, host_silence_seconds: float = HOST_SILENCE
+        self,
+        deadlines: Mapping[str, float],
+        stop: StopRequest,
+        *,
+        host_silence_seconds: float = HOST_SILENCE,
+        hold_seconds: float = HOLD_SECONDS,
     ) -> None:
-        self._deadlines, self.stop, self._host_silence = dict(deadlines), stop, host_silence_seconds
+        self._deadlines, self.stop = dict(deadlines), stop
+        self._host_silence, self._hold_seconds = host_silence_seconds, hold_seconds
         self._entered: tuple[str, float, float] | None = None  # phase, time.monotonic, and _paused then
         self._paused = 0.0
         self._closed = threading.Event()
@@ -127,9 +133,9 @@ class Watchdog:
         if self._board is None or self._closed.is_set():
             return
         if lost_peer(error):
-            self._ending.wait(ANSWER_SECONDS + (HOLD_SECONDS if len(self._machines) == 1 else self._host_silence))
+            self._ending.wait(ANSWER_SECONDS + (self._hold_seconds if len(self._machines) == 1 else self._host_silence))
         if self._ending.is_set():  # by the thread, which ends this process
-            time.sleep(HOLD_SECONDS + 10 * ANSWER_SECONDS)
+            time.sleep(self._hold_seconds + 10 * ANSWER_SECONDS)
         self._end_watch(FAILED)
 
     # ---- the thread
@@ -164,6 +170,8 @@ class Watchdog:
         self._closed.set()
         atexit.unregister(self._at_exit)
         self._board.post(f"{note}/{self._own.rank}")
+        if note == FAILED:
+            self._alarm_of_an_end()
         self._board.close()
 
     def _at_exit(self) -> None:
@@ -251,8 +259,14 @@ class Watchdog:
         if not told and self._notices.add("deaths") in (1, None):
             phase, _ = self._phase()
             say(f"hybridflow: {what} (rank {self._own.rank} was in phase {phase}); the other ranks end")
-        self._notices.post("alarm", "death")
+        self._alarm_of_an_end()
         self._end_as_told()
+
+    def _alarm_of_an_end(self) -> None:
+        """All others end too. With this rank torchrun ends here, which may have the store that other hosts look at."""
+        self._notices.post("alarm", "death")
+        if len(self._machines) > 1:
+            time.sleep(2 * self._interval)
 
     def _end_as_told(self) -> None:
         """Another speaks."""
@@ -263,7 +277,7 @@ class Watchdog:
 
     def _hold(self) -> None:
         """Wait until torchrun has noticed that a rank is gone, and signals this one, or will not any more."""
-        until = time.monotonic() + HOLD_SECONDS
+        until = time.monotonic() + self._hold_seconds
         while self.stop.requested is None and time.monotonic() < until and not self._closed.is_set():
             time.sleep(0.05)
 

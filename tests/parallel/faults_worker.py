@@ -37,11 +37,13 @@ def run(case: str, directory: Path) -> None:
     rank = int(os.environ["RANK"])
     faulthandler.enable()
     Collectives.install()
-    if case == "hosts":
+    hosts = case.startswith("hosts")
+    if hosts:
         watchdogs.this_process = on_a_host_of_its_own
     stop = StopRequest(GRACE if case == "grace" else 300)
     join_world("gloo", timedelta(seconds=60))
-    watchdog = Watchdog({"update": DEADLINE, "rollout": 600}, stop, host_silence_seconds=HOST_SILENCE)
+    hold = {"hold_seconds": 1.0} if hosts else {}  # there is no torchrun to wait for
+    watchdog = Watchdog({"update": DEADLINE, "rollout": 600}, stop, host_silence_seconds=HOST_SILENCE, **hold)
     watchdog.start(dist.group.WORLD, directory / "logs")
     try:
         status = work(case, rank, watchdog, directory)
@@ -58,7 +60,7 @@ def work(case: str, rank: int, watchdog: Watchdog, directory: Path) -> ExitStatu
     numbers = torch.full((4,), 1.0)
     pair = dist.new_group([0, 2])
     for step in range(200 if case == "healthy" else 1_000_000):
-        watchdog.enter("rollout" if case == "hosts" else "update")
+        watchdog.enter("rollout" if case.startswith("hosts") else "update")
         numbers.fill_(1.0)
         if rank != VICTIM and case != "computing":
             dist.broadcast(numbers, 0, group=pair)
@@ -95,7 +97,7 @@ def befall(case: str, rank: int) -> None:
             ctypes.PyDLL(None).sleep(600)  # with Python's lock
         case "segfault":
             crashes_here()
-        case "error":
+        case "error" | "hosts, error":
             raise ConfigError("a mistake of the user's")
 
 

@@ -250,6 +250,15 @@ def test_a_silent_host_ends_the_others(start) -> None:
     assert "Traceback" not in ranks.output
 
 
+def test_an_error_on_one_host_ends_the_others_without_a_word_of_theirs(start) -> None:
+    began = time.monotonic()
+    ranks = start("hosts, error")
+    assert ranks.statuses() == [ExitStatus.ERROR] * NUM_RANKS
+    assert time.monotonic() - began < 15
+    assert ranks.output.count("Traceback") == 1 and "ConfigError: a mistake of the user's" in ranks.output
+    assert "hybridflow:" not in ranks.output
+
+
 # ------------------------------------------------------------------------------------------------ told to stop
 
 
