@@ -86,7 +86,7 @@ class LastCall:
 
     def __str__(self) -> str:
         peer = "" if self.peer is None else f" with rank {self.peer}"
-        state = "inside it" if self.inside else "ended" if self.over else "started, not waited for"
+        state = "inside it" if self.inside else "returned" if self.over else "started, not waited for"
         return (
             f"{self.operation}{peer} {self.tensor}, {self.number} collectives of group {self.group}, "
             f"{self.seconds_ago:.1f} s ago: {state}"

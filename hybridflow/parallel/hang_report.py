@@ -24,7 +24,7 @@ class Statement:
     deadline: float | None
     stacks: str  # of its threads, the main one first
     calls: tuple[LastCall, ...]  # the last one of each group, the latest first
-    seen: Mapping[int, str]  # ranks of its machine that do not run, and how /proc calls their state
+    seen: Mapping[int, str]  # of the other ranks of its machine, what /proc says
 
     @property
     def current(self) -> LastCall | None:
@@ -91,12 +91,13 @@ def _number(statement: Statement, call: LastCall) -> int:
 
 
 def _missed(rank: int, statements: Mapping[int, Statement], waits: Mapping[int, set[int]]) -> str:
-    waiting = [other for other, awaited in waits.items() if rank in awaited]
-    call = statements[waiting[0]].current
+    inside = {other: statements[other].current for other, awaited in sorted(waits.items()) if rank in awaited}
+    call = next(iter(inside.values()))
     assert call is not None, "who waits is inside a call"
+    waiting = [other for other, its in inside.items() if its and (its.group, its.number) == (call.group, call.number)]
     own = statements[rank].current
     doing = f"it is inside {own.operation} of group {own.group}" if own else "it is inside no collective"
-    who = f"rank {shown(waiting)} waits" if len(waiting) == 1 else f"ranks {shown(sorted(waiting))} wait"
+    who = f"rank {shown(waiting)} waits" if len(waiting) == 1 else f"ranks {shown(waiting)} wait"
     what = f"{call.operation}, collective {call.number}" if call.peer is None else f"its side of {call.operation}"
     return f"has not entered {what} of group {call.group}, where {who}: {doing}, in phase {statements[rank].phase}"
 
@@ -131,7 +132,7 @@ def _outside(statements: Mapping[int, Statement]) -> dict[int, str]:
 
 
 def _state(seen: str | None) -> str:
-    return f"it is {seen}" if seen else "it runs, or is on a host that does not answer"
+    return f"it {seen}" if seen else "no rank of its host answers, or none has looked"
 
 
 def _did_last(name: str, statement: Statement | None) -> list[str]:

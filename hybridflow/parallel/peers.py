@@ -10,7 +10,6 @@ import os
 import select
 import signal
 import socket
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 FIELD_STATE, FIELD_START_TIME, FIELD_EXIT_CODE = 3, 22, 52  # of /proc/PID/stat
 ENDED = ("Z", "X")  # a process that its parent has not asked about yet, and one that is going away
-NOT_RUNNING = {"T": "stopped", "t": "held by a debugger", "Z": "dead", "X": "dead", "D": "in an uninterruptible wait"}
+NOT_RUNNING = {"T": "stopped", "t": "held by a debugger", "D": "in an uninterruptible wait"}
 
 
 @dataclass(frozen=True)
@@ -146,15 +145,6 @@ def out_of_memory_kills() -> int | None:
             if "oom_kill" in counts:
                 return int(counts["oom_kill"])
     return None
-
-
-def wait_for_end(peers: Iterable[Peer], seconds: float) -> list[Peer]:
-    """Those that still run after so long."""
-    until, running = time.monotonic() + seconds, list(peers)
-    while running and time.monotonic() < until:
-        running = [peer for peer in running if not condition(peer).ended]
-        time.sleep(0.02)
-    return running
 
 
 def _stat_fields(pid: int) -> list[str] | None:

@@ -77,17 +77,40 @@ def start(seed: int, platform: PlatformName = "auto", *, longest_phase_seconds: 
     _prepare_diagnosis()
     timeout = _set_default_timeouts(longest_phase_seconds)
     if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=timeout)
+        join_world(backend, timeout)
     if device.type == "cuda":  # a communicator's first use must be one that all ranks take part in
         dist.all_reduce(torch.zeros(1, device=device), group=dist.group.WORLD)
     _prepare_megatron(seed)
     return Platform(device, dist.get_rank(), _env_int("LOCAL_RANK", 0), dist.get_world_size())
 
 
+def join_world(backend: str, timeout: timedelta) -> None:
+    """Make the group of all ranks, through the store of torchrun's agent or, where there is none, of rank 0."""
+    if not _has_agent_store():
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    rank, world_size = torchrun_rank()
+    dist.init_process_group(backend, store=_agent_store(timeout), rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _has_agent_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _agent_store(timeout: timedelta) -> PrefixStore:
+    """That of torchrun, by keys that no other start has.
+
+    torch 2.13 takes it that each restart has a new store. With a static rendezvous, that of --master-addr, it has the
+    one before, and the ranks would go to the addresses that it has of ranks which are gone.
+    """
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    return PrefixStore(f"hybridflow/start_{_env_int('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
 def _prepare_diagnosis() -> None:
     """What tells, when a rank crashes or hangs, where it was. Before any process group is made."""
     if not faulthandler.is_enabled():
-        faulthandler.enable()  # a crash in native code prints the Python stacks
+        faulthandler.enable(file=2)  # a crash in native code prints the Python stacks; stderr may be anything
     Collectives.install()
     if uses_cuda():  # as torch 2.13's FlightRecorder.hpp and ProcessGroupNCCL.hpp name them
         if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name of the next, which wins
@@ -136,8 +159,8 @@ def first_to_fail() -> bool:
     try:
         if dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()
-        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's, there before any process group
-            store, _, _ = next(rendezvous("env://", timeout=STORE_TIMEOUT))
+        elif _has_agent_store():  # there before any process group
+            store = _agent_store(STORE_TIMEOUT)
         else:
             return torchrun_rank()[0] == 0
         store.set_timeout(STORE_TIMEOUT)  # the group's own is meant for collectives

@@ -1,10 +1,11 @@
 """The wish, from outside, that the run end: SIGTERM of torchrun or a user, SIGUSR1 of a scheduler.
 
     stop = StopRequest(grace_seconds=300)
+    stop.listen()                 # Watchdog.start does: until then there is nothing to save, and a signal ends at once
     ...
     if stop.agreed(group):        # at a place where the run can be saved: the same answer on every rank
         save()
-        stop.disarm()
+        watchdog.close()          # disarms
         leave(ExitStatus.STOPPED)
 
 A Python handler runs when the main thread comes back to Python, which inside a collective it may not. So the signal is
@@ -34,7 +35,7 @@ class StopRequest:
     """Of this rank. With no `signals` it listens to none, and nobody asks.
 
     `requested` is the name of the first signal. Another one, a second later or more, ends the process at once with
-    NOT_SAVED, and so does the end of `grace_seconds` since the first. Construct it in the main thread.
+    NOT_SAVED, and so does the end of `grace_seconds` since the first.
     """
 
     def __init__(self, grace_seconds: float, signals: Iterable[signal.Signals] = SIGNALS) -> None:
@@ -43,8 +44,17 @@ class StopRequest:
         self._signals = frozenset(signals)
         self._first: float | None = None  # time.monotonic
         self._armed = True
-        if self._signals:
-            self._listen()
+
+    def listen(self) -> None:
+        """Notice signals from now on; in the main thread. Before that each has its default action."""
+        if not self._signals:
+            return
+        self._read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for sign in self._signals:
+            signal.signal(sign, _noted)
+        threading.Thread(target=self._wait, name="hybridflow stop", daemon=True).start()
 
     def agreed(self, group: dist.ProcessGroup, also: bool = False) -> bool:
         """Whether any rank was told, or says `also`: alike on all. Collective; the group must take CPU tensors."""
@@ -58,14 +68,6 @@ class StopRequest:
         Where one rank has ended, torchrun signals the others.
         """
         self._armed = False
-
-    def _listen(self) -> None:
-        self._read, write = os.pipe()
-        os.set_blocking(write, False)
-        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for sign in self._signals:
-            signal.signal(sign, _noted)
-        threading.Thread(target=self._wait, name="hybridflow stop", daemon=True).start()
 
     def _wait(self) -> None:
         while True:

@@ -63,9 +63,15 @@ class Watchdog:
     """Of this rank. `deadlines`: seconds by phase. Before `start`, and in a world of one, there is nobody else."""
 
     def __init__(
-        self, deadlines: Mapping[str, float], stop: StopRequest, *, host_silence_seconds: float = HOST_SILENCE
+        self,
+        deadlines: Mapping[str, float],
+        stop: StopRequest,
+        *,
+        host_silence_seconds: float = HOST_SILENCE,
+        hold_seconds: float = HOLD_SECONDS,
     ) -> None:
-        self._deadlines, self.stop, self._host_silence = dict(deadlines), stop, host_silence_seconds
+        self._deadlines, self.stop = dict(deadlines), stop
+        self._host_silence, self._hold_seconds = host_silence_seconds, hold_seconds
         self._entered: tuple[str, float, float] | None = None  # phase, time.monotonic, and _paused then
         self._paused = 0.0
         self._closed = threading.Event()
@@ -90,6 +96,7 @@ class Watchdog:
         self._looked = self._next_beat = self._heard = time.monotonic()
         self._last_beat: str | None = None
         atexit.register(self._at_exit)
+        self.stop.listen()
         threading.Thread(target=self._watch, name="hybridflow watchdog", daemon=True).start()
 
     def enter(self, phase: str) -> None:
@@ -114,7 +121,7 @@ class Watchdog:
                 self.enter(before[0])
 
     def close(self) -> None:
-        """This rank ends, or goes on without the others, as it should."""
+        """This rank ends as it should. From now on nothing changes its exit status: neither a signal nor a peer."""
         self._end_watch(PEACEFUL)
 
     def failed(self, error: BaseException) -> None:
@@ -126,9 +133,9 @@ class Watchdog:
         if self._board is None or self._closed.is_set():
             return
         if lost_peer(error):
-            self._ending.wait(ANSWER_SECONDS + (HOLD_SECONDS if len(self._machines) == 1 else self._host_silence))
+            self._ending.wait(ANSWER_SECONDS + (self._hold_seconds if len(self._machines) == 1 else self._host_silence))
         if self._ending.is_set():  # by the thread, which ends this process
-            time.sleep(HOLD_SECONDS + 10 * ANSWER_SECONDS)
+            time.sleep(self._hold_seconds + 10 * ANSWER_SECONDS)
         self._end_watch(FAILED)
 
     # ---- the thread
@@ -157,11 +164,14 @@ class Watchdog:
         return self._board
 
     def _end_watch(self, note: str) -> None:
+        self.stop.disarm()
         if self._board is None or self._closed.is_set():
             return
         self._closed.set()
         atexit.unregister(self._at_exit)
         self._board.post(f"{note}/{self._own.rank}")
+        if note == FAILED:
+            self._alarm_of_an_end()
         self._board.close()
 
     def _at_exit(self) -> None:
@@ -172,7 +182,9 @@ class Watchdog:
         """While this process was stopped as a whole, with its run or its machine, no deadline ran."""
         now = time.monotonic()
         usual = self._interval + 4 * ANSWER_SECONDS  # of one round
-        self._paused += max(0.0, now - self._looked - usual)
+        pause = max(0.0, now - self._looked - usual)
+        self._paused += pause
+        self._heard += pause
         self._looked = now
 
     def _phase(self) -> tuple[str, float]:
@@ -247,8 +259,14 @@ class Watchdog:
         if not told and self._notices.add("deaths") in (1, None):
             phase, _ = self._phase()
             say(f"hybridflow: {what} (rank {self._own.rank} was in phase {phase}); the other ranks end")
-        self._notices.post("alarm", "death")
+        self._alarm_of_an_end()
         self._end_as_told()
+
+    def _alarm_of_an_end(self) -> None:
+        """All others end too. With this rank torchrun ends here, which may have the store that other hosts look at."""
+        self._notices.post("alarm", "death")
+        if len(self._machines) > 1:
+            time.sleep(2 * self._interval)
 
     def _end_as_told(self) -> None:
         """Another speaks."""
@@ -259,7 +277,7 @@ class Watchdog:
 
     def _hold(self) -> None:
         """Wait until torchrun has noticed that a rank is gone, and signals this one, or will not any more."""
-        until = time.monotonic() + HOLD_SECONDS
+        until = time.monotonic() + self._hold_seconds
         while self.stop.requested is None and time.monotonic() < until and not self._closed.is_set():
             time.sleep(0.05)
 
@@ -277,11 +295,16 @@ class Watchdog:
         self._dump_nccl_trace()
         self._notices.post(f"statement/{self._own.rank}", statement.to_json())
         self._notices.add("statements")
-        first = self._notices.add("reporters") == 1
-        silent = self._report(statement) if first else self._reported()
+        match self._notices.add("reporters"):
+            case None:
+                silent = None
+            case 1:
+                silent = self._report(statement)
+            case _:
+                silent = self._reported()
         if silent is None:
             say(report({self._own.rank: statement}, self._names, first=statement))
-            silent = [rank for rank, peer in self._near.items() if condition(peer).state == "T"]
+            silent = self._mute()
         for rank in silent:
             if rank in self._near:
                 kill(self._near[rank])
@@ -290,8 +313,7 @@ class Watchdog:
 
     def _statement(self) -> Statement:
         phase, seconds = self._phase()
-        conditions = {rank: condition(peer) for rank, peer in self._near.items()}
-        seen = {rank: _state(found) for rank, found in conditions.items() if found.state in (None, *NOT_RUNNING)}
+        seen = {rank: _state(condition(peer)) for rank, peer in self._near.items()}
         return Statement(
             rank=self._own.rank,
             who=str(self._own),
@@ -306,7 +328,7 @@ class Watchdog:
     def _report(self, own: Statement) -> list[int]:
         """Wait for the others' statements, tell, and name the ranks that have made none."""
         until = time.monotonic() + COLLECT_SECONDS + 2 * self._interval
-        while time.monotonic() < until and self._notices.add("statements", 0) != len(self._peers):
+        while time.monotonic() < until and self._notices.add("statements", 0) != len(self._peers) - len(self._mute()):
             time.sleep(0.1)
         found = {peer.rank: self._notices.read(f"statement/{peer.rank}") for peer in self._peers}
         statements = {rank: Statement.from_json(text) for rank, text in found.items() if text is not None}
@@ -316,6 +338,11 @@ class Watchdog:
         silent = [rank for rank, said in found.items() if said is None and rank != own.rank]
         self._notices.post("reported", " ".join(map(str, silent)))
         return silent
+
+    def _mute(self) -> list[int]:
+        """Ranks of this machine that cannot say anything: stopped or dead."""
+        found = {rank: condition(peer) for rank, peer in self._near.items()}
+        return [rank for rank, seen in found.items() if seen.ended or seen.state == "T"]
 
     def _reported(self) -> list[int] | None:
         """The ranks that have said nothing, when the report is out; None where none comes."""
@@ -374,6 +401,9 @@ def python_stacks() -> str:
 
 
 def _state(found: Condition) -> str:
+    """What this host can say of a rank that says nothing."""
     if found.ended:
-        return f"dead ({found.cause})"
-    return f"{NOT_RUNNING[found.state or 'X']} (state {found.state})"
+        return f"is dead ({found.cause})"
+    if found.state in NOT_RUNNING:
+        return f"is {NOT_RUNNING[found.state]} (state {found.state})"
+    return f"runs (state {found.state}), but its Python threads do not: native code keeps the interpreter's lock"

@@ -19,11 +19,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, ExitStatus
 from hybridflow.parallel import watchdog as watchdogs
 from hybridflow.parallel.collectives import Collectives
 from hybridflow.parallel.last_words import leave
 from hybridflow.parallel.peers import Peer, this_process
+from hybridflow.parallel.platform import join_world
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
 
@@ -36,27 +37,30 @@ def run(case: str, directory: Path) -> None:
     rank = int(os.environ["RANK"])
     faulthandler.enable()
     Collectives.install()
-    if case == "hosts":
+    hosts = case.startswith("hosts")
+    if hosts:
         watchdogs.this_process = on_a_host_of_its_own
     stop = StopRequest(GRACE if case == "grace" else 300)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    watchdog = Watchdog({"update": DEADLINE, "rollout": 600}, stop, host_silence_seconds=HOST_SILENCE)
+    join_world("gloo", timedelta(seconds=60))
+    hold = {"hold_seconds": 1.0} if hosts else {}  # there is no torchrun to wait for
+    watchdog = Watchdog({"update": DEADLINE, "rollout": 600}, stop, host_silence_seconds=HOST_SILENCE, **hold)
     watchdog.start(dist.group.WORLD, directory / "logs")
     try:
-        work(case, rank, watchdog, directory)
+        status = work(case, rank, watchdog, directory)
     except Exception as error:
         watchdog.failed(error)
         traceback.print_exception(error)
         leave(1)
     watchdog.close()
-    leave(0)
+    time.sleep(0.5 * rank)  # torchrun signals the others when one has ended with an error
+    leave(status)
 
 
-def work(case: str, rank: int, watchdog: Watchdog, directory: Path) -> None:
+def work(case: str, rank: int, watchdog: Watchdog, directory: Path) -> ExitStatus:
     numbers = torch.full((4,), 1.0)
     pair = dist.new_group([0, 2])
     for step in range(200 if case == "healthy" else 1_000_000):
-        watchdog.enter("update")
+        watchdog.enter("rollout" if case.startswith("hosts") else "update")
         numbers.fill_(1.0)
         if rank != VICTIM and case != "computing":
             dist.broadcast(numbers, 0, group=pair)
@@ -71,28 +75,39 @@ def work(case: str, rank: int, watchdog: Watchdog, directory: Path) -> None:
         assert numbers.tolist() == [dist.get_world_size()] * 4
         if case == "agreed" and watchdog.stop.agreed(dist.group.WORLD):
             (directory / f"agreed_{rank}").write_text(f"{step} {watchdog.stop.requested}")
-            return
+            return ExitStatus.STOPPED
         if case == "agreed also" and watchdog.stop.agreed(dist.group.WORLD, also=rank == 2 and step == 7):
             (directory / f"agreed_{rank}").write_text(f"{step} {watchdog.stop.requested}")
-            return
+            return ExitStatus.STOPPED
         time.sleep(0.01)
+    return ExitStatus.FINISHED
 
 
 def befall(case: str, rank: int) -> None:
+    if case == "recv" and rank == 2:
+        dist.recv(torch.empty(3), src=VICTIM)
     if rank != VICTIM:
         return
     match case:
         case "loop":
             loops_here()
+        case "recv":
+            sleeps_here()
+        case "native":
+            ctypes.PyDLL(None).sleep(600)  # with Python's lock
         case "segfault":
             crashes_here()
-        case "error":
+        case "error" | "hosts, error":
             raise ConfigError("a mistake of the user's")
 
 
 def loops_here() -> None:
     while True:
         pass
+
+
+def sleeps_here() -> None:
+    time.sleep(600)
 
 
 def crashes_here() -> None:

@@ -121,6 +121,15 @@ def test_a_stopped_rank_is_named_and_all_end(start) -> None:
     assert "rank 1 " in report and last_calls(report, 1) == []
 
 
+def test_a_rank_in_native_code_that_keeps_pythons_lock_is_named(start) -> None:
+    ranks = start("native")
+    assert ranks.statuses() == [ExitStatus.HANG, -signal.SIGKILL, ExitStatus.HANG]
+    [line] = [line for line in ranks.output.splitlines() if line.startswith("hybridflow: hang:")]
+    assert re.search(
+        r"hang: rank 1 \(.*\) says nothing: it runs \(state S\), but its Python threads do not: native", line
+    )
+
+
 def test_a_rank_in_a_loop_is_named_by_what_it_has_not_entered(start) -> None:
     ranks = start("loop")
     assert ranks.statuses() == [ExitStatus.HANG] * NUM_RANKS
@@ -139,6 +148,19 @@ def test_a_rank_in_a_loop_is_named_by_what_it_has_not_entered(start) -> None:
     own = int(re.search(r", (\d+) collectives of group default_pg", "".join(last_calls(report, 1)))[1])
     other = int(re.search(r", (\d+) collectives of group default_pg", "".join(last_calls(report, 0)))[1])
     assert other == own + 1
+
+
+def test_a_rank_that_never_comes_is_named_also_where_one_waits_for_a_message_of_its(start) -> None:
+    ranks = start("recv")
+    assert ranks.statuses() == [ExitStatus.HANG] * NUM_RANKS
+    report = (ranks.directory / "logs" / "hang_report.txt").read_text()
+    [line] = [line for line in report.splitlines() if line.startswith("hybridflow: hang:")]
+    assert re.match(
+        r"hybridflow: hang: rank 1 \(pid \d+ on \S+\) has not entered allreduce, .* where rank 0 waits: ", line
+    )
+    [inside] = [call for call in last_calls(report, 2) if call.endswith("inside it")]
+    assert inside.startswith("recv with rank 1 [3] of torch.float32 (12 bytes), ")
+    assert "in sleeps_here" in report
 
 
 def test_no_deadline_passes_in_a_healthy_run(start) -> None:
@@ -165,9 +187,9 @@ def test_without_a_store_every_rank_speaks_for_itself(start) -> None:
 # ------------------------------------------------------------------------------------------------ gone
 
 
-def end_of_torchrun(case: str, directory: Path, sign: signal.Signals | None) -> tuple[int, float, str]:
+def end_of_torchrun(case: str, directory: Path, sign: signal.Signals | None, *options: str) -> tuple[int, float, str]:
     """(pid of the victim, seconds that the end took, what was printed) under a real torchrun."""
-    agent = start_torchrun(NUM_RANKS, "-m", "tests.parallel.faults_worker", directory, case)
+    agent = start_torchrun(NUM_RANKS, *options, "-m", "tests.parallel.faults_worker", directory, case)
     wait_until_ready(directory, NUM_RANKS if sign else NUM_RANKS - 1)
     began = time.monotonic()
     pid = int((directory / str(VICTIM)).read_text()) if sign else 0
@@ -196,12 +218,15 @@ def test_a_killed_rank_is_named_by_us_and_by_torchrun(case: str, tmp_path: Path)
     assert f"(pid: {pid})" in root_cause(error) and "Signal 9 (SIGKILL)" in root_cause(error)
 
 
-def test_a_crash_shows_where_and_is_named(tmp_path: Path) -> None:
-    _, seconds, error = end_of_torchrun("segfault", tmp_path, None)
-    assert seconds < 25
-    assert "Fatal Python error: Segmentation fault" in error and "in crashes_here" in error
-    [told] = [line for line in error.splitlines() if line.startswith("hybridflow:")]
-    assert re.match(r"hybridflow: rank 1 \(pid \d+ on \S+\) ended without a word: killed by SIGSEGV", told)
+def test_a_crash_shows_where_and_is_named_each_time(tmp_path: Path) -> None:
+    """torchrun's store outlives a restart, with the notes of the start before."""
+    _, seconds, error = end_of_torchrun("segfault", tmp_path, None, "--max-restarts", "1")
+    assert seconds < 40
+    assert error.count("Fatal Python error: Segmentation fault") == 2 and "in crashes_here" in error
+    told = [line for line in error.splitlines() if line.startswith("hybridflow:")]
+    assert len(told) == 2 and told[0] != told[1]
+    for line in told:
+        assert re.match(r"hybridflow: rank 1 \(pid \d+ on \S+\) ended without a word: killed by SIGSEGV", line)
     assert "rank      : 1 " in root_cause(error) and "Signal 11 (SIGSEGV)" in root_cause(error)
 
 
@@ -225,6 +250,15 @@ def test_a_silent_host_ends_the_others(start) -> None:
     assert "Traceback" not in ranks.output
 
 
+def test_an_error_on_one_host_ends_the_others_without_a_word_of_theirs(start) -> None:
+    began = time.monotonic()
+    ranks = start("hosts, error")
+    assert ranks.statuses() == [ExitStatus.ERROR] * NUM_RANKS
+    assert time.monotonic() - began < 15
+    assert ranks.output.count("Traceback") == 1 and "ConfigError: a mistake of the user's" in ranks.output
+    assert "hybridflow:" not in ranks.output
+
+
 # ------------------------------------------------------------------------------------------------ told to stop
 
 
@@ -232,15 +266,35 @@ def test_all_agree_on_the_iteration_in_which_one_was_told(start) -> None:
     ranks = start("agreed")
     ranks.wait_until_ready()
     ranks.signal(signal.SIGUSR1, VICTIM)
-    assert ranks.statuses() == [0] * NUM_RANKS
+    assert ranks.statuses() == [ExitStatus.STOPPED] * NUM_RANKS
     told = [(ranks.directory / f"agreed_{rank}").read_text().split() for rank in range(NUM_RANKS)]
     assert len({step for step, _ in told}) == 1
     assert [name for _, name in told] == ["None", "SIGUSR1", "None"]
 
 
+def test_under_torchrun_all_end_as_told_when_one_is_told(tmp_path: Path) -> None:
+    """The first to end has torchrun signal the others, more than a second after the first signal."""
+    agent = start_torchrun(NUM_RANKS, "-m", "tests.parallel.faults_worker", tmp_path, "agreed")
+    wait_until_ready(tmp_path, NUM_RANKS)
+    os.kill(int((tmp_path / "2").read_text()), signal.SIGTERM)
+    done = finish(agent, 60)
+    assert done.returncode == 1  # torchrun's own, whatever its ranks end with
+    assert "exitcode  : 75 " in root_cause(done.stderr)
+    assert "hybridflow" not in done.stderr.replace("hybridflow.", "") and "exitcode  : 76" not in done.stderr
+
+
+def test_a_signal_to_torchrun_reaches_all_ranks(tmp_path: Path) -> None:
+    agent = start_torchrun(NUM_RANKS, "-m", "tests.parallel.faults_worker", tmp_path, "agreed")
+    wait_until_ready(tmp_path, NUM_RANKS)
+    agent.send_signal(signal.SIGTERM)
+    finish(agent, 60)
+    told = [(tmp_path / f"agreed_{rank}").read_text().split() for rank in range(NUM_RANKS)]
+    assert len({step for step, _ in told}) == 1 and "SIGTERM" in {name for _, name in told}
+
+
 def test_a_rank_may_agree_to_end_without_a_signal(start) -> None:
     ranks = start("agreed also")
-    assert ranks.statuses() == [0] * NUM_RANKS
+    assert ranks.statuses() == [ExitStatus.STOPPED] * NUM_RANKS
     told = [(ranks.directory / f"agreed_{rank}").read_text() for rank in range(NUM_RANKS)]
     assert told == ["7 None"] * NUM_RANKS
 

@@ -1,9 +1,15 @@
-"""Which rank reports an error: the first one, and every one where nobody can say which was first."""
+"""Which rank reports an error: the first one, and every one where nobody can say which was first.
 
+And what stands before a process group is made: how long its collectives wait, what NCCL records.
+"""
+
+import os
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from hybridflow.parallel import platform as platforms
@@ -54,3 +60,62 @@ def test_without_a_store_rank_0_reports(rank: str, first: bool, monkeypatch: pyt
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setenv("RANK", rank)
     assert platforms.first_to_fail() is first
+
+
+@pytest.fixture
+def default_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(dist.distributed_c10d, name, getattr(dist.distributed_c10d, name))
+
+
+@pytest.mark.usefixtures("default_timeouts")
+@pytest.mark.parametrize(("longest", "minutes"), [(0.0, 30), (7200.0, 130)])
+def test_a_group_made_without_a_time_out_waits_for_longer_than_a_phase_may_take(longest: float, minutes: int) -> None:
+    """torch would give it 30 minutes, whatever the world has."""
+    timeout = platforms._set_default_timeouts(longest)
+    assert timeout == timedelta(minutes=minutes)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        group = dist.new_group([0])
+        found = {group._get_backend(torch.device("cpu")).options._timeout for group in (group, dist.group.WORLD)}
+        assert found == {timeout}
+    finally:
+        dist.destroy_process_group()
+    assert dist.distributed_c10d._get_default_timeout("nccl") == timeout
+
+
+NCCL = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "given", "found"),
+    [
+        (False, {}, {}),
+        (True, {}, {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}),
+        (
+            True,
+            {"TORCH_NCCL_TRACE_BUFFER_SIZE": "7", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"},
+            {"TORCH_NCCL_TRACE_BUFFER_SIZE": "7", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"},
+        ),
+        (True, {"TORCH_FR_BUFFER_SIZE": "9"}, {"TORCH_FR_BUFFER_SIZE": "9", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}),
+    ],
+)
+def test_nccl_records_unless_the_user_has_decided(
+    cuda: bool, given: dict[str, str], found: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platforms, "uses_cuda", lambda: cuda)
+    for name in NCCL:
+        monkeypatch.setenv(name, "")  # put back as it was when the test is over
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    platforms._prepare_diagnosis()
+    assert {name: os.environ[name] for name in NCCL if name in os.environ} == found
+
+
+def test_the_names_that_nccl_reads_are_those_of_this_torch() -> None:
+    """Its headers name them."""
+    headers = Path(torch.__file__).parent / "include" / "torch" / "csrc" / "distributed" / "c10d"
+    text = "".join((headers / name).read_text() for name in ("FlightRecorder.hpp", "ProcessGroupNCCL.hpp"))
+    for name in NCCL:
+        assert f'"{name}"' in text, name

