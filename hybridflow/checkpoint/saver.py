@@ -10,6 +10,7 @@ the tensors are copied to host memory first, where their copies stay for the nex
 """
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -45,6 +46,7 @@ from hybridflow.parallel.platform import Platform
 from hybridflow.roles.base import TrainedRole
 
 POLL_SECONDS = 0.02  # between looks at how many ranks have written
+LEAST_PRIORITY = 19  # as nice(1) has it
 SPARE_BYTES = 1 << 20  # for what describes the tensors
 
 
@@ -110,7 +112,7 @@ class Saver:
             self._finish(save, iteration, started)
             return
         save.parts = self._copied(save.parts)
-        save.thread = threading.Thread(target=self._write, args=(save,), name=f"save {iteration}", daemon=True)
+        save.thread = threading.Thread(target=self._write_aside, args=(save,), name=f"save {iteration}", daemon=True)
         save.thread.start()
         self.seconds += time.perf_counter() - started
 
@@ -209,6 +211,11 @@ class Saver:
         self.report(f"warning: {error}; the run goes on (checkpoint.on_error = continue)")
 
     # ---- in the background, if there is one
+
+    def _write_aside(self, save: _Save) -> None:
+        """With what training leaves of the cores: Linux has a priority for every thread."""
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
+        self._write(save)
 
     def _write(self, save: _Save) -> None:
         """This rank's files, and on rank 0 the checkpoint. No collective: another thread may be in one."""
