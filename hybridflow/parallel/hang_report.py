@@ -58,12 +58,13 @@ def suspects(statements: Mapping[int, Statement], ranks: Iterable[int]) -> dict[
     return _lagging(statements) or _outside(statements)
 
 
-def report(statements: Mapping[int, Statement], names: Sequence[str], *, first: Statement) -> str:
-    """For people. names: every rank of the run, as text; first: of the rank whose deadline passed first."""
+def report(statements: Mapping[int, Statement], names: Sequence[str]) -> str:
+    """For people. names: every rank of the run, as text."""
     found = suspects(statements, range(len(names)))
     lines = [f"hybridflow: hang: {names[rank]} {reason}" for rank, reason in found.items()]
     if not found:
         lines = ["hybridflow: hang: no rank lags behind the others: all wait in the same collective"]
+    first = max(statements.values(), key=lambda each: each.seconds - (each.deadline or float("inf")))
     limit = "" if first.deadline is None else f" (watchdog.{first.phase}_seconds = {first.deadline:g})"
     lines += [f"  phase {first.phase}: rank {first.rank} is in it for {first.seconds:.1f} s{limit}", ""]
     lines += ["What each rank did last:"]
