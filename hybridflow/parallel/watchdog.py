@@ -29,7 +29,7 @@ import torch.distributed as dist
 from hybridflow.errors import ExitStatus
 from hybridflow.parallel.collectives import Collectives
 from hybridflow.parallel.diagnosis import dump_nccl_trace, lost_peer, python_stacks, told_by_host
-from hybridflow.parallel.hang_report import Statement, report
+from hybridflow.parallel.hang_report import Statement, report, report_alone
 from hybridflow.parallel.last_words import in_time, leave, say
 from hybridflow.parallel.noticeboard import ANSWER_SECONDS, Noticeboard
 from hybridflow.parallel.peers import (
@@ -301,8 +301,8 @@ class Watchdog:
             case _:
                 silent = self._reported()
         if silent is None:
-            say(report({self._own.rank: statement}, self._names))
             silent = self._mute()
+            say(report_alone(statement, self._names, [rank for rank in silent if rank in statement.seen]))
         for rank in silent:
             if rank in self._near:
                 kill(self._near[rank])
