@@ -137,7 +137,7 @@ def test_a_rank_in_a_loop_is_named_by_what_it_has_not_entered(start) -> None:
     lines = report.splitlines()
     assert re.fullmatch(
         r"hybridflow: hang: rank 1 \(pid \d+ on \S+\) has not entered allreduce, collective (\d+) of group "
-        r"default_pg \(0\), where ranks 0,2 wait: it is inside no collective, in phase update",
+        r"0 \(default_pg, ranks 0-2\), where ranks 0,2 wait: it is inside no collective, in phase update",
         lines[0],
     )
     assert lines[1].startswith("  phase update: rank ")
@@ -145,8 +145,8 @@ def test_a_rank_in_a_loop_is_named_by_what_it_has_not_entered(start) -> None:
     assert "MainThread" in stacks_of_victim.splitlines()[0] and "in loops_here" in stacks_of_victim
     [stacks_of_others] = re.findall(r"Python stacks of ranks 0,2:\n(.*?)(?:\n\n|\Z)", report, flags=re.DOTALL)
     assert "in all_reduce" in stacks_of_others and "loops_here" not in stacks_of_others
-    own = int(re.search(r", (\d+) collectives of group default_pg", "".join(last_calls(report, 1)))[1])
-    other = int(re.search(r", (\d+) collectives of group default_pg", "".join(last_calls(report, 0)))[1])
+    own = int(re.search(r", (\d+) collectives of group 0 ", "".join(last_calls(report, 1)))[1])
+    other = int(re.search(r", (\d+) collectives of group 0 ", "".join(last_calls(report, 0)))[1])
     assert other == own + 1
 
 
