@@ -303,6 +303,7 @@ class Watchdog:
         if silent is None:
             silent = self._mute()
             say(report_alone(statement, self._names, [rank for rank in silent if rank in statement.seen]))
+            time.sleep(ANSWER_SECONDS + 2 * self._interval)  # the others find the ranks still as this one did
         for rank in silent:
             if rank in self._near:
                 kill(self._near[rank])
