@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.parallel.versions import check_version
+from hybridflow.placement import shown
 
 # What all ranks of a group call alike, so that the number of calls can be compared, ...
 COLLECTIVES = (
@@ -184,9 +185,10 @@ def _told(calls: GroupCalls) -> LastCall | None:
         return None
     ranks = tuple(dist.get_process_group_ranks(group)) if group in dist.distributed_c10d._world.pg_map else ()
     tensor = f"{list(calls.shape)} of {calls.dtype} ({calls.nbytes} bytes)" if calls.dtype else ""
+    description = "" if group.group_desc == "undefined" else f"{group.group_desc}, "
     peer = calls.peer if calls.peer is None or not ranks else ranks[calls.peer]
     return LastCall(
-        group=f"{group.group_desc} ({group.group_name})",
+        group=f"{group.group_name} ({description}ranks {shown(ranks)})",
         ranks=ranks,
         number=calls.number,
         operation=calls.operation.strip("_"),

@@ -47,7 +47,7 @@ def suspects(statements: Mapping[int, Statement], ranks: Iterable[int]) -> dict[
     silent = [rank for rank in ranks if rank not in statements]
     if silent:
         seen = {rank: state for statement in statements.values() for rank, state in statement.seen.items()}
-        return {rank: f"says nothing: {_state(seen.get(rank))}" for rank in silent}
+        return {rank: _state(seen.get(rank)) for rank in silent}
     waits = {rank: _waits_for(statement, statements) for rank, statement in statements.items()}
     awaited = {rank for others in waits.values() for rank in others}
     found = {rank: _missed(rank, statements, waits) for rank in sorted(awaited) if not waits[rank]}
@@ -58,12 +58,13 @@ def suspects(statements: Mapping[int, Statement], ranks: Iterable[int]) -> dict[
     return _lagging(statements) or _outside(statements)
 
 
-def report(statements: Mapping[int, Statement], names: Sequence[str], *, first: Statement) -> str:
-    """For people. names: every rank of the run, as text; first: of the rank whose deadline passed first."""
+def report(statements: Mapping[int, Statement], names: Sequence[str]) -> str:
+    """For people. names: every rank of the run, as text."""
     found = suspects(statements, range(len(names)))
     lines = [f"hybridflow: hang: {names[rank]} {reason}" for rank, reason in found.items()]
     if not found:
         lines = ["hybridflow: hang: no rank lags behind the others: all wait in the same collective"]
+    first = max(statements.values(), key=lambda each: each.seconds - (each.deadline or float("inf")))
     limit = "" if first.deadline is None else f" (watchdog.{first.phase}_seconds = {first.deadline:g})"
     lines += [f"  phase {first.phase}: rank {first.rank} is in it for {first.seconds:.1f} s{limit}", ""]
     lines += ["What each rank did last:"]
@@ -71,6 +72,19 @@ def report(statements: Mapping[int, Statement], names: Sequence[str], *, first: 
         lines += _did_last(name, statements.get(rank))
     for stacks, ranks in _by_stacks(statements).items():
         lines += ["", f"Python stacks of rank{'s' * (len(ranks) > 1)} {shown(ranks)}:", stacks.rstrip()]
+    return "\n".join(lines) + "\n"
+
+
+def report_alone(own: Statement, names: Sequence[str], mute: Iterable[int]) -> str:
+    """Of one rank, where ranks cannot hear each other. mute: ranks of its host that are stopped or dead."""
+    lines = [f"hybridflow: hang: {names[rank]} {_state(own.seen[rank])}" for rank in mute]
+    lines += [
+        f"hybridflow: hang: {names[own.rank]} is in phase {own.phase} for {own.seconds:.1f} s; the store does not "
+        "answer, so each rank speaks for itself",
+        *(f"    {call}" for call in own.calls),
+        f"Python stacks of rank {own.rank}:",
+        own.stacks.rstrip(),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -132,7 +146,7 @@ def _outside(statements: Mapping[int, Statement]) -> dict[int, str]:
 
 
 def _state(seen: str | None) -> str:
-    return f"it {seen}" if seen else "no rank of its host answers, or none has looked"
+    return f"says nothing: it {seen}" if seen else "says nothing: no rank of its host answers, or none has looked"
 
 
 def _did_last(name: str, statement: Statement | None) -> list[str]:

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistError, DistNetworkError
 
 ANSWER_SECONDS = 5.0
 
@@ -73,6 +74,8 @@ class Noticeboard:
             question = self._questions.get()
             try:
                 question()
-            except RuntimeError:  # torch's DistError: the connection is gone; that nothing is found says so
+            except DistNetworkError:  # for good; torch would warn of each further question, with a stack of its own
+                self._closed = True
+            except DistError:  # no answer in time; that nothing is found says so
                 pass
             self._answered.set()

@@ -21,20 +21,18 @@ import secrets
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-from hybridflow.errors import ExitStatus, UserError
+from hybridflow.errors import ExitStatus
 from hybridflow.parallel.collectives import Collectives
-from hybridflow.parallel.hang_report import Statement, report
+from hybridflow.parallel.diagnosis import dump_nccl_trace, lost_peer, python_stacks, told_by_host
+from hybridflow.parallel.hang_report import Statement, report, report_alone
 from hybridflow.parallel.last_words import in_time, leave, say
 from hybridflow.parallel.noticeboard import ANSWER_SECONDS, Noticeboard
 from hybridflow.parallel.peers import (
-    NOT_RUNNING,
     Condition,
     Wake,
     condition,
@@ -55,8 +53,6 @@ HOLD_SECONDS = 10.0  # that a rank stays for torchrun to see first who ended fir
 REPORT = "hang_report.txt"
 PEACEFUL = "left"  # notes, each with a rank: it ended as it should, ...
 FAILED = "failed"  # ... or has itself said why
-# what gloo's and NCCL's errors say of a connection whose other end is gone
-LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "NCCL", "gloo/transport")
 
 
 class Watchdog:
@@ -145,6 +141,7 @@ class Watchdog:
             self._wake.sleep(self._interval)
             self._count_pause()
             self._look()
+        self._wake.close()
 
     def _look(self) -> None:
         """Once: is a rank gone, or stuck, or does another say so?"""
@@ -235,8 +232,9 @@ class Watchdog:
         if all(self._notices.has(f"{PEACEFUL}/{rank}") for rank in ranks):
             self._heard = float("inf")
             return None
+        told = any(self._notices.has(f"{FAILED}/{rank}") for rank in ranks)
         host = self._peers[ranks[0]].host
-        return f"host {host}, ranks {shown(ranks)}, has been silent for {self._host_silence:g} s", False
+        return f"host {host}, ranks {shown(ranks)}, has been silent for {self._host_silence:g} s", told
 
     def _next_machine(self) -> str:
         return self._machines[(self._machines.index(self._own.machine) + 1) % len(self._machines)]
@@ -292,7 +290,7 @@ class Watchdog:
         self._begin_to_end()
         self._notices.post("alarm", "hang")
         statement = self._statement()
-        self._dump_nccl_trace()
+        dump_nccl_trace(self._directory, self._own.rank)
         self._notices.post(f"statement/{self._own.rank}", statement.to_json())
         self._notices.add("statements")
         match self._notices.add("reporters"):
@@ -303,8 +301,9 @@ class Watchdog:
             case _:
                 silent = self._reported()
         if silent is None:
-            say(report({self._own.rank: statement}, self._names, first=statement))
             silent = self._mute()
+            say(report_alone(statement, self._names, [rank for rank in silent if rank in statement.seen]))
+            time.sleep(ANSWER_SECONDS + 2 * self._interval)  # the others find the ranks still as this one did
         for rank in silent:
             if rank in self._near:
                 kill(self._near[rank])
@@ -313,7 +312,7 @@ class Watchdog:
 
     def _statement(self) -> Statement:
         phase, seconds = self._phase()
-        seen = {rank: _state(condition(peer)) for rank, peer in self._near.items()}
+        seen = {rank: told_by_host(condition(peer)) for rank, peer in self._near.items()}
         return Statement(
             rank=self._own.rank,
             who=str(self._own),
@@ -332,7 +331,7 @@ class Watchdog:
             time.sleep(0.1)
         found = {peer.rank: self._notices.read(f"statement/{peer.rank}") for peer in self._peers}
         statements = {rank: Statement.from_json(text) for rank, text in found.items() if text is not None}
-        text = report(statements | {own.rank: own}, self._names, first=own)
+        text = report(statements | {own.rank: own}, self._names)
         say(text)
         in_time(lambda: self._keep(text))
         silent = [rank for rank, said in found.items() if said is None and rank != own.rank]
@@ -351,7 +350,7 @@ class Watchdog:
             silent = self._notices.read("reported")
             if silent is not None:
                 return [int(rank) for rank in silent.split()]
-            time.sleep(0.1 * self._interval)
+            time.sleep(0.5 * self._interval)
         return None
 
     def _keep(self, text: str) -> None:
@@ -360,50 +359,3 @@ class Watchdog:
             (self._directory / REPORT).write_text(text)
         except OSError as error:  # a full disk may be what the run hangs in
             say(f"hybridflow: {self._directory / REPORT}: cannot be written: {error}")
-
-    def _dump_nccl_trace(self) -> None:
-        """NCCL's flight recorder, for torchfrtrace. There is one where torch is built for CUDA."""
-        dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
-        if dump is None or not torch.cuda.is_initialized():
-            return
-
-        def write() -> None:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            (self._directory / f"nccl_trace_rank_{self._own.rank}").write_bytes(dump())
-
-        in_time(write)
-
-
-def lost_peer(error: BaseException) -> bool:
-    """Whether an error may be that of a rank whose peer is gone: gloo, NCCL and the store raise RuntimeErrors."""
-    if isinstance(error, UserError):
-        return False
-    chain: BaseException | None = error
-    while chain is not None:
-        if isinstance(chain, dist.DistError):
-            return True
-        if isinstance(chain, RuntimeError) and any(text in str(chain) for text in LOST):
-            return True
-        chain = chain.__cause__ or chain.__context__
-    return False
-
-
-def python_stacks() -> str:
-    """Of every thread of this process but those that watch it, the main one first."""
-    main = threading.main_thread()
-    threads = sorted(threading.enumerate(), key=lambda thread: (thread is not main, thread.name))
-    frames = sys._current_frames()
-    lines = []
-    for thread in threads:
-        if thread.ident in frames and not thread.name.startswith("hybridflow "):
-            lines += [f"  {thread.name}:\n", *traceback.format_stack(frames[thread.ident])]
-    return "".join(lines)
-
-
-def _state(found: Condition) -> str:
-    """What this host can say of a rank that says nothing."""
-    if found.ended:
-        return f"is dead ({found.cause})"
-    if found.state in NOT_RUNNING:
-        return f"is {NOT_RUNNING[found.state]} (state {found.state})"
-    return f"runs (state {found.state}), but its Python threads do not: native code keeps the interpreter's lock"

@@ -28,7 +28,8 @@ from hybridflow.parallel.platform import join_world
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
 
-DEADLINE, GRACE, HOST_SILENCE = 2.0, 1.5, 3.0  # seconds
+DEADLINE, GRACE, HOST_SILENCE = 3.0, 1.5, 3.0  # seconds
+PAUSE = 0.01  # seconds between two steps
 VICTIM = 1
 STEPS_BEFORE = 5
 
@@ -59,7 +60,7 @@ def run(case: str, directory: Path) -> None:
 def work(case: str, rank: int, watchdog: Watchdog, directory: Path) -> ExitStatus:
     numbers = torch.full((4,), 1.0)
     pair = dist.new_group([0, 2])
-    for step in range(200 if case == "healthy" else 1_000_000):
+    for step in range(int(1.3 * DEADLINE / PAUSE) if case == "healthy" else 1_000_000):
         watchdog.enter("rollout" if case.startswith("hosts") else "update")
         numbers.fill_(1.0)
         if rank != VICTIM and case != "computing":
@@ -79,7 +80,7 @@ def work(case: str, rank: int, watchdog: Watchdog, directory: Path) -> ExitStatu
         if case == "agreed also" and watchdog.stop.agreed(dist.group.WORLD, also=rank == 2 and step == 7):
             (directory / f"agreed_{rank}").write_text(f"{step} {watchdog.stop.requested}")
             return ExitStatus.STOPPED
-        time.sleep(0.01)
+        time.sleep(PAUSE)
     return ExitStatus.FINISHED
 
 

@@ -137,7 +137,7 @@ def test_a_rank_in_a_loop_is_named_by_what_it_has_not_entered(start) -> None:
     lines = report.splitlines()
     assert re.fullmatch(
         r"hybridflow: hang: rank 1 \(pid \d+ on \S+\) has not entered allreduce, collective (\d+) of group "
-        r"default_pg \(0\), where ranks 0,2 wait: it is inside no collective, in phase update",
+        r"0 \(default_pg, ranks 0-2\), where ranks 0,2 wait: it is inside no collective, in phase update",
         lines[0],
     )
     assert lines[1].startswith("  phase update: rank ")
@@ -145,8 +145,8 @@ def test_a_rank_in_a_loop_is_named_by_what_it_has_not_entered(start) -> None:
     assert "MainThread" in stacks_of_victim.splitlines()[0] and "in loops_here" in stacks_of_victim
     [stacks_of_others] = re.findall(r"Python stacks of ranks 0,2:\n(.*?)(?:\n\n|\Z)", report, flags=re.DOTALL)
     assert "in all_reduce" in stacks_of_others and "loops_here" not in stacks_of_others
-    own = int(re.search(r", (\d+) collectives of group default_pg", "".join(last_calls(report, 1)))[1])
-    other = int(re.search(r", (\d+) collectives of group default_pg", "".join(last_calls(report, 0)))[1])
+    own = int(re.search(r", (\d+) collectives of group 0 ", "".join(last_calls(report, 1)))[1])
+    other = int(re.search(r", (\d+) collectives of group 0 ", "".join(last_calls(report, 0)))[1])
     assert other == own + 1
 
 
@@ -172,16 +172,18 @@ def test_no_deadline_passes_in_a_healthy_run(start) -> None:
     assert ranks.output == "" and not (ranks.directory / "logs").exists()
 
 
-def test_without_a_store_every_rank_speaks_for_itself(start) -> None:
-    """Its host is stopped, as one is that the network has lost: a question waits for ever."""
+@pytest.mark.parametrize("sign", [signal.SIGSTOP, signal.SIGKILL])
+def test_without_a_store_every_rank_speaks_for_itself(sign: signal.Signals, start) -> None:
+    """Its host is stopped, as one is that the network has lost, and a question waits for ever; or it is gone."""
     ranks = start("exchange")
     ranks.wait_until_ready()
     ranks.signal(signal.SIGSTOP, VICTIM)
-    os.kill(ranks.store.pid, signal.SIGSTOP)
+    os.kill(ranks.store.pid, sign)
     assert ranks.statuses() == [ExitStatus.HANG, -signal.SIGKILL, ExitStatus.HANG]
-    assert ranks.output.count("hybridflow: hang: ") == 2 * 2  # each has had no word from two
+    assert ranks.output.count("says nothing: it is stopped (state T)\nhybridflow: hang: rank ") == 2
     for rank in (0, 2):
         assert f"\nPython stacks of rank {rank}:\n  MainThread:\n" in ranks.output
+    assert ranks.output.count("TCPStore.cpp") <= NUM_RANKS  # torch's own warning of a broken connection, once a rank
 
 
 # ------------------------------------------------------------------------------------------------ gone
@@ -292,6 +294,17 @@ def test_a_signal_to_torchrun_reaches_all_ranks(tmp_path: Path) -> None:
     assert len({step for step, _ in told}) == 1 and "SIGTERM" in {name for _, name in told}
 
 
+def test_a_second_signal_to_torchrun_ends_all_at_once(tmp_path: Path) -> None:
+    agent = start_torchrun(NUM_RANKS, "-m", "tests.parallel.faults_worker", tmp_path, "exchange")
+    wait_until_ready(tmp_path, NUM_RANKS)
+    agent.send_signal(signal.SIGTERM)
+    time.sleep(2)
+    assert agent.poll() is None
+    agent.send_signal(signal.SIGTERM)
+    done = finish(agent, 20)
+    assert done.stderr.count("a second signal, SIGTERM, after SIGTERM: ends at once") == NUM_RANKS
+
+
 def test_a_rank_may_agree_to_end_without_a_signal(start) -> None:
     ranks = start("agreed also")
     assert ranks.statuses() == [ExitStatus.STOPPED] * NUM_RANKS
@@ -324,5 +337,5 @@ def test_the_grace_ends(start) -> None:
     began = time.monotonic()
     ranks.signal(signal.SIGTERM, 0, 1, 2)
     assert ranks.statuses() == [ExitStatus.NOT_SAVED] * NUM_RANKS
-    assert faults_worker.GRACE <= time.monotonic() - began < faults_worker.GRACE + 3
+    assert faults_worker.GRACE <= time.monotonic() - began < faults_worker.GRACE + 10
     assert ranks.output.count("SIGTERM came 1.5 s ago (checkpoint.grace_seconds)") == NUM_RANKS

@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.parallel import watchdog as watchdogs
+from hybridflow.parallel.diagnosis import lost_peer, python_stacks
 from hybridflow.parallel.stop import StopRequest
-from hybridflow.parallel.watchdog import Watchdog, lost_peer, python_stacks
+from hybridflow.parallel.watchdog import Watchdog
 
 
 @pytest.fixture
