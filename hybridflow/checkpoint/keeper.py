@@ -208,7 +208,7 @@ class Keeper:
         if self._platform.rank == 0 and self._saves:
             limit = self._config.checkpoint.max_restarts_without_progress
             iteration = self.state.iteration if self.state is not None else 0
-            check_progress(self._root, iteration, restarts=restarts, limit=limit)
+            check_progress(self._config.run_dir, iteration, restarts=restarts, limit=limit)
 
     def _raise_together(self, act: Callable[[], None]) -> None:
         failure = None

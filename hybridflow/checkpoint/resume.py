@@ -27,8 +27,6 @@ from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.parallel.agreement import failures
 from hybridflow.roles.base import TrainedRole
 
-RESTARTS = "restarts.json"
-
 
 @dataclass(frozen=True)
 class Source:
@@ -83,12 +81,12 @@ def restore(source: Source, roles: Sequence[TrainedRole], group: dist.ProcessGro
         raise CheckpointError("; ".join(found))
 
 
-def check_progress(root: Path, iteration: int, *, restarts: int, limit: int) -> None:
+def check_progress(run_dir: Path, iteration: int, *, restarts: int, limit: int) -> None:
     """On rank 0, before a run goes on after `iteration`: raise unless torchrun's restarts bring it forward.
 
-    A start by hand counts anew. Errors: CheckpointError at the restart after `limit` that all began at one iteration.
+    A start by hand counts anew. The count lies beside the run directory, which moves away when a run starts anew. Errors: CheckpointError at the restart after `limit` that all began at one iteration.
     """
-    file = root / RESTARTS
+    file = run_dir.with_name(f".{run_dir.name}.restarts.json")
     if not restarts:
         if file.exists():
             file.unlink()
@@ -101,7 +99,7 @@ def check_progress(root: Path, iteration: int, *, restarts: int, limit: int) -> 
             f"checkpoint.max_restarts_without_progress = {limit}"
         )
     temporary = file.with_suffix(".partial")
-    root.mkdir(parents=True, exist_ok=True)
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
     temporary.write_text(json.dumps({"iteration": iteration, "count": count}))
     os.replace(temporary, file)
 

@@ -2,7 +2,8 @@
 
 torchrun ... -m tests.checkpoint.killed_worker RANK MODULE:FUNCTION N SECONDS CONFIG [section.key=value ...]
 
-SECONDS: from the call to the kill, which another thread does. N = 0: nobody is killed.
+SECONDS: from the call to the kill, which another thread does. N = 0: nobody is killed. RANK may be 1+: then the rank is
+killed anew each time that torchrun has started it again.
 """
 
 import importlib
@@ -41,6 +42,7 @@ def killed_at(place: str, number: int, seconds: float) -> None:
 
 if __name__ == "__main__":
     rank, place, number, seconds, *rest = sys.argv[1:]
-    if int(number) and os.environ["RANK"] == rank:
+    again = rank.endswith("+") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if int(number) and again and os.environ["RANK"] == rank.rstrip("+"):
         killed_at(place, int(number), float(seconds))
     main(rest)
