@@ -84,7 +84,8 @@ def restore(source: Source, roles: Sequence[TrainedRole], group: dist.ProcessGro
 def check_progress(run_dir: Path, iteration: int, *, restarts: int, limit: int) -> None:
     """On rank 0, before a run goes on after `iteration`: raise unless torchrun's restarts bring it forward.
 
-    A start by hand counts anew. The count lies beside the run directory, which moves away when a run starts anew. Errors: CheckpointError at the restart after `limit` that all began at one iteration.
+    A start by hand counts anew. The count lies beside the run directory, which moves away when a run starts anew.
+    Errors: CheckpointError at the restart after `limit` that all began at one iteration.
     """
     file = run_dir.with_name(f".{run_dir.name}.restarts.json")
     if not restarts:
