@@ -37,7 +37,8 @@ from hybridflow.checkpoint.store import (
 )
 from hybridflow.config import CheckpointConfig
 from hybridflow.errors import CheckpointError, SaveError
-from hybridflow.formats.distributed_storage import Chunk, FileSum, Record, write_records
+from hybridflow.formats.distributed_storage import Chunk, Record, write_records
+from hybridflow.formats.file_sum import FileSum
 from hybridflow.formats.huggingface_files import copy_companions, write_config
 from hybridflow.models.build import DTYPES
 from hybridflow.parallel.agreement import failures
