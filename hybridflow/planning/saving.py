@@ -61,7 +61,7 @@ def most_kept(config: CheckpointConfig, num_iterations: int) -> int:
 
 @dataclass(frozen=True)
 class _Stage:
-    """The weights of a pipeline stage. Those that replicas of the grid hold alike are counted where they are written."""
+    """The weights of a pipeline stage; those that several ranks hold alike are counted where they are written."""
 
     model: PlacedModel
     number: int

@@ -1,4 +1,4 @@
-"""What ranks would write of real actors and critics, and how megatron cut their buffers: for tests/planning/test_saving.py.
+"""What ranks would write of real actors and critics: for tests/planning/test_saving.py.
 
 python -m tests.planning.saving_worker MODELS OUT, on four ranks
 """

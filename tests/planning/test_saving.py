@@ -33,7 +33,8 @@ class Case:
 
 CASES = (
     Case("llama", "tp2dp2", "pp2dp2", dtype="bfloat16"),
-    Case("llama", "tp2", "vpp2"),
+    Case("llama", "pp2", "vpp2"),
+    Case("llama", "tp2", "tp2dp2"),
     Case("llama", "tp2pp2", "dp4", "adam whole", "bfloat16"),
     Case("llama", "pp2dp2", "tp2dp2", "momentum", "bfloat16"),
     Case("llama", "tp1", "dp4", "sgd"),
