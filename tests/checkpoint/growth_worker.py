@@ -21,7 +21,7 @@ from hybridflow.train import main
 
 
 def held() -> dict[str, int]:
-    """Of this process: tensors, bytes of their storages, resident bytes, threads, descriptors."""
+    """Of this process: tensors, bytes of their storages, resident bytes, threads, descriptors, objects in all."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
     resident = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
