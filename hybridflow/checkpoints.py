@@ -89,7 +89,7 @@ def _table(
 ) -> Table:
     table = Table(title=Text(f"Checkpoints of {directory}"), title_justify="left")
     for name in ("iteration", "size", "written", *metrics):
-        table.add_column(Text(name), justify="right", overflow="fold")
+        table.add_column(Text(name.replace("/", "/\n")), justify="right", overflow="fold")  # narrow enough for a page
     table.add_column("state")
     for entry in entries:
         state = _state(entry, verified) + (", latest" if entry.step.resolve().name == inventory.latest else "")

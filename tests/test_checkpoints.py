@@ -58,10 +58,12 @@ def shown(capsys: pytest.CaptureFixture[str]):
         assert error == ""
         lines = out.splitlines()
         end = next(i for i, line in enumerate(lines) if line.startswith("└"))
-        rows = [
-            [cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in lines[:end] if re.match("[│┃]", line)
-        ]
-        return status, {row[0]: row[1:] for row in rows}, lines[end + 1 :]
+        header, rows = (
+            [[cell.strip() for cell in line.split(border)[1:-1]] for line in lines[:end] if line.startswith(border)]
+            for border in "┃│"
+        )
+        named = ["".join(parts) for parts in zip(*header, strict=True)]
+        return status, {row[0]: row[1:] for row in (named, *rows)}, lines[end + 1 :]
 
     return run_it
 
