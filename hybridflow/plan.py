@@ -264,7 +264,9 @@ def _checkpoint_notes(checkpoint: "Report") -> list[str]:
     """How many there will be, and whether the disk holds them."""
     interval, kept = checkpoint["save_interval"], checkpoint["kept_bytes"]
     when = f"Every {interval} iterations" if interval else "Only when the run is told to stop (save_interval = 0)"
-    memory = "" if checkpoint["async_save"] else " A save takes memory for one tensor at a time."
+    memory = " A save takes memory for one tensor at a time."
+    if checkpoint["async_save"]:  # torch 2.13 rounds each page-locked block up to a power of two
+        memory = " On GPUs the copies are page-locked, which takes up to twice as much."
     notes = [
         f"{when}; at most {checkpoint['num_kept']} at a time, the one being written with them: {_bytes(kept)}.{memory}"
     ]
