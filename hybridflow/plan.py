@@ -1,4 +1,4 @@
-"""Plan an experiment without running it: grids, memory per GPU, and what the reshard will move.
+"""Plan an experiment without running it: grids, memory per GPU, what the reshard will move, and what checkpoints take.
 
     python -m hybridflow.plan configs/quickstart.yaml [section.key=value ...] [--world-size N] [--json | --smallest]
 
@@ -11,8 +11,10 @@ import argparse
 import contextlib
 import json
 import math
+import shutil
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -20,6 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridflow import __version__
+from hybridflow.checkpoint.inventory import size_of
+from hybridflow.checkpoint.store import CHECKPOINTS
 from hybridflow.command import program
 from hybridflow.config import ExperimentConfig, RoleConfig
 from hybridflow.errors import ConfigError, UserError
@@ -54,6 +58,18 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _disk(config: ExperimentConfig) -> "Report":
+    """What this machine has for checkpoints where the config's output_dir lies, or will lie."""
+    directory = Path(config.output_dir).absolute()
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    own = config.run_dir / CHECKPOINTS
+    return {
+        "directory": config.output_dir,
+        "free_bytes": shutil.disk_usage(there).free,
+        "own_bytes": size_of(own) if own.is_dir() else 0,
+    }
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -72,8 +88,9 @@ def _plan(options: argparse.Namespace) -> None:
     from hybridflow.planning.forecast import forecast
     from hybridflow.planning.placed import place
 
-    plan = {"config": str(options.config), "smallest_that_fits": options.world_size is None}
+    plan: Report = {"config": str(options.config), "smallest_that_fits": options.world_size is None}
     plan |= forecast(place(config, world_size))
+    plan["checkpoint"] |= _disk(config)
     if options.json:
         print(json.dumps(plan, indent=2))
     else:
@@ -113,8 +130,13 @@ def print_plan(plan: "Report", console: Console) -> None:
     """The tables of a forecast."""
     chosen = " (the smallest that fits)" if plan["smallest_that_fits"] else ""
     console.print(Text(f"{plan['config']}: {plan['name']}, world size {plan['world_size']}{chosen}"))
-    tables = (_roles_table(plan), _memory_table(plan), _reshard_table(plan["reshard"]))
-    for table, notes in zip(tables, (_rollout_notes(plan), MEMORY_NOTES, _reshard_notes(plan["reshard"])), strict=True):
+    reshard, checkpoint = plan["reshard"], plan["checkpoint"]
+    for table, notes in (
+        (_roles_table(plan), _rollout_notes(plan)),
+        (_memory_table(plan), MEMORY_NOTES),
+        (_reshard_table(reshard), _reshard_notes(reshard)),
+        (_checkpoint_table(checkpoint), _checkpoint_notes(checkpoint)),
+    ):
         console.print()
         console.print(table)
         for note in notes:
@@ -226,6 +248,32 @@ def _reshard_notes(reshard: "Report") -> list[str]:
     if reshard["ways"]["gather"]["parameters"]:
         notes.append("Gathered weights have no fixed address: on GPUs the engine then runs without CUDA graphs.")
     return notes
+
+
+def _checkpoint_table(checkpoint: "Report") -> Table:
+    table = _table("Checkpoint: bytes per rank", ("", "least", "mean", "most", "all ranks"))
+    rows = [("written", "rank_bytes")]
+    if checkpoint["async_save"]:
+        rows.append(("copied to host memory, and kept there", "host_bytes"))
+    for label, key in rows:
+        table.add_row(label, *(_bytes(checkpoint[key][name]) for name in ("min", "mean", "max", "total")))
+    return table
+
+
+def _checkpoint_notes(checkpoint: "Report") -> list[str]:
+    """How many there will be, and whether the disk holds them."""
+    interval, kept = checkpoint["save_interval"], checkpoint["kept_bytes"]
+    when = f"Every {interval} iterations" if interval else "Only when the run is told to stop (save_interval = 0)"
+    memory = " A save takes memory for one tensor at a time."
+    if checkpoint["async_save"]:  # torch 2.13 rounds each page-locked block up to a power of two
+        memory = " On GPUs the copies are page-locked, which takes up to twice as much."
+    notes = [
+        f"{when}; at most {checkpoint['num_kept']} at a time, the one being written with them: {_bytes(kept)}.{memory}"
+    ]
+    free, own = checkpoint["free_bytes"], checkpoint["own_bytes"]
+    beside = f" beside the {_bytes(own)} of this run's checkpoints" if own else ""
+    room = f"output_dir = {checkpoint['directory']} has {_bytes(free)} free{beside} on this machine"
+    return [*notes, f"{room}." if free + own >= kept else f"warning: {room}: too little for {_bytes(kept)}."]
 
 
 def _gib(size: int) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -181,6 +182,48 @@ def test_an_engine_of_its_own_receives_all_and_no_formula_applies(plan) -> None:
     assert reshard["received_bytes"]["max"] <= engine < reshard["received_bytes"]["max"] + 15 * 128  # alignment
     assert reshard["hybridflow_bytes"] is reshard["deepspeed_chat_bytes"] is None
     assert found["memory"]["generation"]["roles"]["actor"]["weights"] == 2 * (512 + 656 + 8 + 16)  # norms whole
+
+
+# A rank of the actor holds 592 or 600 elements, 16 and 24 of them norms, which the first of each two writes; the critic
+# lies whole on four replicas. With 2 bytes of weights and 12 of optimizer state an element:
+SAVED = (2 + 12) * (MODEL + MODEL - 512 + 8) + 2 * 8  # and the number of steps of each
+
+
+def test_a_checkpoint_by_hand(plan) -> None:
+    found = plan(*TP2_PP2, "checkpoint.save_interval=2", "num_iterations=10", "checkpoint.keep_best=1")["checkpoint"]
+    assert (found["save_interval"], found["async_save"], found["host_bytes"]) == (2, False, None)
+    assert found["rank_bytes"]["total"] == SAVED
+    assert (found["num_kept"], found["kept_bytes"]) == (4, 4 * SAVED)  # two newest, the best, and the next
+
+
+def test_a_save_in_the_background_takes_host_memory(plan) -> None:
+    """On one rank all of it: it writes all, and copies what it writes."""
+    found = plan("checkpoint.async_save=true")["checkpoint"]
+    assert found["host_bytes"] == {"min": SAVED, "max": SAVED, "mean": SAVED, "total": SAVED}
+    assert (found["num_kept"], found["kept_bytes"]) == (1, SAVED)  # when it is told to stop
+
+
+def test_ranks_without_a_trained_model_write_nothing(plan) -> None:
+    found = plan("actor.ranks=0", "critic.ranks=0", "reference.ranks=1", "reward.models.0.ranks=1")["checkpoint"]
+    assert (found["rank_bytes"]["min"], found["rank_bytes"]["max"]) == (0, SAVED)
+
+
+def test_a_disk_that_cannot_hold_the_checkpoints_is_told(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def notes(free: int) -> list[str]:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free))
+        assert main(["config.yaml", "checkpoint.save_interval=1", "num_iterations=9"]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if "output_dir" in line]
+
+    assert notes(3 * SAVED) == [f"output_dir = runs has {3 * SAVED / 1024:.2f} KiB free on this machine."]
+    room = f"output_dir = runs has {(3 * SAVED - 1) / 1024:.2f} KiB free"
+    needed = f"too little for {3 * SAVED / 1024:.2f} KiB."
+    assert notes(3 * SAVED - 1) == [f"warning: {room} on this machine: {needed}"]
+    old = directory / "runs" / "small" / "checkpoints" / "step_000001"  # goes when newer ones come
+    old.mkdir(parents=True)
+    (old / "file").write_bytes(b"1")
+    assert notes(3 * SAVED - 1) == [f"{room} beside the 1 B of this run's checkpoints on this machine."]
 
 
 # ------------------------------------------------------------------------------------------------ world size

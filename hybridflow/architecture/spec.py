@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridflow.architecture.families import FAMILIES, Family
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.formats.file_bytes import parse_json
+from hybridflow.formats.json_text import parse_json
 
 VOCAB_MULTIPLE = 64  # vLLM pads vocabularies to it; padding alike lets embedding and output alias
 EXPERT_MULTIPLE = 8  # rows of 16 bytes in half precision

@@ -24,7 +24,8 @@ from hybridflow.formats.directories import sync
 from hybridflow.formats.distributed_directory import DistributedDirectory
 from hybridflow.formats.distributed_metadata import METADATA
 from hybridflow.formats.distributed_storage import Chunk, save
-from hybridflow.formats.file_bytes import Shape, file_size, opened, parse_json, read_bytes
+from hybridflow.formats.file_bytes import Shape, file_size, opened, read_bytes
+from hybridflow.formats.json_text import parse_json
 from hybridflow.formats.safetensors_files import (
     ALL,
     MAX_JSON_BYTES,

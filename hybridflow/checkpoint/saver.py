@@ -15,8 +15,9 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ from hybridflow.checkpoint.store import (
 )
 from hybridflow.config import CheckpointConfig
 from hybridflow.errors import CheckpointError, SaveError
-from hybridflow.formats.distributed_storage import Chunk, FileSum, Record, write_records
+from hybridflow.formats.distributed_storage import Chunk, Record, write_records
+from hybridflow.formats.file_sum import FileSum
 from hybridflow.formats.huggingface_files import copy_companions, write_config
 from hybridflow.models.build import DTYPES
 from hybridflow.parallel.agreement import failures
@@ -58,9 +60,8 @@ class _Save:
     partial: Path
     parts: Sequence[tuple[str, ToWrite]]  # (role, what this rank writes of it)
     num_bytes: int  # of all ranks
-    over: bool = False
+    over: threading.Event = field(default_factory=threading.Event)
     failure: str | None = None
-    thread: threading.Thread | None = None
 
 
 class Saver:
@@ -82,6 +83,7 @@ class Saver:
         self._platform, self._group, self._store, self.report = platform, group, store, report
         self._under_way: _Save | None = None
         self._copies: list[Tensor] = []
+        self._waiting: SimpleQueue[_Save] | None = None  # for the thread that writes, once there is one
         self._count = 0
         self.seconds = 0.0
         self.last_iteration: int | None = None  # of the last that became a checkpoint
@@ -112,8 +114,7 @@ class Saver:
             self._finish(save, iteration, started)
             return
         save.parts = self._copied(save.parts)
-        save.thread = threading.Thread(target=self._write_aside, args=(save,), name=f"save {iteration}", daemon=True)
-        save.thread.start()
+        self._in_background(save)
         self.seconds += time.perf_counter() - started
 
     def check(self) -> None:
@@ -121,7 +122,7 @@ class Saver:
         save = self._under_way
         if save is None:
             return
-        running = torch.tensor(not save.over, dtype=torch.int32)
+        running = torch.tensor(not save.over.is_set(), dtype=torch.int32)
         dist.all_reduce(running, op=dist.ReduceOp.MAX, group=self._group)
         if not running:
             self.wait()
@@ -132,8 +133,7 @@ class Saver:
         if save is None:
             return
         started = time.perf_counter()
-        if save.thread is not None:
-            save.thread.join()
+        save.over.wait()
         self._finish(save, save.iteration, started)
 
     # ---- in the foreground
@@ -212,10 +212,18 @@ class Saver:
 
     # ---- in the background, if there is one
 
-    def _write_aside(self, save: _Save) -> None:
+    def _in_background(self, save: _Save) -> None:
+        """One thread for all saves: glibc gives each a heap of its own, which it keeps when the thread ends."""
+        if self._waiting is None:
+            self._waiting = SimpleQueue()
+            threading.Thread(target=self._serve, args=(self._waiting,), name="hybridflow save", daemon=True).start()
+        self._waiting.put(save)
+
+    def _serve(self, waiting: "SimpleQueue[_Save]") -> None:
         """With what training leaves of the cores: Linux has a priority for every thread."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
-        self._write(save)
+        while True:
+            self._write(waiting.get())
 
     def _write(self, save: _Save) -> None:
         """This rank's files, and on rank 0 the checkpoint. No collective: another thread may be in one."""
@@ -223,7 +231,7 @@ class Saver:
             save.failure = _tried(lambda: self._write_own(save))
             save.failure = _tried(lambda: self._tell_and_publish(save)) or save.failure
         finally:
-            save.over = True
+            save.over.set()
 
     def _tell_and_publish(self, save: _Save) -> None:
         key, done = f"checkpoint/{self._count}", save.failure is None

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.algorithms.rewards import RunningMoments
-from hybridflow.checkpoint.store import STATE, read_state
+from hybridflow.checkpoint.store import STATE, STATE_FORMAT, read_state
 from hybridflow.errors import CheckpointError
-
-FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class SavedRun:
 def write_state(directory: Path, saved: SavedRun) -> None:
     metrics = {name: value for name, value in saved.metrics.items() if math.isfinite(value)}  # JSON knows no others
     tree = {
-        "format": FORMAT,
+        "format": STATE_FORMAT,
         "run": asdict(saved.state),
         "config": dict(saved.config),
         "digests": dict(saved.digests),
@@ -58,8 +56,6 @@ def write_state(directory: Path, saved: SavedRun) -> None:
 def load_state(step: Path) -> SavedRun:
     """Errors: CheckpointError naming the file and what is wrong with it."""
     tree, file = read_state(step), step / STATE
-    if tree.get("format") != FORMAT:
-        raise CheckpointError(f"{file}: format = {tree.get('format')} is not supported, must be {FORMAT}")
     try:
         run = dict(tree["run"])
         state = RunState(**run | {"score_moments": RunningMoments(**run["score_moments"])})

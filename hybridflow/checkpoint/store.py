@@ -24,14 +24,13 @@ from typing import Any
 
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.directories import replace_directory, sync
-from hybridflow.formats.distributed_storage import FileSum
-from hybridflow.formats.file_bytes import parse_json
+from hybridflow.formats.file_sum import FileSum, Read, file_sum
+from hybridflow.formats.json_text import parse_json
 
 CHECKPOINTS, LATEST, MANIFEST, STATE, CONFIG = "checkpoints", "latest", "manifest.json", "state.json", "config.yaml"
-FORMAT = 1
+FORMAT = STATE_FORMAT = 1  # of manifest.json and of state.json
 STEP = re.compile(r"step_(\d{6,})")
 LEFTOVER = re.compile(r"\.step_\d{6,}\.(partial|old)")
-BLOCK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -135,11 +134,20 @@ def read_manifest(step: Path) -> Manifest:
 
 
 def read_state(step: Path) -> dict[str, Any]:
-    return _read_json(step / STATE)
+    """Errors: CheckpointError where it is missing, damaged, or of another format."""
+    tree, file = _read_json(step / STATE), step / STATE
+    if tree.get("format") != STATE_FORMAT:
+        raise CheckpointError(f"{file}: format = {tree.get('format')} is not supported, must be {STATE_FORMAT}")
+    return tree
 
 
-def damage(step: Path, files: Mapping[str, FileSum], *, thorough: bool = True) -> list[str]:
-    """What is wrong with these files, a line each; thorough: every byte is read, else the size is looked at."""
+def damage(
+    step: Path, files: Mapping[str, FileSum], *, thorough: bool = True, read: Read = lambda num_bytes: None
+) -> list[str]:
+    """What is wrong with these files, a line each; thorough: every byte is read, else the size is looked at.
+
+    read: told the bytes of each block that was.
+    """
     lines = []
     for name, expected in files.items():
         path = step / name
@@ -147,21 +155,12 @@ def damage(step: Path, files: Mapping[str, FileSum], *, thorough: bool = True) -
             size = path.stat().st_size
             if size != expected.size:
                 lines.append(f"{path}: has {size} bytes, {MANIFEST} says {expected.size}")
-            elif thorough and (found := file_sum(path)) != expected:
+            elif thorough and (found := file_sum(path, read)) != expected:
                 crcs = f"its CRC-32 is {found.crc32:08x}, {MANIFEST} says {expected.crc32:08x}"
                 lines.append(f"{path}: is damaged: {crcs}")
         except OSError as error:
             lines.append(f"{path}: cannot be read: {error.strerror}")
     return lines
-
-
-def file_sum(path: Path) -> FileSum:
-    size = crc32 = 0
-    with path.open("rb", buffering=0) as file:
-        block = bytearray(BLOCK_BYTES)
-        while count := file.readinto(block):
-            size, crc32 = size + count, zlib.crc32(memoryview(block)[:count], crc32)
-    return FileSum(size, crc32)
 
 
 def _write_manifest(directory: Path, iteration: int, files: Mapping[str, FileSum]) -> None:

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from hybridflow.config import DataConfig, ExperimentConfig, SamplingConfig
 from hybridflow.data.prompts import PromptDataset, load_prompts
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.formats.file_bytes import parse_json
+from hybridflow.formats.json_text import parse_json
 from hybridflow.rewards.functions import RewardFunction, load_reward_function
 
 

@@ -37,6 +37,7 @@ from torch.futures import Future
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.distributed_metadata import StoredChunk, StoredTensor
 from hybridflow.formats.file_bytes import Shape, memory_of, start_writing
+from hybridflow.formats.file_sum import FileSum
 from hybridflow.formats.safetensors_files import TensorInfo
 
 EMPTY = [None]  # as megatron stores an object that is None
@@ -71,14 +72,6 @@ class Record:
     file: str
     start: int
     length: int
-
-
-@dataclass(frozen=True)
-class FileSum:
-    """What a file must be to be intact."""
-
-    size: int
-    crc32: int
 
 
 def write_records(

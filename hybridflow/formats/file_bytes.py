@@ -1,12 +1,10 @@
 """Bytes of checkpoint files, read into memory of their own; every failure is a CheckpointError that names the file."""
 
-import json
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,24 +103,3 @@ def start_writing(fd: int, start: int, stop: int) -> None:
 def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def parse_json(text: bytes, wrong: str) -> dict[str, Any]:
-    """The JSON object in a file that may hold anything; errors start with `wrong`."""
-    try:
-        tree = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{wrong}{error}") from error
-    if not isinstance(tree, dict):
-        raise CheckpointError(f"{wrong}it holds {type(tree).__name__}, not an object")
-    return tree
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in tree:
-            raise ValueError(f"the key {key!r} stands twice")
-        key.encode()  # half a character cannot be printed
-        tree[key] = value
-    return tree

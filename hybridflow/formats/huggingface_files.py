@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import CheckpointError
-from hybridflow.formats.file_bytes import file_size, memory_of, opened, parse_json, read_bytes, start_writing
+from hybridflow.formats.file_bytes import file_size, memory_of, opened, read_bytes, start_writing
+from hybridflow.formats.json_text import parse_json
 from hybridflow.formats.safetensors_files import INDEX, MAX_JSON_BYTES, NAMES, SINGLE, TensorInfo
 
 COMPANIONS = (

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import CheckpointError
-from hybridflow.formats.file_bytes import Shape, file_size, opened, parse_json, read_box, read_bytes
+from hybridflow.formats.file_bytes import Shape, file_size, opened, read_box, read_bytes
+from hybridflow.formats.json_text import parse_json
 
 ALL = slice(None)
 INDEX = "model.safetensors.index.json"

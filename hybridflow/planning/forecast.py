@@ -27,13 +27,14 @@ from hybridflow.planning.footprint import (
 )
 from hybridflow.planning.placed import PlacedModel, PlacedRun
 from hybridflow.planning.reshard import ReshardForecast
+from hybridflow.planning.saving import most_kept, written_bytes
 from hybridflow.reshard.plan import plan_reshard
 
 Report = dict[str, Any]
 
 
 def forecast(run: PlacedRun) -> Report:
-    """Roles, rollout, memory and reshard of a run."""
+    """Roles, rollout, memory, reshard and checkpoints of a run."""
     memory = RunMemory(run)
     return {
         "name": run.config.name,
@@ -42,6 +43,7 @@ def forecast(run: PlacedRun) -> Report:
         "rollout": _rollout_report(run.rollout, run.stages),
         "memory": {moment: _memory_report(rows, run.world_size) for moment, rows in memory.moments().items()},
         "reshard": _reshard_report(memory),
+        "checkpoint": _checkpoint_report(run),
     }
 
 
@@ -236,6 +238,25 @@ def _reshard_report(of: RunMemory) -> Report:
         "peak_extra_bytes": _spread(memory[rank].peak_extra for rank in reshard.ranks),
         "num_buckets": len(plan.buckets),
         **formulas(model_bytes, plan.train, plan.rollout),
+    }
+
+
+def _checkpoint_report(run: PlacedRun) -> Report:
+    """Of one checkpoint, and of all that lie on the disk at a time. host_bytes: copies, by checkpoint.async_save."""
+    config, written = run.config.checkpoint, dict.fromkeys(range(run.world_size), 0)
+    for name, model in run.models.items():
+        if isinstance(model.config, TrainedRoleConfig):
+            bucket_bytes = run.config.rollout.bucket_bytes(cuda=True) if name == "actor" else None
+            for rank, size in written_bytes(model, bucket_bytes=bucket_bytes).items():
+                written[rank] += size
+    num_kept, spread = most_kept(config, run.config.num_iterations), _spread(written.values())
+    return {
+        "save_interval": config.save_interval,
+        "async_save": config.async_save,
+        "rank_bytes": spread,
+        "host_bytes": spread if config.async_save else None,
+        "num_kept": num_kept,
+        "kept_bytes": num_kept * spread["total"],
     }
 
 

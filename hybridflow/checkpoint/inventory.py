@@ -1,0 +1,141 @@
+"""What lies in a run's checkpoints/, for a person who looks: nothing is loaded, and torch is not imported.
+
+    inventory = find_checkpoints(Path("runs/math"))     or its checkpoints/, or one of them
+    entries = [look(step) for step in inventory.steps]
+
+A checkpoint that a running training removes meanwhile is none (`look` gives None).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridflow.checkpoint.store import (
+    CHECKPOINTS,
+    LATEST,
+    LEFTOVER,
+    MANIFEST,
+    STATE,
+    STEP,
+    damage,
+    read_manifest,
+    read_state,
+    step_name,
+    steps,
+)
+from hybridflow.errors import CheckpointError
+from hybridflow.formats.file_sum import Read
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """Where checkpoints lie. By path, none of them read."""
+
+    steps: tuple[Path, ...]  # ascending; intact or not
+    latest: str | None  # what the file says
+    leftovers: tuple[Path, ...]  # of saves that did not end, or are under way
+    is_one: bool  # the path was that of one checkpoint
+
+
+@dataclass(frozen=True)
+class Told:
+    """What state.json says that a person may want to know."""
+
+    iteration: int
+    metrics: Mapping[str, float]
+    forked_from: str | None
+    output_dir: str
+    name: str
+    load: str  # its checkpoint.load
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A checkpoint as it was found."""
+
+    step: Path
+    num_bytes: int  # on the disk
+    written: float | None  # seconds since 1970; None without a manifest, which is written last
+    told: Told | None  # None where state.json cannot be read
+    problems: tuple[str, ...]  # a line a file, which it names
+
+    @property
+    def iteration(self) -> int | None:
+        """By its name, or where it lies under another by what it says."""
+        match = STEP.fullmatch(self.step.name)
+        return int(match[1]) if match else self.told.iteration if self.told else None
+
+
+def find_checkpoints(path: Path) -> Inventory:
+    """Those of a run directory, of its checkpoints/, or the one that `path` is. Errors: CheckpointError without any."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such directory")
+    if (path / MANIFEST).exists() or STEP.fullmatch(path.resolve().name):
+        return Inventory((path,), _latest(path.resolve().parent), (), is_one=True)
+    root = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    leftovers = tuple(sorted(child for child in root.iterdir() if LEFTOVER.fullmatch(child.name)))
+    found = tuple(root / step_name(iteration) for iteration in steps(root))
+    if not found:
+        left = "".join(f"\n{child}: is left of a save that did not end" for child in leftovers)
+        raise CheckpointError(f"{root}: holds no checkpoint{left}")
+    return Inventory(found, _latest(root), leftovers, is_one=False)
+
+
+def look(step: Path, *, thorough: bool = False, read: Read = lambda num_bytes: None) -> Entry | None:
+    """What there is of a checkpoint, and what is wrong with it; thorough: every byte is read, which `read` is told.
+
+    None where it is gone by the end.
+    """
+    try:
+        problems = damage(step, read_manifest(step).files, thorough=thorough, read=read)
+    except CheckpointError as error:
+        problems = [str(error)]
+    told = None
+    try:
+        told = _told(step)
+    except CheckpointError as error:
+        if not any(line.startswith(f"{step / STATE}: ") for line in problems):
+            problems.append(str(error))
+    entry = Entry(step, size_of(step), _when(step / MANIFEST), told, tuple(problems))
+    return entry if step.is_dir() else None
+
+
+def size_of(directory: Path) -> int:
+    """Bytes of the files in it that are still there."""
+    return sum(_size(path) for path in directory.rglob("*"))
+
+
+def _told(step: Path) -> Told:
+    tree: dict[str, Any] = read_state(step)
+    try:
+        config = tree["config"]
+        return Told(
+            iteration=int(tree["run"]["iteration"]),
+            metrics={name: float(value) for name, value in tree["metrics"].items()},
+            forked_from=tree["forked_from"],
+            output_dir=str(config["output_dir"]),
+            name=str(config["name"]),
+            load=str(config["checkpoint"]["load"]),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{step / STATE}: is not of this version: {type(error).__name__}: {error}") from error
+
+
+def _latest(root: Path) -> str | None:
+    file = root / LATEST
+    return file.read_text().strip() if file.is_file() else None
+
+
+def _when(file: Path) -> float | None:
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return None
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except FileNotFoundError:  # a running training removes old checkpoints
+        return 0
