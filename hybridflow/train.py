@@ -12,6 +12,7 @@ A run leaves behind, in OUTPUT_DIR/NAME (runs/NAME), where an earlier run of tha
     config.yaml                                 with every default
     metrics.csv, tensorboard/                   a row an iteration
     samples.jsonl                               some responses with their scores
+    checkpoints/step_NNNNNN/                    what the run goes on from; `hybridflow.checkpoints` lists them
     batches/iteration_NNNNNN.safetensors        every batch, with metrics.dump_batches
     batches/nonfinite_NNNNNN.safetensors        what was at hand when a number was not finite
     hf/                                         the trained actor, for transformers and vLLM
@@ -20,7 +21,9 @@ With --replay DIR the batches that an earlier run has dumped take the place of w
 again, to find out why one went as it did. DIR is that run's directory, or one of the files. With --rollout-only the run
 generates, scores and dumps its batches, and trains nothing. They write to NAME-replay and NAME-rollout, and no hf/.
 
-The exit status is 0, or 1 after one message that says what is wrong.
+With checkpoint.save_interval the same command goes on where a run has ended, for whatever reason; SIGTERM and SIGUSR1
+make it save and end. The exit status is 0; 1 after one message that says what is wrong; 70 after a report on a rank
+that was stuck; 75 when it has ended as told and is saved; 76 when it has ended as told and is not.
 """
 
 import argparse

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.checkpoint.changes import table_rows
 from hybridflow.config import ALGORITHMS, ExperimentConfig
+from hybridflow.errors import ExitStatus
 from tests.test_structure import floor
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,7 +18,17 @@ PACKAGE = ROOT / "hybridflow"
 README, ARCHITECTURE = ROOT / "README.md", ROOT / "docs" / "architecture.md"
 NOW = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS = [*NOW, ROOT / "CHANGELOG.md"]  # which names what was, too
-OF_A_RUN = {"my_experiment.yaml", "config.yaml", "tensorboard/", "batches/", "hf/", "runs/NAME/"}  # not in the tree
+OF_A_RUN = {
+    "my_experiment.yaml",
+    "config.yaml",
+    "tensorboard/",
+    "batches/",
+    "hf/",
+    "runs/NAME/",
+    "checkpoints/",
+    "logs/",
+}
+OF_A_RUN |= {"checkpoints/step_000100/"}  # not in the tree
 SHARED_PARTS = {"name", "policy", "kl", "update"}
 NUM_LINES = 40  # that a user's flow stays below
 
@@ -164,3 +176,15 @@ def test_the_picture_has_every_room_on_its_floor() -> None:
 def test_the_picture_is_a_rectangle() -> None:
     lines = fenced(ARCHITECTURE.read_text(), "")[0].splitlines()
     assert {len(line) for line in lines} == {95}
+
+
+def test_the_table_of_changes_is_the_codes() -> None:
+    text = (ROOT / "docs" / "long_runs.md").read_text()
+    header, ruler, *rows = table_rows()
+    assert table(text, "keys") == [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+    assert header in text and ruler in text
+
+
+def test_the_exit_statuses_are_the_codes() -> None:
+    rows = table((ROOT / "docs" / "long_runs.md").read_text(), "exit status of a rank")
+    assert [int(row[0]) for row in rows] == sorted(ExitStatus)
