@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     instead.add_argument("--replay", metavar="DIR", type=Path, help="train on the dumped batches of an earlier run")
     instead.add_argument("--rollout-only", action="store_true", help="generate and score, and train nothing")
     parser.add_argument("--version", action="version", version=__version__)
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)  # options may stand between overrides
     try:
         _train(options)
     except Stopped as stopped:

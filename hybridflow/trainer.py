@@ -216,6 +216,8 @@ class RLTrainer:
         with self.keeper.recorder(num_iterations, self.inputs.decode) as recorder:
             for line in self.keeper.notes + self.inputs.notes() + self._notes():
                 recorder.message(line)
+            if self.run.state.iteration >= num_iterations:
+                recorder.message(f"all {num_iterations} iterations are done; checkpoint.load=none starts anew")
             if self.config.metrics.eval_interval and self.keeper.state is None:
                 recorder.phase("evaluating before training")
                 recorder.before_training(self.evaluate())

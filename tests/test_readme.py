@@ -18,17 +18,8 @@ PACKAGE = ROOT / "hybridflow"
 README, ARCHITECTURE = ROOT / "README.md", ROOT / "docs" / "architecture.md"
 NOW = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS = [*NOW, ROOT / "CHANGELOG.md"]  # which names what was, too
-OF_A_RUN = {
-    "my_experiment.yaml",
-    "config.yaml",
-    "tensorboard/",
-    "batches/",
-    "hf/",
-    "runs/NAME/",
-    "checkpoints/",
-    "logs/",
-}
-OF_A_RUN |= {"checkpoints/step_000100/"}  # not in the tree
+OF_A_RUN = {"my_experiment.yaml", "config.yaml", "tensorboard/", "batches/", "hf/", "runs/NAME/"}  # not in the tree
+OF_A_RUN |= {"checkpoints/", "checkpoints/step_000100/", "logs/"}
 SHARED_PARTS = {"name", "policy", "kl", "update"}
 NUM_LINES = 40  # that a user's flow stays below
 

@@ -49,3 +49,10 @@ def test_an_error_of_ours_is_printed_with_its_place_where_the_store_is_gone() ->
 
 def test_a_process_whose_output_nobody_takes_ends_as_well() -> None:
     assert end(CLOSED, "ConfigError('unseen')").returncode == 1
+
+
+def test_options_may_stand_between_overrides(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.yaml"
+    command = [sys.executable, "-m", "hybridflow.train", str(missing), "--num-iterations", "2", "seed=1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and f"{missing}: cannot be read" in done.stderr, done.stderr

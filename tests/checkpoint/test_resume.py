@@ -188,6 +188,7 @@ def test_a_run_that_is_over_has_nothing_to_do(root: Path) -> None:
     copied(root, "over", up_to=8)
     said = train(root, "over")
     assert "iteration 8/8" not in said and "goes on from" in said
+    assert "all 8 iterations are done; checkpoint.load=none starts anew" in said
     assert rows(root / "over") == rows(root / "undisturbed")
 
 
