@@ -65,7 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace) -> None:
-    config = ExperimentConfig.from_yaml(options.config, options.overrides)
+    num_iterations = [] if options.num_iterations is None else [f"num_iterations={options.num_iterations}"]
+    config = ExperimentConfig.from_yaml(options.config, options.overrides + num_iterations)
     search_beside(options.config)
     # torch and megatron load for seconds: a bad config fails before
     from hybridflow.parallel.device import device_name
@@ -87,7 +88,7 @@ def _train(options: argparse.Namespace) -> None:
     watchdog = Watchdog(config.watchdog.deadlines(), StopRequest(config.checkpoint.grace_seconds))
     try:
         trainer = RLTrainer(config, watchdog, replay=options.replay, rollout_only=options.rollout_only)
-        summary = trainer.fit(options.num_iterations)
+        summary = trainer.fit()
     except Stopped:
         watchdog.close()
         raise
