@@ -7,7 +7,9 @@ keeper.after(run.state, metrics, recorder, is_last=False)  # between two iterati
 """
 
 import contextlib
+import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -72,6 +74,7 @@ class Keeper:
         self.notes: list[str] = []
         self._may_keep_rollout = False  # whether this start generates what the one before did
         self._end_again(restarts)
+        self._check_shared()
         self._source = find_source(config, restarts=restarts, group=group)
         self.state = self._loaded(roles)
         self._raise_together(lambda: self._check_progress(restarts))
@@ -170,6 +173,32 @@ class Keeper:
         return found[0] if usable else None
 
     # ---- inside
+
+    def _check_shared(self) -> None:
+        """Errors: CheckpointError unless all ranks see one output directory, where they are to save into it."""
+        if not (self._saves and self._config.checkpoint.save_interval):
+            return
+        directory = self._config.run_dir.parent
+        name = [f".{self._config.name}.{os.urandom(4).hex()}"]
+        dist.broadcast_object_list(name, src=dist.get_process_group_ranks(self._group)[0], group=self._group)
+        probe = directory / name[0]
+
+        def make() -> None:
+            if self._platform.rank == 0:
+                directory.mkdir(parents=True, exist_ok=True)
+                probe.touch()
+
+        def look() -> None:
+            if not probe.exists():
+                raise CheckpointError(
+                    f"output_dir = {self._config.output_dir!r} on {socket.gethostname()} is not the directory that "
+                    f"rank 0 sees: checkpoints need one that all hosts share"
+                )
+
+        self._raise_together(make)
+        self._raise_together(look)
+        if self._platform.rank == 0:
+            probe.unlink()
 
     def _end_again(self, restarts: int) -> None:
         """Errors: Stopped where the ranks of this very torchrun have ended as told: to it that was a failure."""

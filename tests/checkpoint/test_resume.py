@@ -241,6 +241,13 @@ def test_a_disk_that_may_not_be_written_any_more(root: Path) -> None:
         assert rows(root / "readonly") == rows(root / "undisturbed")[:4]
 
 
+def test_hosts_that_share_no_directory_are_told_when_the_run_starts(root: Path) -> None:
+    here = ("output_dir=here", "checkpoint.save_interval=1")
+    said = train(root, "apart", *here, status=1, module="tests.checkpoint.apart_worker")
+    assert "rank 1: output_dir = 'here' on " in said and "is not the directory that rank 0 sees" in said
+    assert not (root / "of rank 0" / "here" / "apart").exists(), "nothing has begun"
+
+
 # ---------------------------------------------------------------------------------------------- being told to end
 
 
