@@ -67,8 +67,13 @@ def servers() -> tuple[Server, ...]:
     return tuple(map(Server, HASH_SEEDS))
 
 
-def run_forks(num_ranks: int, module: str, arguments: Sequence[str], *, seconds: float) -> tuple[int | None, str, str]:
-    """Exit status, output, errors. Status 1: a rank has failed. None: no end in time, the errors have every stack."""
+def run_forks(
+    num_ranks: int, module: str, arguments: Sequence[str], *, seconds: float, restarts: int = 0
+) -> tuple[int | None, str, str]:
+    """Exit status, output, errors. Status 1: a rank has failed. None: no end in time, the errors have every stack.
+
+    restarts: how often torchrun would have restarted them.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     with tempfile.TemporaryDirectory() as directory:
         out, error = Path(directory, "out"), Path(directory, "error")
@@ -77,7 +82,8 @@ def run_forks(num_ranks: int, module: str, arguments: Sequence[str], *, seconds:
         try:
             for rank in range(num_ranks):
                 server = servers()[rank % len(HASH_SEEDS)]
-                pid = server.fork({"environment": environment_of(rank, num_ranks, store.port), **files})
+                environment = environment_of(rank, num_ranks, store.port, restarts)
+                pid = server.fork({"environment": environment, **files})
                 running[pid] = server
             status = wait_for(running, seconds)
         finally:
@@ -85,10 +91,11 @@ def run_forks(num_ranks: int, module: str, arguments: Sequence[str], *, seconds:
         return status, *(file.read_text(errors="replace") if file.exists() else "" for file in (out, error))
 
 
-def environment_of(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+def environment_of(rank: int, num_ranks: int, port: int, restarts: int = 0) -> dict[str, str]:
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    agent = {"TORCHELASTIC_RUN_ID": "forks", "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+    agent = {"TORCHELASTIC_RUN_ID": "forks", "TORCHELASTIC_USE_AGENT_STORE": True}
+    agent["TORCHELASTIC_RESTART_COUNT"] = restarts
     own = {name: str(value) for name, value in (ranks | store | agent).items()}
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **own}
 

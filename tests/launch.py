@@ -21,16 +21,21 @@ SECONDS = 900  # of one launch: the longest takes 100 on two cores; another mach
 MARKED: ContextVar[bool] = ContextVar("MARKED", default=True)  # conftest: whether this test is marked as distributed
 
 
-def run_ranks(num_ranks: int, module: str, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+def run_ranks(
+    num_ranks: int, module: str, *arguments: object, check: bool = True, restarts: int = 0
+) -> subprocess.CompletedProcess[str]:
     """Run `python -m MODULE ARGUMENTS` on `num_ranks` ranks of this machine; output as text.
+
+    restarts: the ranks find that torchrun has restarted them so often; not where there is CUDA.
 
     A hang ends after `SECONDS`, with the stacks of every rank in the error.
     """
     if torch.version.cuda is not None:
+        assert not restarts, "torchrun counts its restarts itself"
         return torchrun(num_ranks, "-m", module, *arguments, check=check)
     assert_marked()
     command = [f"{num_ranks} x {module}", *map(str, arguments)]
-    status, out, error = run_forks(num_ranks, module, command[1:], seconds=SECONDS)
+    status, out, error = run_forks(num_ranks, module, command[1:], seconds=SECONDS, restarts=restarts)
     if status is None:
         raise hang(command, SECONDS, out, error)
     return checked(subprocess.CompletedProcess(command, status, out, error), check)

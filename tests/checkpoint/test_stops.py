@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from hybridflow.checkpoint.store import damage, read_manifest, step_name, steps
 from tests.checkpoint.test_kills import rows as all_rows
 from tests.distributed.test_faults import children, descendants, left
 from tests.distributed.tiny_experiment import make_inputs, write_config
-from tests.launch import finish, run_ranks, start_torchrun
+from tests.launch import finish, free_port, run_ranks, start_torchrun
 
 pytestmark = pytest.mark.distributed
 
@@ -49,6 +50,11 @@ def wait_for(condition: Callable[[], bool], agent: subprocess.Popen[str]) -> Non
             done = finish(agent, 60)
             raise AssertionError(f"it did not come to that\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
         time.sleep(0.05)
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def has_rows(run: Path, count: int) -> bool:
@@ -94,32 +100,58 @@ def test_a_second_signal_ends_at_once_and_leaves_the_checkpoint_before(root: Pat
     assert all_rows(root / "twice") == all_rows(root / "undisturbed")
 
 
-def test_torchruns_restarts_go_on_from_the_last_checkpoint(root: Path) -> None:
-    killed = ("tests.checkpoint.killed_worker", "1", STEP, "9", "0")  # in the third iteration
-    agent = started(root, "restart", "checkpoint.save_interval=1", worker=killed, options=("--max-restarts", "1"))
-    done = finish(agent, SECONDS)
+def test_a_lost_node_leaves_a_run_that_goes_on_with_the_others(root: Path) -> None:
+    """Two agents of an elastic torchrun on this machine, a rank each; one of them is killed with its rank."""
+    alone = ("actor.tensor_parallel_size=1", "checkpoint.save_interval=1")
+    elastic = ("--nnodes", "1:2", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "lost")
+    port = free_port()
+    endpoint = ("--rdzv-endpoint", f"127.0.0.1:{port}")  # the first agent's, which lives on
+    worker = ("hybridflow.train",)
+    stays = start_torchrun(1, *elastic, *endpoint, "-m", *worker, root / "config.yaml", *SETTINGS, "name=lost", *alone)
+    wait_for(lambda: listens(port), stays)
+    leaves = start_torchrun(1, *elastic, *endpoint, "-m", *worker, root / "config.yaml", *SETTINGS, "name=lost", *alone)
+    wait_for(lambda: has_rows(root / "lost", 2), stays)
+    for pid in (leaves.pid, *children(leaves.pid)):
+        os.kill(pid, signal.SIGKILL)
+    leaves.communicate()
+    done = finish(stays, SECONDS)
     assert done.returncode == 0, done.stderr
-    assert f"goes on from {root / 'restart' / 'checkpoints' / step_name(2)}" in done.stdout
-    assert all_rows(root / "restart") == all_rows(root / "undisturbed")
+    assert "2 ranks, platform" in done.stdout and "1 ranks, platform" in done.stdout
+    assert f"goes on from {root / 'lost' / 'checkpoints'}" in done.stdout
+    assert "ended without a word: killed by SIGKILL" in done.stderr
+    for row, same in zip(all_rows(root / "lost"), all_rows(root / "undisturbed"), strict=True):
+        for metric in ("actor/loss", "critic/loss", "kl/coef", "rollout/response_length_mean", "reward/score_mean"):
+            assert float(row[metric]) == pytest.approx(float(same[metric]), rel=1e-4, abs=1e-4), metric
+
+
+def restarted(root: Path, name: str, restarts: int, worker: tuple[str, ...], *overrides: str) -> str:
+    """What ranks say that fail, as torchrun would have restarted them; without torchrun's half minute a start."""
+    module, *arguments = worker
+    arguments += [str(root / "config.yaml"), *SETTINGS, f"name={name}", *overrides]
+    done = run_ranks(2, module, *arguments, check=False, restarts=restarts)
+    assert done.returncode, done.stdout
+    return done.stdout + done.stderr
 
 
 def test_restarts_without_progress_end_the_run(root: Path) -> None:
-    killed = ("tests.checkpoint.killed_worker", "1+", STEP, "1", "0")
-    overrides = ("checkpoint.save_interval=1", "checkpoint.max_restarts_without_progress=1")
-    agent = started(root, "stuck", *overrides, worker=killed, options=("--max-restarts", "2"))
-    done = finish(agent, SECONDS)
-    assert done.returncode == 1
-    assert "1 restarts in a row began after iteration 0, and none came to a later checkpoint" in done.stderr
+    """Those that bring the run forward do not count; one by hand counts anew."""
+    killed = ("tests.checkpoint.killed_worker", "1+", STEP)
+    overrides = ("checkpoint.save_interval=1", "checkpoint.max_restarts_without_progress=2")
+    forward, stuck = (*killed, "5", "0"), (*killed, "1", "0")  # one iteration further, or none
+    for restarts, worker in enumerate((forward, forward, forward, stuck, stuck)):
+        assert "restarts in a row" not in restarted(root, "stuck", restarts, worker, *overrides)
+    assert steps(root / "stuck" / "checkpoints")[-1] == 3
+    said = restarted(root, "stuck", 5, stuck, *overrides)
+    assert "2 restarts in a row began after iteration 3, and none came to a later checkpoint" in said
+    go_on(root, "stuck")
+    assert all_rows(root / "stuck") == all_rows(root / "undisturbed")
 
 
 def test_what_was_told_to_end_is_not_started_again(root: Path) -> None:
     """torchrun takes 75 for a failure like any other."""
-    hours = "checkpoint.max_hours=1e-9"
-    agent = started(root, "hours", hours, worker=("hybridflow.train",), options=("--max-restarts", "1"))
-    done = finish(agent, SECONDS)
-    assert done.returncode == 1
-    assert done.stdout.count("hybridflow: stopped in iteration 1") == 1
-    assert done.stdout.count("hybridflow: stopped before this restart: it was told to end") == 1
-    assert "iteration 1/" not in done.stdout
+    worker, hours = ("hybridflow.train",), "checkpoint.max_hours=1e-9"
+    assert "hybridflow: stopped in iteration 1" in restarted(root, "hours", 0, worker, hours)
+    said = restarted(root, "hours", 1, worker, hours)
+    assert "hybridflow: stopped before this restart: it was told to end" in said and "iteration 1/" not in said
     go_on(root, "hours")
     assert all_rows(root / "hours") == all_rows(root / "undisturbed")
