@@ -70,7 +70,8 @@ def actor_of(models: Path, layout: dict[str, Any], case: Case, world: World) -> 
 
 def train(actor: Actor) -> None:
     actor.begin_iteration(1, 1)
-    actor.update(make_train_batch(), policy_loss(PolicyLoss(), KLTerm(KL(use="none"), 0.0)))
+    loss = PolicyLoss(clip_range=1e6)  # a token that rounding takes over the edge of the clip has a gradient or none
+    actor.update(make_train_batch(), policy_loss(loss, KLTerm(KL(use="none"), 0.0)))
 
 
 def save(actor: Actor, root: Path, iteration: int, store: dist.Store, platform: platforms.Platform) -> None:

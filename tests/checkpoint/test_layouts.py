@@ -37,7 +37,8 @@ def test_the_next_step_is_the_same(case: Case, found: dict) -> None:
     assert max(found[case.name]["after a step"].values()) < allowed
     assert found[case.name]["after a step"]["optimizer.num_steps"] == 0.0
     moved = found[case.name]["moved"]
-    assert all(difference > 0 for key, difference in moved.items() if "linear" in key), "there is something to keep"
+    matrices = {key for key in moved if "linear" in key and "layer_norm" not in key}
+    assert all(moved[key] > 0 for key in matrices), "there is something to keep"
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
