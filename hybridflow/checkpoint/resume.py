@@ -24,6 +24,7 @@ from hybridflow.checkpoint.state import SavedRun, load_state
 from hybridflow.checkpoint.store import CHECKPOINTS, MANIFEST, damage, read_manifest, step_name, steps
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.formats.directories import sync
 from hybridflow.parallel.agreement import failures
 from hybridflow.roles.base import TrainedRole
 
@@ -103,6 +104,7 @@ def check_progress(root: Path, iteration: int, *, restarts: int, limit: int) -> 
     temporary = file.with_suffix(".partial")
     root.mkdir(parents=True, exist_ok=True)
     temporary.write_text(json.dumps({"iteration": iteration, "count": count}))
+    sync(temporary)  # else a power loss could leave an empty file, with which no restart would begin
     os.replace(temporary, file)
 
 

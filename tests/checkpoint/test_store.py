@@ -254,9 +254,7 @@ def test_a_crash_leaves_the_former_or_the_new_one(before: Callable[[Path], None]
 
     def save(root: Path) -> None:
         write(root, 2, "new")
-        for iteration in superfluous(
-            dict.fromkeys(steps(root), {}), keep_last=1, keep_every=None, keep_best=0, best=""
-        ):
+        for iteration in superfluous({i: {} for i in steps(root)}, keep_last=1, keep_every=None, keep_best=0, best=""):
             remove(root, iteration)
 
     for number in range(1, 1000):
