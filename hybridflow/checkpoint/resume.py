@@ -52,7 +52,7 @@ def find_source(config: ExperimentConfig, *, restarts: int, group: dist.ProcessG
     if group.rank() == 0:
         try:
             found[0] = _candidates(config, restarts)
-        except (CheckpointError, ConfigError) as error:
+        except (CheckpointError, ConfigError, OSError) as error:
             found[0] = str(error)
     dist.broadcast_object_list(found, src=dist.get_process_group_ranks(group)[0], group=group)
     if isinstance(found[0], str):

@@ -152,7 +152,7 @@ def damage(step: Path, files: Mapping[str, FileSum], *, thorough: bool = True) -
         try:
             size = path.stat().st_size
             if size != expected.size:
-                lines.append(f"{path}: has {size} bytes, {MANIFEST} says {expected.size}")
+                lines.append(f"{path}: has {size} bytes, was written with {expected.size}")
             elif thorough and (found := file_sum(path)) != expected:
                 crcs = f"its CRC-32 is {found.crc32:08x}, {MANIFEST} says {expected.crc32:08x}"
                 lines.append(f"{path}: is damaged: {crcs}")

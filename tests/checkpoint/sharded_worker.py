@@ -4,8 +4,9 @@ plain GPTModel at tensor-parallel size 2 its weights, and every rank all tensors
 torchrun --nproc-per-node 2 -m tests.checkpoint.sharded_worker MODELS OUT
 
 Written for each checkpoint NAME: OUT/NAME/step_000001 (by `Saver`), OUT/NAME/hf (by `export_huggingface`, of actors),
-OUT/NAME/memory.pt (what the role had in memory), OUT/NAME/plain_N.pt (all tensors as megatron loads
-them), OUT/NAME/rank_N.pt (parameters of the GPTModel) and expected_N.pt (of an actor in its place); OUT/errors_N.json: what loading into the wrong role says.
+OUT/NAME/memory.pt (what the role had in memory), OUT/NAME/plain_N.pt (all tensors as megatron loads them),
+OUT/NAME/rank_N.pt (parameters of the GPTModel) and expected_N.pt (of an actor in its place); OUT/errors_N.json: what
+loading into the wrong role says.
 """
 
 import json
@@ -97,21 +98,19 @@ def train_critic(critic: Critic) -> None:
 
 
 def memory_of(role: TrainedRole) -> dict[str, Tensor]:
-    """Megatron's name -> weight, and "moment of name" -> what both replicas hold of it, as one."""
-    weights = {id(parameter): weight for weight, parameter in named_weights(role.chunks, role.spec, head=role.head)}
-    found = {
-        weight.megatron: parameter.detach().clone()
-        for weight, parameter in named_weights(role.chunks, role.spec, head=role.head)
-    }
+    """Megatron's name -> weight, and "moment of NAME" -> what both replicas hold of it, as one."""
     own = {id(state.parameter): state for state in owned_states(role.trained)}
-    moments = max(({*state.tensors} for state in own.values()), key=len)
-    for place, weight in weights.items():
-        for name in sorted(moments):
-            whole = torch.zeros(found[weight.megatron].numel())
-            if place in own:
-                whole[own[place].start : own[place].stop] = own[place].tensors[name]
+    moments = sorted({name for state in own.values() for name in state.tensors})
+    found = {}
+    for weight, parameter in named_weights(role.chunks, role.spec, head=role.head):
+        found[weight.megatron] = parameter.detach().clone()
+        for name in moments:
+            whole = torch.zeros(parameter.numel())
+            if id(parameter) in own:
+                state = own[id(parameter)]
+                whole[state.start : state.stop] = state.tensors[name]
             dist.all_reduce(whole)
-            found[f"{name} of {weight.megatron}"] = whole.view(found[weight.megatron].shape)
+            found[f"{name} of {weight.megatron}"] = whole.view(parameter.shape)
     return found
 
 

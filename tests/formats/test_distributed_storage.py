@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import Metadata
 
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.distributed_directory import DistributedDirectory
@@ -55,9 +57,7 @@ def test_torch_reads_what_was_written(tmp_path: Path) -> None:
     write_metadata(tmp_path / "checkpoint", records)
     dcp_to_torch_save(tmp_path / "checkpoint", tmp_path / "whole.pt")
     found = torch.load(tmp_path / "whole.pt", weights_only=False)
-    assert (
-        found.pop("layer")["_extra_state"] == [None] if "layer" in found else found.pop("layer._extra_state") == [None]
-    )
+    assert found.pop("layer._extra_state") == [None]
     assert found.keys() == WHOLE.keys()
     assert all(found[key].dtype == x.dtype and torch.equal(found[key], x) for key, x in WHOLE.items())
     ours = DistributedDirectory(tmp_path / "checkpoint")
@@ -65,6 +65,7 @@ def test_torch_reads_what_was_written(tmp_path: Path) -> None:
     assert all(torch.equal(ours.read(key, (0,) * x.dim(), tuple(x.shape)), x) for key, x in WHOLE.items())
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # that is meant
 def test_torch_loads_into_other_shapes(tmp_path: Path) -> None:
     records, _ = write_shares(tmp_path)
     write_metadata(tmp_path, records)
@@ -105,8 +106,15 @@ def test_every_file_is_synced_when_it_is_whole(tmp_path: Path, monkeypatch: pyte
     records, sums = write_shares(tmp_path)
     assert synced == {name: its.size for name, its in sums.items()}
     write_metadata(tmp_path, records)
-    assert set(synced) - set(sums) == {".metadata.tmp"}, "which gets its name then"
-    assert synced[".metadata.tmp"] == (tmp_path / ".metadata").stat().st_size
+    assert synced[".metadata"] == (tmp_path / ".metadata").stat().st_size > 0
+
+
+def test_torch_alone_does_not_sync_its_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why we do; once this fails it is no longer needed."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
+    FileSystemWriter(tmp_path).finish(Metadata({}), [])
+    assert synced == [0] and (tmp_path / ".metadata").stat().st_size > 0
 
 
 def test_a_slice_is_written_without_the_rest_of_its_memory(tmp_path: Path) -> None:
@@ -126,9 +134,9 @@ def test_progress_is_told_in_bytes(tmp_path: Path) -> None:
 
 
 def without(records: list[Record], key: str) -> list[Record]:
-    return records[: [record.key for record in records].index(key)] + [
-        record for i, record in enumerate(records) if i > [record.key for record in records].index(key)
-    ]
+    """Without the first of its chunks."""
+    first = next(record for record in records if record.key == key)
+    return [record for record in records if record is not first]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +196,7 @@ def test_what_reading_raises_is_raised(tmp_path: Path) -> None:
         raise CheckpointError("it is lost")
 
     chunks = [*SHARES[0], Chunk("lost", (0,), (1,), (1,), torch.float32, lost)]
-    with pytest.raises(CheckpointError, match="^it is lost$"):
+    with pytest.raises(CheckpointError, match=r"^it is lost$"):
         write_records(tmp_path, "file", chunks)
 
 
