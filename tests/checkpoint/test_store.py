@@ -260,11 +260,12 @@ def test_a_crash_leaves_the_former_or_the_new_one(before: Callable[[Path], None]
     for number in range(1, 1000):
         root = tmp_path / str(number)
         before(root)
-        had = intact(root)
+        had, damaged = intact(root), {*steps(root)} - {*intact(root)}
         crashed = ends_at(number, lambda root=root: save(root))
         found = intact(root)
         assert all(had.get(iteration, "new") == text for iteration, text in found.items()), f"call {number}"
         assert found or not had, f"call {number}: nothing is left"
+        assert {*steps(root)} - {*found} <= damaged, f"call {number}: what has a name is whole"
         assert found.get(2) == "new" or found.get(max(had, default=None)) == had.get(max(had, default=None))
         seen.append(tuple(found))
         if not crashed:
