@@ -203,7 +203,8 @@ class Keeper:
     def _end_again(self, restarts: int) -> None:
         """Errors: Stopped where the ranks of this very torchrun have ended as told: to it that was a failure."""
         file = self._root / STOPPED
-        told = torch.tensor(bool(restarts) and file.exists() and file.read_text() == parent_process())
+        first = self._platform.rank == 0  # whose word counts, and who removes the file
+        told = torch.tensor(first and restarts > 0 and file.exists() and file.read_text() == parent_process())
         dist.broadcast(told, src=dist.get_process_group_ranks(self._group)[0], group=self._group)
         if told:
             raise Stopped("before this restart: it was told to end", saved=True)

@@ -24,6 +24,7 @@ from hybridflow.checkpoint.state import SavedRun, load_state
 from hybridflow.checkpoint.store import CHECKPOINTS, MANIFEST, damage, read_manifest, step_name, steps
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.formats.directories import sync
 from hybridflow.parallel.agreement import failures
 from hybridflow.roles.base import TrainedRole
 
@@ -49,7 +50,7 @@ def find_source(config: ExperimentConfig, *, restarts: int, group: dist.ProcessG
     if group.rank() == 0:
         try:
             found[0] = _candidates(config, restarts)
-        except (CheckpointError, ConfigError) as error:
+        except (CheckpointError, ConfigError, OSError) as error:
             found[0] = str(error)
     dist.broadcast_object_list(found, src=dist.get_process_group_ranks(group)[0], group=group)
     if isinstance(found[0], str):
@@ -102,6 +103,7 @@ def check_progress(run_dir: Path, iteration: int, *, restarts: int, limit: int) 
     temporary = file.with_suffix(".partial")
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     temporary.write_text(json.dumps({"iteration": iteration, "count": count}))
+    sync(temporary)  # else a power loss could leave an empty file, with which no restart would begin
     os.replace(temporary, file)
 
 

@@ -14,7 +14,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -54,7 +55,8 @@ SPARE_BYTES = 1 << 20  # for what describes the tensors
 
 @dataclass
 class _Save:
-    """One that is under way. `over`: here, and on rank 0 everywhere; `failure`: then, what went wrong."""
+    """One that is under way. `over`: here, and on rank 0 everywhere; then `failure`: what went wrong, and `warning`:
+    what did once it was a checkpoint."""
 
     iteration: int
     partial: Path
@@ -62,6 +64,7 @@ class _Save:
     num_bytes: int  # of all ranks
     over: threading.Event = field(default_factory=threading.Event)
     failure: str | None = None
+    warning: str | None = None
 
 
 class Saver:
@@ -96,26 +99,8 @@ class Saver:
         self.wait()
         if self.last_iteration == saved.state.iteration:
             return
-        started = time.perf_counter()
-        iteration = saved.state.iteration
-        self._count += 1
-        try:
-            save = self._begun(saved)
-        except SaveError as error:
-            if self._platform.rank == 0:  # room for the next attempt
-                shutil.rmtree(self._root / f".{step_name(iteration)}.partial", ignore_errors=True)
-            self._failed(error)
-            return
-        finally:
-            self.seconds += time.perf_counter() - started
-        self._under_way = save
-        if not self._config.async_save:
-            self._write(save)
-            self._finish(save, iteration, started)
-            return
-        save.parts = self._copied(save.parts)
-        self._in_background(save)
-        self.seconds += time.perf_counter() - started
+        with self._timed():
+            self._save(saved)
 
     def check(self) -> None:
         """End a save that is over on all ranks. Collective where one is under way. Errors: as `save`."""
@@ -132,11 +117,36 @@ class Saver:
         save = self._under_way
         if save is None:
             return
-        started = time.perf_counter()
-        save.over.wait()
-        self._finish(save, save.iteration, started)
+        with self._timed():
+            save.over.wait()
+            self._finish(save)
 
     # ---- in the foreground
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
+
+    def _save(self, saved: SavedRun) -> None:
+        iteration = saved.state.iteration
+        self._count += 1
+        try:
+            save = self._begun(saved)
+        except SaveError as error:
+            if self._platform.rank == 0:  # room for the next attempt
+                shutil.rmtree(self._root / f".{step_name(iteration)}.partial", ignore_errors=True)
+            self._failed(error)
+            return
+        self._under_way = save
+        if not self._config.async_save:
+            self._write(save)
+            self._finish(save)
+            return
+        self._in_background(save)
 
     def _begun(self, saved: SavedRun) -> _Save:
         """A directory with everything but tensors, and what each rank has to write into it. Errors: SaveError."""
@@ -155,8 +165,10 @@ class Saver:
         dist.all_reduce(total, group=self._group)
         save = _Save(iteration, partial, parts, int(total))
         if self._platform.rank == 0:
-            failure = self._lacks_room(save)
+            failure = _tried(lambda: self._check_room(save))
         self._raise_together(failure, iteration)
+        if self._config.async_save:
+            self._raise_together(_tried(lambda: self._copy(save)), iteration)
         return save
 
     def _describe(self, saved: SavedRun, partial: Path) -> None:
@@ -167,13 +179,14 @@ class Saver:
             write_config(spec.path, directory, config_changes(spec, role.head), dtype=DTYPES[role.dtype])
             copy_companions(spec.path, directory)
 
-    def _lacks_room(self, save: _Save) -> str | None:
+    def _check_room(self, save: _Save) -> None:
         free, needed = shutil.disk_usage(save.partial).free, save.num_bytes + SPARE_BYTES
-        return None if free >= needed else f"{save.partial}: needs {needed} bytes, the disk has {free} left"
+        if free < needed:
+            raise CheckpointError(f"{save.partial}: needs {needed} bytes, the disk has {free} left")
 
-    def _copied(self, parts: Sequence[tuple[str, ToWrite]]) -> list[tuple[str, ToWrite]]:
-        """The same, reading from copies in host memory."""
-        chunks = [chunk for _, part in parts for chunk in part.chunks]
+    def _copy(self, save: _Save) -> None:
+        """Have it read from copies in host memory."""
+        chunks = [chunk for _, part in save.parts for chunk in part.chunks]
         if not self._copies:
             pinned = self._platform.has_cuda
             self._copies = [torch.empty(chunk.shape, dtype=chunk.dtype, pin_memory=pinned) for chunk in chunks]
@@ -181,22 +194,23 @@ class Saver:
             copy.copy_(chunk.read(), non_blocking=True)
         self._platform.synchronize()
         copies = iter(self._copies)
-        return [
+        save.parts = [
             (role, replace(part, chunks=tuple(_reading(chunk, next(copies)) for chunk in part.chunks)))
-            for role, part in parts
+            for role, part in save.parts
         ]
 
-    def _finish(self, save: _Save, iteration: int, started: float) -> None:
+    def _finish(self, save: _Save) -> None:
         """Once this rank has nothing left to do for it: what became of it on all."""
         self._under_way = None
         try:
-            self._raise_together(save.failure, iteration)
-            self.last_iteration = iteration
-            self.report(f"saved {step_name(iteration)}: {save.num_bytes / 1e6:.1f} MB")
+            self._raise_together(save.failure, save.iteration)
         except SaveError as error:
             self._failed(error)
-        finally:
-            self.seconds += time.perf_counter() - started
+            return
+        self.last_iteration = save.iteration
+        self.report(f"saved {step_name(save.iteration)}: {save.num_bytes / 1e6:.1f} MB")
+        if save.warning is not None:
+            self.report(f"warning: an old checkpoint cannot be removed: {save.warning}")
 
     def _raise_together(self, failure: str | None, iteration: int) -> None:
         found = failures(failure, self._group)
@@ -221,7 +235,8 @@ class Saver:
 
     def _serve(self, waiting: "SimpleQueue[_Save]") -> None:
         """With what training leaves of the cores: Linux has a priority for every thread."""
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
+        with suppress(OSError):  # a container may forbid it: the others then wait for this save like for any
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
         while True:
             self._write(waiting.get())
 
@@ -268,12 +283,18 @@ class Saver:
                 file.unlink()
             finish_save(directory, records)
         publish(self._root, save.iteration, save.partial, sums)
-        self._prune()
+        save.warning = _tried(lambda: self._prune(save.iteration))
 
-    def _prune(self) -> None:
-        """Old checkpoints go only now that the new one is durable. What is damaged is left for a person to look at."""
+    def _prune(self, newest: int) -> None:
+        """Old checkpoints go only now that the new one is durable. What is damaged is left for a person to look at.
+
+        Later ones than the new one are no checkpoints of this run any more: it went on from an older one since they
+        are damaged, and they must not take the place of those that are kept.
+        """
         metrics: dict[int, Mapping[str, float]] = {}
         for iteration in steps(self._root):
+            if iteration > newest:
+                continue
             try:
                 read_manifest(self._root / step_name(iteration))
                 metrics[iteration] = load_state(self._root / step_name(iteration)).metrics

@@ -55,7 +55,9 @@ def steps(root: Path) -> list[int]:
 
 def begin(root: Path, iteration: int, roles: Iterable[str]) -> Path:
     """An empty directory to write a checkpoint into. What was left of others that never became one is removed."""
-    root.mkdir(parents=True, exist_ok=True)
+    if not root.is_dir():
+        root.mkdir(parents=True)
+        sync(root.parent)
     for path in root.iterdir():
         if LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path)
@@ -69,7 +71,11 @@ def publish(root: Path, iteration: int, partial: Path, sums: Mapping[str, FileSu
     """Make the directory that `begin` gave the checkpoint of `iteration`, once everything is in it.
 
     sums: of files, by path below `partial`, that are on the disk already; the others are read and synced here.
+    Errors: CheckpointError where one of `sums` is not there as its writer told, who may be another host.
     """
+    lacking = damage(partial, sums, thorough=False)
+    if lacking:
+        raise CheckpointError("; ".join(lacking))
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     for path in files:
         if str(path.relative_to(partial)) not in sums:
@@ -154,7 +160,7 @@ def damage(
         try:
             size = path.stat().st_size
             if size != expected.size:
-                lines.append(f"{path}: has {size} bytes, {MANIFEST} says {expected.size}")
+                lines.append(f"{path}: has {size} bytes, was written with {expected.size}")
             elif thorough and (found := file_sum(path, read)) != expected:
                 crcs = f"its CRC-32 is {found.crc32:08x}, {MANIFEST} says {expected.crc32:08x}"
                 lines.append(f"{path}: is damaged: {crcs}")

@@ -35,7 +35,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from hybridflow.errors import CheckpointError
-from hybridflow.formats.distributed_metadata import StoredChunk, StoredTensor
+from hybridflow.formats.directories import sync
+from hybridflow.formats.distributed_metadata import METADATA, StoredChunk, StoredTensor
 from hybridflow.formats.file_bytes import Shape, memory_of, start_writing
 from hybridflow.formats.file_sum import FileSum
 from hybridflow.formats.safetensors_files import TensorInfo
@@ -291,6 +292,10 @@ class _Writer(FileSystemWriter):
         assert isinstance(tensor, Tensor), f"{item.index.fqn}: {type(tensor).__name__}"
         _save(tensor, file)
         return tensor.nbytes
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        sync(self._directory / METADATA)  # torch syncs it before its last bytes have left Python's buffer
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # neither the path nor a random identity

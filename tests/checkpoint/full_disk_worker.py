@@ -6,5 +6,5 @@ from hybridflow.checkpoint.saver import Saver
 from hybridflow.train import main
 
 if __name__ == "__main__":
-    Saver._lacks_room = lambda self, save: None
+    Saver._check_room = lambda self, save: None
     main(sys.argv[1:])

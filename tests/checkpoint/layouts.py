@@ -90,7 +90,7 @@ CASES = (
 )
 
 
-def experiment(models: Path, layout: dict[str, Any], case: Case) -> ExperimentConfig:
+def experiment(models: Path, layout: dict[str, Any], case: Case, *, all_ranks: str = "0-3") -> ExperimentConfig:
     optimizer = {"clip_grad": 0.5, **OPTIMIZERS[case.optimizer]}
     actor = {"model": str(models / "policy"), "dtype": case.dtype, "optimizer": optimizer, **layout}
     return ExperimentConfig.model_validate(
@@ -100,7 +100,7 @@ def experiment(models: Path, layout: dict[str, Any], case: Case) -> ExperimentCo
             "data": {"train": "given", "prompts_per_iteration": 8, "max_prompt_length": 9},
             "sampling": {"max_response_length": 8},
             "actor": actor,
-            "critic": {"model": str(models / "critic"), "optimizer": optimizer, "ranks": "0-3"},
+            "critic": {"model": str(models / "critic"), "optimizer": optimizer, "ranks": all_ranks},
             "reward": {"functions": [{"function": "hybridflow.rewards:exact_match"}]},
             "algorithm": {"kl": {"use": "none"}},
         }
