@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
@@ -28,7 +29,7 @@ from hybridflow.checkpoint.saver import Saver
 from hybridflow.checkpoint.state import RunState, SavedRun
 from hybridflow.checkpoint.store import CHECKPOINTS
 from hybridflow.config import ExperimentConfig
-from hybridflow.errors import CheckpointError, DataError, Stopped
+from hybridflow.errors import CheckpointError, DataError, SaveError, Stopped
 from hybridflow.formats.directories import sync
 from hybridflow.parallel.agreement import failures
 from hybridflow.parallel.peers import parent_process
@@ -148,15 +149,28 @@ class Keeper:
         return float(longest)
 
     def keep_rollout(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
-        """Have the responses of an iteration on the disk until a checkpoint comes after them, if the config says so."""
-        if self._platform.rank != 0 or not (self._config.checkpoint.save_rollout and self._saves):
+        """Have the responses of an iteration on the disk until a checkpoint comes after them, if the config says so.
+
+        Collective. Errors: SaveError, where checkpoint.on_error is stop; else it is reported.
+        """
+        if not (self._config.checkpoint.save_rollout and self._saves):
             return
-        directory = self._root / ROLLOUT
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
-        file = dump_batch(directory, f"iteration_{iteration:06d}", tensors)
-        sync(file)
-        sync(file.parent)
+        directory, failure = self._root / ROLLOUT, None
+        if self._platform.rank == 0:
+            try:
+                shutil.rmtree(directory, ignore_errors=True)
+                directory.mkdir(parents=True)
+                file = dump_batch(directory, f"iteration_{iteration:06d}", tensors)
+                sync(file)
+                sync(file.parent)
+            except (OSError, SafetensorError) as error:
+                failure = f"{directory}: {error}"
+        found = failures(failure, self._group)
+        if found:
+            text = f"the responses of iteration {iteration} cannot be kept (checkpoint.save_rollout): {found[0]}"
+            if self._config.checkpoint.on_error == "stop":
+                raise SaveError(text)
+            self._saver.report(f"warning: {text}")
 
     def kept_rollout(self, iteration: int, read: Callable[[Path], RolloutBatch]) -> RolloutBatch | None:
         """The responses that an earlier start made for the iteration in which it ended, if it kept them. Collective.
@@ -279,6 +293,7 @@ class Keeper:
         why = self._stop.requested or "another rank was told, or checkpoint.max_hours are nearly over"
         saved = self._saver.last_iteration == state.iteration
         if self._platform.rank == 0 and saved:
-            (self._root / STOPPED).write_text(parent_process())
+            with contextlib.suppress(OSError):  # then torchrun's restarts, if it makes any, go on instead of ending
+                (self._root / STOPPED).write_text(parent_process())
         dist.barrier(group=self._group)  # the first rank to leave ends the others
         raise Stopped(f"{where} ({why})", saved=saved)

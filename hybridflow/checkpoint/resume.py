@@ -10,6 +10,7 @@ checkpoint.load   auto    the newest intact checkpoint of the run directory, if 
                           has a checkpoint it is gone on from, so that a fork survives restarts as any run does
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -75,7 +76,7 @@ def restore(source: Source, roles: Sequence[TrainedRole], group: dist.ProcessGro
     try:
         for role in roles:
             load(role, source.step / role.name)
-    except CheckpointError as error:
+    except (CheckpointError, OSError, ValueError) as error:  # a rank must not leave alone
         failure = str(error)
     found = failures(failure, group)
     if found:
@@ -93,8 +94,10 @@ def check_progress(run_dir: Path, iteration: int, *, restarts: int, limit: int) 
         if file.exists():
             file.unlink()
         return
-    told: dict[str, int] = json.loads(file.read_text()) if file.exists() else {}
-    count = told["count"] + 1 if told.get("iteration") == iteration else 1
+    count = 1
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # none yet, or damaged: count anew
+        told = json.loads(file.read_text())
+        count = told["count"] + 1 if told["iteration"] == iteration else 1
     if count > limit:
         raise CheckpointError(
             f"{limit} restarts in a row began after iteration {iteration}, and none came to a later checkpoint: "
@@ -141,6 +144,7 @@ def _forked_from(step: Path) -> str | None:
 def _damage_found_here(step: Path, group: dist.ProcessGroup) -> str | None:
     try:
         files = read_manifest(step).files
+        load_state(step)
     except CheckpointError as error:
         return str(error)
     names = sorted(files)
