@@ -41,6 +41,7 @@ from hybridflow.checkpoint.store import (
 from hybridflow.config import CheckpointConfig
 from hybridflow.errors import CheckpointError, SaveError
 from hybridflow.formats.distributed_storage import Chunk, Record, write_records
+from hybridflow.formats.file_bytes import memory_of
 from hybridflow.formats.file_sum import FileSum
 from hybridflow.formats.huggingface_files import copy_companions, write_config
 from hybridflow.models.build import DTYPES
@@ -191,7 +192,11 @@ class Saver:
             pinned = self._platform.has_cuda
             self._copies = [torch.empty(chunk.shape, dtype=chunk.dtype, pin_memory=pinned) for chunk in chunks]
         for chunk, copy in zip(chunks, self._copies, strict=True):
-            copy.copy_(chunk.read(), non_blocking=True)
+            tensor = chunk.read()
+            if tensor.device.type == "cpu":  # memcpy: torch's own copy runs at 0.6 of its rate on one thread
+                memory_of(copy)[:] = memory_of(tensor)
+            else:
+                copy.copy_(tensor, non_blocking=True)
         self._platform.synchronize()
         copies = iter(self._copies)
         save.parts = [
