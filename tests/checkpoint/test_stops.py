@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from hybridflow.checkpoint.store import damage, read_manifest, step_name, steps
+from tests.checkpoint.test_kills import NUM_ITERATIONS
 from tests.checkpoint.test_kills import rows as all_rows
 from tests.distributed.test_faults import children, descendants, left
 from tests.distributed.tiny_experiment import make_inputs, write_config
@@ -20,7 +21,6 @@ from tests.launch import finish, free_port, run_ranks, start_torchrun
 
 pytestmark = pytest.mark.distributed
 
-NUM_ITERATIONS = 10  # as tests.checkpoint.test_kills counts
 SETTINGS = (f"num_iterations={NUM_ITERATIONS}", "reward.normalization=running", "algorithm.kl.controller=adaptive")
 STEP = "hybridflow.models.optimizer:TrainedModel.step"  # twice an iteration for each model
 SECONDS = 240.0
