@@ -1,4 +1,4 @@
-"""What starts ranks is marked, has time, and does not run beside its like."""
+"""What starts ranks is marked, has time, and does not run beside its like, unless one of the two mostly waits."""
 
 import functools
 from collections.abc import Iterator
@@ -33,7 +33,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One worker has all files that start ranks, which fill the cores by themselves; any has any of the other files.
+    """One worker has the files that start ranks, which fill the cores by themselves, but for those that wait most of
+    the time, for disks, deadlines and the ends of processes: another has these. Any has any of the other files.
 
     pytest-xdist 3.8.0 has groups of tests for that, by a suffix of their ids, which pytest 9.2 does not let it append.
     """
@@ -42,7 +43,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file, _, _ = nodeid.partition("::")
-            return MARK if _starts_ranks(config.rootpath / file) else file
+            if not _starts_ranks(config.rootpath / file):
+                return file
+            return f"{MARK}, waiting" if "/checkpoint/" in file or file.endswith("test_faults.py") else MARK
 
     config.option.loadscopereorder = False  # not the files with the most tests first
     return Scheduling(config, log)

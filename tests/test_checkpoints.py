@@ -125,7 +125,7 @@ def test_a_file_of_another_size_is_found_without_reading(run: Path, shown) -> No
     status, rows, lines = shown(run)
     assert (status, rows["2"][-1], rows["3"][-1]) == (1, "complete", "damaged, latest")
     assert lines[:2] == [
-        f"{file}: has 10239 bytes, manifest.json says 10240",
+        f"{file}: has 10239 bytes, was written with 10240",
         f"{bad}/config.yaml: cannot be read: No such file or directory",
     ]
     assert lines[3].startswith("go on from 2 with") and f" {good}/config.yaml" in lines[3]
@@ -154,7 +154,7 @@ def test_every_byte_that_is_read_is_told(run: Path) -> None:
     [
         (MANIFEST, None, "incomplete", "cannot be read: No such file or directory"),
         (MANIFEST, "{", "damaged", "is damaged: "),
-        (STATE, "{", "damaged", "has 1 bytes, manifest.json says "),
+        (STATE, "{", "damaged", "has 1 bytes, was written with "),
     ],
 )
 def test_a_damaged_description_is_one_line(
