@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests; arguments go to pytest:  bash launch/test.sh [-k NAME | tests/test_x.py | -m "not distributed" | -n 0 | ...]
 #
-# One worker has the tests that start ranks, one after the other, the others have the rest (tests/conftest.py).
+# One worker has the tests that start ranks, another those of them that mostly wait, all have the rest (tests/conftest.py).
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
