@@ -8,6 +8,7 @@ checked here, once; nothing later asks whether a field is there.
 
 import difflib
 import itertools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -438,11 +439,30 @@ class WatchdogConfig(Section):
         return {name.removesuffix("_seconds"): seconds for name, seconds in self}
 
 
+ENVIRONMENT_PREFIXES = ("NCCL_", "GLOO_", "HF_")
+
+
+def _environment(given: Any) -> Any:
+    """Variables by name. Errors: ValueError for those that are not for a config, and for what is no text or number."""
+    if not isinstance(given, dict):
+        return given
+    for name, value in given.items():
+        if not re.fullmatch(rf"({'|'.join(ENVIRONMENT_PREFIXES)})[A-Za-z0-9_]+", str(name)):
+            raise ValueError(
+                f"{name!r}: names begin with {', '.join(ENVIRONMENT_PREFIXES)}; launch/run.py has --env for others"
+            )
+        if isinstance(value, bool) or not isinstance(value, str | int | float) or "\0" in str(value):
+            raise ValueError(f"{name} = {value!r}: a value is a text or a number, such as 1 or '0'")
+    return {name: str(value) for name, value in given.items()}
+
+
 class ExperimentConfig(Section):
     name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
     seed: NonNegativeInt = 0
     platform: PlatformName = "auto"  # auto: CUDA where torch is built for it, and an error where it then sees no device
     output_dir: str = "runs"
+    environment: Annotated[dict[str, str], BeforeValidator(_environment)] = {}  # NCCL_*, GLOO_*, HF_*, where not set
+    tensor_parallel_across_hosts: bool = False  # else each tensor-parallel group has to lie on one host
     num_iterations: PositiveInt
     data: DataConfig
     sampling: SamplingConfig

@@ -1,6 +1,7 @@
 """Plan an experiment without running it: grids, memory per GPU, what the reshard will move, and what checkpoints take.
 
     python -m hybridflow.plan configs/quickstart.yaml [section.key=value ...] [--world-size N] [--json | --smallest]
+    python -m hybridflow.plan configs/x.yaml --hosts worker-0=8,worker-1=8        and which grid lies on which host
 
 No process is started and no weights are read: of each model its config.json is enough. The roles are those of the
 config's algorithm. Without --world-size the smallest number of ranks that fits is taken. Where a run cannot work,
@@ -44,7 +45,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("config", metavar="CONFIG", help="the experiment's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")
-    parser.add_argument("--world-size", type=_positive, default=None, metavar="N", help="ranks of the run")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--world-size", type=_positive, default=None, metavar="N", help="ranks of the run")
+    size.add_argument("--hosts", metavar="NAME=N,...", help="the hosts of the run with their ranks, in order")
+    parser.add_argument("--least-hosts", type=_positive, default=None, metavar="N", help=argparse.SUPPRESS)
+    parser.add_argument("--for-launch", action="store_true", help=argparse.SUPPRESS)  # launch/experiment.py
     parser.add_argument("--smallest", action="store_true", help="print the smallest number of ranks, nothing else")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--version", action="version", version=__version__)
@@ -83,13 +88,23 @@ def _plan(options: argparse.Namespace) -> None:
     if options.smallest:
         print(smallest_world_size(config))
         return
-    world_size = options.world_size or smallest_world_size(config)
     # torch loads for a second: a bad config fails before
     from hybridflow.planning.forecast import forecast
+    from hybridflow.planning.hosts import for_launch, parse_hosts, place_on_hosts, placement_lines
     from hybridflow.planning.placed import place
 
-    plan: Report = {"config": str(options.config), "smallest_that_fits": options.world_size is None}
-    plan |= forecast(place(config, world_size))
+    chosen = options.world_size is None and options.hosts is None
+    plan: Report = {"config": str(options.config), "smallest_that_fits": chosen}
+    if options.hosts is None:
+        placed = place(config, options.world_size or smallest_world_size(config))
+    else:
+        given = parse_hosts(options.hosts)
+        placed, hosts, unfit = place_on_hosts(config, given, options.least_hosts or len(given))
+        if options.for_launch:
+            print(json.dumps(for_launch(placed, hosts, unfit)))
+            return
+        plan["placement"] = placement_lines(placed, hosts)
+    plan |= forecast(placed)
     plan["checkpoint"] |= _disk(config)
     if options.json:
         print(json.dumps(plan, indent=2))
@@ -130,6 +145,8 @@ def print_plan(plan: "Report", console: Console) -> None:
     """The tables of a forecast."""
     chosen = " (the smallest that fits)" if plan["smallest_that_fits"] else ""
     console.print(Text(f"{plan['config']}: {plan['name']}, world size {plan['world_size']}{chosen}"))
+    if "placement" in plan:
+        console.print(Text(f"\n{plan['placement']}"))
     reshard, checkpoint = plan["reshard"], plan["checkpoint"]
     for table, notes in (
         (_roles_table(plan), _rollout_notes(plan)),

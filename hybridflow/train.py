@@ -70,9 +70,10 @@ def _train(options: argparse.Namespace) -> None:
     search_beside(options.config)
     # torch and megatron load for seconds: a bad config fails before
     from hybridflow.parallel.device import device_name
-    from hybridflow.parallel.platform import prepare_imports, torchrun_rank
+    from hybridflow.parallel.platform import prepare_imports, set_environment, torchrun_rank
     from hybridflow.planning.placed import check_output_dir
 
+    set_environment(config.environment)
     prepare_imports(config.platform)
     rank, world_size = torchrun_rank()
     if rank == 0:

@@ -36,6 +36,7 @@ from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
+from hybridflow.planning.hosts import check_hosts, parse_hosts
 from hybridflow.planning.placed import PlacedRun, place
 from hybridflow.recording.iteration import Iteration, Metrics
 from hybridflow.recording.measure import Stopwatch
@@ -121,6 +122,7 @@ class RLTrainer:
         choose_platform(config.platform)  # before anything asks
         _, world_size = platforms.torchrun_rank()
         self.config, self.placed = config, place(config, world_size)
+        check_hosts(self.placed, parse_hosts(platforms.hosts_of_ranks()))
         self.flow = flow_of(config.algorithm)
         deadlines = config.watchdog.deadlines()
         self.platform = platforms.start(config.seed, config.platform, longest_phase_seconds=max(deadlines.values()))

@@ -79,6 +79,9 @@ TABLE: tuple[Rule, ...] = (
         "memory against time",
     ),
     _rule("rollout.*", FREE, FREE, "how the engine works; its weights come from the actor each time"),
+    _rule(
+        "environment environment.* tensor_parallel_across_hosts", FREE, FREE, "how ranks reach each other, and files"
+    ),
     _rule("checkpoint.* watchdog.*", FREE, FREE, "when a run saves and ends, not what it computes"),
     _rule("metrics.*", FREE, FREE, "what is recorded and how often; a file that begins later lacks what was before"),
     _rule("metrics.eval_reward", NOTICED, NOTICED, "eval/accuracy is not comparable with that before"),

@@ -14,7 +14,7 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -136,8 +136,29 @@ def torchrun_rank() -> tuple[int, int]:
 
 
 def restart_count() -> int:
-    """How often torchrun has restarted the ranks since it was started."""
-    return _env_int("TORCHELASTIC_RESTART_COUNT", 0)
+    """How often torchrun, or launch/run.py, has restarted the ranks since it was started."""
+    return _env_int("TORCHELASTIC_RESTART_COUNT", 0) + _env_int("HYBRIDFLOW_RESTARTS", 0)
+
+
+def hosts_of_ranks() -> str:
+    """`NAME=RANKS,...` in the order of the ranks: as launch/run.py tells, else torchrun's nodes, alike in size.
+
+    Where they are not alike, and nobody tells, all ranks count as of one host.
+    """
+    told = os.environ.get("HYBRIDFLOW_HOSTS")
+    if told is not None:
+        return told
+    _, world_size = torchrun_rank()
+    local = _env_int("LOCAL_WORLD_SIZE", world_size)
+    if local < 1 or world_size % local:
+        local = world_size
+    return ",".join(f"node {i}={local}" for i in range(world_size // local))
+
+
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Variables that libraries read when they are loaded or join a group. What is set already stays."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
 
 
 def fresh_store() -> Store:

@@ -12,11 +12,14 @@ from torch import Tensor
 
 
 def open_run_dir(path: Path, config_yaml: str) -> Path | None:
-    """Create `path` with the resolved config. What stood there moves to `path`.1, .2, ...; where it went, if it did."""
-    moved = _free_name(path) if path.exists() else None
+    """Create `path` with the resolved config. What stood there moves to `path`.1, .2, ...; where it went, if it did.
+
+    Logs alone are no run: of a start that failed before it, or of the one that is under way.
+    """
+    moved = _free_name(path) if path.exists() and {file.name for file in path.iterdir()} - {"logs"} else None
     if moved is not None:
         path.rename(moved)
-    path.mkdir(parents=True)
+    path.mkdir(parents=True, exist_ok=True)
     (path / "config.yaml").write_text(config_yaml)
     return moved
 

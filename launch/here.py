@@ -1,0 +1,85 @@
+"""--no-ssh: the ranks of one node, where a scheduler (Slurm, Kubernetes) starts this same command on every node."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import socket
+
+from launch.arguments import DEFAULT_PORT, NODE_RANK_FROM, NUM_NODES_FROM, Options, found
+from launch.attempt import watched
+from launch.connection import Ssh, is_local
+from launch.experiment import experiment_on
+from launch.hostfile import Host, LaunchError, chosen, read_hostfile
+from launch.node import GPUS, interface_of, output_of
+from launch.output import say
+from launch.team import Team
+from launch.torchrun import Torchrun
+
+
+def run_here(options: Options) -> int:
+    """The ranks of this node alone: a scheduler starts the same command on every node."""
+    host, num_nodes, node_rank = this_node(options)
+    if num_nodes > 1 and options.master_addr is None:
+        raise LaunchError("--no-ssh: --master-addr, the address of node 0, is missing")
+    nodes = [Host(f"node-{i}", host.slots) for i in range(num_nodes)]
+    experiment = experiment_on(options, nodes, num_nodes)
+    address, port = options.master_addr or "127.0.0.1", options.master_port or DEFAULT_PORT
+    torchrun = Torchrun(options, experiment, [host], address, port, 0, node_rank, num_nodes)
+    if options.dry_run:
+        say(experiment.placement)
+        print(shlex.join(torchrun.command(host)))
+        return 0
+    with Team([host], options.python, Ssh(), lost_after=options.lost_after, whole_environment=True) as team:
+        [connection] = team.connections
+        interface = None
+        if node_rank:
+            request = {"do": "reach", "address": address, "port": port, "token": "", "seconds": options.rdzv_timeout}
+            answers, failures = team.ask({connection: request}, "reached", options.rdzv_timeout + 10)
+            if failures:
+                text = f"node {node_rank}, {host}, cannot reach the master at {address} port {port}"
+                raise LaunchError(f"{text} within {options.rdzv_timeout:g} s: {failures[connection]}")
+            interface = answers[connection]
+        elif num_nodes > 1:
+            interface = own_interface(address)
+        starts, offsets = {connection: torchrun.start(host, interface)}, {connection: torchrun.offset(host)}
+        failure, _ = watched(team, starts, offsets, experiment, stays=experiment.goes_on(0) or node_rank > 0)
+    return 0 if failure is None else failure.status
+
+
+def this_node(options: Options) -> tuple[Host, int, int]:
+    """(this node, the number of nodes, its number among them) as given, or as hostfile or scheduler say.
+
+    Errors: LaunchError that says what is missing.
+    """
+    if options.hostfile is not None:
+        hosts = chosen(read_hostfile(options.hostfile), options.include, options.exclude)
+        own = (
+            options.node_rank
+            if options.node_rank is not None
+            else next((i for i, host in enumerate(hosts) if is_local(host)), None)
+        )
+        if own is None or own >= len(hosts):
+            raise LaunchError(f"--no-ssh: {options.hostfile} names no host that is this machine; give --node-rank")
+        return hosts[own], len(hosts), own
+    num_nodes = options.nnodes[1] if options.nnodes is not None else found(NUM_NODES_FROM) or 1
+    node_rank = options.node_rank if options.node_rank is not None else found(NODE_RANK_FROM)
+    if node_rank is None and num_nodes > 1:
+        names = ", ".join(NODE_RANK_FROM)
+        raise LaunchError(f"--no-ssh: which of the {num_nodes} nodes is this? Give --node-rank, or one of {names}")
+    if (node_rank or 0) >= num_nodes:
+        raise LaunchError(f"--node-rank {node_rank}: nodes are numbered from 0, and there are {num_nodes}")
+    slots = options.nproc_per_node or len(output_of(GPUS).splitlines())
+    if not slots:
+        raise LaunchError("--no-ssh: --nproc-per-node, the ranks of a node, is missing, and no GPUs are found to count")
+    return Host(socket.gethostname(), slots), num_nodes, node_rank or 0
+
+
+def own_interface(address: str) -> str | None:
+    """Of this node, the master, whose address this is."""
+    with contextlib.suppress(OSError, UnicodeError):
+        for *_, found_address in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM):
+            interface = interface_of(str(found_address[0]))
+            if interface is not None:
+                return interface
+    return None
