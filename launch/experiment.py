@@ -4,6 +4,7 @@ the Python of the ranks: the launcher itself needs nothing but the standard libr
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,7 +45,13 @@ def experiment_on(options: Options, hosts: Sequence[Host], least: int) -> Experi
     if options.config is None:
         return Experiment(len(hosts))
     read = read_experiment(
-        options.config, options.overrides, hosts, least, python=options.python, directory=options.directory
+        options.config,
+        options.overrides,
+        hosts,
+        least,
+        python=options.python,
+        directory=options.directory,
+        environment=options.environment,
     )
     for count, why in read.unfit.items():
         say(f"warning: it cannot run on {count} of the hosts: {why}", error=True)
@@ -54,13 +61,26 @@ def experiment_on(options: Options, hosts: Sequence[Host], least: int) -> Experi
 
 
 def read_experiment(
-    config: str, overrides: Sequence[str], hosts: Sequence[Host], least: int, *, python: str, directory: Path
+    config: str,
+    overrides: Sequence[str],
+    hosts: Sequence[Host],
+    least: int,
+    *,
+    python: str,
+    directory: Path,
+    environment: Mapping[str, str],
 ) -> Experiment:
     """The config on the first hosts, `least` of them or more. Errors: LaunchError, in the words of hybridflow.plan."""
     slots = ",".join(f"{host.name}={host.slots}" for host in hosts)
     command = [python, "-m", "hybridflow.plan", config, *overrides, "--hosts", slots, "--least-hosts", str(least)]
     try:
-        done = subprocess.run([*command, "--for-launch"], cwd=directory, capture_output=True, text=True)
+        done = subprocess.run(
+            [*command, "--for-launch"],
+            cwd=directory,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+        )
     except OSError as error:
         raise LaunchError(f"--python {python}: cannot be started: {error.strerror}") from error
     if done.returncode:

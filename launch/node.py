@@ -98,14 +98,21 @@ class Node:
             self._end_all()
 
     def _listen(self, port: int, token: str) -> None:
+        self._close_listener()
         self._listener = listener(port)
         threading.Thread(target=_greet, args=(self._listener, token), daemon=True).start()
         self.say({"listening": self._listener.getsockname()[1]})
 
-    def _start(self, argv: list[str], env: dict[str, str], directory: str, grace: float) -> None:
+    def _close_listener(self) -> None:
+        """The port is free then: without the shutdown the thread that accepts would keep it."""
         if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
             self._listener = None
+
+    def _start(self, argv: list[str], env: dict[str, str], directory: str, grace: float) -> None:
+        self._close_listener()
         self._grace, self._signalled = grace, {}
         process = subprocess.Popen(
             argv,
