@@ -13,7 +13,8 @@ import pytest
 
 from tests.forks import ROOT
 from tests.launcher import network as networks
-from tests.launcher.network import INTERFACE, PATIENCE, Host, Network, namespaces, network, why_not
+from tests.launcher.namespaces import NETNS_FILES, PATIENCE, ip, is_alive, namespaces, pids
+from tests.launcher.network import INTERFACE, Host, Network, network, why_not
 
 pytestmark = pytest.mark.distributed
 
@@ -89,6 +90,22 @@ def test_each_host_answers_to_ssh_by_its_own_name_and_address(net: Network) -> N
     assert len({answer[-1] for answer in answers.values()} | {os.readlink("/proc/self/ns/net")}) == 4
     assert ssh(net, net.hosts[0], "node-c", "true") == "0: "
     assert output_of(net, None, "cat", "/proc/sys/kernel/hostname") == "0: launcher"
+
+
+def test_a_host_sees_no_process_and_no_shared_memory_of_another(net: Network) -> None:
+    """hybridflow takes processes for those of one machine by what of theirs the kernel shares."""
+    first, second, _ = net.hosts
+    sleeper = net.run(first, ["sh", "-c", "echo $$ >/dev/shm/mine; exec sleep 1000"])
+    wait_for_processes(net, first, 1)
+    [number] = ssh(net, None, first.name, "cat /dev/shm/mine").split()[1:]
+    assert net.pid_of(first, int(number)) == sleeper.pid and net.pid_of(second, int(number)) != sleeper.pid
+    seen = {host.name: ssh(net, None, host.name, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '") for host in net.hosts}
+    assert [name for name, commands in seen.items() if "sleep 1000" in commands] == [first.name]
+    assert ssh(net, None, second.name, "ls /dev/shm") == "0: "
+    namespaces_of_ids = {ssh(net, None, host.name, "readlink /proc/self/ns/pid") for host in net.hosts}
+    assert len(namespaces_of_ids | {f"0: {os.readlink('/proc/self/ns/pid')}"}) == 4
+    sleeper.terminate()
+    assert sleeper.wait(PATIENCE) == -signal.SIGTERM, "the command itself, not what has started it"
 
 
 def test_who_has_another_key_is_not_let_in_and_who_is_another_is_not_trusted(net: Network) -> None:
@@ -172,19 +189,19 @@ def test_nothing_is_left_when_the_test_has_failed(tmp_path: Path) -> None:
     before = machine_network()
     with pytest.raises(ZeroDivisionError), network(tmp_path, ("node-a",)) as net:
         there = [net.run(host, ["sleep", "1000"]).pid for host in (None, *net.hosts)]
-        there += networks.pids(net.hosts[0].namespace)
+        there += pids(net.hosts[0].namespace)
         assert {net.switch, net.launcher_namespace, net.hosts[0].namespace} <= set(namespaces())
         assert machine_network() == before, "the machine's own network is as it was meanwhile"
         raise ZeroDivisionError
-    assert len(there) >= 4 and not [pid for pid in there if alive(pid)]
+    assert len(there) >= 4 and not [pid for pid in there if is_alive(pid)]
     ours = {net.switch, net.launcher_namespace, net.hosts[0].namespace}
     assert not ours & set(namespaces())
-    assert not [name for name in ours if (networks.NETNS_FILES / name).exists()]
+    assert not [name for name in ours if (NETNS_FILES / name).exists()]
     assert machine_network() == before
 
 
 def machine_network() -> str:
-    return networks.ip("-br", "addr") + networks.ip("route")
+    return ip("-br", "addr") + ip("route")
 
 
 def test_what_a_killed_test_has_left_goes_with_the_next_network(tmp_path: Path) -> None:
@@ -202,9 +219,9 @@ def test_what_a_killed_test_has_left_goes_with_the_next_network(tmp_path: Path) 
         [sys.executable, "-c", program, tmp_path / "killed"], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     pid, namespace = killed.stdout.split()
-    assert killed.returncode == -signal.SIGKILL and namespace in namespaces() and alive(pid)
+    assert killed.returncode == -signal.SIGKILL and namespace in namespaces() and is_alive(int(pid))
     with network(tmp_path, ()):
-        assert namespace not in namespaces() and not alive(pid)
+        assert namespace not in namespaces() and not is_alive(int(pid))
 
 
 def test_where_hosts_must_be_the_test_fails_instead_of_skipping(
@@ -217,11 +234,3 @@ def test_where_hosts_must_be_the_test_fails_instead_of_skipping(
     monkeypatch.delenv(networks.MUST_RUN)
     with pytest.raises(pytest.skip.Exception, match="no ip here"), network(tmp_path):
         pass
-
-
-def alive(pid: int | str) -> bool:
-    """Not so what has ended, though nobody has asked for its status yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
