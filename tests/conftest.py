@@ -45,7 +45,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file, _, _ = nodeid.partition("::")
             if not _starts_ranks(config.rootpath / file):
                 return file
-            return f"{MARK}, waiting" if "/checkpoint/" in file or file.endswith("test_faults.py") else MARK
+            waits = "/checkpoint/" in file or "/launcher/" in file or file.endswith("test_faults.py")
+            return f"{MARK}, waiting" if waits else MARK
 
     config.option.loadscopereorder = False  # not the files with the most tests first
     return Scheduling(config, log)

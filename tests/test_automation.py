@@ -41,7 +41,18 @@ def test_the_workflow_reads_and_nothing_more() -> None:
 def test_the_script_checks_style_and_types_before_it_tests() -> None:
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
     checks = ("-m ruff check .", "-m ruff format --check .", "-m mypy")
-    assert lines[-4:] == [*(f".venv/bin/python {check}" for check in checks), "bash launch/test.sh"]
+    steps = ["bash launch/setup.sh", *(f".venv/bin/python {check}" for check in checks), "bash launch/test.sh"]
+    assert [line for line in lines if line in steps] == steps
+    assert lines[-1] == steps[-1] and "set -euo pipefail" in lines
+
+
+def test_the_script_skips_no_test_of_several_hosts_where_it_may_be_root() -> None:
+    """Whoever is not root has them run by root, and the others by himself."""
+    script = (ROOT / ".ci" / "run").read_text()
+    by_root, by_sudo, by_neither = re.split(r"\n(?:elif|else)\b", script.partition("if ((EUID == 0)); then")[2])
+    assert "export HYBRIDFLOW_MUST_RUN_HOSTS=1" in by_root
+    assert re.search(r"sudo -n env HYBRIDFLOW_MUST_RUN_HOSTS=1 [^#]* -m distributed tests/launcher$", by_sudo)
+    assert "HYBRIDFLOW_MUST_RUN_HOSTS" not in by_neither and "will be skipped" in by_neither
 
 
 def test_types_are_checked_wherever_there_is_code() -> None:
