@@ -14,7 +14,7 @@ from launch.experiment import Experiment
 from launch.output import Output, say
 from launch.team import Team
 
-END_SECONDS = 20.0  # from the first failure until what still runs is killed
+END_SECONDS = 12.0  # from the first failure until what still runs is killed
 SECOND_SIGNAL_AFTER = 1.0  # seconds: a terminal and a scheduler may send one wish twice
 STOP_MARGIN = 15.0  # seconds beyond the grace period, in which the ranks end themselves
 # as torch 2.13's multiprocessing/api.py says it when a rank ends, before it ends the others

@@ -72,8 +72,8 @@ class Job:
 
     def _compare(self, team: Team, experiment: Experiment) -> None:
         """All hosts at once. Errors: LaunchError with a line for each that is not reached, and each difference."""
-        options, num_hosts = self._options, len(team.connections)
-        say(f"reaching {num_hosts} hosts: {names_of(self._hosts)}")
+        options = self._options
+        say(f"reaching {names_of(self._hosts)}")
         answers, failures = team.ask(
             dict.fromkeys(team.connections, facts_request(options)), "facts", options.connect_timeout + FACTS_SECONDS
         )
@@ -190,9 +190,9 @@ def known_address(options: Options, hosts: Sequence[Host]) -> str | None:
 
 
 def not_reached(connection: Connection, why: str, options: Options) -> str:
-    """With what to try."""
-    if connection.is_local:
-        return f"{connection.host}, this machine: {why}"
+    """With what to try where it is ssh that failed."""
+    if connection.is_local or connection.lost is None:
+        return f"{connection.host}: {why}"
     ssh = shlex.join(
         Ssh(options.connect_timeout, options.ssh_config, options.ssh_options).command(connection.host, "true")
     )

@@ -152,6 +152,10 @@ class Network:
         kill_all(host.namespace)
         self._sshd.pop(host.name, None)
 
+    def mount(self, host: Host, file: Path, over: Path) -> None:
+        """Let this host, and no other, see a file in the place of another."""
+        assert self.run(host, ["mount", "--bind", file, over]).wait(PATIENCE) == 0, f"{file} over {over}"
+
     def boot(self, host: Host) -> None:
         command = [found("ip"), "netns", "exec", host.namespace, *OWN, sys.executable, "-S", "-c", INIT, host.name]
         outer = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)

@@ -1,0 +1,343 @@
+"""launch/run.py on several hosts, each with its own sshd: what it refuses, what it trains, and how it ends."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.tiny_experiment import make_inputs, write_config
+from tests.forks import ROOT
+from tests.launch import run_ranks
+from tests.launcher.jobs import Job, kill
+from tests.launcher.network import Network, network
+from tests.tools.test_make_tiny import SMALLEST
+from tools import make_tiny
+
+pytestmark = pytest.mark.distributed
+
+NOT_COMPARED = ("time/", "memory/", "tokens_per_sec", "_ms", "idle_fraction", "seconds", "throughput")
+ENDED = 30.0  # seconds from a failure to the end of all others, as the launcher promises
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a config of two iterations and more, beside its inputs, and what the quickstart needs."""
+    directory = tmp_path_factory.mktemp("hosts")
+    config = json.loads(write_config(directory / "config.yaml", make_inputs(directory / "inputs")).read_text())
+    config["actor"]["tensor_parallel_size"] = 1
+    config |= {"output_dir": ".", "platform": "cpu", "data": config["data"] | {"prompts_per_iteration": 6}}
+    config["algorithm"]["update"]["mini_batch_size"] = 6
+    config["checkpoint"] = {"grace_seconds": 20.0}
+    (directory / "config.yaml").write_text(json.dumps(config))
+    torch.set_num_threads(1)
+    make_tiny.make(directory / "data" / "tiny", SMALLEST, 3)
+    shutil.copytree(ROOT / "configs", directory / "configs")
+    return directory
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> Iterator[Network]:
+    with network(tmp_path) as made:
+        yield made
+
+
+def job(net: Network, directory: Path, name: str, *arguments: object, slots: int = 1, hostfile: str = "") -> Job:
+    """In a directory of its own, which has the inputs of `directory`."""
+    own = directory / name
+    own.mkdir()
+    for file in ("config.yaml", "inputs", "data", "configs"):
+        (own / file).symlink_to(directory / file)
+    return Job(net, own, *arguments, slots=slots, hostfile=hostfile)
+
+
+def metrics(run: Path) -> list[dict[str, str]]:
+    with (run / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    compared = [name for name in rows[0] if not any(part in name for part in NOT_COMPARED)]
+    return [{name: row[name] for name in compared} for row in rows]
+
+
+def assert_same(rows: list[dict[str, str]], others: list[dict[str, str]]) -> None:
+    assert len(rows) == len(others)
+    for row, other in zip(rows, others, strict=True):
+        assert row.keys() == other.keys()
+        for name, value in row.items():
+            if value:
+                assert float(value) == pytest.approx(float(other[name]), rel=1e-5, abs=1e-6), name
+
+
+# ------------------------------------------------------------------------------------------------ it trains
+
+
+def test_the_quickstart_on_three_hosts_equals_one_host(net: Network, directory: Path) -> None:
+    """Six ranks, the actor cut in two on each host, data-parallel groups across the hosts; and the same on one."""
+    overrides = ["configs/quickstart.yaml", "num_iterations=3", "platform=cpu"]
+    started = job(net, directory, "quickstart", *overrides, slots=2)
+    assert started.wait() == 0, started.said
+    run = started.directory / "runs" / "quickstart"
+    assert "node-a: quickstart: loading" in started.said and started.left() == {}
+    assert re.search(r"launch: node-c +4-5 +tp 0-1 dp 2 pp 0", started.said), started.said
+    logs = {host.name: (run / "logs" / f"{host.name}.log").read_text() for host in net.hosts}
+    assert "iteration 3/3" in logs["node-a"] and "iteration" not in logs["node-b"]
+    run_ranks(6, "hybridflow.train", directory / "configs" / "quickstart.yaml", *overrides[1:], *in_place(directory))
+    assert_same(metrics(run), metrics(directory / "one_host" / "quickstart"))
+
+
+def in_place(directory: Path) -> list[str]:
+    """The quickstart's paths count from the directory that it is started in."""
+    tiny = directory / "data" / "tiny"
+    paths = {"data.train": "train.jsonl", "data.heldout": "heldout.jsonl", "actor.model": "policy"}
+    paths |= {"critic.model": "reward", "reference.model": "policy", "reward.models.0.model": "reward"}
+    return [f"output_dir={directory / 'one_host'}", *(f"{key}={tiny / name}" for key, name in paths.items())]
+
+
+def test_pipelines_and_engines_across_hosts_equal_one_host(net: Network, directory: Path) -> None:
+    """Stages of the actor lie on two hosts, and so do the ranks of an engine replica where the config allows it."""
+    across = ["rollout.tensor_parallel_size=2", "rollout.pipeline_parallel_size=1", "actor.pipeline_parallel_size=2"]
+    refused = job(net, directory, "refused", "config.yaml", *across, hostfile="node-a slots=1\nnode-b slots=1\n")
+    assert refused.wait() == 1
+    assert (
+        "rollout.tensor_parallel_size = 2: ranks 0-1 lie on node-a and node-b (node-a has 0, node-b has 1): a "
+        "tensor-parallel group stays on one host, unless tensor_parallel_across_hosts is true"
+    ) in refused.said
+    allowed = [*across, "tensor_parallel_across_hosts=true", "name=across"]
+    started = job(net, directory, "across", "config.yaml", *allowed, hostfile="node-a slots=1\nnode-c slots=1\n")
+    assert started.wait() == 0, started.said
+    run_ranks(2, "hybridflow.train", directory / "config.yaml", *allowed, f"output_dir={directory / 'one_host'}")
+    assert_same(metrics(started.directory / "across"), metrics(directory / "one_host" / "across"))
+
+
+def test_environment_arrives_unchanged(net: Network, directory: Path) -> None:
+    """By --env and by the config, over ssh and through torchrun; what nobody names stays behind."""
+    odd = "two words\n'single' \"double\" $HOME `id` \\ ; | & * ~ é\t!"
+    config = json.loads((directory / "config.yaml").read_text()) | {"environment": {"HF_ODD": odd, "NCCL_NUMBER": 7}}
+    config["reward"]["functions"] = [{"function": "told:reward"}]
+    own = directory / "environment"
+    own.mkdir()
+    (own / "config.yaml").write_text(json.dumps(config))
+    (own / "inputs").symlink_to(directory / "inputs")
+    (own / "told.py").write_text(TOLD)
+    started = Job(net, own, "--env", f"ODD={odd}", "config.yaml", "num_iterations=1")
+    assert started.wait() == 0, started.said
+    for file in sorted(own.glob("told_*.json")):
+        told = json.loads(file.read_text())
+        assert (told["ODD"], told["HF_ODD"], told["NCCL_NUMBER"]) == (odd, odd, "7")
+        assert told["HYBRIDFLOW_HOSTS"] == "node-a=1,node-b=1,node-c=1" and told["GLOO_SOCKET_IFNAME"] == "eth0"
+        assert "PYTEST_CURRENT_TEST" not in told
+    assert len(list(own.glob("told_*.json"))) == 3
+
+
+TOLD = """
+import json, os
+def reward(prompts, responses, columns):
+    with open(f"told_{os.environ['RANK']}.json", "w") as file:
+        json.dump(dict(os.environ), file)
+    return [0.0] * len(prompts)
+"""
+
+
+def test_a_scheduler_starts_each_node(net: Network, directory: Path) -> None:
+    """--no-ssh on two nodes. One that does not reach the first ends, and says what it tried."""
+    own = directory / "no_ssh"
+    own.mkdir()
+    for file in ("config.yaml", "inputs"):
+        (own / file).symlink_to(directory / file)
+    here = [sys.executable, str(ROOT / "launch" / "run.py"), "--no-ssh", "--nnodes", "2", "--nproc-per-node", "1"]
+    here += ["--python", sys.executable, "--env", f"PYTHONPATH={ROOT}", "--master-port", "29600"]
+    alone = [*here, "--node-rank", "1", "--master-addr", net.hosts[0].address, "--rdzv-timeout", "3", "config.yaml"]
+    unreached = net.run(net.hosts[1], alone, cwd=own, stdout=-1, stderr=-2, text=True)
+    said, _ = unreached.communicate(timeout=120)
+    tried = f"node 1, node-b, cannot reach the master at {net.hosts[0].address} port 29600 within 3 s: "
+    assert unreached.returncode == 1 and f"launch: error: {tried}" in said
+    nodes = [
+        net.run(
+            host,
+            [*here, "--master-addr", net.hosts[0].address, "config.yaml"],
+            cwd=own,
+            stdout=-1,
+            stderr=-2,
+            text=True,
+            env={**os.environ, "SLURM_NODEID": str(i)},
+        )
+        for i, host in enumerate(net.hosts[:2])
+    ]
+    outputs = [node.communicate(timeout=400)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert "node-a: run: loading actor, critic, reference, reward.models.0 and the engine, 2 ranks" in outputs[0]
+    assert {file.name for file in (own / "run" / "logs").iterdir()} == {"node-a.log", "node-b.log"}
+
+
+# ------------------------------------------------------------------------------------------------ what it refuses
+
+
+def test_hosts_that_are_not_reached_are_named_together(net: Network, directory: Path) -> None:
+    """One is down, one refuses the key, one has no sshd, one name stands for nothing; nothing is started."""
+    down, refuses, silent = net.hosts
+    net.link_down(down)
+    net.refuse_key(refuses)
+    net.stop_sshd(silent)
+    lines = "".join(f"{host.name} slots=1\n" for host in net.hosts) + "no-such-host slots=1\n"
+    started = job(net, directory, "unreached", "--connect-timeout", 5, "config.yaml", hostfile=lines)
+    assert started.wait(90) == 1
+    told = {line.split(": ")[2]: line for line in started.said.splitlines() if line.startswith("launch: error: ")}
+    assert re.search("timed out|No route to host", told["node-a"]), started.said
+    assert "Permission denied (publickey)" in told["node-b"]
+    assert "Connection refused" in told["node-c"]
+    assert "Could not resolve hostname no-such-host" in told["no-such-host"]
+    assert all("; try: ssh " in line for line in told.values())
+    assert started.left() == {}
+
+
+def test_a_port_that_is_taken_and_a_master_that_is_not_reached(net: Network, directory: Path) -> None:
+    listens = net.run(net.hosts[0], [sys.executable, "-c", LISTEN, "29777"], stdout=-1)
+    assert listens.stdout and listens.stdout.readline() == b"listens\n"
+    started = job(net, directory, "taken", "--master-port", 29777, "config.yaml")
+    assert started.wait(120) == 1
+    assert "launch: error: node-a: --master-port 29777: [Errno 98] Address already in use" in started.said
+    wrong = job(net, directory, "wrong", "--master-addr", "10.77.0.99", "--rdzv-timeout", 3, "config.yaml")
+    assert wrong.wait(120) == 1
+    for name in ("node-a", "node-b", "node-c"):
+        assert f"launch: error: {name} cannot reach the master node-a at 10.77.0.99 port " in wrong.said
+    listens.kill()
+    listens.wait()
+    assert started.left() == {}
+
+
+LISTEN = """
+import socket, sys, time
+server = socket.create_server(("", int(sys.argv[1])))
+print("listens", flush=True)
+time.sleep(600)
+"""
+
+
+def test_other_code_files_and_python_are_told_with_their_hosts(net: Network, directory: Path) -> None:
+    """Each host has a mount of its own over the code of one package, and over the config."""
+    own = directory / "unlike"
+    (own / "code").mkdir(parents=True)
+    (own / "code" / "errors.py").write_text((ROOT / "hybridflow" / "errors.py").read_text() + "# another\n")
+    for host, file, target in (
+        (net.hosts[1], own / "code" / "errors.py", ROOT / "hybridflow" / "errors.py"),
+        (net.hosts[2], own / "code" / "errors.py", directory / "config.yaml"),
+    ):
+        net.mount(host, file, target)
+    started = Job(net, own, directory / "config.yaml", f"output_dir={own}")
+    assert started.wait(120) == 1
+    assert re.search(
+        r"error: the code of hybridflow differs: \w+ \(.*\) on node-a, node-c; \w+ .*on node-b", started.said
+    )
+    assert re.search(r"error: the file \S+config.yaml differs: \w+ on node-a, node-b; \w+ on node-c", started.said)
+    assert not (own / "run").exists()
+
+
+def test_slots_that_do_not_fit_are_told_before_a_host_is_asked(net: Network, directory: Path) -> None:
+    for host in net.hosts:
+        net.link_down(host)
+    lines = "node-a slots=2\nnode-b slots=2\nnode-c slots=1\n"
+    started = job(net, directory, "slots", "config.yaml", "actor.tensor_parallel_size=2", hostfile=lines)
+    assert started.wait(90) == 1
+    assert (
+        "launch: error: 3 hosts with 2 + 2 + 1 = 5 ranks: actor: tensor_parallel_size x pipeline_parallel_size = 2 x 1 "
+        "= 2 does not divide the 5 ranks of the run: 5 = 2 x 2 + 1"
+    ) in started.said
+    assert "reaching" not in started.said
+
+
+# ------------------------------------------------------------------------------------------------ how it ends
+
+
+@pytest.fixture
+def training(net: Network, directory: Path, request: pytest.FixtureRequest) -> Job:
+    """A run without end on three hosts that has done an iteration."""
+    name = re.sub(r"\W+", "_", request.node.name)
+    started = job(net, directory, name, "--lost-after", 10, "config.yaml", "num_iterations=100000")
+    started.wait_for(lambda: started.rows() > 1)
+    return started
+
+
+def last_lines(started: Job) -> str:
+    return "\n".join(started.said.splitlines()[-1:])
+
+
+def test_a_killed_rank(training: Job) -> None:
+    kill([training.ranks(training.net.hosts[1])[1]])
+    began = time.monotonic()
+    assert training.wait(ENDED + 15) == 128 + signal.SIGKILL
+    assert time.monotonic() - began < ENDED
+    assert "launch: node-b: rank 1 was killed by SIGKILL; its output: " in last_lines(training)
+    assert "iteration 1/100000" in (training.directory / "run" / "logs" / "node-a.log").read_text()
+    assert training.left() == {}
+
+
+def test_a_killed_torchrun(training: Job) -> None:
+    kill([training.torchrun(training.net.hosts[2])])
+    began = time.monotonic()
+    assert training.wait(ENDED + 15) == 128 + signal.SIGKILL
+    assert time.monotonic() - began < ENDED
+    assert "launch: node-c: torchrun was killed by SIGKILL; its output: " in last_lines(training)
+    assert training.left() == {}
+
+
+def test_a_killed_launcher_leaves_nothing_behind(training: Job) -> None:
+    """The ranks are told to end, and save; the next start goes on from there."""
+    kill([training.process.pid])
+    training.process.wait()
+    assert training.left() == {}
+    assert list((training.directory / "run" / "checkpoints").glob("step_*"))
+
+
+def test_a_cut_link(training: Job) -> None:
+    host = training.net.hosts[1]
+    training.net.link_down(host)
+    assert training.wait(90) == 1
+    assert re.search(r"launch: node-b: lost: no sign of life for \d+ s; its output: ", last_lines(training))
+    assert training.left() == {}  # also beyond the cut link, where nobody could tell them
+
+
+def test_a_run_that_is_told_to_end_is_saved_and_goes_on(training: Job) -> None:
+    """SIGTERM; then the same command, in which a second Ctrl-C ends it without a save."""
+    kill([training.process.pid], signal.SIGTERM)
+    assert training.wait(60) == 75
+    assert "it is saved: the same command goes on from there" in training.said
+    assert "stopped as told, saved" in last_lines(training)
+    assert training.left() == {}
+    rows = training.rows()
+    again = Job(
+        training.net, training.directory, "config.yaml", "num_iterations=100000", "checkpoint.grace_seconds=600"
+    )
+    again.wait_for(lambda: again.rows() > rows)
+    assert "goes on from run/checkpoints/step_" in again.said
+    kill([again.process.pid], signal.SIGINT)
+    time.sleep(1.2)
+    kill([again.process.pid], signal.SIGINT)
+    assert again.wait(60) in (75, 76)
+    assert again.left() == {}
+
+
+def test_a_lost_host_leaves_a_run_that_goes_on_with_the_others(net: Network, directory: Path) -> None:
+    """With --nnodes 2:3 one of three goes down in the middle of an iteration: as a run that goes on by hand on two."""
+    arguments = ["config.yaml", "num_iterations=40", "checkpoint.save_interval=2", "checkpoint.keep_last=40"]
+    started = job(net, directory, "spare", "--lost-after", 8, "--nnodes", "2:3", *arguments)
+    started.wait_for(lambda: started.rows() > 3)
+    net.kill_host(net.hosts[0])  # the master
+    assert started.wait() == 0, started.said
+    assert re.search(r"launch: node-a: lost: .*: restart 1 of 3", started.said)
+    assert "launch: 2 ranks on node-b, node-c" in started.said
+    [step] = re.findall(r"goes on from run/checkpoints/step_(\d+)", started.said)
+    by_hand = directory / "by_hand"
+    shutil.copytree(
+        started.directory / "run" / "checkpoints" / f"step_{step}", by_hand / "run" / "checkpoints" / f"step_{step}"
+    )
+    rows = metrics(started.directory / "run")
+    run_ranks(2, "hybridflow.train", directory / "config.yaml", *arguments[1:], f"output_dir={by_hand}")
+    assert_same(rows[int(step) :], metrics(by_hand / "run")[-(len(rows) - int(step)) :])
+    assert started.left() == {}
