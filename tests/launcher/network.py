@@ -239,7 +239,7 @@ def why_not() -> str | None:
 
 
 def lay_cables(switch: str, hosts: Iterable[Host]) -> None:
-    """A namespace for each host, and one for the bridge that joins them; all names in each one's /etc/hosts."""
+    """A namespace for each host, one for the bridge that joins them, and files that hosts see in place of /etc's."""
     ip("netns", "add", switch)
     ip("-n", switch, "link", "add", "name", "br0", "type", "bridge")
     ip("-n", switch, "link", "set", "dev", "br0", "up")
@@ -248,6 +248,9 @@ def lay_cables(switch: str, hosts: Iterable[Host]) -> None:
         files = NETNS_FILES / host.namespace
         files.mkdir(parents=True)
         (files / "hosts").write_text("\n".join(lines) + "\n")
+        (files / "shadow").write_text(
+            "root:*:20000:0:99999:7:::\n"
+        )  # without PAM, sshd lets nobody in who is locked: !
         inside = ("-n", host.namespace)
         ip("netns", "add", host.namespace)
         ip(*inside, "link", "add", "name", INTERFACE, "type", "veth", "peer", "name", host.name, "netns", switch)
