@@ -1,4 +1,4 @@
-"""Advantage estimation on a packed batch: GAE, groups of responses, and masked statistics over all tokens."""
+"""Advantage estimation on a packed batch: GAE, discounted sums, and masked statistics over all tokens."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,6 @@ from torch import Tensor
 from hybridflow.algorithms._shapes import require_flat, require_lengths, require_mask
 
 WHITEN_EPS = 1e-8  # added to the variance
-GROUP_EPS = 1e-6  # added to the standard deviation
 
 
 def gae(
@@ -16,7 +15,7 @@ def gae(
     *,
     lengths: Tensor,
     gamma: float,
-    gae_lambda: float,
+    gae_lambda: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation, sequence by sequence.
 
@@ -34,7 +33,7 @@ def gae(
         response_mask: bool (T,), True on the response tokens, anywhere in their sequence.
         lengths: int64 (N,), tokens in each sequence, prompt included.
         gamma: discount, in [0, 1].
-        gae_lambda: lambda, in [0, 1].
+        gae_lambda: lambda, in [0, 1]; float (N,) where each sequence has its own.
 
     Returns:
         advantages and returns, float (T,), both zero outside the response, whatever the inputs hold there.
@@ -46,43 +45,64 @@ def gae(
     require_mask(response_mask=response_mask)
     require_lengths(lengths, rewards.shape[0])
     steps = response_mask.nonzero().squeeze(1)  # (R,)
-    remaining = _tokens_after(tokens_in_mask(response_mask, lengths), steps.shape[0])
+    counts = tokens_in_mask(response_mask, lengths)
+    remaining = _tokens_after(counts, steps.shape[0])
     step_values = values[steps]
     next_values = torch.where(remaining > 0, step_values.roll(-1), 0.0)
     deltas = rewards[steps] + gamma * next_values - step_values
-    sums = _discounted_suffix_sums(deltas, remaining, discount=gamma * gae_lambda)
+    discount = gamma * gae_lambda
+    if isinstance(discount, Tensor):
+        require_flat(lengths=lengths, gae_lambda=discount)
+        discount = discount.repeat_interleave(counts, output_size=len(steps)).to(deltas.dtype)
+    sums = _discounted_suffix_sums(deltas, remaining, discount=discount)
     advantages = rewards.new_zeros(rewards.shape)
     advantages[steps] = sums
     return advantages, advantages + values.masked_fill(~response_mask, 0.0)
 
 
-def group_advantages(scores: Tensor, groups: Tensor) -> Tensor:
-    """Scores relative to the other responses of the same prompt, in units of their spread.
+def discounted_returns(rewards: Tensor, response_mask: Tensor, *, lengths: Tensor, gamma: float) -> Tensor:
+    """What the response earns from each of its tokens on.
 
-        A_i = (r_i - mean) / (std + eps),    std^2 = sum_j (r_j - mean)^2 / (n - 1),    j over the n of i's group
+        G_t = sum_{k >= 0} gamma^k r_{t+k}
 
-    Shao et al. 2024, arXiv 2402.03300, section 4.1.2 (outcome supervision). Taken in float64, so that a group of equal
-    scores gives exact zeros; eps is 1e-6, where public code has 1e-9 to 1e-4.
+    Steps are the response tokens alone, as in `gae`. Williams 1992, "Simple statistical gradient-following algorithms".
 
     Args:
-        scores: float (N,).
-        groups: int64 (N,), the prompt that each response answers.
+        rewards: float (T,), the reward for token t.
+        response_mask: bool (T,).
+        lengths: int64 (N,), tokens in each sequence.
+        gamma: discount, in [0, 1].
 
     Returns:
-        float (N,).
+        float (T,), zero outside the response.
 
     Raises:
-        ValueError: a shape is not as above, or a group has one response: it would have no spread.
+        ValueError: as in `gae`.
     """
-    require_flat(scores=scores, groups=groups)
-    unique: tuple[Tensor, Tensor, Tensor] = groups.unique(return_inverse=True, return_counts=True)
-    _, index, counts = unique
-    if (counts < 2).any():
-        raise ValueError("groups has a group of one: an advantage is relative to other responses of the same prompt")
-    sums = torch.zeros(len(counts), dtype=torch.float64, device=scores.device)
-    centred = scores.double() - (sums.index_add(0, index, scores.double()) / counts)[index]
-    std = (sums.index_add(0, index, centred.square()) / (counts - 1)).sqrt()
-    return (centred / (std[index] + GROUP_EPS)).to(scores.dtype)
+    nothing = torch.zeros_like(rewards)
+    return gae(rewards, nothing, response_mask, lengths=lengths, gamma=gamma, gae_lambda=1.0)[0]
+
+
+def length_adaptive_lambda(response_lengths: Tensor, *, alpha: float) -> Tensor:
+    """A lambda that grows with the response, so that its end reaches back over about the same share of it.
+
+        lambda_i = 1 - 1 / (alpha l_i), held within [0, 1]
+
+    Yue et al. 2025 (VAPO), arXiv 2504.05118, with alpha = 0.05. Below l = 1 / alpha tokens the formula is negative:
+    there lambda is 0, the one-step error.
+
+    Args:
+        response_lengths: int64 (N,), response tokens of each sequence.
+        alpha: > 0.
+
+    Returns:
+        float64 (N,).
+
+    Raises:
+        ValueError: response_lengths is not (N,).
+    """
+    require_flat(response_lengths=response_lengths)
+    return (1 - 1 / (alpha * response_lengths.double())).clamp(0.0, 1.0)
 
 
 def to_tokens(per_sequence: Tensor, mask: Tensor, *, lengths: Tensor) -> Tensor:
@@ -176,15 +196,18 @@ def _tokens_after(lengths: Tensor, num_tokens: int) -> Tensor:
     return ends - 1 - torch.arange(num_tokens, device=lengths.device)
 
 
-def _discounted_suffix_sums(x: Tensor, remaining: Tensor, *, discount: float) -> Tensor:
+def _discounted_suffix_sums(x: Tensor, remaining: Tensor, *, discount: float | Tensor) -> Tensor:
     """y_t = x_t + discount * y_{t+1} within each sequence: a scan of log2(T) passes over the packed tensor.
+
+    discount: one, or one a token, (T,), alike within a sequence.
 
     Before a pass y_t sums `shift` terms; adding discount^shift * y_{t+shift} makes them twice as many.
     """
     sums = x.clone()
     shift = 1
     while shift < sums.shape[0]:
+        factor = discount[:-shift] if isinstance(discount, Tensor) else discount
         # The right side is a new tensor, complete before the addition writes over what it read.
-        sums[:-shift] += torch.where(remaining[:-shift] >= shift, discount * sums[shift:], 0.0)
+        sums[:-shift] += torch.where(remaining[:-shift] >= shift, factor * sums[shift:], 0.0)
         shift, discount = 2 * shift, discount * discount
     return sums

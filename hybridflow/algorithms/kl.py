@@ -7,9 +7,11 @@ With d = log pi_t - log ref_t:
     k1    d                unbiased, of either sign  zero: the score function has mean 0
     k2    d^2 / 2          biased, never negative    that of KL(pi || ref)
     k3    exp(-d) - 1 + d  unbiased, never negative  that of KL(ref || pi)
+    k3+   that of k3       unbiased, never negative  that of k2
 
 The gradient is the one autograd gives: through log pi, with the sampled tokens held fixed. In the reward
-(where no gradient flows) k1 and k3 are the choices; as a loss, k2 pulls on the divergence that k1 measures.
+(where no gradient flows) k1 and k3 are the choices; as a loss, k2 pulls on the divergence that k1 measures, and so
+does k3+, which shows k3.
 Schulman 2020, "Approximating KL Divergence", joschu.net/blog/kl-approx.html.
 """
 
@@ -94,8 +96,27 @@ def kl_k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return log_ratio.expm1() - log_ratio
 
 
+def kl_k3_plus(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """The value of k3 with the gradient of k2: an unbiased estimate whose pull is on the same divergence.
+
+        k2_t + stop(k3_t - k2_t)
+
+    Args:
+        log_probs: float (T,), log pi of the sampled tokens.
+        ref_log_probs: float (T,), log ref of the same tokens.
+
+    Returns:
+        float (T,), never negative up to rounding.
+
+    Raises:
+        ValueError: the tensors are not both (T,).
+    """
+    k2 = kl_k2(log_probs, ref_log_probs)
+    return k2 + (kl_k3(log_probs, ref_log_probs) - k2).detach()
+
+
 KL_ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
-    {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+    {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3, "k3+": kl_k3_plus}
 )
 
 

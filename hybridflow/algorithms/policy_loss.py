@@ -34,6 +34,44 @@ def probability_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     return (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
+def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, sequences: Tensor) -> Tensor:
+    """The geometric mean of a response's ratios, for each of its tokens.
+
+        s_i = exp(mean over t of i of (log pi_t - log pi_old_t))
+
+    Zheng et al. 2025 (GSPO), arXiv 2507.18071, equation 7. A loss per token with `loss_mean.sequence_token_mean` is then
+    the paper's loss per sequence: a response has it |o_i| times, each with 1 / |o_i|. Log s_i is held within +-20.
+
+    Args:
+        log_probs: float (T,), of the policy being trained; the gradient flows through these.
+        old_log_probs: float (T,), of the policy before this iteration's updates.
+        sequences: int64 (T,), the sequence that each token is of; all response tokens of a sequence have to be here.
+
+    Returns:
+        float (T,).
+
+    Raises:
+        ValueError: the tensors are not all (T,).
+    """
+    require_flat(log_probs=log_probs, old_log_probs=old_log_probs, sequences=sequences)
+    return sequence_means(log_probs - old_log_probs, sequences).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def sequence_means(x: Tensor, sequences: Tensor) -> Tensor:
+    """The mean of x over the tokens of the same sequence, for each token, float (T,). Arguments: float, int64 (T,)."""
+    return _sequence_sums(x, sequences) / _sequence_sums(torch.ones_like(x), sequences)
+
+
+def sequence_totals(x: Tensor, sequences: Tensor) -> Tensor:
+    """The sum of x over the tokens of the same sequence, for each token, float (T,). Arguments: float, int64 (T,)."""
+    return _sequence_sums(x, sequences)
+
+
+def _sequence_sums(x: Tensor, sequences: Tensor) -> Tensor:
+    unique, index = sequences.unique(return_inverse=True)
+    return x.new_zeros(len(unique)).index_add(0, index, x)[index]
+
+
 def clipped_policy_loss(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
     """PPO's clipped surrogate, negated to be minimised.
 
@@ -81,6 +119,73 @@ def dual_clipped_policy_loss(
     return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
 
 
+def cispo_policy_loss(
+    ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+) -> Tensor:
+    """REINFORCE, each token weighed by its ratio within bounds: no token loses its gradient.
+
+        L_t = -stop(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t log pi_t
+
+    MiniMax 2025 (CISPO), arXiv 2506.13585, equation 4. The bounds are distances from 1, as in the other losses, where
+    some code has the bounds themselves.
+
+    Args:
+        ratio: float (T,), r of `probability_ratio`; no gradient flows through it.
+        log_probs: float (T,); the gradient flows through these.
+        advantages: float (T,).
+        clip_low: >= 0; from 1 on there is no lower bound.
+        clip_high: >= 0.
+
+    Returns:
+        float (T,).
+
+    Raises:
+        ValueError: the tensors are not all (T,).
+    """
+    require_flat(ratio=ratio, log_probs=log_probs, advantages=advantages)
+    return -ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantages * log_probs
+
+
+def sapo_policy_loss(ratio: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float) -> Tensor:
+    """A soft gate in the place of the clip: the gradient fades as the ratio leaves 1, the faster the larger tau.
+
+        L_t = -A_t sigmoid(tau_t (r_t - 1)) 4 / tau_t,    tau_t = tau_positive where A_t > 0, else tau_negative
+
+    At r_t = 1 the gradient is that of `clipped_policy_loss`. Gao et al. 2025 (SAPO), arXiv 2511.20347.
+
+    Args:
+        ratio: float (T,), r of `probability_ratio`; the gradient flows through it.
+        advantages: float (T,).
+        tau_positive, tau_negative: > 0.
+
+    Returns:
+        float (T,).
+
+    Raises:
+        ValueError: the tensors are not both (T,).
+    """
+    require_flat(ratio=ratio, advantages=advantages)
+    tau = torch.where(advantages > 0, tau_positive, tau_negative)
+    return -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+
+
+def reinforce_policy_loss(log_probs: Tensor, advantages: Tensor) -> Tensor:
+    """The policy gradient: L_t = -A_t log pi_t. Williams 1992.
+
+    Args:
+        log_probs: float (T,); the gradient flows through these.
+        advantages: float (T,).
+
+    Returns:
+        float (T,).
+
+    Raises:
+        ValueError: the tensors are not both (T,).
+    """
+    require_flat(log_probs=log_probs, advantages=advantages)
+    return -advantages * log_probs
+
+
 def clipped_tokens(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
     """Where `clipped_policy_loss` takes its clipped branch, that is, where the token gives no gradient.
 
@@ -98,9 +203,18 @@ def clipped_tokens(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_h
         ValueError: the tensors are not both (T,).
     """
     require_flat(ratio=ratio, advantages=advantages)
-    too_high = (advantages > 0) & (ratio > 1 + clip_high)
-    too_low = (advantages < 0) & (ratio < 1 - clip_low)
-    return too_high | too_low
+    low, high = clipped_low(ratio, advantages, clip_low=clip_low), clipped_high(ratio, advantages, clip_high=clip_high)
+    return low | high
+
+
+def clipped_low(ratio: Tensor, advantages: Tensor, *, clip_low: float) -> Tensor:
+    """Those of `clipped_tokens` that have become too unlikely, bool (T,)."""
+    return (advantages < 0) & (ratio < 1 - clip_low)
+
+
+def clipped_high(ratio: Tensor, advantages: Tensor, *, clip_high: float) -> Tensor:
+    """Those of `clipped_tokens` that have become too likely, bool (T,)."""
+    return (advantages > 0) & (ratio > 1 + clip_high)
 
 
 def approx_kl(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
@@ -123,25 +237,3 @@ def approx_kl(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     require_flat(log_probs=log_probs, old_log_probs=old_log_probs)
     log_ratio = (log_probs - old_log_probs).detach()
     return log_ratio.expm1() - log_ratio
-
-
-def truncated_importance_weights(log_probs: Tensor, rollout_log_probs: Tensor, *, cap: float) -> Tensor:
-    """Weights that correct for tokens sampled under probabilities other than the trainer's own.
-
-        w_t = min(exp(log pi_t - log mu_t), cap)
-
-    Ionides 2008, "Truncated Importance Sampling"; per step: Espeholt et al. 2018, arXiv 1802.01561.
-
-    Args:
-        log_probs: float (T,), log pi, computed by the trainer.
-        rollout_log_probs: float (T,), log mu, reported by the engine that sampled.
-        cap: upper bound of a weight, >= 1.
-
-    Returns:
-        float (T,), detached: factors for a per-token loss; 1 outside the response.
-
-    Raises:
-        ValueError: the tensors are not all (T,).
-    """
-    require_flat(log_probs=log_probs, rollout_log_probs=rollout_log_probs)
-    return (log_probs - rollout_log_probs).detach().exp().clamp(max=cap)

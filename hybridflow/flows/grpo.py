@@ -6,7 +6,8 @@ the mean over sequences of token means; the KL as k3 in the loss. The paper's eq
 
 from dataclasses import dataclass
 
-from hybridflow.algorithms.advantages import group_advantages, to_tokens
+from hybridflow.algorithms.advantages import to_tokens
+from hybridflow.algorithms.groups import group_advantages
 from hybridflow.batch import PerSequence, PerToken, RolloutBatch
 from hybridflow.config import GRPO
 from hybridflow.flows.run import Run

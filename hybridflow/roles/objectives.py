@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hybridflow.algorithms.importance import truncated_importance_weights
 from hybridflow.algorithms.kl import KL_ESTIMATORS, AdaptiveKL
 from hybridflow.algorithms.loss_mean import LossMean, sequence_token_mean, token_mean
 from hybridflow.algorithms.policy_loss import (
@@ -20,7 +21,6 @@ from hybridflow.algorithms.policy_loss import (
     clipped_tokens,
     dual_clipped_policy_loss,
     probability_ratio,
-    truncated_importance_weights,
 )
 from hybridflow.algorithms.value_loss import clipped_value_loss, squared_value_loss
 from hybridflow.batch import Tokens

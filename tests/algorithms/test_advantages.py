@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from hybridflow.algorithms.advantages import (
+    discounted_returns,
     gae,
-    group_advantages,
+    length_adaptive_lambda,
     masked_mean,
     to_tokens,
     tokens_in_mask,
@@ -231,28 +232,56 @@ def test_gae_of_a_gapped_batch_is_that_of_the_batch_without_what_is_in_the_gaps(
     assert (found[~gapped] == 0).all() and (returns[~gapped] == 0).all()
 
 
-# ------------------------------------------------------------------------------------------------ groups
-
-
-def test_group_advantages_by_hand():
-    """Groups 7 and 3, interleaved: scores 1, 2, 3 with mean 2 and std 1; 0 and 4 with mean 2 and std sqrt 8."""
-    scores, groups = torch.tensor([1.0, 0.0, 2.0, 4.0, 3.0]), torch.tensor([7, 3, 7, 3, 7])
-    expected = torch.tensor([-1.0, -(0.5**0.5), 0.0, 0.5**0.5, 1.0])
-    torch.testing.assert_close(group_advantages(scores, groups), expected, rtol=2e-6, atol=0)
-    assert group_advantages(scores, groups)[4].double() == pytest.approx(1 / (1 + 1e-6), rel=1e-7)  # eps is 1e-6
-
-
-def test_a_group_of_equal_scores_has_advantages_of_exactly_zero():
-    scores = torch.tensor([0.1] * 7 + [0.3, 0.7])
-    assert group_advantages(scores, torch.tensor([0] * 7 + [1] * 2))[:7].tolist() == [0.0] * 7
-
-
-def test_a_group_of_one_is_refused():
-    with pytest.raises(ValueError, match="group of one"):
-        group_advantages(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 0, 1]))
+# ------------------------------------------------------------------------------------------------ per sequence
 
 
 def test_what_a_sequence_has_goes_to_its_tokens():
     mask = torch.tensor([False, True, True, False, False, True])
     spread = to_tokens(torch.tensor([2.0, 5.0, -1.0]), mask, lengths=torch.tensor([3, 1, 2]))
     assert spread.tolist() == [0.0, 2.0, 2.0, 0.0, 0.0, -1.0]
+
+
+def test_discounted_returns_by_hand():
+    """A gap is no step, and the next sequence is another."""
+    mask = torch.tensor([False, True, False, True, True, True])
+    rewards = torch.tensor([9.0, 1.0, 9.0, 2.0, 4.0, 8.0])
+    options = {"lengths": torch.tensor([5, 1])}
+    assert discounted_returns(rewards, mask, gamma=0.5, **options).tolist() == [0.0, 3.0, 0.0, 4.0, 4.0, 8.0]
+    assert discounted_returns(rewards, mask, gamma=1.0, **options).tolist() == [0.0, 7.0, 0.0, 6.0, 4.0, 8.0]
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+def test_discounted_returns_equal_loops_over_gapped_sequences(gamma):
+    rewards, _, mask, lengths = ragged_batch(7)
+    mask = mask & (torch.rand(mask.shape, generator=torch.Generator().manual_seed(8)) < 0.7)
+    expected, end = torch.zeros_like(rewards), 0
+    for length in lengths.tolist():
+        end, total = end + length, 0.0
+        for t in reversed(range(end - length, end)):
+            if mask[t]:
+                expected[t] = total = rewards[t] + gamma * total
+    found = discounted_returns(rewards, mask, lengths=lengths, gamma=gamma)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_length_adaptive_lambda_by_hand():
+    """Below 1 / alpha tokens the formula is negative; a response without a token has none."""
+    found = length_adaptive_lambda(torch.tensor([0, 1, 20, 40, 100, 2000]), alpha=0.05)
+    assert found.tolist() == [0.0, 0.0, 0.0, 0.5, 0.8, 0.99]
+
+
+def test_gae_with_a_lambda_a_sequence_is_that_of_each_sequence_with_its_own():
+    rewards, values, mask, lengths = ragged_batch(9)
+    mask = mask & (torch.rand(mask.shape, generator=torch.Generator().manual_seed(10)) < 0.8)
+    lambdas = torch.rand(len(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(11))
+    found, returns = gae(rewards, values, mask, lengths=lengths, gamma=0.9, gae_lambda=lambdas)
+    pieces = [x.split(lengths.tolist()) for x in (rewards, values, mask)]
+    for i, (advantages, of_returns) in enumerate(
+        zip(found.split(lengths.tolist()), returns.split(lengths.tolist()), strict=True)
+    ):
+        one = {"lengths": lengths[i : i + 1], "gamma": 0.9, "gae_lambda": float(lambdas[i])}
+        expected, expected_returns = gae(*(piece[i] for piece in pieces), **one)
+        torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(of_returns, expected_returns, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match=r"^gae_lambda .*as long as lengths"):
+        gae(rewards, values, mask, lengths=lengths, gamma=0.9, gae_lambda=lambdas[1:])

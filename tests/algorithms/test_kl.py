@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
 
-from hybridflow.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_k1, kl_k2, kl_k3
+from hybridflow.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_k1, kl_k2, kl_k3, kl_k3_plus
 
 
 def two_policies(scale: float = 1.0):
@@ -81,20 +81,28 @@ def test_as_a_loss_k3_has_the_gradient_of_the_opposite_divergence():
     assert not torch.allclose(pull, gradient(exact, logits), rtol=0.05)
 
 
+def test_k3_plus_has_the_value_of_k3_and_the_gradient_of_k2():
+    logits, ref_logits = two_policies()
+    log_probs, ref_log_probs = logits.log_softmax(0), ref_logits.log_softmax(0)
+    torch.testing.assert_close(kl_k3_plus(log_probs, ref_log_probs), kl_k3(log_probs, ref_log_probs))
+    pull = gradient(expected_estimate(kl_k3_plus, logits, ref_logits), logits)
+    torch.testing.assert_close(pull, gradient(expected_estimate(kl_k2, logits, ref_logits), logits))
+
+
 def test_k3_is_accurate_where_the_policies_nearly_agree():
     estimate = kl_k3(torch.tensor([-1e-3, 1e-3]), torch.zeros(2))
     torch.testing.assert_close(estimate, torch.tensor([5e-7, 5e-7]), rtol=1e-3, atol=0.0)
 
 
-@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "k3+"])
 def test_the_mapping_names_the_estimators_and_cannot_be_changed(name):
-    assert KL_ESTIMATORS[name] is {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}[name]
-    assert set(KL_ESTIMATORS) == {"k1", "k2", "k3"}
+    assert KL_ESTIMATORS[name] is {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3, "k3+": kl_k3_plus}[name]
+    assert set(KL_ESTIMATORS) == {"k1", "k2", "k3", "k3+"}
     with pytest.raises(TypeError):
         KL_ESTIMATORS[name] = kl_k1
 
 
-@pytest.mark.parametrize("estimator", [kl_k1, kl_k2, kl_k3])
+@pytest.mark.parametrize("estimator", [kl_k1, kl_k2, kl_k3, kl_k3_plus])
 def test_estimators_check_shapes(estimator):
     with pytest.raises(ValueError, match=r"^log_probs .*one dimension"):
         estimator(torch.zeros(2, 2), torch.zeros(2, 2))

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from hybridflow.algorithms import policy_loss
-from hybridflow.algorithms.policy_loss import approx_kl, probability_ratio, truncated_importance_weights
+from hybridflow.algorithms.policy_loss import (
+    approx_kl,
+    cispo_policy_loss,
+    clipped_high,
+    clipped_low,
+    probability_ratio,
+    reinforce_policy_loss,
+    sapo_policy_loss,
+    sequence_ratio,
+)
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}
 # Ratios below, inside and above [0.8, 1.3], each with a positive and with a negative advantage of size 2.
@@ -54,6 +63,9 @@ def test_clipped_loss_and_gradient_by_hand():
 def test_clipped_tokens_by_hand():
     clipped = clipped_tokens(LOG_PROBS, OLD_LOG_PROBS, ADVANTAGES, **CLIP)
     assert clipped.tolist() == [False, False, True, True, False, False]
+    ratio = torch.tensor(RATIOS)
+    assert clipped_low(ratio, ADVANTAGES, clip_low=0.2).tolist() == [False, False, False, True, False, False]
+    assert clipped_high(ratio, ADVANTAGES, clip_high=0.3).tolist() == [False, False, True, False, False, False]
 
 
 def test_at_ratio_one_the_gradient_is_minus_the_advantage():
@@ -150,22 +162,6 @@ def test_approx_kl_is_accurate_for_small_steps_and_detached():
     assert not estimates.requires_grad
 
 
-def test_truncated_importance_weights_by_hand():
-    rollout_log_probs = torch.tensor([-1.0, -1.0, -1.0, -1.0, 0.0])
-    log_ratios = torch.tensor([0.0, log(1.5), log(4.0), -log(4.0), 500.0])
-    log_probs = (rollout_log_probs + log_ratios).requires_grad_()
-    weights = truncated_importance_weights(log_probs, rollout_log_probs, cap=2.0)
-    torch.testing.assert_close(weights, torch.tensor([1.0, 1.5, 2.0, 0.25, 2.0]))
-    assert not weights.requires_grad
-
-
-def test_uncapped_importance_weights_turn_one_expectation_into_another():
-    logits, rollout_logits, x = torch.randn(3, 9, generator=torch.Generator().manual_seed(6))
-    log_probs, rollout_log_probs = logits.log_softmax(0), rollout_logits.log_softmax(0)
-    weights = truncated_importance_weights(log_probs, rollout_log_probs, cap=1e9)
-    torch.testing.assert_close((rollout_log_probs.exp() * weights * x).sum(), (log_probs.exp() * x).sum())
-
-
 @pytest.mark.parametrize(
     ("function", "options"),
     [
@@ -183,12 +179,129 @@ def test_three_tensor_functions_reject(function, options):
         function(torch.zeros(3), torch.zeros(3), torch.zeros(1), **options)
 
 
-@pytest.mark.parametrize(
-    ("function", "options", "second"),
-    [(approx_kl, {}, "old_log_probs"), (truncated_importance_weights, {"cap": 2.0}, "rollout_log_probs")],
-)
-def test_two_tensor_functions_reject(function, options, second):
+def test_approx_kl_rejects():
     with pytest.raises(ValueError, match=r"^log_probs .*one dimension"):
-        function(torch.zeros(()), torch.zeros(()), **options)
-    with pytest.raises(ValueError, match=rf"^{second} .*as long as log_probs"):
-        function(torch.zeros(3), torch.zeros(1), **options)
+        approx_kl(torch.zeros(()), torch.zeros(()))
+    with pytest.raises(ValueError, match=r"^old_log_probs .*as long as log_probs"):
+        approx_kl(torch.zeros(3), torch.zeros(1))
+
+
+# ------------------------------------------------------------------------------------------------ the others
+
+
+def test_the_ratio_of_a_sequence_by_hand():
+    """Of 2, 8 and 4, 1: the geometric means 4 and 2; the gradient of a response's tokens is one of all of them."""
+    sequences = torch.tensor([5, 1, 5, 1])
+    log_probs = torch.tensor([2.0, 4.0, 8.0, 1.0]).log().requires_grad_()
+    ratio = sequence_ratio(log_probs, torch.zeros(4), sequences)
+    torch.testing.assert_close(ratio, torch.tensor([4.0, 2.0, 4.0, 2.0]))
+    ratio[0].backward()
+    torch.testing.assert_close(log_probs.grad, torch.tensor([2.0, 0.0, 2.0, 0.0]))  # s / 2
+
+
+def test_with_one_token_a_sequence_gspo_is_ppo():
+    log_probs, old, advantages = random_tokens(11)
+    sequences = torch.randperm(len(old), generator=torch.Generator().manual_seed(12))
+    gspo = policy_loss.clipped_policy_loss(sequence_ratio(log_probs, old, sequences), advantages, **CLIP)
+    torch.testing.assert_close(gspo, clipped_policy_loss(log_probs, old, advantages, **CLIP))
+
+
+def test_gspo_per_token_is_the_loss_of_the_paper_per_sequence():
+    """With each token weighed by 1 / |o_i|, against a loop over responses, with the gradient."""
+    log_probs, old, _ = random_tokens(13)
+    generator = torch.Generator().manual_seed(14)
+    sequences = torch.randint(0, 40, (len(old),), generator=generator).sort().values
+    of_sequences = torch.randn(40, dtype=torch.float64, generator=generator)
+    counts = sequences.bincount(minlength=40)
+    leaf, other = log_probs.clone().requires_grad_(), log_probs.clone().requires_grad_()
+    each = policy_loss.clipped_policy_loss(sequence_ratio(leaf, old, sequences), of_sequences[sequences], **CLIP)
+    (each / counts[sequences]).sum().backward()
+    total = 0.0
+    for i in range(40):
+        if counts[i]:
+            mine = sequences == i
+            s = ((other[mine] - old[mine]).sum() / counts[i]).exp()
+            total = total - torch.minimum(s * of_sequences[i], s.clamp(0.8, 1.3) * of_sequences[i])
+    total.backward()
+    torch.testing.assert_close((each / counts[sequences]).sum(), total)
+    torch.testing.assert_close(leaf.grad, other.grad)
+
+
+@pytest.mark.parametrize("log_ratio", [-500.0, 500.0])
+def test_an_extreme_ratio_of_a_sequence_is_held(log_ratio):
+    found = sequence_ratio(torch.tensor([log_ratio, log_ratio]), torch.zeros(2), torch.tensor([0, 0]))
+    assert found.tolist() == pytest.approx([exp(20.0 if log_ratio > 0 else -20.0)] * 2, rel=1e-5)
+
+
+def test_cispo_by_hand():
+    """-clip(ratio) A log p, whose gradient is -clip(ratio) A: what is clipped still has one."""
+    loss, gradient = loss_and_gradient(
+        lambda log_probs: cispo_policy_loss(torch.tensor(RATIOS), log_probs, ADVANTAGES, **CLIP), LOG_PROBS
+    )
+    weights = torch.tensor([0.8, 1.0, 1.3, 0.8, 1.0, 1.3])
+    torch.testing.assert_close(loss, -weights * ADVANTAGES * LOG_PROBS)
+    torch.testing.assert_close(gradient, torch.tensor([-1.6, -2.0, -2.6, 1.6, 2.0, 2.6]))
+
+
+def test_no_gradient_flows_through_the_ratio_of_cispo():
+    log_probs, old, advantages = random_tokens(15)
+
+    def loss(leaf):
+        return cispo_policy_loss(probability_ratio(leaf, old), leaf, advantages, clip_low=1.0, clip_high=4.0)
+
+    _, gradient = loss_and_gradient(loss, log_probs)
+    torch.testing.assert_close(gradient, -(log_probs - old).exp().clamp(0, 5) * advantages)
+
+
+def test_sapo_by_hand():
+    """sigmoid(ln 3) = 3/4 and sigmoid(-ln 3) = 1/4, where tau (r - 1) is that."""
+    ratio = torch.tensor([1.0, 1 + log(3.0) / 2, 1 - log(3.0) / 4, 1 + log(3.0) / 4])
+    advantages = torch.tensor([2.0, 2.0, -2.0, 0.0])
+    found = sapo_policy_loss(ratio, advantages, tau_positive=2.0, tau_negative=4.0)
+    torch.testing.assert_close(found, torch.tensor([-2.0, -3.0, 0.5, 0.0]))
+
+
+def test_at_ratio_one_the_gradient_of_every_loss_is_that_of_ppo():
+    _, old, advantages = random_tokens(16)
+    ratio = of_log_probs(lambda ratio, advantages, **options: sapo_policy_loss(ratio, advantages, **options))
+    _, sapo = loss_and_gradient(ratio, old, old, advantages, tau_positive=1.0, tau_negative=1.05)
+    _, ppo = loss_and_gradient(clipped_policy_loss, old, old, advantages, **CLIP)
+    _, cispo = loss_and_gradient(
+        lambda leaf: cispo_policy_loss(probability_ratio(leaf, old), leaf, advantages, clip_low=1.0, clip_high=4.0), old
+    )
+    _, reinforce = loss_and_gradient(lambda leaf: reinforce_policy_loss(leaf, advantages), old)
+    for found in (sapo, cispo, reinforce):
+        torch.testing.assert_close(found, ppo)
+
+
+def test_reinforce_by_hand():
+    loss, gradient = loss_and_gradient(lambda leaf: reinforce_policy_loss(leaf, ADVANTAGES), OLD_LOG_PROBS)
+    assert loss.tolist() == [2.0, 2.0, 2.0, -2.0, -2.0, -2.0]
+    assert gradient.tolist() == [-2.0, -2.0, -2.0, 2.0, 2.0, 2.0]
+
+
+def test_each_equals_a_loop_over_the_tokens():
+    log_probs, old, advantages = random_tokens(17)
+    ratio = (log_probs - old).exp()
+    tokens = list(zip(ratio.tolist(), log_probs.tolist(), advantages.tolist(), strict=True))
+    sapo = []
+    for r, _, a in tokens:
+        tau = 1.0 if a > 0 else 1.05
+        sapo.append(-a / (1 + exp(-tau * (r - 1))) * 4 / tau)
+    found = sapo_policy_loss(ratio, advantages, tau_positive=1.0, tau_negative=1.05)
+    torch.testing.assert_close(found, torch.tensor(sapo, dtype=torch.float64))
+    cispo = [-min(max(r, 0.8), 1.3) * a * lp for r, lp, a in tokens]
+    found = cispo_policy_loss(ratio, log_probs, advantages, **CLIP)
+    torch.testing.assert_close(found, torch.tensor(cispo, dtype=torch.float64))
+
+
+def test_the_others_check_shapes():
+    three, one = torch.zeros(3), torch.zeros(1)
+    with pytest.raises(ValueError, match=r"^sequences .*as long as log_probs"):
+        sequence_ratio(three, three, one)
+    with pytest.raises(ValueError, match=r"^log_probs .*as long as ratio"):
+        cispo_policy_loss(three, one, three, **CLIP)
+    with pytest.raises(ValueError, match=r"^advantages .*as long as ratio"):
+        sapo_policy_loss(three, one, tau_positive=1.0, tau_negative=1.0)
+    with pytest.raises(ValueError, match=r"^advantages .*as long as log_probs"):
+        reinforce_policy_loss(three, one)

@@ -7,6 +7,7 @@ from hybridflow.algorithms.rewards import (
     RunningMoments,
     batch_normalized,
     clip_scores,
+    overlong_penalties,
     penalize_truncated,
     token_rewards,
 )
@@ -91,6 +92,19 @@ def test_penalize_truncated_by_hand():
     truncated = torch.tensor([True, False, True])
     assert penalize_truncated(SCORES, truncated, penalty=0.5).tolist() == [9.5, -1.0, -0.25]
     assert torch.equal(penalize_truncated(SCORES, ~truncated & truncated, penalty=0.5), SCORES)
+
+
+def test_overlong_penalties_by_hand():
+    """A limit of 20 with a buffer of 8: nothing up to 12, then an eighth a token, all of it from 20 on."""
+    lengths = torch.tensor([0, 12, 13, 16, 20, 25])
+    options = {"max_response_length": 20, "factor": 2.0}
+    assert overlong_penalties(lengths, buffer=8, **options).tolist() == [0.0, 0.0, 0.25, 1.0, 2.0, 2.0]
+    loops = [2.0 * min(max(n - 5, 0), 15) / 15 for n in range(30)]
+    found = overlong_penalties(torch.arange(30), buffer=15, **options)
+    torch.testing.assert_close(found, torch.tensor(loops))
+    for buffer in (0, 21):
+        with pytest.raises(ValueError, match=rf"^buffer is {buffer}: it must be in 1 .. max_response_length, 20"):
+            overlong_penalties(lengths, buffer=buffer, **options)
 
 
 def test_batch_normalized_by_hand():
