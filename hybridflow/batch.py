@@ -129,9 +129,20 @@ class Tokens:
             raise AttributeError(f"{type(self._batch).__name__} has no per-token field {name}")
         return self.at_places(getattr(self._batch, name))
 
+    @property
+    def sequences(self) -> Tensor:
+        """The row of the batch that each of these tokens is of, (r,) int64. A micro-batch has whole sequences."""
+        return torch.searchsorted(self._batch.lengths.cumsum(0), self._where, right=True).to(self._device)
+
     def at_places(self, values: Tensor) -> Tensor:
         """The entries of a (T,) tensor of the same batch at these places, (r,)."""
         return values[self._where].to(self._device)
+
+
+def joined(first: RolloutBatch, second: RolloutBatch) -> RolloutBatch:
+    """The rows of one rollout and then those of another, to the same prompts."""
+    names = marks(RolloutBatch)
+    return RolloutBatch(**{name: torch.cat([getattr(first, name), getattr(second, name)]) for name in names})
 
 
 def offsets(lengths: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ checked here, once; nothing later asks whether a field is there.
 import difflib
 import itertools
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -17,7 +16,6 @@ import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -28,6 +26,16 @@ from pydantic import (
     model_validator,
 )
 
+from hybridflow.algorithm_config import (
+    ALGORITHMS,
+    OPO,
+    PPO,
+    Algorithm,
+    MaxRL,
+    Section,
+    check_parts,
+    compares_responses,
+)
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.parallel.layout import Layout, PlatformName, Stages
 from hybridflow.placement import (
@@ -43,10 +51,6 @@ from hybridflow.placement import (
 
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 RanksKey = Annotated[Ranks, BeforeValidator(parse_ranks), PlainSerializer(shown)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 class DataConfig(Section):
@@ -237,123 +241,6 @@ class RolloutConfig(Section):
         return int(self.kv_cache_gib * (1 << 30)) * len(stages[stage]) // max(map(len, stages))
 
 
-class KL(Section):
-    """Where the KL to the reference enters: taken off the reward of each token, or added to the actor's loss."""
-
-    use: Literal["reward", "loss", "none"] = "reward"
-    estimator: Literal["k1", "k2", "k3"] = "k1"
-    coef: NonNegativeFloat = 0.05
-    controller: Literal["fixed", "adaptive"] = "fixed"
-    target: PositiveFloat = 6.0  # adaptive: nats per sequence
-    horizon: PositiveFloat = 10000.0  # adaptive: sequences
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.use == "none" and self.controller == "adaptive":
-            raise ValueError("controller: adaptive has nothing to control where use is none")
-        return self
-
-    def needs(self) -> frozenset[str]:
-        return frozenset() if self.use == "none" else frozenset({"reference"})
-
-
-class PolicyLoss(Section):
-    """The actor's loss of each response token, and its mean over the mini-batch."""
-
-    kind: Literal["clip", "dual_clip"] = "clip"
-    clip_range: PositiveFloat = 0.2  # probability ratios are clipped at 1 - clip_range
-    clip_range_high: PositiveFloat | None = None  # and at 1 + this; None: clip_range
-    dual_clip: Annotated[float, Field(gt=1.0)] | None = None  # kind dual_clip, there 3 by default: L <= -3 A if A < 0
-    loss_mean: Literal["token_mean", "sequence_token_mean"] = "token_mean"
-    entropy_coef: NonNegativeFloat = 0.0
-    importance_cap: PositiveFloat | None = None  # truncated importance sampling, engine against trainer
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.dual_clip is not None and self.kind != "dual_clip":
-            raise ValueError(f"dual_clip = {self.dual_clip} is for kind: dual_clip, the kind is {self.kind}")
-        return self
-
-
-class Update(Section):
-    """Passes over the batch of an iteration, cut into mini-batches in random order: an optimizer step each."""
-
-    epochs: PositiveInt = 1
-    mini_batch_size: PositiveInt | None = None  # sequences per optimizer step; None: all of the iteration
-
-
-class PPO(Section):
-    """Proximal policy optimisation with a critic. Schulman et al. 2017, arXiv 1707.06347.
-
-    `needs` says, here and in the other algorithms, which roles there have to be.
-    """
-
-    name: Literal["ppo"] = "ppo"
-    gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
-    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95
-    whiten_advantages: bool = True
-    policy: PolicyLoss = PolicyLoss()
-    value_clip_range: PositiveFloat | None = 0.2
-    kl: KL = KL()
-    update: Update = Update()
-    critic_warmup_iterations: NonNegativeInt = 0  # the actor is not updated in these
-
-    def needs(self) -> frozenset[str]:
-        return frozenset({"actor", "critic", "reward"}) | self.kl.needs()
-
-
-class GRPOPolicyLoss(PolicyLoss):
-    loss_mean: Literal["token_mean", "sequence_token_mean"] = "sequence_token_mean"
-
-
-class GRPOKL(KL):
-    """In the loss: an advantage is of a whole response, and has no place for a penalty a token."""
-
-    use: Literal["loss", "none"] = "loss"
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    coef: NonNegativeFloat = 0.04
-
-
-class GRPO(Section):
-    """Group relative policy optimisation, without a critic. Shao et al. 2024, arXiv 2402.03300."""
-
-    name: Literal["grpo"] = "grpo"
-    policy: GRPOPolicyLoss = GRPOPolicyLoss()
-    kl: GRPOKL = GRPOKL()
-    update: Update = Update()
-
-    def needs(self) -> frozenset[str]:
-        return frozenset({"actor", "reward"}) | self.kl.needs()
-
-
-class CustomKL(KL):
-    use: Literal["reward", "loss", "none"] = "none"
-
-
-class Custom(Section):
-    """A flow of the user's own: `function(run, c) -> batch`, where c is this section."""
-
-    name: Literal["custom"]
-    flow: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]  # package.module:function
-    roles: tuple[Literal["actor", "critic", "reference", "reward"], ...]
-    options: dict[str, Any] = {}  # for the flow alone
-    policy: PolicyLoss = PolicyLoss()
-    kl: CustomKL = CustomKL()
-    update: Update = Update()
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if "actor" not in self.roles:
-            raise ValueError(f"roles = {list(self.roles)} leaves out actor, which generates")
-        if self.kl.use != "none" and "reference" not in self.roles:
-            raise ValueError(f"kl.use = {self.kl.use} needs a reference: add reference to roles = {list(self.roles)}")
-        return self
-
-    def needs(self) -> frozenset[str]:
-        return frozenset(self.roles)
-
-
-ALGORITHMS: Mapping[str, type[Section]] = {"ppo": PPO, "grpo": GRPO, "custom": Custom}
 # where the keys of configs without a name went: before there were names, there was PPO with these
 MOVED = {
     "clip_range": "policy",
@@ -367,7 +254,21 @@ MOVED = {
 
 
 def _moved_to(key: str) -> str:
-    return f"{MOVED[key]}.{'epochs' if key == 'ppo_epochs' else key}"
+    return {"ppo_epochs": "update.epochs", "importance_cap": "policy.importance.cap"}.get(key, f"{MOVED[key]}.{key}")
+
+
+def _moved(key: str, value: Any) -> dict[str, Any]:
+    """What an old key is in the section that it went to; nothing where it turned off what is off unless it is given."""
+    if key in ("dual_clip", "importance_cap") and value is None:
+        return {}
+    match key:
+        case "dual_clip":
+            return {"dual_clip": value, "kind": "dual_clip"}
+        case "importance_cap":
+            return {"importance": {"kind": "token", "cap": value}}
+        case "ppo_epochs":
+            return {"epochs": value}
+    return {key: value}
 
 
 def _named(given: Any) -> Any:
@@ -378,16 +279,14 @@ def _named(given: Any) -> Any:
     for key, section in MOVED.items():
         if key not in given:
             continue
-        new = _moved_to(key).rpartition(".")[2]
-        part = tree.get(section) or {}
-        if not isinstance(part, dict) or new in part:
+        new, part = _moved(key, given[key]), tree.get(section) or {}
+        if not isinstance(part, dict) or (new.keys() - {"kind"}) & part.keys():
             raise ValueError(f"{key} is now {_moved_to(key)}, which is given too: leave one out")
-        if key != "dual_clip" or given[key] is not None:
-            tree[section] = part | {new: given[key]} | ({"kind": "dual_clip"} if key == "dual_clip" else {})
+        tree[section] = part | new
     return {"name": "ppo", **tree}
 
 
-AlgorithmConfig = Annotated[PPO | GRPO | Custom, Field(discriminator="name"), BeforeValidator(_named)]
+AlgorithmConfig = Annotated[Algorithm, Field(discriminator="name"), BeforeValidator(_named)]
 
 
 class NonFiniteConfig(Section):
@@ -479,7 +378,14 @@ class ExperimentConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for check in (self._check_roles, self._check_batch, self._check_sampling, self._check_lengths):
+        check_parts(self.algorithm)
+        for check in (
+            self._check_roles,
+            self._check_batch,
+            self._check_sampling,
+            self._check_lengths,
+            self._check_scores,
+        ):
             check()
         if self.metrics.eval_interval and not (self.data.heldout and self.metrics.eval_reward):
             raise ValueError(
@@ -506,10 +412,15 @@ class ExperimentConfig(Section):
                 f"algorithm.update.mini_batch_size = {self.mini_batch_size} does not divide the sequences of an "
                 f"iteration: data.prompts_per_iteration x sampling.samples_per_prompt = {prompts} x {samples} = {batch}"
             )
-        if self.algorithm.name == "grpo" and samples == 1:
+        if compares_responses(self.algorithm) and samples == 1:
             raise ValueError(
-                "sampling.samples_per_prompt = 1: algorithm grpo compares the responses of a prompt with each other, "
-                "it needs at least 2"
+                f"sampling.samples_per_prompt = 1: algorithm {self.algorithm.name} compares the responses of a prompt "
+                f"with each other, it needs at least 2"
+            )
+        if isinstance(self.algorithm, OPO) and self.mini_batch_size != batch:
+            raise ValueError(
+                f"algorithm.update.mini_batch_size = {self.mini_batch_size}: opo is exactly on-policy, it takes one "
+                f"step with all {batch} sequences of an iteration: leave it out"
             )
         if kl.controller == "adaptive" and batch >= 5 * kl.horizon:
             raise ValueError(
@@ -518,13 +429,30 @@ class ExperimentConfig(Section):
             )
 
     def _check_sampling(self) -> None:
-        changed = self.sampling.changed_distribution()
-        if self.algorithm.policy.importance_cap is not None and changed:
+        changed, policy = self.sampling.changed_distribution(), self.algorithm.policy
+        if policy.old_log_probs == "engine" and changed:
             raise ValueError(
-                f"algorithm.policy.importance_cap = {self.algorithm.policy.importance_cap} cannot go with "
+                f"algorithm.policy.old_log_probs = engine cannot go with {', '.join(changed)}: the engine's log-probs "
+                f"are then of the truncated or penalised distribution, and the ratio of the first step would not be 1"
+            )
+        if policy.importance is not None and changed:
+            bound = "kind" if policy.importance.cap is None else "cap"
+            raise ValueError(
+                f"algorithm.policy.importance.{bound} = {getattr(policy.importance, bound)} cannot go with "
                 f"{', '.join(changed)}: the engine's log-probs are then of the truncated or penalised distribution, "
                 f"the trainer's of the full one, and the weights would carry the difference of the two"
             )
+
+    def _check_scores(self) -> None:
+        """What shapes scores leaves them as the algorithm takes them."""
+        reward = self.reward
+        if isinstance(self.algorithm, MaxRL) and reward is not None:
+            for key, neutral in (("normalization", "none"), ("truncation_penalty", 0.0)):
+                if getattr(reward, key) != neutral:
+                    raise ValueError(
+                        f"reward.{key} = {getattr(reward, key)}: maxrl divides by the mean score of a group, and this "
+                        f"makes scores negative: leave it out"
+                    )
 
     def _check_lengths(self) -> None:
         longest = self.max_sequence_length

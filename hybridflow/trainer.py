@@ -13,19 +13,22 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from hybridflow.algorithm_config import GRPO, OPO, PPO, RLOO, Algorithm, Custom, DrGRPO, MaxRL, Reinforce, ReMax
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.checkpoint.keeper import Keeper
-from hybridflow.config import GRPO, PPO, AlgorithmConfig, Custom, ExperimentConfig
+from hybridflow.config import ExperimentConfig
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import Inputs, load_inputs
 from hybridflow.errors import ConfigError, NonFiniteError, Stopped
 from hybridflow.flows.custom import custom_flow
 from hybridflow.flows.evaluate import evaluate
 from hybridflow.flows.finite import NonFinite
-from hybridflow.flows.grpo import grpo
+from hybridflow.flows.groups import dr_grpo, grpo, maxrl, opo, rloo
 from hybridflow.flows.models import Roles, training_memory_offloaded
 from hybridflow.flows.ppo import ppo
+from hybridflow.flows.reinforce import reinforce
+from hybridflow.flows.remax import remax
 from hybridflow.flows.replay import Replay, dumped_batches
 from hybridflow.flows.run import Run
 from hybridflow.generator import Generator
@@ -51,13 +54,25 @@ from hybridflow.user_code import search_beside
 Flow = Callable[[Run], RolloutBatch]
 
 
-def flow_of(algorithm: AlgorithmConfig) -> Flow:
+def flow_of(algorithm: Algorithm) -> Flow:
     """The function that runs an iteration of the algorithm."""
     match algorithm:
         case PPO():
             return lambda run: ppo(run, algorithm)
         case GRPO():
             return lambda run: grpo(run, algorithm)
+        case DrGRPO():
+            return lambda run: dr_grpo(run, algorithm)
+        case RLOO():
+            return lambda run: rloo(run, algorithm)
+        case OPO():
+            return lambda run: opo(run, algorithm)
+        case MaxRL():
+            return lambda run: maxrl(run, algorithm)
+        case ReMax():
+            return lambda run: remax(run, algorithm)
+        case Reinforce():
+            return lambda run: reinforce(run, algorithm)
         case Custom():
             return custom_flow(algorithm)
 

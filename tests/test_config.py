@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from hybridflow.algorithm_config import ALGORITHMS
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError, UserError
 from hybridflow.parallel.layout import Layout
@@ -227,7 +228,7 @@ def test_every_problem_is_told_at_once(config_file) -> None:
         ("algorithm.gamma", 1.5, "less than or equal to 1"),
         ("algorithm.policy.clip_range", 0, "greater than 0"),
         ("algorithm.policy.dual_clip", 1.0, "greater than 1"),
-        ("algorithm.kl.estimator", "k4", "'k1', 'k2' or 'k3'"),
+        ("algorithm.kl.estimator", "k4", "'k1', 'k2', 'k3' or 'k3+'"),
         ("algorithm.update.epochs", 0, "greater than 0"),
         ("reward.normalization", "z", "'none', 'batch' or 'running'"),
         ("metrics.csv", "maybe", "boolean"),
@@ -622,7 +623,7 @@ def test_a_config_of_before_there_were_names_means_ppo(config_file) -> None:
     ("changes", "expected"),
     [
         ({"algorithm": {"name": "pppo"}}, "algorithm.name = 'pppo': is no algorithm; did you mean ppo?"),
-        ({"algorithm": {"name": "zzz"}}, "known are ppo, grpo, custom"),
+        ({"algorithm": {"name": "zzz"}}, "known are ppo, grpo, dr_grpo, rloo, remax, reinforce, opo, maxrl, custom"),
         (
             {"algorithm": {"name": "ppo", "mini_batch_size": 4}},
             "algorithm.mini_batch_size: unknown key; it is now algorithm.update.mini_batch_size",
@@ -661,7 +662,7 @@ def test_a_config_of_before_there_were_names_means_ppo(config_file) -> None:
         *(
             (
                 {"algorithm.policy.importance_cap": 2.0, f"sampling.{key}": value},
-                f"algorithm.policy.importance_cap = 2.0 cannot go with sampling.{key} = {value}",
+                f"algorithm.policy.importance.cap = 2.0 cannot go with sampling.{key} = {value}",
             )
             for key, value in {
                 "top_p": 0.9,
@@ -679,6 +680,144 @@ def test_a_config_of_before_there_were_names_means_ppo(config_file) -> None:
 def test_an_algorithm_and_its_sections_are_checked_both_ways(changes, expected, config_file) -> None:
     with pytest.raises(ConfigError, match=re.escape(expected)):
         ExperimentConfig.from_yaml(config_file(changes))
+
+
+WITHOUT: dict[str, Any] = {"critic": None, "reference": None}
+GROUPED = ("grpo", "dr_grpo", "rloo", "opo", "maxrl")
+
+
+def algorithm(name: str, **more: Any) -> Any:
+    """The section of an algorithm without a critic, of a config with the roles that it has."""
+    needs = ALGORITHMS[name].model_validate({"name": name, **more}).needs()
+    roles = {"critic": None} | ({} if "reference" in needs else {"reference": None})
+    return load(algorithm={"name": name, **more}, **roles).algorithm
+
+
+def test_each_algorithm_has_the_defaults_of_its_paper() -> None:
+    means = {name: algorithm(name).policy.loss_mean for name in ALGORITHMS if name not in ("ppo", "custom")}
+    sums = dict.fromkeys(("rloo", "remax", "opo", "maxrl"), "sequence_sum_mean")
+    others = {"grpo": "sequence_token_mean", "dr_grpo": "constant", "reinforce": "token_mean"}
+    assert means == others | sums
+    kinds = {name: algorithm(name).policy.kind for name in means}
+    assert kinds == {name: "reinforce" if name in sums else "clip" for name in means}
+    uses = {name: (algorithm(name).kl.use, algorithm(name).kl.estimator) for name in means}
+    in_reward, nowhere = ("reward", "k1"), ("none", "k3")
+    assert uses == {
+        "grpo": ("loss", "k3"),
+        **dict.fromkeys(("rloo", "remax", "reinforce"), in_reward),
+        **dict.fromkeys(("dr_grpo", "opo", "maxrl"), nowhere),
+    }
+    group = algorithm("reinforce", baseline="group")
+    assert (group.kl.use, group.kl.estimator, group.kl.coef) == ("loss", "k2", 0.01)
+    assert algorithm("reinforce", baseline="group", kl={"coef": 0.5}).kl.estimator == "k2"
+
+
+def test_a_policy_loss_has_the_ranges_of_its_paper() -> None:
+    ranges = {}
+    for kind, mean in {"clip": "token_mean", "gspo": "sequence_token_mean", "cispo": "token_mean"}.items():
+        policy = algorithm("grpo", policy={"kind": kind, "loss_mean": mean}).policy
+        ranges[kind] = (policy.clip_range, policy.clip_range_high)
+    assert ranges == {"clip": (0.2, None), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+    given = algorithm("grpo", policy={"kind": "gspo", "clip_range": 0.1, "clip_range_high": 0.3}).policy
+    assert (given.clip_range, given.clip_range_high) == (0.1, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("given", "cap", "low", "high"),
+    [
+        ({}, 2.0, None, None),
+        ({"kind": "sequence", "cap": 5.0}, 5.0, None, None),
+        ({"kind": "icepop"}, None, 0.5, 5.0),
+        ({"kind": "geometric", "low": 0.99, "high": 1.01}, None, 0.99, 1.01),
+    ],
+)
+def test_importance_weights_have_the_bounds_of_their_kind(given, cap, low, high) -> None:
+    found = algorithm("grpo", policy={"importance": given}).policy.importance
+    assert (found.cap, found.low, found.high) == (cap, low, high)
+
+
+def test_an_importance_cap_is_the_cap_of_weights_by_token() -> None:
+    assert algorithm("grpo", policy={"importance_cap": 3.0}) == algorithm("grpo", policy={"importance": {"cap": 3.0}})
+    assert algorithm("grpo", policy={"importance_cap": None}).policy.importance is None
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "custom"])
+def test_the_resolved_section_of_every_algorithm_reads_back_as_itself(name: str) -> None:
+    policies: list[dict[str, Any]] = [{}, {"importance": {"kind": "icepop"}}, {"kind": "sapo", "tau_positive": 2.0}]
+    policies += [{"kind": "cispo"}, {"kind": "clip", "clip_range": 0.1}, {"old_log_probs": "engine"}]
+    policies += [{"kind": "gspo", "loss_mean": "sequence_token_mean"}]
+    for policy in policies:
+        section = ALGORITHMS[name].model_validate({"name": name, "policy": policy})
+        assert ALGORITHMS[name].model_validate(section.model_dump(mode="json")) == section
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        *(({"name": name}, f"sampling.samples_per_prompt = 1: algorithm {name} compares") for name in GROUPED),
+        ({"name": "reinforce", "baseline": "group"}, "samples_per_prompt = 1: algorithm reinforce compares"),
+        ({"name": "grpo", "policy": {"kind": "gspo", "loss_mean": "token_mean"}}, "it goes with sequence_token_mean"),
+        ({"name": "dr_grpo", "policy": {"kind": "gspo"}}, "loss_mean = constant would weigh it by its length"),
+        (
+            {"name": "remax", "policy": {"kind": "gspo", "loss_mean": "sequence_token_mean"}},
+            "kind = gspo: its ratio is of a whole response, the advantages of remax are of tokens",
+        ),
+        ({"name": "grpo", "kl": {"estimator": "k1"}}, "kl.estimator = k1 in the loss: the expectation of its gradient"),
+        ({"name": "rloo", "kl": {"estimator": "k3+"}}, "estimator = k3+ differs from k3 in its gradient"),
+        ({"name": "dr_grpo", "kl": {"use": "reward"}}, "algorithm.kl.use = 'reward': input should be 'loss' or 'none'"),
+        ({"name": "reinforce", "baseline": "group", "kl": {"use": "reward"}}, "with baseline: group the KL is in the"),
+        ({"name": "reinforce", "baseline": "group", "gamma": 0.9}, "gamma = 0.9: with baseline: group nothing is"),
+        ({"name": "opo", "kl": {"use": "loss"}}, "kl.use = loss: opo is exactly on-policy"),
+        ({"name": "opo", "policy": {"entropy_coef": 0.1}}, "policy.entropy_coef = 0.1: opo is exactly on-policy"),
+        ({"name": "opo", "update": {"epochs": 2}}, "update.epochs = 2: opo is exactly on-policy"),
+        ({"name": "grpo", "policy": {"kind": "sapo", "clip_range": 0.1}}, "clip_range = 0.1: kind: sapo clips nothing"),
+        ({"name": "rloo", "policy": {"clip_range_high": 0.1}}, "clip_range_high = 0.1: kind: reinforce clips nothing"),
+        ({"name": "grpo", "policy": {"tau_negative": 1.0}}, "tau_negative = 1.0 is for kind: sapo, the kind is clip"),
+        (
+            {"name": "grpo", "policy": {"old_log_probs": "engine", "importance": {"kind": "icepop"}}},
+            "importance would count it twice: leave one out",
+        ),
+        (
+            {"name": "grpo", "policy": {"importance_cap": 2.0, "importance": {"kind": "icepop"}}},
+            "importance_cap is now importance.cap, which is given too: leave one out",
+        ),
+        ({"name": "grpo", "policy": {"importance": {"low": 0.5}}}, "low = 0.5 is not for kind: token, which has cap"),
+        (
+            {"name": "grpo", "policy": {"importance": {"kind": "icepop", "cap": 2.0}}},
+            "cap = 2.0 is not for kind: icepop, which has low and high",
+        ),
+        ({"name": "grpo", "policy": {"importance": {"kind": "geometric", "low": 0.9}}}, "geometric needs low and high"),
+        (
+            {"name": "grpo", "policy": {"importance": {"kind": "icepop", "low": 1.5}}},
+            "low = 1.5, high = 5.0: 1, where engine and trainer agree, lies between",
+        ),
+    ],
+)
+def test_parts_that_make_no_sense_together_are_refused_with_the_reason(section, expected, config_file) -> None:
+    tree = {"algorithm": section, "sampling.samples_per_prompt": 1 if "samples_per_prompt" in expected else 2}
+    path = config_file(tree | {"critic": None})
+    if "samples_per_prompt" in expected and "reference" not in ALGORITHMS[section["name"]](**section).needs():
+        path = config_file(tree | WITHOUT)
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        ExperimentConfig.from_yaml(path)
+
+
+def test_opo_takes_one_step_an_iteration(config_file) -> None:
+    path = config_file({"algorithm": {"name": "opo", "update": {"mini_batch_size": 8}}, **WITHOUT})
+    expected = "mini_batch_size = 8: opo is exactly on-policy, it takes one step with all 16 sequences of an iteration"
+    assert expected in problem(path)
+    assert ExperimentConfig.from_yaml(path, ["algorithm.update.mini_batch_size=16"]).mini_batch_size == 16
+
+
+@pytest.mark.parametrize(("key", "value"), [("normalization", "batch"), ("truncation_penalty", 0.5)])
+def test_maxrl_takes_scores_that_are_not_negative(config_file, key: str, value: Any) -> None:
+    path = config_file({"algorithm": {"name": "maxrl"}, f"reward.{key}": value, **WITHOUT})
+    assert f"reward.{key} = {value}: maxrl divides by the mean score of a group" in problem(path)
+
+
+def test_the_engines_log_probs_are_no_old_ones_where_it_samples_from_less(config_file) -> None:
+    path = config_file({"algorithm.policy.old_log_probs": "engine", "sampling.top_p": 0.9})
+    assert "algorithm.policy.old_log_probs = engine cannot go with sampling.top_p = 0.9" in problem(path)
 
 
 def test_an_algorithm_has_the_models_that_it_needs() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.algorithm_config import ALGORITHMS
 from hybridflow.checkpoint.changes import table_rows
-from hybridflow.config import ALGORITHMS, ExperimentConfig
+from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ExitStatus
 from tests.test_structure import floor
 

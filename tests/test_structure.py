@@ -29,6 +29,7 @@ FLOORS: dict[int, list[str]] = {
         "parallel.layout",
         "parallel.seeds",
         "placement",
+        "algorithm_config",
         "config",
     ],
     1: ["parallel", "parallel.*", "formats", "formats.*"],

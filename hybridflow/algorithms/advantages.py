@@ -147,6 +147,28 @@ def tokens_in_mask(mask: Tensor, lengths: Tensor) -> Tensor:
     return before[ends] - before[ends - lengths]
 
 
+def sequence_sums(x: Tensor, mask: Tensor, *, lengths: Tensor) -> Tensor:
+    """The sum of x over the mask in each sequence.
+
+    Args:
+        x: float (T,), not read outside the mask.
+        mask: bool (T,).
+        lengths: int64 (N,), tokens in each sequence.
+
+    Returns:
+        float (N,).
+
+    Raises:
+        ValueError: a shape or dtype is not as above, or lengths does not sum to T.
+    """
+    require_flat(x=x, mask=mask)
+    require_mask(mask=mask)
+    require_lengths(lengths, mask.shape[0])
+    rows = torch.arange(len(lengths), device=x.device).repeat_interleave(lengths, output_size=len(x))
+    sums = torch.zeros(len(lengths), dtype=torch.float64, device=x.device)
+    return sums.index_add(0, rows, x.double().masked_fill(~mask, 0.0)).to(x.dtype)
+
+
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Mean of x where the mask is True: sum_t m_t x_t / sum_t m_t.
 

@@ -39,8 +39,8 @@ def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, sequences: Tensor) 
 
         s_i = exp(mean over t of i of (log pi_t - log pi_old_t))
 
-    Zheng et al. 2025 (GSPO), arXiv 2507.18071, equation 7. A loss per token with `loss_mean.sequence_token_mean` is then
-    the paper's loss per sequence: a response has it |o_i| times, each with 1 / |o_i|. Log s_i is held within +-20.
+    Zheng et al. 2025 (GSPO), arXiv 2507.18071, equation 7. A loss per token with `loss_mean.sequence_token_mean` then
+    is the paper's loss per sequence: a response has it |o_i| times, each with 1 / |o_i|. Log s_i is held within +-20.
 
     Args:
         log_probs: float (T,), of the policy being trained; the gradient flows through these.

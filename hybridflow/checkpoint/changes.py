@@ -20,7 +20,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from hybridflow.config import ALGORITHMS, PPO, ExperimentConfig, OptimizerConfig, Section
+from hybridflow.algorithm_config import ALGORITHMS, PPO, Importance, Section, with_importance
+from hybridflow.config import ExperimentConfig, OptimizerConfig
 from hybridflow.errors import ConfigError
 from hybridflow.models.optimizer import learning_rate
 
@@ -154,8 +155,9 @@ TABLE: tuple[Rule, ...] = (
     _rule("algorithm.name algorithm.flow algorithm.roles", REFUSED, NOTICED, "it is another algorithm"),
     _rule("algorithm.options", NOTICED, NOTICED, "the flow alone knows what they mean"),
     _rule(
-        "algorithm.gamma algorithm.gae_lambda algorithm.whiten_advantages algorithm.value_clip_range "
-        "algorithm.critic_warmup_iterations algorithm.policy.* algorithm.update.*",
+        "algorithm.gamma algorithm.gae_lambda algorithm.value_gae_lambda algorithm.length_adaptive_alpha "
+        "algorithm.whiten_advantages algorithm.value_clip_range algorithm.critic_warmup_iterations algorithm.std "
+        "algorithm.baseline algorithm.policy.* algorithm.policy.importance.* algorithm.update.*",
         NOTICED,
         NOTICED,
         "",
@@ -304,7 +306,7 @@ def flat_config(tree: Tree) -> dict[str, Any]:
 
     A section is there as GIVEN; a list of sections by its indices.
     """
-    return dict(_flat(ExperimentConfig, tree, ""))
+    return dict(_flat(ExperimentConfig, _as_written_now(tree), ""))
 
 
 # ------------------------------------------------------------------------------------------------ one key
@@ -387,6 +389,17 @@ def _matches(key: str, pattern: str) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------ a config, made flat
+
+
+def _as_written_now(tree: Tree) -> Tree:
+    """With the keys of an earlier version's resolved config where they are now."""
+    algorithm = tree.get("algorithm")
+    if not isinstance(algorithm, Mapping) or not isinstance(algorithm.get("policy"), Mapping):
+        return tree
+    policy = with_importance(algorithm["policy"])
+    if policy.get("importance") is not None:
+        policy["importance"] = Importance.model_validate(policy["importance"]).model_dump(mode="json")
+    return {**tree, "algorithm": {**algorithm, "policy": policy}}
 
 
 def _flat(model: type[BaseModel], tree: Tree, prefix: str) -> Iterator[tuple[str, Any]]:

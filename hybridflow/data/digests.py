@@ -7,7 +7,8 @@ import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
-from hybridflow.config import Custom, ExperimentConfig
+from hybridflow.algorithm_config import Custom
+from hybridflow.config import ExperimentConfig
 from hybridflow.data.inputs import Inputs
 from hybridflow.parallel.agreement import code_digests, digest_bytes, digest_files
 from hybridflow.rewards.functions import load_reward_function

@@ -17,13 +17,19 @@ class NonFinite(Exception):
 
 
 def check_finite(known: Mapping[str, Tensor], rollout: RolloutBatch) -> None:
-    """Raise NonFinite for the first of some (T,) or (N,) tensors that are not finite everywhere."""
+    """Raise NonFinite for the first of some (T,) or (N,) tensors that are not finite everywhere.
+
+    One of (N + M,) is of the rollout's rows and then of those of a second rollout to the same prompts.
+    """
     for name, values in known.items():
         bad = (~values.isfinite()).nonzero()
         if len(bad):
             at = int(bad[0])
-            row = at if len(values) == len(rollout) else int(_rows_of(torch.tensor([at]), rollout))
-            raise NonFinite(f"{name} is {float(values[at])} in {described(row, rollout)}", {**vars(rollout), **known})
+            row = int(_rows_of(torch.tensor([at]), rollout)) if len(values) == len(rollout.input_ids) else at
+            where = f"row {row - len(rollout)} of the second rollout"
+            if row < len(rollout):
+                where = described(row, rollout)
+            raise NonFinite(f"{name} is {float(values[at])} in {where}", {**vars(rollout), **known})
 
 
 def _rows_of(tokens: Tensor, batch: RolloutBatch) -> Tensor:

@@ -1,17 +1,20 @@
 """PPO with a critic. Schulman et al. 2017, arXiv 1707.06347; for language models Ziegler et al. 2019, arXiv 1909.08593.
 
 Choices: the score is earned by the last response token; the KL is taken off each token's reward (or is in the loss), at
-the sampling temperature; advantages are whitened over the batch; values are clipped near the old ones.
+the sampling temperature; advantages are whitened over the batch; values are clipped near the old ones. The returns that
+the critic learns may have a lambda of their own, and the advantages one that grows with the response (VC-PPO, VAPO).
 """
 
 from dataclasses import dataclass
 
-from hybridflow.algorithms.advantages import gae, whiten
+from torch import Tensor
+
+from hybridflow.algorithm_config import PPO
+from hybridflow.algorithms.advantages import gae, length_adaptive_lambda, tokens_in_mask, whiten
 from hybridflow.algorithms.rewards import token_rewards
 from hybridflow.batch import PerSequence, PerToken, RolloutBatch
-from hybridflow.config import PPO
 from hybridflow.flows.run import Run
-from hybridflow.roles.objectives import policy_loss, value_loss
+from hybridflow.roles.objectives import value_loss
 
 
 @dataclass(frozen=True)
@@ -35,14 +38,16 @@ def ppo(run: Run, c: PPO) -> PPOBatch:
     rollout = run.generate()
     known = run.whole(
         raw_scores=run.scores(rollout),
-        log_probs=run.actor.log_probs(rollout),
+        log_probs=run.old_log_probs(rollout),
         **run.ref_log_probs(rollout),
         values=run.critic.values(rollout),
     )
     mask, lengths = rollout.response_mask, rollout.lengths
     scores = run.shaped(known.raw_scores, rollout)
     rewards = token_rewards(scores, run.kl_in_reward(known), mask, lengths=lengths, kl_coef=run.kl.coef)
-    advantages, returns = gae(rewards, known.values, mask, lengths=lengths, gamma=c.gamma, gae_lambda=c.gae_lambda)
+    of_policy, of_critic = lambdas(c, rollout)
+    advantages, _ = gae(rewards, known.values, mask, lengths=lengths, gamma=c.gamma, gae_lambda=of_policy)
+    _, returns = gae(rewards, known.values, mask, lengths=lengths, gamma=c.gamma, gae_lambda=of_critic)
     if c.whiten_advantages:
         advantages = whiten(advantages, mask)
     batch_type = PPOBatchWithReference if run.has_reference else PPOBatch
@@ -52,5 +57,14 @@ def ppo(run: Run, c: PPO) -> PPOBatch:
     for mini_batch in run.mini_batches(batch, c.update):
         run.critic.update(mini_batch, value_loss(c.value_clip_range))
         if run.iteration > c.critic_warmup_iterations:
-            run.actor.update(mini_batch, policy_loss(c.policy, run.kl))
+            run.actor.update(mini_batch, run.policy_loss(c.policy))
     return batch
+
+
+def lambdas(c: PPO, rollout: RolloutBatch) -> tuple[float | Tensor, float]:
+    """The lambda of the advantages, one for all or a sequence's own, and that of the returns."""
+    of_critic = c.gae_lambda if c.value_gae_lambda is None else c.value_gae_lambda
+    if c.length_adaptive_alpha is None:
+        return c.gae_lambda, of_critic
+    response_lengths = tokens_in_mask(rollout.response_mask, rollout.lengths)
+    return length_adaptive_lambda(response_lengths, alpha=c.length_adaptive_alpha), of_critic

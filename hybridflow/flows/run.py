@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.algorithm_config import PolicyLoss, Update
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.state import RunState
-from hybridflow.config import ExperimentConfig, Update
+from hybridflow.config import ExperimentConfig
 from hybridflow.data.prompts import PromptDataset, PromptOrder
 from hybridflow.errors import ConfigError, Stopped
 from hybridflow.flows.finite import check_finite
@@ -39,7 +40,7 @@ from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.recording.iteration import Iteration, Metrics, batch_metrics, cost_metrics
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.rewards.scorer import Scores
-from hybridflow.roles.objectives import KLTerm
+from hybridflow.roles.objectives import KLTerm, PolicyObjective, policy_loss
 from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.values import Critic
 
@@ -131,6 +132,10 @@ class Run:
     def kl(self) -> KLTerm:
         return KLTerm(self._config.algorithm.kl, self.state.kl_coef)
 
+    def policy_loss(self, config: PolicyLoss) -> PolicyObjective:
+        """What the actor minimises, with the KL and the lengths of this run."""
+        return policy_loss(config, self.kl, max_response_length=self._config.sampling.max_response_length)
+
     @overload
     def generate(self, how: Sampled | Greedy = Sampled()) -> RolloutBatch: ...
 
@@ -158,21 +163,29 @@ class Run:
             raise self._absent("reward")
         return self._roles.scorer.scores(rollout, self.prompts)
 
+    def old_log_probs(self, rollout: RolloutBatch) -> Contribution | Tensor:
+        """Those that ratios are to, of (T,): the actor's before the updates or the engine's (policy.old_log_probs)."""
+        if self._config.algorithm.policy.old_log_probs == "engine":
+            return rollout.rollout_log_probs
+        return self.actor.log_probs(rollout)
+
     def ref_log_probs(self, rollout: RolloutBatch) -> dict[str, Contribution]:
         """Those of the reference under the name ref_log_probs; nothing where there is no KL."""
         return {"ref_log_probs": self.reference.log_probs(rollout)} if self.has_reference else {}
 
-    def whole(self, **asked: Contribution | Scores) -> Known:
+    def whole(self, **asked: Contribution | Scores | Tensor) -> Known:
         """Whole tensors by name, in one exchange: it waits until all ranks have done what they can.
+
+        A tensor is taken for whole as it is.
 
         Errors: NonFinite where a number is not finite.
         """
         flat = [x for pending in asked.values() for x in _contributions(pending)]
-        wholes = iter(self._exchange.wholes(flat))
+        wholes = iter(self._exchange.wholes(flat) if flat else [])
         known = {}
         for name, pending in asked.items():
             found = [next(wholes) for _ in _contributions(pending)]
-            known[name] = pending.total(found) if isinstance(pending, Scores) else found[0]
+            known[name] = _put_together(pending, found)
         check_finite(known, self.rollout)
         return Known(**known)
 
@@ -331,5 +344,13 @@ class Run:
         )
 
 
-def _contributions(pending: Contribution | Scores) -> tuple[Contribution, ...]:
+def _contributions(pending: Contribution | Scores | Tensor) -> tuple[Contribution, ...]:
+    if isinstance(pending, Tensor):
+        return ()
     return pending.contributions if isinstance(pending, Scores) else (pending,)
+
+
+def _put_together(pending: Contribution | Scores | Tensor, wholes: list[Tensor]) -> Tensor:
+    if isinstance(pending, Tensor):
+        return pending
+    return pending.total(wholes) if isinstance(pending, Scores) else wholes[0]

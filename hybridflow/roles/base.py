@@ -151,7 +151,7 @@ class TrainedRole(Role):
 
         This rank's part of the mean loss, and of the means of what else `per_token` tells: (1 + names,) float64.
         """
-        weights, divisor = mean(batch.response_mask, batch.lengths)
+        weights, divisor = mean(batch)
         self._losses: list[tuple[Tensor, Tensor]] = []
 
         def loss(output: Tensor, mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:

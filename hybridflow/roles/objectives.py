@@ -10,25 +10,49 @@ is REINFORCE on a batch with a field `advantages`.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from hybridflow.algorithms.importance import truncated_importance_weights
+from hybridflow.algorithm_config import KL, Importance, LossMeanName, PolicyLoss
+from hybridflow.algorithms.importance import (
+    geometric_band_weights,
+    icepop_weights,
+    sequence_importance_weights,
+    truncated_importance_weights,
+)
 from hybridflow.algorithms.kl import KL_ESTIMATORS, AdaptiveKL
-from hybridflow.algorithms.loss_mean import LossMean, sequence_token_mean, token_mean
+from hybridflow.algorithms.loss_mean import (
+    LossMean,
+    constant,
+    prompt_mean,
+    sequence_sum_mean,
+    sequence_token_mean,
+    token_mean,
+)
 from hybridflow.algorithms.policy_loss import (
     approx_kl,
+    cispo_policy_loss,
+    clipped_high,
+    clipped_low,
     clipped_policy_loss,
-    clipped_tokens,
     dual_clipped_policy_loss,
     probability_ratio,
+    reinforce_policy_loss,
+    sapo_policy_loss,
+    sequence_ratio,
 )
 from hybridflow.algorithms.value_loss import clipped_value_loss, squared_value_loss
-from hybridflow.batch import Tokens
-from hybridflow.config import KL, PolicyLoss
+from hybridflow.batch import RolloutBatch, Tokens
 
-MeanOver = Callable[[Tensor, Tensor], LossMean]  # (response mask, lengths) of the whole mini-batch
-LOSS_MEANS: Mapping[str, MeanOver] = {"token_mean": token_mean, "sequence_token_mean": sequence_token_mean}
+MeanOver = Callable[[RolloutBatch], LossMean]  # of the whole mini-batch
+Reports = Mapping[str, Tensor]
 DUAL_CLIP = 3.0  # c of Ye et al. 2020
+TAU_POSITIVE, TAU_NEGATIVE = 1.0, 1.05  # of Gao et al. 2025
+
+
+def over_tokens(batch: RolloutBatch) -> LossMean:
+    """The mean over all response tokens."""
+    return token_mean(batch.response_mask, batch.lengths)
 
 
 @dataclass(frozen=True)
@@ -40,7 +64,7 @@ class PolicyObjective:
     """
 
     loss: Callable[[Tensor, Tensor, Tokens], tuple[Tensor, Mapping[str, Tensor]]]
-    mean: MeanOver = token_mean
+    mean: MeanOver = over_tokens
     reports: tuple[str, ...] = ()  # the names
 
 
@@ -49,7 +73,7 @@ class ValueObjective:
     """What the critic minimises. loss: (values, tokens) -> the loss of each of r response tokens, (r,)."""
 
     loss: Callable[[Tensor, Tokens], Tensor]
-    mean: MeanOver = token_mean
+    mean: MeanOver = over_tokens
 
 
 @dataclass(frozen=True)
@@ -70,32 +94,107 @@ class KLTerm:
         return KLTerm(self.config, controller.updated(kl_mean, num_sequences).coef)
 
 
-def policy_loss(config: PolicyLoss, kl: KLTerm) -> PolicyObjective:
+def loss_mean(name: LossMeanName, max_response_length: int | None) -> MeanOver:
+    """The mean that the config names. max_response_length: tokens, for `constant` alone.
+
+    Errors: ValueError where `constant` has none.
+    """
+    match name:
+        case "token_mean":
+            return over_tokens
+        case "sequence_token_mean":
+            return lambda batch: sequence_token_mean(batch.response_mask, batch.lengths)
+        case "sequence_sum_mean":
+            return lambda batch: sequence_sum_mean(batch.response_mask, batch.lengths)
+        case "prompt_mean":
+            return lambda batch: prompt_mean(batch.response_mask, batch.lengths, batch.prompt_indices)
+        case "constant":
+            if max_response_length is None:
+                raise ValueError("loss_mean: constant needs max_response_length: a flow has it from run.policy_loss")
+            limit = max_response_length
+            return lambda batch: constant(batch.response_mask, batch.lengths, max_response_length=limit)
+
+
+def policy_loss(config: PolicyLoss, kl: KLTerm, *, max_response_length: int | None = None) -> PolicyObjective:
     """policy loss x importance weight - entropy_coef x entropy + kl coef x KL(pi, reference), where kl.use is loss.
 
-    Reads log_probs and advantages; rollout_log_probs with an importance cap, ref_log_probs with a KL in the loss.
+    Reads log_probs and advantages; rollout_log_probs with importance weights, ref_log_probs with a KL in the loss.
+    max_response_length: for loss_mean constant.
     """
-    low, high = config.clip_range, config.clip_range_high or config.clip_range
+    reports = _ratio_reports(config)
+    if config.importance is not None:
+        reports = (*reports, "weights_out_of_bounds")
 
-    def loss(log_probs: Tensor, entropy: Tensor, tokens: Tokens) -> tuple[Tensor, Mapping[str, Tensor]]:
-        old, advantages = tokens.log_probs, tokens.advantages
-        ratio = probability_ratio(log_probs, old)
-        match config.kind:
-            case "clip":
-                each = clipped_policy_loss(ratio, advantages, clip_low=low, clip_high=high)
-            case "dual_clip":
-                bound = config.dual_clip or DUAL_CLIP
-                each = dual_clipped_policy_loss(ratio, advantages, clip_low=low, clip_high=high, dual_clip=bound)
-        if config.importance_cap is not None:
-            each = each * truncated_importance_weights(old, tokens.rollout_log_probs, cap=config.importance_cap)
+    def loss(log_probs: Tensor, entropy: Tensor, tokens: Tokens) -> tuple[Tensor, Reports]:
+        each, known = _policy_term(config, log_probs, tokens)
+        if config.importance is not None:
+            weights, out = importance_weights(config.importance, tokens)
+            each, known = each * weights, {**known, "weights_out_of_bounds": out}
         if config.entropy_coef:
             each = each - config.entropy_coef * entropy
         if kl.config.use == "loss":
             each = each + kl.coef * kl.estimate(log_probs, tokens.ref_log_probs)
-        clipped = clipped_tokens(ratio, advantages, clip_low=low, clip_high=high)
-        return each, {"clip_fraction": clipped, "approx_kl": approx_kl(log_probs, old)}
+        return each, known
 
-    return PolicyObjective(loss, LOSS_MEANS[config.loss_mean], ("clip_fraction", "approx_kl"))
+    return PolicyObjective(loss, loss_mean(config.loss_mean, max_response_length), reports)
+
+
+def importance_weights(config: Importance, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """What each token's loss is multiplied with, (r,), and whether its weight was out of bounds, (r,) bool."""
+    trainer, engine, (low, high) = tokens.log_probs, tokens.rollout_log_probs, config.bounds
+    match config.kind:
+        case "token":
+            return truncated_importance_weights(trainer, engine, cap=high), (trainer - engine).exp() > high
+        case "sequence":
+            weights = sequence_importance_weights(trainer, engine, tokens.sequences, cap=high)
+            return weights, weights >= high
+        case "geometric":
+            kept = geometric_band_weights(trainer, engine, tokens.sequences, low=low, high=high)
+            return kept, kept == 0
+        case "icepop":
+            weights = icepop_weights(trainer, engine, low=low, high=high)
+            return weights, weights == 0
+
+
+def _policy_term(config: PolicyLoss, log_probs: Tensor, tokens: Tokens) -> tuple[Tensor, Reports]:
+    """The loss of the config's kind, and what there is to know of its ratios."""
+    old, advantages = tokens.log_probs, tokens.advantages
+    low, high = config.clip_range, config.clip_range_high or config.clip_range
+    known: dict[str, Tensor] = {"approx_kl": approx_kl(log_probs, old)}
+    match config.kind:
+        case "reinforce":
+            return reinforce_policy_loss(log_probs, advantages), known
+        case "sapo":
+            tau_positive, tau_negative = config.tau_positive or TAU_POSITIVE, config.tau_negative or TAU_NEGATIVE
+            ratio = probability_ratio(log_probs, old)
+            each = sapo_policy_loss(ratio, advantages, tau_positive=tau_positive, tau_negative=tau_negative)
+            return each, known
+        case "cispo":
+            ratio = probability_ratio(log_probs, old)
+            each = cispo_policy_loss(ratio, log_probs, advantages, clip_low=low, clip_high=high)
+            return each, known | _clip_reports(ratio < 1 - low, ratio > 1 + high)
+        case "clip":
+            ratio = probability_ratio(log_probs, old)
+            each = clipped_policy_loss(ratio, advantages, clip_low=low, clip_high=high)
+        case "gspo":
+            ratio = sequence_ratio(log_probs, old, tokens.sequences)
+            each = clipped_policy_loss(ratio, advantages, clip_low=low, clip_high=high)
+        case "dual_clip":
+            ratio, bound = probability_ratio(log_probs, old), config.dual_clip or DUAL_CLIP
+            each = dual_clipped_policy_loss(ratio, advantages, clip_low=low, clip_high=high, dual_clip=bound)
+    too_low = clipped_low(ratio, advantages, clip_low=low)
+    return each, known | _clip_reports(too_low, clipped_high(ratio, advantages, clip_high=high))
+
+
+def _clip_reports(low: Tensor, high: Tensor) -> dict[str, Tensor]:
+    return {"clip_fraction": torch.logical_or(low, high), "clip_fraction_low": low, "clip_fraction_high": high}
+
+
+def _ratio_reports(config: PolicyLoss) -> tuple[str, ...]:
+    """The names of what `_policy_term` knows: of a kind that does not clip, no clip fractions."""
+    if config.kind in ("reinforce", "sapo"):
+        return ("approx_kl",)
+    return ("clip_fraction", "clip_fraction_low", "clip_fraction_high", "approx_kl")
 
 
 def value_loss(value_clip_range: float | None) -> ValueObjective:

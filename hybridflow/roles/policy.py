@@ -81,7 +81,7 @@ def _linear(gradients: Tensor) -> PolicyObjective:
     def loss(log_probs: Tensor, entropy: Tensor, tokens: Tokens) -> tuple[Tensor, Mapping[str, Tensor]]:
         return log_probs * tokens.at_places(gradients), {}
 
-    return PolicyObjective(loss, mean=token_sum)
+    return PolicyObjective(loss, mean=lambda batch: token_sum(batch.response_mask, batch.lengths))
 
 
 def _log_probs(role: Reference | Actor) -> Readout:

@@ -74,8 +74,8 @@ def test_each_equals_loops_over_sequences_with_gaps_and_tails(seed):
     groups = torch.randint(0, 5, (14,), generator=generator) * 3
     mask = torch.rand(int(lengths.sum()), generator=generator) < 0.4
     loss = torch.rand(len(mask), dtype=torch.float64, generator=generator)
-    rows = [(x[m], g) for x, m, g in zip(loss.split(lengths.tolist()), mask.split(lengths.tolist()), groups.tolist())]
-    rows = [(x.tolist(), g) for x, g in rows if len(x)]
+    pieces = zip(loss.split(lengths.tolist()), mask.split(lengths.tolist()), groups.tolist(), strict=True)
+    rows = [(x[m].tolist(), g) for x, m, g in pieces if m.any()]
     assert len(rows) < 14
     of_prompts = [[y for x, g in rows if g == group for y in x] for group in sorted({g for _, g in rows})]
     tokens = [y for x, _ in rows for y in x]

@@ -25,11 +25,12 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from hybridflow.algorithm_config import KL, PolicyLoss
 from hybridflow.checkpoint.resume import find_source, restore
 from hybridflow.checkpoint.saver import Saver
 from hybridflow.checkpoint.state import RunState, SavedRun
 from hybridflow.checkpoint.store import CHECKPOINTS, LATEST, step_name
-from hybridflow.config import KL, CheckpointConfig, ExperimentConfig, PolicyLoss
+from hybridflow.config import CheckpointConfig, ExperimentConfig
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups

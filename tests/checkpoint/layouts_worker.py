@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridflow.algorithm_config import KL, PolicyLoss
 from hybridflow.checkpoint.saver import Saver
 from hybridflow.checkpoint.sharded import load
 from hybridflow.checkpoint.state import RunState, SavedRun
 from hybridflow.checkpoint.store import step_name
-from hybridflow.config import KL, CheckpointConfig, PolicyLoss
+from hybridflow.config import CheckpointConfig
 from hybridflow.formats.distributed_directory import DistributedDirectory
 from hybridflow.models.optimizer_state import num_steps
 from hybridflow.parallel import platform as platforms

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from hybridflow.algorithm_config import ALGORITHMS, Custom
 from hybridflow.checkpoint.changes import (
     FREE,
     GIVEN,
@@ -26,7 +27,7 @@ from hybridflow.checkpoint.changes import (
     sections_of,
     table_rows,
 )
-from hybridflow.config import ALGORITHMS, Custom, ExperimentConfig, OptimizerConfig, RoleConfig
+from hybridflow.config import ExperimentConfig, OptimizerConfig, RoleConfig
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import load_inputs
 from hybridflow.errors import ConfigError
@@ -313,7 +314,7 @@ def test_every_algorithm_is_made_flat_by_its_own_keys() -> None:
     assert flat["critic"] is None and "critic.model" not in flat and flat["actor"] == GIVEN
     own = {f"algorithm.{name}" for name in Custom.model_fields}
     assert {key for key in flat if key.count(".") == 1 and key.startswith("algorithm.")} == own
-    assert set(ALGORITHMS) == {"ppo", "grpo", "custom"}
+    assert {"ppo", "grpo", "rloo", "custom"} < set(ALGORITHMS)
 
 
 # ------------------------------------------------------------------------------------------------ contents
@@ -388,3 +389,16 @@ def test_the_table_shows_every_rule() -> None:
     assert all(row.count(" | ") == 3 for row in rows if row.startswith("| `"))
     keys = [key for row in rows for key in row.split("|")[1].replace("`", "").split(",")]
     assert len(keys) == len(set(keys))  # no key has two rules
+
+
+def test_an_importance_cap_of_an_earlier_version_is_the_same_as_what_it_became() -> None:
+    now = with_value("algorithm.policy.importance", {"kind": "token", "cap": 2.0, "low": None, "high": None})
+    earlier = copy.deepcopy(resolved())
+    del earlier["algorithm"]["policy"]["importance"]
+    earlier["algorithm"]["policy"]["importance_cap"] = 2.0
+    assert found(now, earlier).lines() == []
+    earlier["algorithm"]["policy"]["importance_cap"] = None
+    assert found(resolved(), earlier).lines() == []
+    assert found(with_value("algorithm.policy.importance", None, now), now).lines() == [
+        "algorithm.policy.importance: given -> None  (takes effect from iteration 13 on)"
+    ]

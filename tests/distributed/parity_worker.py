@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.algorithm_config import GRPO, PPO
 from hybridflow.batch import RolloutBatch
-from hybridflow.config import GRPO, PPO, ExperimentConfig, OptimizerConfig
+from hybridflow.config import ExperimentConfig, OptimizerConfig
 from hybridflow.flows.run import Run
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange

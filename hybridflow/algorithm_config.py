@@ -1,0 +1,444 @@
+"""The section `algorithm` of a config: a class an algorithm, with its paper's defaults, and the parts that they share.
+
+Each says what it is and where it departs from its paper. `needs` says which roles there have to be. `hybridflow.config`
+reads it: this module knows sections, not files.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+UnitInterval = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """What every section of a config is: frozen, without unknown keys, infinities and NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+# ------------------------------------------------------------------------------------------------ shared parts
+
+
+class KL(Section):
+    """Where the KL to the reference enters: taken off the reward of each token, or added to the actor's loss."""
+
+    use: Literal["reward", "loss", "none"] = "reward"
+    estimator: Literal["k1", "k2", "k3", "k3+"] = "k1"  # k3+: the value of k3 with the gradient of k2
+    coef: NonNegativeFloat = 0.05
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    target: PositiveFloat = 6.0  # adaptive: nats per sequence
+    horizon: PositiveFloat = 10000.0  # adaptive: sequences
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.use == "none" and self.controller == "adaptive":
+            raise ValueError("controller: adaptive has nothing to control where use is none")
+        if self.use == "reward" and self.estimator == "k3+":
+            raise ValueError(
+                "estimator = k3+ differs from k3 in its gradient, and no gradient flows in a reward: use k3"
+            )
+        return self
+
+    def needs(self) -> frozenset[str]:
+        return frozenset() if self.use == "none" else frozenset({"reference"})
+
+
+BAND_KINDS = ("geometric", "icepop")
+
+
+class Importance(Section):
+    """Weights of tokens whose probabilities differ between the engine and the trainer before its updates.
+
+    w_t = exp(log pi_t - log mu_t), mu the engine's. What is left out stays in the divisor of the loss mean.
+    """
+
+    kind: Literal["token", "sequence", "geometric", "icepop"] = "token"
+    cap: PositiveFloat | None = None  # token, sequence (there of the product over a response): at most this; there 2
+    low: PositiveFloat | None = None  # geometric: responses whose geometric mean of w_t lies outside are left out
+    high: PositiveFloat | None = None  # icepop: tokens outside are left out; there 0.5 and 5
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        kind = given.get("kind", "token")
+        defaults = {"low": 0.5, "high": 5.0} if kind == "icepop" else {"cap": 2.0} if kind not in BAND_KINDS else {}
+        return {**given, **{key: value for key, value in defaults.items() if given.get(key) is None}}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        band = self.kind in BAND_KINDS
+        for key in ("cap",) if band else ("low", "high"):
+            if getattr(self, key) is not None:
+                takes = "low and high" if band else "cap"
+                raise ValueError(f"{key} = {getattr(self, key)} is not for kind: {self.kind}, which has {takes}")
+        if band and (self.low is None or self.high is None):
+            raise ValueError("kind: geometric needs low and high, such as 0.99 and 1.01: no paper has numbers for it")
+        if self.low is not None and self.high is not None and not self.low <= 1 <= self.high:
+            raise ValueError(f"low = {self.low}, high = {self.high}: 1, where engine and trainer agree, lies between")
+        return self
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Of the weights, those that lie within are as they were."""
+        return self.low or 0.0, self.cap or self.high or 0.0
+
+
+def with_importance(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """A section `policy` as it is written now: the `importance_cap` of old is the cap of `importance`."""
+    tree = {key: value for key, value in policy.items() if key != "importance_cap"}
+    if policy.get("importance_cap") is not None:
+        if tree.get("importance") is not None:
+            raise ValueError("importance_cap is now importance.cap, which is given too: leave one out")
+        tree["importance"] = {"kind": "token", "cap": policy["importance_cap"]}
+    return tree
+
+
+LossMeanName = Literal["token_mean", "sequence_token_mean", "sequence_sum_mean", "constant", "prompt_mean"]
+PolicyKind = Literal["clip", "dual_clip", "gspo", "cispo", "sapo", "reinforce"]
+CLIP_RANGES: Mapping[str, tuple[float, float]] = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+ONLY_FOR = {"dual_clip": "dual_clip", "tau_positive": "sapo", "tau_negative": "sapo"}
+
+
+class PolicyLoss(Section):
+    """The actor's loss of each response token, and its mean over the mini-batch.
+
+    kind: `clip` (PPO), `dual_clip`, `gspo` (the ratio is a response's), `cispo` (the clipped ratio is a weight), `sapo`
+    (a soft gate in place of the clip), `reinforce` (no ratio).
+    """
+
+    kind: PolicyKind = "clip"
+    clip_range: PositiveFloat = 0.2  # probability ratios are clipped at 1 - this; gspo 3e-4; cispo 1: no lower bound
+    clip_range_high: PositiveFloat | None = None  # and at 1 + this; None: clip_range; gspo 4e-4; cispo 4
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = None  # kind dual_clip, there 3 by default: L <= -3 A if A < 0
+    tau_positive: PositiveFloat | None = None  # kind sapo, there 1 by default: where A > 0
+    tau_negative: PositiveFloat | None = None  # kind sapo, there 1.05 by default: elsewhere
+    loss_mean: LossMeanName = "token_mean"  # constant: over sampling.max_response_length tokens a sequence
+    entropy_coef: NonNegativeFloat = 0.0
+    old_log_probs: Literal["trainer", "engine"] = "trainer"  # engine: as sampled, one forward pass less
+    importance: Importance | None = None  # engine against trainer; None: no weights
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled(cls, given: Any) -> Any:
+        """An `importance_cap` goes where it is now; gspo and cispo have clip ranges of their own."""
+        if not isinstance(given, dict):
+            return given
+        low_high = CLIP_RANGES.get(str(given.get("kind", cls.model_fields["kind"].default)))
+        ranges = dict(zip(("clip_range", "clip_range_high"), low_high, strict=True)) if low_high else {}
+        return ranges | with_importance(given)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for key, kind in ONLY_FOR.items():
+            if getattr(self, key) is not None and self.kind != kind:
+                raise ValueError(f"{key} = {getattr(self, key)} is for kind: {kind}, the kind is {self.kind}")
+        for key in ("clip_range", "clip_range_high"):
+            neutral = PolicyLoss.model_fields[key].default
+            if self.kind in ("sapo", "reinforce") and getattr(self, key) != neutral:
+                raise ValueError(f"{key} = {getattr(self, key)}: kind: {self.kind} clips nothing")
+        if self.kind == "gspo" and self.loss_mean != "sequence_token_mean":
+            raise ValueError(
+                f"kind: gspo has the loss of a response at each of its tokens: loss_mean = {self.loss_mean} would "
+                f"weigh it by its length, it goes with sequence_token_mean"
+            )
+        if self.old_log_probs == "engine" and self.importance is not None:
+            raise ValueError(
+                "old_log_probs: engine has the difference between engine and trainer in the ratio; importance would "
+                "count it twice: leave one out"
+            )
+        return self
+
+
+class Update(Section):
+    """Passes over the batch of an iteration, cut into mini-batches in random order: an optimizer step each."""
+
+    epochs: PositiveInt = 1
+    mini_batch_size: PositiveInt | None = None  # sequences per optimizer step; None: all of the iteration
+
+
+# ------------------------------------------------------------------------------------------------ with a critic
+
+
+class PPO(Section):
+    """Proximal policy optimisation with a critic. Schulman et al. 2017, arXiv 1707.06347.
+
+    VC-PPO (arXiv 2503.01491) is `value_gae_lambda: 1` and a critic warm-up; VAPO (2504.05118) has besides
+    `length_adaptive_alpha: 0.05`, clip-higher and the token mean. Its loss on right responses is not here.
+    """
+
+    name: Literal["ppo"] = "ppo"
+    gamma: UnitInterval = 1.0
+    gae_lambda: UnitInterval = 0.95
+    value_gae_lambda: UnitInterval | None = None  # of the returns that the critic learns; None: gae_lambda
+    length_adaptive_alpha: PositiveFloat | None = None  # of advantages lambda = 1 - 1 / (this x response tokens) then
+    whiten_advantages: bool = True
+    policy: PolicyLoss = PolicyLoss()
+    value_clip_range: PositiveFloat | None = 0.2
+    kl: KL = KL()
+    update: Update = Update()
+    critic_warmup_iterations: NonNegativeInt = 0  # the actor is not updated in these
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor", "critic", "reward"}) | self.kl.needs()
+
+
+# ------------------------------------------------------------------------------------------------ groups of responses
+
+
+class GRPOPolicyLoss(PolicyLoss):
+    loss_mean: LossMeanName = "sequence_token_mean"
+
+
+class GRPOKL(KL):
+    """In the loss: an advantage is of a whole response, and has no place for a penalty a token."""
+
+    use: Literal["loss", "none"] = "loss"
+    estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
+    coef: NonNegativeFloat = 0.04
+
+
+class GRPO(Section):
+    """Group relative policy optimisation, without a critic. Shao et al. 2024, arXiv 2402.03300.
+
+    A = (r - mean of the group) / (std + 1e-6), the unbiased std. `std: batch` has that of all scores of the iteration
+    (arXiv 2508.08221). With `policy.kind` gspo, cispo or sapo it is what those papers train with.
+    """
+
+    name: Literal["grpo"] = "grpo"
+    std: Literal["group", "batch"] = "group"
+    policy: GRPOPolicyLoss = GRPOPolicyLoss()
+    kl: GRPOKL = GRPOKL()
+    update: Update = Update()
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor", "reward"}) | self.kl.needs()
+
+
+class OffGroupKL(GRPOKL):
+    use: Literal["loss", "none"] = "none"
+
+
+class DrGRPOPolicyLoss(PolicyLoss):
+    loss_mean: LossMeanName = "constant"
+
+
+class DrGRPO(Section):
+    """GRPO without its two biases: A = r - mean of the group, and a loss over a constant length, with no KL.
+
+    Liu et al. 2025, arXiv 2503.20783. The constant is sampling.max_response_length, whatever the batch holds.
+    """
+
+    name: Literal["dr_grpo"] = "dr_grpo"
+    policy: DrGRPOPolicyLoss = DrGRPOPolicyLoss()
+    kl: OffGroupKL = OffGroupKL()
+    update: Update = Update()
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor", "reward"}) | self.kl.needs()
+
+
+class PolicyGradient(PolicyLoss):
+    """The gradient of the expected score, term by term: a sum over the tokens of a response, a mean over responses."""
+
+    kind: PolicyKind = "reinforce"
+    loss_mean: LossMeanName = "sequence_sum_mean"
+
+
+class RLOO(Section):
+    """REINFORCE with the mean of the other responses as the baseline. Ahmadian et al. 2024, arXiv 2402.14740.
+
+    The KL of a whole response is taken off its score, as in the paper. There is one step an iteration unless `update`
+    says otherwise; for several give `policy.kind: clip`.
+    """
+
+    name: Literal["rloo"] = "rloo"
+    policy: PolicyGradient = PolicyGradient()
+    kl: KL = KL()
+    update: Update = Update()
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor", "reward"}) | self.kl.needs()
+
+
+class OPO(Section):
+    """REINFORCE with the baseline of least variance: scores weighted by length. Hao et al. 2025, arXiv 2505.23585.
+
+    Exactly on-policy: one step an iteration, no KL, no entropy bonus.
+    """
+
+    name: Literal["opo"] = "opo"
+    policy: PolicyGradient = PolicyGradient()
+    kl: OffGroupKL = OffGroupKL()
+    update: Update = Update()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for key, value, neutral in (
+            ("kl.use", self.kl.use, "none"),
+            ("policy.entropy_coef", self.policy.entropy_coef, 0),
+            ("update.epochs", self.update.epochs, 1),
+        ):
+            if value != neutral:
+                raise ValueError(f"{key} = {value}: opo is exactly on-policy, without KL and entropy bonus: {neutral}")
+        return self
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor", "reward"})
+
+
+class MaxRL(Section):
+    """A = (r - mean of the group) / mean, towards the likelihood of a right response. arXiv 2602.02710.
+
+    Scores are not negative: a group whose mean is 0 gives nothing. The mean over tokens is that of a policy gradient,
+    which is our choice.
+    """
+
+    name: Literal["maxrl"] = "maxrl"
+    policy: PolicyGradient = PolicyGradient()
+    kl: OffGroupKL = OffGroupKL()
+    update: Update = Update()
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor", "reward"}) | self.kl.needs()
+
+
+# ------------------------------------------------------------------------------------------------ one response
+
+
+class ReMax(Section):
+    """REINFORCE with the score of a greedy response to the same prompt as the baseline.
+
+    Li et al. 2023, arXiv 2310.10505. One more response a prompt is generated, with the same hand-off; its score is
+    shaped as the others are.
+    """
+
+    name: Literal["remax"] = "remax"
+    policy: PolicyGradient = PolicyGradient()
+    kl: KL = KL()
+    update: Update = Update()
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor", "reward"}) | self.kl.needs()
+
+
+class Reinforce(Section):
+    """REINFORCE++: rewards to go, whitened over all tokens of the batch, under PPO's clipped loss. arXiv 2501.03262.
+
+    baseline none: G_t = sum_k gamma^k r_{t+k} with the k1 KL in each reward. group: the score less the mean of its
+    group, with the KL as k2 in the loss. The variance is the unbiased one.
+    """
+
+    name: Literal["reinforce"] = "reinforce"
+    baseline: Literal["none", "group"] = "none"
+    gamma: UnitInterval = 1.0  # baseline none
+    policy: PolicyLoss = PolicyLoss()
+    kl: KL = KL(coef=0.01)
+    update: Update = Update()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled(cls, given: Any) -> Any:
+        """What `kl` leaves open is that of the baseline."""
+        if not isinstance(given, dict) or not isinstance(given.get("kl", {}), dict):
+            return given
+        own = {"use": "loss", "estimator": "k2"} if given.get("baseline") == "group" else {}
+        return {**given, "kl": {"coef": 0.01, **own, **given.get("kl", {})}}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.baseline == "group" and self.kl.use == "reward":
+            raise ValueError("kl.use = reward: with baseline: group the KL is in the loss, a reward is of a response")
+        if self.baseline == "group" and self.gamma != 1.0:
+            raise ValueError(f"gamma = {self.gamma}: with baseline: group nothing is discounted, it is 1")
+        return self
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor", "reward"}) | self.kl.needs()
+
+
+# ------------------------------------------------------------------------------------------------ one's own
+
+
+class CustomKL(KL):
+    use: Literal["reward", "loss", "none"] = "none"
+
+
+class Custom(Section):
+    """A flow of the user's own: `function(run, c) -> batch`, where c is this section."""
+
+    name: Literal["custom"]
+    flow: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]  # package.module:function
+    roles: tuple[Literal["actor", "critic", "reference", "reward"], ...]
+    options: dict[str, Any] = {}  # for the flow alone
+    policy: PolicyLoss = PolicyLoss()
+    kl: CustomKL = CustomKL()
+    update: Update = Update()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if "actor" not in self.roles:
+            raise ValueError(f"roles = {list(self.roles)} leaves out actor, which generates")
+        if self.kl.use != "none" and "reference" not in self.roles:
+            raise ValueError(f"kl.use = {self.kl.use} needs a reference: add reference to roles = {list(self.roles)}")
+        return self
+
+    def needs(self) -> frozenset[str]:
+        return frozenset(self.roles)
+
+
+# ------------------------------------------------------------------------------------------------ what goes with what
+
+
+Algorithm = PPO | GRPO | DrGRPO | RLOO | ReMax | Reinforce | OPO | MaxRL | Custom
+ALGORITHMS: Mapping[str, type[Section]] = {
+    "ppo": PPO,
+    "grpo": GRPO,
+    "dr_grpo": DrGRPO,
+    "rloo": RLOO,
+    "remax": ReMax,
+    "reinforce": Reinforce,
+    "opo": OPO,
+    "maxrl": MaxRL,
+    "custom": Custom,
+}
+
+
+def compares_responses(algorithm: Algorithm) -> bool:
+    """Whether an advantage is one of a whole response, relative to the others of its prompt."""
+    match algorithm:
+        case GRPO() | DrGRPO() | RLOO() | OPO() | MaxRL():
+            return True
+        case Reinforce():
+            return algorithm.baseline == "group"
+        case PPO() | ReMax() | Custom():
+            return False
+
+
+def check_parts(algorithm: Algorithm) -> None:
+    """Raise ValueError, with the reason, where parts of an algorithm make no sense together. A custom flow knows."""
+    kl, policy, name = algorithm.kl, algorithm.policy, algorithm.name
+    if isinstance(algorithm, Custom):
+        return
+    if kl.use == "loss" and kl.estimator == "k1":
+        raise ValueError(
+            "algorithm.kl.estimator = k1 in the loss: the expectation of its gradient is zero; k2 and k3+ have that of "
+            "the KL, k3 that of the KL the other way"
+        )
+    if policy.kind == "gspo" and not compares_responses(algorithm):
+        raise ValueError(
+            f"algorithm.policy.kind = gspo: its ratio is of a whole response, the advantages of {name} are of tokens; "
+            f"it goes with those that compare the responses of a prompt"
+        )

@@ -1,0 +1,98 @@
+"""Algorithms without a critic that judge a response against the others of its prompt; they differ by one function.
+
+    grpo      A = (r - mean) / (std + 1e-6)           Shao et al. 2024, arXiv 2402.03300, equations 3 and 4
+    dr_grpo   A = r - mean                            Liu et al. 2025, arXiv 2503.20783; its loss mean is `constant`
+    rloo      A = r - mean of the others              Ahmadian et al. 2024, arXiv 2402.14740
+    opo       A = r - sum_j l_j r_j / sum_j l_j       Hao et al. 2025, arXiv 2505.23585
+    maxrl     A = (r - mean) / mean                   arXiv 2602.02710
+
+Choices: A is the same for every token of a response; the std is the unbiased one; a KL is in the loss, but for RLOO,
+which takes that of the whole response off its score, as its paper does.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hybridflow.algorithm_config import GRPO, OPO, RLOO, DrGRPO, MaxRL
+from hybridflow.algorithms.advantages import sequence_sums, to_tokens, tokens_in_mask
+from hybridflow.algorithms.groups import (
+    batch_std_advantages,
+    centred_advantages,
+    group_advantages,
+    leave_one_out_advantages,
+    length_weighted_advantages,
+    mean_normalized_advantages,
+)
+from hybridflow.batch import PerSequence, PerToken, RolloutBatch
+from hybridflow.errors import RewardError
+from hybridflow.flows.run import Run
+
+Relative = Callable[[Tensor, RolloutBatch], Tensor]  # scores and what they are of -> (N,)
+
+
+@dataclass(frozen=True)
+class GroupBatch(RolloutBatch):
+    log_probs: PerToken
+    raw_scores: PerSequence
+    scores: PerSequence
+    advantages: PerToken
+
+
+@dataclass(frozen=True)
+class GroupBatchWithReference(GroupBatch):
+    ref_log_probs: PerToken
+
+
+def compared(run: Run, c: GRPO | DrGRPO | RLOO | OPO | MaxRL, relative: Relative) -> GroupBatch:
+    """One iteration: generate groups, score, compare within each group, update the actor."""
+    rollout = run.generate()
+    known = run.whole(
+        raw_scores=run.scores(rollout),
+        log_probs=run.old_log_probs(rollout),
+        **run.ref_log_probs(rollout),
+    )
+    scores = run.shaped(known.raw_scores, rollout)
+    penalties = run.kl.coef * sequence_sums(run.kl_in_reward(known), rollout.response_mask, lengths=rollout.lengths)
+    of_sequences = relative(scores - penalties, rollout)
+    advantages = to_tokens(of_sequences, rollout.response_mask, lengths=rollout.lengths)
+    batch_type = GroupBatchWithReference if run.has_reference else GroupBatch
+    batch = batch_type(**vars(rollout), **vars(known), scores=scores, advantages=advantages)
+    for mini_batch in run.mini_batches(batch, c.update):
+        run.actor.update(mini_batch, run.policy_loss(c.policy))
+    return batch
+
+
+def grpo(run: Run, c: GRPO) -> GroupBatch:
+    of_group = group_advantages if c.std == "group" else batch_std_advantages
+    return compared(run, c, lambda scores, rollout: of_group(scores, rollout.prompt_indices))
+
+
+def dr_grpo(run: Run, c: DrGRPO) -> GroupBatch:
+    return compared(run, c, lambda scores, rollout: centred_advantages(scores, rollout.prompt_indices))
+
+
+def rloo(run: Run, c: RLOO) -> GroupBatch:
+    return compared(run, c, lambda scores, rollout: leave_one_out_advantages(scores, rollout.prompt_indices))
+
+
+def opo(run: Run, c: OPO) -> GroupBatch:
+    def relative(scores: Tensor, rollout: RolloutBatch) -> Tensor:
+        response_lengths = tokens_in_mask(rollout.response_mask, rollout.lengths)
+        return length_weighted_advantages(scores, rollout.prompt_indices, response_lengths)
+
+    return compared(run, c, relative)
+
+
+def maxrl(run: Run, c: MaxRL) -> GroupBatch:
+    def relative(scores: Tensor, rollout: RolloutBatch) -> Tensor:
+        if (scores < 0).any():
+            row = int(scores.argmin())
+            raise RewardError(
+                f"the score of row {row} is {float(scores[row])}: maxrl divides by the mean score of a group, none may "
+                f"be negative"
+            )
+        return mean_normalized_advantages(scores, rollout.prompt_indices)
+
+    return compared(run, c, relative)
