@@ -7,6 +7,7 @@ import torch
 
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config import ExperimentConfig
+from hybridflow.flows.models import Roles
 from hybridflow.flows.run import Run
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
@@ -21,8 +22,8 @@ class GivenResponses:
 
     own_bytes = 0
 
-    def __init__(self, rollout: RolloutBatch) -> None:
-        self.rollout, self.costs = rollout, []
+    def __init__(self, rollout: RolloutBatch, greedy: RolloutBatch | None = None) -> None:
+        self.rollout, self.greedy, self.costs = rollout, greedy, []
 
     def resharded(self) -> Any:
         return contextlib.nullcontext()
@@ -30,8 +31,11 @@ class GivenResponses:
     def awake(self) -> Any:
         return contextlib.nullcontext()
 
-    def generate(self, prompts: PromptBatch, **how: Any) -> RolloutBatch:
-        return self.rollout
+    def generate(self, prompts: PromptBatch, *, greedy: bool, **how: Any) -> RolloutBatch:
+        if not greedy:
+            return self.rollout
+        assert self.greedy is not None, "no greedy responses are given"
+        return self.greedy
 
 
 class GivenPrompts:
@@ -48,13 +52,25 @@ class GivenPrompts:
         return PromptBatch(input_ids=ones, lengths=ones, texts=("",) * len(indices), columns={})
 
 
-def given_run(config: ExperimentConfig, rollout: RolloutBatch, world: World) -> Run:
-    """A run of `config` that always generates `rollout`."""
-    caller = FunctionCaller(lambda ids: "", world.platform.rank, world.platform.world_size)
+def given_roles(config: ExperimentConfig, world: World) -> Roles:
+    """The models of a run. A reward function reads responses as token ids with spaces between them."""
+    caller = FunctionCaller(lambda ids: " ".join(map(str, ids)), world.platform.rank, world.platform.world_size)
+    return build_roles(place(config, world.platform.world_size), world, caller)
+
+
+def given_run(
+    config: ExperimentConfig,
+    rollout: RolloutBatch,
+    world: World,
+    *,
+    greedy: RolloutBatch | None = None,
+    roles: Roles | None = None,
+) -> Run:
+    """A run of `config` that always generates `rollout`, and `greedy` where it is asked for that."""
     return Run(
         config,
-        build_roles(place(config, world.platform.world_size), world, caller),
-        GivenResponses(rollout),
+        roles or given_roles(config, world),
+        GivenResponses(rollout, greedy),
         GivenPrompts(config.data.prompts_per_iteration),
         platform=world.platform,
         exchange=world.exchange,

@@ -26,3 +26,9 @@ def one_short(prompts: list[str], responses: list[str], columns: Columns) -> lis
 
 def length(prompts: list[str], responses: list[str], columns: dict[str, list]) -> list[float]:
     return [float(len(prompt)) for prompt in prompts]
+
+
+def share_of_even(prompts: list[str], responses: list[str], columns: Columns) -> list[float]:
+    """Of responses that are token ids with spaces between them."""
+    tokens = [[int(token) for token in response.split()] for response in responses]
+    return [sum(token % 2 == 0 for token in row) / len(row) for row in tokens]

@@ -1,0 +1,103 @@
+"""On every rank: an iteration of every algorithm on given responses in several layouts; what it computes, as whole
+HuggingFace tensors. The models are built once a layout, and have their first weights back before each algorithm.
+
+torchrun --nproc-per-node N -m tests.distributed.algorithms_worker MODELS OUT
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.config import ExperimentConfig
+from hybridflow.flows.models import Roles
+from hybridflow.parallel import platform as platforms
+from hybridflow.parallel.exchange import Exchange
+from hybridflow.parallel.grid import ProcessGroups
+from hybridflow.roles.base import TrainedRole, World
+from hybridflow.trainer import flow_of
+from tests.distributed.algorithm_cases import (
+    ALGORITHMS,
+    MAX_RESPONSE_LENGTH,
+    SGD,
+    layouts_for,
+    make_greedy,
+    make_rollout,
+)
+from tests.distributed.cases import Case
+from tests.distributed.gather import whole
+from tests.distributed.given import given_roles, given_run
+from tests.distributed.parity_worker import BUCKET_BYTES, keep_gradients
+
+
+def main(models: Path, out: Path) -> None:
+    platform = platforms.start(seed=0)
+    world = World(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
+    for case, budget in layouts_for(platform.world_size).items():
+        roles = given_roles(experiment({"name": "ppo"}, case, models, budget), world)
+        first = {role.name: [x.clone() for x in weights(role)] for role in roles.trained()}
+        results: dict[str, Tensor] = {}
+        for name, compared in ALGORITHMS.items():
+            for role in roles.trained():
+                for own, saved in zip(weights(role), first[role.name], strict=True):
+                    own.copy_(saved)
+            found = one_iteration(experiment(compared.section, case, models, budget), roles, world)
+            results |= {f"{name}/{key}": x for key, x in found.items()}
+        if platform.rank == 0:
+            torch.save(results, out / f"{case.name}.pt")
+    platforms.stop()
+
+
+def weights(role: TrainedRole) -> list[Tensor]:
+    return [p.data for chunk in role.chunks for p in chunk.parameters()]
+
+
+def one_iteration(config: ExperimentConfig, all_roles: Roles, world: World) -> dict[str, Tensor]:
+    """What the flow computes, the gradient of its one step before it is clipped, and the weights after it."""
+    roles = all_roles
+    if config.critic is None:
+        roles = replace(roles, critic=None)
+    if config.reference is None:
+        roles = replace(roles, reference=None)
+    run = given_run(config, make_rollout(), world, greedy=make_greedy(), roles=roles)
+    run.begin(1, 1, lambda text: None)
+    results: dict[str, Tensor] = {}
+    steps = {role.name: role.trained.step for role in roles.trained()}
+    for role in roles.trained():
+        keep_gradients(role, results)
+    done = run.finished(flow_of(config.algorithm)(run))
+    for role in roles.trained():
+        role.trained.step = steps[role.name]
+        results |= {f"{role.name}_sgd/{n}": x for n, x in whole(role, lambda p: p.data).items()}
+    results |= {name: x for name, x in vars(done.batch).items()}
+    return results | {f"stat/{name}": torch.tensor(float(x)) for name, x in done.metrics.items()}
+
+
+def experiment(section: dict[str, Any], case: Case, models: Path, budget: int) -> ExperimentConfig:
+    def role(name: str, **more: object) -> dict:
+        return {"model": str(models / name), "micro_batch_tokens": budget, **case.layout(), **more}
+
+    tree = {
+        "name": "algorithms",
+        "num_iterations": 1,
+        "data": {"train": "given", "prompts_per_iteration": 2, "max_prompt_length": 4},
+        "sampling": {"samples_per_prompt": 4, "max_response_length": MAX_RESPONSE_LENGTH},
+        "actor": role("policy", optimizer=SGD.model_dump()),
+        "critic": role("critic", optimizer=SGD.model_dump()),
+        "reference": role("reference"),
+        "reward": {"functions": [{"function": "tests.distributed.reward_functions:share_of_even"}]},
+        "algorithm": section,
+    }
+    if section["name"] != "ppo":
+        tree["critic"] = None
+    if section.get("kl", {}).get("use") == "none" or section["name"] in ("dr_grpo", "opo", "maxrl"):
+        tree["reference"] = None
+    return ExperimentConfig.model_validate(tree)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
