@@ -88,7 +88,8 @@ def build_roles(placed: PlacedRun, world: World, caller: FunctionCaller) -> Role
     scorer = None
     if config.reward is not None:
         rewards = [RewardModel(model, world=world) for model in placed.reward_models]
-        scorer = Scorer(config.reward, rewards, caller=caller, watch=world.watch)
+        limit = config.sampling.max_response_length
+        scorer = Scorer(config.reward, rewards, caller=caller, watch=world.watch, max_response_length=limit)
     return Roles(actor, critic, reference, scorer)
 
 

@@ -144,7 +144,8 @@ TABLE: tuple[Rule, ...] = (
         "it is another aim: scores before and after are not comparable",
     ),
     _rule(
-        "reward.models.*.weight reward.functions.*.weight reward.clip_score reward.truncation_penalty",
+        "reward.models.*.weight reward.functions.*.weight reward.clip_score reward.truncation_penalty "
+        "reward.overlong reward.overlong.*",
         NOTICED,
         NOTICED,
         "scores before and after are not comparable; a critic has to learn the new ones",

@@ -8,12 +8,13 @@ is REINFORCE on a batch with a field `advantages`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hybridflow.algorithm_config import KL, Importance, LossMeanName, PolicyLoss
+from hybridflow.algorithms.advantages import to_tokens
 from hybridflow.algorithms.importance import (
     geometric_band_weights,
     icepop_weights,
@@ -136,7 +137,18 @@ def policy_loss(config: PolicyLoss, kl: KLTerm, *, max_response_length: int | No
             each = each + kl.coef * kl.estimate(log_probs, tokens.ref_log_probs)
         return each, known
 
-    return PolicyObjective(loss, loss_mean(config.loss_mean, max_response_length), reports)
+    mean = loss_mean(config.loss_mean, max_response_length)
+    return PolicyObjective(loss, _over_ended(mean) if config.mask_truncated else mean, reports)
+
+
+def _over_ended(mean: MeanOver) -> MeanOver:
+    """The same mean of those responses that have come to an end."""
+
+    def over(batch: RolloutBatch) -> LossMean:
+        ended = to_tokens(~batch.truncated, batch.response_mask, lengths=batch.lengths)
+        return mean(replace(batch, response_mask=ended))
+
+    return over
 
 
 def importance_weights(config: Importance, tokens: Tokens) -> tuple[Tensor, Tensor]:
