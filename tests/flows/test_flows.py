@@ -106,7 +106,8 @@ def test_scores_below_zero_are_refused_where_their_mean_divides(records):
     record = records["negative_scores"]
     assert record["moved"] == [False]
     assert re.fullmatch(
-        r"RewardError: the score of row \d is -[1-9]\.0: maxrl divides by the mean score of a group, none may be negative",
+        r"RewardError: the score of row \d is -[1-9]\.0: maxrl divides by the mean score of a group, none may be "
+        r"negative",
         record["error"],
     )
 
