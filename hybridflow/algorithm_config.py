@@ -182,7 +182,7 @@ class PPO(Section):
     """Proximal policy optimisation with a critic. Schulman et al. 2017, arXiv 1707.06347.
 
     VC-PPO (arXiv 2503.01491) is `value_gae_lambda: 1` and a critic warm-up; VAPO (2504.05118) has besides
-    `length_adaptive_alpha: 0.05`, clip-higher and the token mean. Its loss on right responses is not here.
+    `length_adaptive_alpha: 0.05`, `positive_nll_coef: 0.1`, clip-higher and the token mean.
     """
 
     name: Literal["ppo"] = "ppo"
@@ -191,11 +191,23 @@ class PPO(Section):
     value_gae_lambda: UnitInterval | None = None  # of the returns that the critic learns; None: gae_lambda
     length_adaptive_alpha: PositiveFloat | None = None  # of advantages lambda = 1 - 1 / (this x response tokens) then
     whiten_advantages: bool = True
+    positive_nll_coef: NonNegativeFloat = (
+        0.0  # of the mean -log p over the tokens of responses with a raw score above 0
+    )
     policy: PolicyLoss = PolicyLoss()
     value_clip_range: PositiveFloat | None = 0.2
     kl: KL = KL()
     update: Update = Update()
     critic_warmup_iterations: NonNegativeInt = 0  # the actor is not updated in these
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.positive_nll_coef and self.policy.loss_mean != "token_mean":
+            raise ValueError(
+                f"positive_nll_coef = {self.positive_nll_coef} is of a mean over tokens: it goes with "
+                f"policy.loss_mean: token_mean, not {self.policy.loss_mean}"
+            )
+        return self
 
     def needs(self) -> frozenset[str]:
         return frozenset({"actor", "critic", "reward"}) | self.kl.needs()

@@ -767,6 +767,10 @@ def test_the_resolved_section_of_every_algorithm_reads_back_as_itself(name: str)
         ({"name": "dr_grpo", "kl": {"use": "reward"}}, "algorithm.kl.use = 'reward': input should be 'loss' or 'none'"),
         ({"name": "reinforce", "baseline": "group", "kl": {"use": "reward"}}, "with baseline: group the KL is in the"),
         ({"name": "reinforce", "baseline": "group", "gamma": 0.9}, "gamma = 0.9: with baseline: group nothing is"),
+        (
+            {"name": "ppo", "positive_nll_coef": 0.1, "policy": {"loss_mean": "constant"}},
+            "positive_nll_coef = 0.1 is of a mean over tokens: it goes with policy.loss_mean: token_mean, not constant",
+        ),
         ({"name": "opo", "kl": {"use": "loss"}}, "kl.use = loss: opo is exactly on-policy"),
         ({"name": "opo", "policy": {"entropy_coef": 0.1}}, "policy.entropy_coef = 0.1: opo is exactly on-policy"),
         ({"name": "opo", "update": {"epochs": 2}}, "update.epochs = 2: opo is exactly on-policy"),

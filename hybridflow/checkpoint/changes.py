@@ -157,7 +157,8 @@ TABLE: tuple[Rule, ...] = (
     _rule("algorithm.options", NOTICED, NOTICED, "the flow alone knows what they mean"),
     _rule(
         "algorithm.gamma algorithm.gae_lambda algorithm.value_gae_lambda algorithm.length_adaptive_alpha "
-        "algorithm.whiten_advantages algorithm.value_clip_range algorithm.critic_warmup_iterations algorithm.std "
+        "algorithm.whiten_advantages algorithm.positive_nll_coef algorithm.value_clip_range "
+        "algorithm.critic_warmup_iterations algorithm.std "
         "algorithm.baseline algorithm.policy.* algorithm.policy.importance.* algorithm.update.*",
         NOTICED,
         NOTICED,

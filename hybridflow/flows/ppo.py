@@ -3,6 +3,7 @@
 Choices: the score is earned by the last response token; the KL is taken off each token's reward (or is in the loss), at
 the sampling temperature; advantages are whitened over the batch; values are clipped near the old ones. The returns that
 the critic learns may have a lambda of their own, and the advantages one that grows with the response (VC-PPO, VAPO).
+What scores above 0 may be learnt by heart besides (VAPO).
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from hybridflow.algorithms.advantages import gae, length_adaptive_lambda, tokens
 from hybridflow.algorithms.rewards import token_rewards
 from hybridflow.batch import PerSequence, PerToken, RolloutBatch
 from hybridflow.flows.run import Run
-from hybridflow.roles.objectives import value_loss
+from hybridflow.roles.objectives import value_loss, with_positive_nll
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,10 @@ def ppo(run: Run, c: PPO) -> PPOBatch:
     for mini_batch in run.mini_batches(batch, c.update):
         run.critic.update(mini_batch, value_loss(c.value_clip_range))
         if run.iteration > c.critic_warmup_iterations:
-            run.actor.update(mini_batch, run.policy_loss(c.policy))
+            objective = run.policy_loss(c.policy)
+            if c.positive_nll_coef:
+                objective = with_positive_nll(objective, mini_batch, mini_batch.raw_scores > 0, c.positive_nll_coef)
+            run.actor.update(mini_batch, objective)
     return batch
 
 

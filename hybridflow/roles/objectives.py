@@ -141,6 +141,28 @@ def policy_loss(config: PolicyLoss, kl: KLTerm, *, max_response_length: int | No
     return PolicyObjective(loss, _over_ended(mean) if config.mask_truncated else mean, reports)
 
 
+def with_positive_nll(objective: PolicyObjective, batch: RolloutBatch, right: Tensor, coef: float) -> PolicyObjective:
+    """The objective + coef x the mean of -log pi over the response tokens of the right responses of a mini-batch.
+
+    Yue et al. 2025 (VAPO), arXiv 2504.05118. The mean is the global mini-batch's, whatever a replica holds of it.
+
+    Args:
+        objective: one whose mean is over tokens.
+        batch: the mini-batch that it is for.
+        right: bool (N,).
+        coef: mu of the paper.
+    """
+    weights, divisor = objective.mean(batch)
+    marked = to_tokens(right, batch.response_mask, lengths=batch.lengths) & (weights > 0)
+    scale = coef * divisor / max(int(marked.sum()), 1)  # the mean over all tokens divides by theirs
+
+    def loss(log_probs: Tensor, entropy: Tensor, tokens: Tokens) -> tuple[Tensor, Reports]:
+        each, known = objective.loss(log_probs, entropy, tokens)
+        return each - scale * tokens.at_places(marked) * log_probs, known
+
+    return replace(objective, loss=loss)
+
+
 def _over_ended(mean: MeanOver) -> MeanOver:
     """The same mean of those responses that have come to an end."""
 

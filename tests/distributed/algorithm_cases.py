@@ -138,12 +138,13 @@ ALGORITHMS: dict[str, Compared] = {
             "gamma": 0.97,
             "value_gae_lambda": 1.0,
             "length_adaptive_alpha": 0.3,
+            "positive_nll_coef": 0.1,
             "kl": {"coef": 0.1},
             "value_clip_range": None,
             "policy": CLIP,
         },
         partial(reference.vapo, kl_coef=0.1, gamma=0.97, alpha=0.3, value_lambda=1.0),
-        Recipe(high=0.3),
+        Recipe(high=0.3, positive_nll=0.1),
     ),
 }
 

@@ -47,6 +47,7 @@ class Recipe:
     weights: tuple | None = None  # (kind, bounds)
     max_response_length: int = 0
     masks_truncated: bool = False
+    positive_nll: float = 0.0
 
 
 def even_share(tokens: Tensor) -> float:
@@ -221,7 +222,11 @@ def actor_loss(responses: list[Response], policy: torch.nn.Module, recipe: Recip
         if recipe.kl != "none":
             each = each + recipe.kl_coef * kl_terms(r, log_probs, recipe.kl)
         terms.append(each)
-    return mean_over(terms, responses, recipe), max(float(x.detach().abs().max()) for x in terms)
+    loss = mean_over(terms, responses, recipe)
+    if recipe.positive_nll:
+        right = [written_log_probs(policy, r, 1.0)[0] for r in responses if r.score > 0]
+        loss = loss - recipe.positive_nll * torch.cat(right).mean()
+    return loss, max(float(x.detach().abs().max()) for x in terms)
 
 
 def mean_over(terms: list[Tensor], responses: list[Response], recipe: Recipe) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from hybridflow.algorithm_config import KL, PolicyLoss
 from hybridflow.batch import PerToken, RolloutBatch, Tokens
-from hybridflow.roles.objectives import KLTerm, policy_loss
+from hybridflow.roles.objectives import KLTerm, policy_loss, with_positive_nll
 
 NO_KL = KLTerm(KL(use="none"), 0.0)
 RATIOS = torch.tensor([2.0, 0.5, 4.0, 1.0])  # of the tokens of responses 0 (three of them) and 1
@@ -131,6 +131,23 @@ def test_a_loss_mean_by_hand(name: Any, expected: float) -> None:
         every
     )
     assert weights.tolist() == [0.0] * 6 and divisor >= 1
+
+
+def test_right_responses_are_learnt_by_heart_with_a_mean_of_their_own() -> None:
+    """Of the first response alone: -(mean of log p over its three tokens), whatever part of the tokens is looked at."""
+    given, log_probs = batch(), RATIOS.log() - 1.0
+    places, plain = given.response_mask.nonzero()[:, 0], policy_loss(PolicyLoss(), NO_KL)
+    objective = with_positive_nll(plain, given, torch.tensor([True, False]), 0.1)
+
+    def total(of: Any) -> float:
+        weights, divisor = of.mean(given)
+        parts = [slice(0, 2), slice(2, 4)]  # as two micro-batches
+        each = [of.loss(log_probs[p], log_probs[p], Tokens(given, places[p], log_probs.device))[0] for p in parts]
+        return float((torch.cat(each) * weights[places]).sum() / divisor)
+
+    assert total(objective) - total(plain) == pytest.approx(-0.1 * float(log_probs[:3].mean()), rel=1e-5)
+    nobody = with_positive_nll(plain, given, torch.tensor([False, False]), 0.1)
+    assert total(nobody) == total(plain)
 
 
 def test_a_constant_needs_the_length_that_it_is() -> None:
