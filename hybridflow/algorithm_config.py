@@ -126,6 +126,7 @@ class PolicyLoss(Section):
     tau_positive: PositiveFloat | None = None  # kind sapo, there 1 by default: where A > 0
     tau_negative: PositiveFloat | None = None  # kind sapo, there 1.05 by default: elsewhere
     loss_mean: LossMeanName = "token_mean"  # constant: over sampling.max_response_length tokens a sequence
+    mask_truncated: bool = False  # responses cut at max_response_length have no loss, and are not counted in its mean
     entropy_coef: NonNegativeFloat = 0.0
     old_log_probs: Literal["trainer", "engine"] = "trainer"  # engine: as sampled, one forward pass less
     importance: Importance | None = None  # engine against trainer; None: no weights
@@ -198,6 +199,13 @@ class PPO(Section):
 # ------------------------------------------------------------------------------------------------ groups of responses
 
 
+class DynamicSampling(Section):
+    """Train on groups whose raw scores are not all the same, and generate until there are enough. arXiv 2503.14476."""
+
+    max_generation_rounds: PositiveInt = 10  # of an iteration; what is missing then are groups of equal scores
+    surplus: Literal["keep", "drop"] = "keep"  # groups beyond a full batch: the first of the next iteration
+
+
 class GRPOPolicyLoss(PolicyLoss):
     loss_mean: LossMeanName = "sequence_token_mean"
 
@@ -221,6 +229,7 @@ class GRPO(Section):
     std: Literal["group", "batch"] = "group"
     policy: GRPOPolicyLoss = GRPOPolicyLoss()
     kl: GRPOKL = GRPOKL()
+    dynamic_sampling: DynamicSampling | None = None
     update: Update = Update()
 
     def needs(self) -> frozenset[str]:
@@ -244,6 +253,7 @@ class DrGRPO(Section):
     name: Literal["dr_grpo"] = "dr_grpo"
     policy: DrGRPOPolicyLoss = DrGRPOPolicyLoss()
     kl: OffGroupKL = OffGroupKL()
+    dynamic_sampling: DynamicSampling | None = None
     update: Update = Update()
 
     def needs(self) -> frozenset[str]:
@@ -267,6 +277,7 @@ class RLOO(Section):
     name: Literal["rloo"] = "rloo"
     policy: PolicyGradient = PolicyGradient()
     kl: KL = KL()
+    dynamic_sampling: DynamicSampling | None = None
     update: Update = Update()
 
     def needs(self) -> frozenset[str]:
@@ -282,6 +293,7 @@ class OPO(Section):
     name: Literal["opo"] = "opo"
     policy: PolicyGradient = PolicyGradient()
     kl: OffGroupKL = OffGroupKL()
+    dynamic_sampling: DynamicSampling | None = None
     update: Update = Update()
 
     @model_validator(mode="after")
@@ -293,6 +305,10 @@ class OPO(Section):
         ):
             if value != neutral:
                 raise ValueError(f"{key} = {value}: opo is exactly on-policy, without KL and entropy bonus: {neutral}")
+        if self.dynamic_sampling is not None and self.dynamic_sampling.surplus == "keep":
+            raise ValueError(
+                "dynamic_sampling.surplus = keep: opo is exactly on-policy, a surplus is one update old: drop"
+            )
         return self
 
     def needs(self) -> frozenset[str]:
@@ -309,6 +325,7 @@ class MaxRL(Section):
     name: Literal["maxrl"] = "maxrl"
     policy: PolicyGradient = PolicyGradient()
     kl: OffGroupKL = OffGroupKL()
+    dynamic_sampling: DynamicSampling | None = None
     update: Update = Update()
 
     def needs(self) -> frozenset[str]:

@@ -206,6 +206,8 @@ class RewardConfig(Section):
     clip_score: PositiveFloat | None = None  # scores are held within [-clip_score, clip_score]
     normalization: Literal["none", "batch", "running"] = "none"
     truncation_penalty: NonNegativeFloat = 0.0  # taken off the score of a response cut at max_response_length
+    overlong_buffer: PositiveInt | None = None  # tokens before max_response_length that cost more and more: at the end
+    overlong_factor: PositiveFloat = 1.0  # this, taken off the score. Yu et al. 2025, arXiv 2503.14476
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -385,6 +387,7 @@ class ExperimentConfig(Section):
             self._check_sampling,
             self._check_lengths,
             self._check_scores,
+            self._check_rounds,
         ):
             check()
         if self.metrics.eval_interval and not (self.data.heldout and self.metrics.eval_reward):
@@ -428,6 +431,14 @@ class ExperimentConfig(Section):
                 f"change the coefficient by 0.2 x {batch} / {kl.horizon}, which must stay below 1"
             )
 
+    def _check_rounds(self) -> None:
+        dynamic = getattr(self.algorithm, "dynamic_sampling", None)
+        if dynamic is not None and self.checkpoint.save_rollout:
+            raise ValueError(
+                "checkpoint.save_rollout = true: with algorithm.dynamic_sampling an iteration has several generations, "
+                "which are not kept: leave one out"
+            )
+
     def _check_sampling(self) -> None:
         changed, policy = self.sampling.changed_distribution(), self.algorithm.policy
         if policy.old_log_probs == "engine" and changed:
@@ -455,6 +466,9 @@ class ExperimentConfig(Section):
                     )
 
     def _check_lengths(self) -> None:
+        buffer, limit = self.reward.overlong_buffer if self.reward else None, self.sampling.max_response_length
+        if buffer is not None and buffer > limit:
+            raise ValueError(f"reward.overlong_buffer = {buffer} exceeds sampling.max_response_length = {limit}")
         longest = self.max_sequence_length
         for name, role in self.roles().items():
             if role.micro_batch_tokens < longest:

@@ -88,7 +88,8 @@ def build_roles(placed: PlacedRun, world: World, caller: FunctionCaller) -> Role
     scorer = None
     if config.reward is not None:
         rewards = [RewardModel(model, world=world) for model in placed.reward_models]
-        scorer = Scorer(config.reward, rewards, caller=caller, watch=world.watch)
+        limit = config.sampling.max_response_length
+        scorer = Scorer(config.reward, rewards, caller=caller, watch=world.watch, max_response_length=limit)
     return Roles(actor, critic, reference, scorer)
 
 
@@ -132,6 +133,8 @@ class RLTrainer:
     ) -> None:
         assert replay is None or not rollout_only, "a replay does not generate"
         files = None if replay is None else dumped_batches(replay)
+        if files is not None and getattr(config.algorithm, "dynamic_sampling", None) is not None:
+            raise ConfigError("algorithm.dynamic_sampling: a batch is of several generations, which no replay has")
         config = renamed(config, replay=replay, rollout_only=rollout_only)
         self.writes_model = replay is None and not rollout_only
         choose_platform(config.platform)  # before anything asks
@@ -265,6 +268,7 @@ class RLTrainer:
         if isinstance(self.generator, Replay):
             self.run.skip_to(iteration)
         before = self.run.state
+        self.run.say = recorder.message
         self.run.begin(iteration, num_iterations, recorder.phase)
         try:
             done = self.run.finished(self.flow(self.run))

@@ -144,7 +144,8 @@ TABLE: tuple[Rule, ...] = (
         "it is another aim: scores before and after are not comparable",
     ),
     _rule(
-        "reward.models.*.weight reward.functions.*.weight reward.clip_score reward.truncation_penalty",
+        "reward.models.*.weight reward.functions.*.weight reward.clip_score reward.truncation_penalty "
+        "reward.overlong_buffer reward.overlong_factor",
         NOTICED,
         NOTICED,
         "scores before and after are not comparable; a critic has to learn the new ones",
@@ -157,6 +158,7 @@ TABLE: tuple[Rule, ...] = (
     _rule(
         "algorithm.gamma algorithm.gae_lambda algorithm.value_gae_lambda algorithm.length_adaptive_alpha "
         "algorithm.whiten_advantages algorithm.value_clip_range algorithm.critic_warmup_iterations algorithm.std "
+        "algorithm.dynamic_sampling algorithm.dynamic_sampling.* "
         "algorithm.baseline algorithm.policy.* algorithm.policy.importance.* algorithm.update.*",
         NOTICED,
         NOTICED,

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.rewards import RunningMoments, batch_normalized, clip_scores, penalize_truncated
+from hybridflow.algorithms.advantages import tokens_in_mask
+from hybridflow.algorithms.rewards import (
+    RunningMoments,
+    batch_normalized,
+    clip_scores,
+    overlong_penalties,
+    penalize_truncated,
+)
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config import RewardConfig
 from hybridflow.parallel.exchange import Contribution
@@ -56,9 +63,16 @@ class Scorer:
     """Scores rollouts."""
 
     def __init__(
-        self, config: RewardConfig, models: list[RewardModel], *, caller: FunctionCaller, watch: Stopwatch
+        self,
+        config: RewardConfig,
+        models: list[RewardModel],
+        *,
+        caller: FunctionCaller,
+        watch: Stopwatch,
+        max_response_length: int,
     ) -> None:
         self._config, self._models, self._caller, self._watch = config, models, caller, watch
+        self._max_response_length = max_response_length
         self._functions = [(load_reward_function(f.function), f.function) for f in config.functions]
         self._weights = (*(m.weight for m in config.models), *(f.weight for f in config.functions))
 
@@ -74,6 +88,13 @@ class Scorer:
         config = self._config
         if config.truncation_penalty:
             scores = penalize_truncated(scores, rollout.truncated, penalty=config.truncation_penalty)
+        if config.overlong_buffer is not None:
+            scores = scores - overlong_penalties(
+                tokens_in_mask(rollout.response_mask, rollout.lengths),
+                max_response_length=self._max_response_length,
+                buffer=config.overlong_buffer,
+                factor=config.overlong_factor,
+            )
         if config.normalization == "batch":
             scores = batch_normalized(scores)
         elif config.normalization == "running":

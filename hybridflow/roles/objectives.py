@@ -8,7 +8,7 @@ is REINFORCE on a batch with a field `advantages`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -115,6 +115,16 @@ def loss_mean(name: LossMeanName, max_response_length: int | None) -> MeanOver:
             return lambda batch: constant(batch.response_mask, batch.lengths, max_response_length=limit)
 
 
+def over_finished(mean: MeanOver) -> MeanOver:
+    """The mean over responses that were not cut at the length limit. Yu et al. 2025, arXiv 2503.14476."""
+
+    def finished(batch: RolloutBatch) -> LossMean:
+        cut = batch.truncated.repeat_interleave(batch.lengths)
+        return mean(replace(batch, response_mask=batch.response_mask & ~cut))
+
+    return finished
+
+
 def policy_loss(config: PolicyLoss, kl: KLTerm, *, max_response_length: int | None = None) -> PolicyObjective:
     """policy loss x importance weight - entropy_coef x entropy + kl coef x KL(pi, reference), where kl.use is loss.
 
@@ -136,7 +146,8 @@ def policy_loss(config: PolicyLoss, kl: KLTerm, *, max_response_length: int | No
             each = each + kl.coef * kl.estimate(log_probs, tokens.ref_log_probs)
         return each, known
 
-    return PolicyObjective(loss, loss_mean(config.loss_mean, max_response_length), reports)
+    mean = loss_mean(config.loss_mean, max_response_length)
+    return PolicyObjective(loss, over_finished(mean) if config.mask_truncated else mean, reports)
 
 
 def importance_weights(config: Importance, tokens: Tokens) -> tuple[Tensor, Tensor]:
