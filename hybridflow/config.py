@@ -198,6 +198,13 @@ class RewardFunctionConfig(Section):
     weight: float = 1.0
 
 
+class OverlongConfig(Section):
+    """DAPO's overlong shaping: what the last tokens before sampling.max_response_length cost."""
+
+    buffer: PositiveInt  # tokens: nothing is taken off before the last so many, each of which costs factor / buffer
+    factor: NonNegativeFloat = 1.0  # what a response of the full length costs
+
+
 class RewardConfig(Section):
     """The score of a response: the weighted sum of reward models and reward functions."""
 
@@ -206,8 +213,7 @@ class RewardConfig(Section):
     clip_score: PositiveFloat | None = None  # scores are held within [-clip_score, clip_score]
     normalization: Literal["none", "batch", "running"] = "none"
     truncation_penalty: NonNegativeFloat = 0.0  # taken off the score of a response cut at max_response_length
-    overlong_buffer: PositiveInt | None = None  # tokens before max_response_length that cost more and more: at the end
-    overlong_factor: PositiveFloat = 1.0  # this, taken off the score. Yu et al. 2025, arXiv 2503.14476
+    overlong: OverlongConfig | None = None  # taken off the scores of those that come near it
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -456,9 +462,14 @@ class ExperimentConfig(Section):
 
     def _check_scores(self) -> None:
         """What shapes scores leaves them as the algorithm takes them."""
-        reward = self.reward
+        reward, limit = self.reward, self.sampling.max_response_length
+        if reward is not None and reward.overlong is not None and reward.overlong.buffer > limit:
+            raise ValueError(
+                f"reward.overlong.buffer = {reward.overlong.buffer} is longer than "
+                f"sampling.max_response_length = {limit}"
+            )
         if isinstance(self.algorithm, MaxRL) and reward is not None:
-            for key, neutral in (("normalization", "none"), ("truncation_penalty", 0.0)):
+            for key, neutral in (("normalization", "none"), ("truncation_penalty", 0.0), ("overlong", None)):
                 if getattr(reward, key) != neutral:
                     raise ValueError(
                         f"reward.{key} = {getattr(reward, key)}: maxrl divides by the mean score of a group, and this "
@@ -466,9 +477,6 @@ class ExperimentConfig(Section):
                     )
 
     def _check_lengths(self) -> None:
-        buffer, limit = self.reward.overlong_buffer if self.reward else None, self.sampling.max_response_length
-        if buffer is not None and buffer > limit:
-            raise ValueError(f"reward.overlong_buffer = {buffer} exceeds sampling.max_response_length = {limit}")
         longest = self.max_sequence_length
         for name, role in self.roles().items():
             if role.micro_batch_tokens < longest:

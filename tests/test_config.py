@@ -809,6 +809,12 @@ def test_opo_takes_one_step_an_iteration(config_file) -> None:
     assert ExperimentConfig.from_yaml(path, ["algorithm.update.mini_batch_size=16"]).mini_batch_size == 16
 
 
+def test_the_buffer_before_the_limit_is_not_longer_than_it(config_file) -> None:
+    path = config_file({"reward.overlong": {"buffer": 51}})
+    assert "reward.overlong.buffer = 51 is longer than sampling.max_response_length = 50" in problem(path)
+    assert ExperimentConfig.from_yaml(path, ["reward.overlong.buffer=50"]).reward.overlong.factor == 1.0
+
+
 @pytest.mark.parametrize(("key", "value"), [("normalization", "batch"), ("truncation_penalty", 0.5)])
 def test_maxrl_takes_scores_that_are_not_negative(config_file, key: str, value: Any) -> None:
     path = config_file({"algorithm": {"name": "maxrl"}, f"reward.{key}": value, **WITHOUT})

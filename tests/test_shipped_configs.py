@@ -20,6 +20,7 @@ WORLD_SIZES = {
     "qwen2_72b_64gpus": 64,
     "quickstart": 2,
     "quickstart_3d": 8,
+    "quickstart_dapo": 2,
     "quickstart_grpo": 2,
     "quickstart_rule": 2,
     "split_placement": 2,

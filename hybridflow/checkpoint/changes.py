@@ -145,7 +145,7 @@ TABLE: tuple[Rule, ...] = (
     ),
     _rule(
         "reward.models.*.weight reward.functions.*.weight reward.clip_score reward.truncation_penalty "
-        "reward.overlong_buffer reward.overlong_factor",
+        "reward.overlong reward.overlong.*",
         NOTICED,
         NOTICED,
         "scores before and after are not comparable; a critic has to learn the new ones",

@@ -124,10 +124,10 @@ def _tell(run: Run, numbers: dict[str, int], *, num_equal: int, num_rest: int, k
         "rollout/groups_filled": torch.tensor(float(numbers["filled"])),
         "rollout/groups_surplus": torch.tensor(float(num_rest)),
     }
+    rest = "kept for the next" if keeps else "dropped"
     line = (
-        f"iteration {run.iteration}: {numbers['generated']} groups generated in {numbers['rounds']} rounds, {num_equal} "
-        f"of them with equal scores; {numbers['before']} from before, {num_rest} "
-        f"{'kept for the next' if keeps else 'dropped'}"
+        f"iteration {run.iteration}: {numbers['generated']} groups generated in {numbers['rounds']} rounds, "
+        f"{num_equal} of them with equal scores; {numbers['before']} from before, {num_rest} {rest}"
     )
     if numbers["filled"]:
         line += f"; {numbers['filled']} of equal scores fill the batch (max_generation_rounds)"

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.advantages import masked_mean, tokens_in_mask
+from hybridflow.algorithms.groups import equal_groups
 from hybridflow.algorithms.kl import kl_k1, kl_k3
 from hybridflow.algorithms.value_loss import explained_variance
 from hybridflow.batch import PromptBatch, RolloutBatch
@@ -31,7 +32,8 @@ class Iteration:
 def batch_metrics(batch: RolloutBatch) -> Metrics:
     """What was generated and how it was judged: of the fields, by their names, that the algorithm's batch has.
 
-    Lengths and means count response tokens. `rollout/log_prob_diff_*`, `token_mult_prob_error` (the mean of
+    Lengths and means count response tokens. `reward/equal_groups_fraction` is the share of prompts whose responses have
+    all the same raw score, where a prompt has several. `rollout/log_prob_diff_*`, `token_mult_prob_error` (the mean of
     exp |difference|) and `gen_kl` (k3, of the engine's distribution to the trainer's) compare the engine's log-probs
     with the trainer's. The engine's are of the distribution that was sampled from: with top_p, top_k, min_p, penalties
     or biases the difference of that to the trainer's softmax is in them too.
@@ -41,11 +43,16 @@ def batch_metrics(batch: RolloutBatch) -> Metrics:
     if "raw_scores" in known:
         metrics["reward/score_mean"] = known["raw_scores"].mean()
         metrics["reward/score_std"] = known["raw_scores"].std(correction=0)
+        if len(batch.prompt_indices.unique()) < len(batch):
+            equal = equal_groups(known["raw_scores"], batch.prompt_indices)
+            metrics["reward/equal_groups_fraction"] = equal.float().mean()
     if "scores" in known:
         metrics["reward/score_shaped_mean"] = known["scores"].mean()
-    metrics["rollout/response_length_mean"] = tokens_in_mask(mask, batch.lengths).float().mean()
+    response_lengths = tokens_in_mask(mask, batch.lengths).float()
+    metrics["rollout/response_length_mean"] = response_lengths.mean()
+    metrics["rollout/response_length_max"] = response_lengths.max()
     metrics["rollout/truncated_fraction"] = batch.truncated.float().mean()
-    if "log_probs" in known:
+    if "log_probs" in known and known["log_probs"] is not batch.rollout_log_probs:  # which may be the old ones
         metrics |= _mismatch(known["log_probs"], batch.rollout_log_probs, mask)
     if {"log_probs", "ref_log_probs"} <= known.keys():
         kl = kl_k1(known["log_probs"], known["ref_log_probs"]) * mask

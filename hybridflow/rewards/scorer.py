@@ -84,16 +84,16 @@ class Scorer:
         return Scores((*models, *functions), self._weights)
 
     def shaped(self, scores: Tensor, rollout: RolloutBatch, moments: RunningMoments) -> tuple[Tensor, RunningMoments]:
-        """(N,) scores as training sees them: cut responses penalised, then normalised, then clipped; new moments."""
+        """(N,) scores as training sees them, and new moments: long and cut responses penalised, normalised, clipped."""
         config = self._config
         if config.truncation_penalty:
             scores = penalize_truncated(scores, rollout.truncated, penalty=config.truncation_penalty)
-        if config.overlong_buffer is not None:
+        if config.overlong is not None:
             scores = scores - overlong_penalties(
                 tokens_in_mask(rollout.response_mask, rollout.lengths),
                 max_response_length=self._max_response_length,
-                buffer=config.overlong_buffer,
-                factor=config.overlong_factor,
+                buffer=config.overlong.buffer,
+                factor=config.overlong.factor,
             )
         if config.normalization == "batch":
             scores = batch_normalized(scores)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithm_config import KL, Importance, LossMeanName, PolicyLoss
+from hybridflow.algorithms.advantages import to_tokens
 from hybridflow.algorithms.importance import (
     geometric_band_weights,
     icepop_weights,
@@ -115,16 +116,6 @@ def loss_mean(name: LossMeanName, max_response_length: int | None) -> MeanOver:
             return lambda batch: constant(batch.response_mask, batch.lengths, max_response_length=limit)
 
 
-def over_finished(mean: MeanOver) -> MeanOver:
-    """The mean over responses that were not cut at the length limit. Yu et al. 2025, arXiv 2503.14476."""
-
-    def finished(batch: RolloutBatch) -> LossMean:
-        cut = batch.truncated.repeat_interleave(batch.lengths)
-        return mean(replace(batch, response_mask=batch.response_mask & ~cut))
-
-    return finished
-
-
 def policy_loss(config: PolicyLoss, kl: KLTerm, *, max_response_length: int | None = None) -> PolicyObjective:
     """policy loss x importance weight - entropy_coef x entropy + kl coef x KL(pi, reference), where kl.use is loss.
 
@@ -147,7 +138,17 @@ def policy_loss(config: PolicyLoss, kl: KLTerm, *, max_response_length: int | No
         return each, known
 
     mean = loss_mean(config.loss_mean, max_response_length)
-    return PolicyObjective(loss, over_finished(mean) if config.mask_truncated else mean, reports)
+    return PolicyObjective(loss, _over_ended(mean) if config.mask_truncated else mean, reports)
+
+
+def _over_ended(mean: MeanOver) -> MeanOver:
+    """The same mean of those responses that have come to an end."""
+
+    def over(batch: RolloutBatch) -> LossMean:
+        ended = to_tokens(~batch.truncated, batch.response_mask, lengths=batch.lengths)
+        return mean(replace(batch, response_mask=ended))
+
+    return over
 
 
 def importance_weights(config: Importance, tokens: Tokens) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from tests.tiny_models import VOCAB_SIZE
 LAYOUTS = {Case(tp=2): 64, Case(pp=2): 17, Case(dp=2): 17, Case(tp=2, pp=2, dp=2): 64}  # micro-batch tokens
 SGD = OptimizerConfig(name="sgd", lr=0.1, clip_grad=0.5)
 MAX_RESPONSE_LENGTH = 13
+TRUNCATED = 4  # the row that is cut at the limit
 CLIP = {"clip_range": 0.2, "clip_range_high": 0.3}
 ENGINE = {"old_log_probs": "engine"}  # ratios are then not 1
 
@@ -34,7 +35,7 @@ def make_rollout() -> RolloutBatch:
     rollout = make_groups()
     noise = torch.randn(len(rollout.input_ids), generator=torch.Generator().manual_seed(5))
     log_probs = (0.4 * noise - torch.tensor(float(VOCAB_SIZE)).log()) * rollout.response_mask
-    return replace(rollout, rollout_log_probs=log_probs)
+    return replace(rollout, rollout_log_probs=log_probs, truncated=torch.arange(8) == TRUNCATED)
 
 
 def make_greedy() -> RolloutBatch:
@@ -98,6 +99,7 @@ ALGORITHMS: dict[str, Compared] = {
         reference.batch_std,
         Recipe(mean="prompt_mean", kl="k3+", kl_coef=0.3),
     ),
+    "masked": Compared(grpo(mask_truncated=True), reference.grpo, replace(GRPO, masks_truncated=True)),
     "gspo": Compared(
         grpo(kind="gspo", clip_range=0.03, clip_range_high=0.04, **ENGINE),
         reference.grpo,

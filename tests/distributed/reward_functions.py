@@ -32,3 +32,8 @@ def share_of_even(prompts: list[str], responses: list[str], columns: Columns) ->
     """Of responses that are token ids with spaces between them."""
     tokens = [[int(token) for token in response.split()] for response in responses]
     return [sum(token % 2 == 0 for token in row) / len(row) for row in tokens]
+
+
+def num_letters(prompts: list[str], responses: list[str], columns: Columns) -> list[float]:
+    """Different ones."""
+    return [float(len(set(response))) for response in responses]

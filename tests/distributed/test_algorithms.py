@@ -54,8 +54,9 @@ def estimated(models: Path) -> tuple[Response, ...]:
     rollout = make_rollout()
     lengths = rollout.lengths.tolist()
     pieces = [x.split(lengths) for x in (rollout.input_ids, rollout.response_mask, rollout.rollout_log_probs)]
-    rows = zip(*pieces, rollout.prompt_lengths.tolist(), rollout.prompt_indices.tolist(), strict=True)
-    responses = [Response(tokens, mask, p, group, engine[mask]) for tokens, mask, engine, p, group in rows]
+    whole = [x.tolist() for x in (rollout.prompt_lengths, rollout.prompt_indices, rollout.truncated)]
+    rows = zip(*pieces, *whole, strict=True)
+    responses = [Response(tokens, mask, p, group, engine[mask], cut) for tokens, mask, engine, p, group, cut in rows]
     estimate(responses, huggingface(models))
     return tuple(responses)
 

@@ -26,6 +26,24 @@ NO_REWARD = [*NO_CRITIC, "reward=null"]
 BEST_OF_N = {"name": "custom", "flow": "best_of_n:best_of_n", "roles": ["actor", "reward"], "options": {"keep": 1}}
 
 
+LETTERS = "reward={functions: [{function: 'tests.distributed.reward_functions:num_letters'}]}"
+# algorithms without a critic, and what else they have not
+CRITIC_FREE = {
+    "dr_grpo": ("reference",),
+    "rloo": (),
+    "opo": ("reference",),
+    "maxrl": ("reference",),
+    "remax": (),
+    "reinforce": (),
+}
+
+
+def critic_free(name: str, *absent: str) -> list[str]:
+    """One step an iteration, scores of a function."""
+    nothing = [f"{role}=null" for role in ("critic", *absent)]
+    return ["sampling.samples_per_prompt=2", LETTERS, *nothing, f"algorithm={{name: {name}}}"]
+
+
 def custom(name: str, *roles: str, **more: Any) -> str:
     return "algorithm=" + json.dumps(
         {"name": "custom", "flow": f"tests.flows.flows:{name}", "roles": ["actor", *roles], **more}
@@ -60,6 +78,8 @@ def cases(inputs: Path) -> dict[str, list[str]]:
             "reference=null",
             "algorithm={name: grpo, kl: {use: none}, update: {mini_batch_size: 4}}",
         ],
+        **{name: critic_free(name, *roles) for name, roles in CRITIC_FREE.items()},
+        "engine_log_probs": [*critic_free("dr_grpo", "reference"), "algorithm.policy.old_log_probs=engine"],
         "raises": [*NO_REWARD, custom("raises")],
         "returns_nothing": [*NO_REWARD, custom("returns_nothing")],
         "wants_a_critic": [*NO_REWARD, custom("wants_a_critic")],

@@ -162,7 +162,7 @@ def config(directory: Path, **algorithm: Any) -> Path:
         del tree[name]
     tree["reward"] = {
         "functions": [{"function": "tests.flows.dynamic_rewards:first_is_a_digit"}],
-        "overlong_buffer": 2,
+        "overlong": {"buffer": 2},
     }
     tree["sampling"]["samples_per_prompt"] = 2
     tree["algorithm"] = {
@@ -208,7 +208,6 @@ def test_a_run_goes_on_with_its_surplus_bit_for_bit(tmp_path: Path) -> None:
     ("changes", "told"),
     [
         ({"checkpoint": {"save_rollout": True}}, "checkpoint.save_rollout = true: with algorithm.dynamic_sampling"),
-        ({"reward": {"overlong_buffer": 9}}, "reward.overlong_buffer = 9 exceeds sampling.max_response_length = 8"),
         ({"algorithm": {"name": "opo", "policy": {}}}, "dynamic_sampling.surplus = keep: opo is exactly on-policy"),
     ],
 )

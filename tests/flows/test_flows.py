@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from hybridflow.plan import main as plan
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.flows.flows import BAD_ROW
+from tests.flows.flows_worker import CRITIC_FREE, critic_free
 from tests.launch import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -49,7 +50,7 @@ def behead(root: Path) -> None:
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
 
 
-@pytest.mark.parametrize("name", ["ppo", "ppo_without_kl", "grpo", "grpo_without_kl"])
+@pytest.mark.parametrize("name", ["ppo", "ppo_without_kl", "grpo", "grpo_without_kl", *CRITIC_FREE, "engine_log_probs"])
 def test_shipped_flows_train(name, records):
     record = records[name]
     assert "error" not in record and record["moved"] == [True] * 3
@@ -83,6 +84,36 @@ def test_what_an_algorithm_does_not_need_is_neither_held_nor_planned(records, ro
         totals[name] = json.loads(capsys.readouterr().out)["memory"]["generation"]["worst_rank"]
     planned = totals["ppo"]["weights"] - totals["grpo"]["weights"]
     assert planned == weights["critic"] + weights["reference"]  # what the plan says is what a rank counts
+
+
+@pytest.mark.parametrize("name", CRITIC_FREE)
+def test_critic_free_means_critic_free(name, records, root, capsys):
+    """No weight, no field, no metric and no time of a critic, by count and by plan; nor of a reference without a KL."""
+    record, absent = records[name], CRITIC_FREE[name]
+    roles = [role for role in ("actor", "reference") if role not in absent]
+    assert list(record["bytes"]) == roles
+    for metrics in record["metrics"]:
+        assert not any("critic" in metric or metric == "time/values_seconds" for metric in metrics)
+        assert ("time/reference_seconds" in metrics) == ("reference" in roles)
+    assert not {"values", "returns"} & set(record["fields"])
+    assert plan([str(root / "config.yaml"), *critic_free(name, *absent), "--world-size", "2", "--json"]) == 0
+    worst = json.loads(capsys.readouterr().out)["memory"]["generation"]["worst_rank"]
+    assert worst["weights"] == sum(record["bytes"].values())
+
+
+def test_a_greedy_response_a_prompt_takes_no_hand_off_of_its_own(records):
+    record = records["remax"]
+    assert record["hand_offs"] == 2  # there and back
+    for metrics in record["metrics"]:
+        assert 0 < metrics["reward/greedy_score_mean"] and "baselines" in record["fields"]
+
+
+def test_with_the_engines_log_probs_as_the_old_ones_the_trainer_computes_none(records):
+    """One forward pass less: the first ratios are engine against trainer."""
+    for metrics in records["engine_log_probs"]["metrics"]:
+        assert "time/log_probs_seconds" not in metrics and "rollout/gen_kl" not in metrics
+        assert 0 < metrics["actor/approx_kl"] < 1e-6
+    assert "time/log_probs_seconds" in records["dr_grpo"]["metrics"][0]
 
 
 # ------------------------------------------------------------------------------------------------ a flow of one's own

@@ -18,6 +18,7 @@ class Response:
     prompt_length: int
     group: int
     rollout_log_probs: Tensor
+    truncated: bool = False
     score: float = 0.0
     log_probs: Tensor = None
     ref_log_probs: Tensor = None
@@ -45,6 +46,7 @@ class Recipe:
     old: str = "trainer"
     weights: tuple | None = None  # (kind, bounds)
     max_response_length: int = 0
+    masks_truncated: bool = False
 
 
 def even_share(tokens: Tensor) -> float:
@@ -209,6 +211,7 @@ def kl_terms(r: Response, log_probs: Tensor, kind: str) -> Tensor:
 def actor_loss(responses: list[Response], policy: torch.nn.Module, recipe: Recipe) -> tuple[Tensor, float]:
     """The loss, and the largest size of a token's: where advantages add up to zero the loss is a small difference."""
     terms = []
+    responses = [r for r in responses if not (recipe.masks_truncated and r.truncated)]
     for r in responses:
         log_probs, entropy = written_log_probs(policy, r, 1.0)
         each = policy_terms(r, log_probs, recipe)

@@ -1,0 +1,39 @@
+"""What training makes of scores, by hand."""
+
+from typing import Any
+
+import torch
+
+from hybridflow.algorithms.rewards import RunningMoments
+from hybridflow.batch import RolloutBatch, response_mask
+from hybridflow.config import RewardConfig
+from hybridflow.recording.measure import Stopwatch
+from hybridflow.rewards.scorer import FunctionCaller, Scorer
+
+SCORES = torch.tensor([1.0, 2.0, 3.0])
+
+
+def rollout() -> RolloutBatch:
+    """Responses of 4, 8 and 10 tokens to prompts of 2, the last of them cut at the limit of 10."""
+    lengths, prompts = torch.tensor([6, 10, 12]), torch.tensor([2, 2, 2])
+    ids = torch.ones(28, dtype=torch.int64)
+    mask = response_mask(lengths, prompts)
+    return RolloutBatch(ids, lengths, prompts, torch.arange(3), torch.arange(3) == 2, mask, torch.zeros(28))
+
+
+def shaped(**given: Any) -> list[float]:
+    config = RewardConfig(functions=[{"function": "hybridflow.rewards:exact_match"}], **given)
+    caller = FunctionCaller(lambda ids: "", 0, 1)
+    scorer = Scorer(config, [], caller=caller, watch=Stopwatch(lambda: None), max_response_length=10)
+    return scorer.shaped(SCORES, rollout(), RunningMoments())[0].tolist()
+
+
+def test_what_comes_near_the_limit_costs_more_with_each_token() -> None:
+    """A buffer of 5: from the 6th token on a fifth of the factor each."""
+    assert shaped(overlong={"buffer": 5}) == [1.0, 2.0 - torch.tensor(0.6).item(), 2.0]
+    assert shaped(overlong={"buffer": 4, "factor": 2.0}) == [1.0, 1.0, 1.0]
+
+
+def test_penalties_come_before_the_range() -> None:
+    found = shaped(truncation_penalty=0.5, overlong={"buffer": 4}, clip_score=1.25)  # 1, 1.5 and 1.5 before it
+    assert found == [1.0, 1.25, 1.25]
