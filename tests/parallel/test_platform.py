@@ -119,3 +119,37 @@ def test_the_names_that_nccl_reads_are_those_of_this_torch() -> None:
     text = "".join((headers / name).read_text() for name in ("FlightRecorder.hpp", "ProcessGroupNCCL.hpp"))
     for name in NCCL:
         assert f'"{name}"' in text, name
+
+
+# ------------------------------------------------------------------------------------------------ hosts
+
+
+@pytest.mark.parametrize(
+    ("variables", "hosts"),
+    [
+        ({}, "node 0=1"),
+        ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}, "node 0=2,node 1=2,node 2=2"),
+        ({"WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "2"}, "node 0=5"),  # unlike nodes, and nobody tells which
+        ({"WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "2", "HYBRIDFLOW_HOSTS": "a=2,b=3"}, "a=2,b=3"),
+    ],
+)
+def test_ranks_by_host(variables: dict[str, str], hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "HYBRIDFLOW_HOSTS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert platforms.hosts_of_ranks() == hosts
+
+
+def test_restarts_of_torchrun_and_of_the_launcher_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    monkeypatch.setenv("HYBRIDFLOW_RESTARTS", "3")
+    assert platforms.restart_count() == 5
+
+
+def test_a_configs_environment_yields_to_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.delenv("HF_OF_THE_CONFIG", raising=False)
+    platforms.set_environment({"NCCL_DEBUG": "WARN", "HF_OF_THE_CONFIG": "1"})
+    assert os.environ["NCCL_DEBUG"] == "INFO" and os.environ["HF_OF_THE_CONFIG"] == "1"
+    monkeypatch.delenv("HF_OF_THE_CONFIG")
