@@ -193,6 +193,8 @@ def not_reached(connection: Connection, why: str, options: Options) -> str:
     """With what to try where it is ssh that failed."""
     if connection.is_local or connection.lost is None:
         return f"{connection.host}: {why}"
+    if f"{options.python}: No such file" in why:  # as the host's shell says it
+        return f"{connection.host}: --python {options.python}: is not there"
     ssh = shlex.join(
         Ssh(options.connect_timeout, options.ssh_config, options.ssh_options).command(connection.host, "true")
     )

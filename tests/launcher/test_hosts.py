@@ -239,6 +239,24 @@ def test_other_code_files_and_python_are_told_with_their_hosts(net: Network, dir
     assert not (own / "run").exists()
 
 
+def test_what_a_host_lacks_is_told(net: Network, directory: Path) -> None:
+    """One does not see the Python of the ranks, another not their directory; a third's key is not known."""
+    own = directory / "lacks"
+    (own / "nothing").mkdir(parents=True)
+    (own / "work").mkdir()
+    (own / "work" / "config.yaml").write_bytes((directory / "config.yaml").read_bytes())
+    net.mount(net.hosts[0], own / "nothing", Path(sys.prefix))
+    net.mount(net.hosts[1], own / "nothing", own)
+    known = net.directory / "known_hosts"
+    known.write_text("".join(line for line in known.open() if not line.startswith(net.hosts[2].address)))
+    started = Job(net, own / "work", "config.yaml")
+    assert started.wait(60) == 1
+    told = {line.split(": ")[2]: line for line in started.said.splitlines() if line.startswith("launch: error: ")}
+    assert told["node-a"] == f"launch: error: node-a: --python {sys.executable}: is not there", started.said
+    assert told["node-b"] == f"launch: error: node-b: --directory {own / 'work'}: No such file or directory"
+    assert "Host key verification failed." in told["node-c"] and started.left() == {}
+
+
 def test_slots_that_do_not_fit_are_told_before_a_host_is_asked(net: Network, directory: Path) -> None:
     for host in net.hosts:
         net.link_down(host)
