@@ -92,6 +92,7 @@ def test_commands_and_environment_of_each_host() -> None:
         "HYBRIDFLOW_HOSTS": "a=8,b=8,c=4",
         "HYBRIDFLOW_HOST": "b",
         "HYBRIDFLOW_RESTARTS": "2",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONUNBUFFERED": "1",
     }
     own = options("x.yaml", "--env", "GLOO_SOCKET_IFNAME=eth9", "--env", "OMP_NUM_THREADS=4")
