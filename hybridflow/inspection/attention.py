@@ -19,9 +19,8 @@ def is_flash_attn_available() -> bool:
 
 def training_attention(dtype: str, *, cuda: bool) -> str:
     """What `models.attention` takes: flash attention knows 16-bit types alone."""
-    return (
-        "torch varlen_attn (flash attention)" if cuda and dtype != "float32" else "torch scaled_dot_product_attention"
-    )
+    flash = cuda and dtype != "float32"
+    return "torch varlen_attn (flash attention)" if flash else "torch scaled_dot_product_attention"
 
 
 def attention_in_use(dtype: str) -> dict[str, str]:

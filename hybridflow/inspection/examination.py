@@ -83,8 +83,8 @@ class Examination:
 
     def _meet(self) -> None:
         """Learn which ranks there are, and on which hosts."""
-        everyone = dict.fromkeys(range(self._started.world_size), {"act": "greet"})
-        answers = self._leader.ask(everyone, GREET_SECONDS)
+        greet: Order = {"act": "greet"}
+        answers = self._leader.ask(dict.fromkeys(range(self._started.world_size), greet), GREET_SECONDS)
         self._hosts = hosts_of({rank: (answer["host"], answer["node"]) for rank, answer in answers.items()})
 
     def _look(self) -> None:
@@ -93,12 +93,12 @@ class Examination:
             order = {"act": "look", "host": host.name, "num_ranks": len(host.ranks)}
             orders |= {rank: {**order, "first": rank == host.ranks[0]} for rank in host.ranks}
         answers = self._leader.ask(orders, ANSWER_SECONDS)
-        self._facts = {rank: answer["facts"] for rank, answer in answers.items()}
+        self._facts = {rank: answer.get("facts", {}) for rank, answer in answers.items()}
         for host in self._hosts:
             devices = {rank: Device(**self._facts[rank]["device"]) for rank in self._seen(host, "device")}
             self._findings += device_findings(devices, host.name) if devices else []
             for rank in host.ranks:
-                self._findings += [Finding(**finding) for finding in answers.get(rank, {"findings": []})["findings"]]
+                self._findings += [Finding(**finding) for finding in answers.get(rank, {}).get("findings", [])]
 
     def _seen(self, host: Host, fact: str) -> list[int]:
         return [rank for rank in host.ranks if fact in self._facts.get(rank, {})]
@@ -147,9 +147,8 @@ class Examination:
         if len(firsts) > MOST_FOR_ALL_PAIRS:
             value = f"{len(firsts)} hosts: only neighbours on a ring were measured, no other pairs"
             self._findings.append(Finding(BETWEEN, "links", "all", value))
-        self._clocks(
-            {(firsts.index(one), firsts.index(other)): found.offset for (one, other), found in measured.items()}
-        )
+        places = {rank: place for place, rank in enumerate(firsts)}
+        self._clocks({(places[one], places[other]): found.offset for (one, other), found in measured.items()})
         self._all_reduces({"the first ranks of all hosts": firsts}, BETWEEN)
 
     def _measure_all_ranks(self) -> None:
@@ -272,9 +271,7 @@ def missing_findings(
         by_host.setdefault(known.get(rank) or nodes.get(node) or f"node {node}", []).append(rank)
     advice = "is that host up, and its torchrun running? See its output; ranks that hang name where they were"
     return [
-        Finding(
-            "hosts", "answer", host, f"ranks {shown(ranks)} do not answer: {_doing(ranks, missing)}", "fail", advice
-        )
+        Finding("hosts", "answer", host, f"ranks {shown(ranks)} are silent: {_doing(ranks, missing)}", "fail", advice)
         for host, ranks in by_host.items()
     ]
 

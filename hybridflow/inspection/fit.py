@@ -1,4 +1,4 @@
-"""Whether a config fits the ranks that have answered, and the memory and disks that they have. Pure but for config.json.
+"""Whether a config fits the ranks that there are, their memory and their disks. Pure but for config.json.
 
 Of memory it asks for what `planning.forecast` counts; what libraries take beside it is a margin that warns.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import UserError
-from hybridflow.inspection.findings import Finding, Host, gigabytes
+from hybridflow.inspection.findings import Finding, Host, counted, gigabytes
 from hybridflow.inspection.machine import GIB, LEAST_MEMORY
 from hybridflow.placement import shown
 from hybridflow.planning.footprint import together
@@ -72,7 +72,8 @@ def gpu_finding(host: Host, needed: Mapping[int, tuple[int, str]], free: Free) -
 def memory_finding(host: Host, needed: Mapping[int, tuple[int, str]], free: Free) -> Finding:
     """Of all ranks of a host, which share its memory."""
     bytes_needed, available = sum(needed[rank][0] for rank in host.ranks), free.memory[host.name]
-    value = f"its {len(host.ranks)} ranks will hold {gigabytes(bytes_needed)}, {gigabytes(available)} are available"
+    ranks = counted(len(host.ranks), "rank")
+    value = f"{ranks} there will hold {gigabytes(bytes_needed)}, {gigabytes(available)} are available"
     figures = {"needed_bytes": bytes_needed, "available_bytes": available}
     if bytes_needed > available:
         return Finding(AREA, "memory", host.name, value, "fail", f"too little: less {LESS}", figures)

@@ -6,6 +6,7 @@ with copies of their own can be compared.
 
 import hashlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -52,15 +53,15 @@ def _inspections(
     for name, role in config.roles().items():
         models.setdefault(role.model, []).append(name)
     for path, roles in models.items():
-        yield f"model of {', '.join(roles)}", THERE, lambda path=path: _model(Path(path))
-    yield "tokenizer", THERE, lambda: _tokenizer(Path(config.actor.model), tokenizers)
+        yield f"model of {', '.join(roles)}", THERE, partial(_model, Path(path))
+    yield "tokenizer", THERE, partial(_tokenizer, Path(config.actor.model), tokenizers)
     for key, file in (("data.train", config.data.train), ("data.heldout", config.data.heldout)):
         if file is not None and (tokenizers or not config.data.chat_template):
-            yield key, THERE, lambda key=key, file=file: _prompts(key, Path(file), config, tokenizers)
+            yield key, THERE, partial(_prompts, key, Path(file), config, tokenizers)
     names = _functions(config)
     if names:
         where = "put its file beside the config or into PYTHONPATH on that host, and what it imports with it"
-        yield f"functions {', '.join(names)}", where, lambda: _user_functions(config)
+        yield f"functions {', '.join(names)}", where, partial(_user_functions, config)
 
 
 def _model(path: Path) -> Inspected:

@@ -27,7 +27,7 @@ PING, OUT, BACK, END = range(4)
 
 
 def lead_link(group: SmallGroup, clock: Callable[[], float] = time.time) -> LinkFigures:
-    """Measure the link to rank 1 of a group of two, which calls `follow_link`. Errors: RuntimeError where it is dead."""
+    """Measure the link to rank 1 of a group of two, which calls `follow_link`. Errors: RuntimeError if it is dead."""
     latency, offset = _ping(group, clock)
     out_rate, out_bytes = _grow(lambda size: _timed(group, OUT, size), MOST_BYTES[group.device.type])
     back_rate, back_bytes = _grow(lambda size: _timed(group, BACK, size), MOST_BYTES[group.device.type])
@@ -64,7 +64,8 @@ def _ping(group: SmallGroup, clock: Callable[[], float]) -> tuple[float, float]:
         _order(group, PING, 0)
         group.receive(answer, 1)
         trip = time.perf_counter() - before
-        ahead, _ = clock_offset(sent, *answer.tolist(), sent + trip)
+        received, answered = answer.tolist()
+        ahead, _ = clock_offset(sent, received, answered, sent + trip)
         best = min(best, (trip, ahead))
         if time.perf_counter() - start > PING_SECONDS:
             break

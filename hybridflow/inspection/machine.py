@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hybridflow.inspection.findings import Finding, gigabytes
+from hybridflow.inspection.findings import Finding, counted, gigabytes
 from hybridflow.parallel.device import uses_cuda
 
 AREA = "machine"
@@ -44,17 +44,16 @@ def this_device(local_rank: int) -> Device:
 def device_findings(devices: Mapping[int, Device], host: str) -> list[Finding]:
     """Of the ranks of one host. Pure."""
     names = dict.fromkeys(device.name for device in devices.values())
-    value = f"{len(devices)} ranks on {', '.join(names)}"
+    value = f"{counted(len(devices), 'rank')} on {', '.join(names)}"
     if all(device.total_bytes is None for device in devices.values()):
         return [Finding(AREA, "devices", host, value, figures={"ranks": len(devices)})]
     least = min(device.count for device in devices.values())
     free = {rank: device.free_bytes or 0 for rank, device in devices.items()}
     findings = [_enough_devices(least, len(devices), host, value)]
     fullest = min(free, key=lambda rank: free[rank])
-    value = (
-        f"rank {fullest} has least: {gigabytes(free[fullest])} free of {gigabytes(devices[fullest].total_bytes or 0)}"
-    )
-    used = free[fullest] < 0.9 * (devices[fullest].total_bytes or 0)
+    total = devices[fullest].total_bytes or 0
+    value = f"rank {fullest} has least: {gigabytes(free[fullest])} free of {gigabytes(total)}"
+    used = free[fullest] < 0.9 * total
     advice = "another process is on that GPU: nvidia-smi names it; end it before training" if used else ""
     figures = {f"free_bytes_rank_{rank}": count for rank, count in free.items()}
     findings.append(Finding(AREA, "GPU memory", host, value, "warn" if used else "ok", advice, figures))
@@ -112,7 +111,7 @@ def machine_findings(host: str, *, num_ranks: int, world_size: int, cuda: bool) 
         memory_finding(*host_memory(), num_ranks=num_ranks, host=host),
         shm_finding(shared_memory(), num_ranks=num_ranks, host=host, cuda=cuda),
         files_finding(files, world_size=world_size, host=host),
-        Finding(AREA, "processors", host, f"{cpus} for {num_ranks} ranks", figures={"processors": cpus}),
+        Finding(AREA, "processors", host, f"{cpus} for {counted(num_ranks, 'rank')}", figures={"processors": cpus}),
     ]
 
 

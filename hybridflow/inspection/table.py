@@ -6,16 +6,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hybridflow.inspection.findings import Finding, HealthReport, Status, rate
+from hybridflow.inspection.findings import Finding, HealthReport, Status, counted, rate
 
 STYLES: dict[Status, str | None] = {"ok": None, "warn": "yellow", "fail": "red"}
 MANY = 6  # links that are well, of one kind, from which on they share a row
 
 
 def print_report(report: HealthReport, console: Console) -> None:
-    hosts, ranks = len(report.hosts), report.world_size
-    title = f"hybridflow {report.version}: {ranks} rank{'s' * (ranks != 1)} on {hosts} host{'s' * (hosts != 1)}, "
-    table = Table(title=Text(f"{title}{report.device}"), title_justify="left")
+    where = f"{counted(report.world_size, 'rank')} on {counted(len(report.hosts), 'host')}"
+    table = Table(title=Text(f"hybridflow {report.version}: {where}, {report.device}"), title_justify="left")
     for column in ("", "what", "host", "found", ""):
         table.add_column(column, overflow="fold")
     rows = shown_rows(report)
@@ -33,7 +32,7 @@ def print_report(report: HealthReport, console: Console) -> None:
 def summary(report: HealthReport) -> str:
     counts = {status: sum(finding.status == status for finding in report.findings) for status in STYLES}
     return (
-        f"{report.status}: {counts['fail']} failing, {counts['warn']} warnings, {counts['ok']} ok, "
+        f"{report.status}: {counts['fail']} failing, {counted(counts['warn'], 'warning')}, {counts['ok']} ok, "
         f"in {report.seconds:.0f} s"
     )
 
@@ -45,7 +44,7 @@ def advice_lines(findings: Iterable[Finding]) -> list[str]:
 
 
 def shown_rows(report: HealthReport) -> list[Finding]:
-    """Areas together in the order in which they first come up; what hosts have alike, and many good links, in one row."""
+    """Areas together in the order in which they come up; what hosts have alike, and many good links, in one row."""
     areas = list(dict.fromkeys(finding.area for finding in report.findings))
     ordered = sorted(report.findings, key=lambda finding: areas.index(finding.area))
     return _alike(_few_links(ordered), len(report.hosts))

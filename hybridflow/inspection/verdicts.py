@@ -117,9 +117,7 @@ def clock_finding(host: str, ahead: float) -> Finding:
     value = f"{abs(ahead):.3f} s {'ahead of' if ahead >= 0 else 'behind'} the median"
     figures = {"seconds_ahead": round(ahead, 6)}
     if abs(ahead) > MOST_SKEW:
-        advice = (
-            f"more than {MOST_SKEW:g} s: logs and checkpoints of hosts cannot be ordered; start chrony or ntpd there"
-        )
+        advice = f"more than {MOST_SKEW:g} s: logs and checkpoints of hosts cannot be put in order; run chrony or ntpd"
         return Finding("clocks", "clock", host, value, "warn", advice, figures)
     return Finding("clocks", "clock", host, value, figures=figures)
 

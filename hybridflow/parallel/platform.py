@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from hybridflow.errors import EnvironmentProblem
@@ -169,7 +169,7 @@ def meeting_store(timeout: timedelta) -> Store:
     """
     rank, world_size = torchrun_rank()
     if "RANK" not in os.environ:
-        return dist.HashStore()
+        return HashStore()
     try:
         store = _agent_store(timeout)
         return PrefixStore(f"meeting_{store.add(f'meetings/{rank}', 1)}", store)

@@ -29,7 +29,7 @@ class SmallGroup:
     ) -> None:
         self.rank, self.size, self.device, self._timeout = rank, size, device, timeout
         own = PrefixStore(f"group/{name}", store)
-        before = store.timeout
+        before: timedelta = store.timeout  # type: ignore[attr-defined]  # torch has it, its stub not
         own.set_timeout(timeout)  # of the store itself: PrefixStore has none
         try:
             self._gloo: Any = dist.ProcessGroupGloo(PrefixStore("gloo", own), rank, size, timeout)
