@@ -268,7 +268,7 @@ def missing_findings(
     known = {rank: host.name for host in hosts for rank in host.ranks}
     for rank in sorted(missing):
         node = rank // local_world_size
-        by_host.setdefault(known.get(rank) or nodes.get(node) or f"node {node}", []).append(rank)
+        by_host.setdefault(known.get(rank) or nodes.get(node) or f"torchrun's node {node}", []).append(rank)
     advice = "is that host up, and its torchrun running? See its output; ranks that hang name where they were"
     return [
         Finding("hosts", "answer", host, f"ranks {shown(ranks)} are silent: {_doing(ranks, missing)}", "fail", advice)

@@ -94,14 +94,18 @@ def _payload(group: SmallGroup, size: int) -> Tensor:
 
 
 def _grow(seconds_of: Callable[[int], float], most_bytes: int) -> tuple[float, int]:
-    """(best bytes a second, bytes of the largest message): messages grow while the next is foreseen to be in time."""
-    best, size, spent = 0.0, 0, 0.0
+    """(bytes a second, bytes) of the largest message, at its best: messages grow while the next can be in time.
+
+    Smaller ones tell nothing: buffers and a limiter's allowance for bursts swallow them at once.
+    """
+    best: dict[int, float] = {}
+    size, spent = 0, 0.0
     for size in _sizes(most_bytes):
         took = seconds_of(size)
-        best, spent = max(best, size / took), spent + took
+        best[size], spent = max(best.get(size, 0.0), size / took), spent + took
         if spent + GROWTH * took > DIRECTION_SECONDS:
             break
-    return best, size
+    return best[size], size
 
 
 def _sizes(most_bytes: int) -> Iterator[int]:

@@ -32,6 +32,7 @@ from hybridflow.parallel.small_groups import SmallGroup
 from hybridflow.user_code import search_beside
 
 LOOK_SECONDS = 75.0  # for all areas of a host together
+AREA_SECONDS = 30.0  # for one of them; the last, the inputs, has what is left
 Look = Callable[[], list[Finding]]
 
 
@@ -99,9 +100,10 @@ class Participant:
                 errors.append(error)
 
         doing(self._store, self._started.rank, f"looking at {area}")
-        start = time.monotonic()
-        if not in_time(act, max(0.0, self._until - start)):
-            value = f"no answer within {time.monotonic() - start:.0f} s"
+        left = self._until - time.monotonic()
+        seconds = max(0.0, left if area == "inputs" else min(left, AREA_SECONDS))
+        if not in_time(act, seconds):
+            value = f"no answer within {seconds:.0f} s"
             advice = "a disk, a network file system or a driver does not answer: look there by hand; restart the host"
             return [Finding(area, "all of it", host, value, "fail", advice)]
         if errors:
@@ -168,7 +170,7 @@ class Participant:
 def first_line(error: BaseException) -> str:
     """Of an error's message, without the place in torch's sources that it begins with."""
     text = next(iter(str(error).splitlines()), "")
-    text = text.partition("] ")[2] if text.startswith("[") and "] " in text else text
+    text = text.partition("] ")[2] if text.startswith("[/") and "] " in text else text
     return f"{type(error).__name__}: {text}"
 
 
