@@ -22,6 +22,7 @@ from hybridflow import __version__
 from hybridflow.command import program
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import EnvironmentProblem, UserError
+from hybridflow.parallel.last_words import leave, still_busy
 
 if TYPE_CHECKING:
     from hybridflow.inspection.findings import HealthReport
@@ -42,10 +43,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     options = parser.parse_intermixed_args(arguments)
     try:
-        return _check(options.config, options.overrides, lambda report: _show(report, options.json)).exit_code
+        status = _check(options.config, options.overrides, lambda report: _show(report, options.json)).exit_code
     except UserError as error:
         print(f"hybridflow.health: error: {error}", file=sys.stderr, flush=True)
-        return 1
+        status = 1
+    if still_busy():  # with a disk or a connection that does not answer
+        leave(status)
+    return status
 
 
 def run(config: str | Path | ExperimentConfig | None = None, overrides: Sequence[str] = ()) -> "HealthReport":

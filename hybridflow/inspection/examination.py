@@ -14,9 +14,8 @@ from hybridflow import __version__
 from hybridflow.config import ExperimentConfig
 from hybridflow.inspection.findings import Finding, HealthReport, Host, rate
 from hybridflow.inspection.fit import Free, fit_findings
-from hybridflow.inspection.links import LINK_SECONDS
 from hybridflow.inspection.machine import Device, device_findings
-from hybridflow.inspection.participant import LOOK_SECONDS
+from hybridflow.inspection.participant import LOOK_SECONDS, MEASURE_SECONDS
 from hybridflow.inspection.rounds import MOST_FOR_ALL_PAIRS, Pair, between_hosts, ring
 from hybridflow.inspection.verdicts import (
     Ends,
@@ -34,7 +33,7 @@ from hybridflow.placement import shown
 
 GREET_SECONDS = 60.0  # ranks load torch at different speeds
 ANSWER_SECONDS = LOOK_SECONDS + 15
-ROUND_SECONDS = 2 * LINK_SECONDS.total_seconds() + 5  # one time-out to meet, and one in the middle
+ROUND_SECONDS = MEASURE_SECONDS + 5
 ALL_LINKS_SECONDS = 150.0  # what is not measured by then is not measured
 MOST_CONFIRMED = 8  # slow links that are measured again, alone
 INSIDE, BETWEEN = "links inside a host", "links between hosts"

@@ -32,6 +32,7 @@ from hybridflow.parallel.small_groups import SmallGroup
 from hybridflow.user_code import search_beside
 
 LOOK_SECONDS = 75.0  # for all areas of a host together
+MEASURE_SECONDS = 2 * LINK_SECONDS.total_seconds()  # for a link: one time-out to meet, and one in the middle
 AREA_SECONDS = 30.0  # for one of them; the last, the inputs, has what is left
 Look = Callable[[], list[Finding]]
 
@@ -145,15 +146,21 @@ class Participant:
     # -------------------------------------------------------------------------------------------- links
 
     def _link(self, order: Order) -> Answer:
-        group = self._group(order)
-        if group.rank == 0:
-            return asdict(lead_link(group))
-        follow_link(group)
-        return {}
+        def measure() -> Answer:
+            group = self._group(order)
+            if group.rank == 0:
+                return asdict(lead_link(group))
+            follow_link(group)
+            return {}
+
+        return _given_up(measure)
 
     def _all_reduce(self, order: Order) -> Answer:
-        bus_rate, seconds = measure_all_reduce(self._group(order))
-        return {"bus_rate": bus_rate, "seconds": seconds}
+        def measure() -> Answer:
+            bus_rate, seconds = measure_all_reduce(self._group(order))
+            return {"bus_rate": bus_rate, "seconds": seconds}
+
+        return _given_up(measure)
 
     def _group(self, order: Order) -> SmallGroup:
         ranks: list[int] = order["ranks"]
@@ -165,6 +172,20 @@ class Participant:
             timeout=LINK_SECONDS,
             device=torch.device("cuda", self._started.local_rank) if uses_cuda() else CPU,
         )
+
+
+def _given_up(measure: Callable[[], Answer]) -> Answer:
+    """What is measured, or that it had no end: gloo's time-outs do not cover all of it."""
+    answers: list[Answer] = []
+
+    def act() -> None:
+        try:
+            answers.append(measure())
+        except Exception as error:  # gloo's and NCCL's among them: rank 0 waits for an answer
+            answers.append({"error": first_line(error)})
+
+    in_time(act, MEASURE_SECONDS)
+    return answers[0] if answers else {"error": f"no end after {MEASURE_SECONDS:g} s"}
 
 
 def first_line(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from hybridflow.errors import EnvironmentProblem
+from hybridflow.parallel.last_words import in_time
 
 Order = dict[str, Any]  # JSON; "act" says what is to be done
 Answer = dict[str, Any]
@@ -19,6 +20,7 @@ Perform = Callable[[Order], Answer]
 
 END = "end"
 SILENCE_SECONDS = 300.0  # without an order, after which rank 0 counts as lost
+STORE_SECONDS = 5.0  # that the store may take for an answer
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.002, 0.1  # seconds between two looks into the store
 
 
@@ -84,11 +86,25 @@ def doing(store: Store, rank: int, what: str) -> None:
 
 
 def wait_for(store: Store, keys: Iterable[str], seconds: float) -> bool:
-    """Whether all keys are there within so long; looks once at least. The store's own wait warns when it is over."""
-    wanted, until, pause = list(keys), time.monotonic() + seconds, SHORTEST_PAUSE
-    while not store.check(wanted):
-        if time.monotonic() > until:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
-    return True
+    """Whether all keys are there within so long; looks once at least. The store's own wait warns when it is over.
+
+    A store whose host is cut off answers nothing for minutes, whatever its time-out: the look is given up.
+    """
+    wanted, until = list(keys), time.monotonic() + seconds
+    found: list[bool | RuntimeError] = []
+
+    def look() -> None:
+        pause = SHORTEST_PAUSE
+        try:
+            while not store.check(wanted) and time.monotonic() < until:
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+            found.append(store.check(wanted))
+        except RuntimeError as error:  # raised again where somebody waits for it
+            found.append(error)
+
+    if not in_time(look, max(0.0, seconds) + STORE_SECONDS):
+        return False
+    if isinstance(found[0], RuntimeError):
+        raise found[0]
+    return found[0]

@@ -18,7 +18,10 @@ TAG = 0
 
 
 class SmallGroup:
-    """`size` ranks that have the same `name`. Every call returns when it is done, or raises RuntimeError in time.
+    """`size` ranks that have the same `name`. Calls return when they are done, or raise RuntimeError in time.
+
+    That it cannot be made is told in time where a rank does not come. Where one has come and its host is cut off
+    before all are connected, gloo of torch 2.13 waits for minutes: make it in a thread that can be given up.
 
     Tensors on the CPU travel by gloo; on CUDA those of `device` by NCCL, which was written from documentation and never
     run.
@@ -28,14 +31,11 @@ class SmallGroup:
         self, store: Store, name: str, *, rank: int, size: int, timeout: timedelta, device: torch.device = CPU
     ) -> None:
         self.rank, self.size, self.device, self._timeout = rank, size, device, timeout
-        own = PrefixStore(f"group/{name}", store)
-        before: timedelta = store.timeout  # type: ignore[attr-defined]  # torch has it, its stub not
-        own.set_timeout(timeout)  # of the store itself: PrefixStore has none
-        try:
-            self._gloo: Any = dist.ProcessGroupGloo(PrefixStore("gloo", own), rank, size, timeout)
-            self._nccl: Any = None if device.type == "cpu" else _nccl(PrefixStore("nccl", own), rank, size, timeout)
-        finally:
-            own.set_timeout(before)
+        connection: Store = store.clone()  # type: ignore[attr-defined]  # torch has it, its stub not
+        own = PrefixStore(f"group/{name}", connection)  # who waits there holds up nobody who asks `store`
+        own.set_timeout(timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(PrefixStore("gloo", own), rank, size, timeout)
+        self._nccl: Any = None if device.type == "cpu" else _nccl(PrefixStore("nccl", own), rank, size, timeout)
 
     def send(self, tensor: Tensor, to: int) -> None:
         self._of(tensor).send([tensor], to, TAG).wait(self._timeout)

@@ -96,15 +96,6 @@ def test_who_falls_silent_is_waited_for_so_long_and_no_longer() -> None:
     assert isinstance(error, RuntimeError) and "Timed out waiting 1000ms" in str(error)
 
 
-def test_the_store_waits_as_long_as_before() -> None:
-    def act(rank: int, store: HashStore) -> Any:
-        store.set_timeout(timedelta(seconds=77))
-        group(rank, store)
-        return store.timeout
-
-    assert both(2, act) == [timedelta(seconds=77)] * 2
-
-
 def test_all_reduce_of_three_counts_what_each_moves() -> None:
     found = both(3, lambda rank, store: measure_all_reduce(group(rank, store, size=3)))
     assert found[1:] == [(0.0, 0.0)] * 2  # rank 0 tells

@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import HashStore
 from hybridflow.inspection import participant as module
 from hybridflow.inspection.findings import Finding
 from hybridflow.inspection.participant import Participant, first_line
+from hybridflow.parallel.last_words import still_busy
 from hybridflow.parallel.platform import Started
 
 ORDER = {"act": "look", "host": "a", "num_ranks": 1, "first": True}
@@ -96,6 +97,18 @@ def test_errors_of_links_are_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "lead_link", dead)
     answer = a_rank().perform({"act": "link", "ranks": [0, 1], "group": "1"})
     assert answer == {"error": "RuntimeError: Timed out waiting 10000ms for recv operation"}
+
+
+def test_a_link_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stuck(*_: object, **__: object) -> None:
+        time.sleep(5)
+        raise RuntimeError("given up by itself")
+
+    monkeypatch.setattr(module, "SmallGroup", stuck)
+    monkeypatch.setattr(module, "MEASURE_SECONDS", 0.3)
+    start = time.monotonic()
+    assert a_rank().perform({"act": "all_reduce", "ranks": [0, 1], "group": "1"}) == {"error": "no end after 0.3 s"}
+    assert time.monotonic() - start < 2 and still_busy()
 
 
 def test_what_a_rank_is_doing_stands_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:

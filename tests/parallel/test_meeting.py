@@ -54,3 +54,23 @@ def test_a_leader_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "SILENCE_SECONDS", 0.2)
     with pytest.raises(EnvironmentProblem, match=r"rank 3: rank 0 has said nothing for 0\.2 s"):
         follow(HashStore(), 3, lambda order: {})
+
+
+class Stuck:
+    """A store whose host is cut off: it answers nothing, and raises in the end, or not."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(self.seconds)
+        raise RuntimeError("Connection was likely closed")
+
+
+def test_a_store_that_is_stuck_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "STORE_SECONDS", 0.2)
+    start = time.monotonic()
+    assert meeting.wait_for(Stuck(5.0), ["key"], 0.1) is False
+    assert time.monotonic() - start < 2
+    with pytest.raises(RuntimeError, match="likely closed"):
+        meeting.wait_for(Stuck(0.0), ["key"], 0.1)
