@@ -37,6 +37,10 @@ ROUND_SECONDS = MEASURE_SECONDS + 5
 ALL_LINKS_SECONDS = 150.0  # what is not measured by then is not measured
 MOST_CONFIRMED = 8  # slow links that are measured again, alone
 INSIDE, BETWEEN = "links inside a host", "links between hosts"
+CAUSES = {  # of a slow link
+    INSIDE: "what else runs there, at `nvidia-smi topo -m`, and at /dev/shm",
+    BETWEEN: "cable, switch port, network card and its speed",
+}
 SAME_FILES = "make it the same on all hosts: a shared file system, or copies of one and the same file"
 SAME_PACKAGES = "install the same releases on all hosts: bash launch/setup.sh"
 DEAD = "no connection: look at cable, switch and firewall between them, and at GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
@@ -170,7 +174,7 @@ class Examination:
             for _, found in self._round([pair], names, area).items():
                 measured[pair] = max(measured[pair], found, key=lambda figures: figures.rate)
         figures: dict[Ends, LinkFigures] = {ends[pair]: found for pair, found in measured.items()}
-        self._findings += link_findings(figures, area=area, fails=fails)
+        self._findings += link_findings(figures, area=area, fails=fails, causes=CAUSES[area])
         return measured
 
     def _round(self, pairs: Iterable[Pair], names: Mapping[int, str], area: str) -> dict[Pair, LinkFigures]:

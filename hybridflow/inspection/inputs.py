@@ -20,7 +20,7 @@ from hybridflow.data.digests import function_digests, tokenizer_digest
 from hybridflow.data.inputs import load_tokenizer
 from hybridflow.data.rows import PromptFile
 from hybridflow.errors import CheckpointError, DataError, UserError
-from hybridflow.inspection.findings import Finding
+from hybridflow.inspection.findings import Finding, counted
 from hybridflow.parallel.agreement import digest_bytes, digest_files
 
 AREA = "inputs"
@@ -73,7 +73,7 @@ def _model(path: Path) -> Inspected:
     files = {weights.file_of(name) for name in _names(spec)}
     size = sum(file.stat().st_size for file in files)
     digest = digest_files([path / "config.json"], path).hex()
-    return f"{path}: {len(files)} files of weights, {size / 1e9:,.2f} GB", {f"config.json of {path}": digest}
+    return f"{path}: {counted(len(files), 'file')} of weights, {size / 1e9:,.2f} GB", {f"config.json of {path}": digest}
 
 
 def _names(spec: ModelSpec) -> list[str]:

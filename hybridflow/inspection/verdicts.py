@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from hybridflow.inspection.findings import Finding, rate
+from hybridflow.inspection.findings import Finding, Status, rate
 
 Ends = tuple[str, str]  # the names of two hosts, or of two ranks
 
@@ -48,16 +48,20 @@ def slow_links(rates: Mapping[Ends, float]) -> dict[Ends, str]:
     return slow
 
 
-def link_findings(figures: Mapping[Ends, LinkFigures], *, area: str, fails: bool) -> list[Finding]:
-    """One for each link. fails: whether a slow one fails, or warns."""
+def link_findings(figures: Mapping[Ends, LinkFigures], *, area: str, fails: bool, causes: str) -> list[Finding]:
+    """One for each link. fails: whether a slow one fails, or warns. causes: what may make it slow."""
     slow = slow_links({ends: found.rate for ends, found in figures.items()})
     shared = common_end(list(slow), list(figures))
-    return [_link(ends, found, slow.get(ends), shared, area=area, fails=fails) for ends, found in figures.items()]
+    findings = []
+    for ends, found in figures.items():
+        compared = slow.get(ends)
+        advice = "" if compared is None else _advice(ends, found, compared, shared, causes=causes)
+        findings.append(_link(ends, found, advice, area=area, fails=fails))
+    return findings
 
 
-def _link(
-    ends: Ends, found: LinkFigures, compared: str | None, shared: str | None, *, area: str, fails: bool
-) -> Finding:
+def _link(ends: Ends, found: LinkFigures, advice: str, *, area: str, fails: bool) -> Finding:
+    """advice: empty where the link is not slow."""
     host = " - ".join(ends)
     numbers = {
         "bytes_per_second": round(found.rate),
@@ -67,12 +71,14 @@ def _link(
         "message_bytes": found.num_bytes,
     }
     value = f"{rate(found.rate)}, {found.latency * 1e6:,.0f} us"
-    if compared is None:
-        return Finding(area, "link", host, value, figures=numbers)
+    status: Status = "ok" if not advice else "fail" if fails else "warn"
+    return Finding(area, "link", host, value, status, advice, numbers)
+
+
+def _advice(ends: Ends, found: LinkFigures, compared: str, shared: str | None, *, causes: str) -> str:
     way = f"from {ends[0]} to {ends[1]}" if found.out_rate <= found.back_rate else f"from {ends[1]} to {ends[0]}"
-    where = f"every slow link is one of {shared}: look at its" if shared else "look at its"
-    advice = f"slow, {way} {rate(found.rate)}; {compared}; {where} cable, switch port, network card and its speed"
-    return Finding(area, "link", host, value, "fail" if fails else "warn", advice, numbers)
+    where = f"every slow link is one of {shared}: " if shared else ""
+    return f"slow, {way} {rate(found.rate)}; {compared}; {where}look at {causes}"
 
 
 def common_end(slow: Sequence[Ends], links: Sequence[Ends]) -> str | None:
