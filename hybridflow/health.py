@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"hybridflow.health: error: {error}", file=sys.stderr, flush=True)
         status = 1
-    if still_busy():  # with a disk or a connection that does not answer
+    if still_busy() and arguments is None:  # a command, with a disk or a connection that does not answer
         leave(status)
     return status
 

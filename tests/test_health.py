@@ -130,7 +130,7 @@ def test_two_hosts_by_torchrun(inputs: Path, tmp_path: Path) -> None:
     port, agents = free_port(), []
     for node, name in enumerate(("node-a", "node-b")):
         where = ["--nnodes", 2, "--node-rank", node, "--master-port", port]
-        arguments = [config, f"output_dir={tmp_path / name}"]
+        arguments = [config, f"output_dir={tmp_path / name}", "tensor_parallel_across_hosts=true"]
         arguments += ["--json", tmp_path / "health.json"]
         own = {"HYBRIDFLOW_HOST": name}
         agents.append(start_torchrun(1, *where, "-m", "hybridflow.health", *arguments, environment=own))

@@ -13,6 +13,7 @@ from hybridflow.inspection.machine import GIB, LEAST_MEMORY
 from hybridflow.placement import shown
 from hybridflow.planning.footprint import together
 from hybridflow.planning.forecast import RunMemory, forecast
+from hybridflow.planning.hosts import HostRanks, check_hosts
 from hybridflow.planning.placed import PlacedRun, place
 
 AREA = "plan"
@@ -33,6 +34,7 @@ def fit_findings(config: ExperimentConfig, world_size: int, hosts: tuple[Host, .
     """Every reason why the config cannot run on so many ranks; else what it will hold against what is free."""
     try:
         run = place(config, world_size, cuda=bool(free.gpus))
+        check_hosts(run, [HostRanks(host.name, range(host.ranks[0], host.ranks[-1] + 1)) for host in hosts])
     except UserError as error:
         advice = f"python -m hybridflow.plan CONFIG --world-size {world_size} says the same without any rank"
         return [Finding(AREA, "layout", "all", line, "fail", advice) for line in str(error).splitlines()]

@@ -21,7 +21,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ExperimentConfig:
     directory = tmp_path_factory.mktemp("fit")
     path = write_config(directory / "config.yaml", make_inputs(directory / "inputs"))
     path.write_text(json.dumps(json.loads(path.read_text())))
-    return ExperimentConfig.from_yaml(path, ["rollout.kv_cache_gib=2"])
+    return ExperimentConfig.from_yaml(path, ["rollout.kv_cache_gib=2", "tensor_parallel_across_hosts=true"])
 
 
 def named(findings: list[Finding], name: str) -> list[Finding]:
@@ -50,6 +50,14 @@ def test_a_layout_that_cannot_be_tells_every_reason(config: ExperimentConfig) ->
     assert len(findings) > 1 and all(finding.name == "layout" for finding in findings)
     assert any("actor" in finding.value and "3" in finding.value for finding in findings)
     assert "hybridflow.plan CONFIG --world-size 3" in findings[0].advice
+
+
+def test_a_tensor_parallel_group_that_crosses_hosts(config: ExperimentConfig) -> None:
+    within = config.model_copy(update={"tensor_parallel_across_hosts": False})
+    findings = fit_findings(within, 2, TWO, Free({}, {}, {}))
+    assert [finding.status for finding in findings] == ["fail", "fail"]
+    assert findings[0].value.startswith("actor.tensor_parallel_size = 2: ranks 0-1 lie on a and b")
+    assert [finding.status for finding in fit_findings(within, 2, ONE, Free({}, {"a": 8 * GIB}, {}))][0] == "ok"
 
 
 @pytest.mark.parametrize(("available", "status"), [(7, "ok"), (5, "warn"), (4, "fail")])

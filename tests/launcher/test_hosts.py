@@ -359,3 +359,25 @@ def test_a_lost_host_leaves_a_run_that_goes_on_with_the_others(net: Network, dir
     run_ranks(2, "hybridflow.train", directory / "config.yaml", *arguments[1:], f"output_dir={by_hand}")
     assert_same(rows[int(step) :], metrics(by_hand / "run")[-(len(rows) - int(step)) :])
     assert started.left() == {}
+
+
+# ------------------------------------------------------------------------------------------------ its health
+
+
+def test_the_health_check_names_the_slow_link(net: Network, directory: Path) -> None:
+    """All links of one host are held to 1 Mbit/s; with the run's config, over ssh, in one command."""
+    net.slow(net.hosts[2], "1mbit")
+    report = directory / "health.json"
+    started = job(net, directory, "health", "--health", "config.yaml", "--", "--json", report)
+    assert started.wait(120) == 1
+    lines = json.loads(report.read_text())["findings"]
+    links = {line["host"]: line for line in lines if line["area"] == "links between hosts" and line["name"] == "link"}
+    assert {host: line["status"] for host, line in links.items()} == {
+        "node-a - node-b": "ok",
+        "node-a - node-c": "fail",
+        "node-b - node-c": "fail",
+    }
+    assert "every slow link is one of node-c" in links["node-a - node-c"]["advice"]
+    assert [line for line in lines if line["status"] == "fail" and line["area"] != "links between hosts"] == []
+    assert re.search(r"node-a: fail: links between hosts, link, node-a - node-c: 0\.\d+ MB/s", started.said)
+    assert started.left() == {}
