@@ -14,6 +14,7 @@ from hybridflow import __version__
 from hybridflow.config import ExperimentConfig
 from hybridflow.inspection.findings import Finding, HealthReport, Host, rate
 from hybridflow.inspection.fit import Free, fit_findings
+from hybridflow.inspection.hosts import hosts_of, missing_findings
 from hybridflow.inspection.machine import Device, device_findings
 from hybridflow.inspection.participant import LOOK_SECONDS, MEASURE_SECONDS
 from hybridflow.inspection.rounds import MOST_FOR_ALL_PAIRS, Pair, between_hosts, ring
@@ -29,7 +30,6 @@ from hybridflow.inspection.verdicts import (
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.meeting import Answer, Leader, Order
 from hybridflow.parallel.platform import Started
-from hybridflow.placement import shown
 
 GREET_SECONDS = 60.0  # ranks load torch at different speeds
 ANSWER_SECONDS = LOOK_SECONDS + 15
@@ -246,41 +246,6 @@ class Examination:
     def _name_missing(self) -> None:
         nodes = {host.node: host.name for host in self._hosts}
         self._findings[:0] = missing_findings(self._leader.missing, nodes, self._hosts, self._started.local_world_size)
-
-
-def hosts_of(told: Mapping[int, tuple[str, int]]) -> tuple[Host, ...]:
-    """told: rank -> (host name, node). Where two nodes bear one name, "#NODE" tells them apart. Pure."""
-    ranks: dict[int, list[int]] = {}
-    for rank in sorted(told):
-        ranks.setdefault(told[rank][1], []).append(rank)
-    names = {node: told[ranks[node][0]][0] for node in ranks}
-    shared = [name for name in names.values() if list(names.values()).count(name) > 1]
-    return tuple(
-        Host(f"{names[node]}#{node}" if names[node] in shared else names[node], node, tuple(ranks[node]))
-        for node in sorted(ranks)
-    )
-
-
-def missing_findings(
-    missing: Mapping[int, str], nodes: Mapping[int, str], hosts: Sequence[Host], local_world_size: int
-) -> list[Finding]:
-    """One for each host with ranks that have not answered. Of one that has never spoken only torchrun's node is known,
-    by the ranks that this one's agent has started. Pure.
-    """
-    by_host: dict[str, list[int]] = {}
-    known = {rank: host.name for host in hosts for rank in host.ranks}
-    for rank in sorted(missing):
-        node = rank // local_world_size
-        by_host.setdefault(known.get(rank) or nodes.get(node) or f"torchrun's node {node}", []).append(rank)
-    advice = "is that host up, and its torchrun running? See its output; ranks that hang name where they were"
-    return [
-        Finding("hosts", "answer", host, f"ranks {shown(ranks)} are silent: {_doing(ranks, missing)}", "fail", advice)
-        for host, ranks in by_host.items()
-    ]
-
-
-def _doing(ranks: Sequence[int], missing: Mapping[int, str]) -> str:
-    return ", ".join(dict.fromkeys(missing[rank] for rank in ranks))
 
 
 def _at(pairs: Iterable[Pair], ranks: Sequence[int]) -> list[Pair]:
