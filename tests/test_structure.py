@@ -38,7 +38,7 @@ FLOORS: dict[int, list[str]] = {
     4: ["recording", "recording.*", "planning", "planning.*"],
     5: ["roles", "roles.*"],
     6: ["rewards", "rewards.*", "data", "data.*", "checkpoint", "checkpoint.*", "generator"],
-    7: ["flows", "flows.*"],
+    7: ["flows", "flows.*", "inspection", "inspection.*"],
     8: ["trainer"],
     9: ["train", "plan", "checkpoints", "health"],
 }
