@@ -39,11 +39,15 @@ class KL(Section):
     controller: Literal["fixed", "adaptive"] = "fixed"
     target: PositiveFloat = 6.0  # adaptive: nats per sequence
     horizon: PositiveFloat = 10000.0  # adaptive: sequences
+    reset_reference_interval: PositiveInt | None = None  # iterations after which the reference becomes the actor
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.use == "none" and self.controller == "adaptive":
             raise ValueError("controller: adaptive has nothing to control where use is none")
+        if self.use == "none" and self.reset_reference_interval is not None:
+            interval = self.reset_reference_interval
+            raise ValueError(f"reset_reference_interval = {interval} has no reference to reset where use is none")
         if self.use == "reward" and self.estimator == "k3+":
             raise ValueError(
                 "estimator = k3+ differs from k3 in its gradient, and no gradient flows in a reward: use k3"

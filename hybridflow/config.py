@@ -389,6 +389,7 @@ class ExperimentConfig(Section):
         check_parts(self.algorithm)
         for check in (
             self._check_roles,
+            self._check_reset,
             self._check_batch,
             self._check_sampling,
             self._check_lengths,
@@ -412,6 +413,19 @@ class ExperimentConfig(Section):
                 raise ValueError(f"{name}: is required by {why}: add the section {name}")
             if given and name not in needed:
                 raise ValueError(f"{name}: {why} has none: remove the section {name}, or set {name}=null")
+
+    def _check_reset(self) -> None:
+        """A reference that becomes the actor lies where the actor does: each rank copies its own."""
+        interval = self.algorithm.kl.reset_reference_interval
+        if interval is None or self.reference is None:
+            return
+        for key in LayoutConfig.model_fields:
+            mine, actors = getattr(self.reference, key), getattr(self.actor, key)
+            if key not in ("data_parallel_size", "sequence_parallel") and mine != actors:
+                raise ValueError(
+                    f"algorithm.kl.reset_reference_interval = {interval} copies the actor's weights where they lie: "
+                    f"reference.{key} = {mine} and actor.{key} = {actors} must be the same"
+                )
 
     def _check_batch(self) -> None:
         prompts, samples, batch = self.data.prompts_per_iteration, self.sampling.samples_per_prompt, self.batch_size

@@ -186,7 +186,7 @@ class RLTrainer:
         return Keeper(
             self.config,
             digests,
-            self.roles.trained(),
+            self.roles.saved(self.config.algorithm.kl),
             platform=self.platform,
             group=platforms.world_group(),
             store=platforms.fresh_store(),

@@ -10,7 +10,9 @@ import torch
 from hybridflow.batch import (
     PromptBatch,
     RolloutBatch,
+    Tokens,
     balanced_partition,
+    joined,
     micro_batch_rows,
     offsets,
     response_mask,
@@ -155,6 +157,21 @@ def test_a_field_of_two_dimensions_fails() -> None:
     fields = rollout_fields() | {"rollout_log_probs": torch.zeros(13, 1)}
     with pytest.raises(ValueError, match=r"rollout_log_probs: shape \(13, 1\), expected \(13,\)"):
         RolloutBatch(**fields)
+
+
+def test_tokens_know_the_rows_that_they_are_of() -> None:
+    """Tokens 0 to 2, 3 to 7, 8, and 9 to 12; in any order."""
+    tokens = Tokens(train_batch(), torch.tensor([12, 0, 3, 7, 8, 9, 2]), torch.device("cpu"))
+    assert tokens.sequences.tolist() == [3, 0, 1, 1, 2, 3, 0]
+
+
+def test_two_rollouts_are_joined_row_after_row() -> None:
+    first, second = rollout_batch(), rollout_batch().select(torch.tensor([2, 0]))
+    both = joined(train_batch(), second)
+    assert type(both) is RolloutBatch and len(both) == 6
+    for rows, part in ((torch.arange(4), first), (torch.tensor([4, 5]), second)):
+        taken = both.select(rows)
+        assert all(torch.equal(getattr(taken, name), x) for name, x in vars(part).items())
 
 
 # ------------------------------------------------------------------------------------------------ partition

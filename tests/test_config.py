@@ -802,6 +802,27 @@ def test_parts_that_make_no_sense_together_are_refused_with_the_reason(section, 
         ExperimentConfig.from_yaml(path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"reference.tensor_parallel_size": 2},
+            "algorithm.kl.reset_reference_interval = 3 copies the actor's weights where they lie: "
+            "reference.tensor_parallel_size = 2 and actor.tensor_parallel_size = 1 must be the same",
+        ),
+        ({"actor.ranks": "0-1"}, "reference.ranks = None and actor.ranks = (0, 1) must be the same"),
+        (
+            {"algorithm.kl.use": "none", "reference": None},
+            "reset_reference_interval = 3 has no reference to reset where use is none",
+        ),
+    ],
+)
+def test_a_reference_that_is_reset_lies_where_the_actor_does(config_file, changes, expected) -> None:
+    reset = {"algorithm.kl.reset_reference_interval": 3}
+    assert load(**reset).algorithm.kl.reset_reference_interval == 3
+    assert expected in problem(config_file(reset | changes))
+
+
 def test_opo_takes_one_step_an_iteration(config_file) -> None:
     path = config_file({"algorithm": {"name": "opo", "update": {"mini_batch_size": 8}}, **WITHOUT})
     expected = "mini_batch_size = 8: opo is exactly on-policy, it takes one step with all 16 sequences of an iteration"

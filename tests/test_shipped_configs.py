@@ -23,6 +23,10 @@ WORLD_SIZES = {
     "quickstart_dapo": 2,
     "quickstart_grpo": 2,
     "quickstart_rule": 2,
+    **{
+        f"quickstart_{name}": 2
+        for name in ("dr_grpo", "grpo", "gspo", "maxrl", "opo", "reinforce", "remax", "rloo", "rule")
+    },
     "split_placement": 2,
 }
 GPU_BYTES = 80 * 10**9

@@ -166,6 +166,12 @@ TABLE: tuple[Rule, ...] = (
     ),
     _rule("algorithm.kl.use algorithm.kl.estimator algorithm.kl.controller", NOTICED, NOTICED, ""),
     _rule(
+        "algorithm.kl.reset_reference_interval",
+        NOTICED,
+        NOTICED,
+        "only while it is given does a checkpoint hold the reference; else it is read from its directory",
+    ),
+    _rule(
         "algorithm.kl.coef algorithm.kl.target algorithm.kl.horizon",
         NOTICED,
         NOTICED,

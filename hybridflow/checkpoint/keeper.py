@@ -26,6 +26,7 @@ from hybridflow.batch import RolloutBatch
 from hybridflow.checkpoint.changes import Effect, changes, content_changes
 from hybridflow.checkpoint.resume import check_progress, find_source, restore
 from hybridflow.checkpoint.saver import Saver
+from hybridflow.checkpoint.sharded import SavedRole
 from hybridflow.checkpoint.state import RunState, SavedRun
 from hybridflow.checkpoint.store import CHECKPOINTS
 from hybridflow.config import ExperimentConfig
@@ -39,7 +40,6 @@ from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.recording.iteration import Metrics
 from hybridflow.recording.recorder import Recorder, record_run
 from hybridflow.recording.run_dir import dump_batch
-from hybridflow.roles.base import TrainedRole
 
 STOPPED = "stopped"  # by which torchrun's ranks, beside the checkpoints
 ROLLOUT = "rollout"  # beside the checkpoints: the responses of the iteration that is under way
@@ -56,7 +56,7 @@ class Keeper:
         self,
         config: ExperimentConfig,
         digests: Mapping[str, bytes],
-        roles: Sequence[TrainedRole],
+        roles: Sequence[SavedRole],
         *,
         platform: Platform,
         group: dist.ProcessGroup,
@@ -225,7 +225,7 @@ class Keeper:
         if self._platform.rank == 0 and file.exists():
             file.unlink()
 
-    def _loaded(self, roles: Sequence[TrainedRole]) -> RunState | None:
+    def _loaded(self, roles: Sequence[SavedRole]) -> RunState | None:
         source, config = self._source, self._config
         if source is None:
             return None

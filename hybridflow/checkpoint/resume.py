@@ -20,14 +20,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from hybridflow.batch import balanced_partition
-from hybridflow.checkpoint.sharded import load
+from hybridflow.checkpoint.sharded import SavedRole, load
 from hybridflow.checkpoint.state import SavedRun, load_state
 from hybridflow.checkpoint.store import CHECKPOINTS, MANIFEST, damage, read_manifest, step_name, steps
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.formats.directories import sync
 from hybridflow.parallel.agreement import failures
-from hybridflow.roles.base import TrainedRole
+from hybridflow.roles.policy import Reference
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,16 @@ def find_source(config: ExperimentConfig, *, restarts: int, group: dist.ProcessG
     raise CheckpointError("\n".join([*damaged, "no checkpoint is intact; checkpoint.load=none starts anew"]))
 
 
-def restore(source: Source, roles: Sequence[TrainedRole], group: dist.ProcessGroup) -> None:
-    """Fill weights and optimizers. Collective. Errors: CheckpointError, on every rank."""
+def restore(source: Source, roles: Sequence[SavedRole], group: dist.ProcessGroup) -> None:
+    """Fill weights and optimizers. A reference that was not reset so far stays as it is.
+
+    Collective. Errors: CheckpointError, on every rank.
+    """
     failure = None
     try:
         for role in roles:
-            load(role, source.step / role.name)
+            if not isinstance(role, Reference) or (source.step / role.name).is_dir():
+                load(role, source.step / role.name)
     except (CheckpointError, OSError, ValueError) as error:  # a rank must not leave alone
         failure = str(error)
     found = failures(failure, group)

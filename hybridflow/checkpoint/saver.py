@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from hybridflow.architecture.spec import config_changes
-from hybridflow.checkpoint.sharded import ToWrite, finish_save, prepare_save
+from hybridflow.checkpoint.sharded import SavedRole, ToWrite, finish_save, prepare_save
 from hybridflow.checkpoint.state import SavedRun, load_state, write_state
 from hybridflow.checkpoint.store import (
     begin,
@@ -47,7 +47,6 @@ from hybridflow.formats.huggingface_files import copy_companions, write_config
 from hybridflow.models.build import DTYPES
 from hybridflow.parallel.agreement import failures
 from hybridflow.parallel.platform import Platform
-from hybridflow.roles.base import TrainedRole
 
 POLL_SECONDS = 0.02  # between looks at how many ranks have written
 LEAST_PRIORITY = 19  # as nice(1) has it
@@ -73,7 +72,7 @@ class Saver:
 
     def __init__(
         self,
-        roles: Sequence[TrainedRole],
+        roles: Sequence[SavedRole],
         root: Path,
         config: CheckpointConfig,
         *,

@@ -1,4 +1,4 @@
-"""A trained role as a torch_dist checkpoint of megatron-core: its weights, optimizer state and step count.
+"""A role as a torch_dist checkpoint of megatron-core: its weights and, of one that is trained, its optimizer.
 
 megatron's dist_checkpointing describes and checks what a rank has, and writes what is common. The tensors are written
 and read by strategies of ours: by boxes of the whole parameters, so that any layout reads what any other wrote, without
@@ -40,7 +40,9 @@ from hybridflow.formats.safetensors_files import TensorInfo
 from hybridflow.models.build import named_weights
 from hybridflow.models.optimizer_state import num_steps, owned_states, set_num_steps
 from hybridflow.roles.base import TrainedRole
+from hybridflow.roles.policy import Reference
 
+SavedRole = TrainedRole | Reference
 STEPS = "optimizer.num_steps"
 NEW_MOMENTUM = "optimizer.state.momentum_buffer."  # SGD that had none so far begins with zeros, as it would at first
 
@@ -57,7 +59,7 @@ class ToWrite:
         return sum(chunk.num_bytes for chunk in self.chunks)
 
 
-def prepare_save(role: TrainedRole, directory: Path) -> ToWrite:
+def prepare_save(role: SavedRole, directory: Path) -> ToWrite:
     """What this rank has to write into `directory`, which is there; rank 0 has written what is common.
 
     The chunks read the role's memory when they are written: until then it must not change. Not collective: megatron
@@ -78,38 +80,39 @@ def finish_save(directory: Path, records: Iterable[Record]) -> None:
     save_config(CheckpointingConfig(BACKEND, 1), str(directory))
 
 
-def load(role: TrainedRole, directory: Path) -> None:
-    """Fill the role's weights and optimizer state from a checkpoint of any layout. Not collective.
+def load(role: SavedRole, directory: Path) -> None:
+    """Fill the role's weights, and optimizer state if it has any, from a checkpoint of any layout. Not collective.
 
     Errors: CheckpointError, naming file and tensor, where one is missing, damaged, or of another shape or dtype.
     """
-    if role.trained is None:
+    if not role.chunks:
         return
     tree = _sharded(role)
     with torch.no_grad():
         load_sharded(tree, str(directory), _ReadBoxes(), validate_access_integrity=False)
-    set_num_steps(role.trained, int(not_none(tree[STEPS].data)))
+    if isinstance(role, TrainedRole):
+        set_num_steps(not_none(role.trained), int(not_none(tree[STEPS].data)))
 
 
 # ------------------------------------------------------------------------------------------------- what a rank has
 
 
-def _sharded(role: TrainedRole) -> dict[str, Any]:
+def _sharded(role: SavedRole) -> dict[str, Any]:
     """The tensors of a role that this rank holds: megatron's sharded state dict. Nothing outside the role's grid."""
-    trained, grid = role.trained, role.grid
-    if trained is None:
+    trained, grid = role.trained if isinstance(role, TrainedRole) else None, role.grid
+    if not role.chunks:
         return {}
     weights = list(named_weights(role.chunks, role.spec, head=role.head))
     own = balanced_partition([parameter.numel() for _, parameter in weights], grid.dp)[grid.dp_rank]
-    states = {id(state.parameter): state for state in owned_states(trained)}
+    states = {} if trained is None else {id(state.parameter): state for state in owned_states(trained)}
     is_first = grid.tp_rank == grid.pp_rank == grid.dp_rank == 0
-    tree: dict[str, Any] = {STEPS: _steps(num_steps(trained), written=is_first)}
+    tree: dict[str, Any] = {} if trained is None else {STEPS: _steps(num_steps(trained), written=is_first)}
     for i, (weight, parameter) in enumerate(weights):
         (key, _), first_copy = stored_at(weight), _is_first_copy(weight, role)
         whole, flat = (0, parameter.numel()), parameter.data.view(-1)
         tree[weight.megatron] = _boxes(role, weight, key, whole, flat, written=first_copy and i in own)
         state = states.get(id(parameter))
-        if state is None:
+        if state is None or trained is None:
             continue
         for name, tensor in state.tensors.items():
             written, run = first_copy and (trained.zero1 or i in own), (state.start, state.stop)
@@ -118,7 +121,7 @@ def _sharded(role: TrainedRole) -> dict[str, Any]:
     return tree
 
 
-def _is_first_copy(weight: Weight, role: TrainedRole) -> bool:
+def _is_first_copy(weight: Weight, role: SavedRole) -> bool:
     """Whether no rank of a lower tensor-parallel or pipeline coordinate holds the same elements."""
     grid = role.grid
     again_at_the_end = weight == embedding(role.spec) and not grid.is_first_stage  # tied
@@ -126,7 +129,7 @@ def _is_first_copy(weight: Weight, role: TrainedRole) -> bool:
 
 
 def _boxes(
-    role: TrainedRole, weight: Weight, key: str, run: Interval, flat: Tensor, *, written: bool
+    role: SavedRole, weight: Weight, key: str, run: Interval, flat: Tensor, *, written: bool
 ) -> list[ShardedTensor]:
     """`flat`, which are elements run[0] .. run[1] of this rank's share of the weight, as boxes of the tensor `key`."""
     found = pieces(weight, role.spec, tp=role.grid.tp, tp_rank=role.grid.tp_rank, run=run)

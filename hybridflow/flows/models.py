@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hybridflow.algorithm_config import KL
+from hybridflow.checkpoint.sharded import SavedRole
 from hybridflow.parallel.platform import Platform
 from hybridflow.rewards.scorer import Scorer
 from hybridflow.roles.base import TrainedRole
@@ -22,6 +24,11 @@ class Roles:
 
     def trained(self) -> tuple[TrainedRole, ...]:
         return (self.actor,) if self.critic is None else (self.critic, self.actor)
+
+    def saved(self, kl: KL) -> tuple[SavedRole, ...]:
+        """What a checkpoint holds: all that changes; a reference only where it is reset."""
+        resets = self.reference is not None and kl.reset_reference_interval is not None
+        return (*self.trained(), self.reference) if resets and self.reference is not None else self.trained()
 
 
 @contextlib.contextmanager

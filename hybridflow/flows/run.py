@@ -269,6 +269,8 @@ class Run:
         if self._trains and "kl/sequence_mean" in metrics:
             coef = self.kl.updated(float(metrics["kl/sequence_mean"]), len(batch)).coef
             self.state = replace(self.state, kl_coef=coef)
+        if self._trains:
+            self._reset_reference()
         return Iteration(self.iteration, self.prompts, batch, metrics | self._cost_metrics(batch))
 
     def abandon(self, state: RunState) -> None:
@@ -316,6 +318,12 @@ class Run:
             iteration=self.iteration,
             first_prompt=self._first_prompt,
         )
+
+    def _reset_reference(self) -> None:
+        """At the end of every so many iterations the reference becomes the actor, if the config says so."""
+        interval = self._config.algorithm.kl.reset_reference_interval
+        if interval is not None and self.iteration % interval == 0:
+            self.reference.become(self.actor)
 
     def _enter(self, stage: str) -> None:
         """The stage before ends, this one begins."""

@@ -244,8 +244,9 @@ def _reshard_report(of: RunMemory) -> Report:
 def _checkpoint_report(run: PlacedRun) -> Report:
     """Of one checkpoint, and of all that lie on the disk at a time. host_bytes: copies, by checkpoint.async_save."""
     config, written = run.config.checkpoint, dict.fromkeys(range(run.world_size), 0)
+    resets = run.config.algorithm.kl.reset_reference_interval is not None
     for name, model in run.models.items():
-        if isinstance(model.config, TrainedRoleConfig):
+        if isinstance(model.config, TrainedRoleConfig) or (resets and name == "reference"):
             bucket_bytes = run.config.rollout.bucket_bytes(cuda=True) if name == "actor" else None
             for rank, size in written_bytes(model, bucket_bytes=bucket_bytes).items():
                 written[rank] += size

@@ -9,7 +9,7 @@ cache apart, which must hold one sequence.
 import contextlib
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
@@ -72,6 +72,8 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
         if "actor" in specs:
             reasons.of(spec.check_vocabulary, name, specs["actor"])
     engine = None
+    if config.algorithm.kl.reset_reference_interval is not None and {"actor", "reference"} <= specs.keys():
+        reasons.of(_check_alike, specs["actor"], specs["reference"])
     if "actor" in specs:
         _check_engine(config, specs["actor"], reasons)
         if all_placed:
@@ -120,6 +122,15 @@ def _check_model(name: str, config: RoleConfig, spec: ModelSpec, reasons: Reason
     reasons.of(_check_head, name, spec)
     reasons.of(spec.check_parallel, f"{name}.tensor_parallel_size", config.tensor_parallel_size)
     reasons.of(_check_layers, name, config, spec)
+
+
+def _check_alike(actor: ModelSpec, reference: ModelSpec) -> None:
+    """A reference that becomes the actor is of its architecture."""
+    if replace(reference, path=actor.path) != actor or reference.rope != actor.rope:
+        raise ConfigError(
+            f"algorithm.kl.reset_reference_interval: reference.model = {reference.path} must have the sizes of "
+            f"actor.model = {actor.path}, whose weights it takes"
+        )
 
 
 def _check_head(name: str, spec: ModelSpec) -> None:

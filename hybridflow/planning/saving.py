@@ -17,7 +17,7 @@ from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.weights import TABLES, Weight, embedding, head_weights, layer_weights, staged_weights
 from hybridflow.batch import balanced_partition
-from hybridflow.config import CheckpointConfig, TrainedRoleConfig
+from hybridflow.config import CheckpointConfig, OptimizerConfig, TrainedRoleConfig
 from hybridflow.planning.footprint import ITEM_BYTES, optimizer_bytes
 from hybridflow.planning.placed import PlacedModel
 
@@ -39,7 +39,8 @@ def written_bytes(model: PlacedModel, *, bucket_bytes: int | None) -> dict[int, 
     for rank in layout.ranks:
         at = layout.coordinates(rank)
         found[rank] = stages[at.pp].bytes_of(at.dp, is_first_of_tp=at.tp == 0)
-    found[layout.ranks[0]] += STEPS_BYTES
+    if isinstance(model.config, TrainedRoleConfig):
+        found[layout.ranks[0]] += STEPS_BYTES
     return found
 
 
@@ -79,22 +80,24 @@ class _Stage:
         return total
 
     @property
-    def _config(self) -> TrainedRoleConfig:
-        assert isinstance(self.model.config, TrainedRoleConfig), f"{self.model.name} is not trained"
-        return self.model.config
+    def _optimizer(self) -> OptimizerConfig | None:
+        """None: the model is not trained, as a reference that is reset."""
+        return self.model.config.optimizer if isinstance(self.model.config, TrainedRoleConfig) else None
 
     @property
     def _itemsize(self) -> int:
-        return ITEM_BYTES[self._config.dtype]
+        return ITEM_BYTES[self.model.config.dtype]
 
     @property
     def _zero1(self) -> bool:
-        return self._config.optimizer.zero1 and self._config.optimizer.name == "adam"
+        return self._optimizer is not None and self._optimizer.zero1 and self._optimizer.name == "adam"
 
     @property
     def _state_bytes(self) -> int:
         """Of the optimizer, an element."""
-        return optimizer_bytes(1, self._config.optimizer, dtype=self._config.dtype, dp=1)
+        if self._optimizer is None:
+            return 0
+        return optimizer_bytes(1, self._optimizer, dtype=self.model.config.dtype, dp=1)
 
     @property
     def _is_last(self) -> bool:

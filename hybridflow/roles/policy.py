@@ -22,7 +22,7 @@ class Reference(Role):
 
     def __init__(self, placed: PlacedModel, *, temperature: float, world: World) -> None:
         super().__init__(placed, recompute="none", world=world)
-        self.temperature = temperature
+        self.name, self.temperature = placed.name, temperature
         for chunk in self.chunks:
             chunk.requires_grad_(False)
 
@@ -30,6 +30,12 @@ class Reference(Role):
         """Of (T,): log-probs of the response tokens, at the sampling temperature."""
         with self._watch.phase("reference"):
             return self._token_results(batch, _log_probs(self))
+
+    def become(self, actor: "Actor") -> None:
+        """Take the actor's weights as they are now. Both lie alike, so that each rank copies its own."""
+        weights = actor.weights()
+        for weight, parameter in named_weights(self.chunks, self.spec, head="lm"):
+            parameter.data.copy_(weights[weight.megatron][1])
 
 
 class Actor(TrainedRole):

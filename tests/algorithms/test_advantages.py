@@ -6,6 +6,7 @@ from hybridflow.algorithms.advantages import (
     gae,
     length_adaptive_lambda,
     masked_mean,
+    sequence_sums,
     to_tokens,
     tokens_in_mask,
     whiten,
@@ -285,3 +286,10 @@ def test_gae_with_a_lambda_a_sequence_is_that_of_each_sequence_with_its_own():
         torch.testing.assert_close(of_returns, expected_returns, rtol=1e-12, atol=1e-12)
     with pytest.raises(ValueError, match=r"^gae_lambda .*as long as lengths"):
         gae(rewards, values, mask, lengths=lengths, gamma=0.9, gae_lambda=lambdas[1:])
+
+
+def test_sums_over_the_mask_of_each_sequence_by_hand():
+    """The second has no token in the mask; what lies outside is not read."""
+    x = torch.tensor([1.0, float("nan"), 4.0, float("inf"), 8.0])
+    mask = torch.tensor([True, False, True, False, True])
+    assert sequence_sums(x, mask, lengths=torch.tensor([3, 1, 1])).tolist() == [5.0, 0.0, 8.0]

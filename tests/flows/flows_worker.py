@@ -80,6 +80,7 @@ def cases(inputs: Path) -> dict[str, list[str]]:
         ],
         **{name: critic_free(name, *roles) for name, roles in CRITIC_FREE.items()},
         "engine_log_probs": [*critic_free("dr_grpo", "reference"), "algorithm.policy.old_log_probs=engine"],
+        "negative_scores": [*critic_free("maxrl", "reference"), "reward.functions.0.weight=-1.0"],
         "raises": [*NO_REWARD, custom("raises")],
         "returns_nothing": [*NO_REWARD, custom("returns_nothing")],
         "wants_a_critic": [*NO_REWARD, custom("wants_a_critic")],

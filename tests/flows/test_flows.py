@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -99,6 +100,16 @@ def test_critic_free_means_critic_free(name, records, root, capsys):
     assert plan([str(root / "config.yaml"), *critic_free(name, *absent), "--world-size", "2", "--json"]) == 0
     worst = json.loads(capsys.readouterr().out)["memory"]["generation"]["worst_rank"]
     assert worst["weights"] == sum(record["bytes"].values())
+
+
+def test_scores_below_zero_are_refused_where_their_mean_divides(records):
+    record = records["negative_scores"]
+    assert record["moved"] == [False]
+    assert re.fullmatch(
+        r"RewardError: the score of row \d is -[1-9]\.0: maxrl divides by the mean score of a group, none may be "
+        r"negative",
+        record["error"],
+    )
 
 
 def test_a_greedy_response_a_prompt_takes_no_hand_off_of_its_own(records):

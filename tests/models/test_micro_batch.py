@@ -1,11 +1,12 @@
 """What a forward pass reads of a batch made by hand: tokens, positions, wanted rows, and where their outputs belong."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
-from hybridflow.batch import RolloutBatch, balanced_partition, response_mask
+from hybridflow.batch import RolloutBatch, Tokens, balanced_partition, response_mask
 from hybridflow.models.micro_batch import MicroBatch, filled_up, prediction_micro_batches, sequence_micro_batches
 
 CPU = torch.device("cpu")
@@ -172,3 +173,17 @@ def test_every_sequence_has_one_output_read_at_its_last_token(dp: int) -> None:
             assert torch.equal(micro_batch.positions[micro_batch.rows], batch.lengths[micro_batch.where] - 1)
             where += micro_batch.where.tolist()
     assert sorted(where) == list(range(len(batch)))
+
+
+@pytest.mark.parametrize("max_tokens", [8, 17, 60])
+def test_a_sequence_lies_in_one_micro_batch_whole(max_tokens: int) -> None:
+    """With all of its response tokens, gaps and tails or not: a loss of a whole response needs no other micro-batch."""
+    generator = torch.Generator().manual_seed(max_tokens)
+    lengths = torch.randint(2, 9, (40,), generator=generator)
+    batch = rollout_batch(lengths.tolist(), [1] * 40)
+    mask = batch.response_mask & (torch.rand(len(batch.input_ids), generator=generator) < 0.6)
+    batch = replace(batch, response_mask=mask)
+    micro_batches = prediction_micro_batches(batch, list(range(40)), max_tokens=max_tokens, multiple=1, device=CPU)
+    found = [Tokens(batch, m.where, CPU).sequences.unique().tolist() for m in micro_batches]
+    rows = [row for part in found for row in part]
+    assert len(rows) == len(set(rows)) and set(rows) == set(Tokens(batch, mask.nonzero()[:, 0], CPU).sequences.tolist())

@@ -196,6 +196,17 @@ def test_a_critic_starts_from_either(inputs, tmp_path, model):
     assert load(inputs, tmp_path, f"critic.model={inputs / model}").models["critic"].head == "score"
 
 
+def test_a_reference_that_becomes_the_actor_has_its_sizes(inputs, tmp_path):
+    reset = ("algorithm.kl.reset_reference_interval=5", "reference.tensor_parallel_size=2")
+    assert load(inputs, tmp_path, *reset).models["reference"].layout.tp == 2
+    other = shutil.copytree(inputs / "policy", tmp_path / "other")
+    describe(other, num_hidden_layers=3)
+    assert problem(inputs, tmp_path, *reset, f"reference.model={other}") == (
+        f"algorithm.kl.reset_reference_interval: reference.model = {other} must have the sizes of actor.model = "
+        f"{inputs / 'policy'}, whose weights it takes"
+    )
+
+
 def test_all_reasons_at_once(inputs, tmp_path):
     """Of grids that do not fill their ranks, of models, of the engine; what two roles share is told once."""
     keys = (

@@ -1,0 +1,138 @@
+"""The words of a config's `policy` and what they stand for, on two responses made by hand."""
+
+from dataclasses import dataclass, replace
+from math import exp, log
+from typing import Any
+
+import pytest
+import torch
+
+from hybridflow.algorithm_config import KL, PolicyLoss
+from hybridflow.batch import PerToken, RolloutBatch, Tokens
+from hybridflow.roles.objectives import KLTerm, policy_loss
+
+NO_KL = KLTerm(KL(use="none"), 0.0)
+RATIOS = torch.tensor([2.0, 0.5, 4.0, 1.0])  # of the tokens of responses 0 (three of them) and 1
+ADVANTAGES = torch.tensor([1.0, 1.0, 1.0, -2.0])
+ENGINE = torch.tensor([0.5, 1.0, 4.0, 1.0])  # the trainer's probabilities before the update over the engine's
+EXPONENT = exp(log(4.0) / 3)  # s of response 0: the geometric mean of 2, 1/2 and 4
+
+
+@dataclass(frozen=True)
+class Batch(RolloutBatch):
+    log_probs: PerToken
+    ref_log_probs: PerToken
+    advantages: PerToken
+
+
+def batch() -> Batch:
+    """A prompt token each; the second response is cut at the limit. Old log-probs are -1."""
+    mask = torch.tensor([False, True, True, True, False, True])
+    spread = {name: torch.zeros(6) for name in ("rollout_log_probs", "advantages")}
+    spread["rollout_log_probs"][mask] = -1.0 - ENGINE.log()
+    spread["advantages"][mask] = ADVANTAGES
+    return Batch(
+        input_ids=torch.ones(6, dtype=torch.int64),
+        lengths=torch.tensor([4, 2]),
+        prompt_lengths=torch.tensor([1, 1]),
+        prompt_indices=torch.tensor([3, 3]),
+        truncated=torch.tensor([False, True]),
+        response_mask=mask,
+        log_probs=-1.0 * mask,
+        ref_log_probs=-2.0 * mask,
+        **spread,
+    )
+
+
+def losses(kl: KLTerm = NO_KL, **policy: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Of each response token, and what is told beside it."""
+    objective = policy_loss(PolicyLoss(**policy), kl)
+    given = batch()
+    tokens = Tokens(given, given.response_mask.nonzero()[:, 0], torch.device("cpu"))
+    each, known = objective.loss(RATIOS.log() - 1.0, torch.full((4,), 0.5), tokens)
+    assert set(objective.reports) == set(known)
+    return each, dict(known)
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ({}, [-1.2, -0.5, -1.2, 2.0]),
+        ({"clip_range_high": 0.5}, [-1.5, -0.5, -1.5, 2.0]),
+        ({"kind": "gspo", "loss_mean": "sequence_token_mean"}, [-1.0004] * 3 + [2.0]),
+        (
+            {"kind": "gspo", "loss_mean": "sequence_token_mean", "clip_range_high": 9.0},
+            [-EXPONENT, -EXPONENT, -EXPONENT, 2.0],
+        ),
+        # -min(ratio, 5) A log p, log p = log ratio - 1
+        ({"kind": "cispo"}, [-2 * (log(2) - 1), -0.5 * (-log(2) - 1), -4 * (log(4) - 1), -2.0]),
+        ({"kind": "reinforce"}, [1 - log(2), 1 + log(2), 1 - log(4), -2.0]),
+        ({"kind": "sapo", "tau_positive": 2.0}, [-2 / (1 + exp(-2)), -2 / (1 + exp(1)), -2 / (1 + exp(-6)), 4 / 1.05]),
+        ({"entropy_coef": 0.2}, [-1.3, -0.6, -1.3, 1.9]),
+    ],
+)
+def test_a_kind_by_hand(policy: dict[str, Any], expected: list[float]) -> None:
+    torch.testing.assert_close(losses(**policy)[0], torch.tensor(expected))
+
+
+def test_the_dual_clip_is_where_the_advantage_is_negative_alone() -> None:
+    assert losses(kind="dual_clip", dual_clip=1.01)[0].tolist() == losses()[0].tolist()  # the ratio there is 1
+
+
+@pytest.mark.parametrize(
+    ("importance", "weights", "out"),
+    [
+        ({"cap": 2.0}, [0.5, 1.0, 2.0, 1.0], [0, 0, 1, 0]),
+        ({"kind": "sequence", "cap": 3.0}, [2.0, 2.0, 2.0, 1.0], [0, 0, 0, 0]),
+        ({"kind": "sequence", "cap": 1.5}, [1.5, 1.5, 1.5, 1.0], [1, 1, 1, 0]),
+        ({"kind": "geometric", "low": 0.9, "high": 1.2}, [0.0, 0.0, 0.0, 1.0], [1, 1, 1, 0]),
+        ({"kind": "icepop", "low": 0.6, "high": 5.0}, [0.0, 1.0, 4.0, 1.0], [1, 0, 0, 0]),
+    ],
+)
+def test_weights_between_engine_and_trainer_by_hand(importance: dict[str, Any], weights: list, out: list) -> None:
+    """Of the policy's term alone: neither the entropy bonus nor the KL is weighed."""
+    kl = KLTerm(KL(use="loss", estimator="k2"), 0.1)
+    found, known = losses(kl, importance=importance, entropy_coef=0.2)
+    plain = losses(kl, entropy_coef=0.2)[0] - losses()[0]
+    torch.testing.assert_close(found, losses()[0] * torch.tensor(weights) + plain)
+    assert known["weights_out_of_bounds"].tolist() == [bool(x) for x in out]
+
+
+def test_clip_fractions_by_side() -> None:
+    known = losses(clip_range_high=1.5)[1]
+    assert known["clip_fraction_high"].tolist() == known["clip_fraction"].tolist() == [False, False, True, False]
+    assert known["clip_fraction_low"].tolist() == [False] * 4
+    known = losses(kind="cispo", clip_range=0.4, clip_range_high=1.5)[1]
+    assert known["clip_fraction_low"].tolist() == [False, True, False, False]
+    for kind in ("sapo", "reinforce"):
+        assert list(losses(kind=kind)[1]) == ["approx_kl"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("token_mean", 10 / 4),
+        ("sequence_token_mean", (6 / 3 + 4) / 2),
+        ("sequence_sum_mean", 10 / 2),
+        ("constant", 10 / (2 * 7)),
+        ("prompt_mean", 10 / 4),  # both answer one prompt
+    ],
+)
+def test_a_loss_mean_by_hand(name: Any, expected: float) -> None:
+    """Of losses 1, 2, 3 and 4; where cut responses are masked, of the first three."""
+    each = torch.tensor([9.0, 1.0, 2.0, 3.0, 9.0, 4.0])
+    weights, divisor = policy_loss(PolicyLoss(loss_mean=name), NO_KL, max_response_length=7).mean(batch())
+    assert float((weights * each).sum() / divisor) == pytest.approx(expected)
+    masked = policy_loss(PolicyLoss(loss_mean=name, mask_truncated=True), NO_KL, max_response_length=7).mean(batch())
+    one = {"sequence_sum_mean": 6.0, "constant": 6 / 7}.get(name, 2.0)
+    assert float((masked.weights * each).sum() / masked.divisor) == pytest.approx(one)
+    every = replace(batch(), truncated=torch.ones(2, dtype=torch.bool))
+    weights, divisor = policy_loss(PolicyLoss(loss_mean=name, mask_truncated=True), NO_KL, max_response_length=7).mean(
+        every
+    )
+    assert weights.tolist() == [0.0] * 6 and divisor >= 1
+
+
+def test_a_constant_needs_the_length_that_it_is() -> None:
+    with pytest.raises(ValueError, match=r"^loss_mean: constant needs max_response_length"):
+        policy_loss(PolicyLoss(loss_mean="constant"), NO_KL)
