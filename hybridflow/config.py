@@ -29,6 +29,7 @@ from pydantic import (
 )
 
 from hybridflow.errors import ConfigError, Reasons
+from hybridflow.foreign_keys import algorithm_hint, hint, leaves
 from hybridflow.parallel.layout import Layout, PlatformName, Stages
 from hybridflow.placement import (
     Ranks,
@@ -353,6 +354,7 @@ class Custom(Section):
         return frozenset(self.roles)
 
 
+SLIP = 0.88  # of difflib's ratio: more alike is a slip of the pen, less may be another trainer's key
 ALGORITHMS: Mapping[str, type[Section]] = {"ppo": PPO, "grpo": GRPO, "custom": Custom}
 # where the keys of configs without a name went: before there were names, there was PPO with these
 MOVED = {
@@ -620,10 +622,15 @@ class ExperimentConfig(Section):
             raise ConfigError(f"{path}: a config is a mapping of sections, this is {type(tree).__name__}")
         for override in overrides:
             _apply_override(tree, override)
+        return cls.from_tree(tree, path)
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any], source: str | Path) -> Self:
+        """Validate what a file or a program says; `source` is where, for messages. Errors: ConfigError."""
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
-            raise ConfigError(_explain(error, cls, path)) from error
+            raise ConfigError(_explain(error, cls, source)) from error
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -670,11 +677,11 @@ def _explain(error: ValidationError, model: type[BaseModel], path: str | Path) -
         location = _without_tag(problem["loc"])
         key = ".".join(str(part) for part in location) or "config"
         if problem["type"] == "extra_forbidden":
-            lines.append(f"{key}: unknown key{_nearest(model, problem['loc'])}")
+            lines += _unknown(model, problem["loc"], problem["input"])
         elif problem["type"] == "missing":
             lines.append(f"{key}: is required")
         elif problem["type"] == "union_tag_invalid":
-            lines.append(f"{key}.name = {problem['ctx']['tag']!r}: is no algorithm{_closest(problem['ctx']['tag'])}")
+            lines.append(f"{key}.name = {problem['ctx']['tag']!r}: is no algorithm; {_closest(problem['ctx']['tag'])}")
         elif problem["type"] == "value_error":
             lines.append(f"{key}: {problem['ctx']['error']}" if location else str(problem["ctx"]["error"]))
         else:
@@ -689,12 +696,25 @@ def _without_tag(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
 
 
 def _closest(name: object) -> str:
+    foreign = algorithm_hint(str(name))
+    if foreign is not None:
+        return foreign
     close = difflib.get_close_matches(str(name), ALGORITHMS, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(ALGORITHMS)}"
+    return f"did you mean {close[0]}?" if close else f"known are {', '.join(ALGORITHMS)}"
 
 
-def _nearest(model: Any, location: tuple[int | str, ...]) -> str:
-    """`; did you mean x?` out of the keys of the section that `location` lies in."""
+def _unknown(model: Any, location: tuple[int | str, ...], value: Any) -> list[str]:
+    """A line for the unknown key; of a section of another trainer's, for each key in it."""
+    path = tuple(map(str, _without_tag(location)))
+    nearest, is_close = _nearest(model, location)
+    within = [] if is_close else [(".".join(leaf), hint(leaf)) for leaf in leaves(value, path)]
+    if not any(said for _, said in within):
+        return [f"{'.'.join(path)}: unknown key; {nearest}"]
+    return [f"{key}: unknown key" + (f"; {said}" if said else "") for key, said in within]
+
+
+def _nearest(model: Any, location: tuple[int | str, ...]) -> tuple[str, bool]:
+    """`did you mean x?` out of the keys of the section that `location` lies in; whether it is a slip of the pen."""
     for part in location[:-1]:
         if model is None:
             model = ALGORITHMS[str(part)]
@@ -703,9 +723,12 @@ def _nearest(model: Any, location: tuple[int | str, ...]) -> str:
     key, known = str(location[-1]), list(model.model_fields)
     moved = {old: _moved_to(old) for old in MOVED} if location[0] == "algorithm" and len(location) == 3 else {}
     if key in moved:
-        return f"; it is now algorithm.{moved[key]}"
+        return f"it is now algorithm.{moved[key]}", True
     close = difflib.get_close_matches(key, [*known, *moved], n=1, cutoff=0.5)
-    return f"; did you mean {moved.get(close[0], close[0])}?" if close else f"; known are {', '.join(known)}"
+    if not close:
+        return f"known are {', '.join(known)}", False
+    likeness = difflib.SequenceMatcher(None, key, close[0]).ratio()
+    return f"did you mean {moved.get(close[0], close[0])}?", likeness >= SLIP
 
 
 def _section_of(annotation: Any) -> Any:

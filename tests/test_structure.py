@@ -21,6 +21,7 @@ PACKAGES = ("hybridflow", "tools", "launch")
 FLOORS: dict[int, list[str]] = {
     0: [
         "errors",
+        "foreign_keys",
         "command",
         "user_code",
         "batch",
