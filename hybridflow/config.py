@@ -9,7 +9,7 @@ checked here, once; nothing later asks whether a field is there.
 import difflib
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -643,29 +643,34 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: the value is not YAML: {error}") from error
+    set_key(tree, keys, value, f"override {override!r}")
+
+
+def set_key(tree: dict[str, Any], keys: Sequence[str], value: Any, source: str) -> None:
+    """Set a.b.0.c, for the keys a, b, 0, c, in a tree of dicts and lists. Errors: ConfigError, from `source`."""
     node: Any = tree
     for key, following in itertools.pairwise(keys):
-        node = _descend(node, key, override, default=[] if following == "0" else {})
-    node[_slot(node, keys[-1], override)] = value
+        node = _descend(node, key, source, default=[] if following == "0" else {})
+    node[_slot(node, keys[-1], source)] = value
 
 
-def _descend(node: Any, key: str, override: str, *, default: Any) -> Any:
+def _descend(node: Any, key: str, source: str, *, default: Any) -> Any:
     """The dict or list at `key` of a dict or list; `default` is put there where there is none."""
-    slot = _slot(node, key, override)
+    slot = _slot(node, key, source)
     if node[slot] is None:
         node[slot] = default
     if not isinstance(node[slot], dict | list):
-        raise ConfigError(f"override {override!r}: {key!r} is {node[slot]!r}, not a section")
+        raise ConfigError(f"{source}: {key!r} is {node[slot]!r}, not a section")
     return node[slot]
 
 
-def _slot(node: Any, key: str, override: str) -> int | str:
+def _slot(node: Any, key: str, source: str) -> int | str:
     """What `key` stands for in a dict or list, which gets an empty entry there if it has none."""
     if isinstance(node, dict):
         node.setdefault(key)
         return key
     if not key.isdecimal() or int(key) > len(node):
-        raise ConfigError(f"override {override!r}: {key!r} is no index of a list of {len(node)}")
+        raise ConfigError(f"{source}: {key!r} is no index of a list of {len(node)}")
     if int(key) == len(node):
         node.append(None)
     return int(key)
