@@ -715,7 +715,10 @@ def _unknown(model: Any, location: tuple[int | str, ...], value: Any) -> list[st
     within = [] if is_close else [(".".join(leaf), hint(leaf)) for leaf in leaves(value, path)]
     if not any(said for _, said in within):
         return [f"{'.'.join(path)}: unknown key; {nearest}"]
-    return [f"{key}: unknown key" + (f"; {said}" if said else "") for key, said in within]
+    others = [key for key, said in within if not said]
+    rest = [f"{'.'.join(path)}: {len(others)} more unknown keys in it: {', '.join(others[:3])}, ..."]
+    lines = [f"{key}: unknown key; {said}" for key, said in within if said]
+    return lines + (rest if len(others) > 3 else [f"{key}: unknown key" for key in others])
 
 
 def _nearest(model: Any, location: tuple[int | str, ...]) -> tuple[str, bool]:
