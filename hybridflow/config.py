@@ -354,7 +354,9 @@ class Custom(Section):
         return frozenset(self.roles)
 
 
-SLIP = 0.88  # of difflib's ratio: more alike is a slip of the pen, less may be another trainer's key
+# from which of difflib's ratios on, and up to how many letters more or less, a key is a slip of the pen; what is less
+# like ours may be another trainer's
+SLIP, MISSING = 0.88, 2
 ALGORITHMS: Mapping[str, type[Section]] = {"ppo": PPO, "grpo": GRPO, "custom": Custom}
 # where the keys of configs without a name went: before there were names, there was PPO with these
 MOVED = {
@@ -736,7 +738,8 @@ def _nearest(model: Any, location: tuple[int | str, ...]) -> tuple[str, bool]:
     if not close:
         return f"known are {', '.join(known)}", False
     likeness = difflib.SequenceMatcher(None, key, close[0]).ratio()
-    return f"did you mean {moved.get(close[0], close[0])}?", likeness >= SLIP
+    is_slip = likeness >= SLIP and abs(len(key) - len(close[0])) <= MISSING
+    return f"did you mean {moved.get(close[0], close[0])}?", is_slip
 
 
 def _section_of(annotation: Any) -> Any:

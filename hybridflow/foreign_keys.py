@@ -59,7 +59,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("data.overlong_prompts=drop", "filter_overlong_prompts", ""),
     ("data.overlong_prompts", "data.truncation truncation", "drop or error: no prompt is cut"),
     ("data.shuffle", "shuffle_dataset", ""),
-    ("seed", "data_seed data_loader_seed grpo.seed train.seed trainer.seed", ""),
+    ("seed", "data_seed data_loader_seed data.seed grpo.seed train.seed trainer.seed", ""),
     # ---- how many
     (
         "data.prompts_per_iteration",
@@ -352,8 +352,8 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("name", "experiment_name exp_name run_name wandb_run_name", ""),
     (
         "metrics.tensorboard metrics.csv",
-        "logger use_wandb use_tensorboard report_to log_with wandb_project project_name wandb_enabled "
-        "tensorboard_enabled",
+        "trainer.logger wandb tensorboard_dir use_wandb use_tensorboard report_to log_with "
+        "wandb_project project_name wandb_enabled tensorboard_enabled",
         "there is no other logger",
     ),
     ("", "profiler global_profiler", "there is none here"),

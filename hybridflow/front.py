@@ -155,7 +155,7 @@ class RLTrainer(trainer.RLTrainer):
         if watchdog is not None or replay is not None or rollout_only:
             raise ConfigError("RLTrainer: watchdog, replay and rollout_only go with an ExperimentConfig")
         self._asked = _asked(config, given)
-        self.config = self._asked.experiment(self._num_iterations(), None)
+        self.config = self._asked.experiment(self._asked.config.get("num_iterations", 1), None)
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Have `fit` go on from a checkpoint, or from the newest of a run directory. Errors: ConfigError."""
@@ -197,7 +197,7 @@ class RLTrainer(trainer.RLTrainer):
     def _fit_models(self, asked: Asked, num: int | None, run_dir: Path | None) -> RunSummary:
         if num is None and not asked.says("num_iterations"):
             raise ConfigError("fit: num_steps is required")
-        num = self._num_iterations() if num is None else num
+        num = self.config.num_iterations if num is None else num
         if num < 1:
             raise ConfigError(f"num_steps = {num}: a run has at least one iteration")
         more: dict[str, Any] = {}
@@ -211,11 +211,6 @@ class RLTrainer(trainer.RLTrainer):
         with written(asked.in_memory(config), asked.tokenizer_to_write(), config):
             super().__init__(config)
             return super().fit(num)
-
-    def _num_iterations(self) -> int:
-        assert self._asked is not None
-        num: int = self._asked.config.get("num_iterations", 1)
-        return num
 
 
 def _asked(config: object, given: dict[str, Any]) -> Asked:

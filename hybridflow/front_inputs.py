@@ -67,11 +67,11 @@ class Asked:
         for key, value in (more or {}).items():
             set_key(tree, key.split("."), value, "RLTrainer")
         self._add_models(tree)
-        for name in self.config.keys() & SHORT.keys():
-            for key in SHORT[name]:
+        for name, value in self.config.items():
+            for key in SHORT.get(name, ()):
                 section, *path = key.split(".")
                 if section in tree:  # there may be no critic
-                    _set_default(tree[section], path, self.config[name])
+                    _set_default(tree[section], path, value)
         return ExperimentConfig.from_tree(tree, "RLTrainer")
 
     def says(self, key: str) -> bool:
@@ -108,13 +108,17 @@ class Asked:
 
     def _given(self) -> Tree:
         """A config without models: what the user says of the rest, in full."""
-        algo = self.algo.lower()
+        algo = str(self.algo).lower()
         tree: Tree = {"name": algo, "data": dict(self.data), "sampling": {}, "algorithm": {"name": algo}}
         for key, value in self.config.items():
             if "." in key:
                 set_key(tree, key.split("."), value, "RLTrainer")
             elif key not in SHORT and key not in OF_EACH_MODEL:
                 _merge(tree, {key: value})
+        for key in ("actor.model", "critic.model", "reference.model"):
+            _refuse_if_there(tree, key, key.replace(".", "_"))
+        for key in ("reward.models.*.model", "reward.functions.*.function"):
+            _refuse_if_there(tree, key, "reward_model")
         return tree
 
     def _needs(self, tree: Tree) -> frozenset[str]:
@@ -174,8 +178,9 @@ class Asked:
             _set_default(tree, ["reward", "models", str(i), "model"], directory(f"reward_{i}", model))
         for i, name in enumerate(functions):
             _set_default(tree, ["reward", "functions", str(i), "function"], name)
-        for key in self.config.keys() & OF_EACH_MODEL:
-            self._set_of_each(tree, key, [*sections], len(models))
+        for key in self.config:
+            if key in OF_EACH_MODEL:
+                self._set_of_each(tree, key, [*sections], len(models))
 
     def _set_of_each(self, tree: Tree, key: str, roles: Sequence[str], num_reward_models: int) -> None:
         paths = [[role, key] for role in roles if role in ("actor", "critic") or key in RoleConfig.model_fields]
@@ -183,6 +188,18 @@ class Asked:
             paths += [["reward", "models", str(i), key] for i in range(num_reward_models)]
         for path in paths:
             _set_default(tree, path, self.config[key])
+
+
+def _refuse_if_there(tree: Any, key: str, argument: str) -> None:
+    """Errors: ConfigError where the user's config names what is an argument."""
+    found: list[Any] = [tree]
+    for part in key.split("."):
+        if part == "*":
+            found = [item for node in found if isinstance(node, list | tuple) for item in node]
+        else:
+            found = [node[part] for node in found if isinstance(node, dict) and part in node]
+    if found:
+        raise ConfigError(f"RLTrainer: config: {key.replace('*', '0')} = {found[0]!r}: the argument {argument} says it")
 
 
 def _merge(tree: Tree, given: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridflow.architecture.spec import ARCHITECTURES, read_spec
@@ -115,7 +116,10 @@ def _write(
 ) -> None:
     shutil.rmtree(root, ignore_errors=True)  # of a start that was killed
     for directory, model in models.items():
-        model.save_pretrained(directory)
+        try:
+            model.save_pretrained(directory)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # a full disk, weights on no device
+            raise CheckpointError(f"{directory}: the model in memory cannot be written: {error}") from error
     if tokenizer is not None:
         tokenizer.save_pretrained(actor)
 

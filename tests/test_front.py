@@ -11,10 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import hybridflow
-from hybridflow import RLTrainer, create_critic_model, get_trainer_config, make_rl_data_loader, trainer
+from hybridflow import RLTrainer, create_critic_model, front, get_trainer_config, make_rl_data_loader, trainer
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError, UserError
 from hybridflow.rewards.functions import exact_match
+from tests.distributed.tiny_experiment import write_config
 from tests.tiny_models import make_checkpoints
 
 SHORT = {"batch_size": 128, "rollout_len": 64, "lr": 1e-5, "epochs": 1}
@@ -214,6 +215,14 @@ def test_models_in_memory_get_directories_beside_the_run(models) -> None:
             {"config": SHORT | {"reward.models.0.x": 1, "reward.models.2.y": 1}},
             "RLTrainer: '2' is no index of a list of 1",
         ),
+        (
+            {"config": SHORT | {"actor.model": "x"}},
+            "RLTrainer: config: actor.model = 'x': the argument actor_model says",
+        ),
+        (
+            {"config": SHORT | {"reward": {"functions": [{"function": "a:b"}]}}},
+            "RLTrainer: config: reward.functions.0.function = 'a:b': the argument reward_model says it",
+        ),
         ({"reward_model": 3}, "reward_model: 3 is neither a model nor a function"),
     ],
 )
@@ -283,6 +292,28 @@ def test_a_function_that_no_rank_can_import_is_refused(models, monkeypatch) -> N
 def test_what_a_helper_does_not_know_is_told(call, expected) -> None:
     with pytest.raises(ConfigError, match=re.escape(expected)):
         call()
+
+
+def test_a_trainer_of_a_config_is_the_trainer(models, tmp_path) -> None:
+    """Of one rank, which has no two to split the actor over."""
+    config = write_config(tmp_path / "config.yaml", models)
+    with pytest.raises(ConfigError, match="tensor_parallel_size") as raised:
+        RLTrainer.from_yaml(str(config))
+    assert raised.traceback[-1].name == "refuse" and any(entry.name == "place" for entry in raised.traceback)
+    given = ExperimentConfig.from_yaml(config)
+    with pytest.raises(ConfigError, match="a config names its models, leave out actor_model, algo"):
+        RLTrainer(given, actor_model="x", algo="ppo")
+
+
+def test_a_runs_own_directory_is_where_it_goes_on_by_itself(tmp_path) -> None:
+    run = tmp_path / "run"
+    assert front._load_of(run, run) == front._load_of(tmp_path / "a" / ".." / "run" / "checkpoints", run) == "auto"
+    assert front._load_of(run / "checkpoints" / "step_000002", run) == str(run / "checkpoints" / "step_000002")
+    assert front._load_of(tmp_path / "other", run) == str(tmp_path / "other")
+
+
+def test_a_number_of_iterations_may_stand_in_the_config(models) -> None:
+    assert built(models, config=SHORT | {"num_iterations": 7}).config.num_iterations == 7
 
 
 def test_fit_and_load_checkpoint_say_what_they_need(models, tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""One experiment through the names of tutorials: of directories, of models in memory, and gone on from a checkpoint.
+"""One experiment by the names of tutorials: of directories, of models in memory, gone on, of the config that it left.
 
 torchrun --nproc-per-node 2 -m tests.distributed.front_worker INPUTS OUT
 """
@@ -58,10 +58,17 @@ def main(inputs: Path, out: Path) -> None:
     on.fit(num_steps=NUM_STEPS + 1, checkpoint_dir=out / "objects")
     on.generator.engine.close()
 
-    fork = RLTrainer(**in_memory(inputs), **same)
-    fork.load_checkpoint(out / "directories" / "checkpoints" / "step_000002")
-    fork.fit(num_steps=NUM_STEPS, checkpoint_dir=out / "fork")
+    step = out / "directories" / "checkpoints" / "step_000002"
+    fork = RLTrainer.from_yaml(str(out / "directories" / "config.yaml"), ["name=fork", f"checkpoint.load={step}"])
+    record["load by config"] = message(lambda: fork.load_checkpoint(step))
+    record["directory by config"] = message(lambda: fork.fit(num_steps=3, checkpoint_dir=out / "fork"))
+    fork.fit(num_steps=NUM_STEPS)
     fork.generator.engine.close()
+
+    (out / "file").touch()
+    nowhere = RLTrainer(**in_memory(inputs), **same)
+    record["no directory"] = message(lambda: nowhere.fit(num_steps=1, checkpoint_dir=out / "file" / "run"))
+    assert record["no directory"], "every rank is told"
     if platforms.torchrun_rank()[0] == 0:
         (out / "record.json").write_text(json.dumps(record))
     platforms.stop()

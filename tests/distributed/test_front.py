@@ -80,11 +80,21 @@ def test_a_checkpoint_of_its_own_is_gone_on_from(out) -> None:
     assert steps(out / "objects" / "checkpoints") == [3, 4]
 
 
-def test_another_runs_checkpoint_is_forked(reference, out) -> None:
-    rows, expected = metrics(out / "fork"), metrics(reference)
-    assert rows == expected[2:]
-    config = ExperimentConfig.from_yaml(out / "fork" / "config.yaml")
-    assert config.checkpoint.load == str(out / "directories" / "checkpoints" / "step_000002")
+def test_the_config_that_it_left_is_run_as_any(reference, out) -> None:
+    """From the checkpoint after its second iteration on."""
+    assert metrics(out / "fork") == metrics(reference)[2:]
+    record = json.loads((out / "record.json").read_text())
+    assert "it was built from a config, whose checkpoint.load says" in record["load by config"]
+    assert (
+        record["directory by config"]
+        == f"checkpoint_dir = {str(out / 'fork')!r}: output_dir and name of the config say it"
+    )
+
+
+def test_models_in_memory_that_cannot_be_written_are_told(out) -> None:
+    record = json.loads((out / "record.json").read_text())
+    where = out / "file" / ".run.models" / "actor"
+    assert record["no directory"].startswith(f"rank 0: {where}: the model in memory cannot be written: ")
 
 
 def test_a_run_that_is_over_says_so(out) -> None:
