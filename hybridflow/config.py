@@ -9,7 +9,7 @@ checked here, once; nothing later asks whether a field is there.
 import difflib
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -354,9 +354,6 @@ class Custom(Section):
         return frozenset(self.roles)
 
 
-# from which of difflib's ratios on, and up to how many letters more or less, a key is a slip of the pen; what is less
-# like ours may be another trainer's
-SLIP, MISSING = 0.88, 2
 ALGORITHMS: Mapping[str, type[Section]] = {"ppo": PPO, "grpo": GRPO, "custom": Custom}
 # where the keys of configs without a name went: before there were names, there was PPO with these
 MOVED = {
@@ -627,7 +624,7 @@ class ExperimentConfig(Section):
         return cls.from_tree(tree, path)
 
     @classmethod
-    def from_tree(cls, tree: Mapping[str, Any], source: str | Path) -> Self:
+    def from_tree(cls, tree: dict[str, Any], source: str | Path) -> Self:
         """Validate what a file or a program says; `source` is where, for messages. Errors: ConfigError."""
         try:
             return cls.model_validate(tree)
@@ -648,7 +645,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     set_key(tree, keys, value, f"override {override!r}")
 
 
-def set_key(tree: dict[str, Any], keys: Sequence[str], value: Any, source: str) -> None:
+def set_key(tree: dict[str, Any], keys: list[str], value: Any, source: str) -> None:
     """Set a.b.0.c, for the keys a, b, 0, c, in a tree of dicts and lists. Errors: ConfigError, from `source`."""
     node: Any = tree
     for key, following in itertools.pairwise(keys):
@@ -708,6 +705,11 @@ def _closest(name: object) -> str:
         return foreign
     close = difflib.get_close_matches(str(name), ALGORITHMS, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(ALGORITHMS)}"
+
+
+# from which of difflib's ratios on, and up to how many letters more or less, a key is a slip of the pen; what is less
+# like ours may be another trainer's
+SLIP, MISSING = 0.88, 2
 
 
 def _unknown(model: Any, location: tuple[int | str, ...], value: Any) -> list[str]:
