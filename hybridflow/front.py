@@ -18,6 +18,7 @@ is started by torchrun, once a rank. Each argument becomes keys of an Experiment
 else that has is named in `config` by its own key. The run leaves a config.yaml that says all of it.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -31,6 +32,7 @@ from hybridflow.front_inputs import Asked
 from hybridflow.front_models import Model, Reward, Tokenizer, check_model, written
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.recording.recorder import RunSummary
+from hybridflow.user_code import search_beside
 
 DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "no": "float32", "fp32": "float32", "float32": "float32"}
 MAX_PROMPT_LENGTH = 512  # tokens; a longer prompt is an error that names the key
@@ -154,6 +156,7 @@ class RLTrainer(trainer.RLTrainer):
             return
         if watchdog is not None or replay is not None or rollout_only:
             raise ConfigError("RLTrainer: watchdog, replay and rollout_only go with an ExperimentConfig")
+        search_beside(sys.argv[0] or "-")  # functions by name: in the working directory, and beside the program
         self._asked = _asked(config, given)
         self.config = self._asked.experiment(self._asked.config.get("num_iterations", 1), None)
 
@@ -200,17 +203,21 @@ class RLTrainer(trainer.RLTrainer):
         num = self.config.num_iterations if num is None else num
         if num < 1:
             raise ConfigError(f"num_steps = {num}: a run has at least one iteration")
-        more: dict[str, Any] = {}
-        if run_dir is not None and not asked.says("checkpoint.save_interval"):
-            more["checkpoint.save_interval"] = max(1, num // SAVES)
-        config = asked.experiment(num, run_dir, more)
-        if self._load is not None:
-            more["checkpoint.load"] = _load_of(self._load, config.run_dir)
-            config = asked.experiment(num, run_dir, more)
+        config = self._experiment(asked, num, run_dir)
         self._was_fitted = True
         with written(asked.in_memory(config), asked.tokenizer_to_write(), config):
             super().__init__(config)
             return super().fit(num)
+
+    def _experiment(self, asked: Asked, num: int, run_dir: Path | None) -> ExperimentConfig:
+        """Of so many iterations in this run directory."""
+        more: dict[str, Any] = {}
+        if run_dir is not None and not asked.says("checkpoint.save_interval"):
+            more["checkpoint.save_interval"] = max(1, num // SAVES)
+        config = asked.experiment(num, run_dir, more)
+        if self._load is None:
+            return config
+        return asked.experiment(num, run_dir, more | {"checkpoint.load": _load_of(self._load, config.run_dir)})
 
 
 def _asked(config: object, given: dict[str, Any]) -> Asked:

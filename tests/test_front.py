@@ -15,6 +15,7 @@ from hybridflow import RLTrainer, create_critic_model, front, get_trainer_config
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError, UserError
 from hybridflow.rewards.functions import exact_match
+from hybridflow.user_code import load_function
 from tests.distributed.tiny_experiment import write_config
 from tests.tiny_models import make_checkpoints
 
@@ -310,6 +311,38 @@ def test_a_runs_own_directory_is_where_it_goes_on_by_itself(tmp_path) -> None:
     assert front._load_of(run, run) == front._load_of(tmp_path / "a" / ".." / "run" / "checkpoints", run) == "auto"
     assert front._load_of(run / "checkpoints" / "step_000002", run) == str(run / "checkpoints" / "step_000002")
     assert front._load_of(tmp_path / "other", run) == str(tmp_path / "other")
+
+
+def test_a_run_directory_is_saved_into_ten_times_unless_the_config_says_otherwise(models, tmp_path) -> None:
+    def fitted(num_steps: int, run_dir: Path | None, **config: Any) -> ExperimentConfig:
+        made = built(models, config=SHORT | config)
+        return made._experiment(made._asked, num_steps, run_dir)
+
+    run = tmp_path / "mine"
+    config = fitted(40, run)
+    assert (config.run_dir, config.num_iterations, config.checkpoint.save_interval) == (run, 40, 4)
+    assert fitted(3, run).checkpoint.save_interval == 1
+    assert fitted(40, run, checkpoint={"save_interval": 7}).checkpoint.save_interval == 7
+    assert fitted(40, run, **{"checkpoint.save_interval": 0}).checkpoint.save_interval == 0
+    other = fitted(40, None, output_dir="out", name="x")
+    assert (other.run_dir, other.checkpoint.save_interval) == (Path("out/x"), 0)
+
+
+def test_a_checkpoint_to_go_on_from_is_checkpoint_load(models, tmp_path) -> None:
+    step = tmp_path / "other" / "checkpoints" / "step_000002"
+    step.mkdir(parents=True)
+    made = built(models)
+    made.load_checkpoint(tmp_path / "other")
+    assert made._experiment(made._asked, 5, tmp_path / "mine").checkpoint.load == str(tmp_path / "other")
+    assert made._experiment(made._asked, 5, tmp_path / "other").checkpoint.load == "auto"
+
+
+def test_a_function_by_name_is_found_in_the_working_directory(models, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.chdir(tmp_path)
+    Path("rewards_of_this_directory.py").write_text("def score(prompts, responses, columns):\n    return [1.0]\n")
+    built(models, reward_model="rewards_of_this_directory:score")
+    assert load_function("rewards_of_this_directory:score", "x")([], [], {}) == [1.0]
 
 
 def test_a_number_of_iterations_may_stand_in_the_config(models) -> None:
