@@ -227,7 +227,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     (
         "reward.truncation_penalty",
         "missing_eos_penalty mask_truncated_completions overlong_filtering overlong_buffer_len "
-        "overlong_penalty_factor overlong_buffer reward_shaping stop_properly_penalty_coef",
+        "overlong_penalty_factor overlong_buffer overlong_buffer_cfg reward_shaping stop_properly_penalty_coef",
         "taken off the score of a response that is cut",
     ),
     # ---- models
