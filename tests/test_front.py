@@ -83,6 +83,9 @@ def test_the_tutorials_call_is_this_config(models) -> None:
             "algorithm": {"name": "ppo", "update": {"epochs": 1}},
         }
     )
+    found.config.check_world_size(24)
+    with pytest.raises(ConfigError, match="actor"):
+        found.config.check_world_size(16)
 
 
 def test_a_layout_is_keys_of_every_model() -> None:
