@@ -120,7 +120,8 @@ class PolicyLoss(Section):
     """The actor's loss of each response token, and its mean over the mini-batch.
 
     kind: `clip` (PPO), `dual_clip`, `gspo` (the ratio is a response's), `cispo` (the clipped ratio is a weight), `sapo`
-    (a soft gate in place of the clip), `reinforce` (no ratio).
+    (a soft gate in place of the clip), `reinforce` (no ratio). CISPO's paper has no number for its bound: by default a
+    weight is 5 at most, and has no lower one.
     """
 
     kind: PolicyKind = "clip"

@@ -1,4 +1,4 @@
-"""ReMax: the score of a greedy response is the baseline. Li et al. 2023, arXiv 2310.10505, algorithm 2.
+"""ReMax: the score of a greedy response is the baseline. Li et al. 2023, arXiv 2310.10505.
 
     A_t = sum_{s >= t} r_s - b,    b the score of the greedy response to the same prompt
 

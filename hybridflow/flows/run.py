@@ -191,6 +191,8 @@ class Run:
         for name, pending in asked.items():
             found = [next(wholes) for _ in _contributions(pending)]
             known[name] = _put_together(pending, found)
+            if isinstance(pending, Scores) and len(found) > 1:
+                self._note_parts(pending, found)
         check_finite(known, self.rollout)
         return Known(**known)
 
@@ -318,6 +320,11 @@ class Run:
             iteration=self.iteration,
             first_prompt=self._first_prompt,
         )
+
+    def _note_parts(self, scores: Scores, wholes: list[Tensor]) -> None:
+        """The mean of each part of the score, before its weight, over the responses that are trained on."""
+        for name, whole in zip(scores.names, wholes, strict=True):
+            self.metrics[f"reward/part_{name}_mean"] = whole[: len(self.rollout)].mean()
 
     def _reset_reference(self) -> None:
         """At the end of every so many iterations the reference becomes the actor, if the config says so."""

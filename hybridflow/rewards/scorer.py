@@ -25,10 +25,11 @@ from hybridflow.roles.values import RewardModel
 
 @dataclass(frozen=True)
 class Scores:
-    """A weighted sum that is yet to be exchanged: what this rank knows of each of its terms, (N,) each."""
+    """A weighted sum that is yet to be exchanged: what this rank knows of each of its terms, (N,) each, by name."""
 
     contributions: tuple[Contribution, ...]
     weights: tuple[float, ...]
+    names: tuple[str, ...]
 
     def total(self, wholes: Sequence[Tensor]) -> Tensor:
         """(N,) of the whole terms, in the order of `contributions`."""
@@ -75,13 +76,14 @@ class Scorer:
         self._max_response_length = max_response_length
         self._functions = [(load_reward_function(f.function), f.function) for f in config.functions]
         self._weights = (*(m.weight for m in config.models), *(f.weight for f in config.functions))
+        self._names = _part_names(config)
 
     def scores(self, rollout: RolloutBatch, prompts: PromptBatch) -> Scores:
         """What this rank knows of the scores of every model and function."""
         with self._watch.phase("reward"):
             models = [model.scores(rollout) for model in self._models]
             functions = [self._caller.scores(function, name, rollout, prompts) for function, name in self._functions]
-        return Scores((*models, *functions), self._weights)
+        return Scores((*models, *functions), self._weights, self._names)
 
     def shaped(self, scores: Tensor, rollout: RolloutBatch, moments: RunningMoments) -> tuple[Tensor, RunningMoments]:
         """(N,) scores as training sees them, and new moments: long and cut responses penalised, normalised, clipped."""
@@ -101,6 +103,13 @@ class Scorer:
             moments = moments.updated(scores)
             scores = moments.normalized(scores)
         return scores if config.clip_score is None else clip_scores(scores, config.clip_score), moments
+
+
+def _part_names(config: RewardConfig) -> tuple[str, ...]:
+    """`model_0`, and a function's own name; with its number where several have it."""
+    own = [function.function.rpartition(":")[2] for function in config.functions]
+    functions = [name if own.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(own)]
+    return (*(f"model_{i}" for i in range(len(config.models))), *functions)
 
 
 def _columns(columns: Mapping[str, Sequence[Any]], rows: list[int]) -> dict[str, list[Any]]:

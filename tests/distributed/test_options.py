@@ -63,6 +63,9 @@ def test_scores_are_summed_penalised_normalised_and_clipped(records):
     moments = RunningMoments()
     for metrics, base in zip(records["scores"], records["base"], strict=True):
         raw = torch.tensor(metrics["raw_scores"])
+        parts = metrics["reward/part_model_0_mean"], metrics["reward/part_length_mean"]
+        assert float(raw.mean()) == pytest.approx(2 * parts[0] + 0.5 * parts[1], rel=1e-5) and parts[1] > 3
+        assert not any(name.startswith("reward/part_") for name in base), "one part is the score"
         if metrics["kl/reference_mean"] == base["kl/reference_mean"]:  # the first batch: the same responses
             # prompts such as "12+3=" are 4 to 7 characters; twice the model's score and half the prompt's length
             lengths = (raw - 2 * torch.tensor(base["raw_scores"])) / 0.5

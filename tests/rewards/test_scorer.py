@@ -8,7 +8,7 @@ from hybridflow.algorithms.rewards import RunningMoments
 from hybridflow.batch import RolloutBatch, response_mask
 from hybridflow.config import RewardConfig
 from hybridflow.recording.measure import Stopwatch
-from hybridflow.rewards.scorer import FunctionCaller, Scorer
+from hybridflow.rewards.scorer import FunctionCaller, Scorer, _part_names
 
 SCORES = torch.tensor([1.0, 2.0, 3.0])
 
@@ -32,6 +32,14 @@ def test_what_comes_near_the_limit_costs_more_with_each_token() -> None:
     """A buffer of 5: from the 6th token on a fifth of the factor each."""
     assert shaped(overlong={"buffer": 5}) == [1.0, 2.0 - torch.tensor(0.6).item(), 2.0]
     assert shaped(overlong={"buffer": 4, "factor": 2.0}) == [1.0, 1.0, 1.0]
+
+
+def test_each_part_of_a_score_has_a_name() -> None:
+    """A model by its number, a function by its own name, with its number where two have the same."""
+    paths = ["a.b:exact", "a.b:length", "c.d:exact"]
+    model = {"model": "m"}
+    config = RewardConfig(models=[model, model], functions=[{"function": path} for path in paths])
+    assert _part_names(config) == ("model_0", "model_1", "exact_0", "length", "exact_2")
 
 
 def test_penalties_come_before_the_range() -> None:
