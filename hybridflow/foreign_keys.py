@@ -180,10 +180,14 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("algorithm.policy.tau_positive", "tau_pos sapo_temperature_pos", "of kind sapo"),
     ("algorithm.policy.tau_negative", "tau_neg sapo_temperature_neg", "of kind sapo"),
     (
-        "",
-        "filter_groups dynamic_filtering dynamic_filtering_enable use_dynamic_sampling "
-        "dynamic_sampling_max_gen_batches",
-        "there is none here: no group is drawn again",
+        "algorithm.dynamic_sampling",
+        "filter_groups dynamic_filtering dynamic_filtering_enable use_dynamic_sampling",
+        "of those that compare the responses of a prompt; {} has its defaults",
+    ),
+    (
+        "algorithm.dynamic_sampling.max_generation_rounds",
+        "dynamic_sampling_max_gen_batches max_num_gen_batches",
+        "of an iteration",
     ),
     ("algorithm.value_clip_range", "cliprange_value value_clip", "of ppo"),
     ("critic.optimizer.lr", "vf_coef", "the critic has an optimizer of its own, its loss no coefficient"),
@@ -226,10 +230,13 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("reward.clip_score", "reward_clip_range reward.clip_range score_clip", "symmetric around 0"),
     (
         "reward.truncation_penalty",
-        "missing_eos_penalty mask_truncated_completions overlong_filtering overlong_buffer_len "
-        "overlong_penalty_factor overlong_buffer overlong_buffer_cfg reward_shaping stop_properly_penalty_coef",
+        "missing_eos_penalty stop_properly_penalty_coef",
         "taken off the score of a response that is cut",
     ),
+    ("algorithm.policy.mask_truncated", "mask_truncated_completions overlong_filtering", ""),
+    ("reward.overlong", "overlong_buffer overlong_buffer_cfg reward_shaping", "buffer and factor"),
+    ("reward.overlong.buffer", "overlong_buffer_len", "tokens"),
+    ("reward.overlong.factor", "overlong_penalty_factor", ""),
     # ---- models
     ("ROLE.model", "model_name_or_path model_name model_path model.path pretrain", "a HuggingFace directory"),
     ("critic.model", "critic_pretrain value_model", "a HuggingFace directory"),

@@ -18,15 +18,6 @@ from tests.test_readme import quoted
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "coming_from.md"
 # named already, and yet to come
-PENDING = {
-    "algorithm.policy.importance.kind",
-    "algorithm.policy.importance.cap",
-    "algorithm.policy.old_log_probs",
-    "algorithm.policy.tau_positive",
-    "algorithm.policy.tau_negative",
-    "algorithm.kl.reset_reference_interval",
-}
-PENDING_ALGORITHMS = {"dr_grpo", "rloo", "reinforce"}
 VERL = ("actor", "ref", "rollout", "model")  # that stand below actor_rollout_ref there
 
 
@@ -68,7 +59,7 @@ def rows_of_the_document() -> list[tuple[list[str], list[str]]]:
     cells = [line.strip("|").split(" | ") for line in lines]
     assert {len(row) for row in cells} == {5}
     return [
-        ([key for key in quoted(row[0]) if key in OURS | PENDING], [key for cell in row[1:] for key in quoted(cell)])
+        ([key for key in quoted(row[0]) if key in OURS], [key for cell in row[1:] for key in quoted(cell)])
         for row in cells
     ]
 
@@ -77,9 +68,8 @@ def rows_of_the_document() -> list[tuple[list[str], list[str]]]:
 
 
 def test_every_key_of_ours_exists() -> None:
-    """But for those that are yet to come: when they have, they are to be taken from the list."""
     named = {key.replace("ROLE", "actor").partition("=")[0] for ours, _, _ in ROWS for key in ours.split()}
-    assert named - OURS == PENDING
+    assert named - OURS == set()
     notes = {f"actor.{key}" for _, _, note in ROWS for key in re.findall(r"ROLE\.([\w.]+\w)", note)}
     assert notes and notes <= OURS
 
@@ -87,9 +77,9 @@ def test_every_key_of_ours_exists() -> None:
 def test_every_value_of_ours_is_one() -> None:
     pairs = {tuple(key.split("=")) for ours, _, _ in ROWS for key in ours.split() if "=" in key}
     names = {value for key, value in pairs if key == "algorithm.name"} | set(ALGORITHM_NAMES.values())
-    assert names - ALGORITHMS.keys() == PENDING_ALGORITHMS
+    assert names - ALGORITHMS.keys() == set()
     for key, value in sorted(pairs):
-        if key not in PENDING | {"algorithm.name"}:
+        if key != "algorithm.name":
             tree = copy.deepcopy(MINIMAL)
             set_key(tree, ["algorithm", "kl", "estimator"], "k2", "test")  # which goes with each use
             set_key(tree, key.split("."), value, "test")
@@ -189,7 +179,7 @@ def test_the_documents_keys_of_ours_exist() -> None:
     cells = [line.strip("|").split(" | ")[0] for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")]
     named = {key for cell in cells for key in quoted(cell) if "." in key and "/" not in key}
     assert len(named) > 70
-    assert named - OURS <= PENDING
+    assert named <= OURS
 
 
 def test_the_documents_keys_of_theirs_name_ours() -> None:
