@@ -6,7 +6,8 @@
 
     RLTrainer.from_yaml("my_experiment.yaml", ["seed=3"]).fit()
 
-A flow of one's own is a function of a `hybridflow.flows.run.Run`. docs/architecture.md shows what lies where.
+or of models, as in tutorials: `hybridflow.front`. A flow of one's own is a function of a `hybridflow.flows.run.Run`.
+docs/architecture.md shows what lies where.
 """
 
 from typing import TYPE_CHECKING
@@ -14,12 +15,15 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from hybridflow.trainer import RLTrainer as RLTrainer
+    from hybridflow.front import RLTrainer as RLTrainer
+    from hybridflow.front import create_critic_model as create_critic_model
+    from hybridflow.front import get_trainer_config as get_trainer_config
+    from hybridflow.front import make_rl_data_loader as make_rl_data_loader
 else:
 
     def __getattr__(name: str) -> object:
-        if name == "RLTrainer":
-            from hybridflow.trainer import RLTrainer
+        if name in ("RLTrainer", "create_critic_model", "get_trainer_config", "make_rl_data_loader"):
+            from hybridflow import front
 
-            return RLTrainer
+            return getattr(front, name)
         raise AttributeError(f"module 'hybridflow' has no attribute '{name}'")

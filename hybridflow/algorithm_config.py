@@ -216,6 +216,13 @@ class PPO(Section):
 # ------------------------------------------------------------------------------------------------ groups of responses
 
 
+class DynamicSampling(Section):
+    """Train on groups whose raw scores are not all the same, and generate until there are enough. arXiv 2503.14476."""
+
+    max_generation_rounds: PositiveInt = 10  # of an iteration; what is missing then are groups of equal scores
+    surplus: Literal["keep", "drop"] = "keep"  # groups beyond a full batch: the first of the next iteration
+
+
 class GRPOPolicyLoss(PolicyLoss):
     loss_mean: LossMeanName = "sequence_token_mean"
 
@@ -239,6 +246,7 @@ class GRPO(Section):
     std: Literal["group", "batch"] = "group"
     policy: GRPOPolicyLoss = GRPOPolicyLoss()
     kl: GRPOKL = GRPOKL()
+    dynamic_sampling: DynamicSampling | None = None
     update: Update = Update()
 
     def needs(self) -> frozenset[str]:
@@ -262,6 +270,7 @@ class DrGRPO(Section):
     name: Literal["dr_grpo"] = "dr_grpo"
     policy: DrGRPOPolicyLoss = DrGRPOPolicyLoss()
     kl: OffGroupKL = OffGroupKL()
+    dynamic_sampling: DynamicSampling | None = None
     update: Update = Update()
 
     def needs(self) -> frozenset[str]:
@@ -285,6 +294,7 @@ class RLOO(Section):
     name: Literal["rloo"] = "rloo"
     policy: PolicyGradient = PolicyGradient()
     kl: KL = KL()
+    dynamic_sampling: DynamicSampling | None = None
     update: Update = Update()
 
     def needs(self) -> frozenset[str]:
@@ -300,6 +310,7 @@ class OPO(Section):
     name: Literal["opo"] = "opo"
     policy: PolicyGradient = PolicyGradient()
     kl: OffGroupKL = OffGroupKL()
+    dynamic_sampling: DynamicSampling | None = None
     update: Update = Update()
 
     @model_validator(mode="after")
@@ -311,6 +322,10 @@ class OPO(Section):
         ):
             if value != neutral:
                 raise ValueError(f"{key} = {value}: opo is exactly on-policy, without KL and entropy bonus: {neutral}")
+        if self.dynamic_sampling is not None and self.dynamic_sampling.surplus == "keep":
+            raise ValueError(
+                "dynamic_sampling.surplus = keep: opo is exactly on-policy, a surplus is one update old: drop"
+            )
         return self
 
     def needs(self) -> frozenset[str]:
@@ -327,6 +342,7 @@ class MaxRL(Section):
     name: Literal["maxrl"] = "maxrl"
     policy: PolicyGradient = PolicyGradient()
     kl: OffGroupKL = OffGroupKL()
+    dynamic_sampling: DynamicSampling | None = None
     update: Update = Update()
 
     def needs(self) -> frozenset[str]:

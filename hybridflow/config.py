@@ -37,6 +37,7 @@ from hybridflow.algorithm_config import (
     compares_responses,
 )
 from hybridflow.errors import ConfigError, Reasons
+from hybridflow.foreign_keys import algorithm_hint, hint, leaves
 from hybridflow.parallel.layout import Layout, PlatformName, Stages
 from hybridflow.placement import (
     Ranks,
@@ -394,6 +395,7 @@ class ExperimentConfig(Section):
             self._check_sampling,
             self._check_lengths,
             self._check_scores,
+            self._check_rounds,
         ):
             check()
         if self.metrics.eval_interval and not (self.data.heldout and self.metrics.eval_reward):
@@ -448,6 +450,14 @@ class ExperimentConfig(Section):
             raise ValueError(
                 f"algorithm.kl.horizon = {kl.horizon} is too short for {batch} sequences an iteration: one step may "
                 f"change the coefficient by 0.2 x {batch} / {kl.horizon}, which must stay below 1"
+            )
+
+    def _check_rounds(self) -> None:
+        dynamic = getattr(self.algorithm, "dynamic_sampling", None)
+        if dynamic is not None and self.checkpoint.save_rollout:
+            raise ValueError(
+                "checkpoint.save_rollout = true: with algorithm.dynamic_sampling an iteration has several generations, "
+                "which are not kept: leave one out"
             )
 
     def _check_sampling(self) -> None:
@@ -575,10 +585,15 @@ class ExperimentConfig(Section):
             raise ConfigError(f"{path}: a config is a mapping of sections, this is {type(tree).__name__}")
         for override in overrides:
             _apply_override(tree, override)
+        return cls.from_tree(tree, path)
+
+    @classmethod
+    def from_tree(cls, tree: dict[str, Any], source: str | Path) -> Self:
+        """Validate what a file or a program says; `source` is where, for messages. Errors: ConfigError."""
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
-            raise ConfigError(_explain(error, cls, path)) from error
+            raise ConfigError(_explain(error, cls, source)) from error
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -591,29 +606,34 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: the value is not YAML: {error}") from error
+    set_key(tree, keys, value, f"override {override!r}")
+
+
+def set_key(tree: dict[str, Any], keys: list[str], value: Any, source: str) -> None:
+    """Set a.b.0.c, for the keys a, b, 0, c, in a tree of dicts and lists. Errors: ConfigError, from `source`."""
     node: Any = tree
     for key, following in itertools.pairwise(keys):
-        node = _descend(node, key, override, default=[] if following == "0" else {})
-    node[_slot(node, keys[-1], override)] = value
+        node = _descend(node, key, source, default=[] if following == "0" else {})
+    node[_slot(node, keys[-1], source)] = value
 
 
-def _descend(node: Any, key: str, override: str, *, default: Any) -> Any:
+def _descend(node: Any, key: str, source: str, *, default: Any) -> Any:
     """The dict or list at `key` of a dict or list; `default` is put there where there is none."""
-    slot = _slot(node, key, override)
+    slot = _slot(node, key, source)
     if node[slot] is None:
         node[slot] = default
     if not isinstance(node[slot], dict | list):
-        raise ConfigError(f"override {override!r}: {key!r} is {node[slot]!r}, not a section")
+        raise ConfigError(f"{source}: {key!r} is {node[slot]!r}, not a section")
     return node[slot]
 
 
-def _slot(node: Any, key: str, override: str) -> int | str:
+def _slot(node: Any, key: str, source: str) -> int | str:
     """What `key` stands for in a dict or list, which gets an empty entry there if it has none."""
     if isinstance(node, dict):
         node.setdefault(key)
         return key
     if not key.isdecimal() or int(key) > len(node):
-        raise ConfigError(f"override {override!r}: {key!r} is no index of a list of {len(node)}")
+        raise ConfigError(f"{source}: {key!r} is no index of a list of {len(node)}")
     if int(key) == len(node):
         node.append(None)
     return int(key)
@@ -625,11 +645,11 @@ def _explain(error: ValidationError, model: type[BaseModel], path: str | Path) -
         location = _without_tag(problem["loc"])
         key = ".".join(str(part) for part in location) or "config"
         if problem["type"] == "extra_forbidden":
-            lines.append(f"{key}: unknown key{_nearest(model, problem['loc'])}")
+            lines += _unknown(model, problem["loc"], problem["input"])
         elif problem["type"] == "missing":
             lines.append(f"{key}: is required")
         elif problem["type"] == "union_tag_invalid":
-            lines.append(f"{key}.name = {problem['ctx']['tag']!r}: is no algorithm{_closest(problem['ctx']['tag'])}")
+            lines.append(f"{key}.name = {problem['ctx']['tag']!r}: is no algorithm; {_closest(problem['ctx']['tag'])}")
         elif problem["type"] == "value_error":
             lines.append(f"{key}: {problem['ctx']['error']}" if location else str(problem["ctx"]["error"]))
         else:
@@ -644,12 +664,33 @@ def _without_tag(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
 
 
 def _closest(name: object) -> str:
+    foreign = algorithm_hint(str(name))
+    if foreign is not None:
+        return foreign
     close = difflib.get_close_matches(str(name), ALGORITHMS, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(ALGORITHMS)}"
+    return f"did you mean {close[0]}?" if close else f"known are {', '.join(ALGORITHMS)}"
 
 
-def _nearest(model: Any, location: tuple[int | str, ...]) -> str:
-    """`; did you mean x?` out of the keys of the section that `location` lies in."""
+# from which of difflib's ratios on, and up to how many letters more or less, a key is a slip of the pen; what is less
+# like ours may be another trainer's
+SLIP, MISSING = 0.88, 2
+
+
+def _unknown(model: Any, location: tuple[int | str, ...], value: Any) -> list[str]:
+    """A line for the unknown key; of a section of another trainer's, for each key in it."""
+    path = tuple(map(str, _without_tag(location)))
+    nearest, is_close = _nearest(model, location)
+    within = [] if is_close else [(".".join(leaf), hint(leaf)) for leaf in leaves(value, path)]
+    if not any(said for _, said in within):
+        return [f"{'.'.join(path)}: unknown key; {nearest}"]
+    others = [key for key, said in within if not said]
+    rest = [f"{'.'.join(path)}: {len(others)} more unknown keys in it: {', '.join(others[:3])}, ..."]
+    lines = [f"{key}: unknown key; {said}" for key, said in within if said]
+    return lines + (rest if len(others) > 3 else [f"{key}: unknown key" for key in others])
+
+
+def _nearest(model: Any, location: tuple[int | str, ...]) -> tuple[str, bool]:
+    """`did you mean x?` out of the keys of the section that `location` lies in; whether it is a slip of the pen."""
     for part in location[:-1]:
         if model is None:
             model = ALGORITHMS[str(part)]
@@ -658,9 +699,13 @@ def _nearest(model: Any, location: tuple[int | str, ...]) -> str:
     key, known = str(location[-1]), list(model.model_fields)
     moved = {old: _moved_to(old) for old in MOVED} if location[0] == "algorithm" and len(location) == 3 else {}
     if key in moved:
-        return f"; it is now algorithm.{moved[key]}"
+        return f"it is now algorithm.{moved[key]}", True
     close = difflib.get_close_matches(key, [*known, *moved], n=1, cutoff=0.5)
-    return f"; did you mean {moved.get(close[0], close[0])}?" if close else f"; known are {', '.join(known)}"
+    if not close:
+        return f"known are {', '.join(known)}", False
+    likeness = difflib.SequenceMatcher(None, key, close[0]).ratio()
+    is_slip = likeness >= SLIP and abs(len(key) - len(close[0])) <= MISSING
+    return f"did you mean {moved.get(close[0], close[0])}?", is_slip
 
 
 def _section_of(annotation: Any) -> Any:

@@ -133,6 +133,8 @@ class RLTrainer:
     ) -> None:
         assert replay is None or not rollout_only, "a replay does not generate"
         files = None if replay is None else dumped_batches(replay)
+        if files is not None and getattr(config.algorithm, "dynamic_sampling", None) is not None:
+            raise ConfigError("algorithm.dynamic_sampling: a batch is of several generations, which no replay has")
         config = renamed(config, replay=replay, rollout_only=rollout_only)
         self.writes_model = replay is None and not rollout_only
         choose_platform(config.platform)  # before anything asks
@@ -266,6 +268,7 @@ class RLTrainer:
         if isinstance(self.generator, Replay):
             self.run.skip_to(iteration)
         before = self.run.state
+        self.run.say = recorder.message
         self.run.begin(iteration, num_iterations, recorder.phase)
         try:
             done = self.run.finished(self.flow(self.run))

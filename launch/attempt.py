@@ -19,6 +19,7 @@ SECOND_SIGNAL_AFTER = 1.0  # seconds: a terminal and a scheduler may send one wi
 STOP_MARGIN = 15.0  # seconds beyond the grace period, in which the ranks end themselves
 # as torch 2.13's multiprocessing/api.py says it when a rank ends, before it ends the others
 RANK_ENDED = re.compile(r"failed \(exitcode: (-?[0-9]+)\) local_rank: ([0-9]+) \(pid: ([0-9]+)\)")
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STOPPED, NOT_SAVED = 75, 76  # exit statuses of ranks that were told to end: docs/long_runs.md
 MEANINGS = {70: "a rank was stuck", STOPPED: "stopped as told, saved", NOT_SAVED: "stopped as told, not saved"}
 
@@ -60,8 +61,8 @@ class Attempt:
         self.was_stopped = False
 
     def run(self) -> Failure | None:
-        """None where every rank has ended with status 0. SIGTERM and SIGINT go to the ranks meanwhile."""
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        """None where every rank has ended with status 0. Meanwhile the first of STOP_SIGNALS is told to the ranks."""
+        before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
         suspended = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # the other hosts would go on, and find it lost
         try:
             for connection, request in self._starts.items():

@@ -61,7 +61,13 @@ class Job:
                 if restart or [each.host for each in connections] != list(self._hosts[: len(connections)]):
                     experiment = self._experiment([each.host for each in connections])
                 connections = connections[: experiment.num_hosts]
-                failure, was_stopped = self._start(team, connections, experiment, restart)
+                try:
+                    failure, was_stopped = self._start(team, connections, experiment, restart)
+                except LaunchError as error:
+                    if restart == self._restarts or all(each.lost is None for each in connections):
+                        raise
+                    say(f"{error}\nrestart {restart + 1} of {self._restarts}, without it", error=True)
+                    continue
                 if failure is None or was_stopped or failure.was_told or restart == self._restarts:
                     break
                 say(f"{failure}: restart {restart + 1} of {self._restarts}", error=True)
@@ -83,6 +89,7 @@ class Job:
         for connection, line in zip(failures, lines, strict=True):
             say(f"warning: goes on without {connection.host}: {line}", error=True)
             connection.lost = failures[connection]
+            connection.give_up()
         facts = {connection.host: answer for connection, answer in answers.items()}
         check_alike(options, experiment, facts)
         self._facts = facts
@@ -193,6 +200,8 @@ def not_reached(connection: Connection, why: str, options: Options) -> str:
     """With what to try where it is ssh that failed."""
     if connection.is_local or connection.lost is None:
         return f"{connection.host}: {why}"
+    if f"{options.python}: No such file" in why:  # as the host's shell says it
+        return f"{connection.host}: --python {options.python}: is not there"
     ssh = shlex.join(
         Ssh(options.connect_timeout, options.ssh_config, options.ssh_options).command(connection.host, "true")
     )

@@ -320,9 +320,12 @@ def interface_of(address: str) -> str | None:
 def facts(directory: str, code: str, files: list[str]) -> dict[str, Any]:
     """What has to be alike on all hosts, and what people want to know of one. Paths as on the launcher's machine.
 
-    Errors: OSError where the directory is not there.
+    Errors: ValueError where the directory is not there.
     """
-    os.chdir(directory)
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        raise ValueError(f"--directory {directory}: {error.strerror}") from error
     return {
         "alike": {
             "Python": platform.python_version(),

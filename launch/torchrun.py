@@ -47,6 +47,7 @@ class Torchrun:
             found["GLOO_SOCKET_IFNAME"] = interface  # by itself gloo takes the one that the host's name stands for
         if self.num_nodes is None:
             found["HYBRIDFLOW_HOSTS"] = ",".join(f"{each.name}={each.slots}" for each in self.hosts)
+        found["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # each rank warns of how it binds memory, and of addresses without names
         found |= {"HYBRIDFLOW_HOST": host.name, "HYBRIDFLOW_RESTARTS": str(self.restarts), "PYTHONUNBUFFERED": "1"}
         return found | given
 

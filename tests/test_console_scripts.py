@@ -14,6 +14,7 @@ from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import ROOT
 
 SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+WITHOUT_ARGUMENTS = ("hybridflow-health",)  # commands that do something without any
 # what pip puts into bin/; -P, because a script's directory is bin/ and not the working directory
 CODE = "import sys; from {module} import {function}; sys.argv[0] = {name!r}; sys.exit({function}())"
 
@@ -64,7 +65,8 @@ def test_every_command_has_one() -> None:
 def test_help_and_wrong_arguments_have_their_status(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     module, _, function = SCRIPTS[name].partition(":")
     main = getattr(importlib.import_module(module), function)
-    for arguments, status in ((["--help"], 0), (["--no-such-option"], 2), ([], 2)):
+    without_any = [] if name in WITHOUT_ARGUMENTS else [([], 2)]
+    for arguments, status in ((["--help"], 0), (["--no-such-option"], 2), *without_any):
         with pytest.raises(SystemExit) as left:
             main(arguments)
         assert left.value.code == status
@@ -98,6 +100,13 @@ def test_plan(here: Path) -> None:
     assert done.stderr == (
         "hybridflow.plan: error: inputs/absent/config.json: no such file; a model is a HuggingFace directory\n"
     )
+
+
+def test_health(here: Path) -> None:
+    done = run("hybridflow-health", "experiments/mine.yaml", "actor.tensor_parallel_size=1", cwd=here)
+    assert done.returncode == 1
+    found = [line for line in done.stdout.splitlines() if line.startswith("fail: inputs, ")]
+    assert len(found) == 1 and "my_rewards:LIMIT: is a int, which cannot be called" in found[0]
 
 
 def test_convert(here: Path) -> None:

@@ -20,6 +20,9 @@ WORLD_SIZES = {
     "qwen2_72b_64gpus": 64,
     "quickstart": 2,
     "quickstart_3d": 8,
+    "quickstart_dapo": 2,
+    "quickstart_grpo": 2,
+    "quickstart_rule": 2,
     **{
         f"quickstart_{name}": 2
         for name in ("dr_grpo", "grpo", "gspo", "maxrl", "opo", "reinforce", "remax", "rloo", "rule")

@@ -21,6 +21,7 @@ PACKAGES = ("hybridflow", "tools", "launch")
 FLOORS: dict[int, list[str]] = {
     0: [
         "errors",
+        "foreign_keys",
         "command",
         "user_code",
         "batch",
@@ -38,11 +39,11 @@ FLOORS: dict[int, list[str]] = {
     4: ["recording", "recording.*", "planning", "planning.*"],
     5: ["roles", "roles.*"],
     6: ["rewards", "rewards.*", "data", "data.*", "checkpoint", "checkpoint.*", "generator"],
-    7: ["flows", "flows.*"],
+    7: ["flows", "flows.*", "inspection", "inspection.*"],
     8: ["trainer"],
-    9: ["train", "plan", "checkpoints", "health"],
+    9: ["front", "front_inputs", "front_models", "train", "plan", "checkpoints", "health"],
 }
-ENTRY_FLOOR = 9  # hybridflow itself, whose __getattr__ imports the trainer
+ENTRY_FLOOR = 9  # hybridflow itself, whose __getattr__ imports the front
 OUTER_FLOOR = 10  # tools and launch: nothing in hybridflow imports them
 
 ENVIRONMENT_USERS = [

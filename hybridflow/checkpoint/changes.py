@@ -158,7 +158,7 @@ TABLE: tuple[Rule, ...] = (
     _rule(
         "algorithm.gamma algorithm.gae_lambda algorithm.value_gae_lambda algorithm.length_adaptive_alpha "
         "algorithm.whiten_advantages algorithm.positive_nll_coef algorithm.value_clip_range "
-        "algorithm.critic_warmup_iterations algorithm.std "
+        "algorithm.critic_warmup_iterations algorithm.std algorithm.dynamic_sampling algorithm.dynamic_sampling.* "
         "algorithm.baseline algorithm.policy.* algorithm.policy.importance.* algorithm.update.*",
         NOTICED,
         NOTICED,

@@ -245,6 +245,8 @@ class Keeper:
         how = "a fork of" if source.is_fork else "goes on from"
         self.notes = [*source.notes, f"{how} {source.step}, after iteration {state.iteration}"]
         self.notes += [line for its in found for line in its.lines()]
+        if source.is_fork:  # its prompts may be others, and the numbers of a surplus mean those of before
+            state = replace(state, surplus=None)
         kl = config.algorithm.kl
         return replace(state, kl_coef=kl.coef) if kl.controller == "fixed" else state
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside weights and optimizer state: state.json.
+"""What a checkpoint holds beside weights and optimizer state: state.json, and surplus.safetensors where there is any.
 
     {"format": 1, "run": {"iteration": 12, "num_prompts_drawn": 3072, "kl_coef": 0.05, ...}, "config": {...},
      "digests": {"hybridflow's code": "5f0c...", ...}, "metrics": {"reward/score_mean": 0.8, ...}, "forked_from": null}
@@ -9,13 +9,31 @@ Numbers are written so that the same floats are read.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from hybridflow.algorithms.rewards import RunningMoments
 from hybridflow.checkpoint.store import STATE, STATE_FORMAT, read_state
 from hybridflow.errors import CheckpointError
+
+SURPLUS, PROMPTS = "surplus.safetensors", "prompts"
+
+
+@dataclass(frozen=True, eq=False)
+class Surplus:
+    """Groups of responses that an iteration has generated beyond its batch: of the next one the first.
+
+    prompts: numbers in the data set, one a group. tensors: a rollout's, and raw_scores.
+    """
+
+    prompts: tuple[int, ...]
+    tensors: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -27,6 +45,7 @@ class RunState:
     kl_coef: float = 0.0
     score_moments: RunningMoments = field(default_factory=RunningMoments)
     nonfinite_in_a_row: int = 0  # iterations that lost a step to a number that is not finite
+    surplus: Surplus | None = None
 
 
 @dataclass(frozen=True)
@@ -42,15 +61,21 @@ class SavedRun:
 
 def write_state(directory: Path, saved: SavedRun) -> None:
     metrics = {name: value for name, value in saved.metrics.items() if math.isfinite(value)}  # JSON knows no others
+    run = asdict(replace(saved.state, surplus=None))
+    del run["surplus"]
     tree = {
         "format": STATE_FORMAT,
-        "run": asdict(saved.state),
+        "run": run,
         "config": dict(saved.config),
         "digests": dict(saved.digests),
         "metrics": metrics,
         "forked_from": saved.forked_from,
     }
     (directory / STATE).write_text(json.dumps(tree, indent=1, allow_nan=False) + "\n")
+    surplus = saved.state.surplus
+    if surplus is not None:
+        tensors = {name: tensor.contiguous().clone() for name, tensor in surplus.tensors.items()}
+        save_file(tensors | {PROMPTS: torch.tensor(surplus.prompts, dtype=torch.int64)}, directory / SURPLUS)
 
 
 def load_state(step: Path) -> SavedRun:
@@ -58,7 +83,18 @@ def load_state(step: Path) -> SavedRun:
     tree, file = read_state(step), step / STATE
     try:
         run = dict(tree["run"])
-        state = RunState(**run | {"score_moments": RunningMoments(**run["score_moments"])})
+        moments = RunningMoments(**run["score_moments"])
+        state = RunState(**run | {"score_moments": moments, "surplus": _surplus(step / SURPLUS)})
         return SavedRun(state, tree["config"], tree["digests"], tree["metrics"], tree["forked_from"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{file}: is not of this version: {type(error).__name__}: {error}") from error
+
+
+def _surplus(file: Path) -> Surplus | None:
+    if not file.exists():
+        return None
+    try:
+        tensors = load_file(file)
+        return Surplus(tuple(tensors.pop(PROMPTS).tolist()), tensors)
+    except (SafetensorError, KeyError, OSError) as error:
+        raise CheckpointError(f"{file}: is damaged: {error}") from error

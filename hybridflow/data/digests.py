@@ -28,21 +28,21 @@ def run_digests(config: ExperimentConfig, inputs: Inputs) -> dict[str, bytes]:
     return {
         "the config": digest_bytes(config.to_yaml().encode()),
         **code_digests(),
-        "the tokenizer of actor.model": _tokenizer_digest(models["actor"]),
+        "the tokenizer of actor.model": tokenizer_digest(models["actor"]),
         **{name: prompts.file.digest for name, prompts in prompts.items() if prompts is not None},
         **{f"config.json of {name}.model": digest_files([path / "config.json"], path) for name, path in models.items()},
-        **_function_digests(config),
+        **function_digests(config),
     }
 
 
-def _tokenizer_digest(model: Path) -> bytes:
+def tokenizer_digest(model: Path) -> bytes:
     """Of the files that tell how text becomes tokens, and which of them end a response."""
     files = sorted(path for path in [*model.glob("*"), *model.glob("*/*")] if path.is_file())
     named = [f for f in files if any(fnmatch(str(f.relative_to(model)), pattern) for pattern in TOKENIZER_FILES)]
     return digest_files(named, model)
 
 
-def _function_digests(config: ExperimentConfig) -> dict[str, bytes]:
+def function_digests(config: ExperimentConfig) -> dict[str, bytes]:
     """Of the files that a user's functions stand in; not of what these import."""
     named = [function.function for function in (config.reward.functions if config.reward else ())]
     named += [config.metrics.eval_reward] if config.metrics.eval_reward else []

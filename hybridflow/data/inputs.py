@@ -47,7 +47,7 @@ def load_inputs(config: ExperimentConfig, vocab_size: int) -> Inputs:
     """
     path, data = Path(config.actor.model), config.data
     _check_sampled_ids(config.sampling, vocab_size, path)
-    tokenizer = _load_tokenizer(path)
+    tokenizer = load_tokenizer(path)
     ends = _end_tokens(path, tokenizer, vocab_size)
     return Inputs(
         tokenizer=tokenizer,
@@ -59,7 +59,8 @@ def load_inputs(config: ExperimentConfig, vocab_size: int) -> Inputs:
     )
 
 
-def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """Of a model's directory. Errors: CheckpointError where transformers finds none there that it can read."""
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:

@@ -27,6 +27,7 @@ from hybridflow.algorithms.groups import (
 )
 from hybridflow.batch import PerSequence, PerToken, RolloutBatch
 from hybridflow.errors import RewardError
+from hybridflow.flows.dynamic_sampling import sampled
 from hybridflow.flows.run import Run
 
 Relative = Callable[[Tensor, RolloutBatch], Tensor]  # scores and what they are of -> (N,)
@@ -47,9 +48,9 @@ class GroupBatchWithReference(GroupBatch):
 
 def compared(run: Run, c: GRPO | DrGRPO | RLOO | OPO | MaxRL, relative: Relative) -> GroupBatch:
     """One iteration: generate groups, score, compare within each group, update the actor."""
-    rollout = run.generate()
+    rollout, raw_scores = sampled(run, c.dynamic_sampling)
     known = run.whole(
-        raw_scores=run.scores(rollout),
+        raw_scores=raw_scores,
         log_probs=run.old_log_probs(rollout),
         **run.ref_log_probs(rollout),
     )

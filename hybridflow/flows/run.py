@@ -12,7 +12,7 @@ Every rank runs the flow over the same global batch; the roles shard the work.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar, overload
 
@@ -95,6 +95,7 @@ class Run:
         self.state = RunState(kl_coef=config.algorithm.kl.coef)
         self._stage_stack = contextlib.ExitStack()
         self._show: Callable[[str], None] = lambda text: None
+        self.say: Callable[[str], None] = lambda text: None  # a line for the person who watches
         # what the trainer may want to know and to do in between; collective
         self.stops: Callable[[], bool] = lambda: False  # whether all ranks are to end here
         self.keep_rollout: Callable[[int, Mapping[str, Tensor]], None] = lambda iteration, tensors: None
@@ -106,6 +107,10 @@ class Run:
     @property
     def iteration(self) -> int:
         return self.state.iteration
+
+    @property
+    def samples_per_prompt(self) -> int:
+        return self._config.sampling.samples_per_prompt
 
     @property
     def actor(self) -> Actor:
@@ -219,6 +224,21 @@ class Run:
                 yield batch.select(rows)
                 self._note_rows(rows)
 
+    def draw(self) -> None:
+        """The next prompts in order take the place of `prompts`. The first of an iteration are drawn when it begins."""
+        order = PromptOrder(
+            len(self._dataset), self._config.seed, self._config.data.shuffle, position=self.state.num_prompts_drawn
+        )
+        self._first_prompt = order.position
+        self.prompt_rows = tuple(order.next(self._config.data.prompts_per_iteration))
+        self.prompts: PromptBatch = self._dataset.batch(list(self.prompt_rows))
+        self.state = replace(self.state, num_prompts_drawn=order.position)
+
+    def take(self, prompt_rows: Sequence[int], rollout: RolloutBatch) -> None:
+        """These are the iteration's prompts, by their numbers in the data set, and their responses."""
+        self.prompt_rows, self.rollout = tuple(prompt_rows), rollout
+        self.prompts = self._dataset.batch(list(prompt_rows))
+
     # ---- what the trainer does with it
 
     def skip_to(self, iteration: int) -> None:
@@ -230,12 +250,8 @@ class Run:
     def begin(self, iteration: int, num_iterations: int, show: Callable[[str], None]) -> None:
         """Draw the prompts of an iteration; `show` is told what is going on."""
         self._stage_stack.close()
-        order = PromptOrder(
-            len(self._dataset), self._config.seed, self._config.data.shuffle, position=self.state.num_prompts_drawn
-        )
-        self._first_prompt = order.position
-        self.prompts: PromptBatch = self._dataset.batch(order.next(self._config.data.prompts_per_iteration))
-        self.state = replace(self.state, iteration=iteration, num_prompts_drawn=order.position)
+        self.state = replace(self.state, iteration=iteration)
+        self.draw()
         self._show, self.metrics = show, {}
         self._rows: dict[str, list[Tensor]] = {role.name: [] for role in self._roles.trained()}
         self._watch.reset()

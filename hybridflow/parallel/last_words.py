@@ -12,15 +12,21 @@ from collections.abc import Callable
 from typing import NoReturn
 
 PATIENCE = 3.0  # seconds
+NAME = "hybridflow last words"  # of threads
 STDERR = 2
 
 
 def in_time(act: Callable[[], object], seconds: float = PATIENCE) -> bool:
     """Whether `act` was over within so long; else it goes on in a thread of its own."""
-    thread = threading.Thread(target=act, name="hybridflow last words", daemon=True)
+    thread = threading.Thread(target=act, name=NAME, daemon=True)
     thread.start()
     thread.join(seconds)
     return not thread.is_alive()
+
+
+def still_busy() -> bool:
+    """Whether anything is still under way that was not over in time: the process had better `leave`."""
+    return any(thread.name == NAME for thread in threading.enumerate())
 
 
 def say(text: str) -> None:

@@ -11,6 +11,7 @@ import ctypes
 import faulthandler
 import logging
 import os
+import socket
 import sys
 import types
 import warnings
@@ -21,9 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from hybridflow.errors import EnvironmentProblem
 from hybridflow.parallel.collectives import Collectives
 from hybridflow.parallel.device import CPU, choose_platform, uses_cuda
 from hybridflow.parallel.layout import PlatformName
@@ -135,6 +137,49 @@ def torchrun_rank() -> tuple[int, int]:
     return _env_int("RANK", 0), _env_int("WORLD_SIZE", 1)
 
 
+@dataclass(frozen=True)
+class Started:
+    """Where torchrun has started this process; a process without it is the one rank of one host."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: int  # torchrun's group rank: a host is what one agent has started
+
+
+def started() -> Started:
+    """As torchrun tells it, before any process group exists."""
+    rank, world_size = torchrun_rank()
+    local_world_size = _env_int("LOCAL_WORLD_SIZE", 1)
+    node = _env_int("GROUP_RANK", rank // local_world_size)
+    return Started(rank, world_size, _env_int("LOCAL_RANK", 0), local_world_size, node)
+
+
+def host_name() -> str:
+    """What people call this host: as the launcher names it, else as it names itself."""
+    return os.environ.get("HYBRIDFLOW_HOST") or socket.gethostname()
+
+
+def meeting_store(timeout: timedelta) -> Store:
+    """A store that all ranks see, before any process group exists and without one; alone, one of this process.
+
+    Every call of a process gets keys of its own: ranks that call it equally often meet. Errors: EnvironmentProblem
+    where the store's host cannot be reached.
+    """
+    rank, world_size = torchrun_rank()
+    if "RANK" not in os.environ:
+        return HashStore()
+    try:
+        store = _agent_store(timeout)
+        return PrefixStore(f"meeting_{store.add(f'meetings/{rank}', 1)}", store)
+    except (dist.DistError, RuntimeError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise EnvironmentProblem(
+            f"rank {rank} on {host_name()} cannot reach the store of {world_size} ranks at {address}: {error}"
+        ) from error
+
+
 def restart_count() -> int:
     """How often torchrun, or launch/run.py, has restarted the ranks since it was started."""
     return _env_int("TORCHELASTIC_RESTART_COUNT", 0) + _env_int("HYBRIDFLOW_RESTARTS", 0)
@@ -228,8 +273,6 @@ def _single_process_defaults() -> None:
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -239,6 +239,24 @@ def test_other_code_files_and_python_are_told_with_their_hosts(net: Network, dir
     assert not (own / "run").exists()
 
 
+def test_what_a_host_lacks_is_told(net: Network, directory: Path) -> None:
+    """One does not see the Python of the ranks, another not their directory; a third's key is not known."""
+    own = directory / "lacks"
+    (own / "nothing").mkdir(parents=True)
+    (own / "work").mkdir()
+    (own / "work" / "config.yaml").write_bytes((directory / "config.yaml").read_bytes())
+    net.mount(net.hosts[0], own / "nothing", Path(sys.prefix))
+    net.mount(net.hosts[1], own / "nothing", own)
+    known = net.directory / "known_hosts"
+    known.write_text("".join(line for line in known.open() if not line.startswith(net.hosts[2].address)))
+    started = Job(net, own / "work", "config.yaml")
+    assert started.wait(60) == 1
+    told = {line.split(": ")[2]: line for line in started.said.splitlines() if line.startswith("launch: error: ")}
+    assert told["node-a"] == f"launch: error: node-a: --python {sys.executable}: is not there", started.said
+    assert told["node-b"] == f"launch: error: node-b: --directory {own / 'work'}: No such file or directory"
+    assert "Host key verification failed." in told["node-c"] and started.left() == {}
+
+
 def test_slots_that_do_not_fit_are_told_before_a_host_is_asked(net: Network, directory: Path) -> None:
     for host in net.hosts:
         net.link_down(host)
@@ -340,4 +358,26 @@ def test_a_lost_host_leaves_a_run_that_goes_on_with_the_others(net: Network, dir
     rows = metrics(started.directory / "run")
     run_ranks(2, "hybridflow.train", directory / "config.yaml", *arguments[1:], f"output_dir={by_hand}")
     assert_same(rows[int(step) :], metrics(by_hand / "run")[-(len(rows) - int(step)) :])
+    assert started.left() == {}
+
+
+# ------------------------------------------------------------------------------------------------ its health
+
+
+def test_the_health_check_names_the_slow_link(net: Network, directory: Path) -> None:
+    """All links of one host are held to 1 Mbit/s; with the run's config, over ssh, in one command."""
+    net.slow(net.hosts[2], "1mbit")
+    report = directory / "health.json"
+    started = job(net, directory, "health", "--health", "config.yaml", "--", "--json", report)
+    assert started.wait(120) == 1
+    lines = json.loads(report.read_text())["findings"]
+    links = {line["host"]: line for line in lines if line["area"] == "links between hosts" and line["name"] == "link"}
+    assert {host: line["status"] for host, line in links.items()} == {
+        "node-a - node-b": "ok",
+        "node-a - node-c": "fail",
+        "node-b - node-c": "fail",
+    }
+    assert "every slow link is one of node-c" in links["node-a - node-c"]["advice"]
+    assert [line for line in lines if line["status"] == "fail" and line["area"] != "links between hosts"] == []
+    assert re.search(r"node-a: fail: links between hosts, link, node-a - node-c: 0\.\d+ MB/s", started.said)
     assert started.left() == {}

@@ -78,13 +78,11 @@ def test_commands_and_environment_of_each_host() -> None:
     given = options("x.yaml", "seed=1", "--env", "NCCL_DEBUG=INFO")
     experiment = Experiment(3, environment={"NCCL_DEBUG": "WARN", "HF_HOME": "/hf"}, grace_seconds=60)
     torchrun = Torchrun(given, experiment, [A, B, C], "10.0.0.1", 29500, restarts=2)
-    assert (
-        torchrun.command(C)
-        == (
-            "/opt/python -u -m torch.distributed.run --nnodes 3 --node-rank 2 --nproc-per-node 4 --master-addr "
-            "10.0.0.1 --master-port 29500 --rdzv-conf timeout=300 --shutdown-timeout 65 -m hybridflow.train x.yaml seed=1"
-        ).split()
+    expected = (
+        "/opt/python -u -m torch.distributed.run --nnodes 3 --node-rank 2 --nproc-per-node 4 --master-addr 10.0.0.1 "
+        "--master-port 29500 --rdzv-conf timeout=300 --shutdown-timeout 65 -m hybridflow.train x.yaml seed=1"
     )
+    assert torchrun.command(C) == expected.split()
     assert [torchrun.offset(host) for host in (A, B, C)] == [0, 8, 16]
     assert torchrun.environment(B, "ib0") == {
         "NCCL_DEBUG": "INFO",  # --env comes before the config
@@ -94,6 +92,7 @@ def test_commands_and_environment_of_each_host() -> None:
         "HYBRIDFLOW_HOSTS": "a=8,b=8,c=4",
         "HYBRIDFLOW_HOST": "b",
         "HYBRIDFLOW_RESTARTS": "2",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONUNBUFFERED": "1",
     }
     own = options("x.yaml", "--env", "GLOO_SOCKET_IFNAME=eth9", "--env", "OMP_NUM_THREADS=4")

@@ -183,5 +183,5 @@ def test_facts(tmp_path: Path) -> None:
     line.connection.send(**request, directory=str(tmp_path))
     assert line.until("facts")["alike"]["the code of hybridflow"] != facts["alike"]["the code of hybridflow"]
     line.connection.send(**request, directory="/none")
-    assert line.until("error") == "[Errno 2] No such file or directory: '/none'"
+    assert line.until("error") == "--directory /none: No such file or directory"
     line.connection.close()

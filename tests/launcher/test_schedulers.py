@@ -12,6 +12,7 @@ import yaml
 
 from hybridflow.config import CheckpointConfig
 from hybridflow.errors import ExitStatus
+from launch.arguments import parse
 from tests.launcher.slurm_job import SBATCH, Job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +47,6 @@ def test_every_node_gets_its_rank_the_master_and_the_arguments_unchanged(tmp_pat
 
 
 def test_the_launcher_understands_what_it_is_called_with(tmp_path: Path) -> None:
-    parse = pytest.importorskip("launch.arguments", reason="launch/run.py is not there yet").parse
     job = Job(tmp_path, *WORDS, STATUSES="0 0")
     job.end()
     options = parse(job.called(1)["argv"], "")
@@ -155,7 +155,6 @@ def test_every_pod_is_a_node_and_finds_the_first(objects: dict[str, Any], contai
 
 
 def test_the_launcher_understands_the_pods_command(container: dict[str, Any]) -> None:
-    parse = pytest.importorskip("launch.arguments", reason="launch/run.py is not there yet").parse
     options = parse(command_line(container, 1)[2:], "")
     assert (options.no_ssh, options.node_rank, options.nnodes, options.nproc_per_node) == (True, 1, (2, 2), 8)
     assert (options.master_addr, options.config) == ("hybridflow-0.hybridflow", "/work/my_experiment.yaml")

@@ -119,3 +119,98 @@ def test_the_names_that_nccl_reads_are_those_of_this_torch() -> None:
     text = "".join((headers / name).read_text() for name in ("FlightRecorder.hpp", "ProcessGroupNCCL.hpp"))
     for name in NCCL:
         assert f'"{name}"' in text, name
+
+
+# ------------------------------------------------------------------------------------------------ hosts
+
+
+@pytest.mark.parametrize(
+    ("variables", "hosts"),
+    [
+        ({}, "node 0=1"),
+        ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}, "node 0=2,node 1=2,node 2=2"),
+        ({"WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "2"}, "node 0=5"),  # unlike nodes, and nobody tells which
+        ({"WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "2", "HYBRIDFLOW_HOSTS": "a=2,b=3"}, "a=2,b=3"),
+    ],
+)
+def test_ranks_by_host(variables: dict[str, str], hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "HYBRIDFLOW_HOSTS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert platforms.hosts_of_ranks() == hosts
+
+
+def test_restarts_of_torchrun_and_of_the_launcher_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    monkeypatch.setenv("HYBRIDFLOW_RESTARTS", "3")
+    assert platforms.restart_count() == 5
+
+
+def test_a_configs_environment_yields_to_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.delenv("HF_OF_THE_CONFIG", raising=False)
+    platforms.set_environment({"NCCL_DEBUG": "WARN", "HF_OF_THE_CONFIG": "1"})
+    assert os.environ["NCCL_DEBUG"] == "INFO" and os.environ["HF_OF_THE_CONFIG"] == "1"
+    monkeypatch.delenv("HF_OF_THE_CONFIG")
+
+
+# ------------------------------------------------------------------------------------------------ as torchrun tells it
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*TORCHRUN, "HYBRIDFLOW_HOST"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("environment", "started"),
+    [
+        ((), platforms.Started(0, 1, 0, 1, 0)),
+        (("5", "8", "1", "4", "1"), platforms.Started(5, 8, 1, 4, 1)),
+        (("5", "8", "1", "2"), platforms.Started(5, 8, 1, 2, 2)),  # without GROUP_RANK: as many on each host
+    ],
+)
+def test_where_torchrun_has_started_a_rank(
+    environment: tuple[str, ...], started: platforms.Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in zip(TORCHRUN, environment, strict=False):
+        monkeypatch.setenv(name, value)
+    assert platforms.started() == started
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_host_is_called_as_the_launcher_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platforms.socket, "gethostname", lambda: "vm")
+    assert platforms.host_name() == "vm"
+    monkeypatch.setenv("HYBRIDFLOW_HOST", "node-a")
+    assert platforms.host_name() == "node-a"
+
+
+@pytest.mark.usefixtures("alone")
+def test_each_meeting_has_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = platforms.meeting_store(timedelta(seconds=5))
+    own.set("key", "alone")
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    one, other = (platforms.meeting_store(timedelta(seconds=5)) for _ in range(2))
+    one.set("key", "first")
+    assert not other.check(["key"])
+    monkeypatch.setenv("RANK", "1")  # meets rank 0 where it has come as often
+    assert platforms.meeting_store(timedelta(seconds=5)).get("key") == b"first"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_store_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "HYBRIDFLOW_HOST": "node-b"}
+    for name, value in (given | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(platforms.EnvironmentProblem, match=r"rank 1 on node-b cannot reach the store .*127.0.0.1:9"):
+        platforms.meeting_store(timedelta(seconds=1))

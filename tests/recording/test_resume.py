@@ -351,6 +351,12 @@ def test_files_that_a_user_takes_away_do_not_end_a_run(interrupted: ExperimentCo
         (interrupted.run_dir / "samples.jsonl").unlink()
         record(recorder, range(4, 5))
         recorder.sync()
+    with opened(interrupted, resumed=4) as recorder:
+        record(recorder, range(5, 6))
+    [row] = csv.DictReader((interrupted.run_dir / "metrics.csv").open())
+    assert row["iteration"] == "5"
+    [line] = (interrupted.run_dir / "samples.jsonl").read_text().splitlines()
+    assert json.loads(line)["iteration"] == 5
 
 
 def test_silent_ranks_write_nothing(interrupted: ExperimentConfig) -> None:

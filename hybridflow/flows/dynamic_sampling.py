@@ -1,0 +1,134 @@
+"""Dynamic sampling: train on groups that differ in their scores, and generate until there are enough. arXiv 2503.14476.
+
+A group, the responses to one prompt, is kept if its raw scores are not all the same: else every advantage is zero.
+While groups are missing the next prompts are drawn and generated, `max_generation_rounds` times in an iteration at
+most; what is missing then is filled up with groups of equal scores, in order, so that a batch has always its size.
+
+Choices: the raw score decides, before penalties, normalisation and clipping; groups count in the order of their
+prompts; those beyond a full batch are the first of the next iteration (`surplus: keep`), one update older than its
+others, or are dropped.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithm_config import DynamicSampling
+from hybridflow.algorithms.groups import equal_groups
+from hybridflow.batch import RolloutBatch, joined
+from hybridflow.checkpoint.state import Surplus
+from hybridflow.flows.run import Run
+from hybridflow.rewards.scorer import Scores
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Responses and raw scores, group after group, all of one size; prompt_indices count the groups."""
+
+    prompts: tuple[int, ...]  # of the data set, one a group
+    rollout: RolloutBatch
+    raw_scores: Tensor  # (N,)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def chosen(self, numbers: Sequence[int]) -> Self:
+        """The groups of these numbers, in this order."""
+        size = len(self.raw_scores) // max(len(self), 1)
+        first = torch.tensor(numbers, dtype=torch.int64)[:, None] * size
+        rows = (first + torch.arange(size)).flatten()
+        rollout = _numbered(self.rollout.select(rows), len(numbers))
+        return type(self)(tuple(self.prompts[i] for i in numbers), rollout, self.raw_scores[rows])
+
+    def followed_by(self, other: Self) -> Self:
+        rollout = _numbered(joined(self.rollout, other.rollout), len(self) + len(other))
+        scores = torch.cat([self.raw_scores, other.raw_scores])
+        return type(self)((*self.prompts, *other.prompts), rollout, scores)
+
+    def surplus(self) -> Surplus | None:
+        """For the next iteration, and a checkpoint; None where there are none."""
+        tensors = vars(self.rollout) | {"raw_scores": self.raw_scores}
+        return Surplus(self.prompts, tensors) if self.prompts else None
+
+
+def _numbered(rollout: RolloutBatch, num_groups: int) -> RolloutBatch:
+    size = len(rollout) // max(num_groups, 1)
+    return replace(rollout, prompt_indices=torch.arange(num_groups).repeat_interleave(size))
+
+
+def groups_of(surplus: Surplus) -> Groups:
+    """What `Groups.surplus` gave."""
+    tensors = dict(surplus.tensors)
+    raw_scores = tensors.pop("raw_scores")
+    return Groups(surplus.prompts, RolloutBatch(**tensors), raw_scores)
+
+
+def sampled(run: Run, c: DynamicSampling | None) -> tuple[RolloutBatch, Scores | Tensor]:
+    """The iteration's responses and their raw scores, which without dynamic sampling are yet to be exchanged."""
+    if c is None:
+        rollout = run.generate()
+        return rollout, run.scores(rollout)
+    wanted, kept, equal = len(run.prompts), _from_before(run), list[Groups]()
+    num_generated, num_rounds, num_before = 0, 0, len(kept) if kept is not None else 0
+    while num_rounds < c.max_generation_rounds and (kept is None or len(kept) < wanted):
+        if num_rounds:
+            run.draw()
+        made = _generated(run)
+        is_equal = equal_groups(made.raw_scores, made.rollout.prompt_indices)
+        differ = made.chosen((~is_equal).nonzero().flatten().tolist())
+        equal.append(made.chosen(is_equal.nonzero().flatten().tolist()))
+        kept = differ if kept is None else kept.followed_by(differ)
+        num_rounds, num_generated = num_rounds + 1, num_generated + len(made)
+    assert kept is not None, "there is one round at least"
+    batch, rest = kept.chosen(range(min(wanted, len(kept)))), kept.chosen(range(wanted, len(kept)))
+    filled = _filled(batch, equal, wanted)
+    run.state = replace(run.state, surplus=rest.surplus() if c.surplus == "keep" else None)
+    run.take(filled.prompts, filled.rollout)
+    numbers = {"before": num_before, "generated": num_generated, "rounds": num_rounds, "filled": wanted - len(batch)}
+    _tell(run, numbers, num_equal=sum(map(len, equal)), num_rest=len(rest), keeps=c.surplus == "keep")
+    return filled.rollout, filled.raw_scores
+
+
+def _from_before(run: Run) -> Groups | None:
+    """The surplus of the iteration before; None where there is none, or where groups had another size then."""
+    surplus = run.state.surplus
+    if surplus is None:
+        return None
+    groups = groups_of(surplus)
+    return groups if len(groups.raw_scores) == len(groups) * run.samples_per_prompt else None
+
+
+def _generated(run: Run) -> Groups:
+    rollout = run.generate()
+    raw_scores = run.whole(raw_scores=run.scores(rollout)).raw_scores
+    return Groups(run.prompt_rows, rollout, raw_scores)
+
+
+def _filled(batch: Groups, equal: Sequence[Groups], wanted: int) -> Groups:
+    """With groups of equal scores where there are too few others."""
+    for groups in equal:
+        missing = wanted - len(batch)
+        batch = batch.followed_by(groups.chosen(range(min(missing, len(groups)))))
+    return batch
+
+
+def _tell(run: Run, numbers: dict[str, int], *, num_equal: int, num_rest: int, keeps: bool) -> None:
+    """In the metrics, and in a line for the person who watches."""
+    run.metrics |= {
+        "rollout/generation_rounds": torch.tensor(float(numbers["rounds"])),
+        "rollout/groups_generated": torch.tensor(float(numbers["generated"])),
+        "rollout/groups_equal": torch.tensor(float(num_equal)),
+        "rollout/groups_filled": torch.tensor(float(numbers["filled"])),
+        "rollout/groups_surplus": torch.tensor(float(num_rest)),
+    }
+    rest = "kept for the next" if keeps else "dropped"
+    line = (
+        f"iteration {run.iteration}: {numbers['generated']} groups generated in {numbers['rounds']} rounds, "
+        f"{num_equal} of them with equal scores; {numbers['before']} from before, {num_rest} {rest}"
+    )
+    if numbers["filled"]:
+        line += f"; {numbers['filled']} of equal scores fill the batch (max_generation_rounds)"
+    run.say(line)

@@ -1,0 +1,267 @@
+"""Rank 0's part in a health check: who is there, what each host has found, what the links between them can do.
+
+    report = examine(Leader(store, world_size, participant.perform), started, config)
+
+Every step asks some ranks and waits so long for their answers. A rank that gives none is left out from then on, and
+its host is named in the report.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hybridflow import __version__
+from hybridflow.config import ExperimentConfig
+from hybridflow.inspection.findings import Finding, HealthReport, Host, rate
+from hybridflow.inspection.fit import Free, fit_findings
+from hybridflow.inspection.hosts import hosts_of, missing_findings
+from hybridflow.inspection.machine import Device, device_findings
+from hybridflow.inspection.participant import LOOK_SECONDS, MEASURE_SECONDS
+from hybridflow.inspection.rounds import MOST_FOR_ALL_PAIRS, Pair, between_hosts, ring
+from hybridflow.inspection.verdicts import (
+    Ends,
+    LinkFigures,
+    clock_finding,
+    clocks,
+    disagreements,
+    link_findings,
+    slow_links,
+)
+from hybridflow.parallel.device import uses_cuda
+from hybridflow.parallel.meeting import Answer, Leader, Order
+from hybridflow.parallel.platform import Started
+
+GREET_SECONDS = 60.0  # ranks load torch at different speeds
+ANSWER_SECONDS = LOOK_SECONDS + 15
+ROUND_SECONDS = MEASURE_SECONDS + 5
+ALL_LINKS_SECONDS = 150.0  # what is not measured by then is not measured
+MOST_CONFIRMED = 8  # slow links that are measured again, alone
+INSIDE, BETWEEN = "links inside a host", "links between hosts"
+CAUSES = {  # of a slow link
+    INSIDE: "what else runs there, at `nvidia-smi topo -m`, and at /dev/shm",
+    BETWEEN: "cable, switch port, network card and its speed",
+}
+SAME_FILES = "make it the same on all hosts: a shared file system, or copies of one and the same file"
+SAME_PACKAGES = "install the same releases on all hosts: bash launch/setup.sh"
+DEAD = "no connection: look at cable, switch and firewall between them, and at GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
+
+
+class Examination:
+    """One health check as rank 0 conducts it."""
+
+    def __init__(self, leader: Leader, started: Started) -> None:
+        self._leader, self._started = leader, started
+        self._hosts: tuple[Host, ...] = ()
+        self._findings: list[Finding] = []
+        self._facts: dict[int, dict[str, Any]] = {}  # by rank
+        self._num_groups = 0
+        self._links_until = 0.0
+
+    def report(self, config: ExperimentConfig | None) -> HealthReport:
+        """All findings, in the order of the table."""
+        start = time.monotonic()
+        self._meet()
+        self._look()
+        self._compare()
+        self._links_until = time.monotonic() + ALL_LINKS_SECONDS
+        self._measure_inside()
+        self._measure_between()
+        self._measure_all_ranks()
+        if config is not None:
+            self._fit(config)
+        self._name_missing()
+        first = self._facts.get(0, {})
+        return HealthReport(
+            version=__version__,
+            world_size=self._started.world_size,
+            hosts=self._hosts,
+            device="CUDA" if uses_cuda() else "CPU",
+            is_flash_attn_available=first.get("is_flash_attn_available", False),
+            attention=first.get("attention", {}),
+            seconds=round(time.monotonic() - start, 1),
+            findings=tuple(self._findings),
+        )
+
+    # -------------------------------------------------------------------------------------------- hosts
+
+    def _meet(self) -> None:
+        """Learn which ranks there are, and on which hosts."""
+        greet: Order = {"act": "greet"}
+        answers = self._leader.ask(dict.fromkeys(range(self._started.world_size), greet), GREET_SECONDS)
+        self._hosts = hosts_of({rank: (answer["host"], answer["node"]) for rank, answer in answers.items()})
+
+    def _look(self) -> None:
+        orders: dict[int, Order] = {}
+        for host in self._hosts:
+            order = {"act": "look", "host": host.name, "num_ranks": len(host.ranks)}
+            orders |= {rank: {**order, "first": rank == host.ranks[0]} for rank in host.ranks}
+        answers = self._leader.ask(orders, ANSWER_SECONDS)
+        self._facts = {rank: answer.get("facts", {}) for rank, answer in answers.items()}
+        for host in self._hosts:
+            devices = {rank: Device(**self._facts[rank]["device"]) for rank in self._seen(host, "device")}
+            self._findings += device_findings(devices, host.name) if devices else []
+            for rank in host.ranks:
+                self._findings += [Finding(**finding) for finding in answers.get(rank, {}).get("findings", [])]
+
+    def _seen(self, host: Host, fact: str) -> list[int]:
+        return [rank for rank in host.ranks if fact in self._facts.get(rank, {})]
+
+    def _of_hosts(self, fact: str) -> dict[str, Any]:
+        """By host, what its first rank has told."""
+        firsts = {host.name: self._facts.get(host.ranks[0], {}) for host in self._hosts}
+        return {name: facts[fact] for name, facts in firsts.items() if fact in facts}
+
+    def _compare(self) -> None:
+        """Packages, code, files and GPUs, which must be alike on all hosts."""
+        self._findings += disagreements("packages", self._of_hosts("versions"), SAME_PACKAGES)
+        code = {name: {"hybridflow's code": digest} for name, digest in self._of_hosts("code").items()}
+        self._findings += disagreements("packages", code, "bring every host to the same commit")
+        self._findings += disagreements("inputs", self._of_hosts("digests"), SAME_FILES)
+        gpus = {host.name: self._gpus(host) for host in self._hosts if self._seen(host, "device")}
+        advice = "a run goes as slow as its slowest device: take hosts that are alike, or the same --nproc-per-node"
+        self._findings += disagreements("machine", gpus, advice)
+
+    def _gpus(self, host: Host) -> dict[str, str]:
+        devices = [self._facts[rank]["device"] for rank in self._seen(host, "device")]
+        return {
+            "device types": ", ".join(sorted({device["name"] for device in devices})),
+            "ranks on a host": str(len(host.ranks)),
+        }
+
+    # -------------------------------------------------------------------------------------------- links
+
+    def _measure_inside(self) -> None:
+        """Neighbours on a ring of each host's ranks, all hosts at a time, and all-reduce on each host."""
+        names = {rank: f"rank {rank} on {host.name}" for host in self._hosts for rank in host.ranks}
+        rings = [[_at(pairs, host.ranks) for pairs in ring(len(host.ranks))] for host in self._hosts]
+        most = max(map(len, rings), default=0)
+        rounds = [[pair for pairs in rings for pair in (pairs[i] if i < len(pairs) else [])] for i in range(most)]
+        self._links(rounds, names, area=INSIDE, fails=uses_cuda())
+        self._all_reduces({host.name: host.ranks for host in self._hosts if len(host.ranks) > 1}, INSIDE)
+
+    def _measure_between(self) -> None:
+        """The first ranks of hosts in pairs, their clocks by the way, and all-reduce over them."""
+        if len(self._hosts) < 2:
+            return
+        firsts = tuple(host.ranks[0] for host in self._hosts)
+        names = {host.ranks[0]: host.name for host in self._hosts}
+        rounds = [_at(pairs, firsts) for pairs in between_hosts(len(firsts))]
+        measured = self._links(rounds, names, area=BETWEEN, fails=True)
+        if len(firsts) > MOST_FOR_ALL_PAIRS:
+            value = f"{len(firsts)} hosts: only neighbours on a ring were measured, no other pairs"
+            self._findings.append(Finding(BETWEEN, "links", "all", value))
+        places = {rank: place for place, rank in enumerate(firsts)}
+        self._clocks({(places[one], places[other]): found.offset for (one, other), found in measured.items()})
+        self._all_reduces({"the first ranks of all hosts": firsts}, BETWEEN)
+
+    def _measure_all_ranks(self) -> None:
+        """As training makes its groups: every rank meets every other one."""
+        present = tuple(rank for host in self._hosts for rank in host.ranks if rank not in self._leader.missing)
+        if len(self._hosts) > 1 and len(present) > len(self._hosts):
+            self._all_reduces({"all ranks": tuple(sorted(present))}, BETWEEN)
+
+    def _links(
+        self, rounds: Sequence[Sequence[Pair]], names: Mapping[int, str], *, area: str, fails: bool
+    ) -> dict[Pair, LinkFigures]:
+        """Measure pairs of ranks, round by round; those that seem slow once more, alone: noise is not a slow link."""
+        measured: dict[Pair, LinkFigures] = {}
+        for pairs in rounds:
+            measured |= self._round(pairs, names, area)
+        ends = {pair: (names[pair[0]], names[pair[1]]) for pair in measured}
+        slow = slow_links({ends[pair]: found.rate for pair, found in measured.items()})
+        again = sorted((pair for pair in measured if ends[pair] in slow), key=lambda pair: measured[pair].rate)
+        for pair in again[:MOST_CONFIRMED]:
+            for _, found in self._round([pair], names, area).items():
+                measured[pair] = max(measured[pair], found, key=lambda figures: figures.rate)
+        figures: dict[Ends, LinkFigures] = {ends[pair]: found for pair, found in measured.items()}
+        self._findings += link_findings(figures, area=area, fails=fails, causes=CAUSES[area])
+        return measured
+
+    def _round(self, pairs: Iterable[Pair], names: Mapping[int, str], area: str) -> dict[Pair, LinkFigures]:
+        """Measure disjoint pairs at a time. A pair that has no connection becomes a failing line."""
+        pairs = [pair for pair in pairs if not set(pair) & set(self._leader.missing)]
+        if time.monotonic() > self._links_until:
+            value, advice = "not measured: the time for all links is over", "look at the lines that fail first"
+            self._findings += [Finding(area, "link", _ends(pair, names), value, "warn", advice) for pair in pairs]
+            return {}
+        orders: dict[int, Order] = {}
+        for pair in pairs:
+            orders |= dict.fromkeys(pair, self._order("link", pair))
+        answers = self._leader.ask(orders, ROUND_SECONDS)
+        measured = {}
+        for pair in pairs:
+            error = _error(answers, pair)
+            if error is None:
+                measured[pair] = LinkFigures(**answers[pair[0]])
+            else:
+                self._findings.append(Finding(area, "link", _ends(pair, names), error, "fail", DEAD))
+        return measured
+
+    def _order(self, act: str, ranks: tuple[int, ...]) -> Order:
+        self._num_groups += 1
+        return {"act": act, "ranks": list(ranks), "group": str(self._num_groups)}
+
+    def _all_reduces(self, groups: Mapping[str, tuple[int, ...]], area: str) -> None:
+        """In all of these disjoint groups at a time."""
+        there = {name: tuple(r for r in ranks if r not in self._leader.missing) for name, ranks in groups.items()}
+        there = {name: ranks for name, ranks in there.items() if len(ranks) > 1}
+        orders: dict[int, Order] = {}
+        for ranks in there.values():
+            orders |= dict.fromkeys(ranks, self._order("all_reduce", ranks))
+        answers = self._leader.ask(orders, ROUND_SECONDS)
+        for name, ranks in there.items():
+            error = _error(answers, ranks)
+            if error is not None:
+                self._findings.append(Finding(area, "all-reduce", name, error, "fail", DEAD))
+                continue
+            found = answers[ranks[0]]
+            value = f"{rate(found['bus_rate'])} bus, {found['seconds'] * 1e6:,.0f} us, {len(ranks)} ranks"
+            figures = {"bus_bytes_per_second": round(found["bus_rate"]), "latency_seconds": round(found["seconds"], 7)}
+            self._findings.append(Finding(area, "all-reduce", name, value, figures=figures))
+
+    def _clocks(self, offsets: Mapping[Pair, float]) -> None:
+        ahead = clocks(offsets, len(self._hosts))
+        for place, host in enumerate(self._hosts):
+            if place in ahead:
+                self._findings.append(clock_finding(host.name, ahead[place]))
+
+    # -------------------------------------------------------------------------------------------- the config
+
+    def _fit(self, config: ExperimentConfig) -> None:
+        """Whether it runs on these ranks; not asked where some are missing, of which nothing is known."""
+        devices = {rank: facts["device"] for rank, facts in self._facts.items() if "device" in facts}
+        memory = self._of_hosts("memory")
+        if len(devices) < self._started.world_size or len(memory) < len(self._hosts):
+            value, advice = "not looked at: not all ranks have told what they have", "look at the lines that fail first"
+            self._findings.append(Finding("plan", "layout", "all", value, "warn", advice))
+            return
+        gpus = {rank: device["free_bytes"] for rank, device in devices.items() if device["free_bytes"] is not None}
+        disk = {
+            finding.host: int(finding.figures["free_bytes"] or 0)
+            for finding in self._findings
+            if finding.name == "free space"
+        }
+        self._findings += fit_findings(config, self._started.world_size, self._hosts, Free(gpus, memory, disk))
+
+    def _name_missing(self) -> None:
+        nodes = {host.node: host.name for host in self._hosts}
+        self._findings[:0] = missing_findings(self._leader.missing, nodes, self._hosts, self._started.local_world_size)
+
+
+def _at(pairs: Iterable[Pair], ranks: Sequence[int]) -> list[Pair]:
+    """Pairs of places as pairs of ranks."""
+    return [(ranks[one], ranks[other]) for one, other in pairs]
+
+
+def _ends(pair: Pair, names: Mapping[int, str]) -> str:
+    return f"{names[pair[0]]} - {names[pair[1]]}"
+
+
+def _error(answers: Mapping[int, Answer], ranks: Iterable[int]) -> str | None:
+    """Why there is nothing: what a rank says of it, or that it says nothing."""
+    for rank in ranks:
+        if rank not in answers:
+            return f"rank {rank} has not answered"
+        if "error" in answers[rank]:
+            return str(answers[rank]["error"])
+    return None

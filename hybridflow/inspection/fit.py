@@ -1,0 +1,99 @@
+"""Whether a config fits the ranks that there are, their memory and their disks. Pure but for config.json.
+
+Of memory it asks for what `planning.forecast` counts; what libraries take beside it is a margin that warns.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hybridflow.config import ExperimentConfig
+from hybridflow.errors import UserError
+from hybridflow.inspection.findings import Finding, Host, counted, gigabytes
+from hybridflow.inspection.machine import GIB, LEAST_MEMORY
+from hybridflow.placement import shown
+from hybridflow.planning.footprint import together
+from hybridflow.planning.forecast import RunMemory, forecast
+from hybridflow.planning.hosts import HostRanks, check_hosts
+from hybridflow.planning.placed import PlacedRun, place
+
+AREA = "plan"
+CUDA_MARGIN = 4 * GIB  # the CUDA context, NCCL's buffers and CUDA graphs: "several GiB", says hybridflow.plan
+LESS = "rollout.kv_cache_gib, micro_batch_tokens, offload_optimizer, or more ranks; hybridflow.plan shows what takes it"
+
+
+@dataclass(frozen=True)
+class Free:
+    """Bytes that are free now."""
+
+    gpus: Mapping[int, int]  # by rank; empty where ranks compute on CPUs
+    memory: Mapping[str, int]  # of hosts by name
+    disk: Mapping[str, int]  # where output_dir lies, of hosts by name
+
+
+def fit_findings(config: ExperimentConfig, world_size: int, hosts: tuple[Host, ...], free: Free) -> list[Finding]:
+    """Every reason why the config cannot run on so many ranks; else what it will hold against what is free."""
+    try:
+        run = place(config, world_size, cuda=bool(free.gpus))
+        check_hosts(run, [HostRanks(host.name, range(host.ranks[0], host.ranks[-1] + 1)) for host in hosts])
+    except UserError as error:
+        advice = f"python -m hybridflow.plan CONFIG --world-size {world_size} says the same without any rank"
+        return [Finding(AREA, "layout", "all", line, "fail", advice) for line in str(error).splitlines()]
+    roles = ", ".join(f"{name} on {shown(model.layout.ranks)}" for name, model in run.models.items())
+    needed = peaks(run)
+    check = gpu_finding if free.gpus else memory_finding
+    return [
+        Finding(AREA, "layout", "all", f"{world_size} ranks: {roles}"),
+        *(check(host, needed, free) for host in hosts),
+        *_disk_findings(run, free, hosts[0]),
+    ]
+
+
+def peaks(run: PlacedRun) -> dict[int, tuple[int, str]]:
+    """By rank: most bytes at a time, and the moment of it."""
+    moments = RunMemory(run).moments()
+    return {
+        rank: max((together(list(rows(rank).values())).total, moment) for moment, rows in moments.items())
+        for rank in range(run.world_size)
+    }
+
+
+def gpu_finding(host: Host, needed: Mapping[int, tuple[int, str]], free: Free) -> Finding:
+    """Of the rank with least room."""
+    rank = min(host.ranks, key=lambda rank: free.gpus[rank] - needed[rank][0])
+    (bytes_needed, moment), bytes_free = needed[rank], free.gpus[rank]
+    value = f"rank {rank} will hold {gigabytes(bytes_needed)} ({moment}), {gigabytes(bytes_free)} are free"
+    figures = {"rank": rank, "needed_bytes": bytes_needed, "free_bytes": bytes_free}
+    if bytes_needed > bytes_free:
+        return Finding(AREA, "GPU memory", host.name, value, "fail", f"too little: less {LESS}", figures)
+    if bytes_needed + CUDA_MARGIN > bytes_free:
+        advice = f"CUDA, NCCL and CUDA graphs take about {gigabytes(CUDA_MARGIN)} more: less {LESS}"
+        return Finding(AREA, "GPU memory", host.name, value, "warn", advice, figures)
+    return Finding(AREA, "GPU memory", host.name, value, figures=figures)
+
+
+def memory_finding(host: Host, needed: Mapping[int, tuple[int, str]], free: Free) -> Finding:
+    """Of all ranks of a host, which share its memory."""
+    bytes_needed, available = sum(needed[rank][0] for rank in host.ranks), free.memory[host.name]
+    ranks = counted(len(host.ranks), "rank")
+    value = f"{ranks} there will hold {gigabytes(bytes_needed)}, {gigabytes(available)} are available"
+    figures = {"needed_bytes": bytes_needed, "available_bytes": available}
+    if bytes_needed > available:
+        return Finding(AREA, "memory", host.name, value, "fail", f"too little: less {LESS}", figures)
+    margin = len(host.ranks) * LEAST_MEMORY
+    if bytes_needed + margin > available:
+        advice = f"Python and libraries take about {gigabytes(margin)} more: less {LESS}"
+        return Finding(AREA, "memory", host.name, value, "warn", advice, figures)
+    return Finding(AREA, "memory", host.name, value, figures=figures)
+
+
+def _disk_findings(run: PlacedRun, free: Free, host: Host) -> list[Finding]:
+    """Of the first host, by the sum of all ranks' checkpoints: the output directory is one for all."""
+    if host.name not in free.disk:
+        return []
+    kept, room = forecast(run)["checkpoint"]["kept_bytes"], free.disk[host.name]
+    value = f"checkpoints take {gigabytes(kept)} at most, {gigabytes(room)} are free"
+    figures = {"needed_bytes": kept, "free_bytes": room}
+    if kept > room:
+        advice = "less checkpoint.keep_last, a larger disk for output_dir, or remove old runs"
+        return [Finding(AREA, "checkpoints", host.name, value, "warn", advice, figures)]
+    return [Finding(AREA, "checkpoints", host.name, value, figures=figures)]

@@ -1,0 +1,118 @@
+"""Whether a host can read what a config names: models, tokenizer, prompts, the user's functions; and their digests.
+
+Of weights only the headers are read, of prompt files the first rows. What is small enough gets a digest, so that hosts
+with copies of their own can be compared.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridflow.architecture.spec import ModelSpec, read_spec
+from hybridflow.architecture.weight_files import open_checkpoint
+from hybridflow.architecture.weights import model_weights
+from hybridflow.config import ExperimentConfig
+from hybridflow.data.digests import function_digests, tokenizer_digest
+from hybridflow.data.inputs import load_tokenizer
+from hybridflow.data.rows import PromptFile
+from hybridflow.errors import CheckpointError, DataError, UserError
+from hybridflow.inspection.findings import Finding, counted
+from hybridflow.parallel.agreement import digest_bytes, digest_files
+
+AREA = "inputs"
+NUM_ROWS = 64  # of a prompt file, that are read and checked
+MOST_DIGESTED = 256 << 20  # bytes of a prompt file; of a larger one only the size is compared
+THERE = "make it readable on that host under this very path: a shared file system, or a copy of the same files"
+Inspected = tuple[str, dict[str, str]]  # what to show, and digests by name
+
+
+def input_findings(config: ExperimentConfig, host: str) -> tuple[list[Finding], dict[str, str]]:
+    """Findings, and the digests of what has to be the same on every host."""
+    tokenizers: list[PreTrainedTokenizerBase] = []
+    findings, digests = [], {"the config": digest_bytes(config.to_yaml().encode()).hex()}
+    for name, advice, inspect in _inspections(config, tokenizers):
+        try:
+            value, found = inspect()
+        except UserError as error:
+            findings.append(Finding(AREA, name, host, str(error), "fail", advice))
+            continue
+        digests |= found
+        findings.append(Finding(AREA, name, host, value))
+    return findings, digests
+
+
+def _inspections(
+    config: ExperimentConfig, tokenizers: list[PreTrainedTokenizerBase]
+) -> Iterator[tuple[str, str, Callable[[], Inspected]]]:
+    """(name, advice, what to do); the tokenizer, once it is there, serves the prompts."""
+    models: dict[str, list[str]] = {}
+    for name, role in config.roles().items():
+        models.setdefault(role.model, []).append(name)
+    for path, roles in models.items():
+        yield f"model of {', '.join(roles)}", THERE, partial(_model, Path(path))
+    yield "tokenizer", THERE, partial(_tokenizer, Path(config.actor.model), tokenizers)
+    for key, file in (("data.train", config.data.train), ("data.heldout", config.data.heldout)):
+        if file is not None and (tokenizers or not config.data.chat_template):
+            yield key, THERE, partial(_prompts, key, Path(file), config, tokenizers)
+    names = _functions(config)
+    if names:
+        where = "put its file beside the config or into PYTHONPATH on that host, and what it imports with it"
+        yield f"functions {', '.join(names)}", where, partial(_user_functions, config)
+
+
+def _model(path: Path) -> Inspected:
+    spec = read_spec(path)
+    weights = open_checkpoint(path, spec)
+    lacking = [name for name in _names(spec) if name not in weights]
+    if lacking:
+        raise CheckpointError(f"{path}: no tensor {lacking[0]}, and {len(lacking) - 1} more that config.json asks for")
+    files = {weights.file_of(name) for name in _names(spec)}
+    size = sum(file.stat().st_size for file in files)
+    digest = digest_files([path / "config.json"], path).hex()
+    return f"{path}: {counted(len(files), 'file')} of weights, {size / 1e9:,.2f} GB", {f"config.json of {path}": digest}
+
+
+def _names(spec: ModelSpec) -> list[str]:
+    return [name for weight in model_weights(spec, spec.head) for name in weight.hf]
+
+
+def _tokenizer(path: Path, tokenizers: list[PreTrainedTokenizerBase]) -> Inspected:
+    if not path.is_dir():  # transformers would take it for the name of a repository
+        raise CheckpointError(f"{path}: no such directory")
+    tokenizers.append(load_tokenizer(path))
+    return f"{path}: {len(tokenizers[0]):,} tokens", {f"the tokenizer of {path}": tokenizer_digest(path).hex()}
+
+
+def _prompts(key: str, path: Path, config: ExperimentConfig, tokenizers: list[PreTrainedTokenizerBase]) -> Inspected:
+    template = tokenizers[0] if config.data.chat_template else None
+    file = PromptFile(path, prompt_key=config.data.prompt_key, template=template)
+    rows = list(islice(file.rows(), NUM_ROWS))
+    if not rows:
+        raise DataError(f"{path}: holds no prompt; expected one JSON object a line with {config.data.prompt_key!r}")
+    return f"{path}: the first {len(rows)} rows are readable", {key: _file_digest(path)}
+
+
+def _file_digest(path: Path) -> str:
+    try:
+        size = path.stat().st_size
+        if size > MOST_DIGESTED:
+            return f"{size} bytes"
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _functions(config: ExperimentConfig) -> list[str]:
+    named = [function.function for function in (config.reward.functions if config.reward else ())]
+    named += [config.metrics.eval_reward] if config.metrics.eval_reward else []
+    flow = getattr(config.algorithm, "flow", None)
+    return list(dict.fromkeys([*named, *([flow] if flow else [])]))
+
+
+def _user_functions(config: ExperimentConfig) -> Inspected:
+    return "can be imported", {name: digest.hex() for name, digest in function_digests(config).items()}

