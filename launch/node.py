@@ -59,6 +59,7 @@ class Node:
         self._readers: list[threading.Thread] = []
         self._listener: socket.socket | None = None
         self._signalled: dict[int, set[int]] = {}  # signal number -> pids that have got it
+        self._had_ranks = False  # since torchrun was started, as far as has been looked
         self._lost_after, self._grace = 30.0, 300.0
         self._heard = time.monotonic()
 
@@ -113,7 +114,7 @@ class Node:
 
     def _start(self, argv: list[str], env: dict[str, str], directory: str, grace: float) -> None:
         self._close_listener()
-        self._grace, self._signalled = grace, {}
+        self._grace, self._signalled, self._had_ranks = grace, {}, False
         process = subprocess.Popen(
             argv,
             env={**os.environ, **env},
@@ -153,10 +154,14 @@ class Node:
             self._end_all()
 
     def _tell_ranks(self, number: int, told: set[int]) -> None:
-        """The signal goes to the ranks and not to torchrun, which would not tell then with what status they ended."""
+        """The signal goes to the ranks and not to torchrun, which would not tell then with what status they ended.
+
+        To torchrun only where it has not started them yet: not when they have just ended, and it has yet to notice.
+        """
         assert self._torchrun is not None, "there are no ranks without it"
         ranks = [pid for pid, parent in parents().items() if parent == self._torchrun.pid]
-        for pid in ranks or [self._torchrun.pid]:
+        self._had_ranks = self._had_ranks or bool(ranks)
+        for pid in ranks if self._had_ranks else [self._torchrun.pid]:
             if pid not in told:
                 told.add(pid)
                 _send(pid, number)
