@@ -17,7 +17,7 @@ from hybridflow.config import RolloutConfig, SamplingConfig
 from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.parallel.platform import Platform, preserved_random_state
 from hybridflow.rollout.cache import CudaKVCache, KVCache
-from hybridflow.rollout.patches import prepare_vllm, preserved_host_size
+from hybridflow.rollout.patches import prepare_vllm
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import CompletionOutput, SamplingParams
@@ -79,7 +79,7 @@ class RolloutEngine:
         self._needs_text = bool(sampling.stop or sampling.bad_words)
         self._sleeps = config.sleep_level == 1
         pp = layout.coordinates(platform.rank).pp
-        with preserved_random_state(), preserved_host_size():
+        with preserved_random_state():
             self._llm = vllm.LLM(
                 model=str(model),
                 config_format="hf",  # some directories have another config beside config.json

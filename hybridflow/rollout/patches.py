@@ -1,11 +1,10 @@
 """What vLLM 0.32.0 needs in order to live inside a trainer. Each change has its reason; none is made elsewhere."""
 
-import contextlib
 import functools
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -191,21 +190,6 @@ def _partition_layers(pp: int, stages: Stages) -> None:
         order = [layer for stage in stages for layer in stage]
         assert order == list(range(len(order))), f"an engine's stages are runs of layers in order, these are {stages}"
         os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(str(len(stage)) for stage in stages)
-
-
-@contextlib.contextmanager
-def preserved_host_size() -> Iterator[None]:
-    """LOCAL_WORLD_SIZE stays torchrun's, which says who lies on which host.
-
-    vLLM 0.32.0 on a CPU sets it to its own tensor-parallel size, and reads it while it is built.
-    """
-    told = os.environ.get("LOCAL_WORLD_SIZE")
-    try:
-        yield
-    finally:
-        os.environ.pop("LOCAL_WORLD_SIZE", None)
-        if told is not None:
-            os.environ["LOCAL_WORLD_SIZE"] = told
 
 
 @functools.cache

@@ -1,8 +1,5 @@
 """vLLM is patched only where it is the release that the patches were written for, built for the trainer's device."""
 
-import inspect
-import os
-
 import pytest
 import vllm
 
@@ -44,23 +41,3 @@ def test_a_build_for_another_device_is_refused_before_it_is_patched(monkeypatch:
 def test_the_right_one_is_patched() -> None:
     with pytest.raises(AssertionError, match="patched"):
         patches.prepare_vllm()
-
-
-@pytest.mark.parametrize("told", ["2", None])
-def test_who_lies_on_which_host_stays_what_torchrun_says(told: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where nobody has said it."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "?")
-    if told is None:
-        monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    else:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
-    with patches.preserved_host_size():
-        os.environ["LOCAL_WORLD_SIZE"] = "1"
-    assert os.environ.get("LOCAL_WORLD_SIZE") == told
-
-
-def test_vllm_still_writes_there() -> None:
-    """Else the context around its construction is needed no more."""
-    import vllm.platforms.cpu as cpu
-
-    assert 'os.environ["LOCAL_WORLD_SIZE"] = ' in inspect.getsource(cpu)
