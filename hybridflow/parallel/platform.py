@@ -194,10 +194,10 @@ def hosts_of_ranks() -> str:
     if told is not None:
         return told
     _, world_size = torchrun_rank()
-    local = _env_int("LOCAL_WORLD_SIZE", world_size)
-    if local < 1 or world_size % local:
-        local = world_size
-    return ",".join(f"node {i}={local}" for i in range(world_size // local))
+    num_nodes = _env_int("GROUP_WORLD_SIZE", 1)  # not LOCAL_WORLD_SIZE: vLLM 0.32.0 writes its own into that
+    if num_nodes < 1 or world_size % num_nodes:
+        num_nodes = 1
+    return ",".join(f"node {i}={world_size // num_nodes}" for i in range(num_nodes))
 
 
 def set_environment(variables: Mapping[str, str]) -> None:

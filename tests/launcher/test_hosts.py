@@ -152,7 +152,16 @@ def test_a_scheduler_starts_each_node(net: Network, directory: Path) -> None:
     for file in ("config.yaml", "inputs"):
         (own / file).symlink_to(directory / file)
     here = [sys.executable, str(ROOT / "launch" / "run.py"), "--no-ssh", "--nnodes", "2", "--nproc-per-node", "1"]
-    here += ["--python", sys.executable, "--env", f"PYTHONPATH={ROOT}", "--master-port", "29600"]
+    here += [
+        "--python",
+        sys.executable,
+        "--env",
+        f"PYTHONPATH={ROOT}",
+        "--master-port",
+        "29600",
+        "--directory",
+        str(own),
+    ]
     alone = [*here, "--node-rank", "1", "--master-addr", net.hosts[0].address, "--rdzv-timeout", "3", "config.yaml"]
     unreached = net.run(net.hosts[1], alone, cwd=own, stdout=-1, stderr=-2, text=True)
     said, _ = unreached.communicate(timeout=120)
@@ -277,7 +286,7 @@ def test_slots_that_do_not_fit_are_told_before_a_host_is_asked(net: Network, dir
 def training(net: Network, directory: Path, request: pytest.FixtureRequest) -> Job:
     """A run without end on three hosts that has done an iteration."""
     name = re.sub(r"\W+", "_", request.node.name)
-    started = job(net, directory, name, "--lost-after", 10, "config.yaml", "num_iterations=100000")
+    started = job(net, directory, name, "--lost-after", 15, "config.yaml", "num_iterations=100000")
     started.wait_for(lambda: started.rows() > 1)
     return started
 
@@ -324,7 +333,7 @@ def test_a_cut_link(training: Job) -> None:
 def test_a_run_that_is_told_to_end_is_saved_and_goes_on(training: Job) -> None:
     """SIGTERM; then the same command, in which a second Ctrl-C ends it without a save."""
     kill([training.process.pid], signal.SIGTERM)
-    assert training.wait(60) == 75
+    assert training.wait(90) == 75, training.said[-4000:]
     assert "it is saved: the same command goes on from there" in training.said
     assert "stopped as told, saved" in last_lines(training)
     assert training.left() == {}

@@ -128,13 +128,14 @@ def test_the_names_that_nccl_reads_are_those_of_this_torch() -> None:
     ("variables", "hosts"),
     [
         ({}, "node 0=1"),
-        ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}, "node 0=2,node 1=2,node 2=2"),
-        ({"WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "2"}, "node 0=5"),  # unlike nodes, and nobody tells which
-        ({"WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "2", "HYBRIDFLOW_HOSTS": "a=2,b=3"}, "a=2,b=3"),
+        ({"WORLD_SIZE": "6", "GROUP_WORLD_SIZE": "3"}, "node 0=2,node 1=2,node 2=2"),
+        ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "1"}, "node 0=6"),  # as vLLM leaves it
+        ({"WORLD_SIZE": "5", "GROUP_WORLD_SIZE": "2"}, "node 0=5"),  # unlike nodes, and nobody tells which
+        ({"WORLD_SIZE": "5", "GROUP_WORLD_SIZE": "2", "HYBRIDFLOW_HOSTS": "a=2,b=3"}, "a=2,b=3"),
     ],
 )
 def test_ranks_by_host(variables: dict[str, str], hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "HYBRIDFLOW_HOSTS"):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "HYBRIDFLOW_HOSTS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
