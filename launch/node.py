@@ -287,14 +287,15 @@ def _greet(server: socket.socket, token: str) -> None:
 def reach(address: str, port: int, token: str, seconds: float) -> str | None:
     """The network interface by which this host reaches the master. Errors: OSError, with what went wrong.
 
-    A port on which something else listens does not give the token.
+    A port on which something else listens does not give the token. With an empty one torchrun may listen there already,
+    which gives none.
     """
     until = time.monotonic() + seconds
     while True:
         try:
             left = max(1.0, until - time.monotonic())
             with socket.create_connection((address, port), timeout=left) as connection:
-                said = connection.makefile("rb").readline().decode(errors="replace").strip()
+                said = connection.makefile("rb").readline().decode(errors="replace").strip() if token else ""
                 if said != token:
                     raise ConnectionError(f"something else answers there: {said[:40]!r}")
                 return interface_of(connection.getsockname()[0])
