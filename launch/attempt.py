@@ -75,8 +75,8 @@ class Attempt:
                     self._kill()
         finally:
             signal.signal(signal.SIGTSTP, suspended)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number, handler in before.items():  # a second wish that comes when all has ended changes no status
+                signal.signal(number, signal.SIG_IGN if self.was_stopped else handler)
         return self._failure
 
     def _take(self, connection: Connection, message: Message) -> None:

@@ -6,14 +6,15 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from launch.connection import Connection, Events, Message, Ssh, closed, is_local
 from launch.hostfile import Host, LaunchError
 
 PING_EVERY = 3.0  # seconds
+T = TypeVar("T")
 
 
 class Team:
@@ -64,7 +65,7 @@ class Team:
     def ask(
         self, requests: Mapping[Connection, Message], answer: str, seconds: float
     ) -> tuple[dict[Connection, Any], dict[Connection, str]]:
-        """What each of these hosts answers, under that key, and why others do not."""
+        """What each of these hosts answers, under that key, and why others do not, in the order of the requests."""
         answers: dict[Connection, Any] = {}
         failures = {connection: connection.lost for connection in requests if connection.lost is not None}
         for connection, request in requests.items():
@@ -79,7 +80,7 @@ class Team:
                 failures |= dict.fromkeys(
                     requests.keys() - answers.keys() - failures.keys(), f"no answer in {seconds:g} s"
                 )
-        return answers, failures
+        return _in_order(requests, answers), _in_order(requests, failures)
 
     def ask_all(
         self, request: Message, answer: str, seconds: float, why: Callable[[Connection, str], str]
@@ -95,3 +96,8 @@ class Team:
             time.sleep(PING_EVERY)
             for connection in self.usable:
                 connection.send(do="alive")
+
+
+def _in_order(order: Iterable[Connection], found: Mapping[Connection, T]) -> dict[Connection, T]:
+    """Whoever was faster."""
+    return {connection: found[connection] for connection in order if connection in found}
