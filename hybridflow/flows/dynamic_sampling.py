@@ -125,8 +125,9 @@ def _tell(run: Run, numbers: dict[str, int], *, num_equal: int, num_rest: int, k
         "rollout/groups_surplus": torch.tensor(float(num_rest)),
     }
     rest = "kept for the next" if keeps else "dropped"
+    rounds = f"{numbers['rounds']} round{'s' if numbers['rounds'] != 1 else ''}"
     line = (
-        f"iteration {run.iteration}: {numbers['generated']} groups generated in {numbers['rounds']} rounds, "
+        f"iteration {run.iteration}: {numbers['generated']} groups generated in {rounds}, "
         f"{num_equal} of them with equal scores; {numbers['before']} from before, {num_rest} {rest}"
     )
     if numbers["filled"]:
