@@ -6,12 +6,12 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
 from launch.connection import Connection, Events, Message, Ssh, closed, is_local
-from launch.hostfile import Host, LaunchError
+from launch.hostfile import Host
 
 PING_EVERY = 3.0  # seconds
 T = TypeVar("T")
@@ -82,15 +82,6 @@ class Team:
                 )
         return _in_order(requests, answers), _in_order(requests, failures)
 
-    def ask_all(
-        self, request: Message, answer: str, seconds: float, why: Callable[[Connection, str], str]
-    ) -> dict[Host, Any]:
-        """The answers of all usable hosts. Errors: LaunchError with a line for each host that has none."""
-        answers, failures = self.ask(dict.fromkeys(self.usable, request), answer, seconds)
-        if failures:
-            raise LaunchError("\n".join(why(connection, text) for connection, text in failures.items()))
-        return {connection.host: found for connection, found in answers.items()}
-
     def _ping(self) -> None:
         while True:
             time.sleep(PING_EVERY)
@@ -99,5 +90,5 @@ class Team:
 
 
 def _in_order(order: Iterable[Connection], found: Mapping[Connection, T]) -> dict[Connection, T]:
-    """Whoever was faster."""
+    """Whichever was found first."""
     return {connection: found[connection] for connection in order if connection in found}

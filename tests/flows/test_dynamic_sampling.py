@@ -139,6 +139,17 @@ def test_a_surplus_of_another_group_size_is_left_out() -> None:
     assert run.prompt_rows == (4, 5)
 
 
+def test_no_prompt_is_left_out_where_the_surplus_fills_a_batch() -> None:
+    """As on a resume with fewer prompts an iteration."""
+    run = Run({0: DEAD, 1: LIVE, 2: LIVE, 3: LIVE, 4: LIVE, 5: LIVE, 6: LIVE, 7: DEAD}, count=3)
+    sampled(run, DynamicSampling())
+    assert run.prompt_rows == (1, 2, 3) and run.state.surplus is not None and run.state.surplus.prompts == (4, 5)
+    smaller = Run(run._scores, count=2, state=run.state)
+    sampled(smaller, DynamicSampling())
+    assert smaller.prompt_rows == (4, 5) and smaller.state.num_prompts_drawn == 8
+    assert smaller.state.surplus is not None and smaller.state.surplus.prompts == (6,)
+
+
 def test_a_surplus_is_part_of_a_checkpoint(tmp_path: Path) -> None:
     run = Run({0: DEAD, 1: LIVE, 2: LIVE, 3: LIVE}, count=2)
     sampled(run, DynamicSampling())
