@@ -22,7 +22,7 @@ FAMILIES = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {}),
     "glm": ("Glm", {}),
-    "opt": ("OPT", {"dropout": 0.0}),
+    "opt": ("OPT", {"dropout": 0.1, "attention_dropout": 0.1}),  # a trainer of rewards leaves both out
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3_moe": (
         "Qwen3Moe",

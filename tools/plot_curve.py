@@ -14,7 +14,10 @@ from pathlib import Path
 from hybridflow.command import program
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 360, 56, 44, 36
-COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
+COLORS = (  # told apart by eyes that see red and green alike, as far as fourteen can be
+    *("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b"),
+    *("#e377c2", "#7f7f7f", "#bcbd22", "#000000", "#aa8800", "#005f73", "#7cb518"),
+)
 Curve = list[tuple[float, float]]
 
 

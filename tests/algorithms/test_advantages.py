@@ -191,6 +191,10 @@ def test_whiten_of_equal_values_or_of_one_value_is_zero():
     assert whiten(torch.tensor([5.0, 6.0]), torch.tensor([False, True])).tolist() == [0.0, 0.0]
 
 
+def test_whiten_of_nothing_is_zero():
+    assert whiten(torch.tensor([5.0, float("nan")]), torch.zeros(2, dtype=torch.bool)).tolist() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("function", [masked_mean, whiten])
 @pytest.mark.parametrize(
     ("x", "mask", "message"),

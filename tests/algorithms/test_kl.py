@@ -1,5 +1,5 @@
 from dataclasses import FrozenInstanceError
-from math import exp, log
+from math import exp, expm1, log
 
 import pytest
 import torch
@@ -79,6 +79,15 @@ def test_as_a_loss_k3_has_the_gradient_of_the_opposite_divergence():
     torch.testing.assert_close(pull, gradient(opposite, logits))
     exact = kl_divergence(Categorical(logits=logits), Categorical(logits=ref_logits))
     assert not torch.allclose(pull, gradient(exact, logits), rtol=0.05)
+
+
+@pytest.mark.parametrize("d", [-60.0, -25.0, 25.0, 60.0])
+def test_far_from_the_reference_the_gradient_is_still_that_of_the_estimate(d):
+    """Nothing is clamped: the further away, the harder the pull. k3's gradient is 1 - exp(-d), k2's is d."""
+    for estimator, expected in ((kl_k1, 1.0), (kl_k2, d), (kl_k3, -expm1(-d)), (kl_k3_plus, d)):
+        log_probs = torch.tensor([d - 70.0], requires_grad=True)
+        estimator(log_probs, torch.tensor([-70.0])).sum().backward()
+        assert float(log_probs.grad) == pytest.approx(expected, rel=1e-5), estimator.__name__
 
 
 def test_k3_plus_has_the_value_of_k3_and_the_gradient_of_k2():

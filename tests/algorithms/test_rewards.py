@@ -30,6 +30,14 @@ def test_the_score_lies_on_the_last_response_token_and_gaps_earn_nothing():
     assert rewards.tolist() == [0.0, 0.0, 0.0, 11.0, 0.0, -2.5, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("coef", [0.0, 0.1])
+def test_token_rewards_do_not_read_outside_the_response(coef):
+    mask, lengths = torch.tensor([False, True, False, True, False]), torch.tensor([5])
+    kl = torch.tensor([float("nan"), 1.0, float("inf"), 2.0, float("nan")])
+    rewards = token_rewards(torch.tensor([3.0]), kl, mask, lengths=lengths, kl_coef=coef)
+    torch.testing.assert_close(rewards, torch.tensor([0.0, -coef, 0.0, 3.0 - 2 * coef, 0.0]))
+
+
 def test_without_coefficient_only_the_last_token_is_rewarded():
     rewards = token_rewards(SCORES, KL, MASK, lengths=LENGTHS, kl_coef=0.0)
     assert rewards.tolist() == [0.0, 0.0, 0.0, 10.0, 0.0, -1.0, 0.0, 0.0, 0.25]

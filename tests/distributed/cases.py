@@ -94,7 +94,7 @@ CASES = (
     Case(tp=2, pp=2, dp=2, sequence_parallel=True, recompute="full"),
 )
 BUDGETS = (64, 17, 1000)  # micro-batch tokens: several sequences, about one, all in one
-HYPER = Hyperparameters()
+HYPER = Hyperparameters(temperature=0.8)
 POLICY = {"clip_range": HYPER.clip_low, "clip_range_high": HYPER.clip_high, "entropy_coef": HYPER.entropy_coef}
 ALGORITHM = PPO.model_validate(
     {

@@ -183,6 +183,7 @@ def test_first_step_has_ratio_one(case, family, results, expected):
         assert abs(found[f"{budget}/stat/actor/approx_kl"]) < 1e-12
         assert_close(found[f"{budget}/stat/actor/loss"], expected["actor_loss"], "loss")
         assert_close(found[f"{budget}/stat/actor/grad_norm"], expected["actor_grad_norm"], "gradient norm")
+    assert expected["actor_grad_norm"] > SGD.clip_grad, "a norm after clipping would be another"
 
 
 # ------------------------------------------------------------------------------------------------ GRPO

@@ -44,10 +44,12 @@ def batch() -> Batch:
     )
 
 
-def losses(kl: KLTerm = NO_KL, **policy: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def losses(
+    kl: KLTerm = NO_KL, given: Batch | None = None, **policy: Any
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Of each response token, and what is told beside it."""
     objective = policy_loss(PolicyLoss(**policy), kl)
-    given = batch()
+    given = given or batch()
     tokens = Tokens(given, given.response_mask.nonzero()[:, 0], torch.device("cpu"))
     each, known = objective.loss(RATIOS.log() - 1.0, torch.full((4,), 0.5), tokens)
     assert set(objective.reports) == set(known)
@@ -131,6 +133,22 @@ def test_a_loss_mean_by_hand(name: Any, expected: float) -> None:
         every
     )
     assert weights.tolist() == [0.0] * 6 and divisor >= 1
+
+
+@pytest.mark.parametrize("kind", ["clip", "dual_clip", "gspo", "cispo", "sapo", "reinforce"])
+def test_nothing_outside_the_responses_is_read(kind: str) -> None:
+    """Loss, reports and mean, with NaN in prompts and gaps, are those with zeros there."""
+    policy = {"kind": kind, "entropy_coef": 0.1, "importance": {"kind": "sequence", "cap": 3.0}}
+    policy |= {"loss_mean": "sequence_token_mean"} if kind == "gspo" else {}
+    kl, plain = KLTerm(KL(use="loss", estimator="k3"), 0.1), batch()
+    names = ("log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
+    spoilt = replace(
+        plain, **{name: getattr(plain, name).masked_fill(~plain.response_mask, float("nan")) for name in names}
+    )
+    (expected, known), (found, told) = losses(kl, plain, **policy), losses(kl, spoilt, **policy)
+    assert torch.equal(found, expected) and all(torch.equal(told[name], known[name]) for name in known)
+    mean = policy_loss(PolicyLoss(**policy), kl).mean
+    assert torch.equal(mean(spoilt).weights, mean(plain).weights) and mean(spoilt).divisor == mean(plain).divisor
 
 
 def test_right_responses_are_learnt_by_heart_with_a_mean_of_their_own() -> None:
