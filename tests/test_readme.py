@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hybridflow.algorithm_config import ALGORITHMS
 from hybridflow.checkpoint.changes import table_rows
@@ -61,6 +62,26 @@ def source() -> str:
 def file_names() -> frozenset[str]:
     folders = ("hybridflow", "tools", "tests", "configs", "launch", "docs")
     return frozenset(path.name for folder in folders for path in (ROOT / folder).rglob("*"))
+
+
+@pytest.mark.parametrize("number", range(len(fenced((ROOT / "docs" / "algorithms.md").read_text(), "yaml"))))
+def test_the_config_of_every_algorithm_is_one_and_short(number: int, tmp_path: Path) -> None:
+    text = fenced((ROOT / "docs" / "algorithms.md").read_text(), "yaml")[number]
+    shown = yaml.safe_load(text)
+    assert len(text.splitlines()) <= 10 and shown.keys() <= {"sampling", "critic", "reference", "algorithm"}
+    tree = yaml.safe_load((ROOT / "configs" / "quickstart_grpo.yaml").read_text())
+    del tree["reference"]
+    tree["data"]["prompts_per_iteration"] = 256
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree | shown))
+    config = ExperimentConfig.from_yaml(tmp_path / "config.yaml")
+    assert config.algorithm.name == shown["algorithm"]["name"]
+
+
+def test_every_algorithm_has_its_place() -> None:
+    shown = [
+        yaml.safe_load(text)["algorithm"] for text in fenced((ROOT / "docs" / "algorithms.md").read_text(), "yaml")
+    ]
+    assert {section["name"] for section in shown} == ALGORITHMS.keys() - {"custom"}
 
 
 # ------------------------------------------------------------------------------------------------ what is named

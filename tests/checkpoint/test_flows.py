@@ -35,7 +35,7 @@ FLOWS = {
 }
 SETTINGS = [
     *(f"num_iterations={NUM_ITERATIONS}", "checkpoint.save_interval=1", "checkpoint.keep_last=9"),
-    *("actor.optimizer.schedule=cosine", "actor.optimizer.warmup_iterations=3"),
+    *("actor.optimizer.schedule=linear", "actor.optimizer.min_lr=1e-4"),
 ]
 ONCE = ("generation", "scoring", "update", "tensors", "manifest", "rename", "between rename and pointer", "anywhere")
 
