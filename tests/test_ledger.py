@@ -1,4 +1,4 @@
-"""Bugs that public trainers have shipped, without an error and with curves that looked well; each is held by tests here.
+"""Bugs that public trainers have shipped, without an error and with curves that looked well; tests hold each one here.
 
 The list names them, so that none goes lost when tests are moved. A line is of no worth beyond the tests that it names:
 each of those fails where the bug is put in.
