@@ -229,8 +229,8 @@ class RolloutConfig(Section):
     tensor_parallel_size: PositiveInt | None = None  # None: the actor's
     pipeline_parallel_size: PositiveInt = 1
     ranks: RanksKey | None = None  # None: the actor's; as in the roles. Own ranks receive the weights
-    # per rank. None: what a replica's share of the batch takes where every response is as long as it may be; at most half
-    # of the memory that is free when the engine is built
+    # per rank. None: what a replica's share of the batch takes where each response is as long as it may be, and no more
+    # than half of the memory that is free when the engine is built
     kv_cache_gib: PositiveFloat | None = None
     sleep_level: Literal[0, 1] = 1  # 1: the KV cache is given back while the models train
     # the actor's weights travel in buckets: what is held twice or under way. None: 256 on GPUs; 24 on a CPU, whose
