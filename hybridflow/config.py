@@ -38,7 +38,7 @@ from hybridflow.algorithm_config import (
 )
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.foreign_keys import algorithm_hint, hint, leaves
-from hybridflow.parallel.layout import Layout, PlatformName, Stages
+from hybridflow.parallel.layout import Layout, PlatformName
 from hybridflow.placement import (
     Ranks,
     check_engine_ranks,
@@ -229,7 +229,9 @@ class RolloutConfig(Section):
     tensor_parallel_size: PositiveInt | None = None  # None: the actor's
     pipeline_parallel_size: PositiveInt = 1
     ranks: RanksKey | None = None  # None: the actor's; as in the roles. Own ranks receive the weights
-    kv_cache_gib: PositiveFloat = 4.0  # per rank
+    # per rank. None: what a replica's share of the batch takes where each response is as long as it may be, and no more
+    # than half of the memory that is free when the engine is built
+    kv_cache_gib: PositiveFloat | None = None
     sleep_level: Literal[0, 1] = 1  # 1: the KV cache is given back while the models train
     # the actor's weights travel in buckets: what is held twice or under way. None: 256 on GPUs; 24 on a CPU, whose
     # allocator gives larger blocks back to the system and takes them page by page again
@@ -241,13 +243,6 @@ class RolloutConfig(Section):
 
     def bucket_bytes(self, *, cuda: bool) -> int:
         return int((self.reshard_bucket_mib or (256 if cuda else 24)) * (1 << 20))
-
-    def kv_cache_bytes(self, stages: Stages, stage: int) -> int:
-        """kv_cache_gib on the engine stage with most layers, in proportion on the others: as many blocks on all.
-
-        Each rank schedules for itself: with more blocks on one stage than on another they would part in a full cache.
-        """
-        return int(self.kv_cache_gib * (1 << 30)) * len(stages[stage]) // max(map(len, stages))
 
 
 # where the keys of configs without a name went: before there were names, there was PPO with these

@@ -8,6 +8,8 @@ with generator.resharded():             # alias / permute / gather, and back
 import contextlib
 from collections.abc import Iterator
 
+import torch
+
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.models.build import DTYPES
 from hybridflow.parallel.exchange import Exchange
@@ -59,8 +61,9 @@ class Generator:
         self.own_bytes, self._params = 0, {}
         join_groups(self.layout, placed.stages, platform.local_rank)
         with self.resharded():  # the engine takes the memory that it finds as its own
+            free = -int(exchange.maximum(torch.tensor(-platform.free_bytes(), device=exchange.device)))
             if platform.rank in self.layout:
-                self.engine = self._new_engine(actor)
+                self.engine = self._new_engine(actor, free)
                 self._params = {
                     "sampled": self.engine.sampling_params(config.sampling, eos_token_ids),
                     "greedy": self.engine.greedy_params(config.sampling, eos_token_ids),
@@ -69,7 +72,7 @@ class Generator:
                 self.engine.sleep()
         self.costs.clear()
 
-    def _new_engine(self, actor: Actor) -> RolloutEngine:
+    def _new_engine(self, actor: Actor, free: int) -> RolloutEngine:
         config, rollout = self._placed.config, self._placed.config.rollout
         if not self.weights_stay:  # memory that comes and goes has no fixed address for a CUDA graph to keep
             rollout = rollout.model_copy(update={"enforce_eager": True})
@@ -82,6 +85,9 @@ class Generator:
             max_length=config.max_sequence_length,
             sampling=config.sampling,
             config=rollout,
+            kv_cache_bytes=self._placed.kv_cache.of_stage(
+                self._placed.stages, self.layout.coordinates(self._platform.rank).pp, free=free
+            ),
             platform=self._platform,
         )
 

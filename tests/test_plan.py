@@ -44,6 +44,7 @@ CONFIG: dict[str, Any] = {
     "reward": {"models": [{"model": "reward"}]},
     "algorithm": {"update": {"mini_batch_size": 8}},
 }
+BLOCK = 128 * 2 * 2 * 2 * 4 * 2  # of the KV cache: tokens x (keys, values) x layers x heads x head_dim x bytes
 ROLES = ("actor", "critic", "reference", "reward.models.0")
 TP2_PP2 = ("actor.tensor_parallel_size=2", "actor.pipeline_parallel_size=2", "rollout.tensor_parallel_size=1")
 
@@ -137,7 +138,7 @@ def test_memory_by_hand(plan) -> None:
     assert worst["weights"] == 2 * (STAGE_1 + MODEL + 2 * (MODEL - 512 + 8))
     assert worst["activations"] == max(row["activations"] for row in memory["training"]["roles"].values())
     assert worst["kv_cache"] == 0
-    assert memory["generation"]["roles"]["engine"]["kv_cache"] == 4 << 30
+    assert memory["generation"]["roles"]["engine"]["kv_cache"] == (2 + 1) * BLOCK  # two prompts on each of 4 replicas
 
 
 def test_what_is_offloaded_is_not_there_during_generation(plan) -> None:
@@ -149,7 +150,7 @@ def test_what_is_offloaded_is_not_there_during_generation(plan) -> None:
 
 def test_a_cache_that_does_not_sleep_is_there_in_training(plan) -> None:
     training = plan("rollout.sleep_level=0")["memory"]["training"]
-    assert training["roles"]["engine"]["kv_cache"] == training["worst_rank"]["kv_cache"] == 4 << 30
+    assert training["roles"]["engine"]["kv_cache"] == training["worst_rank"]["kv_cache"] == (8 + 1) * BLOCK
 
 
 def test_one_copy_where_nothing_moves(plan) -> None:

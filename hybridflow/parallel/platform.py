@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +55,14 @@ class Platform:
         """Give what torch's allocator holds without use back to the device, for others to take."""
         if self.has_cuda:
             torch.cuda.empty_cache()
+
+    def free_bytes(self) -> int:
+        """Memory of the device that nobody has taken: of a CPU, this rank's share of the host's."""
+        if self.has_cuda:
+            return int(torch.cuda.mem_get_info(self.device)[0])
+        rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        available = next(int(row[1]) for row in rows if row[0] == "MemAvailable:")
+        return available * 1024 * _env_int("GROUP_WORLD_SIZE", 1) // self.world_size
 
     def synchronize(self) -> None:
         """Wait for the device, so that a clock read next measures work and not its enqueueing."""

@@ -163,7 +163,7 @@ class RunMemory:
                 yield name, role, role.model.layout.coordinates(rank).pp
 
     def _kv_cache(self, rank: int) -> int:
-        return self.run.config.rollout.kv_cache_bytes(self.run.stages, self.rollout.coordinates(rank).pp)
+        return self.run.kv_cache.of_stage(self.run.stages, self.rollout.coordinates(rank).pp)
 
 
 def _role_memory(run: PlacedRun, model: PlacedModel) -> RoleMemory:

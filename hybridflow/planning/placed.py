@@ -38,6 +38,34 @@ class PlacedModel:
 
 
 @dataclass(frozen=True)
+class KVCacheSize:
+    """Bytes of the KV cache on a rank of the engine stage with most layers: its own, and what one sequence takes."""
+
+    whole: int
+    least: int
+    is_given: bool  # in the config; else the batch says it
+
+    def of_stage(self, stages: Stages, stage: int, *, free: int | None = None) -> int:
+        """In proportion to the layers of a stage: as many blocks on all.
+
+        Each rank schedules for itself: with more blocks on one stage than on another they would part in a full cache.
+
+        free: bytes that the rank with least of them has; of those, what the config does not give takes half at most.
+        Errors: ConfigError where that holds no sequence.
+        """
+        whole = self.whole
+        if free is not None and not self.is_given:
+            whole = min(whole, free // 2)
+            if whole < self.least:
+                raise ConfigError(
+                    f"rollout.kv_cache_gib is not given, and half of the {free:,} bytes that are free on the rank with "
+                    f"least of them cannot hold one sequence, which takes {self.least:,}: hybridflow.plan shows what "
+                    f"takes memory"
+                )
+        return whole * len(stages[stage]) // max(map(len, stages))
+
+
+@dataclass(frozen=True)
 class PlacedRun:
     """All models of a config, and its engine. Made by `place`."""
 
@@ -46,6 +74,7 @@ class PlacedRun:
     models: dict[str, PlacedModel]  # by name
     rollout: RolloutLayout
     stages: Stages  # the layers of each engine stage
+    kv_cache: KVCacheSize
 
     @property
     def actor(self) -> PlacedModel:
@@ -71,7 +100,7 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
         reasons.of(spec.check_length, config.max_sequence_length)
         if "actor" in specs:
             reasons.of(spec.check_vocabulary, name, specs["actor"])
-    engine = None
+    engine = kv_cache = None
     if config.algorithm.kl.reset_reference_interval is not None and {"actor", "reference"} <= specs.keys():
         reasons.of(_check_alike, specs["actor"], specs["reference"])
     if "actor" in specs:
@@ -81,11 +110,11 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
     if engine is not None:
         has_cuda = uses_cuda(config.platform) if cuda is None else cuda
         block_tokens = BLOCK_TOKENS["cuda" if has_cuda else "cpu"]
-        reasons.of(_check_kv_cache, config, specs["actor"], *engine, block_tokens=block_tokens)
+        kv_cache = reasons.of(_size_kv_cache, config, specs["actor"], *engine, block_tokens=block_tokens)
     reasons.refuse()
-    assert engine is not None, "no reason, and no engine"
+    assert engine is not None and kv_cache is not None, "no reason, and no engine"
     models = {name: _placed(name, role, specs[name], layouts[name]) for name, role in config.roles().items()}
-    return PlacedRun(config, world_size, models, *engine)
+    return PlacedRun(config, world_size, models, *engine, kv_cache)
 
 
 def place_model(name: str, config: RoleConfig, world_size: int) -> PlacedModel:
@@ -183,18 +212,24 @@ def _place_engine(
     return layout, engine_stages(actor.num_layers, train, layout)
 
 
-def _check_kv_cache(
+def _size_kv_cache(
     config: ExperimentConfig, spec: ModelSpec, rollout: RolloutLayout, stages: Stages, *, block_tokens: int
-) -> None:
-    """The cache holds one sequence, in whole blocks, on the stage with most layers: then it does on all.
+) -> KVCacheSize:
+    """What kv_cache_gib gives, or the batch needs, in whole blocks. It must hold one sequence.
 
     vLLM 0.32.0 keeps one block to itself, and one more where attention has a window.
     """
     length, itemsize = config.max_sequence_length, ITEM_BYTES[config.actor.dtype]
     own_blocks = 2 if spec.sliding_window else 1
-    num_blocks = ceil(length / block_tokens) + own_blocks
+    blocks_of_one = ceil(length / block_tokens)
+    num_blocks = blocks_of_one + own_blocks
     num_heads, num_layers = max(1, spec.num_kv_heads // rollout.tp), max(map(len, stages))
-    needed = num_blocks * block_tokens * 2 * num_layers * num_heads * spec.head_dim * itemsize
+    block_bytes = block_tokens * 2 * num_layers * num_heads * spec.head_dim * itemsize
+    needed = num_blocks * block_bytes
+    if config.rollout.kv_cache_gib is None:
+        prompts = ceil(config.data.prompts_per_iteration / len(rollout.replicas))
+        sequences = min(prompts * config.sampling.samples_per_prompt, config.rollout.max_num_seqs)
+        return KVCacheSize((sequences * blocks_of_one + own_blocks) * block_bytes, needed, is_given=False)
     given = int(config.rollout.kv_cache_gib * GIB)
     if given < needed:
         raise ConfigError(
@@ -204,6 +239,7 @@ def _check_kv_cache(
             f"{num_heads} key/value heads x head_dim {spec.head_dim} x {itemsize} bytes = {needed:,} bytes on an "
             f"engine rank; the least that fits is {_gib(needed)}"
         )
+    return KVCacheSize(given, needed, is_given=True)
 
 
 def _gib(num_bytes: int) -> str:

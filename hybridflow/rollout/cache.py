@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, UntypedStorage
 
-from hybridflow.models.memory import bytes_of
+from hybridflow.models.memory import refill_with_zeros
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import LLM
@@ -27,11 +27,12 @@ class KVCache:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """The content is zero: the engine's prefix cache must be reset before it is used."""
+        """The content is zero: the engine's prefix cache must be reset before it is used.
+
+        vLLM multiplies what lies behind a sequence by zero: what was a NaN would stay one.
+        """
         for storage, size in zip(self._storages, self._sizes, strict=True):
-            storage.resize_(size)
-            # vLLM multiplies what lies behind a sequence by zero: what was a NaN would stay one
-            bytes_of(storage).zero_()
+            refill_with_zeros(storage, size)
 
 
 class CudaKVCache:

@@ -69,6 +69,7 @@ class RolloutEngine:
         max_length: int,
         sampling: SamplingConfig,
         config: RolloutConfig,
+        kv_cache_bytes: int,
         platform: Platform,
     ) -> None:
         prepare_vllm()
@@ -93,7 +94,7 @@ class RolloutEngine:
                 max_model_len=max_length,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=max(config.max_num_batched_tokens, max_length),
-                kv_cache_memory_bytes=config.kv_cache_bytes(stages, pp),
+                kv_cache_memory_bytes=kv_cache_bytes,
                 # a prompt cut in two takes a seeded draw back, which vLLM 0.32.0 cannot on a CPU
                 enable_chunked_prefill=platform.has_cuda,
                 enable_prefix_caching=config.enable_prefix_caching,

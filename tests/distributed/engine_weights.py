@@ -98,6 +98,9 @@ def differs_from_export(trainer: RLTrainer, directory: Path) -> list[str]:
                 max_length=placed.config.max_sequence_length,
                 sampling=placed.config.sampling,
                 config=placed.config.rollout,
+                kv_cache_bytes=placed.kv_cache.of_stage(
+                    placed.stages, placed.rollout.coordinates(trainer.platform.rank).pp
+                ),
                 platform=trainer.platform,
             )
     found = _responses(trainer)

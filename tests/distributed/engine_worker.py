@@ -32,7 +32,8 @@ WHOLE: Stages = ((0, 1, 2),)
 EARLY: Stages = ((0,), (1, 2))  # vLLM by itself would cut the other way
 LATE: Stages = ((0, 1), (2,))
 SAMPLING = SamplingConfig(max_response_length=12, temperature=0.7, ignore_eos=True)
-CONFIG = RolloutConfig(kv_cache_gib=1 / 128, max_num_seqs=8, max_num_batched_tokens=256)
+CONFIG = RolloutConfig(max_num_seqs=8, max_num_batched_tokens=256)
+KV_CACHE_GIB = 1 / 128
 NUM_REBUILDS = 10
 
 
@@ -44,7 +45,7 @@ class Case:
     replicas: tuple[tuple[int, ...], ...]
     stages: Stages = WHOLE
     dtype: str = "float32"
-    kv_cache_gib: float = CONFIG.kv_cache_gib
+    kv_cache_gib: float = KV_CACHE_GIB
 
     @property
     def layout(self) -> RolloutLayout:
@@ -103,7 +104,8 @@ def build(case: Case, checkpoints: Path, platform: platforms.Platform, sleep_lev
         stages=case.stages,
         max_length=MAX_LENGTH,
         sampling=SAMPLING,
-        config=CONFIG.model_copy(update={"kv_cache_gib": case.kv_cache_gib, "sleep_level": sleep_level}),
+        config=CONFIG.model_copy(update={"sleep_level": sleep_level}),
+        kv_cache_bytes=int(case.kv_cache_gib * 2**30) * len(case.stages[at.pp]) // max(map(len, case.stages)),
         platform=platform,
     )
 

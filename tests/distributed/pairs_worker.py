@@ -48,7 +48,7 @@ from tests.distributed.train_batch import make_train_batch
 from tests.tiny_models import VOCAB_SIZE, by_model_name
 
 SAMPLING = SamplingConfig(max_response_length=RESPONSE_LENGTH, ignore_eos=True)
-ROLLOUT = RolloutConfig(kv_cache_gib=1 / 64, max_num_seqs=16, max_num_batched_tokens=256)
+ROLLOUT = RolloutConfig(max_num_seqs=16, max_num_batched_tokens=256)
 
 
 def main(checkpoints: Path, out: Path, names: list[str]) -> None:
@@ -151,6 +151,7 @@ class Run:
                 max_length=PROMPT_LENGTH + RESPONSE_LENGTH,
                 sampling=SAMPLING,
                 config=ROLLOUT,
+                kv_cache_bytes=1 << 24,
                 platform=self.world.platform,
             )
             engine.sleep()

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.engine_worker import CASES, CONFIG, MAX_LENGTH, NUM_LAYERS, NUM_PROMPTS, NUM_RANKS
+from tests.distributed.engine_worker import CASES, KV_CACHE_GIB, MAX_LENGTH, NUM_LAYERS, NUM_PROMPTS, NUM_RANKS
 from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints
 
 pytestmark = pytest.mark.distributed
 
-KV_CACHE_BYTES = CONFIG.kv_cache_gib * 2**30
+KV_CACHE_BYTES = KV_CACHE_GIB * 2**30
 MODELS = {"llama": ("llama", False, 4), "qwen2": ("qwen2", True, 4), "few_kv": ("llama", False, 2)}
 FLOAT32 = [name for name, case in CASES.items() if case.dtype == "float32"]
 STAGED = [name for name, case in CASES.items() if case.pp > 1]

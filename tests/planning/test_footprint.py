@@ -15,7 +15,7 @@ import pytest
 from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import model_weights
-from hybridflow.config import OptimizerConfig, RolloutConfig
+from hybridflow.config import OptimizerConfig
 from hybridflow.parallel.layout import Layout
 from hybridflow.planning.footprint import (
     Footprint,
@@ -31,6 +31,7 @@ from hybridflow.planning.footprint import (
     together,
     training_activation_bytes,
 )
+from hybridflow.planning.placed import KVCacheSize
 from hybridflow.reshard.groups import rollout_layout
 from hybridflow.reshard.plan import plan_reshard
 from tests.tiny_models import make_checkpoints
@@ -182,7 +183,7 @@ def test_optimizer_bytes_by_hand(optimizer: dict, dtype: str, dp: int, expected:
 
 def test_engine_stages_share_the_cache_by_their_layers() -> None:
     stages = ((0, 1, 2, 3), (4, 5))
-    assert [RolloutConfig(kv_cache_gib=1.0).kv_cache_bytes(stages, stage) for stage in range(2)] == [1 << 30, 1 << 29]
+    assert [KVCacheSize(1 << 30, 1, True).of_stage(stages, stage) for stage in range(2)] == [1 << 30, 1 << 29]
 
 
 def test_models_of_a_rank_take_turns_to_compute() -> None:

@@ -270,6 +270,31 @@ def test_a_cache_too_small_for_one_sequence(inputs, tmp_path):
     load(inputs, tmp_path, *TP1, "rollout.kv_cache_gib=0.001465")
 
 
+# 4 prompts on two replicas of tp 2, one sample each, of 20 tokens: 2 sequences of one block, or of two, and vLLM's own
+@pytest.mark.parametrize(
+    ("keys", "cuda", "whole"),
+    [
+        ((), False, 3 * 128 * TOKEN // 2),
+        ((), True, 5 * 16 * TOKEN // 2),
+        (("sampling.samples_per_prompt=3",), False, 7 * 128 * TOKEN // 2),
+        (("sampling.samples_per_prompt=3", "rollout.max_num_seqs=5"), False, 6 * 128 * TOKEN // 2),
+        (("actor.tensor_parallel_size=4",), False, 5 * 128 * TOKEN // 4),
+    ],
+)
+def test_by_default_the_cache_holds_the_batch(inputs, tmp_path, keys, cuda, whole):
+    run = load(inputs, tmp_path, *keys, "rollout.kv_cache_gib=null", cuda=cuda)
+    assert run.kv_cache.of_stage(run.stages, 0) == run.kv_cache.of_stage(run.stages, 0, free=2 * whole) == whole
+    assert run.kv_cache.of_stage(run.stages, 0, free=2 * whole - 2) == whole - 1
+
+
+def test_without_memory_for_one_sequence_that_is_said(inputs, tmp_path):
+    run = load(inputs, tmp_path, *TP1, "rollout.kv_cache_gib=null")
+    with pytest.raises(ConfigError, match=r"half of the 3,145,727 bytes .* which takes 1,572,864: hybridflow.plan"):
+        run.kv_cache.of_stage(run.stages, 0, free=4 * 128 * TOKEN - 1)
+    given = load(inputs, tmp_path, *TP1, gib(2 * 128 * TOKEN))
+    assert given.kv_cache.of_stage(given.stages, 0, free=0) == 2 * 128 * TOKEN, "what is given is taken as it is"
+
+
 def test_ranks_that_share_a_key_value_head_hold_it_each(inputs, tmp_path):
     policy = shutil.copytree(inputs / "policy", tmp_path / "policy")
     describe(policy, num_key_value_heads=2)
