@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridflow import train
 from hybridflow.batch import PromptBatch
+from hybridflow.by_length import always
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import DataError
 from hybridflow.flows.replay import FIELDS, Replay, differences, dumped_batches, read_batch
@@ -50,7 +51,7 @@ def generated(file: Path, tensors: dict[str, Tensor] | None = None) -> object:
     if tensors is not None:
         save_file(tensors, file)
     replay = Replay({3: file}, vocab_size=10, max_length=4)
-    return replay.generate(prompts(), samples_per_prompt=2, iteration=3)
+    return replay.generate(prompts(), samples_per_prompt=always(2), iteration=3)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import torch
 
 from hybridflow.algorithms.rewards import RunningMoments
 from hybridflow.batch import RolloutBatch, response_mask
+from hybridflow.by_length import always
 from hybridflow.config import RewardConfig
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.rewards.scorer import FunctionCaller, Scorer, _part_names
@@ -24,7 +25,7 @@ def rollout() -> RolloutBatch:
 def shaped(**given: Any) -> list[float]:
     config = RewardConfig(functions=[{"function": "hybridflow.rewards:exact_match"}], **given)
     caller = FunctionCaller(lambda ids: "", 0, 1)
-    scorer = Scorer(config, [], caller=caller, watch=Stopwatch(lambda: None), max_response_length=10)
+    scorer = Scorer(config, [], caller=caller, watch=Stopwatch(lambda: None), limits=always(10))
     return scorer.shaped(SCORES, rollout(), RunningMoments())[0].tolist()
 
 
