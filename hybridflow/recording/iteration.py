@@ -67,7 +67,7 @@ def batch_metrics(batch: RolloutBatch) -> Metrics:
 def length_metrics(batch: RolloutBatch, buckets: ByLength[int]) -> Metrics:
     """How many prompts of each bucket of lengths the batch has, and of their responses: mean length, share cut, score.
 
-    sampling/up_to_64/..., and sampling/longer/... of prompts beyond the last; of an empty one, the number of prompts alone.
+    sampling/up_to_64/..., and sampling/longer/... of prompts beyond the last; of an empty bucket the number alone.
     """
     known: Mapping[str, Tensor] = vars(batch)
     of_rows, metrics = torch.tensor(buckets.each(batch.prompt_lengths.tolist())), Metrics()
