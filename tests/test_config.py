@@ -900,7 +900,7 @@ BUCKET = {"up_to": 8, "samples_per_prompt": 4}
         (
             [BUCKET | {"up_to": 1000}, BUCKET | {"up_to": 1001}],
             {},
-            "sampling.by_prompt_length.1.up_to = 1001: no prompt is in this bucket, the one before ends at 1000 and data.",
+            "sampling.by_prompt_length.1.up_to = 1001: no prompt is in this bucket, the one before ends at 1000 and",
         ),
         (
             [{"up_to": 8, "samples_per_prompt": 1}],
@@ -910,8 +910,8 @@ BUCKET = {"up_to": 8, "samples_per_prompt": 4}
         (
             [BUCKET],
             {"algorithm.update.mini_batch_size": 33},
-            "algorithm.update.mini_batch_size = 33 exceeds the most sequences of an iteration: data.prompts_per_iteration "
-            "x the largest samples_per_prompt = 8 x 4 = 32",
+            "algorithm.update.mini_batch_size = 33 exceeds the most sequences of an iteration: "
+            "data.prompts_per_iteration x the largest samples_per_prompt = 8 x 4 = 32",
         ),
         (
             [{"up_to": 8, "max_response_length": 7}],

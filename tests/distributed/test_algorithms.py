@@ -156,11 +156,8 @@ def test_shares_of_what_was_clipped_or_out_of_bounds_are_those_of_one_process(ca
 def test_metrics_by_bucket_of_prompt_lengths(case, results, models):
     """Rows 2 and 6 are of at most 2 prompt tokens, rows 1 and 3 of more than 4, one of each group."""
     found, scores = load(results, case), torch.tensor([r.score for r in estimated(models, True)])
-    stats = {
-        key.partition("stat/sampling/")[2]: float(x)
-        for key, x in found.items()
-        if key.startswith("by_length/stat/samp")
-    }
+    area = "by_length/stat/sampling/"
+    stats = {key.removeprefix(area): float(x) for key, x in found.items() if key.startswith(area)}
     assert [stats[f"{name}/prompts"] for name in ("up_to_2", "up_to_4", "longer")] == [2, 2, 2]
     assert stats["up_to_2/score_mean"] == pytest.approx(float(scores[[2, 6]].mean()), rel=1e-6)
     assert stats["longer/score_mean"] == pytest.approx(float(scores[[1, 3]].mean()), rel=1e-6)

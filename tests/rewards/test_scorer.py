@@ -36,7 +36,7 @@ def test_what_comes_near_the_limit_costs_more_with_each_token() -> None:
 
 
 def test_overlong_counts_from_the_limit_of_the_prompts_bucket() -> None:
-    """Prompts of 2 tokens are cut at 8, and so the responses of 4, 8 and 10 tokens are 0, 4 and all of a buffer of 4."""
+    """Responses to prompts of 2 tokens are cut at 8: those of 4, 8 and 10 tokens are 0, 4 and 4 into a buffer of 4."""
     config = RewardConfig(functions=[{"function": "hybridflow.rewards:exact_match"}], overlong={"buffer": 4})
     caller = FunctionCaller(lambda ids: "", 0, 1)
     scorer = Scorer(config, [], caller=caller, watch=Stopwatch(lambda: None), limits=ByLength((2, 5), (8, 9, 10)))
