@@ -31,6 +31,7 @@ from hybridflow.algorithm_config import (
     OPO,
     PPO,
     Algorithm,
+    Custom,
     MaxRL,
     Section,
     check_parts,
@@ -253,7 +254,7 @@ class RewardFunctionConfig(Section):
 
 
 class OverlongConfig(Section):
-    """DAPO's overlong shaping: what the last tokens before sampling.max_response_length cost."""
+    """DAPO's overlong shaping: what the last tokens before the limit of a prompt's responses cost."""
 
     buffer: PositiveInt  # tokens: nothing is taken off before the last so many, each of which costs factor / buffer
     factor: NonNegativeFloat = 1.0  # what a response of the full length costs
@@ -499,6 +500,11 @@ class ExperimentConfig(Section):
                     f"data.max_prompt_length = {self.data.max_prompt_length}"
                 )
             self._check_limit(f"{name}.max_response_length", bucket.max_response_length)
+            if isinstance(self.algorithm, Custom) and self.sampling.samples.varies and bucket.samples_per_prompt:
+                raise ValueError(
+                    f"{name}.samples_per_prompt = {bucket.samples_per_prompt}: a flow of your own may take the "
+                    f"responses of a prompt to be equally many: leave it out, or give all buckets the same as sampling"
+                )
             before = bucket.up_to
 
     def _check_limit(self, name: str, limit: int | None) -> None:

@@ -908,6 +908,11 @@ BUCKET = {"up_to": 8, "samples_per_prompt": 4}
             "sampling.by_prompt_length.0.samples_per_prompt = 1: algorithm grpo compares the responses of a prompt",
         ),
         (
+            [{"up_to": 4, "temperature": 0.5}, BUCKET],
+            {"algorithm": {"name": "custom", "flow": "a:b", "roles": ["actor", "critic", "reference", "reward"]}},
+            "sampling.by_prompt_length.1.samples_per_prompt = 4: a flow of your own may take the",
+        ),
+        (
             [BUCKET],
             {"algorithm.update.mini_batch_size": 33},
             "algorithm.update.mini_batch_size = 33 exceeds the most sequences of an iteration: "
@@ -939,3 +944,12 @@ def test_buckets_of_prompt_lengths(config_file) -> None:
     again = ExperimentConfig.from_tree(yaml.safe_load(config.to_yaml()), "config.yaml")
     assert again == config
     assert not ExperimentConfig.from_yaml(config_file({})).sampling.samples.varies
+
+
+def test_the_fewest_sequences_of_an_iteration_have_to_reach_all_replicas(config_file) -> None:
+    """8 prompts x 1: an iteration of long prompts alone has no more."""
+    keys = {"sampling.samples_per_prompt": 1, "sampling.by_prompt_length": [BUCKET], "algorithm.update": {}}
+    config = ExperimentConfig.from_yaml(config_file(keys))
+    config.check_world_size(8)
+    with pytest.raises(ConfigError, match="x the smallest samples_per_prompt = 8 leaves replicas of actor without"):
+        config.check_world_size(16)

@@ -140,7 +140,8 @@ TABLE: tuple[Rule, ...] = (
         "sampling.by_prompt_length.* sampling.by_prompt_length.*.*",
         NOTICED,
         NOTICED,
-        "responses are drawn so; log-probs and KL are at the temperature that holds now",
+        "responses are drawn so; log-probs and KL are at the temperature that holds now; a surplus with "
+        "groups of another size is dropped",
     ),
     # ---- what is aimed at
     _rule(
