@@ -31,11 +31,13 @@ from hybridflow.algorithm_config import (
     OPO,
     PPO,
     Algorithm,
+    Custom,
     MaxRL,
     Section,
     check_parts,
     compares_responses,
 )
+from hybridflow.by_length import ByLength
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.foreign_keys import algorithm_hint, hint, leaves
 from hybridflow.parallel.layout import Layout, PlatformName
@@ -67,8 +69,31 @@ class DataConfig(Section):
     shuffle: bool = True
 
 
+class PromptLengthConfig(Section):
+    """What is another for prompts of some length than `sampling` says. None: as there."""
+
+    up_to: PositiveInt  # prompt tokens, inclusive: the first bucket that a prompt fits in is its own
+    samples_per_prompt: PositiveInt | None = None
+    temperature: PositiveFloat | None = None
+    max_response_length: PositiveInt | None = None  # at most that of the section
+
+    def replaced(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"up_to"}, exclude_none=True)
+
+
+REPLACED = tuple(key for key in PromptLengthConfig.model_fields if key != "up_to")
+
+
 class SamplingConfig(Section):
-    """How responses are drawn; the names and meanings are vLLM's."""
+    """How responses are drawn; the names and meanings are vLLM's.
+
+    by_prompt_length: buckets in ascending order; prompts longer than the last are sampled as the section says. A row is
+    trained on at the temperature that it was sampled at, is cut at the limit it was generated under, and
+    reward.overlong counts from that limit; loss_mean constant divides by the section's max_response_length. Greedy
+    responses, to held-out prompts and of remax, have the limit of their bucket, one response a prompt, and temperature
+    0. Where samples_per_prompt varies the sequences of an iteration do too: algorithm.update.mini_batch_size is then
+    the most of a step, and an epoch is cut in as few mini-batches as that allows, of nearly equal size.
+    """
 
     samples_per_prompt: PositiveInt = 1
     max_response_length: PositiveInt  # tokens, the end token included
@@ -86,6 +111,7 @@ class SamplingConfig(Section):
     allowed_token_ids: tuple[NonNegativeInt, ...] | None = None
     logit_bias: dict[int, float] | None = None
     ignore_eos: bool = False
+    by_prompt_length: tuple[PromptLengthConfig, ...] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -95,6 +121,34 @@ class SamplingConfig(Section):
                 f"max_response_length = {self.max_response_length}"
             )
         return self
+
+    def sections(self) -> "tuple[SamplingConfig, ...]":
+        """What holds in each bucket, and last what holds for longer prompts."""
+        alone = self.model_copy(update={"by_prompt_length": ()})
+        return (*(alone.model_copy(update=bucket.replaced()) for bucket in self.by_prompt_length), alone)
+
+    @property
+    def buckets(self) -> ByLength[int]:
+        """The number of a prompt's entry in `sections`."""
+        return ByLength(self._ends, tuple(range(len(self._ends) + 1)))
+
+    @property
+    def samples(self) -> ByLength[int]:
+        """samples_per_prompt of each bucket."""
+        return ByLength(self._ends, tuple(section.samples_per_prompt for section in self.sections()))
+
+    @property
+    def temperatures(self) -> ByLength[float]:
+        return ByLength(self._ends, tuple(section.temperature for section in self.sections()))
+
+    @property
+    def limits(self) -> ByLength[int]:
+        """max_response_length of each bucket, in tokens."""
+        return ByLength(self._ends, tuple(section.max_response_length for section in self.sections()))
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(bucket.up_to for bucket in self.by_prompt_length)
 
     def changed_distribution(self) -> list[str]:
         """The keys, as `sampling.top_p = 0.9`, by which tokens are not drawn from the whole softmax at a temperature.
@@ -200,7 +254,7 @@ class RewardFunctionConfig(Section):
 
 
 class OverlongConfig(Section):
-    """DAPO's overlong shaping: what the last tokens before sampling.max_response_length cost."""
+    """DAPO's overlong shaping: what the last tokens before the limit of a prompt's responses cost."""
 
     buffer: PositiveInt  # tokens: nothing is taken off before the last so many, each of which costs factor / buffer
     factor: NonNegativeFloat = 1.0  # what a response of the full length costs
@@ -386,6 +440,7 @@ class ExperimentConfig(Section):
         for check in (
             self._check_roles,
             self._check_reset,
+            self._check_buckets,
             self._check_batch,
             self._check_sampling,
             self._check_lengths,
@@ -423,19 +478,47 @@ class ExperimentConfig(Section):
                     f"reference.{key} = {mine} and actor.{key} = {actors} must be the same"
                 )
 
+    def _check_buckets(self) -> None:
+        """Those of sampling.by_prompt_length ascend, each is of some prompt, and says what the section allows."""
+        before = 0
+        for i, bucket in enumerate(self.sampling.by_prompt_length):
+            name = f"sampling.by_prompt_length.{i}"
+            if not bucket.replaced():
+                raise ValueError(
+                    f"{name}: replaces nothing: give one of {', '.join(REPLACED)}, or leave the bucket out"
+                )
+            if bucket.up_to <= before:
+                raise ValueError(f"{name}.up_to = {bucket.up_to}: buckets ascend, the one before ends at {before}")
+            if before >= self.data.max_prompt_length:
+                raise ValueError(
+                    f"{name}.up_to = {bucket.up_to}: no prompt is in this bucket, the one before ends at {before} and "
+                    f"data.max_prompt_length = {self.data.max_prompt_length}"
+                )
+            self._check_limit(f"{name}.max_response_length", bucket.max_response_length)
+            if isinstance(self.algorithm, Custom) and self.sampling.samples.varies and bucket.samples_per_prompt:
+                raise ValueError(
+                    f"{name}.samples_per_prompt = {bucket.samples_per_prompt}: a flow of your own may take the "
+                    f"responses of a prompt to be equally many: leave it out, or give all buckets the same as sampling"
+                )
+            before = bucket.up_to
+
+    def _check_limit(self, name: str, limit: int | None) -> None:
+        """The section's limit is the longest: positions, KV cache and budgets of tokens are made for it."""
+        sampling = self.sampling
+        if limit is not None and limit > sampling.max_response_length:
+            raise ValueError(f"{name} = {limit} exceeds sampling.max_response_length = {sampling.max_response_length}")
+        if limit is not None and limit < sampling.min_response_length:
+            raise ValueError(f"{name} = {limit} is below sampling.min_response_length = {sampling.min_response_length}")
+
     def _check_batch(self) -> None:
-        prompts, samples, batch = self.data.prompts_per_iteration, self.sampling.samples_per_prompt, self.batch_size
-        kl = self.algorithm.kl
-        if batch % self.mini_batch_size:
-            raise ValueError(
-                f"algorithm.update.mini_batch_size = {self.mini_batch_size} does not divide the sequences of an "
-                f"iteration: data.prompts_per_iteration x sampling.samples_per_prompt = {prompts} x {samples} = {batch}"
-            )
-        if compares_responses(self.algorithm) and samples == 1:
-            raise ValueError(
-                f"sampling.samples_per_prompt = 1: algorithm {self.algorithm.name} compares the responses of a prompt "
-                f"with each other, it needs at least 2"
-            )
+        batch, kl = self.batch_size, self.algorithm.kl
+        self._check_mini_batch()
+        for name, samples in self._by_bucket("samples_per_prompt"):
+            if compares_responses(self.algorithm) and samples == 1:
+                raise ValueError(
+                    f"{name} = 1: algorithm {self.algorithm.name} compares the responses of a prompt "
+                    f"with each other, it needs at least 2"
+                )
         if isinstance(self.algorithm, OPO) and self.mini_batch_size != batch:
             raise ValueError(
                 f"algorithm.update.mini_batch_size = {self.mini_batch_size}: opo is exactly on-policy, it takes one "
@@ -446,6 +529,27 @@ class ExperimentConfig(Section):
                 f"algorithm.kl.horizon = {kl.horizon} is too short for {batch} sequences an iteration: one step may "
                 f"change the coefficient by 0.2 x {batch} / {kl.horizon}, which must stay below 1"
             )
+
+    def _check_mini_batch(self) -> None:
+        prompts, batch, most = self.data.prompts_per_iteration, self.batch_size, max(self.sampling.samples.values)
+        if self.sampling.samples.varies and self.mini_batch_size > batch:
+            raise ValueError(
+                f"algorithm.update.mini_batch_size = {self.mini_batch_size} exceeds the most sequences of an "
+                f"iteration: data.prompts_per_iteration x the largest samples_per_prompt = {prompts} x {most} = {batch}"
+            )
+        if not self.sampling.samples.varies and batch % self.mini_batch_size:
+            raise ValueError(
+                f"algorithm.update.mini_batch_size = {self.mini_batch_size} does not divide the sequences of an "
+                f"iteration: data.prompts_per_iteration x sampling.samples_per_prompt = {prompts} x {most} = {batch}"
+            )
+
+    def _by_bucket(self, key: str) -> list[tuple[str, Any]]:
+        """The values of a key of `sampling`, each with its name: the section's own, and those that buckets have."""
+        found = [(f"sampling.{key}", getattr(self.sampling, key))]
+        for i, bucket in enumerate(self.sampling.by_prompt_length):
+            if getattr(bucket, key) is not None:
+                found.append((f"sampling.by_prompt_length.{i}.{key}", getattr(bucket, key)))
+        return found
 
     def _check_rounds(self) -> None:
         dynamic = getattr(self.algorithm, "dynamic_sampling", None)
@@ -472,12 +576,10 @@ class ExperimentConfig(Section):
 
     def _check_scores(self) -> None:
         """What shapes scores leaves them as the algorithm takes them."""
-        reward, limit = self.reward, self.sampling.max_response_length
-        if reward is not None and reward.overlong is not None and reward.overlong.buffer > limit:
-            raise ValueError(
-                f"reward.overlong.buffer = {reward.overlong.buffer} is longer than "
-                f"sampling.max_response_length = {limit}"
-            )
+        reward = self.reward
+        for name, limit in self._by_bucket("max_response_length"):
+            if reward is not None and reward.overlong is not None and reward.overlong.buffer > limit:
+                raise ValueError(f"reward.overlong.buffer = {reward.overlong.buffer} is longer than {name} = {limit}")
         if isinstance(self.algorithm, MaxRL) and reward is not None:
             for key, neutral in (("normalization", "none"), ("truncation_penalty", 0.0), ("overlong", None)):
                 if getattr(reward, key) != neutral:
@@ -497,8 +599,8 @@ class ExperimentConfig(Section):
 
     @property
     def batch_size(self) -> int:
-        """Sequences of an iteration."""
-        return self.data.prompts_per_iteration * self.sampling.samples_per_prompt
+        """Sequences of an iteration; the most where samples_per_prompt goes by the length of a prompt."""
+        return self.data.prompts_per_iteration * max(self.sampling.samples.values)
 
     @property
     def mini_batch_size(self) -> int:
@@ -544,9 +646,13 @@ class ExperimentConfig(Section):
         return layouts
 
     def _check_replicas(self, name: str, layout: Layout) -> None:
-        if isinstance(self.roles()[name], TrainedRoleConfig) and self.mini_batch_size < layout.dp:
+        fewest = min(self.mini_batch_size, self.data.prompts_per_iteration * min(self.sampling.samples.values))
+        if isinstance(self.roles()[name], TrainedRoleConfig) and fewest < layout.dp:
+            what = "algorithm.update.mini_batch_size"
+            if fewest < self.mini_batch_size:
+                what = "data.prompts_per_iteration x the smallest samples_per_prompt"
             raise ConfigError(
-                f"algorithm.update.mini_batch_size = {self.mini_batch_size} leaves replicas of {name} without "
+                f"{what} = {fewest} leaves replicas of {name} without "
                 f"a sequence: {name} has data_parallel_size {layout.dp} on {len(layout.ranks)} ranks"
             )
 
@@ -692,6 +798,8 @@ def _nearest(model: Any, location: tuple[int | str, ...]) -> tuple[str, bool]:
         elif isinstance(part, str):
             model = None if part == "algorithm" else _section_of(model.model_fields[part].annotation)
     key, known = str(location[-1]), list(model.model_fields)
+    if model is PromptLengthConfig and key in SamplingConfig.model_fields:
+        return f"it is one for all prompts; what may go by their length is {', '.join(REPLACED)}", True
     moved = {old: _moved_to(old) for old in MOVED} if location[0] == "algorithm" and len(location) == 3 else {}
     if key in moved:
         return f"it is now algorithm.{moved[key]}", True

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from hybridflow.batch import PromptBatch, RolloutBatch
+from hybridflow.by_length import ByLength
 from hybridflow.models.build import DTYPES
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.platform import Platform, world_group
@@ -114,7 +115,13 @@ class Generator:
             self.engine.sleep()
 
     def generate(
-        self, prompts: PromptBatch, *, greedy: bool = False, samples_per_prompt: int, iteration: int, first_prompt: int
+        self,
+        prompts: PromptBatch,
+        *,
+        greedy: bool = False,
+        samples_per_prompt: ByLength[int],
+        iteration: int,
+        first_prompt: int,
     ) -> RolloutBatch:
         """See `rollout.generation.generate`; greedy takes the likeliest token always."""
         return generate(
@@ -122,6 +129,7 @@ class Generator:
             prompts,
             self._params.get("greedy" if greedy else "sampled"),
             samples_per_prompt=samples_per_prompt,
+            buckets=self._placed.config.sampling.buckets,
             seed=self._placed.config.seed,
             iteration=iteration,
             first_prompt=first_prompt,

@@ -79,7 +79,7 @@ def flow_of(algorithm: Algorithm) -> Flow:
 
 def build_roles(placed: PlacedRun, world: World, caller: FunctionCaller) -> Roles:
     """The models of the run, those that it has. Collective over the world."""
-    config, models, temperature = placed.config, placed.models, placed.config.sampling.temperature
+    config, models, temperature = placed.config, placed.models, placed.config.sampling.temperatures
     actor = Actor(placed.actor, temperature=temperature, world=world)
     critic = Critic(models["critic"], world=world) if "critic" in models else None
     reference = None
@@ -88,8 +88,7 @@ def build_roles(placed: PlacedRun, world: World, caller: FunctionCaller) -> Role
     scorer = None
     if config.reward is not None:
         rewards = [RewardModel(model, world=world) for model in placed.reward_models]
-        limit = config.sampling.max_response_length
-        scorer = Scorer(config.reward, rewards, caller=caller, watch=world.watch, max_response_length=limit)
+        scorer = Scorer(config.reward, rewards, caller=caller, watch=world.watch, limits=config.sampling.limits)
     return Roles(actor, critic, reference, scorer)
 
 
@@ -197,7 +196,7 @@ class RLTrainer:
 
     def _kept_rollout(self, prompts: PromptBatch, iteration: int) -> RolloutBatch | None:
         """What an earlier start of the run has generated for the iteration in which it ended."""
-        samples = self.config.sampling.samples_per_prompt
+        samples = self.config.sampling.samples
 
         def read(file: Path) -> RolloutBatch:
             return self._replay({iteration: file}).generate(prompts, samples_per_prompt=samples, iteration=iteration)

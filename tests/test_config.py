@@ -858,3 +858,98 @@ def test_an_algorithm_has_the_models_that_it_needs() -> None:
     custom = {"name": "custom", "flow": "a:b", "roles": ["actor", "reference"], "options": {"x": [1]}}
     config = load(algorithm=custom, critic=None, reward=None)
     assert list(config.roles()) == ["actor", "reference"] and config.algorithm.options == {"x": [1]}
+
+
+BUCKET = {"up_to": 8, "samples_per_prompt": 4}
+
+
+@pytest.mark.parametrize(
+    ("buckets", "more", "expected"),
+    [
+        ([{"up_to": 8}], {}, "sampling.by_prompt_length.0: replaces nothing: give one of samples_per_prompt, temp"),
+        ([BUCKET, BUCKET], {}, "sampling.by_prompt_length.1.up_to = 8: buckets ascend, the one before ends at 8"),
+        ([BUCKET, BUCKET | {"up_to": 4}], {}, "sampling.by_prompt_length.1.up_to = 4: buckets ascend, the one before"),
+        ([{"up_to": 0, "temperature": 1}], {}, "sampling.by_prompt_length.0.up_to = 0: input should be greater than 0"),
+        ([{"temperature": 1}], {}, "sampling.by_prompt_length.0.up_to: is required"),
+        (
+            [{"up_to": 2, "temperature": 0.0}],
+            {},
+            "sampling.by_prompt_length.0.temperature = 0.0: input should be greater than 0",
+        ),
+        (
+            [{"up_to": 2, "top_p": 0.5}],
+            {},
+            "sampling.by_prompt_length.0.top_p: unknown key; it is one for all prompts; what may go by their length is "
+            "samples_per_prompt, temperature, max_response_length",
+        ),
+        (
+            [{"up_to": 2, "temprature": 0.5}],
+            {},
+            "sampling.by_prompt_length.0.temprature: unknown key; did you mean temp",
+        ),
+        (
+            [{"up_to": 8, "max_response_length": 51}],
+            {},
+            "sampling.by_prompt_length.0.max_response_length = 51 exceeds sampling.max_response_length = 50",
+        ),
+        (
+            [{"up_to": 8, "max_response_length": 3}],
+            {"sampling.min_response_length": 4},
+            "sampling.by_prompt_length.0.max_response_length = 3 is below sampling.min_response_length = 4",
+        ),
+        (
+            [BUCKET | {"up_to": 1000}, BUCKET | {"up_to": 1001}],
+            {},
+            "sampling.by_prompt_length.1.up_to = 1001: no prompt is in this bucket, the one before ends at 1000 and",
+        ),
+        (
+            [{"up_to": 8, "samples_per_prompt": 1}],
+            {"algorithm": {"name": "grpo"}, "critic": None},
+            "sampling.by_prompt_length.0.samples_per_prompt = 1: algorithm grpo compares the responses of a prompt",
+        ),
+        (
+            [{"up_to": 4, "temperature": 0.5}, BUCKET],
+            {"algorithm": {"name": "custom", "flow": "a:b", "roles": ["actor", "critic", "reference", "reward"]}},
+            "sampling.by_prompt_length.1.samples_per_prompt = 4: a flow of your own may take the",
+        ),
+        (
+            [BUCKET],
+            {"algorithm.update.mini_batch_size": 33},
+            "algorithm.update.mini_batch_size = 33 exceeds the most sequences of an iteration: "
+            "data.prompts_per_iteration x the largest samples_per_prompt = 8 x 4 = 32",
+        ),
+        (
+            [{"up_to": 8, "max_response_length": 7}],
+            {"reward.overlong": {"buffer": 8}},
+            "reward.overlong.buffer = 8 is longer than sampling.by_prompt_length.0.max_response_length = 7",
+        ),
+    ],
+)
+def test_buckets_of_prompt_lengths_that_cannot_be(config_file, buckets, more, expected: str) -> None:
+    assert expected in problem(config_file({"sampling.by_prompt_length": buckets} | more))
+
+
+def test_buckets_of_prompt_lengths(config_file) -> None:
+    """The first that a prompt fits in is its own, up_to included; longer prompts have what the section says."""
+    buckets = [{"up_to": 8, "max_response_length": 20, "temperature": 0.5}, {"up_to": 16, "samples_per_prompt": 4}]
+    config = ExperimentConfig.from_yaml(
+        config_file({"sampling.by_prompt_length": buckets, "algorithm.update.mini_batch_size": 5})
+    )
+    sampling, lengths = config.sampling, [1, 8, 9, 16, 17]
+    assert sampling.buckets.each(lengths) == [0, 0, 1, 1, 2]
+    assert sampling.samples.each(lengths) == [2, 2, 4, 4, 2] and sampling.samples.varies
+    assert sampling.temperatures.each(lengths) == [0.5, 0.5, 1.0, 1.0, 1.0]
+    assert sampling.limits.each(lengths) == [20, 20, 50, 50, 50]
+    assert config.batch_size == 8 * 4 and config.mini_batch_size == 5  # the most sequences
+    again = ExperimentConfig.from_tree(yaml.safe_load(config.to_yaml()), "config.yaml")
+    assert again == config
+    assert not ExperimentConfig.from_yaml(config_file({})).sampling.samples.varies
+
+
+def test_the_fewest_sequences_of_an_iteration_have_to_reach_all_replicas(config_file) -> None:
+    """8 prompts x 1: an iteration of long prompts alone has no more."""
+    keys = {"sampling.samples_per_prompt": 1, "sampling.by_prompt_length": [BUCKET], "algorithm.update": {}}
+    config = ExperimentConfig.from_yaml(config_file(keys))
+    config.check_world_size(8)
+    with pytest.raises(ConfigError, match="x the smallest samples_per_prompt = 8 leaves replicas of actor without"):
+        config.check_world_size(16)

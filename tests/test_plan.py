@@ -361,3 +361,13 @@ def test_the_status_of_the_command_is_1_where_nothing_fits() -> None:
     done = command("configs/llama3_8b_8gpus.yaml", "--world-size", "7")
     assert done.returncode == 1
     assert done.stderr.startswith("hybridflow.plan: error: actor: tensor_parallel_size")
+
+
+def test_memory_is_that_of_the_most_samples_of_any_bucket(plan) -> None:
+    """A prompt of any length may turn up in all of a batch."""
+    bucket = "sampling.by_prompt_length=[{up_to: 2, samples_per_prompt: 3, max_response_length: 2}]"
+    one_step = "algorithm.update.mini_batch_size=null"
+    with_buckets, plain, most = (
+        plan(one_step, *keys)["memory"] for keys in ([bucket], [], ["sampling.samples_per_prompt=3"])
+    )
+    assert with_buckets == most != plain

@@ -25,6 +25,7 @@ FLOORS: dict[int, list[str]] = {
         "command",
         "user_code",
         "batch",
+        "by_length",
         "algorithms",
         "algorithms.*",
         "parallel.layout",

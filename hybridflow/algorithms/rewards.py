@@ -106,7 +106,7 @@ def penalize_truncated(scores: Tensor, truncated: Tensor, *, penalty: float) -> 
     return torch.where(truncated, scores - penalty, scores)
 
 
-def overlong_penalties(response_lengths: Tensor, *, max_response_length: int, buffer: int, factor: float) -> Tensor:
+def overlong_penalties(response_lengths: Tensor, *, max_response_length: Tensor, buffer: int, factor: float) -> Tensor:
     """What the last tokens before the length limit cost: nothing up to the buffer, then more with each token.
 
         p_i = factor min(max(l_i - (max_response_length - buffer), 0), buffer) / buffer
@@ -115,19 +115,20 @@ def overlong_penalties(response_lengths: Tensor, *, max_response_length: int, bu
 
     Args:
         response_lengths: int64 (N,), response tokens of each sequence.
-        max_response_length: tokens, the limit that the responses were generated under.
-        buffer: tokens, in 1 .. max_response_length.
+        max_response_length: int64 (N,), tokens: the limit that each response was generated under.
+        buffer: tokens, in 1 .. the smallest of those limits.
         factor: what a response of the full length costs, in units of the score, >= 0.
 
     Returns:
         float32 (N,), to be taken off the scores.
 
     Raises:
-        ValueError: response_lengths is not (N,), or the buffer is not as above.
+        ValueError: a shape is not as above, or the buffer is not.
     """
-    require_flat(response_lengths=response_lengths)
-    if not 0 < buffer <= max_response_length:
-        raise ValueError(f"buffer is {buffer}: it must be in 1 .. max_response_length, {max_response_length}")
+    require_flat(response_lengths=response_lengths, max_response_length=max_response_length)
+    if buffer < 1 or (max_response_length < buffer).any():
+        least = int(max_response_length.min())
+        raise ValueError(f"buffer is {buffer}: it must be in 1 .. max_response_length, {least}")
     over = (response_lengths - (max_response_length - buffer)).clamp(0, buffer)
     return factor * over.float() / buffer
 

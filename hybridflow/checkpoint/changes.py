@@ -136,6 +136,13 @@ TABLE: tuple[Rule, ...] = (
     ),
     _rule("sampling.*", NOTICED, NOTICED, "responses are drawn so"),
     _rule("sampling.temperature", NOTICED, NOTICED, "responses, log-probs and KL are of another distribution"),
+    _rule(
+        "sampling.by_prompt_length.* sampling.by_prompt_length.*.*",
+        NOTICED,
+        NOTICED,
+        "responses are drawn so; log-probs and KL are at the temperature that holds now; a surplus with "
+        "groups of another size is dropped",
+    ),
     # ---- what is aimed at
     _rule(
         "reward reward.models.* reward.functions.* reward.functions.*.function",

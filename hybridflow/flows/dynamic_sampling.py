@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybridflow.algorithm_config import DynamicSampling
 from hybridflow.algorithms.groups import equal_groups
-from hybridflow.batch import RolloutBatch, joined
+from hybridflow.batch import RolloutBatch, joined, offsets, token_index
 from hybridflow.checkpoint.state import Surplus
 from hybridflow.flows.run import Run
 from hybridflow.rewards.scorer import Scores
@@ -26,7 +26,7 @@ from hybridflow.rewards.scorer import Scores
 
 @dataclass(frozen=True)
 class Groups:
-    """Responses and raw scores, group after group, all of one size; prompt_indices count the groups."""
+    """Responses and raw scores, group after group; prompt_indices count the groups."""
 
     prompts: tuple[int, ...]  # of the data set, one a group
     rollout: RolloutBatch
@@ -35,16 +35,25 @@ class Groups:
     def __len__(self) -> int:
         return len(self.prompts)
 
+    @property
+    def sizes(self) -> Tensor:
+        """Responses of each group, int64 (groups,)."""
+        return self.rollout.prompt_indices.bincount(minlength=len(self))
+
+    @property
+    def prompt_lengths(self) -> list[int]:
+        """Tokens of each group's prompt."""
+        return self.rollout.prompt_lengths[offsets(self.sizes)].tolist()
+
     def chosen(self, numbers: Sequence[int]) -> Self:
         """The groups of these numbers, in this order."""
-        size = len(self.raw_scores) // max(len(self), 1)
-        first = torch.tensor(numbers, dtype=torch.int64)[:, None] * size
-        rows = (first + torch.arange(size)).flatten()
-        rollout = _numbered(self.rollout.select(rows), len(numbers))
+        groups, sizes = torch.tensor(numbers, dtype=torch.int64), self.sizes
+        rows = token_index(sizes, groups)
+        rollout = _numbered(self.rollout.select(rows), sizes[groups])
         return type(self)(tuple(self.prompts[i] for i in numbers), rollout, self.raw_scores[rows])
 
     def followed_by(self, other: Self) -> Self:
-        rollout = _numbered(joined(self.rollout, other.rollout), len(self) + len(other))
+        rollout = _numbered(joined(self.rollout, other.rollout), torch.cat([self.sizes, other.sizes]))
         scores = torch.cat([self.raw_scores, other.raw_scores])
         return type(self)((*self.prompts, *other.prompts), rollout, scores)
 
@@ -54,9 +63,8 @@ class Groups:
         return Surplus(self.prompts, tensors) if self.prompts else None
 
 
-def _numbered(rollout: RolloutBatch, num_groups: int) -> RolloutBatch:
-    size = len(rollout) // max(num_groups, 1)
-    return replace(rollout, prompt_indices=torch.arange(num_groups).repeat_interleave(size))
+def _numbered(rollout: RolloutBatch, sizes: Tensor) -> RolloutBatch:
+    return replace(rollout, prompt_indices=torch.arange(len(sizes)).repeat_interleave(sizes))
 
 
 def groups_of(surplus: Surplus) -> Groups:
@@ -94,12 +102,12 @@ def sampled(run: Run, c: DynamicSampling | None) -> tuple[RolloutBatch, Scores |
 
 
 def _from_before(run: Run) -> Groups | None:
-    """The surplus of the iteration before; None where there is none, or where groups had another size then."""
+    """The surplus of the iteration before; None where there is none, or where a group had another size then."""
     surplus = run.state.surplus
     if surplus is None:
         return None
     groups = groups_of(surplus)
-    return groups if len(groups.raw_scores) == len(groups) * run.samples_per_prompt else None
+    return groups if groups.sizes.tolist() == run.samples.each(groups.prompt_lengths) else None
 
 
 def _generated(run: Run) -> Groups:

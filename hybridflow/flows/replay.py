@@ -1,7 +1,7 @@
 """Batches of an earlier run in the engine's place: an iteration again, on another machine or by other code.
 
     replay = Replay(dumped_batches("runs/quickstart"), vocab_size=..., max_length=...)
-    replay.generate(prompts, iteration=3, samples_per_prompt=4)     # what the run's engine gave then
+    replay.generate(prompts, iteration=3, samples_per_prompt=always(4))     # what the run's engine gave then
     replay.compared(done)                                           # and what was computed of it, then and now
 
 A file is what `metrics.dump_batches` writes: the fields of the flow's batch. Those of a `RolloutBatch` are taken for
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch, offsets, response_mask
+from hybridflow.by_length import ByLength
 from hybridflow.errors import CheckpointError, DataError
 from hybridflow.formats.file_bytes import opened, read_box
 from hybridflow.formats.safetensors_files import read_header
@@ -81,7 +82,7 @@ class Replay:
         prompts: PromptBatch,
         *,
         greedy: bool = False,
-        samples_per_prompt: int,
+        samples_per_prompt: ByLength[int],
         iteration: int,
         first_prompt: int = 0,
     ) -> RolloutBatch:
@@ -142,13 +143,14 @@ def _check_bounds(file: Path, name: str, values: Tensor, least: int, most: int) 
         raise DataError(f"{file}: {name}[{at}] is {int(values[at])}; this config has those from {least} to {most}")
 
 
-def _check_prompts(file: Path, rollout: RolloutBatch, prompts: PromptBatch, samples_per_prompt: int) -> None:
+def _check_prompts(file: Path, rollout: RolloutBatch, prompts: PromptBatch, samples_per_prompt: ByLength[int]) -> None:
     """The rows answer these prompts: as many each, side by side, and token by token."""
-    expected = torch.arange(len(prompts)).repeat_interleave(samples_per_prompt)
+    counts = samples_per_prompt.each(prompts.lengths.tolist())
+    expected = torch.arange(len(prompts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
     if not torch.equal(rollout.prompt_indices, expected):
         raise DataError(
             f"{file}: prompt_indices of its {len(rollout)} rows are not those of {len(prompts)} prompts (data."
-            f"prompts_per_iteration) x {samples_per_prompt} responses (sampling.samples_per_prompt), side by side: the "
+            f"prompts_per_iteration) x {_between(counts)} responses (sampling.samples_per_prompt), side by side: the "
             f"config is another, or the flow kept some rows alone, and the others are lost"
         )
     asked = prompts.token_lists()
@@ -161,6 +163,12 @@ def _check_prompts(file: Path, rollout: RolloutBatch, prompts: PromptBatch, samp
                 f"{prompts.texts[prompt][:60]!r}: data, data.shuffle, seed and data.prompts_per_iteration must be "
                 f"those of the run that wrote it"
             )
+
+
+def _between(counts: list[int]) -> str:
+    """`4`, or `4 to 8`."""
+    least, most = min(counts), max(counts)
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def read_batch(file: Path) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hybridflow.algorithm_config import PolicyLoss, Update
 from hybridflow.batch import PromptBatch, RolloutBatch
+from hybridflow.by_length import ByLength, always
 from hybridflow.checkpoint.state import RunState
 from hybridflow.config import ExperimentConfig
 from hybridflow.data.prompts import PromptDataset, PromptOrder
@@ -37,7 +38,7 @@ from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.platform import Platform, world_group
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.parallel.watchdog import Watchdog
-from hybridflow.recording.iteration import Iteration, Metrics, batch_metrics, cost_metrics
+from hybridflow.recording.iteration import Iteration, Metrics, batch_metrics, cost_metrics, length_metrics
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.rewards.scorer import Scores
 from hybridflow.roles.objectives import KLTerm, PolicyObjective, policy_loss
@@ -110,7 +111,13 @@ class Run:
 
     @property
     def samples_per_prompt(self) -> int:
+        """That of the section; `samples` has those of prompts whose length says otherwise."""
         return self._config.sampling.samples_per_prompt
+
+    @property
+    def samples(self) -> ByLength[int]:
+        """How many responses a prompt has, by its length."""
+        return self._config.sampling.samples
 
     @property
     def actor(self) -> Actor:
@@ -220,7 +227,7 @@ class Run:
         for epoch in range(update.epochs):
             generator = torch.Generator().manual_seed(request_seed(self._config.seed, self.iteration, epoch))
             order = torch.randperm(len(batch), generator=generator)
-            for rows in order.split(update.mini_batch_size or max(len(batch), 1)):
+            for rows in self._cut(order, update.mini_batch_size or max(len(batch), 1)):
                 yield batch.select(rows)
                 self._note_rows(rows)
 
@@ -267,7 +274,7 @@ class Run:
         if self._trains:
             updates = step_metrics(self._roles.trained(), self._rows, batch, self._exchange)
         kl = {"kl/coef": self.kl.coef} if self.has_reference else {}
-        metrics = batch_metrics(batch) | self.metrics | kl | updates
+        metrics = batch_metrics(batch) | self._length_metrics(batch) | self.metrics | kl | updates
         if self._trains and "kl/sequence_mean" in metrics:
             coef = self.kl.updated(float(metrics["kl/sequence_mean"]), len(batch)).coef
             self.state = replace(self.state, kl_coef=coef)
@@ -283,7 +290,9 @@ class Run:
     def greedy_responses(self, prompts: PromptBatch) -> RolloutBatch:
         """To held-out prompts, outside any iteration."""
         with self.engine_awake():
-            return self._generator.generate(prompts, greedy=True, samples_per_prompt=1, iteration=0, first_prompt=0)
+            return self._generator.generate(
+                prompts, greedy=True, samples_per_prompt=always(1), iteration=0, first_prompt=0
+            )
 
     @contextlib.contextmanager
     def engine_awake(self) -> Iterator[None]:
@@ -316,10 +325,15 @@ class Run:
         return self._generator.generate(
             self.prompts,
             greedy=greedy,
-            samples_per_prompt=1 if greedy else self._config.sampling.samples_per_prompt,
+            samples_per_prompt=always(1) if greedy else self.samples,
             iteration=self.iteration,
             first_prompt=self._first_prompt,
         )
+
+    def _cut(self, order: Tensor, size: int) -> Sequence[Tensor]:
+        """In mini-batches of `size` rows; nearly equal ones, of at most that, where the rows of iterations vary."""
+        cut: Sequence[Tensor] = order.split(size)
+        return order.tensor_split(max(len(cut), 1)) if self.samples.varies else cut
 
     def _note_parts(self, scores: Scores, wholes: list[Tensor]) -> None:
         """The mean of each part of the score, before its weight, over the responses that are trained on."""
@@ -366,6 +380,11 @@ class Run:
             engine_bytes=self._generator.own_bytes,
             num_steps={role.name: len(role.steps) for role in self._roles.trained()},
         )
+
+    def _length_metrics(self, batch: RolloutBatch) -> Metrics:
+        """By bucket of prompt lengths, where the config has any."""
+        sampling = self._config.sampling
+        return length_metrics(batch, sampling.buckets) if sampling.by_prompt_length else {}
 
     def _absent(self, role: str) -> ConfigError:
         algorithm = self._config.algorithm.name

@@ -15,16 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Temperature = float | Tensor  # of all rows, or (R,)
 CHUNK_ELEMENTS = 1 << 20  # logits handled at a time: 4 MiB of float32
 
 
 def vocab_parallel_log_probs(
-    logits: Tensor, targets: Tensor, *, group: dist.ProcessGroup, vocab_size: int, temperature: float
+    logits: Tensor, targets: Tensor, *, group: dist.ProcessGroup, vocab_size: int, temperature: Temperature
 ) -> tuple[Tensor, Tensor]:
     """(log_probs, entropy), both (R,) float32, in nats.
 
     logits: (R, padded vocabulary / tp), this rank's columns; consumed: after backward they hold their gradient.
     targets: (R,) int64 ids below vocab_size. group: the tensor-parallel group the columns are split over.
+    temperature: of all rows, or float32 (R,), of each.
     """
     assert logits.dim() == 2 and targets.shape == logits.shape[:1], f"{tuple(logits.shape)}, {tuple(targets.shape)}"
     both: tuple[Tensor, Tensor] = _VocabParallelLogProbs.apply(logits, targets, group, vocab_size, temperature)
@@ -34,7 +36,7 @@ def vocab_parallel_log_probs(
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float
+        ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: Temperature
     ) -> tuple[Tensor, Tensor]:
         first = group.rank() * logits.shape[1]
         columns = max(0, min(logits.shape[1], vocab_size - first))  # true columns on this rank
@@ -57,7 +59,8 @@ class _VocabParallelLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, None, None, None, None]:
         logits, local, mine, log_normalizer, entropy = ctx.saved_tensors
         for rows in _row_chunks(logits):
-            log_p = logits[rows, : ctx.columns].float().div_(ctx.temperature).sub_(log_normalizer[rows, None])
+            divisor = _of_rows(ctx.temperature, rows)
+            log_p = logits[rows, : ctx.columns].float().div_(divisor).sub_(log_normalizer[rows, None])
             p = log_p.exp()
             grad = torch.zeros_like(p)
             if grad_log_probs is not None:
@@ -68,9 +71,14 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             if grad_entropy is not None:
                 g = grad_entropy[rows].float()
                 grad.addcmul_(p.mul_(log_p.add_(entropy[rows, None])), g[:, None], value=-1.0)
-            logits[rows, : ctx.columns] = grad.div_(ctx.temperature).to(logits.dtype)
+            logits[rows, : ctx.columns] = grad.div_(divisor).to(logits.dtype)
         logits[:, ctx.columns :] = 0
         return logits, None, None, None, None
+
+
+def _of_rows(temperature: Temperature, rows: slice) -> Temperature:
+    """What logits of these rows are divided by: a number, or (rows, 1)."""
+    return temperature[rows, None] if isinstance(temperature, Tensor) else temperature
 
 
 def _row_chunks(logits: Tensor) -> list[slice]:
@@ -85,21 +93,22 @@ def _local_targets(targets: Tensor, first: int, columns: int) -> tuple[Tensor, T
     return local.masked_fill(~mine, 0), mine
 
 
-def _row_max(logits: Tensor, columns: int, temperature: float) -> Tensor:
+def _row_max(logits: Tensor, columns: int, temperature: Temperature) -> Tensor:
     if columns == 0 or logits.shape[0] == 0:
         return logits.new_full((logits.shape[0],), -torch.inf, dtype=torch.float32)
     return logits.detach()[:, :columns].amax(dim=1).float() / temperature
 
 
 def _partial_sums(
-    logits: Tensor, columns: int, temperature: float, *, peak: Tensor, local: Tensor, mine: Tensor
+    logits: Tensor, columns: int, temperature: Temperature, *, peak: Tensor, local: Tensor, mine: Tensor
 ) -> Tensor:
     """(3, R): this rank's part of sum exp(z - m), sum exp(z - m)(z - m), and z_y - m."""
     sums = torch.zeros(3, logits.shape[0], device=logits.device)
     if columns == 0:
         return sums
     for rows in _row_chunks(logits):
-        z = logits.detach()[rows, :columns].to(torch.float32, copy=True).div_(temperature).sub_(peak[rows, None])
+        z = logits.detach()[rows, :columns].to(torch.float32, copy=True)
+        z.div_(_of_rows(temperature, rows)).sub_(peak[rows, None])
         sums[2, rows] = z.gather(1, local[rows, None]).squeeze(1) * mine[rows]
         e = z.exp()
         sums[0, rows] = e.sum(dim=1)

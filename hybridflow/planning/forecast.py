@@ -168,8 +168,7 @@ class RunMemory:
 
 def _role_memory(run: PlacedRun, model: PlacedModel) -> RoleMemory:
     config, trained = run.config, isinstance(model.config, TrainedRoleConfig)
-    batch = config.data.prompts_per_iteration * config.sampling.samples_per_prompt
-    rows = config.mini_batch_size if trained else batch
+    rows = config.mini_batch_size if trained else config.batch_size
     return RoleMemory(model, config.max_sequence_length, ceil(rows / model.layout.dp))
 
 

@@ -11,6 +11,7 @@ from hybridflow.algorithms.groups import equal_groups
 from hybridflow.algorithms.kl import kl_k1, kl_k3
 from hybridflow.algorithms.value_loss import explained_variance
 from hybridflow.batch import PromptBatch, RolloutBatch
+from hybridflow.by_length import ByLength
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.recording.measure import Stopwatch, peak_rss_mb
 from hybridflow.reshard.execute import ReshardCost
@@ -60,6 +61,26 @@ def batch_metrics(batch: RolloutBatch) -> Metrics:
         metrics["kl/sequence_mean"] = kl.sum() / len(batch)
     if {"values", "returns"} <= known.keys():
         metrics["critic/explained_variance"] = explained_variance(known["values"], known["returns"], mask)
+    return metrics
+
+
+def length_metrics(batch: RolloutBatch, buckets: ByLength[int]) -> Metrics:
+    """How many prompts of each bucket of lengths the batch has, and of their responses: mean length, share cut, score.
+
+    sampling/up_to_64/..., and sampling/longer/... of prompts beyond the last; of an empty bucket the number alone.
+    """
+    known: Mapping[str, Tensor] = vars(batch)
+    of_rows, metrics = torch.tensor(buckets.each(batch.prompt_lengths.tolist())), Metrics()
+    response_lengths = tokens_in_mask(batch.response_mask, batch.lengths).float()
+    for bucket, name in enumerate([*(f"up_to_{end}" for end in buckets.ends), "longer"]):
+        rows, area = of_rows == bucket, f"sampling/{name}"
+        metrics[f"{area}/prompts"] = float(len(batch.prompt_indices[rows].unique()))
+        if not rows.any():
+            continue
+        metrics[f"{area}/response_length_mean"] = response_lengths[rows].mean()
+        metrics[f"{area}/truncated_fraction"] = batch.truncated[rows].float().mean()
+        if "raw_scores" in known:
+            metrics[f"{area}/score_mean"] = known["raw_scores"][rows].mean()
     return metrics
 
 

@@ -16,6 +16,7 @@ from hybridflow.algorithms.rewards import (
     penalize_truncated,
 )
 from hybridflow.batch import PromptBatch, RolloutBatch
+from hybridflow.by_length import ByLength
 from hybridflow.config import RewardConfig
 from hybridflow.parallel.exchange import Contribution
 from hybridflow.recording.measure import Stopwatch
@@ -61,7 +62,7 @@ class FunctionCaller:
 
 
 class Scorer:
-    """Scores rollouts."""
+    """Scores rollouts. limits: of responses, in tokens."""
 
     def __init__(
         self,
@@ -70,10 +71,10 @@ class Scorer:
         *,
         caller: FunctionCaller,
         watch: Stopwatch,
-        max_response_length: int,
+        limits: ByLength[int],
     ) -> None:
         self._config, self._models, self._caller, self._watch = config, models, caller, watch
-        self._max_response_length = max_response_length
+        self._limits = limits
         self._functions = [(load_reward_function(f.function), f.function) for f in config.functions]
         self._weights = (*(m.weight for m in config.models), *(f.weight for f in config.functions))
         self._names = _part_names(config)
@@ -93,7 +94,7 @@ class Scorer:
         if config.overlong is not None:
             scores = scores - overlong_penalties(
                 tokens_in_mask(rollout.response_mask, rollout.lengths),
-                max_response_length=self._max_response_length,
+                max_response_length=torch.tensor(self._limits.each(rollout.prompt_lengths.tolist()), dtype=torch.int64),
                 buffer=config.overlong.buffer,
                 factor=config.overlong.factor,
             )

@@ -1,26 +1,30 @@
 """Reference and actor: models that give log-probabilities. The actor is trained, and the engine generates with it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from hybridflow.algorithms.loss_mean import token_sum
 from hybridflow.architecture.weights import Weight
 from hybridflow.batch import RolloutBatch, Tokens
+from hybridflow.by_length import ByLength
 from hybridflow.models.build import named_weights
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.pipeline import Readout
 from hybridflow.parallel.exchange import Contribution
-from hybridflow.parallel.vocab import vocab_parallel_log_probs
+from hybridflow.parallel.vocab import Temperature, vocab_parallel_log_probs
 from hybridflow.planning.placed import PlacedModel
 from hybridflow.roles.base import PerTokenLoss, Role, Step, TrainedRole, World
 from hybridflow.roles.objectives import PolicyObjective
+
+SamplingTemperature = float | ByLength[float]  # of all prompts, or by their length
 
 
 class Reference(Role):
     """The policy that the actor is held close to. Never trained."""
 
-    def __init__(self, placed: PlacedModel, *, temperature: float, world: World) -> None:
+    def __init__(self, placed: PlacedModel, *, temperature: SamplingTemperature, world: World) -> None:
         super().__init__(placed, recompute="none", world=world)
         self.name, self.temperature = placed.name, temperature
         for chunk in self.chunks:
@@ -29,7 +33,7 @@ class Reference(Role):
     def log_probs(self, batch: RolloutBatch) -> Contribution:
         """Of (T,): log-probs of the response tokens, at the sampling temperature."""
         with self._watch.phase("reference"):
-            return self._token_results(batch, _log_probs(self))
+            return self._token_results(batch, _log_probs(self, batch))
 
     def become(self, actor: "Actor") -> None:
         """Take the actor's weights as they are now. Both lie alike, so that each rank copies its own."""
@@ -41,14 +45,14 @@ class Reference(Role):
 class Actor(TrainedRole):
     """The policy that is trained, and that the engine generates with."""
 
-    def __init__(self, placed: PlacedModel, *, temperature: float, world: World) -> None:
+    def __init__(self, placed: PlacedModel, *, temperature: SamplingTemperature, world: World) -> None:
         super().__init__(placed, world=world, bucket_bytes=world.bucket_bytes)
         self.temperature = temperature
 
     def log_probs(self, batch: RolloutBatch) -> Contribution:
         """Of (T,): log-probs of the response tokens, at the sampling temperature."""
         with self._watch.phase("log_probs"):
-            return self._token_results(batch, _log_probs(self))
+            return self._token_results(batch, _log_probs(self, batch))
 
     def update(self, batch: RolloutBatch, objective: PolicyObjective) -> Step:
         """One optimizer step on a mini-batch."""
@@ -68,8 +72,10 @@ class Actor(TrainedRole):
         return self.update(batch, _linear(gradients))
 
     def _per_token(self, batch: RolloutBatch, objective: PolicyObjective) -> PerTokenLoss:
+        temperature = _temperatures(self.temperature, batch)
+
         def per_token(logits: Tensor, mb: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-            log_probs, entropy = _log_probs_and_entropy(self, logits, mb)
+            log_probs, entropy = _log_probs_and_entropy(self, logits, mb, temperature(mb))
             each, known = objective.loss(log_probs, entropy, Tokens(batch, mb.where, log_probs.device))
             return each, {"entropy": entropy, **known}
 
@@ -90,15 +96,29 @@ def _linear(gradients: Tensor) -> PolicyObjective:
     return PolicyObjective(loss, mean=lambda batch: token_sum(batch.response_mask, batch.lengths))
 
 
-def _log_probs(role: Reference | Actor) -> Readout:
-    return lambda logits, mb: {"out": _log_probs_and_entropy(role, logits, mb)[0]}
+def _log_probs(role: Reference | Actor, batch: RolloutBatch) -> Readout:
+    temperature = _temperatures(role.temperature, batch)
+    return lambda logits, mb: {"out": _log_probs_and_entropy(role, logits, mb, temperature(mb))[0]}
 
 
-def _log_probs_and_entropy(role: Reference | Actor, logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+def _temperatures(temperature: SamplingTemperature, batch: RolloutBatch) -> Callable[[MicroBatch], Temperature]:
+    """What the logits of a micro-batch of `batch` were divided by when its rows were sampled."""
+    if not isinstance(temperature, ByLength):
+        return lambda micro_batch: temperature
+    if not temperature.varies:
+        return lambda micro_batch: temperature.values[0]
+    of_rows = torch.tensor(temperature.each(batch.prompt_lengths.tolist()), dtype=torch.float32)
+    of_tokens = of_rows.repeat_interleave(batch.lengths)  # (T,)
+    return lambda micro_batch: of_tokens[micro_batch.where].to(micro_batch.targets.device)
+
+
+def _log_probs_and_entropy(
+    role: Reference | Actor, logits: Tensor, micro_batch: MicroBatch, temperature: Temperature
+) -> tuple[Tensor, Tensor]:
     return vocab_parallel_log_probs(
         logits,
         micro_batch.targets,
         group=role.grid.groups.tp,
         vocab_size=role.spec.vocab_size,
-        temperature=role.temperature,
+        temperature=temperature,
     )

@@ -6,7 +6,7 @@ what is generated depends neither on which other requests share a step nor on ho
 
 import gc
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -47,6 +47,7 @@ class Response:
 class Request:
     prompt: list[int]
     seed: int
+    bucket: int = 0  # of prompt lengths: whose parameters are the request's
 
 
 class RolloutEngine:
@@ -140,20 +141,29 @@ class RolloutEngine:
     def _model_runner(self) -> Any:
         return self._engine.model_executor.driver_worker.worker.model_runner
 
-    def sampling_params(self, sampling: SamplingConfig, eos_token_ids: tuple[int, ...]) -> "SamplingParams":
-        """vLLM's parameters for this config; a response ends at any of `eos_token_ids` unless ignore_eos."""
-        return _sampling_params(sampling, eos_token_ids, needs_text=self._needs_text, temperature=sampling.temperature)
+    def sampling_params(self, sampling: SamplingConfig, eos_token_ids: tuple[int, ...]) -> "list[SamplingParams]":
+        """vLLM's parameters for this config, one entry a bucket of prompt lengths and one for longer prompts.
 
-    def greedy_params(self, sampling: SamplingConfig, eos_token_ids: tuple[int, ...]) -> "SamplingParams":
+        A response ends at any of `eos_token_ids` unless ignore_eos.
+        """
+        return [
+            _sampling_params(own, eos_token_ids, needs_text=self._needs_text, temperature=own.temperature)
+            for own in sampling.sections()
+        ]
+
+    def greedy_params(self, sampling: SamplingConfig, eos_token_ids: tuple[int, ...]) -> "list[SamplingParams]":
         """The same, always taking the likeliest token."""
-        return _sampling_params(sampling, eos_token_ids, needs_text=self._needs_text, temperature=0.0)
+        return [
+            _sampling_params(own, eos_token_ids, needs_text=self._needs_text, temperature=0.0)
+            for own in sampling.sections()
+        ]
 
-    def stream(self, requests: list[Request], params: "SamplingParams") -> Iterator[tuple[int, Response]]:
-        """(index, response) of each request, in the order in which they finish."""
+    def stream(self, requests: list[Request], params: "Sequence[SamplingParams]") -> Iterator[tuple[int, Response]]:
+        """(index, response) of each request, in the order in which they finish. params: by bucket."""
         from vllm import RequestOutput
 
         for i, request in enumerate(requests):
-            own = params.clone()
+            own = params[request.bucket].clone()
             own.seed = request.seed
             self._engine.add_request(str(i), {"prompt_token_ids": request.prompt}, own)
         while self._engine.has_unfinished_requests():
@@ -164,8 +174,8 @@ class RolloutEngine:
                 if output.finished:
                     yield int(output.request_id), _response(output.outputs[0])
 
-    def generate(self, requests: list[Request], params: "SamplingParams") -> list[Response]:
-        """One response per request, in the order of the requests."""
+    def generate(self, requests: list[Request], params: "Sequence[SamplingParams]") -> list[Response]:
+        """One response per request, in the order of the requests. params: by bucket."""
         responses = dict(self.stream(requests, params))
         return [responses[i] for i in range(len(requests))]
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hybridflow.batch import PromptBatch, RolloutBatch, balanced_partition, response_mask, token_index
+from hybridflow.batch import PromptBatch, RolloutBatch, balanced_partition, offsets, response_mask, token_index
+from hybridflow.by_length import ByLength
 from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.parallel.seeds import request_seed
@@ -19,9 +20,10 @@ if TYPE_CHECKING:  # vLLM is imported when its settings stand
 def generate(
     engine: RolloutEngine | None,
     prompts: PromptBatch,
-    params: "SamplingParams | None",
+    params: "Sequence[SamplingParams] | None",
     *,
-    samples_per_prompt: int,
+    samples_per_prompt: ByLength[int],
+    buckets: ByLength[int],
     seed: int,
     iteration: int,
     first_prompt: int,
@@ -29,31 +31,38 @@ def generate(
     rank: int,
     exchange: Exchange,
 ) -> RolloutBatch:
-    """`samples_per_prompt` responses to each prompt: row p x samples_per_prompt + s is sample s of prompt p.
+    """As many responses to each prompt as `samples_per_prompt` says, side by side, prompt after prompt.
 
+    params: one entry a bucket; `buckets` says which of them is a prompt's.
     `first_prompt` numbers the prompts of the run, so that a request's seed is (seed, iteration, prompt, sample).
     A rank without an engine waits for the others.
     """
+    lengths = prompts.lengths.tolist()
+    counts = torch.tensor(samples_per_prompt.each(lengths), dtype=torch.int64)  # of responses, (prompts,)
     rows: list[int] = []
     responses: list[Response] = []
     if engine is not None:
         assert params is not None, "an engine has its parameters"
-        own = balanced_partition(prompts.lengths.tolist(), len(layout.replicas))[layout.coordinates(rank).replica]
-        samples = [(p, s) for p in own for s in range(samples_per_prompt)]
+        costs = (prompts.lengths * counts).tolist()
+        own = balanced_partition(costs, len(layout.replicas))[layout.coordinates(rank).replica]
+        samples = [(p, s) for p in own for s in range(int(counts[p]))]
         token_lists = prompts.token_lists()
         seeds = [request_seed(seed, iteration, first_prompt + p, s) for p, s in samples]
-        requests = [Request(token_lists[p], seed) for (p, _), seed in zip(samples, seeds, strict=True)]
+        requests = [
+            Request(token_lists[p], seed, buckets.at(lengths[p])) for (p, _), seed in zip(samples, seeds, strict=True)
+        ]
         responses = engine.generate(requests, params)
-        rows = [p * samples_per_prompt + s for p, s in samples]
+        first = offsets(counts).tolist()
+        rows = [first[p] + s for p, s in samples]
     if not layout.contributes(rank):
         rows, responses = [], []
     sources = layout.contributing_ranks
-    return _whole(prompts, samples_per_prompt, rows, responses, sources=sources, exchange=exchange)
+    return _whole(prompts, counts, rows, responses, sources=sources, exchange=exchange)
 
 
 def _whole(
     prompts: PromptBatch,
-    samples_per_prompt: int,
+    num_samples: Tensor,
     rows: list[int],
     responses: list[Response],
     *,
@@ -61,7 +70,7 @@ def _whole(
     exchange: Exchange,
 ) -> RolloutBatch:
     """Every replica's rows in one batch. The tokens of a replica are those of its first rank."""
-    num_rows, where = len(prompts) * samples_per_prompt, torch.tensor(rows, dtype=torch.int64)
+    num_rows, where = int(num_samples.sum()), torch.tensor(rows, dtype=torch.int64)
 
     def part(size: int, at: Tensor, values: Sequence[float], dtype: torch.dtype) -> Contribution:
         return Contribution(size, at, torch.tensor(values, dtype=dtype), sources)
@@ -75,12 +84,12 @@ def _whole(
     at, size = token_index(counts, where), int(counts.sum())
     token_ids = exchange.whole(part(size, at, [t for r in responses for t in r.token_ids], torch.int64))
     log_probs = exchange.whole(part(size, at, [p for r in responses for p in r.log_probs], torch.float32))
-    return _joined(prompts, samples_per_prompt, counts, truncated.bool(), token_ids=token_ids, log_probs=log_probs)
+    return _joined(prompts, num_samples, counts, truncated.bool(), token_ids=token_ids, log_probs=log_probs)
 
 
 def _joined(
     prompts: PromptBatch,
-    samples_per_prompt: int,
+    num_samples: Tensor,
     counts: Tensor,
     truncated: Tensor,
     *,
@@ -88,7 +97,7 @@ def _joined(
     log_probs: Tensor,
 ) -> RolloutBatch:
     """Prompts and responses, packed one after the other."""
-    prompt_indices = torch.arange(len(prompts)).repeat_interleave(samples_per_prompt)
+    prompt_indices = torch.arange(len(prompts)).repeat_interleave(num_samples)
     prompt_lengths = prompts.lengths[prompt_indices]
     lengths = prompt_lengths + counts
     mask = response_mask(lengths, prompt_lengths)

@@ -105,14 +105,19 @@ def test_penalize_truncated_by_hand():
 def test_overlong_penalties_by_hand():
     """A limit of 20 with a buffer of 8: nothing up to 12, then an eighth a token, all of it from 20 on."""
     lengths = torch.tensor([0, 12, 13, 16, 20, 25])
-    options = {"max_response_length": 20, "factor": 2.0}
+    options = {"max_response_length": torch.full((6,), 20), "factor": 2.0}
     assert overlong_penalties(lengths, buffer=8, **options).tolist() == [0.0, 0.0, 0.25, 1.0, 2.0, 2.0]
     loops = [2.0 * min(max(n - 5, 0), 15) / 15 for n in range(30)]
-    found = overlong_penalties(torch.arange(30), buffer=15, **options)
+    limits = torch.full((30,), 20)
+    found = overlong_penalties(torch.arange(30), max_response_length=limits, buffer=15, factor=2.0)
     torch.testing.assert_close(found, torch.tensor(loops))
     for buffer in (0, 21):
         with pytest.raises(ValueError, match=rf"^buffer is {buffer}: it must be in 1 .. max_response_length, 20"):
             overlong_penalties(lengths, buffer=buffer, **options)
+    own = overlong_penalties(  # each from the limit that it was generated under
+        torch.tensor([6, 7, 8, 8, 16]), max_response_length=torch.tensor([8, 8, 8, 16, 16]), buffer=4, factor=1.0
+    )
+    assert own.tolist() == [0.5, 0.75, 1.0, 0.0, 1.0]
 
 
 def test_batch_normalized_by_hand():

@@ -189,6 +189,21 @@ def test_lines_show_both_values_and_what_it_means() -> None:
     assert "sampling.top_p" in found(now) and "seed" not in found(now)
 
 
+def test_a_bucket_of_prompt_lengths_is_told_by_its_keys() -> None:
+    sampling = {"max_response_length": 8, "samples_per_prompt": 2}
+    one, other = (
+        resolved(sampling=sampling | {"by_prompt_length": [{"up_to": 2, "temperature": x}]}) for x in (0.5, 0.7)
+    )
+    why = "responses are drawn so; log-probs and KL are at the temperature that holds now; a surplus with groups of "
+    why += "another size is dropped"
+    assert found(one, other).lines() == [
+        f"sampling.by_prompt_length.0.temperature: 0.7 -> 0.5  (takes effect from iteration 13 on: {why})"
+    ]
+    assert [(c.key, c.before, c.after) for c in found(one).found] == [
+        ("sampling.by_prompt_length.0", "not there", GIVEN)
+    ]
+
+
 def test_all_that_is_refused_is_told_at_once() -> None:
     now = with_value("seed", 3, with_value("actor.dtype", "float32"))
     with pytest.raises(ConfigError) as error:

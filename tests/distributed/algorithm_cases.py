@@ -28,6 +28,7 @@ class Compared:
     advantages: Callable[[list[Response]], None]
     recipe: Recipe
     engine: bool = False  # whose log-probs are the old ones
+    by_length: bool = False  # temperature and number of responses go by the length of a prompt
 
 
 def make_rollout() -> RolloutBatch:
@@ -36,6 +37,22 @@ def make_rollout() -> RolloutBatch:
     noise = torch.randn(len(rollout.input_ids), generator=torch.Generator().manual_seed(5))
     log_probs = (0.4 * noise - torch.tensor(float(VOCAB_SIZE)).log()) * rollout.response_mask
     return replace(rollout, rollout_log_probs=log_probs, truncated=torch.arange(8) == TRUNCATED)
+
+
+# the prompts of the rows have 3, 5, 2, 9, 4, 3, 1 and 4 tokens
+BY_LENGTH = {
+    "temperature": 0.9,
+    "by_prompt_length": [
+        {"up_to": 2, "temperature": 0.6, "samples_per_prompt": 3},
+        {"up_to": 4, "temperature": 1.7, "samples_per_prompt": 5},
+    ],
+}
+ROW_TEMPERATURES = (1.7, 0.9, 0.6, 0.9, 1.7, 1.7, 0.6, 1.7)
+
+
+def make_uneven_rollout() -> RolloutBatch:
+    """The same responses in groups of three and five."""
+    return replace(make_rollout(), prompt_indices=torch.tensor([0, 0, 0, 1, 1, 1, 1, 1]))
 
 
 def make_greedy() -> RolloutBatch:
@@ -100,6 +117,22 @@ ALGORITHMS: dict[str, Compared] = {
         Recipe(mean="prompt_mean", kl="k3+", kl_coef=0.3),
     ),
     "masked": Compared(grpo(mask_truncated=True), reference.grpo, replace(GRPO, masks_truncated=True)),
+    "by_length": Compared(
+        {
+            "name": "grpo",
+            "kl": {"use": "loss", "estimator": "k3", "coef": 0.3},
+            "policy": {"loss_mean": "prompt_mean", "entropy_coef": 0.01},
+        },
+        reference.grpo,
+        Recipe(mean="prompt_mean", kl="k3", kl_coef=0.3, entropy_coef=0.01),
+        by_length=True,
+    ),
+    "by_length_rloo": Compared(
+        {"name": "rloo", "kl": {"coef": 0.1}}, partial(reference.rloo, kl_coef=0.1), SUMS, by_length=True
+    ),
+    "by_length_weights": Compared(
+        grpo(importance={"cap": 1.1}), reference.grpo, replace(GRPO, weights=("token", (1.1,))), by_length=True
+    ),
     "gspo": Compared(
         grpo(kind="gspo", clip_range=0.03, clip_range_high=0.04, **ENGINE),
         reference.grpo,

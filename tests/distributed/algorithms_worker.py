@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.batch import RolloutBatch
 from hybridflow.config import ExperimentConfig
 from hybridflow.flows.models import Roles
 from hybridflow.parallel import platform as platforms
@@ -22,11 +23,13 @@ from hybridflow.roles.base import TrainedRole, World
 from hybridflow.trainer import flow_of
 from tests.distributed.algorithm_cases import (
     ALGORITHMS,
+    BY_LENGTH,
     MAX_RESPONSE_LENGTH,
     SGD,
     layouts_for,
     make_greedy,
     make_rollout,
+    make_uneven_rollout,
 )
 from tests.distributed.cases import Case
 from tests.distributed.gather import whole
@@ -45,7 +48,11 @@ def main(models: Path, out: Path) -> None:
             for role in roles.trained():
                 for own, saved in zip(weights(role), first[role.name], strict=True):
                     own.copy_(saved)
-            found = one_iteration(experiment(compared.section, case, models, budget), roles, world)
+            config = experiment(compared.section, case, models, budget, by_length=compared.by_length)
+            for policy in (roles.actor, roles.reference):
+                policy.temperature = config.sampling.temperatures
+            rollout = make_uneven_rollout() if compared.by_length else make_rollout()
+            found = one_iteration(config, rollout, roles, world)
             results |= {f"{name}/{key}": x for key, x in found.items()}
         if platform.rank == 0:
             torch.save(results, out / f"{case.name}.pt")
@@ -56,14 +63,14 @@ def weights(role: TrainedRole) -> list[Tensor]:
     return [p.data for chunk in role.chunks for p in chunk.parameters()]
 
 
-def one_iteration(config: ExperimentConfig, all_roles: Roles, world: World) -> dict[str, Tensor]:
+def one_iteration(config: ExperimentConfig, rollout: RolloutBatch, all_roles: Roles, world: World) -> dict[str, Tensor]:
     """What the flow computes, the gradient of its one step before it is clipped, and the weights after it."""
     roles = all_roles
     if config.critic is None:
         roles = replace(roles, critic=None)
     if config.reference is None:
         roles = replace(roles, reference=None)
-    run = given_run(config, make_rollout(), world, greedy=make_greedy(), roles=roles)
+    run = given_run(config, rollout, world, greedy=make_greedy(), roles=roles)
     run.begin(1, 1, lambda text: None)
     results: dict[str, Tensor] = {}
     steps = {role.name: role.trained.step for role in roles.trained()}
@@ -77,7 +84,9 @@ def one_iteration(config: ExperimentConfig, all_roles: Roles, world: World) -> d
     return results | {f"stat/{name}": torch.tensor(float(x)) for name, x in done.metrics.items()}
 
 
-def experiment(section: dict[str, Any], case: Case, models: Path, budget: int) -> ExperimentConfig:
+def experiment(
+    section: dict[str, Any], case: Case, models: Path, budget: int, *, by_length: bool = False
+) -> ExperimentConfig:
     def role(name: str, **more: object) -> dict:
         return {"model": str(models / name), "micro_batch_tokens": budget, **case.layout(), **more}
 
@@ -85,7 +94,8 @@ def experiment(section: dict[str, Any], case: Case, models: Path, budget: int) -
         "name": "algorithms",
         "num_iterations": 1,
         "data": {"train": "given", "prompts_per_iteration": 2, "max_prompt_length": 4},
-        "sampling": {"samples_per_prompt": 4, "max_response_length": MAX_RESPONSE_LENGTH},
+        "sampling": {"samples_per_prompt": 4, "max_response_length": MAX_RESPONSE_LENGTH}
+        | (BY_LENGTH if by_length else {}),
         "actor": role("policy", optimizer=SGD.model_dump()),
         "critic": role("critic", optimizer=SGD.model_dump()),
         "reference": role("reference"),

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.by_length import always
 from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.rollout.engine import RolloutEngine
 from hybridflow.trainer import RLTrainer
@@ -111,7 +112,9 @@ def differs_from_export(trainer: RLTrainer, directory: Path) -> list[str]:
 def _responses(trainer: RLTrainer) -> dict[str, Tensor]:
     found, prompts = {}, trainer.inputs.train.batch([0, 1, 2, 3])
     for kind, greedy in (("sampled", False), ("greedy", True)):
-        rollout = trainer.generator.generate(prompts, greedy=greedy, samples_per_prompt=1, iteration=1, first_prompt=0)
+        rollout = trainer.generator.generate(
+            prompts, greedy=greedy, samples_per_prompt=always(1), iteration=1, first_prompt=0
+        )
         found |= {f"{kind} {name}": getattr(rollout, name) for name in ("input_ids", "lengths", "rollout_log_probs")}
     return found
 

@@ -32,7 +32,7 @@ def main(config: str, out: Path, overrides: list[str]) -> None:
     for name, layout in LAYOUTS.items():
         trainer = RLTrainer.from_yaml(config, [*overrides, *layout])
         prompts = trainer.inputs.train.batch(PROMPTS)
-        samples = trainer.config.sampling.samples_per_prompt
+        samples = trainer.config.sampling.samples
         with trainer.run.engine_awake():
             sampled = trainer.generator.generate(prompts, samples_per_prompt=samples, iteration=1, first_prompt=0)
         results[name] = {

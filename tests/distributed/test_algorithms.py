@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.distributed.algorithm_cases import ALGORITHMS, LAYOUTS, SGD, make_rollout
+from tests.distributed.algorithm_cases import (
+    ALGORITHMS,
+    LAYOUTS,
+    ROW_TEMPERATURES,
+    SGD,
+    make_rollout,
+    make_uneven_rollout,
+)
 from tests.distributed.cases import NUM_LAYERS, Case
 from tests.launch import run_ranks
 from tests.reference.algorithms import Response, actor_loss, estimate
@@ -50,20 +57,23 @@ def huggingface(models: Path) -> dict[str, torch.nn.Module]:
 
 
 @functools.cache
-def estimated(models: Path) -> tuple[Response, ...]:
-    rollout = make_rollout()
+def estimated(models: Path, by_length: bool = False) -> tuple[Response, ...]:
+    rollout = make_uneven_rollout() if by_length else make_rollout()
     lengths = rollout.lengths.tolist()
     pieces = [x.split(lengths) for x in (rollout.input_ids, rollout.response_mask, rollout.rollout_log_probs)]
     whole = [x.tolist() for x in (rollout.prompt_lengths, rollout.prompt_indices, rollout.truncated)]
     rows = zip(*pieces, *whole, strict=True)
     responses = [Response(tokens, mask, p, group, engine[mask], cut) for tokens, mask, engine, p, group, cut in rows]
+    for r, temperature in zip(responses, ROW_TEMPERATURES, strict=True):
+        r.temperature = temperature if by_length else 1.0
     estimate(responses, huggingface(models))
     return tuple(responses)
 
 
 @functools.cache
 def computed_by_huggingface(models: Path, name: str) -> dict[str, Tensor]:
-    compared, responses = ALGORITHMS[name], [copy.copy(r) for r in estimated(models)]
+    compared = ALGORITHMS[name]
+    responses = [copy.copy(r) for r in estimated(models, compared.by_length)]
     compared.advantages(responses)
     policy = copy.deepcopy(huggingface(models)["policy"])
     loss, largest = actor_loss(responses, policy, compared.recipe)
@@ -140,3 +150,16 @@ def test_shares_of_what_was_clipped_or_out_of_bounds_are_those_of_one_process(ca
         assert 0 < found[f"weights_{kind}/stat/actor/weights_out_of_bounds"] < 1
     for name in ("sapo", "rloo", "opo", "maxrl", "remax"):
         assert not any(key.startswith(f"{name}/stat/actor/clip") for key in found)
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=lambda case: case.name)
+def test_metrics_by_bucket_of_prompt_lengths(case, results, models):
+    """Rows 2 and 6 are of at most 2 prompt tokens, rows 1 and 3 of more than 4, one of each group."""
+    found, scores = load(results, case), torch.tensor([r.score for r in estimated(models, True)])
+    area = "by_length/stat/sampling/"
+    stats = {key.removeprefix(area): float(x) for key, x in found.items() if key.startswith(area)}
+    assert [stats[f"{name}/prompts"] for name in ("up_to_2", "up_to_4", "longer")] == [2, 2, 2]
+    assert stats["up_to_2/score_mean"] == pytest.approx(float(scores[[2, 6]].mean()), rel=1e-6)
+    assert stats["longer/score_mean"] == pytest.approx(float(scores[[1, 3]].mean()), rel=1e-6)
+    assert stats["up_to_4/truncated_fraction"] == 0.25 and stats["longer/truncated_fraction"] == 0
+    assert not any(key.startswith("rloo/stat/sampling") for key in found)

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.distributed.layouts_worker import LAYOUTS, NUM_RANKS, PROMPTS
-from tests.distributed.tiny_experiment import PROMPTS_PER_ITERATION, make_inputs, write_config
+from tests.distributed.tiny_experiment import PROMPTS_PER_ITERATION, make_inputs, make_uneven_prompts, write_config
 from tests.launch import run_ranks, torchrun
 from tests.tiny_models import make_tokenizer
 
@@ -35,6 +35,7 @@ OVERRIDES = (
     f"data.prompts_per_iteration={PROMPTS_PER_ITERATION}",
     "metrics.dump_batches=true",
 )
+BY_PROMPT_LENGTH = [{"up_to": 5, "samples_per_prompt": 3, "temperature": 1.2, "max_response_length": 5}]
 EVALUATION = ("metrics.eval_interval=2", "metrics.eval_reward=hybridflow.rewards:exact_match")
 # columns of metrics.csv that measure the machine
 MEASURED = re.compile(r"(time|memory)/.*|reshard/seconds|.*_ms|.*tokens_per_sec")
@@ -99,7 +100,11 @@ def responses(inputs, tmp_path_factory) -> dict[str, dict]:
     """What each layout of the worker generated."""
     root = tmp_path_factory.mktemp("layouts")
     config = write_config(root / "config.yaml", inputs)
-    arguments = [config, root / "responses.pt", *OVERRIDES, "algorithm.update.mini_batch_size=4"]
+    by_length = [
+        f"data.train={make_uneven_prompts(root / 'uneven.jsonl')}",
+        f"sampling.by_prompt_length={json.dumps(BY_PROMPT_LENGTH)}",
+    ]
+    arguments = [config, root / "responses.pt", *OVERRIDES, *by_length, "algorithm.update.mini_batch_size=4"]
     run_ranks(NUM_RANKS, "tests.distributed.layouts_worker", *arguments)
     return torch.load(root / "responses.pt")
 
@@ -127,12 +132,19 @@ def test_same_prompts_give_the_same_responses_in_any_layout(layout, kind, respon
     torch.testing.assert_close(one["rollout_log_probs"], other["rollout_log_probs"], atol=1e-5, rtol=1e-5)
 
 
-def test_two_samples_of_a_prompt_differ(responses):
-    """Else that they are alike in every layout would prove little."""
+def test_samples_of_a_prompt_differ_and_are_as_many_and_as_long_as_its_length_says(responses):
+    """Else that they are alike in every layout would prove little. Up to 5 tokens are short."""
     sampled, greedy = responses["one replica"]["sampled"], responses["one replica"]["greedy"]
+    assert greedy["prompt_lengths"].tolist() == [4, 6, 8, 10, 5, 7] and len(PROMPTS) == 6
+    assert sampled["prompt_indices"].tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5]
+    for x in (sampled, greedy):
+        limits = torch.where(x["prompt_lengths"] <= 5, 5, MAX_RESPONSE_LENGTH)
+        counts = x["lengths"] - x["prompt_lengths"]
+        assert (counts <= limits).all() and (counts[x["truncated"]] == limits[x["truncated"]]).all()
+        assert x["truncated"].any() and (counts > 5).any()
     tokens = [x.tolist() for x in sampled["input_ids"].split(sampled["lengths"].tolist())]
-    assert len(tokens) == 2 * len(PROMPTS) == 2 * len(greedy["lengths"])
-    assert sum(first != second for first, second in zip(tokens[0::2], tokens[1::2], strict=True)) >= 5
+    groups = [{tuple(tokens[row]) for row in range(14) if sampled["prompt_indices"][row] == p} for p in range(6)]
+    assert sum(len(group) > 1 for group in groups) >= 5
 
 
 # ---- what the dumped batch holds

@@ -16,6 +16,14 @@ def make_inputs(directory: Path) -> Path:
     return directory
 
 
+def make_uneven_prompts(path: Path) -> Path:
+    """Sixteen sums, of 4, 6, 8, 10, 5, 7, 9, 7, 6, 8, 6, 8, 7, 5, 7 and 9 characters, a token each."""
+    numbers = [(5 * i) % 16 for i in range(16)]
+    sums = [f"{10 ** (i % 4)}+{10 ** (i // 4)}=" for i in numbers]
+    path.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in sums))
+    return path
+
+
 def write_config(path: Path, inputs: Path) -> Path:
     """A config whose run directory is run/ beside it. Prompts come in the order of their file."""
     path.write_text(

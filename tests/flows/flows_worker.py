@@ -17,6 +17,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.recording.recorder import record_run
 from hybridflow.trainer import RLTrainer
 from hybridflow.user_code import search_beside
+from tests.distributed.tiny_experiment import make_uneven_prompts
 from tests.launch import ROOT
 
 NO_CRITIC = ["critic=null", "reference=null"]
@@ -78,6 +79,13 @@ def cases(inputs: Path) -> dict[str, list[str]]:
             "reference=null",
             "algorithm={name: grpo, kl: {use: none}, update: {mini_batch_size: 4}}",
         ],
+        "by_length": [
+            *grpo,
+            "reference=null",
+            f"data.train={make_uneven_prompts(inputs / 'uneven.jsonl')}",
+            "sampling.by_prompt_length=[{up_to: 5, samples_per_prompt: 3}, {up_to: 8, temperature: 0.7}]",
+            "algorithm={name: grpo, kl: {use: none}, update: {mini_batch_size: 4}}",
+        ],
         **{name: critic_free(name, *roles) for name, roles in CRITIC_FREE.items()},
         "engine_log_probs": [*critic_free("dr_grpo", "reference"), "algorithm.policy.old_log_probs=engine"],
         "negative_scores": [*critic_free("maxrl", "reference"), "reward.functions.0.weight=-1.0"],
@@ -100,7 +108,7 @@ def cases(inputs: Path) -> dict[str, list[str]]:
 
 def iterate(trainer: RLTrainer) -> dict[str, Any]:
     """Three iterations at most; the metrics of each, the error, whether the weights moved in each."""
-    record: dict[str, Any] = {"metrics": [], "moved": []}
+    record: dict[str, Any] = {"metrics": [], "moved": [], "mini_batches": []}
     rank = trainer.platform.rank
     try:
         with record_run(trainer.config, 3, rank=rank, decode=trainer.inputs.decode) as recorder:
@@ -115,6 +123,7 @@ def iterate(trainer: RLTrainer) -> dict[str, Any]:
                 if done is not None:
                     record["metrics"].append({name: float(x) for name, x in done.metrics.items()})
                     record["hand_offs"] = len(trainer.generator.costs)
+                    record["mini_batches"].append([len(rows) for rows in trainer.run._rows["actor"]])
                     record["fields"] = sorted(vars(done.batch))
     except UserError as error:
         record["error"] = f"{type(error).__name__}: {error}"

@@ -11,17 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from hybridflow.algorithm_config import DynamicSampling
 from hybridflow.batch import RolloutBatch, response_mask
+from hybridflow.by_length import ByLength, always
 from hybridflow.checkpoint.state import RunState, SavedRun, load_state, write_state
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
 from hybridflow.flows.dynamic_sampling import sampled
-from tests.distributed.tiny_experiment import make_inputs, write_config
+from tests.distributed.tiny_experiment import make_inputs, make_uneven_prompts, write_config
 from tests.launch import run_ranks
 
-SAMPLES = 2
+SAMPLES, END = 2, 2  # the end token
 
 
 class Known:
@@ -30,12 +32,15 @@ class Known:
 
 
 class Run:
-    """What `sampled` uses of a Run: prompts 0, 1, 2, ... of which `scores` says the scores, a pair each."""
+    """What `sampled` uses of a Run: prompts 0, 1, 2, ... of which `scores` says the scores, one a sample.
 
-    def __init__(self, scores: dict[int, tuple[float, float]], count: int, state: RunState | None = None) -> None:
+    Prompt p has 1 + p % 2 tokens.
+    """
+
+    def __init__(self, scores: dict[int, tuple[float, ...]], count: int, state: RunState | None = None) -> None:
         self._scores, self._count = scores, count
         self.state, self.metrics, self.lines = state or RunState(), dict[str, Tensor](), list[str]()
-        self.samples_per_prompt, self.iteration = SAMPLES, 1
+        self.samples, self.iteration = always(SAMPLES), 1
         self.draw()
 
     def draw(self) -> None:
@@ -48,19 +53,20 @@ class Run:
         return self.prompt_rows
 
     def generate(self) -> RolloutBatch:
-        """The first token of each row is its prompt, the second the number of its sample."""
-        rows = [(prompt, sample) for prompt in self.prompt_rows for sample in range(SAMPLES)]
-        lengths = torch.full((len(rows),), 2)
-        prompt_lengths = torch.ones_like(lengths)
+        """A row is its prompt, once or twice, and the number of its sample."""
+        samples = {prompt: self.samples.at(1 + prompt % 2) for prompt in self.prompt_rows}
+        rows = [[prompt] * (1 + prompt % 2) + [i] for prompt, count in samples.items() for i in range(count)]
+        lengths = torch.tensor([len(row) for row in rows])
+        prompt_lengths = lengths - 1
         mask = response_mask(lengths, prompt_lengths)
-        indices = torch.arange(self._count).repeat_interleave(SAMPLES)
-        ids = torch.tensor(rows).flatten()
+        indices = torch.arange(self._count).repeat_interleave(torch.tensor(list(samples.values())))
+        ids = torch.tensor([token for row in rows for token in row])
         return RolloutBatch(
             ids, lengths, prompt_lengths, indices, torch.zeros(len(rows), dtype=torch.bool), mask, -ids.float()
         )
 
     def scores(self, rollout: RolloutBatch) -> Tensor:
-        return torch.tensor([self._scores[prompt] for prompt in self.prompt_rows]).flatten()
+        return torch.tensor([score for prompt in self.prompt_rows for score in self._scores[prompt]])
 
     def whole(self, raw_scores: Tensor) -> Known:
         return Known(raw_scores)
@@ -83,7 +89,7 @@ def test_groups_of_equal_scores_are_replaced_by_later_ones() -> None:
     run = Run({0: LIVE, 1: DEAD, 2: DEAD, 3: LIVE, 4: LIVE, 5: (2.0, 1.0)}, count=3)
     rollout, scores = sampled(run, DynamicSampling())
     assert run.prompt_rows == (0, 3, 4) and run.state.num_prompts_drawn == 6
-    assert rollout.input_ids.tolist() == [0, 0, 0, 1, 3, 0, 3, 1, 4, 0, 4, 1]
+    assert rollout.input_ids.tolist() == [0, 0, 0, 1, 3, 3, 0, 3, 3, 1, 4, 0, 4, 1]
     assert rollout.prompt_indices.tolist() == [0, 0, 1, 1, 2, 2]
     assert rollout.rollout_log_probs.tolist() == [-x for x in rollout.input_ids.tolist()]
     assert scores.tolist() == [0, 1, 0, 1, 0, 1]
@@ -131,12 +137,42 @@ def test_a_surplus_of_another_group_size_is_left_out() -> None:
     run = Run({0: LIVE, 1: LIVE, 2: LIVE, 3: DEAD}, count=2)
     run._scores[1] = DEAD
     sampled(run, DynamicSampling())
-    run = Run({i: LIVE for i in range(8)}, count=2, state=run.state)
-    run.samples_per_prompt = 3
+    run = Run({i: (0.0, 1.0, 2.0) for i in range(8)}, count=2, state=run.state)
+    run.samples = always(3)
     run.state = replace(run.state, num_prompts_drawn=4)
     run.draw()
     sampled(run, DynamicSampling())
     assert run.prompt_rows == (4, 5)
+
+
+def test_groups_may_differ_in_size() -> None:
+    """Three responses to prompts of two tokens, the odd ones: kept, filled up and carried over."""
+    scores = {0: DEAD, 1: (0.0, 0.0, 2.0), 2: LIVE, 3: (5.0, 4.0, 3.0), 4: DEAD, 5: (1.0, 1.0, 1.0)}
+    run = Run(scores, count=2)
+    run.samples = ByLength((1,), (2, 3))
+    rollout, raw = sampled(run, DynamicSampling())
+    assert run.prompt_rows == (1, 2) and raw.tolist() == [0, 0, 2, 0, 1]
+    assert rollout.prompt_indices.tolist() == [0, 0, 0, 1, 1]
+    assert rollout.input_ids.tolist() == [1, 1, 0, 1, 1, 1, 1, 1, 2, 2, 0, 2, 1]
+    assert run.state.surplus is not None and run.state.surplus.prompts == (3,)
+    run.iteration = 2
+    run.draw()
+    rollout, raw = sampled(run, DynamicSampling(max_generation_rounds=1))
+    assert run.prompt_rows == (3, 4) and raw.tolist() == [5, 4, 3, 1, 1]
+    assert rollout.prompt_indices.tolist() == [0, 0, 0, 1, 1] and rollout.prompt_lengths.tolist() == [2, 2, 2, 1, 1]
+    assert counts(run)["groups_filled"] == 1 and counts(run)["groups_equal"] == 2
+
+
+@pytest.mark.parametrize(("sizes", "goes_on"), [(ByLength((1,), (2, 3)), True), (ByLength((1,), (3, 2)), False)])
+def test_a_surplus_goes_on_where_its_groups_have_the_sizes_asked_for(sizes: ByLength[int], goes_on: bool) -> None:
+    run = Run({0: DEAD, 1: (0.0, 0.0, 2.0), 2: LIVE, 3: (5.0, 4.0, 3.0)}, count=2)
+    run.samples = ByLength((1,), (2, 3))
+    sampled(run, DynamicSampling())
+    assert run.state.surplus is not None and run.state.surplus.prompts == (3,)
+    later = Run({4: (0.0, 1.0, 2.0)[: sizes.at(1)], 5: (0.0, 1.0, 2.0)[: sizes.at(2)]}, count=2, state=run.state)
+    later.samples = sizes
+    sampled(later, DynamicSampling())
+    assert later.prompt_rows == ((3, 4) if goes_on else (4, 5))
 
 
 def test_no_prompt_is_left_out_where_the_surplus_fills_a_batch() -> None:
@@ -175,7 +211,8 @@ def config(directory: Path, **algorithm: Any) -> Path:
         "functions": [{"function": "tests.flows.dynamic_rewards:first_is_a_digit"}],
         "overlong": {"buffer": 2},
     }
-    tree["sampling"]["samples_per_prompt"] = 2
+    tree["data"]["train"] = str(make_uneven_prompts(directory / "uneven.jsonl"))
+    tree["sampling"] |= {"samples_per_prompt": 2, "by_prompt_length": BY_PROMPT_LENGTH}
     tree["algorithm"] = {
         "name": "grpo",
         "kl": {"use": "none"},
@@ -186,6 +223,14 @@ def config(directory: Path, **algorithm: Any) -> Path:
     tree["metrics"]["dump_batches"] = True
     path.write_text(json.dumps(tree))
     return path
+
+
+# of prompts of 4 to 10 tokens
+BY_PROMPT_LENGTH = [
+    {"up_to": 5, "samples_per_prompt": 3, "temperature": 0.6},
+    {"up_to": 8, "samples_per_prompt": 4, "temperature": 1.3, "max_response_length": 5},
+]
+TEMPERATURES, LIMITS, SIZES = (0.6, 1.3, 1.0), (8, 5, 8), (3, 4, 2)  # of the buckets, and of longer prompts
 
 
 def rows(run: Path) -> list[dict[str, str]]:
@@ -210,9 +255,38 @@ def test_a_run_goes_on_with_its_surplus_bit_for_bit(tmp_path: Path) -> None:
     assert (tmp_path / "cut" / "checkpoints" / f"step_{stop:06d}" / "surplus.safetensors").exists()
     run_ranks(2, "hybridflow.train", path, "name=cut", "checkpoint.save_interval=1")
     assert rows(tmp_path / "cut") == whole
+    check_buckets(tmp_path)
     last = "iteration_000004.safetensors"
     one, other = (load_file(tmp_path / name / "batches" / last) for name in ("whole", "cut"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def check_buckets(directory: Path) -> None:
+    """Of the first batch, that the weights of the directory gave: sizes, limits, and log-probs by HuggingFace.
+
+    Those are at each row's temperature, as the engine drew from and the trainer has to take.
+    """
+    batch = load_file(directory / "whole" / "batches" / "iteration_000001.safetensors")
+    network = AutoModelForCausalLM.from_pretrained(directory / "inputs" / "policy")
+    asked, lengths = batch["prompt_lengths"].tolist(), batch["lengths"].tolist()
+    of_row = [0 if n <= 5 else 1 if n <= 8 else 2 for n in asked]
+    assert set(of_row) == {0, 1, 2}
+    of_group = [SIZES[of_row[row]] for row in (batch["prompt_indices"].diff(prepend=torch.tensor([-1])) > 0).nonzero()]
+    assert batch["prompt_indices"].bincount().tolist() == of_group
+    pieces = zip(*(batch[x].split(lengths) for x in ("input_ids", "log_probs", "rollout_log_probs")), strict=True)
+    for row, (tokens, trainers, engines) in enumerate(pieces):
+        start, bucket = asked[row], of_row[row]
+        assert len(tokens) - start <= LIMITS[bucket]
+        assert bool(batch["truncated"][row]) == (len(tokens) - start == LIMITS[bucket] and int(tokens[-1]) != END)
+        with torch.no_grad():
+            log_p = (network(tokens[None]).logits[0] / TEMPERATURES[bucket]).log_softmax(-1)
+        expected = log_p[:-1].gather(1, tokens[1:, None])[start - 1 :, 0]
+        torch.testing.assert_close(trainers[start:], expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(engines[start:], expected, atol=1e-5, rtol=1e-5)
+    first = rows(directory / "whole")[0]
+    found = [int(float(first[f"sampling/{name}/prompts"])) for name in ("up_to_5", "up_to_8", "longer")]
+    assert found == [of_row.count(bucket) // SIZES[bucket] for bucket in range(3)]
+    assert float(first["rollout/log_prob_diff_max"]) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -51,12 +51,25 @@ def behead(root: Path) -> None:
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
 
 
-@pytest.mark.parametrize("name", ["ppo", "ppo_without_kl", "grpo", "grpo_without_kl", *CRITIC_FREE, "engine_log_probs"])
+@pytest.mark.parametrize(
+    "name", ["ppo", "grpo", "grpo_without_kl", "ppo_without_kl", "by_length", *CRITIC_FREE, "engine_log_probs"]
+)
 def test_shipped_flows_train(name, records):
     record = records[name]
     assert "error" not in record and record["moved"] == [True] * 3
     for metrics in record["metrics"]:
         assert math.isfinite(metrics["actor/loss"]) and math.isfinite(metrics["reward/score_mean"])
+
+
+def test_mini_batches_of_uneven_groups_are_nearly_equal(records):
+    """Four at most in each: of nine rows, as one prompt has three responses, there are three of three."""
+    assert records["grpo"]["mini_batches"] == [[4, 4]] * 3
+    assert records["by_length"]["mini_batches"] == [[3, 3, 3], [3, 3, 3], [4, 4]]
+    prompts = [
+        [metrics[f"sampling/{name}/prompts"] for name in ("up_to_5", "up_to_8", "longer")]
+        for metrics in records["by_length"]["metrics"]
+    ]
+    assert prompts == [[1, 2, 1], [1, 2, 1], [0, 4, 0]]
 
 
 def test_a_batch_has_the_fields_of_its_algorithm(records):

@@ -66,7 +66,7 @@ def computed(
     *,
     group: dist.ProcessGroup,
     vocab_size: int = VOCAB,
-    temperature: float = TEMPERATURE,
+    temperature: float | Tensor = TEMPERATURE,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same from this rank's columns, whose gradient is returned."""
     leaf = logits.clone().requires_grad_()
@@ -101,6 +101,28 @@ def test_values_and_gradients_equal_dense_float64(world: dist.ProcessGroup, temp
     actual = computed(*inputs, group=world, temperature=temperature)
     for mine, dense in zip(actual, reference(*inputs, temperature=temperature), strict=True):
         assert_near(mine, dense)
+
+
+def test_each_row_may_have_its_own_temperature(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gradients of a row are those that it has alone at its temperature, also over chunks."""
+    inputs, temperatures = case(columns=VOCAB), torch.linspace(0.4, 2.0, ROWS)
+    dense = [
+        torch.cat(parts)
+        for parts in zip(
+            *(
+                reference(*(x[row : row + 1] for x in inputs), temperature=float(temperatures[row]))
+                for row in range(ROWS)
+            ),
+            strict=True,
+        )
+    ]
+    for elements in (vocab.CHUNK_ELEMENTS, 2 * VOCAB):
+        monkeypatch.setattr(vocab, "CHUNK_ELEMENTS", elements)
+        for mine, expected in zip(computed(*inputs, group=world, temperature=temperatures), dense, strict=True):
+            assert_near(mine, expected)
+    alike = computed(*inputs, group=world, temperature=torch.full((ROWS,), TEMPERATURE))
+    for mine, scalar in zip(alike, computed(*inputs, group=world), strict=True):
+        torch.testing.assert_close(mine, scalar, rtol=1e-6, atol=1e-6)
 
 
 def test_padding_columns_take_no_part(world: dist.ProcessGroup) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.batch import PerSequence, PerToken, RolloutBatch
-from hybridflow.recording.iteration import batch_metrics
+from hybridflow.batch import PerSequence, PerToken, RolloutBatch, response_mask
+from hybridflow.by_length import ByLength
+from hybridflow.recording.iteration import batch_metrics, length_metrics
 
 
 @dataclass(frozen=True)
@@ -53,3 +54,31 @@ def test_the_engines_log_probs_are_not_compared_with_themselves() -> None:
     engine = batch().rollout_log_probs
     found = batch_metrics(batch(rollout_log_probs=engine, log_probs=engine))
     assert not any(name.startswith("rollout/log_prob") or name.endswith(("error", "kl")) for name in found)
+
+
+def test_metrics_by_bucket_of_prompt_lengths_by_hand() -> None:
+    """Prompts of 1 token, of 3 and of 5, in buckets up to 1, up to 2, up to 3, and longer."""
+    lengths, prompts = torch.tensor([2, 3, 6, 4, 6, 5]), torch.tensor([1, 1, 3, 3, 5, 5])
+    given = batch(
+        prompt_lengths=prompts,
+        lengths=lengths,
+        **{name: torch.zeros(26) for name in ("rollout_log_probs", "log_probs")},
+        input_ids=torch.ones(26, dtype=torch.int64),
+        response_mask=response_mask(lengths, prompts),
+    )
+    found = {name: float(x) for name, x in length_metrics(given, ByLength((1, 2, 3), (0, 1, 2, 3))).items()}
+    assert found == {
+        "sampling/up_to_1/prompts": 1,
+        "sampling/up_to_1/response_length_mean": 1.5,
+        "sampling/up_to_1/truncated_fraction": 0,
+        "sampling/up_to_1/score_mean": 0.5,
+        "sampling/up_to_2/prompts": 0,
+        "sampling/up_to_3/prompts": 1,
+        "sampling/up_to_3/response_length_mean": 2,
+        "sampling/up_to_3/truncated_fraction": 0.5,
+        "sampling/up_to_3/score_mean": 0.5,
+        "sampling/longer/prompts": 1,
+        "sampling/longer/response_length_mean": 0.5,
+        "sampling/longer/truncated_fraction": 0,
+        "sampling/longer/score_mean": 2,
+    }

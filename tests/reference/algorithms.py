@@ -19,6 +19,7 @@ class Response:
     group: int
     rollout_log_probs: Tensor
     truncated: bool = False
+    temperature: float = 1.0
     score: float = 0.0
     log_probs: Tensor = None
     ref_log_probs: Tensor = None
@@ -59,8 +60,8 @@ def estimate(responses: list[Response], models: dict[str, torch.nn.Module]) -> N
     """Fill in scores, log-probs and values."""
     for r in responses:
         r.score = even_share(r.tokens[r.prompt_length :])
-        r.log_probs, _ = written_log_probs(models["policy"], r, 1.0)
-        r.ref_log_probs, _ = written_log_probs(models["reference"], r, 1.0)
+        r.log_probs, _ = written_log_probs(models["policy"], r, r.temperature)
+        r.ref_log_probs, _ = written_log_probs(models["reference"], r, r.temperature)
         hidden = models["critic"].model(r.tokens[None]).last_hidden_state[0]
         r.values = models["critic"].score(hidden)[r.written.nonzero().squeeze(1) - 1, 0]
 
@@ -214,7 +215,7 @@ def actor_loss(responses: list[Response], policy: torch.nn.Module, recipe: Recip
     terms = []
     responses = [r for r in responses if not (recipe.masks_truncated and r.truncated)]
     for r in responses:
-        log_probs, entropy = written_log_probs(policy, r, 1.0)
+        log_probs, entropy = written_log_probs(policy, r, r.temperature)
         each = policy_terms(r, log_probs, recipe)
         if recipe.weights is not None:
             each = each * weights_of(r, recipe.weights)
@@ -224,7 +225,7 @@ def actor_loss(responses: list[Response], policy: torch.nn.Module, recipe: Recip
         terms.append(each)
     loss = mean_over(terms, responses, recipe)
     if recipe.positive_nll:
-        right = [written_log_probs(policy, r, 1.0)[0] for r in responses if r.score > 0]
+        right = [written_log_probs(policy, r, r.temperature)[0] for r in responses if r.score > 0]
         loss = loss - recipe.positive_nll * torch.cat(right).mean()
     return loss, max(float(x.detach().abs().max()) for x in terms)
 

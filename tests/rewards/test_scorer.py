@@ -6,6 +6,7 @@ import torch
 
 from hybridflow.algorithms.rewards import RunningMoments
 from hybridflow.batch import RolloutBatch, response_mask
+from hybridflow.by_length import ByLength, always
 from hybridflow.config import RewardConfig
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.rewards.scorer import FunctionCaller, Scorer, _part_names
@@ -24,7 +25,7 @@ def rollout() -> RolloutBatch:
 def shaped(**given: Any) -> list[float]:
     config = RewardConfig(functions=[{"function": "hybridflow.rewards:exact_match"}], **given)
     caller = FunctionCaller(lambda ids: "", 0, 1)
-    scorer = Scorer(config, [], caller=caller, watch=Stopwatch(lambda: None), max_response_length=10)
+    scorer = Scorer(config, [], caller=caller, watch=Stopwatch(lambda: None), limits=always(10))
     return scorer.shaped(SCORES, rollout(), RunningMoments())[0].tolist()
 
 
@@ -32,6 +33,14 @@ def test_what_comes_near_the_limit_costs_more_with_each_token() -> None:
     """A buffer of 5: from the 6th token on a fifth of the factor each."""
     assert shaped(overlong={"buffer": 5}) == [1.0, 2.0 - torch.tensor(0.6).item(), 2.0]
     assert shaped(overlong={"buffer": 4, "factor": 2.0}) == [1.0, 1.0, 1.0]
+
+
+def test_overlong_counts_from_the_limit_of_the_prompts_bucket() -> None:
+    """Responses to prompts of 2 tokens are cut at 8: those of 4, 8 and 10 tokens are 0, 4 and 4 into a buffer of 4."""
+    config = RewardConfig(functions=[{"function": "hybridflow.rewards:exact_match"}], overlong={"buffer": 4})
+    caller = FunctionCaller(lambda ids: "", 0, 1)
+    scorer = Scorer(config, [], caller=caller, watch=Stopwatch(lambda: None), limits=ByLength((2, 5), (8, 9, 10)))
+    assert scorer.shaped(SCORES, rollout(), RunningMoments())[0].tolist() == [1.0, 1.0, 2.0]
 
 
 def test_each_part_of_a_score_has_a_name() -> None:
