@@ -228,7 +228,7 @@ def _size_kv_cache(
     needed = num_blocks * block_bytes
     if config.rollout.kv_cache_gib is None:
         prompts = ceil(config.data.prompts_per_iteration / len(rollout.replicas))
-        sequences = min(prompts * config.sampling.samples_per_prompt, config.rollout.max_num_seqs)
+        sequences = min(prompts * max(config.sampling.samples.values), config.rollout.max_num_seqs)
         return KVCacheSize((sequences * blocks_of_one + own_blocks) * block_bytes, needed, is_given=False)
     given = int(config.rollout.kv_cache_gib * GIB)
     if given < needed:

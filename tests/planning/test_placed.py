@@ -279,6 +279,7 @@ def test_a_cache_too_small_for_one_sequence(inputs, tmp_path):
         (("sampling.samples_per_prompt=3",), False, 7 * 128 * TOKEN // 2),
         (("sampling.samples_per_prompt=3", "rollout.max_num_seqs=5"), False, 6 * 128 * TOKEN // 2),
         (("actor.tensor_parallel_size=4",), False, 5 * 128 * TOKEN // 4),
+        (("sampling.by_prompt_length=[{up_to: 4, samples_per_prompt: 3}]",), False, 7 * 128 * TOKEN // 2),
     ],
 )
 def test_by_default_the_cache_holds_the_batch(inputs, tmp_path, keys, cuda, whole):
