@@ -177,21 +177,3 @@ def balanced_partition(costs: list[int], num_parts: int) -> list[list[int]]:
         parts[part].append(row)
         heapq.heappush(heap, (load + max(costs[row], 1), part))
     return [sorted(part) for part in parts]
-
-
-def micro_batch_rows(lengths: list[int], rows: list[int], max_tokens: int) -> list[list[int]]:
-    """Cut `rows` into the fewest runs by length order whose tokens stay within `max_tokens`.
-
-    Rows of one length end up side by side, so that attention can run them as one batch. A row longer than the budget
-    is an error of the caller.
-    """
-    groups: list[list[int]] = []
-    room = 0
-    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
-        assert lengths[row] <= max_tokens, f"row {row} has {lengths[row]} tokens, the budget is {max_tokens}"
-        if lengths[row] > room:
-            groups.append([])
-            room = max_tokens
-        groups[-1].append(row)
-        room -= lengths[row]
-    return groups

@@ -13,7 +13,6 @@ from hybridflow.batch import (
     Tokens,
     balanced_partition,
     joined,
-    micro_batch_rows,
     offsets,
     response_mask,
     token_index,
@@ -243,50 +242,3 @@ def test_a_permutation_of_the_rows_gives_parts_of_the_same_costs() -> None:
 def test_equal_calls_give_equal_partitions() -> None:
     costs = [3] * 10 + [5] * 10
     assert balanced_partition(costs, 4) == balanced_partition(list(costs), 4)
-
-
-# ------------------------------------------------------------------------------------------------ micro-batches
-
-
-@pytest.mark.parametrize(
-    ("lengths", "rows", "max_tokens", "expected"),
-    [
-        ([4, 4, 4, 4], [0, 1, 2, 3], 8, [[0, 1], [2, 3]]),
-        ([4, 4, 4, 4], [0, 1, 2, 3], 7, [[0], [1], [2], [3]]),
-        ([1, 5, 3, 5], [0, 1, 2, 3], 10, [[1, 3], [2, 0]]),
-        ([1, 5, 3, 5], [0, 2], 10, [[2, 0]]),
-        ([5, 9], [1], 9, [[1]]),
-        ([5], [], 5, []),
-    ],
-)
-def test_micro_batches_by_hand(lengths: list[int], rows: list[int], max_tokens: int, expected: list[list[int]]) -> None:
-    assert micro_batch_rows(lengths, rows, max_tokens) == expected
-
-
-@pytest.mark.parametrize("max_tokens", [30, 64, 200, 10_000])
-@pytest.mark.parametrize("seed", range(4))
-def test_micro_batches_keep_the_budget_and_hold_all_rows_once(max_tokens: int, seed: int) -> None:
-    draw = random.Random(seed)
-    lengths = [draw.randint(1, 30) for _ in range(60)]
-    rows = draw.sample(range(60), 45)
-    groups = micro_batch_rows(lengths, rows, max_tokens)
-    assert sorted(itertools.chain(*groups)) == sorted(rows)
-    assert all(groups)
-    assert max(part_costs(lengths, groups)) <= max_tokens
-    in_order = [lengths[row] for group in groups for row in group]
-    assert in_order == sorted(in_order, reverse=True)  # so rows of one length stand side by side
-    # the fewest runs of that order: no group could have taken the next one's first row
-    for group, following in itertools.pairwise(groups):
-        assert sum(lengths[row] for row in group) + lengths[following[0]] > max_tokens
-
-
-def test_micro_batches_do_not_depend_on_the_order_of_the_rows() -> None:
-    lengths = [3, 1, 3, 2, 3, 1]
-    expected = micro_batch_rows(lengths, [0, 1, 2, 3, 4, 5], 6)
-    for rows in itertools.permutations(range(6)):
-        assert micro_batch_rows(lengths, list(rows), 6) == expected
-
-
-def test_a_row_beyond_the_budget_fails_with_its_length() -> None:
-    with pytest.raises(AssertionError, match="row 1 has 9 tokens, the budget is 8"):
-        micro_batch_rows([5, 9], [0, 1], 8)

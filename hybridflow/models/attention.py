@@ -1,7 +1,8 @@
 """Core attention over packed sequences, rotary embedding included.
 
 On CUDA: torch's variable-length flash attention. On a CPU: scaled_dot_product_attention, once for every run of
-sequences of equal length (micro-batches are ordered by length, so a run is a plain view and nothing is padded).
+sequences of equal length (micro-batches are ordered by length, so a run is a plain view and nothing is padded). Where
+responses share a prompt: `shared_prompt`.
 """
 
 from collections.abc import Callable
@@ -19,30 +20,42 @@ from megatron.core.typed_torch import apply_module, not_none
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from hybridflow.models.shared_prompt import SharedPrompts, Spans, bounds, shared_prompt_attention
+
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Where sequences begin and end. It travels through megatron's layers as its PackedSeqParams.
+    """Where sequences begin and end, and which of them are prompts that others continue.
+
+    It travels through megatron's layers as its PackedSeqParams.
 
     qkv_format stays None: megatron then keeps (tokens, 1, heads, head_dim) tensors. It applies no rotary embedding
     either (it would take cosines anew in every layer): cos and sin, one row a token, come along with the sequences.
     """
 
     lengths: tuple[int, ...] = ()
+    shared: SharedPrompts | None = None  # None: no sequence attends to another
     cos: Tensor | None = None  # (t, 1, rotary dimensions / 2); None: positions are learned
     sin: Tensor | None = None
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], device: torch.device) -> "PackedSequences":
-        bounds = torch.tensor((0, *lengths)).cumsum(0).to(device=device, dtype=torch.int32)
-        longest = max(lengths)
+    def of(
+        cls, lengths: tuple[int, ...], device: torch.device, shared: SharedPrompts | None = None
+    ) -> "PackedSequences":
+        where, longest = bounds(lengths, device), max(lengths)
         return cls(
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
+            cu_seqlens_q=where,
+            cu_seqlens_kv=where,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             lengths=lengths,
+            shared=shared,
         )
+
+    @property
+    def own(self) -> Spans:
+        """Every sequence with itself."""
+        return Spans(self.lengths, self.lengths, self.cu_seqlens_q, self.cu_seqlens_kv, causal=True)
 
     def with_rotary(self, angles: Tensor, dtype: torch.dtype) -> "PackedSequences":
         """The same with the rotary angles of every token, (t, rotary dimensions / 2) float32."""
@@ -82,12 +95,11 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         assert isinstance(packed_seq_params, PackedSequences) and attention_bias is None
-        attend = varlen_attention if query.is_cuda else attention_by_length
         query, key, value = (x[:, 0] for x in (query, key, value))
         if packed_seq_params.cos is not None:
             rotary = packed_seq_params.cos, packed_seq_params.sin, self._pairs
             query, key = Rotate.apply(query, *rotary), Rotate.apply(key, *rotary)
-        out = attend(query, key, value, packed=packed_seq_params, scale=self.scale)
+        out = attention(query, key, value, packed=packed_seq_params, scale=self.scale)
         return out.flatten(1).unsqueeze(1)
 
 
@@ -160,6 +172,14 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
     torch.mul(b, cos, out=out_b).addcmul_(a, sin)
     out[..., turning:] = x[..., turning:]
     return out
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, *, packed: PackedSequences, scale: float) -> Tensor:
+    """(tokens, heads, head_dim) from query and grouped key, value: causal, on what `packed` says."""
+    if packed.shared is not None:
+        return shared_prompt_attention(query, key, value, own=packed.own, shared=packed.shared, scale=scale)
+    attend = varlen_attention if query.is_cuda else attention_by_length
+    return attend(query, key, value, packed=packed, scale=scale)
 
 
 def attention_by_length(query: Tensor, key: Tensor, value: Tensor, *, packed: PackedSequences, scale: float) -> Tensor:

@@ -1,16 +1,22 @@
 """What one forward pass of a model reads: packed sequences, and the rows whose outputs are wanted.
 
 Only those rows reach the output layer: logits of prompt tokens are never computed. Where the outputs wanted are of the
-state *before* each response token (log-probs, values) the last token of a sequence is not run at all.
+state *before* each response token (log-probs, values) the last token of a sequence is not run at all. A prompt that
+several rows share is there once, but for its last token (see `prompt_groups`):
+
+    [rows by themselves] [prompts that are shared] [what follows the first of them] [the second] ... [padding]
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hybridflow.batch import RolloutBatch, micro_batch_rows, offsets, token_index
+from hybridflow.batch import RolloutBatch, offsets, token_index
 from hybridflow.models.attention import PackedSequences
+from hybridflow.models.prompt_groups import PromptGroup, micro_batch_groups, prompt_groups
+from hybridflow.models.shared_prompt import SharedPrompts
 
 
 @dataclass(frozen=True)
@@ -18,7 +24,7 @@ class MicroBatch:
     """t tokens of n sequences, r wanted outputs."""
 
     input_ids: Tensor  # (t,) int64
-    positions: Tensor  # (t,) int64, from 0 in each sequence
+    positions: Tensor  # (t,) int64, from 0 in each sequence; a response's go on from its prompt's
     packed: PackedSequences
     rows: Tensor  # (r,) int64: tokens whose output is wanted
     where: Tensor  # (r,) int64, on the CPU: the entry of the batch's (T,) or (N,) tensors that each output belongs to
@@ -31,8 +37,8 @@ def prediction_micro_batches(
     """Micro-batches whose outputs are one per response token: the state before it."""
     lengths = (batch.lengths - 1).tolist()
     return [
-        _prediction_micro_batch(batch, torch.tensor(group), multiple, device)
-        for group in micro_batch_rows(lengths, rows, max_tokens)
+        _prediction_micro_batch(batch, _layout(groups, lengths), multiple, device)
+        for groups in micro_batch_groups(prompt_groups(batch, rows), lengths, max_tokens)
     ]
 
 
@@ -40,39 +46,97 @@ def sequence_micro_batches(
     batch: RolloutBatch, rows: list[int], *, max_tokens: int, multiple: int, device: torch.device
 ) -> list[MicroBatch]:
     """Micro-batches whose outputs are one per sequence: the state after its last token."""
+    lengths = batch.lengths.tolist()
     return [
-        _sequence_micro_batch(batch, torch.tensor(group), multiple, device)
-        for group in micro_batch_rows(batch.lengths.tolist(), rows, max_tokens)
+        _sequence_micro_batch(batch, _layout(groups, lengths), multiple, device)
+        for groups in micro_batch_groups(prompt_groups(batch, rows), lengths, max_tokens)
     ]
 
 
-def _prediction_micro_batch(batch: RolloutBatch, group: Tensor, multiple: int, device: torch.device) -> MicroBatch:
-    lengths = batch.lengths[group] - 1
-    tokens = _tokens(batch, group, lengths)
+@dataclass(frozen=True)
+class Stretch:
+    """Neighbouring tokens of a row."""
+
+    row: int
+    first: int  # the position of the first of them in the row
+    length: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a micro-batch runs, in its order. The responses follow the prompts."""
+
+    alone: list[Stretch]  # whole rows
+    prompts: list[Stretch]
+    responses: list[list[Stretch]]  # to each prompt: what follows it
+
+    @property
+    def stretches(self) -> list[Stretch]:
+        return [*self.alone, *self.prompts, *self.ends[len(self.alone) :]]
+
+    @property
+    def ends(self) -> list[Stretch]:
+        """One of each row, with its last token."""
+        return [*self.alone, *(stretch for stretches in self.responses for stretch in stretches)]
+
+    def shared(self, device: torch.device) -> SharedPrompts | None:
+        if not self.prompts:
+            return None
+        lengths = [
+            (prompt.length, tuple(stretch.length for stretch in stretches))
+            for prompt, stretches in zip(self.prompts, self.responses, strict=True)
+        ]
+        return SharedPrompts.of(lengths, start=sum(stretch.length for stretch in self.alone), device=device)
+
+
+def _layout(groups: Sequence[PromptGroup], lengths: Sequence[int]) -> Layout:
+    """lengths: the tokens of each row of the batch that are run."""
+    together = [group for group in groups if group.shared]
+    return Layout(
+        [Stretch(row, 0, lengths[row]) for group in groups if not group.shared for row in group.rows],
+        [Stretch(group.rows[0], 0, group.shared) for group in together],
+        [[Stretch(row, group.shared, lengths[row] - group.shared) for row in group.rows] for group in together],
+    )
+
+
+def _prediction_micro_batch(batch: RolloutBatch, layout: Layout, multiple: int, device: torch.device) -> MicroBatch:
+    tokens = _tokens(batch, layout.stretches)
     predicts = batch.response_mask[tokens + 1]  # each token that is run has a successor in its sequence
     where = tokens[predicts] + 1
     rows = predicts.nonzero().squeeze(1)
-    return _micro_batch(batch, tokens, lengths, rows=rows, where=where, multiple=multiple, device=device)
+    return _micro_batch(batch, tokens, layout, rows=rows, where=where, multiple=multiple, device=device)
 
 
-def _sequence_micro_batch(batch: RolloutBatch, group: Tensor, multiple: int, device: torch.device) -> MicroBatch:
-    lengths = batch.lengths[group]
-    tokens = _tokens(batch, group, lengths)
-    rows = lengths.cumsum(0) - 1
-    return _micro_batch(batch, tokens, lengths, rows=rows, where=group, multiple=multiple, device=device)
+def _sequence_micro_batch(batch: RolloutBatch, layout: Layout, multiple: int, device: torch.device) -> MicroBatch:
+    tokens = _tokens(batch, layout.stretches)
+    where = torch.tensor([stretch.row for stretch in layout.ends])
+    last = torch.tensor([stretch.length for stretch in layout.stretches]).cumsum(0) - 1
+    num_alone, num_prompts = len(layout.alone), len(layout.prompts)
+    rows = torch.cat([last[:num_alone], last[num_alone + num_prompts :]])
+    return _micro_batch(batch, tokens, layout, rows=rows, where=where, multiple=multiple, device=device)
 
 
-def _tokens(batch: RolloutBatch, group: Tensor, lengths: Tensor) -> Tensor:
-    """Flat positions of the first lengths[i] tokens of each sequence of the group."""
-    starts = offsets(batch.lengths)[group]
-    within = token_index(lengths, torch.arange(len(lengths))) - offsets(lengths).repeat_interleave(lengths)
-    return starts.repeat_interleave(lengths) + within
+def _tokens(batch: RolloutBatch, stretches: list[Stretch]) -> Tensor:
+    """Flat positions of the tokens of all stretches."""
+    rows, first, lengths = _columns(stretches)
+    return (offsets(batch.lengths)[rows] + first).repeat_interleave(lengths) + _within(lengths)
+
+
+def _columns(stretches: list[Stretch]) -> tuple[Tensor, Tensor, Tensor]:
+    """(their rows, first positions, lengths), int64."""
+    rows, first, lengths = torch.tensor([(x.row, x.first, x.length) for x in stretches]).unbind(1)
+    return rows, first, lengths
+
+
+def _within(lengths: Tensor) -> Tensor:
+    """0, 1, 2, ... for each length."""
+    return token_index(lengths, torch.arange(len(lengths))) - offsets(lengths).repeat_interleave(lengths)
 
 
 def _micro_batch(
     batch: RolloutBatch,
     tokens: Tensor,
-    lengths: Tensor,
+    layout: Layout,
     *,
     rows: Tensor,
     where: Tensor,
@@ -80,12 +144,14 @@ def _micro_batch(
     device: torch.device,
 ) -> MicroBatch:
     """`multiple`: sequence parallelism splits tokens evenly; what is missing becomes a sequence that nobody reads."""
-    positions = torch.arange(len(tokens)) - offsets(lengths).repeat_interleave(lengths)
+    _, first, lengths = _columns(layout.stretches)
+    positions = first.repeat_interleave(lengths) + _within(lengths)
     input_ids, missing = batch.input_ids[tokens], -len(tokens) % multiple
     if missing:
         input_ids = torch.cat([input_ids, input_ids.new_zeros(missing)])
         positions = torch.cat([positions, torch.arange(missing)])
-    packed = PackedSequences.of((*lengths.tolist(), *([missing] if missing else [])), device)
+    all_lengths = (*lengths.tolist(), *([missing] if missing else []))
+    packed = PackedSequences.of(all_lengths, device, layout.shared(device))
     return MicroBatch(
         input_ids=input_ids.to(device),
         positions=positions.to(device),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.architecture.spec import ModelSpec
-from hybridflow.batch import RolloutBatch, balanced_partition
+from hybridflow.batch import RolloutBatch
 from hybridflow.config import TrainedRoleConfig
 from hybridflow.models import pipeline
 from hybridflow.models.build import PackedModel, build_model
@@ -22,6 +22,7 @@ from hybridflow.models.micro_batch import (
 )
 from hybridflow.models.optimizer import TrainedModel, learning_rate
 from hybridflow.models.pipeline import Readout
+from hybridflow.models.prompt_groups import replica_rows
 from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.platform import Platform
@@ -74,7 +75,7 @@ class Role:
         multiple = self.grid.tp if self._config.sequence_parallel else 1
         micro_batches = make(
             batch,
-            balanced_partition(batch.lengths.tolist(), self.grid.dp)[self.grid.dp_rank],
+            replica_rows(batch, self.grid.dp)[self.grid.dp_rank],
             max_tokens=self._config.micro_batch_tokens,
             multiple=multiple,
             device=self._platform.device,

@@ -1,0 +1,142 @@
+"""Which rows of a batch share a prompt, and how such groups are split over replicas and cut into micro-batches.
+
+All but the last token of the prompt are run once for the rows of a group; the last one is run with every response,
+whose first token it predicts, so that no output is wanted twice. Every function here is a pure function of the batch.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from hybridflow.batch import RolloutBatch, balanced_partition, offsets
+
+SAVED_TO_PAY = 0.1  # share of a group's tokens: with less, the second call of the attention kernel eats the gain
+
+
+@dataclass(frozen=True)
+class PromptGroup:
+    """Rows that begin with the same `shared` tokens, which are run once. One row by itself shares none."""
+
+    rows: tuple[int, ...]
+    shared: int = 0
+
+    def tokens(self, lengths: Sequence[int]) -> int:
+        """That are run, where row i alone would take lengths[i]."""
+        return self.shared + sum(lengths[row] - self.shared for row in self.rows)
+
+
+def prompt_groups(batch: RolloutBatch, rows: Sequence[int]) -> list[PromptGroup]:
+    """Those of `rows` that answer one prompt with equal tokens, where sharing pays; all others by themselves.
+
+    In the order of their first rows.
+    """
+    found: dict[Hashable, list[int]] = {}
+    for row, key in zip(rows, _keys(batch, rows), strict=True):
+        found.setdefault(key, []).append(row)
+    lengths, prompt_lengths = batch.lengths.tolist(), batch.prompt_lengths.tolist()
+    groups: list[PromptGroup] = []
+    for members in found.values():
+        groups += _where_it_pays(PromptGroup(tuple(members), prompt_lengths[members[0]] - 1), lengths)
+    return sorted(groups, key=lambda group: group.rows)
+
+
+def _keys(batch: RolloutBatch, rows: Sequence[int]) -> list[Hashable]:
+    """Equal for rows that can share. A row without a response has no key but its own number."""
+    indices, ids = batch.prompt_indices.tolist(), batch.input_ids.numpy()
+    starts, sizes = offsets(batch.lengths).tolist(), batch.prompt_lengths.tolist()
+    answered = (batch.lengths > batch.prompt_lengths).tolist()
+    if len({indices[row] for row in rows}) == len(rows):
+        return list(rows)
+    return [
+        (indices[row], ids[starts[row] : starts[row] + sizes[row]].tobytes()) if answered[row] else row for row in rows
+    ]
+
+
+def _where_it_pays(group: PromptGroup, lengths: Sequence[int]) -> list[PromptGroup]:
+    alone = [PromptGroup((row,)) for row in group.rows]
+    saved = (len(group.rows) - 1) * group.shared
+    whole = sum(one.tokens(lengths) for one in alone)
+    return [group] if saved and saved >= SAVED_TO_PAY * whole else alone
+
+
+def replica_rows(batch: RolloutBatch, num_replicas: int) -> list[list[int]]:
+    """The rows of each replica, each ascending, balanced by the tokens that are run.
+
+    Groups stay together or are cut into 2, 4, 8, ... parts, whichever leaves the busiest replica the least to run: with
+    fewer prompts than replicas a whole group each would leave some idle. With nothing shared this is
+    `balanced_partition` of the lengths.
+    """
+    if num_replicas == 1:
+        return [list(range(len(batch)))]
+    lengths, groups = batch.lengths.tolist(), prompt_groups(batch, range(len(batch)))
+    largest, num_pieces = max((len(group.rows) for group in groups), default=1), 1
+    best = _whole_groups(groups, lengths, num_replicas, num_pieces)
+    while num_pieces < largest:
+        num_pieces *= 2
+        other = _whole_groups(groups, lengths, num_replicas, num_pieces)
+        best = min(best, other, key=lambda found: found[0])  # of two alike the one with fewer pieces
+    return best[1]
+
+
+def _whole_groups(
+    groups: list[PromptGroup], lengths: Sequence[int], num_replicas: int, num_pieces: int
+) -> tuple[int, list[list[int]]]:
+    """(tokens that the busiest replica runs, the rows of each), with every group cut into `num_pieces`."""
+    pieces = [(group, rows) for group in groups for rows in _cut(group, lengths, num_pieces)]
+    costs = [PromptGroup(rows, group.shared).tokens(lengths) for group, rows in pieces]
+    parts = [[pieces[i] for i in part] for part in balanced_partition(costs, num_replicas)]
+    return max(map(lambda part: _load(part, lengths), parts)), [
+        sorted(row for _, rows in part for row in rows) for part in parts
+    ]
+
+
+def _cut(group: PromptGroup, lengths: Sequence[int], num_pieces: int) -> list[tuple[int, ...]]:
+    if num_pieces == 1:
+        return [group.rows]
+    parts = balanced_partition([lengths[row] for row in group.rows], min(num_pieces, len(group.rows)))
+    return [tuple(group.rows[i] for i in part) for part in parts]
+
+
+def _load(part: Iterable[tuple[PromptGroup, tuple[int, ...]]], lengths: Sequence[int]) -> int:
+    """Pieces of one group that meet again run its prompt once."""
+    met: dict[PromptGroup, list[int]] = {}
+    for group, rows in part:
+        met.setdefault(group, []).extend(rows)
+    return sum(PromptGroup(tuple(rows), group.shared).tokens(lengths) for group, rows in met.items())
+
+
+def micro_batch_groups(groups: list[PromptGroup], lengths: Sequence[int], max_tokens: int) -> list[list[PromptGroup]]:
+    """Cut groups into runs whose tokens stay within `max_tokens`: rows by themselves, longest first, then groups.
+
+    Rows of one length end up side by side, and so do prompts of one length: attention runs them as one batch. A group
+    that no micro-batch can hold is cut, and each part has its own copy of the prompt. A row longer than the budget is
+    an error of the caller.
+    """
+    units = [unit for group in _in_order(groups, lengths) for unit in _fitting(group, lengths, max_tokens)]
+    micro_batches: list[list[PromptGroup]] = []
+    room = 0
+    for unit in units:
+        tokens = unit.tokens(lengths)
+        if tokens > room:
+            micro_batches.append([])
+            room = max_tokens
+        micro_batches[-1].append(unit)
+        room -= tokens
+    return micro_batches
+
+
+def _in_order(groups: list[PromptGroup], lengths: Sequence[int]) -> list[PromptGroup]:
+    return sorted(groups, key=lambda group: (group.shared > 0, -group.shared, -group.tokens(lengths), group.rows))
+
+
+def _fitting(group: PromptGroup, lengths: Sequence[int], max_tokens: int) -> list[PromptGroup]:
+    """The group, its rows longest first, or parts of it."""
+    parts: list[list[int]] = []
+    room = 0
+    for row in sorted(group.rows, key=lambda row: (-lengths[row], row)):
+        assert lengths[row] <= max_tokens, f"row {row} has {lengths[row]} tokens, the budget is {max_tokens}"
+        if lengths[row] - group.shared > room:
+            parts.append([])
+            room = max_tokens - group.shared
+        parts[-1].append(row)
+        room -= lengths[row] - group.shared
+    return [PromptGroup(tuple(rows), group.shared if len(rows) > 1 else 0) for rows in parts]

@@ -1,0 +1,257 @@
+"""Attention where a prompt that several responses share is in the batch once.
+
+Every stretch of tokens, a prompt or what follows one, attends causally to itself; what follows a prompt also attends to
+all of the prompt. The second needs a second call of the same kernel, and the two are merged by their log-sum-exps:
+
+    out = (exp(l_1) out_1 + exp(l_2) out_2) / (exp(l_1) + exp(l_2)),    l = log(exp(l_1) + exp(l_2))
+
+The backward pass of flash attention (Dao et al. 2022, algorithm 4) makes its probabilities anew as exp(scores - l) and
+takes sum(dout out) of each query: given the merged out and l, either call finds the exact gradients of its part.
+
+Tensors are (tokens, heads, head_dim), log-sum-exps (tokens, heads). Keys and values may have fewer heads than queries.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Stretches of queries, each of which attends to the stretch of keys of the same number."""
+
+    queries: tuple[int, ...]  # their lengths
+    keys: tuple[int, ...]
+    query_bounds: Tensor  # (stretches + 1,) int32: where they begin and end
+    key_bounds: Tensor
+    causal: bool
+
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(count, queries, keys) of neighbouring stretches of equal lengths."""
+        pairs = zip(self.queries, self.keys, strict=True)
+        return [(len(list(run)), queries, keys) for (queries, keys), run in groupby(pairs)]
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """Which tokens of a micro-batch are prompts of several responses, and which follow them."""
+
+    prompts: slice  # of tokens: one prompt after another
+    responses: slice  # what follows the first prompt, then what follows the second
+    lengths: tuple[tuple[int, tuple[int, ...]], ...]  # of each prompt, and of all that follow it
+    spans: Spans  # from responses to prompts
+
+    @classmethod
+    def of(cls, lengths: Sequence[tuple[int, tuple[int, ...]]], *, start: int, device: torch.device) -> "SharedPrompts":
+        """`start`: the first token of the first prompt. The responses begin where the last prompt ends."""
+        keys = tuple(prompt for prompt, _ in lengths)
+        queries = tuple(sum(responses) for _, responses in lengths)
+        middle = start + sum(keys)
+        spans = Spans(queries, keys, bounds(queries, device), bounds(keys, device), causal=False)
+        return cls(slice(start, middle), slice(middle, middle + sum(queries)), tuple(lengths), spans)
+
+
+def bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """(lengths + 1,) int32: where each of them begins, and the end of the last."""
+    return torch.tensor((0, *lengths)).cumsum(0).to(device=device, dtype=torch.int32)
+
+
+def shared_prompt_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, own: Spans, shared: SharedPrompts, scale: float
+) -> Tensor:
+    """(tokens, heads, head_dim). own: every stretch with itself, causal."""
+    if query.is_cuda and query.dtype == torch.float32:  # flash attention takes 16-bit types only
+        return attention_with_copies(query, key, value, own=own, shared=shared, scale=scale)
+    forward, backward = (varlen_forward, varlen_backward) if query.is_cuda else (flash_forward, flash_backward)
+    out: Tensor = Merged.apply(query, key, value, own, shared, scale, forward, backward)
+    return out
+
+
+Forward = Callable[[Tensor, Tensor, Tensor, Spans, float], tuple[Tensor, Tensor]]  # out and log-sum-exp
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]  # of query, key, value
+
+
+class Merged(torch.autograd.Function):
+    """Two calls of a kernel, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        own: Spans,
+        shared: SharedPrompts,
+        scale: float,
+        forward: Forward,
+        backward: Backward,
+    ) -> Tensor:
+        prompts, responses = shared.prompts, shared.responses
+        out, lse = forward(query, key, value, own, scale)
+        more = forward(query[responses], key[prompts], value[prompts], shared.spans, scale)
+        merge(out[responses], lse[responses], *more)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.own, ctx.shared, ctx.scale, ctx.kernel = own, shared, scale, backward
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        prompts, responses = ctx.shared.prompts, ctx.shared.responses
+        grad = grad.contiguous()
+        dq, dk, dv = ctx.kernel(grad, query, key, value, out, lse, ctx.own, ctx.scale)
+        of_responses = (x[responses] for x in (grad, query))
+        to_prompts = (x[prompts] for x in (key, value))
+        more = ctx.kernel(*of_responses, *to_prompts, out[responses], lse[responses], ctx.shared.spans, ctx.scale)
+        for whole, part, part_grad in zip((dq, dk, dv), (responses, prompts, prompts), more, strict=True):
+            whole[part] += part_grad
+        return dq, dk, dv, None, None, None, None, None
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Attention to other keys, too, in place: (t, heads, head_dim) and (t, heads)."""
+    share = torch.sigmoid(other_lse - lse).unsqueeze(-1)  # of the other keys in the sum of exponentials
+    out.copy_(torch.lerp(out.to(lse.dtype), other.to(lse.dtype), share))
+    lse.copy_(torch.logaddexp(lse, other_lse))
+
+
+# ------------------------------------------------------------------------------------------------ on a CPU
+
+
+def flash_forward(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
+    """torch's CPU kernel, once for every run of stretches of equal lengths."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    found = [
+        kernel(*qkv, 0.0, spans.causal, scale=scale)
+        for qkv in zip(
+            batches(query, spans.runs(), 1), batches(key, spans.runs(), 2), batches(value, spans.runs(), 2), strict=True
+        )
+    ]
+    out, lse = zip(*found, strict=True)
+    return in_a_row(out), in_a_row(lse)
+
+
+def flash_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spans: Spans,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    kernel, runs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, spans.runs()
+    sides = (1, 1, 2, 2, 1, 1)
+    blocks = [batches(x, runs, side) for x, side in zip((grad, query, key, value, out, lse), sides, strict=True)]
+    found = [kernel(*block, 0.0, spans.causal, scale=scale) for block in zip(*blocks, strict=True)]
+    dq, dk, dv = (in_a_row(parts) for parts in zip(*found, strict=True))
+    return dq, dk, dv
+
+
+def batches(x: Tensor, runs: list[tuple[int, int, int]], side: int) -> Iterator[Tensor]:
+    """(tokens, heads, ...) -> of every run (count, heads, length, ...); side: 1 for queries' lengths, 2 for keys'."""
+    parts = x.split([run[0] * run[side] for run in runs])
+    return (part.unflatten(0, (run[0], run[side])).transpose(1, 2) for part, run in zip(parts, runs, strict=True))
+
+
+def in_a_row(parts: Sequence[Tensor]) -> Tensor:
+    """What `batches` has taken apart."""
+    rows = [part.transpose(1, 2).flatten(0, 1) for part in parts]
+    return torch.cat(rows) if len(rows) > 1 else rows[0]
+
+
+# ------------------------------------------------------------------------------------------------ on CUDA
+
+
+def varlen_forward(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
+    """torch's variable-length flash attention, in 16 bits. Written from torch 2.13's source; not run yet."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    out, lse = varlen_attn(
+        query,
+        key,
+        value,
+        spans.query_bounds,
+        spans.key_bounds,
+        max(spans.queries),
+        max(spans.keys),
+        return_aux=AuxRequest(lse=True),
+        window_size=(-1, 0) if spans.causal else (-1, -1),
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert lse.shape == (query.shape[1], len(query)), f"log-sum-exp {tuple(lse.shape)} of {tuple(query.shape)}"
+    return out, lse.transpose(0, 1)
+
+
+def varlen_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spans: Spans,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What autograd would call, with an output and log-sum-exp of our own. Not run yet."""
+    import torch.nn.attention.varlen  # registers the operator
+
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn_backward(
+        grad,
+        query,
+        key,
+        value,
+        out,
+        lse.transpose(0, 1).contiguous(),
+        spans.query_bounds,
+        spans.key_bounds,
+        max(spans.queries),
+        max(spans.keys),
+        spans.causal,
+        torch.zeros(2, dtype=torch.uint64, device=grad.device),  # the state of dropout, of which there is none
+        scale,
+        [-1, 0] if spans.causal else [-1, -1],
+    )
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ on either
+
+
+def attention_with_copies(
+    query: Tensor, key: Tensor, value: Tensor, *, own: Spans, shared: SharedPrompts, scale: float
+) -> Tensor:
+    """The same stretch by stretch, each response with its own copy of the prompt's keys and values: any dtype."""
+    before = dict(zip(_starts(own.queries), _prompts_before(own, shared), strict=True))
+    outputs = []
+    for (start, prompt), length in zip(before.items(), own.queries, strict=True):
+        stretch = slice(start, start + length)
+        k, v = (torch.cat([x[prompt], x[stretch]]) for x in (key, value))
+        mask = torch.ones(length, len(k), dtype=torch.bool, device=query.device).tril(len(k) - length)
+        q, k, v = (x.transpose(0, 1)[None] for x in (query[stretch], k, v))
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _prompts_before(own: Spans, shared: SharedPrompts) -> Iterator[slice]:
+    """The tokens that each stretch of `own` attends to besides itself."""
+    starts = [shared.prompts.start + start for start in _starts([prompt for prompt, _ in shared.lengths])]
+    followed = chain.from_iterable(
+        [slice(start, start + prompt)] * len(responses)
+        for start, (prompt, responses) in zip(starts, shared.lengths, strict=True)
+    )
+    for start in _starts(own.queries):
+        inside = shared.responses.start <= start < shared.responses.stop
+        yield next(followed) if inside else slice(0, 0)
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    return torch.tensor((0, *lengths)).cumsum(0)[:-1].tolist()
