@@ -4,12 +4,14 @@ All but the last token of the prompt are run once for the rows of a group; the l
 whose first token it predicts, so that no output is wanted twice. Every function here is a pure function of the batch.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from hybridflow.batch import RolloutBatch, balanced_partition, offsets
 
-SAVED_TO_PAY = 0.1  # share of a group's tokens: with less, the second call of the attention kernel eats the gain
+# the least share of a group's tokens: with less, on a CPU, a second call of the attention kernel takes as long as the
+# saved tokens (tests.bench.shared_prompt: 5 M parameters, even at 0.1 with lengths of 4 to 64)
+SAVED_TO_PAY = 0.125
 
 
 @dataclass(frozen=True)
@@ -61,47 +63,53 @@ def _where_it_pays(group: PromptGroup, lengths: Sequence[int]) -> list[PromptGro
 def replica_rows(batch: RolloutBatch, num_replicas: int) -> list[list[int]]:
     """The rows of each replica, each ascending, balanced by the tokens that are run.
 
-    Groups stay together or are cut into 2, 4, 8, ... parts, whichever leaves the busiest replica the least to run: with
-    fewer prompts than replicas a whole group each would leave some idle. With nothing shared this is
-    `balanced_partition` of the lengths.
+    Whole groups dealt out by `balanced_partition`, or, if that leaves the busiest replica less to run, groups in a row
+    cut wherever a replica has its share: with fewer prompts than replicas a whole group each would leave some idle.
     """
-    if num_replicas == 1:
-        return [list(range(len(batch)))]
     lengths, groups = batch.lengths.tolist(), prompt_groups(batch, range(len(batch)))
-    largest, num_pieces = max((len(group.rows) for group in groups), default=1), 1
-    best = _whole_groups(groups, lengths, num_replicas, num_pieces)
-    while num_pieces < largest:
-        num_pieces *= 2
-        other = _whole_groups(groups, lengths, num_replicas, num_pieces)
-        best = min(best, other, key=lambda found: found[0])  # of two alike the one with fewer pieces
-    return best[1]
+    costs = [group.tokens(lengths) for group in groups]
+    whole = [[groups[i] for i in part] for part in balanced_partition(costs, num_replicas)]
+    if num_replicas > 1 and any(group.shared for group in groups):
+        whole = min(whole, _evenly_cut(groups, lengths, num_replicas), key=lambda parts: _busiest(parts, lengths))
+    return [sorted(row for group in part for row in group.rows) for part in whole]
 
 
-def _whole_groups(
-    groups: list[PromptGroup], lengths: Sequence[int], num_replicas: int, num_pieces: int
-) -> tuple[int, list[list[int]]]:
-    """(tokens that the busiest replica runs, the rows of each), with every group cut into `num_pieces`."""
-    pieces = [(group, rows) for group in groups for rows in _cut(group, lengths, num_pieces)]
-    costs = [PromptGroup(rows, group.shared).tokens(lengths) for group, rows in pieces]
-    parts = [[pieces[i] for i in part] for part in balanced_partition(costs, num_replicas)]
-    return max(map(lambda part: _load(part, lengths), parts)), [
-        sorted(row for _, rows in part for row in rows) for part in parts
-    ]
+def _busiest(parts: list[list[PromptGroup]], lengths: Sequence[int]) -> int:
+    return max(sum(group.tokens(lengths) for group in part) for part in parts)
 
 
-def _cut(group: PromptGroup, lengths: Sequence[int], num_pieces: int) -> list[tuple[int, ...]]:
-    if num_pieces == 1:
-        return [group.rows]
-    parts = balanced_partition([lengths[row] for row in group.rows], min(num_pieces, len(group.rows)))
-    return [tuple(group.rows[i] for i in part) for part in parts]
+def _evenly_cut(groups: list[PromptGroup], lengths: Sequence[int], num_parts: int) -> list[list[PromptGroup]]:
+    """The groups in their order in `num_parts` parts, cut between any rows so that the largest is as small as can be.
+
+    Found by halving: the least room into which they go one after another.
+    """
+    too_little, enough = max(lengths) - 1, sum(lengths)
+    while enough - too_little > 1:
+        room = (too_little + enough) // 2
+        if len(_filled(groups, lengths, room)) <= num_parts:
+            enough = room
+        else:
+            too_little = room
+    parts = _filled(groups, lengths, enough)
+    return parts + [[]] * (num_parts - len(parts))
 
 
-def _load(part: Iterable[tuple[PromptGroup, tuple[int, ...]]], lengths: Sequence[int]) -> int:
-    """Pieces of one group that meet again run its prompt once."""
-    met: dict[PromptGroup, list[int]] = {}
-    for group, rows in part:
-        met.setdefault(group, []).extend(rows)
-    return sum(PromptGroup(tuple(rows), group.shared).tokens(lengths) for group, rows in met.items())
+def _filled(groups: list[PromptGroup], lengths: Sequence[int], room: int) -> list[list[PromptGroup]]:
+    """Parts of at most `room` tokens, each filled up before the next begins, which a group may go on in."""
+    parts: list[list[PromptGroup]] = [[]]
+    left = room
+    for group in groups:
+        rows: list[int] = []
+        for row in group.rows:
+            tokens = lengths[row] - (group.shared if rows else 0)
+            if tokens > left:
+                parts[-1] += [PromptGroup(tuple(rows), group.shared)] if rows else []
+                parts.append([])
+                rows, left, tokens = [], room, lengths[row]
+            rows.append(row)
+            left -= tokens
+        parts[-1].append(PromptGroup(tuple(rows), group.shared))
+    return parts
 
 
 def micro_batch_groups(groups: list[PromptGroup], lengths: Sequence[int], max_tokens: int) -> list[list[PromptGroup]]:

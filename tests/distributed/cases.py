@@ -1,6 +1,6 @@
 """What the parity worker runs and what the test compares it with: one description for both."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -138,12 +138,20 @@ def make_rollout() -> RolloutBatch:
 
 
 def make_groups() -> RolloutBatch:
-    """The same tokens as two groups of four responses, with gaps and tails that the policy did not write."""
-    rollout = make_rollout()
-    mask = rollout.response_mask.clone()
-    starts = offsets(rollout.lengths)
+    """Two groups of four responses, with gaps and tails that the policy did not write, to prompts that they share."""
+    generator = torch.Generator().manual_seed(4)
+    lengths = torch.tensor([9, 14, 6, 14, 17, 5, 14, 8])
+    prompts = torch.tensor([5, 5, 5, 5, 4, 4, 4, 4])
+    tokens = torch.randint(4, VOCAB_SIZE, (int(lengths.sum()),), generator=generator)
+    starts = offsets(lengths)
+    for row in range(8):
+        prompt = slice(int(starts[row]), int(starts[row] + prompts[row]))
+        tokens[prompt] = tokens[int(starts[row // 4 * 4]) :][: prompts[row]]
+    mask = response_mask(lengths, prompts)
     mask[starts[1] + 7 : starts[1] + 10] = False  # of a prompt of 5 and a response of 9: a gap of 3
     mask[starts[4] + 6] = False
     mask[starts[4] + 14 :][:3] = False  # and the last 3 of 17
     mask[starts[7] + 4] = False  # its first response token
-    return replace(rollout, response_mask=mask, prompt_indices=torch.arange(8) // 4)
+    return RolloutBatch(
+        tokens, lengths, prompts, torch.arange(8) // 4, torch.zeros(8, dtype=torch.bool), mask, torch.zeros(len(tokens))
+    )

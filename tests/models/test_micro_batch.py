@@ -6,15 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridflow.batch import RolloutBatch, Tokens, balanced_partition, response_mask
+from hybridflow.batch import RolloutBatch, Tokens, balanced_partition, offsets, response_mask
 from hybridflow.models.micro_batch import MicroBatch, filled_up, prediction_micro_batches, sequence_micro_batches
+from hybridflow.models.prompt_groups import replica_rows
 
 CPU = torch.device("cpu")
 
 
 def rollout_batch(lengths: list[int], prompt_lengths: list[int]) -> RolloutBatch:
     """Token t has id 100 + t."""
-    sizes, prompts = torch.tensor(lengths), torch.tensor(prompt_lengths)
+    sizes, prompts = torch.as_tensor(lengths), torch.as_tensor(prompt_lengths)
     return RolloutBatch(
         input_ids=torch.arange(100, 100 + sum(lengths)),
         lengths=sizes,
@@ -126,6 +127,82 @@ def test_micro_batches_are_filled_up_with_some_that_nobody_reads(group: int, mis
 def test_none_are_filled_up_with_none() -> None:
     """Every replica has a row of a mini-batch; where it has none it takes part in nothing."""
     assert filled_up([], 2, multiple=1, device=CPU) == []
+
+
+# --------------------------------------------------------------------- a prompt that samples share
+
+# row                0                     1                  2               3               4
+# tokens     10 11 12 100 101 | 20 21 102 103 104 105 | 10 11 12 106 | 20 21 22 107 | 10 11 12 108 109 110
+# response             x   x           x   x   -   x               x             x            x   x   x
+PROMPTS = ([10, 11, 12], [20, 21], [10, 11, 12], [20, 21, 22], [10, 11, 12])
+RESPONSES = ([100, 101], [102, 103, 104, 105], [106], [107], [108, 109, 110])
+
+
+def grouped_batch() -> RolloutBatch:
+    """Rows 0, 2 and 4 answer one prompt; rows 1 and 3 are of one index but other tokens."""
+    rows = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+    batch = rollout_batch([len(row) for row in rows], [len(prompt) for prompt in PROMPTS])
+    mask = batch.response_mask.clone()
+    mask[9] = False
+    ids = torch.tensor([token for row in rows for token in row])
+    return replace(batch, input_ids=ids, response_mask=mask, prompt_indices=torch.tensor([0, 1, 0, 1, 0]))
+
+
+def test_predictions_of_samples_of_a_prompt_by_hand() -> None:
+    """All but the last token of the prompt once, then what follows it, the longest first; the last of all is not run."""
+    (micro_batch,) = prediction_micro_batches(grouped_batch(), [0, 1, 2, 3, 4], max_tokens=99, multiple=8, device=CPU)
+    assert lists(micro_batch) == {
+        "lengths": [5, 3, 2, 3, 2, 1],
+        "input_ids": [20, 21, 102, 103, 104, 20, 21, 22, 10, 11, 12, 108, 109, 12, 100, 12],
+        "positions": [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3, 4, 2, 3, 2],
+        "rows": [1, 2, 4, 7, 10, 11, 12, 13, 14, 15],
+        "where": [7, 8, 10, 18, 22, 23, 24, 3, 4, 14],
+        "targets": [102, 103, 105, 107, 108, 109, 110, 100, 101, 106],
+    }
+    shared = micro_batch.packed.shared
+    assert (shared.prompts, shared.responses, shared.lengths) == (slice(8, 10), slice(10, 16), ((2, (3, 2, 1)),))
+
+
+def test_a_group_beyond_the_budget_has_its_prompt_in_each_part() -> None:
+    """Of 2 + 3 + 2 + 1 tokens: with 7 at most the shortest is by itself."""
+    micro_batches = prediction_micro_batches(grouped_batch(), [0, 2, 4], max_tokens=7, multiple=1, device=CPU)
+    assert [m.input_ids.tolist() for m in micro_batches] == [[10, 11, 12, 108, 109, 12, 100], [10, 11, 12]]
+    assert [m.where.tolist() for m in micro_batches] == [[22, 23, 24, 3, 4], [14]]
+    assert [m.packed.shared is None for m in micro_batches] == [False, True]
+
+
+def test_sequences_that_share_a_prompt_by_hand() -> None:
+    (micro_batch,) = sequence_micro_batches(grouped_batch(), [0, 2, 3, 4], max_tokens=99, multiple=1, device=CPU)
+    found = lists(micro_batch)
+    assert found["input_ids"] == [20, 21, 22, 107, 10, 11, 12, 108, 109, 110, 12, 100, 101, 12, 106]
+    assert found["positions"] == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 2, 3, 4, 2, 3]
+    assert found["rows"] == [3, 9, 12, 14] and found["where"] == [3, 4, 0, 2]
+
+
+@pytest.mark.parametrize("max_tokens", [40, 100])
+@pytest.mark.parametrize("dp", [1, 2, 3])
+def test_every_response_token_of_groups_is_predicted_once(dp: int, max_tokens: int) -> None:
+    """Each wanted row reads the token before the one it predicts, at its position; no output is wanted twice."""
+    draw = torch.Generator().manual_seed(dp)
+    prompts, indices = torch.randint(2, 15, (6,), generator=draw), torch.arange(24) % 6
+    batch = rollout_batch((prompts[indices] + torch.randint(1, 9, (24,), generator=draw)).tolist(), prompts[indices])
+    starts = offsets(batch.lengths)
+    ids = batch.input_ids.clone()
+    for row, index in enumerate(indices.tolist()):
+        ids[starts[row] :][: prompts[index]] = torch.arange(prompts[index]) + 20 * index
+    batch = replace(batch, input_ids=ids, prompt_indices=indices)
+    where, num_run = [], 0
+    for rows in replica_rows(batch, dp):
+        for m in prediction_micro_batches(batch, rows, max_tokens=max_tokens, multiple=1, device=CPU):
+            assert len(m.input_ids) == sum(m.packed.lengths) <= max_tokens
+            assert len(m.rows.unique()) == len(m.rows)
+            assert torch.equal(m.input_ids[m.rows], ids[m.where - 1]) and torch.equal(m.targets, ids[m.where])
+            row = torch.searchsorted(batch.lengths.cumsum(0), m.where, right=True)
+            assert torch.equal(m.positions[m.rows], m.where - 1 - starts[row])
+            where += m.where.tolist()
+            num_run += len(m.input_ids)
+    assert sorted(where) == batch.response_mask.nonzero()[:, 0].tolist()
+    assert num_run < int((batch.lengths - 1).sum()) * 0.8
 
 
 # --------------------------------------------------------------------- every output once over all replicas
