@@ -9,7 +9,7 @@ import torch
 
 from hybridflow.batch import RolloutBatch, response_mask
 from hybridflow.config import OptimizerConfig
-from tests.distributed.cases import Case, make_groups
+from tests.distributed.cases import Case, make_groups, make_uneven_groups
 from tests.reference import algorithms as reference
 from tests.reference.algorithms import Recipe, Response
 from tests.tiny_models import VOCAB_SIZE
@@ -33,13 +33,16 @@ class Compared:
 
 def make_rollout() -> RolloutBatch:
     """Two groups of four with gaps and tails; the engine's log-probs are near those of a random model."""
-    rollout = make_groups()
-    noise = torch.randn(len(rollout.input_ids), generator=torch.Generator().manual_seed(5))
+    return _with_an_engine(make_groups(), seed=11)
+
+
+def _with_an_engine(rollout: RolloutBatch, seed: int) -> RolloutBatch:
+    noise = torch.randn(len(rollout.input_ids), generator=torch.Generator().manual_seed(seed))
     log_probs = (0.4 * noise - torch.tensor(float(VOCAB_SIZE)).log()) * rollout.response_mask
     return replace(rollout, rollout_log_probs=log_probs, truncated=torch.arange(8) == TRUNCATED)
 
 
-# the prompts of the rows have 3, 5, 2, 9, 4, 3, 1 and 4 tokens
+# the prompts of those rows have 3, 5, 2, 9, 4, 3, 1 and 4 tokens
 BY_LENGTH = {
     "temperature": 0.9,
     "by_prompt_length": [
@@ -51,8 +54,8 @@ ROW_TEMPERATURES = (1.7, 0.9, 0.6, 0.9, 1.7, 1.7, 0.6, 1.7)
 
 
 def make_uneven_rollout() -> RolloutBatch:
-    """The same responses in groups of three and five."""
-    return replace(make_rollout(), prompt_indices=torch.tensor([0, 0, 0, 1, 1, 1, 1, 1]))
+    """Groups of three and five, with prompts of many lengths."""
+    return _with_an_engine(make_uneven_groups(), seed=5)
 
 
 def make_greedy() -> RolloutBatch:

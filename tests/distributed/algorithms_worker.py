@@ -5,7 +5,7 @@ torchrun --nproc-per-node N -m tests.distributed.algorithms_worker MODELS OUT
 """
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.batch import RolloutBatch
+from hybridflow.batch import PerToken, RolloutBatch
 from hybridflow.config import ExperimentConfig
 from hybridflow.flows.models import Roles
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.roles.base import TrainedRole, World
+from hybridflow.roles.objectives import PolicyObjective, ValueObjective
 from hybridflow.trainer import flow_of
 from tests.distributed.algorithm_cases import (
     ALGORITHMS,
@@ -54,6 +55,7 @@ def main(models: Path, out: Path) -> None:
             rollout = make_uneven_rollout() if compared.by_length else make_rollout()
             found = one_iteration(config, rollout, roles, world)
             results |= {f"{name}/{key}": x for key, x in found.items()}
+        results |= shared_and_not(roles, world)
         if platform.rank == 0:
             torch.save(results, out / f"{case.name}.pt")
     platforms.stop()
@@ -82,6 +84,29 @@ def one_iteration(config: ExperimentConfig, rollout: RolloutBatch, all_roles: Ro
         results |= {f"{role.name}_sgd/{n}": x for n, x in whole(role, lambda p: p.data).items()}
     results |= {name: x for name, x in vars(done.batch).items()}
     return results | {f"stat/{name}": torch.tensor(float(x)) for name, x in done.metrics.items()}
+
+
+def shared_and_not(roles: Roles, world: World) -> dict[str, Tensor]:
+    """Log-probs, values and gradients of the same rows as samples of their prompts, and each as if of its own."""
+    rollout = make_rollout()
+    noise = torch.randn(len(rollout.input_ids), generator=torch.Generator().manual_seed(8)) * rollout.response_mask
+    found = {}
+    for kind, indices in (("shared", rollout.prompt_indices), ("not", torch.arange(len(rollout)))):
+        batch = Targets(**vars(replace(rollout, prompt_indices=indices)), targets=noise)
+        told = [roles.actor.log_probs(batch), roles.critic.values(batch)]
+        found |= dict(zip((f"{kind}/log_probs", f"{kind}/values"), world.exchange.wholes(told), strict=True))
+        for role in roles.trained():
+            role.trained.zero_gradients()
+        roles.actor.accumulate(batch, PolicyObjective(lambda log_probs, _, tokens: (log_probs * tokens.targets, {})))
+        roles.critic.accumulate(batch, ValueObjective(lambda values, tokens: (values - tokens.targets) ** 2))
+        for role in roles.trained():
+            found |= {f"{kind}/{role.name}_grad/{n}": x for n, x in whole(role, lambda p: p.main_grad).items()}
+    return found
+
+
+@dataclass(frozen=True)
+class Targets(RolloutBatch):
+    targets: PerToken
 
 
 def experiment(

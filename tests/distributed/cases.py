@@ -1,6 +1,6 @@
 """What the parity worker runs and what the test compares it with: one description for both."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -68,6 +68,7 @@ CHANGES = {
     "rope_linear": {"rope_parameters": ROPE_LINEAR},
 }  # to configs
 THOROUGH = ("llama", "qwen2")  # these are tried in every layout
+GROUPED = (*THOROUGH, "glm", "opt", "mixtral")  # these run samples of one prompt, too: every kind of position, experts
 FAMILY_CASES = ("tp1pp1dp1vpp1-none", "tp2pp1dp1vpp1-none", "tp2pp1dp1vpp1sp-selective", "tp1pp2dp1vpp1l1-full")
 FAMILY_CASES += ("tp4pp1dp1vpp1-none", "tp2pp2dp1vpp1sp-none")
 CASES = (
@@ -155,3 +156,13 @@ def make_groups() -> RolloutBatch:
     return RolloutBatch(
         tokens, lengths, prompts, torch.arange(8) // 4, torch.zeros(8, dtype=torch.bool), mask, torch.zeros(len(tokens))
     )
+
+
+def make_uneven_groups() -> RolloutBatch:
+    """The tokens of `make_rollout` as groups of three and five whose rows have prompts of their own, of all lengths."""
+    rollout = make_rollout()
+    mask = rollout.response_mask.clone()
+    starts = offsets(rollout.lengths)
+    mask[starts[1] + 7 : starts[1] + 10] = False  # of a prompt of 5 and a response of 9: a gap of 3
+    mask[starts[4] + 14 :][:3] = False  # the last 3 of 17
+    return replace(rollout, response_mask=mask, prompt_indices=torch.tensor([0, 0, 0, 1, 1, 1, 1, 1]))

@@ -27,10 +27,10 @@ from tests.distributed.cases import (
     ALGORITHM,
     BUDGETS,
     FAMILIES,
+    GROUPED,
     GROUPS,
     HYPER,
     SGD,
-    THOROUGH,
     Case,
     applies,
     cases_for,
@@ -49,7 +49,7 @@ def main(checkpoints: Path, out: Path) -> None:
     for case in cases_for(platform.world_size):
         for family in [family for family in FAMILIES if applies(case, family)]:
             result = run_case(case, checkpoints / family, world)
-            if family in THOROUGH:
+            if family in GROUPED:
                 result |= one_iteration(GROUPS, make_groups(), case, checkpoints / family, world, "grpo")
             if platform.rank == 0:
                 torch.save(result, out / f"{case.name}-{family}.pt")

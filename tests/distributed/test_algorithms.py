@@ -163,3 +163,18 @@ def test_metrics_by_bucket_of_prompt_lengths(case, results, models):
     assert stats["longer/score_mean"] == pytest.approx(float(scores[[1, 3]].mean()), rel=1e-6)
     assert stats["up_to_4/truncated_fraction"] == 0.25 and stats["longer/truncated_fraction"] == 0
     assert not any(key.startswith("rloo/stat/sampling") for key in found)
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=lambda case: case.name)
+def test_a_prompt_that_samples_share_changes_nothing(case, results):
+    """Against each row with a prompt of its own: log-probs, values, and the gradients of actor and critic."""
+    found = {key: x for key, x in load(results, case).items() if key.startswith(("shared/", "not/"))}
+    names = [key.removeprefix("not/") for key in found if key.startswith("not/")]
+    for kind in ("log_probs", "values", "actor_grad/", "critic_grad/"):
+        own = [name for name in names if name.startswith(kind)]
+        scale = max(found[f"not/{name}"].abs().max() for name in own)
+        assert scale > 0
+        for name in own:
+            difference = (found[f"shared/{name}"] - found[f"not/{name}"]).abs().max() / scale
+            assert difference <= TOLERANCE, f"{name}: {difference:.2e} of the largest value"
+    assert any(not torch.equal(found[f"shared/{name}"], found[f"not/{name}"]) for name in names)  # summed otherwise

@@ -7,16 +7,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from hybridflow.models.prompt_groups import PromptGroup, prompt_groups
 from tests.distributed.cases import (
     ADAM,
     BUDGETS,
     CASES,
     CHANGES,
     FAMILIES,
+    GROUPED,
     HYPER,
     NUM_LAYERS,
     SGD,
-    THOROUGH,
     Case,
     applies,
     make_groups,
@@ -189,8 +190,15 @@ def test_first_step_has_ratio_one(case, family, results, expected):
 # ------------------------------------------------------------------------------------------------ GRPO
 
 every_layout = pytest.mark.parametrize(
-    ("case", "family"), [(case, family) for family in THOROUGH for case in CASES], indirect=["family"], ids=str
+    ("case", "family"),
+    [(case, family) for family in GROUPED for case in CASES if applies(case, family)],
+    indirect=["family"],
+    ids=str,
 )
+
+
+def test_the_samples_of_a_prompt_share_it():
+    assert prompt_groups(make_groups(), range(8)) == [PromptGroup((0, 1, 2, 3), 4), PromptGroup((4, 5, 6, 7), 3)]
 
 
 @functools.cache

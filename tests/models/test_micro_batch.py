@@ -149,7 +149,7 @@ def grouped_batch() -> RolloutBatch:
 
 
 def test_predictions_of_samples_of_a_prompt_by_hand() -> None:
-    """All but the last token of the prompt once, then what follows it, the longest first; the last of all is not run."""
+    """All but the last token of the prompt once, then what follows it, the longest first."""
     (micro_batch,) = prediction_micro_batches(grouped_batch(), [0, 1, 2, 3, 4], max_tokens=99, multiple=8, device=CPU)
     assert lists(micro_batch) == {
         "lengths": [5, 3, 2, 3, 2, 1],
