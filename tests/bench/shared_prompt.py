@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 1 -m tests.bench.shared_prompt [--shapes 8x8x64x128 8x8x256x64] [--dtype float32 bfloat16]
 
 A shape is prompts x samples x prompt tokens x response tokens. The same rows are run twice in turn, in one process: as
-samples of their prompts, and as if each answered a prompt of its own. Numbers are medians; bytes are of all tensors
-that autograd keeps, weights left out, with every token of the batch in one micro-batch.
+samples of their prompts, and as if each answered a prompt of its own. Numbers are medians. On a CPU seconds are those
+that the process has computed, so that other work on the machine counts less. Bytes are of all tensors that autograd
+keeps, weights left out, with every token of the batch in one micro-batch.
 """
 
 import argparse
@@ -142,11 +143,13 @@ def update(actor: Actor, batch: Batch) -> None:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
+    on_cuda = torch.cuda.is_available()
+    clock = time.perf_counter if on_cuda else time.process_time
+    started = clock()
     work()
-    if torch.cuda.is_available():
+    if on_cuda:
         torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def tokens_run(batch: Batch) -> int:
