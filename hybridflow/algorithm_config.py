@@ -173,6 +173,7 @@ class Update(Section):
 
     epochs: PositiveInt = 1
     mini_batch_size: PositiveInt | None = None  # sequences per optimizer step; None: all of the iteration
+    whole_prompts: bool = False  # a mini-batch has all responses of its prompts, each of which is then run but once
 
 
 # ------------------------------------------------------------------------------------------------ with a critic

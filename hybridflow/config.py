@@ -532,6 +532,16 @@ class ExperimentConfig(Section):
 
     def _check_mini_batch(self) -> None:
         prompts, batch, most = self.data.prompts_per_iteration, self.batch_size, max(self.sampling.samples.values)
+        if self.algorithm.update.whole_prompts and self.sampling.samples.varies:
+            raise ValueError(
+                "algorithm.update.whole_prompts = true: with sampling.by_prompt_length prompts have unlike numbers of "
+                "responses, and mini-batches are cut by responses: leave one out"
+            )
+        if self.algorithm.update.whole_prompts and self.mini_batch_size % most:
+            raise ValueError(
+                f"algorithm.update.whole_prompts = true: algorithm.update.mini_batch_size = {self.mini_batch_size} is "
+                f"no multiple of sampling.samples_per_prompt = {most}"
+            )
         if self.sampling.samples.varies and self.mini_batch_size > batch:
             raise ValueError(
                 f"algorithm.update.mini_batch_size = {self.mini_batch_size} exceeds the most sequences of an "

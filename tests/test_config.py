@@ -647,6 +647,10 @@ def test_a_config_of_before_there_were_names_means_ppo(config_file) -> None:
             "critic: algorithm grpo has none: remove the section critic, or set critic=null",
         ),
         (
+            {"algorithm.update": {"whole_prompts": True, "mini_batch_size": 1}},
+            "algorithm.update.mini_batch_size = 1 is no multiple of sampling.samples_per_prompt = 2",
+        ),
+        (
             {"algorithm": {"name": "grpo"}, "critic": None, "sampling.samples_per_prompt": 1},
             "sampling.samples_per_prompt = 1: algorithm grpo compares the responses of a prompt",
         ),

@@ -30,7 +30,7 @@ from hybridflow.errors import ConfigError, Stopped
 from hybridflow.flows.finite import check_finite
 from hybridflow.flows.models import Roles, training_memory_offloaded
 from hybridflow.flows.replay import Replay
-from hybridflow.flows.steps import step_metrics
+from hybridflow.flows.steps import shuffled, step_metrics
 from hybridflow.generator import Generator
 from hybridflow.models.optimizer import NO_BYTES
 from hybridflow.parallel.agreement import check_agreement, digest_tensors
@@ -226,7 +226,7 @@ class Run:
         self._stop_if_told()
         for epoch in range(update.epochs):
             generator = torch.Generator().manual_seed(request_seed(self._config.seed, self.iteration, epoch))
-            order = torch.randperm(len(batch), generator=generator)
+            order = shuffled(batch.prompt_indices, generator, whole_prompts=update.whole_prompts)
             for rows in self._cut(order, update.mini_batch_size or max(len(batch), 1)):
                 yield batch.select(rows)
                 self._note_rows(rows)
