@@ -13,7 +13,7 @@ from hybridflow.roles.base import TrainedRole
 
 
 def shuffled(prompt_indices: Tensor, generator: torch.Generator, *, whole_prompts: bool) -> Tensor:
-    """Rows in random order, (N,) int64; with `whole_prompts` prompts are, the rows of each side by side as they were."""
+    """Rows in random order, (N,) int64; with `whole_prompts` prompts are, the rows of each in the order they had."""
     if not whole_prompts:
         return torch.randperm(len(prompt_indices), generator=generator)
     prompts, index = prompt_indices.unique(return_inverse=True)
