@@ -251,6 +251,9 @@ class RewardModelConfig(RoleConfig):
 class RewardFunctionConfig(Section):
     function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]  # package.module:function
     weight: float = 1.0
+    # true: called in a thread while responses are generated, for all responses to a prompt when they are there; false:
+    # in the main thread, with all rows of a rank at once, when all responses are there
+    background: bool = True
 
 
 class OverlongConfig(Section):
@@ -294,6 +297,9 @@ class RolloutConfig(Section):
     max_num_batched_tokens: PositiveInt = 8192
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
+    # whether a replica whose responses are done scores them while others generate; false: the models begin together.
+    # It takes no more memory than training: the cache and the engine's weights are given back before
+    score_while_waiting: bool = True
 
     def bucket_bytes(self, *, cuda: bool) -> int:
         return int((self.reshard_bucket_mib or (256 if cuda else 24)) * (1 << 20))

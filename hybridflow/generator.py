@@ -7,6 +7,7 @@ with generator.resharded():             # alias / permute / gather, and back
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -20,8 +21,8 @@ from hybridflow.recording.measure import own_bytes
 from hybridflow.reshard.execute import ReshardCost, WeightReshard
 from hybridflow.reshard.plan import plan_reshard
 from hybridflow.roles.policy import Actor
-from hybridflow.rollout.engine import RolloutEngine
-from hybridflow.rollout.generation import generate
+from hybridflow.rollout.engine import Response, RolloutEngine
+from hybridflow.rollout.generation import Beside, generate
 from hybridflow.rollout.patches import join_groups
 
 
@@ -99,7 +100,17 @@ class Generator:
         try:
             yield
         finally:
-            self.costs.append(self.reshard.to_trainer())
+            if self.reshard.with_engine:
+                self.costs.append(self.reshard.to_trainer())
+
+    def give_back(self) -> None:
+        """This rank has nothing more to generate within the block: its cache is released, the trainer has its weights.
+
+        Local: other replicas still work. What a rank holds from now on is at most what it holds while models train.
+        """
+        if self.engine is not None:
+            self.engine.sleep()
+        self.costs.append(self.reshard.to_trainer())
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
@@ -122,8 +133,12 @@ class Generator:
         samples_per_prompt: ByLength[int],
         iteration: int,
         first_prompt: int,
+        beside: Beside | None = None,
     ) -> RolloutBatch:
-        """See `rollout.generation.generate`; greedy takes the likeliest token always."""
+        """See `rollout.generation.generate`; greedy takes the likeliest token always.
+
+        beside: waits when this rank has given back what the engine had; nothing more can be generated in the block.
+        """
         return generate(
             self.engine,
             prompts,
@@ -136,4 +151,18 @@ class Generator:
             layout=self.layout,
             rank=self._platform.rank,
             exchange=self._exchange,
+            beside=None if beside is None else _AfterGivingBack(self, beside),
         )
+
+
+@dataclass(frozen=True)
+class _AfterGivingBack:
+    generator: Generator
+    beside: Beside
+
+    def finished(self, row: int, response: Response) -> None:
+        self.beside.finished(row, response)
+
+    def waits(self, own: RolloutBatch) -> None:
+        self.generator.give_back()
+        self.beside.waits(own)

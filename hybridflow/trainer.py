@@ -31,16 +31,19 @@ from hybridflow.flows.reinforce import reinforce
 from hybridflow.flows.remax import remax
 from hybridflow.flows.replay import Replay, dumped_batches
 from hybridflow.flows.run import Run
+from hybridflow.flows.while_waiting import Waiting, WhileWaiting
 from hybridflow.generator import Generator
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.agreement import check_agreement
 from hybridflow.parallel.device import choose_platform
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
+from hybridflow.parallel.noticeboard import Noticeboard
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.planning.hosts import check_hosts, parse_hosts
 from hybridflow.planning.placed import PlacedRun, place
+from hybridflow.planning.waiting import blocks_within, models_that_wait
 from hybridflow.recording.iteration import Iteration, Metrics
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.recorder import Recorder, RunSummary
@@ -171,6 +174,7 @@ class RLTrainer:
             self.roles,
             self.generator,
             self.inputs.train,
+            ahead=self._while_waiting(world),
             platform=self.platform,
             exchange=self.exchange,
             watch=watch,
@@ -180,6 +184,25 @@ class RLTrainer:
         self.run.state = self.keeper.state or self.run.state
         self.run.stops = self.keeper.stops
         self.run.keep_rollout, self.run.kept_rollout = self.keeper.keep_rollout, self._kept_rollout
+
+    def _while_waiting(self, world: World) -> WhileWaiting:
+        """Collective over the world."""
+        placed, rank = self.placed, self.platform.rank
+        known = self.roles.scoring()
+        models = [
+            Waiting(*known[name], blocks_within(placed.models[name].layout, placed.rollout))
+            for name in models_that_wait(placed)
+        ]
+        return WhileWaiting(
+            models,
+            self.roles.scorer,
+            placed.rollout,
+            rank=rank,
+            groups=world.groups,
+            notices=Noticeboard(platforms.fresh_store(), "while waiting") if models else None,
+            exchange=self.exchange,
+            watch=world.watch,
+        )
 
     def _keeper(self, digests: dict[str, bytes]) -> Keeper:
         return Keeper(

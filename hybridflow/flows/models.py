@@ -1,14 +1,16 @@
 """The models of a run, and where their training memory is while the engine works."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hybridflow.algorithm_config import KL
+from hybridflow.batch import RolloutBatch
 from hybridflow.checkpoint.sharded import SavedRole
+from hybridflow.parallel.exchange import Contribution
 from hybridflow.parallel.platform import Platform
 from hybridflow.rewards.scorer import Scorer
-from hybridflow.roles.base import TrainedRole
+from hybridflow.roles.base import Role, TrainedRole
 from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.values import Critic
 
@@ -24,6 +26,19 @@ class Roles:
 
     def trained(self) -> tuple[TrainedRole, ...]:
         return (self.actor,) if self.critic is None else (self.critic, self.actor)
+
+    def scoring(self) -> dict[str, tuple[Role, Callable[[RolloutBatch], Contribution]]]:
+        """By config key: each model, and how it is asked what it makes of a rollout."""
+        known: dict[str, tuple[Role, Callable[[RolloutBatch], Contribution]]] = {
+            "actor": (self.actor, self.actor.log_probs)
+        }
+        if self.critic is not None:
+            known["critic"] = (self.critic, self.critic.values)
+        if self.reference is not None:
+            known["reference"] = (self.reference, self.reference.log_probs)
+        for i, model in enumerate(self.scorer.models if self.scorer is not None else ()):
+            known[f"reward.models.{i}"] = (model, model.scores)
+        return known
 
     def saved(self, kl: KL) -> tuple[SavedRole, ...]:
         """What a checkpoint holds: all that changes; a reference only where it is reset."""

@@ -85,8 +85,9 @@ class Replay:
         samples_per_prompt: ByLength[int],
         iteration: int,
         first_prompt: int = 0,
+        beside: object = None,
     ) -> RolloutBatch:
-        """What the engine gave in that iteration.
+        """What the engine gave in that iteration. It is there at once: nobody does anything beside.
 
         Errors: DataError naming file, field or row, and rule, where the file is not of these prompts or no batch.
         """

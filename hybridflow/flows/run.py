@@ -31,6 +31,7 @@ from hybridflow.flows.finite import check_finite
 from hybridflow.flows.models import Roles, training_memory_offloaded
 from hybridflow.flows.replay import Replay
 from hybridflow.flows.steps import shuffled, step_metrics
+from hybridflow.flows.while_waiting import WhileWaiting
 from hybridflow.generator import Generator
 from hybridflow.models.optimizer import NO_BYTES
 from hybridflow.parallel.agreement import check_agreement, digest_tensors
@@ -82,6 +83,7 @@ class Run:
         generator: Generator | Replay,
         prompts: PromptDataset,
         *,
+        ahead: WhileWaiting,
         platform: Platform,
         exchange: Exchange,
         watch: Stopwatch,
@@ -90,7 +92,7 @@ class Run:
     ) -> None:
         self._config, self._roles, self._generator, self._dataset = config, roles, generator, prompts
         self._platform, self._exchange, self._watch, self._watchdog = platform, exchange, watch, watchdog
-        self._trains = trains
+        self._ahead, self._trains = ahead, trains
         for role in roles.trained():
             role.takes_steps = trains
         self.state = RunState(kl_coef=config.algorithm.kl.coef)
@@ -311,16 +313,24 @@ class Run:
 
     def _generated(self, kinds: tuple[Sampled | Greedy, ...]) -> tuple[RolloutBatch, ...]:
         """Anew, unless an earlier start has kept those of this iteration, or of others are the wish."""
-        kept = self.kept_rollout(self.prompts, self.iteration) if kinds == (Sampled(),) else None
-        if kept is not None:
-            return (kept,)
-        with self.engine_awake(), self._watch.phase("generate"):
-            rollouts = tuple(self._generate(kind) for kind in kinds)
         if kinds == (Sampled(),):
-            self.keep_rollout(self.iteration, vars(rollouts[0]))
-        return rollouts
+            return (self._sampled_alone(),)
+        self._ahead.forget()
+        with self.engine_awake(), self._watch.phase("generate"):
+            return tuple(self._generate(kind) for kind in kinds)
 
-    def _generate(self, how: Sampled | Greedy) -> RolloutBatch:
+    def _sampled_alone(self) -> RolloutBatch:
+        """What is scored while others generate; of one that an earlier start has kept, in the same units."""
+        ahead = self._ahead.begin(self.prompts, self.samples.each(self.prompts.lengths.tolist()))
+        rollout = self.kept_rollout(self.prompts, self.iteration)
+        if rollout is None:
+            with self.engine_awake(), self._watch.phase("generate"):
+                rollout = self._generate(Sampled(), ahead)
+            self.keep_rollout(self.iteration, vars(rollout))
+        ahead.settle(rollout)
+        return rollout
+
+    def _generate(self, how: Sampled | Greedy, beside: WhileWaiting | None = None) -> RolloutBatch:
         greedy = isinstance(how, Greedy)
         return self._generator.generate(
             self.prompts,
@@ -328,6 +338,7 @@ class Run:
             samples_per_prompt=always(1) if greedy else self.samples,
             iteration=self.iteration,
             first_prompt=self._first_prompt,
+            beside=beside,
         )
 
     def _cut(self, order: Tensor, size: int) -> Sequence[Tensor]:

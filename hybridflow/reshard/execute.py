@@ -39,6 +39,7 @@ class WeightReshard:
 
     weights: this rank's training shards by megatron name, none outside the actor's grid. `to_engine` is collective over
     the ranks of both layouts, which `group` knows by their global ranks; `to_trainer` is local.
+    with_engine: whether they are in the engine's layout.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class WeightReshard:
         if EMBEDDING in operations:  # a tied head is the embedding
             self._engine.setdefault(LM_HEAD.engine, self._engine[operations[EMBEDDING].weight.engine])
         self._live = self._peak = sum(storage.nbytes() for storage in storages(self._weights.values()))
-        self._with_engine = False
+        self.with_engine = False
 
     def source(self, name: str) -> Tensor:
         """The memory of an engine parameter by the engine's name; experts one below the other.
@@ -80,13 +81,13 @@ class WeightReshard:
         return self._engine[name]
 
     def to_engine(self) -> ReshardCost:
-        assert not self._with_engine, "the weights are in the engine's layout already"
-        self._with_engine = True
+        assert not self.with_engine, "the weights are in the engine's layout already"
+        self.with_engine = True
         return self._measured(self._fill_engine)
 
     def to_trainer(self) -> ReshardCost:
-        assert self._with_engine, "the weights are in the trainer's layout already"
-        self._with_engine = False
+        assert self.with_engine, "the weights are in the trainer's layout already"
+        self.with_engine = False
         return self._measured(self._restore_trainer)
 
     def _step(

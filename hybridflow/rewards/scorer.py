@@ -20,7 +20,9 @@ from hybridflow.by_length import ByLength
 from hybridflow.config import RewardConfig
 from hybridflow.parallel.exchange import Contribution
 from hybridflow.recording.measure import Stopwatch
+from hybridflow.rewards.background import BackgroundCalls, Group, GroupScores
 from hybridflow.rewards.functions import RewardFunction, call_reward_function, load_reward_function
+from hybridflow.roles.ahead import NOBODY
 from hybridflow.roles.values import RewardModel
 
 
@@ -54,11 +56,77 @@ class FunctionCaller:
         values: list[float] = []
         if rows:
             asked = rollout.prompt_indices[rows].tolist()
-            responses = [self.decode(ids) for ids in rollout.response_token_lists(rows)]
-            texts = [prompts.texts[i] for i in asked]
-            values = call_reward_function(function, name, texts, responses, _columns(prompts.columns, asked), rows=rows)
+            values = self.called(function, name, asked, rollout.response_token_lists(rows), prompts, rows=rows)
+        return self.contribution(len(rollout), rows, values)
+
+    def called(
+        self,
+        function: RewardFunction,
+        name: str,
+        asked: list[int],
+        responses: Sequence[list[int]],
+        prompts: PromptBatch,
+        *,
+        rows: Sequence[int],
+    ) -> list[float]:
+        """Of responses to the prompts numbered `asked`, in one call."""
+        texts = [prompts.texts[i] for i in asked]
+        decoded = [self.decode(ids) for ids in responses]
+        return call_reward_function(function, name, texts, decoded, _columns(prompts.columns, asked), rows=rows)
+
+    def contribution(self, size: int, rows: list[int], values: list[float]) -> Contribution:
         where, found = torch.tensor(rows, dtype=torch.int64), torch.tensor(values, dtype=torch.float32)
-        return Contribution(len(rollout), where, found, tuple(range(self.world_size)))
+        return Contribution(size, where, found, tuple(range(self.world_size)))
+
+
+class PromptCalls:
+    """The functions that are called in the background, of one rollout: for each prompt's responses by themselves.
+
+    Which prompts a rank calls them for while others are generated is the caller's to say; who has begun none is
+    dealt out when the rollout is whole.
+    """
+
+    def __init__(
+        self, functions: Sequence[tuple[RewardFunction, str]], prompts: PromptBatch, caller: FunctionCaller
+    ) -> None:
+        self._functions, self._prompts, self._caller = functions, prompts, caller
+        self.calls = BackgroundCalls(self._called)
+        self._rollout: RolloutBatch | None = None
+        self._own: list[int] = []
+
+    def settle(self, rollout: RolloutBatch, owners: Sequence[int]) -> None:
+        """The rollout is whole. owners: by prompt the rank that has begun to call, or NOBODY."""
+        caller, left = self._caller, [prompt for prompt, owner in enumerate(owners) if owner == NOBODY]
+        begun = [prompt for prompt, owner in enumerate(owners) if owner == caller.rank]
+        self._own, self._rollout = [*begun, *left[caller.rank :: caller.world_size]], rollout
+
+    def is_of(self, rollout: RolloutBatch) -> bool:
+        """Whether this very batch is the rollout, and whole."""
+        return self._rollout is rollout
+
+    def scores(self) -> list[Contribution]:
+        """Of (N,), of each function. Errors: RewardError, of a call in the background too."""
+        assert self._rollout is not None, "the rollout is not whole yet"
+        known = dict(self.calls.results())
+        groups = [_group(self._rollout, prompt) for prompt in self._own]
+        for group in groups:
+            if group.prompt not in known:
+                known[group.prompt] = self._called(group)
+        rows = [row for group in groups for row in group.rows]
+        values = [[value for group in groups for value in known[group.prompt][i]] for i in range(len(self._functions))]
+        return [self._caller.contribution(len(self._rollout), rows, each) for each in values]
+
+    def _called(self, group: Group) -> GroupScores:
+        asked = [group.prompt] * len(group.rows)
+        return tuple(
+            self._caller.called(function, name, asked, group.responses, self._prompts, rows=group.rows)
+            for function, name in self._functions
+        )
+
+
+def _group(rollout: RolloutBatch, prompt: int) -> Group:
+    rows = (rollout.prompt_indices == prompt).nonzero().flatten().tolist()
+    return Group(prompt, tuple(rows), tuple(rollout.response_token_lists(rows)))
 
 
 class Scorer:
@@ -73,18 +141,35 @@ class Scorer:
         watch: Stopwatch,
         limits: ByLength[int],
     ) -> None:
-        self._config, self._models, self._caller, self._watch = config, models, caller, watch
+        self._config, self.models, self._caller, self._watch = config, models, caller, watch
         self._limits = limits
         self._functions = [(load_reward_function(f.function), f.function) for f in config.functions]
+        self._ahead: PromptCalls | None = None
         self._weights = (*(m.weight for m in config.models), *(f.weight for f in config.functions))
         self._names = _part_names(config)
 
     def scores(self, rollout: RolloutBatch, prompts: PromptBatch) -> Scores:
         """What this rank knows of the scores of every model and function."""
         with self._watch.phase("reward"):
-            models = [model.scores(rollout) for model in self._models]
-            functions = [self._caller.scores(function, name, rollout, prompts) for function, name in self._functions]
+            models = [model.scores(rollout) for model in self.models]
+            functions = self._function_scores(rollout, prompts)
         return Scores((*models, *functions), self._weights, self._names)
+
+    def call_ahead(self, prompts: PromptBatch) -> PromptCalls | None:
+        """Of the rollout that is about to be made: what the functions are called with that need not wait for it."""
+        own = [own for own, config in zip(self._functions, self._config.functions, strict=True) if config.background]
+        self._ahead = PromptCalls(own, prompts, self._caller) if own else None
+        return self._ahead
+
+    def _function_scores(self, rollout: RolloutBatch, prompts: PromptBatch) -> list[Contribution]:
+        ahead = self._ahead if self._ahead is not None and self._ahead.is_of(rollout) else None
+        called = iter(ahead.scores() if ahead is not None else ())
+        return [
+            next(called)
+            if ahead is not None and config.background
+            else self._caller.scores(function, name, rollout, prompts)
+            for (function, name), config in zip(self._functions, self._config.functions, strict=True)
+        ]
 
     def shaped(self, scores: Tensor, rollout: RolloutBatch, moments: RunningMoments) -> tuple[Tensor, RunningMoments]:
         """(N,) scores as training sees them, and new moments: long and cut responses penalised, normalised, clipped."""

@@ -2,14 +2,14 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from hybridflow.architecture.spec import ModelSpec
-from hybridflow.batch import RolloutBatch
+from hybridflow.batch import RolloutBatch, token_index
 from hybridflow.config import TrainedRoleConfig
 from hybridflow.models import pipeline
 from hybridflow.models.build import PackedModel, build_model
@@ -28,9 +28,11 @@ from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.platform import Platform
 from hybridflow.planning.placed import PlacedModel
 from hybridflow.recording.measure import Stopwatch
+from hybridflow.roles.ahead import Ahead
 from hybridflow.roles.objectives import MeanOver
 
 MakeMicroBatches = Callable[..., list[MicroBatch]]
+Places = Callable[[RolloutBatch, Tensor], Tensor]  # of some rows of a batch, in its (T,) or (N,) tensors
 PerTokenLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, Mapping[str, Tensor]]]  # (r,) and, by name, (r,)
 
 
@@ -48,7 +50,8 @@ class World:
 class Role:
     """A model on a grid. `chunks` is what the schedules run: this rank's model chunks, or their data-parallel wrappers.
 
-    A rank outside the grid has no chunks; it contributes nothing and goes straight on.
+    A rank outside the grid has no chunks; it contributes nothing and goes straight on. ahead: what it has computed of
+    the last rollout, with these weights, before that was whole; None where it waits for rollouts to be whole.
     """
 
     def __init__(self, placed: PlacedModel, *, recompute: str, world: World) -> None:
@@ -69,17 +72,40 @@ class Role:
                 device=world.platform.device,
             )
         self.chunks: pipeline.Chunks = self._models
+        self.ahead: Ahead | None = None
+        self._alone = False
 
-    def _micro_batches(self, batch: RolloutBatch, make: MakeMicroBatches, *, one: bool = False) -> list[MicroBatch]:
-        """This replica's rows, balanced by tokens over the replicas, cut by the token budget; `one` at least."""
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within the block this replica computes all rows of a batch, and others need not. Its time is the caller's."""
+        watch, self._watch, self._alone = self._watch, Stopwatch(), True
+        try:
+            yield
+        finally:
+            self._watch, self._alone = watch, False
+
+    def _own_rows(self, batch: RolloutBatch) -> list[int]:
+        """This replica's, balanced by tokens over the replicas."""
+        if self._alone:
+            return list(range(len(batch)))
+        return replica_rows(batch, self.grid.dp)[self.grid.dp_rank]
+
+    def _micro_batches(
+        self, batch: RolloutBatch, shares: list[list[int]], make: MakeMicroBatches, *, one: bool = False
+    ) -> list[MicroBatch]:
+        """Each share of the rows by itself, cut by the token budget; `one` at least."""
         multiple = self.grid.tp if self._config.sequence_parallel else 1
-        micro_batches = make(
-            batch,
-            replica_rows(batch, self.grid.dp)[self.grid.dp_rank],
-            max_tokens=self._config.micro_batch_tokens,
-            multiple=multiple,
-            device=self._platform.device,
-        )
+        micro_batches = [
+            micro_batch
+            for rows in shares
+            for micro_batch in make(
+                batch,
+                rows,
+                max_tokens=self._config.micro_batch_tokens,
+                multiple=multiple,
+                device=self._platform.device,
+            )
+        ]
         if one and not micro_batches:
             micro_batches = [filler(multiple, self._platform.device)]
         if self.grid.layout.vpp > 1:  # the interleaved schedule takes them in groups of pp
@@ -88,22 +114,40 @@ class Role:
 
     def _token_results(self, batch: RolloutBatch, readout: Readout) -> Contribution:
         """Of (T,) float32: `readout`'s "out" for every response token."""
-        return self._results(batch, prediction_micro_batches, len(batch.input_ids), readout)
+        return self._results(batch, prediction_micro_batches, _token_places, len(batch.input_ids), readout=readout)
 
     def _sequence_results(self, batch: RolloutBatch, readout: Readout) -> Contribution:
         """Of (N,) float32: `readout`'s "out" for every sequence."""
-        return self._results(batch, sequence_micro_batches, len(batch), readout)
+        return self._results(batch, sequence_micro_batches, _sequence_places, len(batch), readout=readout)
 
-    def _results(self, batch: RolloutBatch, make: MakeMicroBatches, size: int, readout: Readout) -> Contribution:
+    def _results(
+        self, batch: RolloutBatch, make: MakeMicroBatches, places: Places, size: int, *, readout: Readout
+    ) -> Contribution:
+        """What this replica has computed ahead, and what it computes now."""
         sources = self.grid.layout.contributing_ranks
         if not self.grid.inside:
             return Contribution.nothing(size, sources)
-        micro_batches = self._micro_batches(batch, make)
+        ahead = self.ahead if self.ahead is not None and self.ahead.is_of(batch) else None
+        shares = [self._own_rows(batch)] if ahead is None else ahead.left(self.grid.dp_rank)
+        micro_batches = self._micro_batches(batch, shares, make)
         results = pipeline.forward(self.chunks, self.grid, micro_batches, readout)
-        if not self.grid.contributes or not micro_batches:
+        where, values = [], []
+        if self.grid.contributes and micro_batches:
+            where, values = [mb.where for mb in micro_batches], [result["out"] for result in results]
+        if ahead is not None:
+            where += [places(batch, rows)[known.where] for rows, known in ahead.found()]
+            values += [known.values for _, known in ahead.found()]
+        if not where:
             return Contribution.nothing(size, sources)
-        where = torch.cat([micro_batch.where for micro_batch in micro_batches])
-        return Contribution(size, where, torch.cat([result["out"] for result in results]), sources)
+        return Contribution(size, torch.cat(where), torch.cat(values), sources)
+
+
+def _token_places(batch: RolloutBatch, rows: Tensor) -> Tensor:
+    return token_index(batch.lengths, rows)
+
+
+def _sequence_places(batch: RolloutBatch, rows: Tensor) -> Tensor:
+    return rows
 
 
 @dataclass(frozen=True)
@@ -164,7 +208,7 @@ class TrainedRole(Role):
             return total / divisor * finite, {"loss": total.detach(), **sums}
 
         # a replica without a row of the mini-batch takes part in the sum of the gradients all the same
-        micro_batches = self._micro_batches(batch, prediction_micro_batches, one=True)
+        micro_batches = self._micro_batches(batch, [self._own_rows(batch)], prediction_micro_batches, one=True)
         results = pipeline.forward_backward(self.chunks, self.grid, micro_batches, loss)
         if not self.grid.contributes:
             return torch.zeros(1 + len(names), dtype=torch.float64, device=self._platform.device)
@@ -176,6 +220,7 @@ class TrainedRole(Role):
         """One optimizer step on a mini-batch; also noted in `steps`."""
         if not self.takes_steps:
             return Step((), torch.zeros(0, dtype=torch.float64, device=self._platform.device), None)
+        self.ahead = None  # that was of other weights
         told, row = torch.zeros(2 + len(names), dtype=torch.float64, device=self._platform.device), None
         halted = any(step.row is not None for step in self.steps)
         if self.trained is not None and not halted:

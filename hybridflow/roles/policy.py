@@ -37,7 +37,7 @@ class Reference(Role):
 
     def become(self, actor: "Actor") -> None:
         """Take the actor's weights as they are now. Both lie alike, so that each rank copies its own."""
-        weights = actor.weights()
+        weights, self.ahead = actor.weights(), None
         for weight, parameter in named_weights(self.chunks, self.spec, head="lm"):
             parameter.data.copy_(weights[weight.megatron][1])
 

@@ -174,9 +174,21 @@ class RolloutEngine:
                 if output.finished:
                     yield int(output.request_id), _response(output.outputs[0])
 
-    def generate(self, requests: list[Request], params: "Sequence[SamplingParams]") -> list[Response]:
-        """One response per request, in the order of the requests. params: by bucket."""
-        responses = dict(self.stream(requests, params))
+    def generate(
+        self,
+        requests: list[Request],
+        params: "Sequence[SamplingParams]",
+        finished: Callable[[int, Response], None] | None = None,
+    ) -> list[Response]:
+        """One response per request, in the order of the requests.
+
+        params: by bucket. finished: called with the index of each and the response, at once.
+        """
+        responses: dict[int, Response] = {}
+        for i, response in self.stream(requests, params):
+            responses[i] = response
+            if finished is not None:
+                finished(i, response)
         return [responses[i] for i in range(len(requests))]
 
 

@@ -1,7 +1,7 @@
 """Generate a batch over the engine's replicas: each its own prompts, the result whole on every rank."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,21 @@ if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import SamplingParams
 
 
+class Beside(Protocol):
+    """Who is told of responses as they finish, on each rank of the replica that gives them, and may use its wait."""
+
+    def finished(self, row: int, response: Response) -> None:
+        """`row` of the rollout, in the order in which they finish."""
+
+    def waits(self, own: RolloutBatch) -> None:
+        """All rows of this replica, in their order, have finished. Others may still run."""
+
+
+def prompts_of_replicas(prompts: PromptBatch, num_samples: Tensor, num_replicas: int) -> list[list[int]]:
+    """Which prompts each engine replica answers, ascending. num_samples: of each prompt, (prompts,)."""
+    return balanced_partition((prompts.lengths * num_samples).tolist(), num_replicas)
+
+
 def generate(
     engine: RolloutEngine | None,
     prompts: PromptBatch,
@@ -30,6 +45,7 @@ def generate(
     layout: RolloutLayout,
     rank: int,
     exchange: Exchange,
+    beside: Beside | None = None,
 ) -> RolloutBatch:
     """As many responses to each prompt as `samples_per_prompt` says, side by side, prompt after prompt.
 
@@ -43,21 +59,45 @@ def generate(
     responses: list[Response] = []
     if engine is not None:
         assert params is not None, "an engine has its parameters"
-        costs = (prompts.lengths * counts).tolist()
-        own = balanced_partition(costs, len(layout.replicas))[layout.coordinates(rank).replica]
+        own = prompts_of_replicas(prompts, counts, len(layout.replicas))[layout.coordinates(rank).replica]
         samples = [(p, s) for p in own for s in range(int(counts[p]))]
         token_lists = prompts.token_lists()
         seeds = [request_seed(seed, iteration, first_prompt + p, s) for p, s in samples]
         requests = [
             Request(token_lists[p], seed, buckets.at(lengths[p])) for (p, _), seed in zip(samples, seeds, strict=True)
         ]
-        responses = engine.generate(requests, params)
         first = offsets(counts).tolist()
         rows = [first[p] + s for p, s in samples]
+        responses = engine.generate(requests, params, None if beside is None else _told(beside, rows))
+        if beside is not None:
+            beside.waits(_of_one_replica(_some(prompts, own), counts[own], responses))
     if not layout.contributes(rank):
         rows, responses = [], []
     sources = layout.contributing_ranks
     return _whole(prompts, counts, rows, responses, sources=sources, exchange=exchange)
+
+
+def _told(beside: Beside, rows: list[int]) -> Callable[[int, Response], None]:
+    return lambda i, response: beside.finished(rows[i], response)
+
+
+def _some(prompts: PromptBatch, wanted: list[int]) -> PromptBatch:
+    """These prompts, without their columns."""
+    index = torch.tensor(wanted, dtype=torch.int64)
+    texts = tuple(prompts.texts[i] for i in wanted)
+    return PromptBatch(prompts.input_ids[token_index(prompts.lengths, index)], prompts.lengths[index], texts, {})
+
+
+def _of_one_replica(prompts: PromptBatch, num_samples: Tensor, responses: list[Response]) -> RolloutBatch:
+    """All responses to these prompts, sample after sample."""
+    return _joined(
+        prompts,
+        num_samples,
+        torch.tensor([len(r.token_ids) for r in responses], dtype=torch.int64),
+        torch.tensor([r.truncated for r in responses], dtype=torch.bool),
+        token_ids=torch.tensor([t for r in responses for t in r.token_ids], dtype=torch.int64),
+        log_probs=torch.tensor([p for r in responses for p in r.log_probs], dtype=torch.float32),
+    )
 
 
 def _whole(

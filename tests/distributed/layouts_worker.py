@@ -10,6 +10,7 @@ import torch
 
 from hybridflow.parallel import platform as platforms
 from hybridflow.trainer import RLTrainer
+from tests.distributed.waiting_worker import scored_in_all_ways
 
 NUM_RANKS = 4
 PROMPTS = [0, 1, 2, 3, 4, 5]
@@ -25,12 +26,17 @@ LAYOUTS = {
     "tp2 pp2": (*TP2, ROLLOUT_PP2),
     "tp2 on its own ranks": (*TP1, "actor.ranks=0-1", "rollout.ranks=2-3", ROLLOUT_TP2),
 }
+SCORED = ("one replica", "four replicas", "tp2")
+FUNCTIONS = "tests.distributed.reward_functions"
+SCORES = (
+    f"reward.functions=[{{function: '{FUNCTIONS}:beside_the_others'}}, {{function: '{FUNCTIONS}:in_main_thread'}}]",
+)
 
 
 def main(config: str, out: Path, overrides: list[str]) -> None:
     results = {}
     for name, layout in LAYOUTS.items():
-        trainer = RLTrainer.from_yaml(config, [*overrides, *layout])
+        trainer = RLTrainer.from_yaml(config, [*overrides, *layout, *SCORES])
         prompts = trainer.inputs.train.batch(PROMPTS)
         samples = trainer.config.sampling.samples
         with trainer.run.engine_awake():
@@ -40,6 +46,8 @@ def main(config: str, out: Path, overrides: list[str]) -> None:
             "greedy": vars(trainer.run.greedy_responses(prompts)),
             "replicas": trainer.generator.layout.replicas,
         }
+        if name in SCORED:
+            results[name]["scored"] = scored_in_all_ways(trainer)
         if trainer.generator.engine is not None:
             trainer.generator.engine.close()
     if trainer.platform.rank == 0:

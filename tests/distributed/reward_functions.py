@@ -3,6 +3,7 @@
 Those that fail do so for rows whose `answer` is BAD_ANSWER, so that a test chooses when, and on which rank.
 """
 
+import signal
 from typing import Any
 
 BAD_ANSWER = "bad"
@@ -37,3 +38,16 @@ def share_of_even(prompts: list[str], responses: list[str], columns: Columns) ->
 def num_letters(prompts: list[str], responses: list[str], columns: Columns) -> list[float]:
     """Different ones."""
     return [float(len(set(response))) for response in responses]
+
+
+def beside_the_others(prompts: list[str], responses: list[str], columns: Columns) -> list[float]:
+    """How long a response is relative to those in the same list, which are to be the prompt's."""
+    assert len(set(prompts)) == 1, f"responses to {len(set(prompts))} prompts in one call"
+    most = max(map(len, responses)) + 1
+    return [(len(response) + i) / most for i, response in enumerate(responses)]
+
+
+def in_main_thread(prompts: list[str], responses: list[str], columns: Columns) -> list[float]:
+    """As one that sets an alarm for itself."""
+    signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+    return num_letters(prompts, responses, columns)

@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.distributed.layouts_worker import LAYOUTS, NUM_RANKS, PROMPTS
+from tests.distributed.layouts_worker import LAYOUTS, NUM_RANKS, PROMPTS, SCORED
 from tests.distributed.tiny_experiment import PROMPTS_PER_ITERATION, make_inputs, make_uneven_prompts, write_config
+from tests.distributed.waiting_worker import WAYS
 from tests.launch import run_ranks, torchrun
 from tests.tiny_models import make_tokenizer
 
@@ -145,6 +146,35 @@ def test_samples_of_a_prompt_differ_and_are_as_many_and_as_long_as_its_length_sa
     tokens = [x.tolist() for x in sampled["input_ids"].split(sampled["lengths"].tolist())]
     groups = [{tuple(tokens[row]) for row in range(14) if sampled["prompt_indices"][row] == p} for p in range(6)]
     assert sum(len(group) > 1 for group in groups) >= 5
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+@pytest.mark.parametrize("layout", SCORED)
+def test_results_do_not_depend_on_who_waited_for_whom(layout, way, responses):
+    """Bit for bit. One function looks at all responses of a call, another runs in the main thread alone."""
+    first, other = (responses[layout]["scored"][x]["tensors"] for x in (WAYS[0], way))
+    assert {"raw_scores", "log_probs", "ref_log_probs", "values", "reward/part_model_0_mean"} <= first.keys()
+    assert first.keys() == other.keys()
+    different = [name for name in first if not torch.equal(first[name], other[name])]
+    assert not different
+
+
+@pytest.mark.parametrize("layout", SCORED[1:])
+def test_scored_while_waiting_is_what_one_replica_makes_of_it(layout, responses):
+    one, other = (responses[x]["scored"][WAYS[1]]["tensors"] for x in (SCORED[0], layout))
+    assert one["values"].abs().max() > 0.1
+    for name, whole in one.items():
+        torch.testing.assert_close(other[name], whole, atol=1e-5, rtol=1e-5)
+
+
+def test_who_waits_computes_ahead(responses):
+    """Units that a rank has run before the rollout was whole: 4 models run those of 4 prompts, a unit each."""
+    ahead = {layout: {way: x["ahead"] for way, x in responses[layout]["scored"].items()} for layout in SCORED}
+    assert set(ahead["one replica"]) == set(WAYS) and not any(map(any, ahead["one replica"].values()))
+    for layout in SCORED[1:]:
+        assert not any(ahead[layout][WAYS[0]])
+        assert sum(ahead[layout]["all compute ahead"]) == 4 * PROMPTS_PER_ITERATION
+        assert sum(ahead[layout]["replica 0 is late"]) > 0 < sum(ahead[layout]["the last is late"])
 
 
 # ---- what the dumped batch holds

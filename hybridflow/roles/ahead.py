@@ -1,0 +1,94 @@
+"""Units of a rollout: rows that a model runs together, whoever runs them and when.
+
+In its last bits a matrix product's result for a row may depend on the rows beside it. So what is run together is fixed
+before a token is generated, by the prompts alone, and results depend neither on who was waiting nor for how long:
+
+    units = cut_in_units(prompts_of_replicas, samples, costs, per_replica=4)
+    role.ahead = Ahead(units)                       # while the rollout is made
+    role.ahead.keep(unit, contribution)             # by a replica that waits, of rows that it has generated
+    role.ahead.settle(rollout, owners, dp)          # the rollout is whole: what is left is dealt out
+    role.log_probs(rollout)                         # runs this replica's share of it
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from hybridflow.batch import RolloutBatch, balanced_partition
+from hybridflow.parallel.exchange import Contribution
+
+NOBODY = -1
+
+
+@dataclass(frozen=True)
+class Units:
+    """rows[u]: those of unit u, ascending; replicas[u]: the engine replica that generates them all."""
+
+    rows: tuple[tuple[int, ...], ...]
+    replicas: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def of_replica(self, replica: int) -> list[int]:
+        return [unit for unit, own in enumerate(self.replicas) if own == replica]
+
+
+def cut_in_units(
+    prompts_of_replicas: Sequence[Sequence[int]],
+    samples: Sequence[int],
+    costs: Sequence[int],
+    *,
+    per_replica: int,
+) -> Units:
+    """Each replica's prompts in `per_replica` units of nearly equal cost, or one a prompt where there are fewer.
+
+    samples, costs: of each prompt, its number of rows and what it is expected to cost. A prompt's rows stay together.
+    """
+    first = [0, *accumulate(samples)]
+    rows: list[tuple[int, ...]] = []
+    replicas: list[int] = []
+    for replica, prompts in enumerate(prompts_of_replicas):
+        parts = balanced_partition([costs[p] for p in prompts], min(per_replica, len(prompts)))
+        for part in parts:
+            rows.append(tuple(row for i in part for row in range(first[prompts[i]], first[prompts[i] + 1])))
+            replicas.append(replica)
+    return Units(tuple(rows), tuple(replicas))
+
+
+class Ahead:
+    """What a model has computed of a rollout before that was whole, and who computes the rest.
+
+    known: by unit, as far as this rank contributes it, with its places within the unit.
+    """
+
+    def __init__(self, units: Units) -> None:
+        self.units = units
+        self.known: dict[int, Contribution] = {}
+        self._rollout: RolloutBatch | None = None
+        self._left: list[list[int]] = []
+
+    def keep(self, unit: int, contribution: Contribution) -> None:
+        self.known[unit] = contribution
+
+    def settle(self, rollout: RolloutBatch, owners: Sequence[int], dp: int) -> None:
+        """The rollout is whole. owners: by unit the data-parallel rank that has computed it, or NOBODY."""
+        left = [unit for unit, owner in enumerate(owners) if owner == NOBODY]
+        costs = [int(rollout.lengths[list(self.units.rows[unit])].sum()) for unit in left]
+        self._left = [[left[i] for i in part] for part in balanced_partition(costs, dp)]
+        self._rollout = rollout
+
+    def is_of(self, batch: RolloutBatch) -> bool:
+        """Whether this very batch is the rollout, and whole."""
+        return self._rollout is batch
+
+    def found(self) -> list[tuple[Tensor, Contribution]]:
+        """(the unit's rows, what was kept of it) of each unit."""
+        return [(torch.tensor(self.units.rows[unit]), kept) for unit, kept in self.known.items()]
+
+    def left(self, dp_rank: int) -> list[list[int]]:
+        """The rows of each unit that this replica has still to run."""
+        return [list(self.units.rows[unit]) for unit in self._left[dp_rank]]
