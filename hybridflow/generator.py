@@ -163,6 +163,9 @@ class _AfterGivingBack:
     def finished(self, row: int, response: Response) -> None:
         self.beside.finished(row, response)
 
+    def stepped(self) -> None:
+        self.beside.stepped()
+
     def waits(self, own: RolloutBatch) -> None:
         self.generator.give_back()
         self.beside.waits(own)

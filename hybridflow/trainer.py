@@ -193,13 +193,14 @@ class RLTrainer:
             Waiting(*known[name], blocks_within(placed.models[name].layout, placed.rollout))
             for name in models_that_wait(placed)
         ]
+        self.notices = Noticeboard(platforms.fresh_store(), "while waiting") if models else None
         return WhileWaiting(
             models,
             self.roles.scorer,
             placed.rollout,
             rank=rank,
             groups=world.groups,
-            notices=Noticeboard(platforms.fresh_store(), "while waiting") if models else None,
+            notices=self.notices,
             exchange=self.exchange,
             watch=world.watch,
         )

@@ -321,8 +321,9 @@ class Run:
 
     def _sampled_alone(self) -> RolloutBatch:
         """What is scored while others generate; of one that an earlier start has kept, in the same units."""
-        ahead = self._ahead.begin(self.prompts, self.samples.each(self.prompts.lengths.tolist()))
         rollout = self.kept_rollout(self.prompts, self.iteration)
+        samples = self.samples.each(self.prompts.lengths.tolist())
+        ahead = self._ahead.begin(self.prompts, samples, generates=rollout is None)
         if rollout is None:
             with self.engine_awake(), self._watch.phase("generate"):
                 rollout = self._generate(Sampled(), ahead)

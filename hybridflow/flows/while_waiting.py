@@ -1,16 +1,17 @@
 """What ranks do about a rollout before it is whole: score finished responses while other replicas still generate.
 
     ahead.begin(prompts, samples)                  # cut in units, before a token is generated
-    generator.generate(..., beside=ahead)          # ahead.finished(row, response), ahead.waits(own rows)
+    generator.generate(..., beside=ahead)          # ahead.finished, ahead.stepped; then ahead.waits(own rows)
     ahead.settle(rollout)                          # one exchange: who has done what; the rest is dealt out
     run.scores(rollout), reference.log_probs(rollout), ...
 
 Users' functions are called in the background from the first prompt on whose responses are all there. A replica that has
-no response left to wait for runs units of its own rows, model after model, until the last replica is done. Results
-depend on the units alone, which follow from the prompts.
+no response left to wait for runs units, model after model, until the last replica is done: its own, and then those that
+others announce, which still generate. Results depend on the units alone, and these follow from the prompts.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch
+from hybridflow.flows.unit_board import TokenLists, UnitBoard
 from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.layout import RolloutLayout
@@ -31,11 +33,13 @@ from hybridflow.rewards.scorer import PromptCalls, Scorer
 from hybridflow.roles.ahead import Ahead, Units, cut_in_units
 from hybridflow.roles.base import Role
 from hybridflow.rollout.engine import Response
-from hybridflow.rollout.generation import prompts_of_replicas
+from hybridflow.rollout.generation import prompts_of_replicas, responses_to
 
 UNITS_PER_BLOCK = 4  # that the rows of a replica are cut in: one may be under way when the last response is there
 PHASE = "scored_while_waiting"
-FINISHED = "finished"  # replicas that have generated all, counted over the run
+LOOK_SECONDS = 0.05  # between two looks for somebody who waits, while this replica generates
+ASKS_PER_SECOND = 10_000  # of all replicas that wait with nothing to do, together
+Step = tuple[int, tuple[tuple[int, TokenLists | None], ...]]  # a model; units, with what others have generated
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,27 @@ class Waiting:
         return self.role.ahead
 
 
+@dataclass(frozen=True)
+class _Unfinished:
+    """Responses that are wanted together, as far as they are there, by row."""
+
+    number: int  # of a prompt, or of a unit
+    rows: tuple[int, ...]
+    responses: dict[int, list[int]]
+
+    def add(self, row: int, response: Response) -> bool:
+        """Whether it was the last."""
+        self.responses[row] = response.token_ids
+        return len(self.responses) == len(self.rows)
+
+    def in_order(self) -> tuple[list[int], ...]:
+        return tuple(self.responses[row] for row in self.rows)
+
+
 class WhileWaiting:
     """Of this rank. Building it is collective over the world, and so are `begin` and `settle`.
 
-    models: those of `planning.waiting.models_that_wait`, alike on all ranks. notices: None in a world of one replica.
+    models: those of `planning.waiting.models_that_wait`, alike on all ranks; with them goes a noticeboard.
     """
 
     def __init__(
@@ -71,30 +92,34 @@ class WhileWaiting:
         watch: Stopwatch,
     ) -> None:
         self._models, self._scorer, self._layout, self._rank = tuple(models), scorer, layout, rank
-        self._notices, self._exchange, self._watch = notices, exchange, watch
+        self._exchange, self._watch = exchange, watch
         shared = self._models and len(layout.replicas[0]) > 1
         self._group = groups.own(layout.replicas) if shared else None
-        self._at = layout.coordinates(rank) if rank in layout else None
+        self._replica = layout.coordinates(rank).replica if rank in layout else None
+        self._board: UnitBoard | None = None  # of the first rank of a replica, which asks for the others
+        if notices is not None and self._replica is not None and layout.contributes(rank):
+            self._board = UnitBoard(notices, self._replica, len(layout.replicas))
         blocks = max((ceil(model.role.grid.dp / len(layout.replicas)) for model in self._models), default=1)
         self._units_per_replica = UNITS_PER_BLOCK * blocks
-        self._num_rollouts = 0
         self._calls: PromptCalls | None = None
         self._begun = False
 
-    def begin(self, prompts: PromptBatch, samples: Sequence[int]) -> "WhileWaiting":
-        """The next rollout has so many responses to each of these prompts."""
-        shares = prompts_of_replicas(prompts, torch.tensor(samples), len(self._layout.replicas))
-        self._units = cut_in_units(
-            shares,
-            samples,
-            [int(length) * count for length, count in zip(prompts.lengths, samples, strict=True)],
-            per_replica=self._units_per_replica,
-        )
+    def begin(self, prompts: PromptBatch, samples: Sequence[int], *, generates: bool) -> "WhileWaiting":
+        """The next rollout has so many responses to each of these prompts. generates: it has not been kept."""
+        self._prompts, self._samples, self._begun = prompts, torch.tensor(samples, dtype=torch.int64), True
+        shares = prompts_of_replicas(prompts, self._samples, len(self._layout.replicas))
+        costs = (prompts.lengths * self._samples).tolist()
+        self._units = cut_in_units(shares, samples, costs, per_replica=self._units_per_replica)
         for model in self._models:
             model.role.ahead = Ahead(self._units)
         self._calls = self._scorer.call_ahead(prompts) if self._scorer is not None else None
-        self._num_prompts, self._begun = len(prompts), True
-        self._missing = self._own_groups(shares, samples) if self._calls is not None else {}
+        self._of_prompts = _by_row(self._own_prompts(shares, samples) if self._calls is not None else [])
+        self._of_units: dict[int, _Unfinished] = {}
+        if self._board is not None and generates:
+            self._board.begin()
+            self._of_units = _by_row([(unit, self._units.rows[unit]) for unit in self._own_units()])
+        self._ready: list[_Unfinished] = []  # units that are not announced yet
+        self._looked = 0.0
         return self
 
     def forget(self) -> None:
@@ -107,52 +132,92 @@ class WhileWaiting:
 
     def finished(self, row: int, response: Response) -> None:
         """See `Beside`. Calls the functions when it was the last response to its prompt."""
-        group = self._missing.get(row)
-        if group is None:
-            return
-        group.responses[row] = response.token_ids
-        if len(group.responses) == len(group.rows):
+        group = self._of_prompts.get(row)
+        if group is not None and group.add(row, response):
             assert self._calls is not None, "there are groups only where functions are called"
-            responses = tuple(group.responses[row] for row in group.rows)
-            self._calls.calls.submit(Group(group.prompt, group.rows, responses))
+            self._calls.calls.submit(Group(group.number, group.rows, group.in_order()))
+        unit = self._of_units.get(row)
+        if unit is not None and unit.add(row, response):
+            self._ready.append(unit)
+
+    def stepped(self) -> None:
+        """See `Beside`. Announces units whose responses are all there, once somebody waits."""
+        if not self._ready or time.monotonic() < self._looked + LOOK_SECONDS:
+            return
+        assert self._board is not None, "the first rank of a replica"
+        if self._board.others_generate():
+            for unit in self._ready:
+                self._board.announce(unit.number, unit.in_order())
+            self._ready.clear()
+        self._looked = time.monotonic()
 
     def waits(self, own: RolloutBatch) -> None:
-        """See `Beside`. Run units of this replica's rows, one after the other, until the last replica is done."""
+        """See `Beside`. Run units, one after the other, until the last replica is done."""
         if not self._models:
             return
-        assert self._at is not None and self._notices is not None, "who waits has generated, and is not the only one"
-        self._num_rollouts += 1
-        if self._leads:
-            self._notices.add(FINISHED)
-        units = self._units.of_replica(self._at.replica)
-        places = _places_within(self._units, units)
-        with self._watch.phase(PHASE):
-            for model, some in self._steps(units):
-                if not self._others_generate():
-                    return
-                for unit, block in zip(some, model.blocks[self._at.replica], strict=False):
+        units = self._own_units()
+        self._own, self._places = own, _places_within(self._units, units)
+        self._pending = {i: list(units) for i, model in enumerate(self._models) if self._blocks(model)}
+        self._announced: dict[int, TokenLists] = {}
+        if self._board is not None:
+            self._board.done()
+        while (step := self._agreed(self._next_step())) is not None:
+            number, taken = step
+            with self._watch.phase(PHASE):
+                for (unit, responses), block in zip(taken, self._blocks(self._models[number]), strict=False):
                     if self._rank in block:
-                        _run(model, unit, own.select(places[unit]))
+                        _run(self._models[number], unit, self._batch(unit, responses))
 
-    def _steps(self, units: list[int]) -> Iterator[tuple[Waiting, list[int]]]:
-        """A model, and units that its blocks here run at a time. Alike on all ranks of an engine replica."""
-        assert self._at is not None, "a rank that generates"
-        for model in self._models:
-            num_blocks = len(model.blocks.get(self._at.replica, ()))
-            for first in range(0, len(units), num_blocks) if num_blocks else ():
-                yield model, units[first : first + num_blocks]
+    def _next_step(self) -> Step | None:
+        """What the ranks of this replica do next; None when nobody generates any more. Asked of its first rank."""
+        while self._board is not None and self._others_generate(self._board):
+            for model, pending in self._pending.items():
+                taken = self._taken(model, pending)
+                if taken:
+                    return model, tuple((unit, self._announced.get(unit)) for unit in taken)
+            if not self._told(self._board):
+                pause = len(self._layout.replicas) / ASKS_PER_SECOND
+                time.sleep(pause)
+                self._exchange.seconds += pause  # spent waiting, as in an exchange
+        return None
 
-    def _others_generate(self) -> bool:
-        """Asked by all ranks of a replica at the same point, which get the same answer: what follows is collective."""
-        answer = torch.zeros(1, dtype=torch.int64, device=self._exchange.device)
-        if self._leads:
-            assert self._notices is not None, "there are other replicas"
-            count = self._notices.add(FINISHED, 0)  # None: the store is gone, and with it the run
-            answer += count is not None and count < self._num_rollouts * len(self._layout.replicas)
-        if self._group is not None:
-            assert self._at is not None, "a rank that generates"
-            dist.broadcast(answer, src=self._layout.replicas[self._at.replica][0], group=self._group)
-        return bool(answer)
+    def _others_generate(self, board: UnitBoard) -> bool:
+        return board.others_generate()
+
+    def _taken(self, model: int, pending: list[int]) -> list[int]:
+        """Units for the model that no other replica runs: one for each of its blocks here, if there are as many."""
+        found: list[int] = []
+        assert self._board is not None, "the first rank of a replica"
+        while pending and len(found) < len(self._blocks(self._models[model])):
+            unit = pending.pop(0)
+            found += [unit] if self._board.take(model, unit) else []
+        return found
+
+    def _told(self, board: UnitBoard) -> bool:
+        """Whether others have announced units."""
+        found = dict(board.announced())
+        self._announced |= found
+        for pending in self._pending.values():
+            pending += found
+        return bool(found)
+
+    def _agreed(self, step: Step | None) -> Step | None:
+        """That of the replica's first rank, on all of its ranks: what follows is collective."""
+        if self._group is None:
+            return step
+        assert self._replica is not None, "a rank that generates"
+        box, leader, started = [step], self._layout.replicas[self._replica][0], time.perf_counter()
+        dist.broadcast_object_list(box, src=leader, group=self._group, device=self._exchange.device)
+        self._exchange.seconds += time.perf_counter() - started if self._rank != leader else 0.0
+        return box[0]
+
+    def _batch(self, unit: int, responses: TokenLists | None) -> RolloutBatch:
+        """The rows of a unit, alike in all that a model sees, whoever has generated them."""
+        if responses is None:
+            return self._own.select(self._places[unit])
+        of_rows = torch.arange(len(self._samples)).repeat_interleave(self._samples)
+        asked = of_rows[list(self._units.rows[unit])].unique().tolist()
+        return responses_to(self._prompts, asked, self._samples, [_without_log_probs(r) for r in responses])
 
     # ---- when it is whole
 
@@ -160,7 +225,7 @@ class WhileWaiting:
         """Who has done what, and who does the rest. Also of a rollout that was kept: then nobody has done anything."""
         if not self._begun:
             return
-        sizes = [len(self._units)] * len(self._models) + ([self._num_prompts] if self._calls is not None else [])
+        sizes = [len(self._units)] * len(self._models) + ([len(self._prompts)] if self._calls is not None else [])
         if not sizes:
             return
         done = torch.zeros(sum(sizes), dtype=torch.int64, device=self._exchange.device)  # who + 1, or 0
@@ -177,32 +242,34 @@ class WhileWaiting:
             self._watch.seconds.setdefault(PHASE, 0.0)
         if self._calls is not None:
             self._calls.settle(rollout, owners[-1])
+        if self._board is not None:
+            self._board.settle()
 
     # ---- inside
 
-    def _own_groups(self, shares: Sequence[Sequence[int]], samples: Sequence[int]) -> dict[int, "_Unfinished"]:
-        """By row, of the prompts that this rank calls the functions for: those of its replica in turn."""
-        if self._at is None:
-            return {}
-        ranks = self._layout.replicas[self._at.replica]
-        first = [0, *accumulate(samples)]
-        own = shares[self._at.replica][ranks.index(self._rank) :: len(ranks)]
-        groups = [_Unfinished(p, tuple(range(first[p], first[p + 1])), {}) for p in own]
-        return {row: group for group in groups for row in group.rows}
+    def _own_units(self) -> list[int]:
+        assert self._replica is not None, "a rank that generates"
+        return self._units.of_replica(self._replica)
 
-    @property
-    def _leads(self) -> bool:
-        """Whether this is the first rank of its replica."""
-        return self._layout.contributes(self._rank)
+    def _own_prompts(
+        self, shares: Sequence[Sequence[int]], samples: Sequence[int]
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        """(prompt, rows) of those that this rank calls the functions for: those of its replica in turn."""
+        if self._replica is None:
+            return []
+        ranks, first = self._layout.replicas[self._replica], [0, *accumulate(samples)]
+        own = shares[self._replica][ranks.index(self._rank) :: len(ranks)]
+        return [(p, tuple(range(first[p], first[p + 1]))) for p in own]
+
+    def _blocks(self, model: Waiting) -> Sequence[Block]:
+        """Those of the model on the ranks of this replica."""
+        assert self._replica is not None, "a rank that generates"
+        return model.blocks.get(self._replica, ())
 
 
-@dataclass(frozen=True)
-class _Unfinished:
-    """The responses to a prompt, as far as they are there, by row."""
-
-    prompt: int
-    rows: tuple[int, ...]
-    responses: dict[int, list[int]]
+def _by_row(wanted: Sequence[tuple[int, tuple[int, ...]]]) -> dict[int, _Unfinished]:
+    found = [_Unfinished(number, rows, {}) for number, rows in wanted]
+    return {row: each for each in found for row in each.rows}
 
 
 def _run(model: Waiting, unit: int, batch: RolloutBatch) -> None:
@@ -217,3 +284,8 @@ def _places_within(units: Units, some: list[int]) -> dict[int, Tensor]:
     rows = sorted(row for unit in some for row in units.rows[unit])
     places = {row: place for place, row in enumerate(rows)}
     return {unit: torch.tensor([places[row] for row in units.rows[unit]], dtype=torch.int64) for unit in some}
+
+
+def _without_log_probs(token_ids: Sequence[int]) -> Response:
+    """No model looks at the engine's log-probs, nor at why a response ended."""
+    return Response(list(token_ids), [0.0] * len(token_ids), truncated=False)

@@ -54,6 +54,10 @@ class Noticeboard:
         """The new count; with 0, the count."""
         return self._answer(lambda: self._store.add(key, amount))
 
+    def swap(self, key: str, before: str, after: str) -> str | None:
+        """The note as it is then: `after` if it was `before`, or if there was none and `before` is empty."""
+        return self._answer(lambda: self._store.compare_set(key, before, after).decode())
+
     def close(self) -> None:
         """Nothing is asked from now on: Python does not end well while a thread is inside torch."""
         with self._one_at_a_time:

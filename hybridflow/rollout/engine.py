@@ -158,8 +158,17 @@ class RolloutEngine:
             for own in sampling.sections()
         ]
 
-    def stream(self, requests: list[Request], params: "Sequence[SamplingParams]") -> Iterator[tuple[int, Response]]:
-        """(index, response) of each request, in the order in which they finish. params: by bucket."""
+    def stream(
+        self,
+        requests: list[Request],
+        params: "Sequence[SamplingParams]",
+        *,
+        stepped: Callable[[], None] = lambda: None,
+    ) -> Iterator[tuple[int, Response]]:
+        """(index, response) of each request, in the order in which they finish. params: by bucket.
+
+        stepped: called after each step of the engine.
+        """
         from vllm import RequestOutput
 
         for i, request in enumerate(requests):
@@ -173,22 +182,11 @@ class RolloutEngine:
                 assert isinstance(output, RequestOutput), f"{type(output).__name__} for a request to generate"
                 if output.finished:
                     yield int(output.request_id), _response(output.outputs[0])
+            stepped()
 
-    def generate(
-        self,
-        requests: list[Request],
-        params: "Sequence[SamplingParams]",
-        finished: Callable[[int, Response], None] | None = None,
-    ) -> list[Response]:
-        """One response per request, in the order of the requests.
-
-        params: by bucket. finished: called with the index of each and the response, at once.
-        """
-        responses: dict[int, Response] = {}
-        for i, response in self.stream(requests, params):
-            responses[i] = response
-            if finished is not None:
-                finished(i, response)
+    def generate(self, requests: list[Request], params: "Sequence[SamplingParams]") -> list[Response]:
+        """One response per request, in the order of the requests. params: by bucket."""
+        responses = dict(self.stream(requests, params))
         return [responses[i] for i in range(len(requests))]
 
 

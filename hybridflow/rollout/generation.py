@@ -1,6 +1,6 @@
 """Generate a batch over the engine's replicas: each its own prompts, the result whole on every rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -22,6 +22,9 @@ class Beside(Protocol):
 
     def finished(self, row: int, response: Response) -> None:
         """`row` of the rollout, in the order in which they finish."""
+
+    def stepped(self) -> None:
+        """After each step of the engine."""
 
     def waits(self, own: RolloutBatch) -> None:
         """All rows of this replica, in their order, have finished. Others may still run."""
@@ -68,31 +71,43 @@ def generate(
         ]
         first = offsets(counts).tolist()
         rows = [first[p] + s for p, s in samples]
-        responses = engine.generate(requests, params, None if beside is None else _told(beside, rows))
+        responses = _generated(engine, requests, params, rows, beside=beside)
         if beside is not None:
-            beside.waits(_of_one_replica(_some(prompts, own), counts[own], responses))
+            beside.waits(responses_to(prompts, own, counts, responses))
     if not layout.contributes(rank):
         rows, responses = [], []
     sources = layout.contributing_ranks
     return _whole(prompts, counts, rows, responses, sources=sources, exchange=exchange)
 
 
-def _told(beside: Beside, rows: list[int]) -> Callable[[int, Response], None]:
-    return lambda i, response: beside.finished(rows[i], response)
+def _generated(
+    engine: RolloutEngine,
+    requests: list[Request],
+    params: "Sequence[SamplingParams]",
+    rows: list[int],
+    *,
+    beside: Beside | None,
+) -> list[Response]:
+    """In the order of the requests, which are for these rows."""
+    if beside is None:
+        return engine.generate(requests, params)
+    responses: dict[int, Response] = {}
+    for i, response in engine.stream(requests, params, stepped=beside.stepped):
+        responses[i] = response
+        beside.finished(rows[i], response)
+    return [responses[i] for i in range(len(requests))]
 
 
-def _some(prompts: PromptBatch, wanted: list[int]) -> PromptBatch:
-    """These prompts, without their columns."""
-    index = torch.tensor(wanted, dtype=torch.int64)
-    texts = tuple(prompts.texts[i] for i in wanted)
-    return PromptBatch(prompts.input_ids[token_index(prompts.lengths, index)], prompts.lengths[index], texts, {})
-
-
-def _of_one_replica(prompts: PromptBatch, num_samples: Tensor, responses: list[Response]) -> RolloutBatch:
-    """All responses to these prompts, sample after sample."""
+def responses_to(
+    prompts: PromptBatch, asked: list[int], num_samples: Tensor, responses: list[Response]
+) -> RolloutBatch:
+    """The batch of all responses to the prompts `asked`, prompt after prompt. num_samples: of every prompt."""
+    index = torch.tensor(asked, dtype=torch.int64)
+    texts = tuple(prompts.texts[i] for i in asked)
+    some = PromptBatch(prompts.input_ids[token_index(prompts.lengths, index)], prompts.lengths[index], texts, {})
     return _joined(
-        prompts,
-        num_samples,
+        some,
+        num_samples[index],
         torch.tensor([len(r.token_ids) for r in responses], dtype=torch.int64),
         torch.tensor([r.truncated for r in responses], dtype=torch.bool),
         token_ids=torch.tensor([t for r in responses for t in r.token_ids], dtype=torch.int64),

@@ -5,11 +5,18 @@
 Random Llama models of the given size play actor, critic, reference and reward model: 64 prompts x (64 + 128) tokens,
 one epoch, 4 mini-batches by default. Every number is the median over the measured iterations of this one run; the
 matrix-product rate is measured in the same run, on all ranks at once, just before. Seconds are the largest of any rank.
+
+    torchrun --nproc-per-node 2 -m tests.bench.iteration --mean-response-length 40 --response-length 256 --waiting
+
+Responses of 4 to 256 tokens, 40 on average: what it takes where replicas that are done score meanwhile, and where they
+wait. The same iteration again and again, the ways in turn.
 """
 
 import argparse
 import contextlib
 import json
+import math
+import os
 import statistics
 import tempfile
 import time
@@ -27,7 +34,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import num_parameters
 from hybridflow.config import ExperimentConfig
+from hybridflow.flows.while_waiting import WhileWaiting
 from hybridflow.parallel import platform as platforms
+from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.recording.recorder import Recorder
 from hybridflow.trainer import RLTrainer
 
@@ -36,8 +45,19 @@ SIZES = {  # hidden, ffn, layers, heads
     "medium": (384, 1024, 6, 6),  # 12.6 M
 }
 VOCAB_SIZE = 2560
+END = 1
 GOALS = {("small", "float32"): 4.5, ("medium", "float32"): 9.5, ("small", "bfloat16"): 1.8, ("medium", "bfloat16"): 3.2}
 PRODUCT = (3072, 384, 1024)
+WAITING = (
+    "time/iteration_seconds",
+    "time/rollout_seconds",
+    "time/estimate_seconds",
+    "time/update_seconds",
+    "time/scored_while_waiting_seconds",
+    "time/idle_fraction",
+    "rollout/response_length_mean",
+    "rollout/response_length_max",
+)
 PHASES = ("generate", "reward", "log_probs", "reference", "values", "critic_update", "actor_update", "iteration")
 
 
@@ -47,6 +67,7 @@ class Shape:
     prompt_length: int
     response_length: int
     mini_batches: int
+    mean_length: int | None = None  # of responses that end by chance; None: all have the full length
 
     @property
     def tokens(self) -> int:
@@ -55,11 +76,18 @@ class Shape:
 
 def main() -> None:
     options = parse()
-    shape = Shape(options.prompts, options.prompt_length, options.response_length, options.mini_batches)
+    shape = Shape(
+        options.prompts,
+        options.prompt_length,
+        options.response_length,
+        options.mini_batches,
+        options.mean_response_length,
+    )
     with inputs(options.size, shape) as directory:
         for size in options.size:
             for dtype in options.dtype:
-                bench(size, dtype, shape, options, directory / size)
+                run = compare_waiting if options.waiting else bench
+                run(size, dtype, shape, options, directory / size)
 
 
 @contextlib.contextmanager
@@ -87,6 +115,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=3, help="measured, after one that is not")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size of every role and of the engine")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages of every role; the rest is data-parallel")
+    parser.add_argument("--mean-response-length", type=int, help="responses end by chance, after 4 tokens at least")
+    parser.add_argument("--waiting", action="store_true", help="compare with replicas that score meanwhile")
     return parser.parse_args()
 
 
@@ -100,6 +130,37 @@ def bench(size: str, dtype: str, shape: Shape, options: argparse.Namespace, dire
     medians = {name: statistics.median(run[name] for run in seconds[1:]) for name in seconds[0]}
     if trainer.platform.rank == 0:
         report(size, dtype, shape, trainer.roles.actor.spec, medians, rate)
+
+
+def compare_waiting(size: str, dtype: str, shape: Shape, options: argparse.Namespace, directory: Path) -> None:
+    """The first iteration, by either way in turn."""
+    trainer = RLTrainer(config(directory, dtype, shape, options.tp, options.pp))
+    run, state, scores = trainer.run, trainer.run.state, trainer.run._ahead
+    waits = WhileWaiting(
+        [],
+        trainer.roles.scorer,
+        trainer.placed.rollout,
+        rank=trainer.platform.rank,
+        groups=ProcessGroups(),
+        notices=None,
+        exchange=trainer.exchange,
+        watch=run._watch,
+    )
+    found: dict[str, list[dict[str, float]]] = {"waits": [], "scores meanwhile": []}
+    for _ in range(options.iterations + 1):
+        for way, ahead in (("waits", waits), ("scores meanwhile", scores)):
+            scores.forget()
+            run.state, run._ahead = state, ahead
+            done = trainer.iterate(1, 10**6, Recorder())
+            found[way].append({name: float(done.metrics.get(name, 0.0)) for name in WAITING})
+    if trainer.platform.rank == 0:
+        table = Table(title=f"{size}, {dtype}: medians of {options.iterations}, load {os.getloadavg()[0]:.1f}")
+        for column in ("", *found, "ratio"):
+            table.add_column(column, justify="right" if column else "left")
+        for name in WAITING:
+            one, other = (statistics.median(row[name] for row in rows[1:]) for rows in found.values())
+            table.add_row(name, f"{one:.3f}", f"{other:.3f}", f"{other / one:.2f}" if one else "")
+        Console(width=100).print(table)
 
 
 def make_inputs(directory: Path, size: str, shape: Shape) -> None:
@@ -144,7 +205,7 @@ def config(directory: Path, dtype: str, shape: Shape, tp: int, pp: int) -> Exper
                 "prompts_per_iteration": shape.prompts,
                 "max_prompt_length": shape.prompt_length,
             },
-            "sampling": {"max_response_length": shape.response_length, "ignore_eos": True},
+            "sampling": {"max_response_length": shape.response_length, **ends(shape)},
             "actor": role("policy", optimizer={"lr": 1e-6}),
             "critic": role("reward", optimizer={"lr": 1e-6}),
             "reference": role("policy"),
@@ -153,6 +214,14 @@ def config(directory: Path, dtype: str, shape: Shape, tp: int, pp: int) -> Exper
             "algorithm": {"update": {"mini_batch_size": shape.prompts // shape.mini_batches}},
         }
     )
+
+
+def ends(shape: Shape) -> dict:
+    """How responses end: at the limit, or at each token after the fourth with a probability of about 1 / the mean."""
+    if shape.mean_length is None:
+        return {"ignore_eos": True}
+    bias = math.log((VOCAB_SIZE - 1) / (shape.mean_length - 5))  # logits of random weights are nearly alike
+    return {"ignore_eos": True, "stop_token_ids": [END], "logit_bias": {END: bias}, "min_response_length": 4}
 
 
 def matrix_product_rate(dtype: str) -> float:

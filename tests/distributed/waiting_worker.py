@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.flows import while_waiting
-from hybridflow.flows.while_waiting import PHASE, WhileWaiting
+from hybridflow.flows.while_waiting import PHASE, Waiting, WhileWaiting
 from hybridflow.trainer import RLTrainer
 
 WAYS = ("nobody computes ahead", "all compute ahead", "replica 0 is late", "the last is late", "by timing alone")
@@ -44,29 +44,37 @@ def scored(trainer: RLTrainer, way: str) -> dict[str, Any]:
 
 def asked(way: str) -> contextlib.AbstractContextManager[Any]:
     """Within the block whether others still generate is answered without looking."""
-    answers = {"nobody computes ahead": False, "all compute ahead": True}
+    answers: dict[str, Callable[[WhileWaiting], bool]] = {
+        "nobody computes ahead": lambda ahead: False,
+        "all compute ahead": lambda ahead: any(ahead._pending.values()),
+    }
     if way not in answers:
         return contextlib.nullcontext()
-    return patch.object(WhileWaiting, "_others_generate", lambda self: answers[way])
+    return patch.object(WhileWaiting, "_others_generate", lambda self, board: answers[way](self))
 
 
 def late(trainer: RLTrainer, way: str) -> contextlib.AbstractContextManager[Any]:
-    """Within the block one replica has its last response only when another has computed something ahead."""
-    layout, engine, notices = trainer.generator.layout, trainer.generator.engine, trainer.run._ahead._notices
+    """Within the block one replica has its last response only when others have run all the units that they can."""
+    layout, engine, models = trainer.generator.layout, trainer.generator.engine, trainer.run._ahead._models
     slow = {"replica 0 is late": 0, "the last is late": len(layout.replicas) - 1}.get(way)
-    if notices is None or engine is None or slow is None:
+    if not models or engine is None or slow is None:
         return contextlib.nullcontext()
+    notices = trainer.notices
+    assert notices is not None, "models wait"
     before = notices.add(RAN, 0)
     assert before is not None
     if layout.coordinates(trainer.platform.rank).replica != slow:
         return patch.object(while_waiting, "_run", noted(while_waiting._run, lambda: notices.add(RAN)))
-    stream = engine.stream
+    stream, wanted = engine.stream, before + len(models) * (trainer.config.data.prompts_per_iteration - 1)
 
-    def held_up(*args: Any) -> Iterator[Any]:
-        *first, last = stream(*args)
-        yield from first
+    def held_up(requests: Any, params: Any, *, stepped: Callable[[], None]) -> Iterator[Any]:
+        *first, last = stream(requests, params)
+        for each in first:
+            yield each
+            stepped()
         until = time.monotonic() + 60
-        while notices.add(RAN, 0) == before and time.monotonic() < until:
+        while (notices.add(RAN, 0) or 0) < wanted and time.monotonic() < until:
+            stepped()
             time.sleep(0.01)
         yield last
 
@@ -74,9 +82,12 @@ def late(trainer: RLTrainer, way: str) -> contextlib.AbstractContextManager[Any]
 
 
 def noted(run: Callable[..., None], note: Callable[[], object]) -> Callable[..., None]:
-    def run_and_note(*args: Any) -> None:
-        run(*args)
-        note()
+    """`run`, noted once for all ranks of the model's block."""
+
+    def run_and_note(model: Waiting, *args: Any) -> None:
+        run(model, *args)
+        if model.role.grid.contributes:
+            note()
 
     return run_and_note
 
