@@ -59,11 +59,15 @@ class BackgroundCalls:
             self._changed.notify()
             return tuple(self._begun)
 
-    def results(self) -> Mapping[int, GroupScores]:
-        """By prompt. Errors: what a call raised."""
+    def wait(self) -> None:
+        """Until no call runs, and none will."""
         self.close()
         if self._thread is not None:
             self._thread.join()
+
+    def results(self) -> Mapping[int, GroupScores]:
+        """By prompt. Errors: what a call raised."""
+        self.wait()
         if self._error is not None:
             raise self._error
         return self._known

@@ -82,8 +82,8 @@ class FunctionCaller:
 class PromptCalls:
     """The functions that are called in the background, of one rollout: for each prompt's responses by themselves.
 
-    Which prompts a rank calls them for while others are generated is the caller's to say; who has begun none is
-    dealt out when the rollout is whole.
+    Which prompts a rank calls them for while others are generated is the caller's to say; those that no rank has begun
+    are dealt out when the rollout is whole.
     """
 
     def __init__(
@@ -157,6 +157,8 @@ class Scorer:
 
     def call_ahead(self, prompts: PromptBatch) -> PromptCalls | None:
         """Of the rollout that is about to be made: what the functions are called with that need not wait for it."""
+        if self._ahead is not None:
+            self._ahead.calls.wait()  # of a flow that has not asked for the scores: no two calls at a time
         own = [own for own, config in zip(self._functions, self._config.functions, strict=True) if config.background]
         self._ahead = PromptCalls(own, prompts, self._caller) if own else None
         return self._ahead

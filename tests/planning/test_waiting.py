@@ -1,0 +1,68 @@
+"""Which models compute ahead, by layout and algorithm."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridflow.config import ExperimentConfig
+from hybridflow.parallel.layout import Layout, RolloutLayout
+from hybridflow.planning.placed import place
+from hybridflow.planning.waiting import blocks_within, models_that_wait
+from tests.distributed.tiny_experiment import make_inputs, write_config
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("inputs")
+    return write_config(root / "config.yaml", make_inputs(root))
+
+
+ALL = ("reward.models.0", "actor", "critic", "reference")
+TP1 = ("actor.tensor_parallel_size=1", "algorithm.update.mini_batch_size=4")
+GROUPS = ("sampling.samples_per_prompt=2", "critic=null", *TP1[:1])
+
+
+@pytest.mark.parametrize(
+    ("expected", "overrides"),
+    [
+        (ALL, TP1),
+        (ALL, ("algorithm.update.mini_batch_size=4",)),
+        ((), ("actor.tensor_parallel_size=4", "algorithm.update.mini_batch_size=4")),  # one engine replica
+        ((), (*TP1, "rollout.score_while_waiting=false")),
+        (ALL[:1] + ALL[2:], (*TP1, "algorithm.policy.old_log_probs=engine")),
+        (ALL[:3], (*TP1, "reference.tensor_parallel_size=4")),  # over several engine replicas
+        (ALL[:2], (*GROUPS, "reference=null", "algorithm={name: grpo, kl: {use: none}, update: {mini_batch_size: 4}}")),
+        (
+            ALL[:1],  # the others are asked of the groups that are kept
+            (
+                *GROUPS,
+                "algorithm={name: grpo, dynamic_sampling: {max_generation_rounds: 2}, update: {mini_batch_size: 4}}",
+            ),
+        ),
+        ((), (*TP1[:1], "critic=null", "algorithm={name: remax, update: {mini_batch_size: 4}}")),
+        (
+            ("reward.models.0", "reference"),
+            (
+                *GROUPS,
+                "algorithm={name: custom, flow: 'a:b', roles: [actor, reference, reward]}",
+            ),
+        ),
+    ],
+)
+def test_models_that_wait(config: Path, expected: tuple[str, ...], overrides: tuple[str, ...]) -> None:
+    assert models_that_wait(place(ExperimentConfig.from_yaml(config, list(overrides)), 4, cuda=False)) == expected
+
+
+@pytest.mark.parametrize(
+    ("layout", "replicas", "expected"),
+    [
+        (Layout(1, 1, 4, (0, 1, 2, 3)), ((0, 1), (2, 3)), {0: [(0,), (1,)], 1: [(2,), (3,)]}),
+        (Layout(2, 1, 2, (0, 1, 2, 3)), ((0, 1), (2, 3)), {0: [(0, 1)], 1: [(2, 3)]}),
+        (Layout(2, 1, 2, (0, 1, 2, 3)), ((0, 2), (1, 3)), {}),
+        (Layout(1, 2, 2, (0, 1, 2, 3)), ((0, 2), (1, 3)), {0: [(0, 2)], 1: [(1, 3)]}),  # tp, dp, then pp
+        (Layout(1, 1, 3, (1, 2, 3)), ((0,), (1,)), {1: [(1,)]}),
+    ],
+)
+def test_blocks_within(layout: Layout, replicas: tuple[tuple[int, ...], ...], expected: dict[int, Any]) -> None:
+    assert blocks_within(layout, RolloutLayout(len(replicas[0]), 1, replicas)) == expected

@@ -1,0 +1,37 @@
+"""Units by hand: how prompts are cut, and how what is left is dealt out."""
+
+import torch
+
+from hybridflow.batch import RolloutBatch, response_mask
+from hybridflow.roles.ahead import NOBODY, Ahead, Units, cut_in_units
+
+
+def rollout(lengths: list[int]) -> RolloutBatch:
+    sizes, prompts = torch.tensor(lengths), torch.ones(len(lengths), dtype=torch.int64)
+    ids, rows = torch.zeros(sum(lengths), dtype=torch.int64), torch.arange(len(lengths))
+    return RolloutBatch(ids, sizes, prompts, rows, rows < 0, response_mask(sizes, prompts), torch.zeros(len(ids)))
+
+
+def test_prompts_are_cut_in_units_of_nearly_equal_cost() -> None:
+    """Rows 0-1, 2, 3-5, 6, 7 of prompts 0 to 4; the dearest prompt of a replica has a unit by itself."""
+    units = cut_in_units([[0, 2, 3], [1, 4]], [2, 1, 3, 1, 1], [5, 9, 9, 4, 1], per_replica=2)
+    assert units == Units(rows=((3, 4, 5), (0, 1, 6), (2,), (7,)), replicas=(0, 0, 1, 1))
+    assert (units.of_replica(0), units.of_replica(1)) == ([0, 1], [2, 3])
+
+
+def test_a_prompt_is_never_cut() -> None:
+    units = cut_in_units([[0], [], [1]], [4, 4], [1, 1], per_replica=8)
+    assert units == Units(rows=((0, 1, 2, 3), (4, 5, 6, 7)), replicas=(0, 2))
+
+
+def test_what_nobody_has_run_is_balanced_by_its_tokens() -> None:
+    ahead = Ahead(Units(rows=((0, 3), (1,), (2,), (4,)), replicas=(0, 0, 1, 1)))
+    batch = rollout([4, 3, 6, 1, 2])
+    assert not ahead.is_of(batch)
+    ahead.settle(batch, [NOBODY, NOBODY, NOBODY, NOBODY], 2)  # 5, 3, 6 and 2 tokens
+    assert (ahead.left(0), ahead.left(1)) == ([[2], [4]], [[0, 3], [1]])
+    assert ahead.is_of(batch) and not ahead.is_of(rollout([4, 3, 6, 1, 2]))
+    ahead.settle(batch, [1, NOBODY, 0, NOBODY], 2)
+    assert (ahead.left(0), ahead.left(1)) == ([[1]], [[4]])
+    ahead.settle(batch, [1, 0, 0, 1], 2)
+    assert ahead.left(0) == ahead.left(1) == []
