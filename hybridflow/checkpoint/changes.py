@@ -79,6 +79,7 @@ TABLE: tuple[Rule, ...] = (
         FREE,
         "memory against time",
     ),
+    _rule("reward.functions.*.background", FREE, FREE, "when a function is called, and with which rows in one list"),
     _rule("rollout.*", FREE, FREE, "how the engine works; its weights come from the actor each time"),
     _rule(
         "environment environment.* tensor_parallel_across_hosts", FREE, FREE, "how ranks reach each other, and files"

@@ -238,8 +238,6 @@ class WhileWaiting:
         owners = [(part - 1).tolist() for part in self._exchange.summed(done).cpu().split(sizes)]
         for model, own in zip(self._models, owners, strict=False):
             model.ahead.settle(rollout, own, model.role.grid.dp)
-        if self._models:
-            self._watch.seconds.setdefault(PHASE, 0.0)
         if self._calls is not None:
             self._calls.settle(rollout, owners[-1])
         if self._board is not None:

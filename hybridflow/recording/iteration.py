@@ -118,6 +118,7 @@ def cost_metrics(
         "memory/engine_own_weight_bytes": engine_bytes,
         "memory/peak_rss_mb": peak_rss_mb(),
         "time/iteration_seconds": total,
+        "time/scored_while_waiting_seconds": watch.seconds.get("scored_while_waiting", 0.0),  # on some ranks, or none
         **{f"time/{name}_seconds": value for name, value in watch.seconds.items()},
     }
     values = torch.tensor(list(own.values()), dtype=torch.float64, device=exchange.device)

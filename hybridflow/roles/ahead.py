@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch import RolloutBatch, balanced_partition
+from hybridflow.models.prompt_groups import prompt_groups
 from hybridflow.parallel.exchange import Contribution
 
 NOBODY = -1
@@ -77,7 +78,7 @@ class Ahead:
     def settle(self, rollout: RolloutBatch, owners: Sequence[int], dp: int) -> None:
         """The rollout is whole. owners: by unit the data-parallel rank that has computed it, or NOBODY."""
         left = [unit for unit, owner in enumerate(owners) if owner == NOBODY]
-        costs = [int(rollout.lengths[list(self.units.rows[unit])].sum()) for unit in left]
+        costs = [_tokens_run(rollout, self.units.rows[unit]) for unit in left]
         self._left = [[left[i] for i in part] for part in balanced_partition(costs, dp)]
         self._rollout = rollout
 
@@ -92,3 +93,8 @@ class Ahead:
     def left(self, dp_rank: int) -> list[list[int]]:
         """The rows of each unit that this replica has still to run."""
         return [list(self.units.rows[unit]) for unit in self._left[dp_rank]]
+
+
+def _tokens_run(rollout: RolloutBatch, rows: Sequence[int]) -> int:
+    lengths = rollout.lengths.tolist()
+    return sum(group.tokens(lengths) for group in prompt_groups(rollout, rows))

@@ -13,7 +13,14 @@ from hybridflow.flows import while_waiting
 from hybridflow.flows.while_waiting import PHASE, Waiting, WhileWaiting
 from hybridflow.trainer import RLTrainer
 
-WAYS = ("nobody computes ahead", "all compute ahead", "replica 0 is late", "the last is late", "by timing alone")
+WAYS = (
+    "nobody computes ahead",
+    "all compute ahead",
+    "replica 0 is late",
+    "the last is late",
+    "by timing alone",
+    "it was kept",
+)
 RAN = "test: units that were run"
 
 
@@ -25,7 +32,11 @@ def scored_in_all_ways(trainer: RLTrainer) -> dict[str, dict[str, Any]]:
 def scored(trainer: RLTrainer, way: str) -> dict[str, Any]:
     run, state = trainer.run, trainer.run.state
     run.begin(1, 1, lambda text: None)
-    with asked(way), late(trainer, way):
+    kept: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if way == "it was kept":  # by an earlier start, which has generated the same
+        rollout = run.rollout.select(torch.arange(len(run.rollout)))
+        kept = patch.object(run, "kept_rollout", lambda prompts, iteration: rollout)
+    with asked(way), late(trainer, way), kept:
         rollout = run.generate()
     ahead = sum(len(model.ahead.known) for model in run._ahead._models)
     known = run.whole(
