@@ -99,8 +99,7 @@ class WhileWaiting:
         self._board: UnitBoard | None = None  # of the first rank of a replica, which asks for the others
         if notices is not None and self._replica is not None and layout.contributes(rank):
             self._board = UnitBoard(notices, self._replica, len(layout.replicas))
-        blocks = max((ceil(model.role.grid.dp / len(layout.replicas)) for model in self._models), default=1)
-        self._units_per_replica = UNITS_PER_BLOCK * blocks
+        self._num_shares = max((model.role.grid.dp for model in self._models), default=1)
         self._calls: PromptCalls | None = None
         self._begun = False
 
@@ -109,7 +108,8 @@ class WhileWaiting:
         self._prompts, self._samples, self._begun = prompts, torch.tensor(samples, dtype=torch.int64), True
         shares = prompts_of_replicas(prompts, self._samples, len(self._layout.replicas))
         costs = (prompts.lengths * self._samples).tolist()
-        self._units = cut_in_units(shares, samples, costs, per_replica=self._units_per_replica)
+        per_replica = UNITS_PER_BLOCK * ceil(self._num_shares / len(self._layout.replicas))
+        self._units = cut_in_units(shares, samples, costs, per_replica=per_replica, num_shares=self._num_shares)
         for model in self._models:
             model.role.ahead = Ahead(self._units)
         self._calls = self._scorer.call_ahead(prompts) if self._scorer is not None else None
@@ -216,8 +216,9 @@ class WhileWaiting:
         if responses is None:
             return self._own.select(self._places[unit])
         of_rows = torch.arange(len(self._samples)).repeat_interleave(self._samples)
-        asked = of_rows[list(self._units.rows[unit])].unique().tolist()
-        return responses_to(self._prompts, asked, self._samples, [_without_log_probs(r) for r in responses])
+        counts = torch.bincount(of_rows[list(self._units.rows[unit])], minlength=len(self._samples))
+        asked = counts.nonzero().flatten().tolist()
+        return responses_to(self._prompts, asked, counts, [_without_log_probs(r) for r in responses])
 
     # ---- when it is whole
 

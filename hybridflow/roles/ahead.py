@@ -3,7 +3,7 @@
 In its last bits a matrix product's result for a row may depend on the rows beside it. So what is run together is fixed
 before a token is generated, by the prompts alone, and results depend neither on who was waiting nor for how long:
 
-    units = cut_in_units(prompts_of_replicas, samples, costs, per_replica=4)
+    units = cut_in_units(prompts_of_replicas, samples, costs, per_replica=4, num_shares=2)
     role.ahead = Ahead(units)                       # while the rollout is made
     role.ahead.keep(unit, contribution)             # by a replica that waits, of rows that it has generated
     role.ahead.settle(rollout, owners, dp)          # the rollout is whole: what is left is dealt out
@@ -12,7 +12,8 @@ before a token is generated, by the prompts alone, and results depend neither on
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from hybridflow.models.prompt_groups import prompt_groups
 from hybridflow.parallel.exchange import Contribution
 
 NOBODY = -1
+UNEVEN = 1.15
 
 
 @dataclass(frozen=True)
@@ -44,20 +46,39 @@ def cut_in_units(
     costs: Sequence[int],
     *,
     per_replica: int,
+    num_shares: int,
 ) -> Units:
     """Each replica's prompts in `per_replica` units of nearly equal cost, or one a prompt where there are fewer.
 
-    samples, costs: of each prompt, its number of rows and what it is expected to cost. A prompt's rows stay together.
+    samples, costs: of each prompt, its number of rows and what it is expected to cost. The rows of a prompt, which a
+    model runs once for all of them, stay together unless that leaves `num_shares` data-parallel replicas unlike work.
     """
     first = [0, *accumulate(samples)]
+    num_pieces = _pieces_of_a_prompt(len(samples), num_shares, most=max(samples, default=1))
     rows: list[tuple[int, ...]] = []
     replicas: list[int] = []
     for replica, prompts in enumerate(prompts_of_replicas):
-        parts = balanced_partition([costs[p] for p in prompts], min(per_replica, len(prompts)))
-        for part in parts:
-            rows.append(tuple(row for i in part for row in range(first[prompts[i]], first[prompts[i] + 1])))
+        pieces = [(p, piece) for p in prompts for piece in _cut(first[p], first[p + 1], num_pieces)]
+        shares = [costs[p] * len(piece) // samples[p] for p, piece in pieces]
+        for part in balanced_partition(shares, min(per_replica, len(pieces))):
+            rows.append(tuple(row for i in part for row in pieces[i][1]))
             replicas.append(replica)
     return Units(tuple(rows), tuple(replicas))
+
+
+def _pieces_of_a_prompt(num_prompts: int, num_shares: int, *, most: int) -> int:
+    """The fewest with which the busiest of so many shares of alike prompts has at most UNEVEN of the mean."""
+    for pieces in range(1, most):
+        if ceil(num_prompts * pieces / num_shares) * num_shares <= UNEVEN * num_prompts * pieces:
+            return pieces
+    return most
+
+
+def _cut(start: int, end: int, num_pieces: int) -> list[range]:
+    """The rows from start to end in so many pieces, or one a row where there are fewer."""
+    num_pieces = min(num_pieces, end - start)
+    bounds = [start + (end - start) * i // num_pieces for i in range(num_pieces + 1)]
+    return [range(one, other) for one, other in pairwise(bounds)]
 
 
 class Ahead:

@@ -9,6 +9,8 @@ from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config import ExperimentConfig
 from hybridflow.flows.models import Roles
 from hybridflow.flows.run import Run
+from hybridflow.flows.while_waiting import WhileWaiting
+from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.planning.placed import place
@@ -58,6 +60,21 @@ def given_roles(config: ExperimentConfig, world: World) -> Roles:
     return build_roles(place(config, world.platform.world_size), world, caller)
 
 
+def nobody_waits(world: World) -> WhileWaiting:
+    """Given responses are there at once: everything is scored when the rollout is whole."""
+    layout = RolloutLayout(1, 1, ((0,),))
+    return WhileWaiting(
+        [],
+        None,
+        layout,
+        rank=world.platform.rank,
+        groups=world.groups,
+        notices=None,
+        exchange=world.exchange,
+        watch=world.watch,
+    )
+
+
 def given_run(
     config: ExperimentConfig,
     rollout: RolloutBatch,
@@ -72,6 +89,7 @@ def given_run(
         roles or given_roles(config, world),
         GivenResponses(rollout, greedy),
         GivenPrompts(config.data.prompts_per_iteration),
+        ahead=nobody_waits(world),
         platform=world.platform,
         exchange=world.exchange,
         watch=world.watch,

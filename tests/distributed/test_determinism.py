@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.distributed.layouts_worker import LAYOUTS, NUM_RANKS, PROMPTS, SCORED
 from tests.distributed.tiny_experiment import PROMPTS_PER_ITERATION, make_inputs, make_uneven_prompts, write_config
-from tests.distributed.waiting_worker import WAYS
+from tests.distributed.waiting_worker import LATE, WAYS
 from tests.launch import run_ranks, torchrun
 from tests.tiny_models import make_tokenizer
 
@@ -168,14 +168,19 @@ def test_scored_while_waiting_is_what_one_replica_makes_of_it(layout, responses)
 
 
 def test_who_waits_computes_ahead(responses):
-    """Units that a rank has run before the rollout was whole: 4 models run those of 4 prompts, a unit each."""
-    ahead = {layout: {way: x["ahead"] for way, x in responses[layout]["scored"].items()} for layout in SCORED}
-    assert set(ahead["one replica"]) == set(WAYS) and not any(map(any, ahead["one replica"].values()))
+    """Units that ranks have run before the rollout was whole: 4 models run those of 3 prompts, a unit a row.
+
+    While a replica waits for its last response the others run all other units, those of that replica too.
+    """
+    scored = {layout: responses[layout]["scored"] for layout in SCORED}
+    assert not any(any(x["ahead"]) for x in scored["one replica"].values())
     for layout in SCORED[1:]:
-        assert not any(ahead[layout][WAYS[0]])
-        assert sum(ahead[layout]["all compute ahead"]) == 4 * PROMPTS_PER_ITERATION
-        for late, rank in (("replica 0 is late", 0), ("the last is late", -1)):  # of a unit of its own others run all
-            assert sum(ahead[layout][late]) == 4 * (PROMPTS_PER_ITERATION - 1) and ahead[layout][late][rank] == 0
+        num_rows = len(scored[layout][WAYS[0]]["tensors"]["lengths"])
+        assert not any(scored[layout]["nobody computes ahead"]["ahead"] + scored[layout]["it was kept"]["ahead"])
+        assert sum(scored[layout]["all compute ahead"]["ahead"]) == 4 * num_rows
+        for x in (scored[layout][way] for way in LATE):
+            assert sum(x["ahead"]) == 4 * (num_rows - 1) and not any(x["ahead"][rank] for rank in x["late"])
+            assert max(x["seconds"]) > 0
 
 
 # ---- what the dumped batch holds

@@ -21,6 +21,7 @@ WAYS = (
     "by timing alone",
     "it was kept",
 )
+LATE = WAYS[2:4]
 RAN = "test: units that were run"
 
 
@@ -49,6 +50,7 @@ def scored(trainer: RLTrainer, way: str) -> dict[str, Any]:
     return {
         "tensors": vars(rollout) | vars(known) | {n: x for n, x in run.metrics.items() if isinstance(x, Tensor)},
         "ahead": gathered(trainer, ahead),
+        "late": trainer.generator.layout.replicas[late_replica(trainer, way)] if way in LATE else (),
         "seconds": gathered(trainer, run._watch.seconds.get(PHASE, -1.0)),
     }
 
@@ -67,16 +69,16 @@ def asked(way: str) -> contextlib.AbstractContextManager[Any]:
 def late(trainer: RLTrainer, way: str) -> contextlib.AbstractContextManager[Any]:
     """Within the block one replica has its last response only when others have run all the units that they can."""
     layout, engine, models = trainer.generator.layout, trainer.generator.engine, trainer.run._ahead._models
-    slow = {"replica 0 is late": 0, "the last is late": len(layout.replicas) - 1}.get(way)
-    if not models or engine is None or slow is None:
+    if not models or engine is None or way not in LATE:
         return contextlib.nullcontext()
+    slow = late_replica(trainer, way)
     notices = trainer.notices
     assert notices is not None, "models wait"
     before = notices.add(RAN, 0)
     assert before is not None
     if layout.coordinates(trainer.platform.rank).replica != slow:
         return patch.object(while_waiting, "_run", noted(while_waiting._run, lambda: notices.add(RAN)))
-    stream, wanted = engine.stream, before + len(models) * (trainer.config.data.prompts_per_iteration - 1)
+    stream, wanted = engine.stream, before + len(models) * (len(trainer.run.rollout) - 1)  # a unit is a row
 
     def held_up(requests: Any, params: Any, *, stepped: Callable[[], None]) -> Iterator[Any]:
         *first, last = stream(requests, params)
@@ -90,6 +92,11 @@ def late(trainer: RLTrainer, way: str) -> contextlib.AbstractContextManager[Any]
         yield last
 
     return patch.object(engine, "stream", held_up)
+
+
+def late_replica(trainer: RLTrainer, way: str) -> int:
+    """The first, or the last that has a prompt."""
+    return 0 if way == LATE[0] else min(len(trainer.generator.layout.replicas), len(trainer.run.prompts)) - 1
 
 
 def noted(run: Callable[..., None], note: Callable[[], object]) -> Callable[..., None]:
