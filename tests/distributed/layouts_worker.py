@@ -10,7 +10,7 @@ import torch
 
 from hybridflow.parallel import platform as platforms
 from hybridflow.trainer import RLTrainer
-from tests.distributed.waiting_worker import scored_in_all_ways
+from tests.distributed.waiting_worker import scored_by_new_weights, scored_in_all_ways
 
 NUM_RANKS = 4
 PROMPTS = [0, 1, 2, 3, 4, 5]
@@ -49,6 +49,8 @@ def main(config: str, out: Path, overrides: list[str]) -> None:
         }
         if name in SCORED:
             results[name]["scored"] = scored_in_all_ways(trainer)
+        if name == "four replicas":
+            results[name]["kl"] = scored_by_new_weights(trainer)
         if trainer.generator.engine is not None:
             trainer.generator.engine.close()
     if trainer.platform.rank == 0:

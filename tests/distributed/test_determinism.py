@@ -167,6 +167,12 @@ def test_scored_while_waiting_is_what_one_replica_makes_of_it(layout, responses)
         torch.testing.assert_close(other[name], whole, atol=1e-5, rtol=1e-5)
 
 
+def test_what_was_computed_ahead_is_forgotten_with_the_weights(responses):
+    """A reference that becomes the actor has the actor's log-probs, whatever it has run before."""
+    before, after = responses["four replicas"]["kl"]
+    assert before > 0.1 and after < 1e-5
+
+
 def test_who_waits_computes_ahead(responses):
     """Units that ranks have run before the rollout was whole: 4 models run those of 3 prompts, a unit a row.
 

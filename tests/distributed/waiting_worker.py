@@ -55,6 +55,21 @@ def scored(trainer: RLTrainer, way: str) -> dict[str, Any]:
     }
 
 
+def scored_by_new_weights(trainer: RLTrainer) -> tuple[float, float]:
+    """The KL of a rollout to a reference that has run it ahead, and that then becomes the actor: before, and after."""
+    run, state = trainer.run, trainer.run.state
+    run.begin(1, 1, lambda text: None)
+    with asked("all compute ahead"):
+        rollout = run.generate()
+    kl = []
+    for become in (lambda actor: None, run.reference.become):
+        become(run.actor)
+        known = run.whole(p=run.actor.log_probs(rollout), q=run.reference.log_probs(rollout))
+        kl.append(float((known.p - known.q).abs().max()))
+    run.abandon(state)
+    return kl[0], kl[1]
+
+
 def asked(way: str) -> contextlib.AbstractContextManager[Any]:
     """Within the block whether others still generate is answered without looking."""
     answers: dict[str, Callable[[WhileWaiting], bool]] = {
