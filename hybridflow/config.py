@@ -251,9 +251,10 @@ class RewardModelConfig(RoleConfig):
 class RewardFunctionConfig(Section):
     function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]  # package.module:function
     weight: float = 1.0
-    # true: called in a thread while responses are generated, for all responses to a prompt when they are there; false:
-    # in the main thread, with all rows of a rank at once, when all responses are there
-    background: bool = True
+    # false: called in the main thread, with all rows of a rank at once, when all responses are there; true: in a thread
+    # while responses are generated, for all responses to a prompt when they are there. Not the default: a function that
+    # sets alarms and takes what signal.signal then raises for a wrong answer would score 0 and say nothing
+    background: bool = False
 
 
 class OverlongConfig(Section):

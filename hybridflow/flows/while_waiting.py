@@ -5,7 +5,7 @@
     ahead.settle(rollout)                          # one exchange: who has done what; the rest is dealt out
     run.scores(rollout), reference.log_probs(rollout), ...
 
-Users' functions are called in the background from the first prompt on whose responses are all there. A replica that has
+Users' functions that may be are called in the background, from the first finished prompt on. A replica that has
 no response left to wait for runs units, model after model, until the last replica is done: its own, and then those that
 others announce, which still generate. Results depend on the units alone, and these follow from the prompts.
 """

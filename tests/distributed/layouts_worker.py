@@ -29,7 +29,8 @@ LAYOUTS = {
 SCORED = ("one replica", "four replicas", "tp2")
 FUNCTIONS = "tests.distributed.reward_functions"
 SCORES = (
-    f"reward.functions=[{{function: '{FUNCTIONS}:beside_the_others'}}, {{function: '{FUNCTIONS}:in_main_thread'}}]",
+    f"reward.functions=[{{function: '{FUNCTIONS}:beside_the_others', background: true}}, "
+    f"{{function: '{FUNCTIONS}:in_main_thread', background: true}}]",
     "data.prompts_per_iteration=3",  # of four replicas one has none, and prompts are cut for four data-parallel ranks
 )
 

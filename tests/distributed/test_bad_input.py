@@ -144,7 +144,7 @@ def test_overlong_prompt_is_dropped_and_the_user_is_told(config, tmp_path):
 
 
 def test_reward_function_that_raises(config, tmp_path):
-    """In the background, on both ranks; whichever is first names its row when the scores are asked for."""
+    """On both ranks; whichever is first names its first row."""
     message = error_in_second_iteration(config, tmp_path, "raises", bad_rows=range(PROMPTS_PER_ITERATION))
     assert re.match(
         r"reward function tests.distributed.reward_functions:raises: row ([01]): raised ValueError: this answer has no "
@@ -154,7 +154,7 @@ def test_reward_function_that_raises(config, tmp_path):
 
 
 def test_reward_function_that_raises_on_one_rank_alone(config, tmp_path):
-    """The rank that has begun to call for row 3 raises; the other waits for it in a collective."""
+    """Of two ranks the second scores rows 1 and 3; the first waits for it in a collective."""
     message = error_in_second_iteration(config, tmp_path, "raises", bad_rows=[3], by=torchrun_training)
     assert message.startswith(
         "reward function tests.distributed.reward_functions:raises: row 3: raised ValueError: this answer has no "
@@ -173,7 +173,7 @@ def test_reward_function_that_returns_nan(config, tmp_path):
 def test_reward_function_that_returns_too_few(config, tmp_path):
     message = error_in_second_iteration(config, tmp_path, "one_short", bad_rows=[0])
     assert message == (
-        "reward function tests.distributed.reward_functions:one_short: returned 0 numbers for 1 rows; "
+        "reward function tests.distributed.reward_functions:one_short: returned 1 numbers for 2 rows; "
         "expected one a row"
     )
 
