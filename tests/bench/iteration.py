@@ -1,6 +1,6 @@
 """Seconds and tokens/s of each phase of one PPO iteration, beside what the machine's matrix products would allow.
 
-    torchrun --nproc-per-node 2 -m tests.bench.iteration [--size small medium] [--dtype float32 bfloat16]
+    torchrun --nproc-per-node 2 -m tests.bench.iteration [--size small medium] [--dtype float32 bfloat16] [--profile]
 
 Random Llama models of the given size play actor, critic, reference and reward model: 64 prompts x (64 + 128) tokens,
 one epoch, 4 mini-batches by default. Every number is the median over the measured iterations of this one run; the
@@ -10,6 +10,9 @@ matrix-product rate is measured in the same run, on all ranks at once, just befo
 
 Responses of 4 to 256 tokens, 40 on average: what it takes where replicas that are done score meanwhile, and where they
 wait. The same iteration again and again, the ways in turn.
+
+With --profile further iterations follow, with and without the profiler by turns, and a table says where their seconds go:
+of each phase what is products, attention and so on, the mean of all ranks.
 """
 
 import argparse
@@ -39,6 +42,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.recording.recorder import Recorder
 from hybridflow.trainer import RLTrainer
+from tests.bench.operators import Cells, print_profile, profiled
 
 SIZES = {  # hidden, ffn, layers, heads
     "small": (256, 672, 5, 4),  # 5.2 M parameters
@@ -117,6 +121,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages of every role; the rest is data-parallel")
     parser.add_argument("--mean-response-length", type=int, help="responses end by chance, after 4 tokens at least")
     parser.add_argument("--waiting", action="store_true", help="compare with replicas that score meanwhile")
+    parser.add_argument("--profile", action="store_true", help="say where the seconds go; on CPUs alone")
     return parser.parse_args()
 
 
@@ -130,6 +135,37 @@ def bench(size: str, dtype: str, shape: Shape, options: argparse.Namespace, dire
     medians = {name: statistics.median(run[name] for run in seconds[1:]) for name in seconds[0]}
     if trainer.platform.rank == 0:
         report(size, dtype, shape, trainer.roles.actor.spec, medians, rate)
+    if options.profile:
+        profile_iterations(trainer, options.iterations, f"{size}, {dtype}")
+
+
+def profile_iterations(trainer: RLTrainer, count: int, title: str) -> None:
+    """As many iterations with the profiler as without, by turns: means over them and over the ranks."""
+    assert not trainer.platform.has_cuda, "--profile is for CPUs: on GPUs operators end after the calls that start them"
+    plain: list[float] = []
+    cells: list[Cells] = []
+    measured: list[dict[str, float]] = []
+    for _ in range(count):
+        plain.append(float(iterated(trainer)["time/iteration_seconds"]))
+        cells.append(profiled(lambda: iterated(trainer)))
+        measured.append(dict(trainer.run._watch.seconds))
+    mine = {"plain": mean_of([{"seconds": x} for x in plain]), "cells": mean_of(cells), "measured": mean_of(measured)}
+    ranks: list[dict] = [{}] * trainer.platform.world_size
+    dist.all_gather_object(ranks, mine, group=dist.group.WORLD)
+    if trainer.platform.rank == 0:
+        of_all = {name: mean_of([rank[name] for rank in ranks]) for name in mine}
+        title = f"{title}: seconds of an iteration under the profiler, mean of {count} and of {len(ranks)} ranks"
+        print_profile(of_all["cells"], of_all["measured"], plain=of_all["plain"]["seconds"], title=title)
+
+
+def iterated(trainer: RLTrainer) -> dict:
+    return trainer.iterate(trainer.run.iteration + 1, 10**6, Recorder()).metrics
+
+
+def mean_of(rows: Sequence[dict]) -> dict:
+    """By key; what a row lacks is zero."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return {key: sum(row.get(key, 0.0) for row in rows) / len(rows) for key in keys}
 
 
 def compare_waiting(size: str, dtype: str, shape: Shape, options: argparse.Namespace, directory: Path) -> None:

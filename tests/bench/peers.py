@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from collections import defaultdict
@@ -31,6 +32,7 @@ Rounds = dict[str, dict[str, list[Measured]]]  # by case and program
 
 def main() -> None:
     options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what has been started ends too
     os.sched_setaffinity(0, options.cpus or sorted(os.sched_getaffinity(0))[:THREADS])
     python = peer_python(options.environment.absolute())
     work = options.environment.absolute() / "work"
