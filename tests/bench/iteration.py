@@ -11,8 +11,8 @@ matrix-product rate is measured in the same run, on all ranks at once, just befo
 Responses of 4 to 256 tokens, 40 on average: what it takes where replicas that are done score meanwhile, and where they
 wait. The same iteration again and again, the ways in turn.
 
-With --profile further iterations follow, with and without the profiler by turns, and a table says where their seconds go:
-of each phase what is products, attention and so on, the mean of all ranks.
+With --profile further iterations follow, with and without the profiler by turns, and a table says where their seconds
+go: of each phase what is products, attention and so on, the mean of all ranks.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Where the seconds of iterations go, by phase and kind of work: what `tests.bench.iteration --profile` shows.
 
-torch.profiler tells when each operator ran; every instant belongs to the innermost one. Ranges that the code itself does
-not have are set from here, while iterations are profiled: phases, vLLM's sampler, and collectives, before each of which
-all of its ranks meet, so that waiting for the slowest is told apart from the exchange.
+torch.profiler tells when each operator ran; every instant belongs to the innermost one. Ranges that the code itself
+does not have are set from here, while iterations are profiled: phases, vLLM's sampler, and collectives, before each of
+which all of its ranks meet, so that waiting for the slowest is told apart from the exchange.
 """
 
 import contextlib
@@ -40,11 +40,11 @@ COLUMNS = (*list(KINDS), ENGINE, REST)
 INNERMOST = {"elementwise", "optimizer", "vocabulary"}  # what these hold of other kinds is of those
 WITHIN = {"vocabulary": {"elementwise"}, "optimizer": {"elementwise"}}  # but not of these
 PHASE = "phase:"
-Cells = dict[tuple[str, str], float]  # seconds by phase and kind
+Cells = dict[tuple[str, str, str], float]  # seconds by phase, kind, and the operator that is of that kind
 
 
 def profiled(work: Callable[[], Any]) -> Cells:
-    """Seconds of what this rank did within `work`, by innermost phase and kind. Collective."""
+    """Seconds of what this rank did within `work`, by innermost phase. Collective."""
     with ranges(), profile(activities=[ProfilerActivity.CPU]) as recorded:
         work()
     events = [event for event in recorded.events() if not event.is_async]
@@ -55,13 +55,13 @@ def profiled(work: Callable[[], Any]) -> Cells:
 def charged(events: Iterable[tuple[str, float, float]]) -> Cells:
     """(name, start, end) in microseconds, nested: each instant goes to its innermost event. Seconds, within phases."""
     cells: Cells = defaultdict(float)
-    stack: list[tuple[float, str, str]] = [(float("inf"), "", "")]  # end, phase, kind
+    stack: list[tuple[float, str, str, str]] = [(float("inf"), "", "", "")]  # end, phase, kind, operator
     now = 0.0
 
     def until(moment: float) -> float:
-        _, phase, kind = stack[-1]
+        _, phase, kind, operator = stack[-1]
         if phase and moment > now:
-            cells[phase, kind or (ENGINE if phase == "generate" else REST)] += (moment - now) / 1e6
+            cells[phase, kind or (ENGINE if phase == "generate" else REST), operator] += (moment - now) / 1e6
         return max(moment, now)
 
     for name, start, end in sorted(events, key=lambda event: (event[1], -event[2])):
@@ -69,11 +69,13 @@ def charged(events: Iterable[tuple[str, float, float]]) -> Cells:
             now = until(stack[-1][0])
             stack.pop()
         now = until(start)
-        outer_end, phase, kind = stack[-1]
+        outer_end, phase, kind, operator = stack[-1]
+        end = min(end, outer_end)
         if name.startswith(PHASE):
-            stack.append((min(end, outer_end), name.removeprefix(PHASE), ""))
+            stack.append((end, name.removeprefix(PHASE), "", ""))
         else:
-            stack.append((min(end, outer_end), phase, inner_kind(kind, name)))
+            inner = inner_kind(kind, name)
+            stack.append((end, phase, inner, operator if inner == kind else name))
     while len(stack) > 1:
         now = until(stack[-1][0])
         stack.pop()
@@ -150,30 +152,45 @@ def met(collective: Callable, barrier: Callable) -> Callable:
 # ------------------------------------------------------------------------------------------------ the table
 
 
+STAGES = {
+    "rollout": ("generate",),
+    "estimate": ("reward", "log_probs", "reference", "values"),
+    "update": ("critic_update", "actor_update"),
+}
+
+
 def print_profile(cells: Cells, measured: dict[str, float], *, plain: float, title: str) -> None:
-    """Of one rank or the mean of all: by phase, with its sum and the seconds that the run itself has measured."""
-    within = {"rollout": ("generate",), "update": ("critic_update", "actor_update")}
-    within["estimate"] = ("reward", "log_probs", "reference", "values")
-    own = {stage: measured[stage] - sum(measured.get(name, 0.0) for name in names) for stage, names in within.items()}
+    """By phase, with the sum of its row and the seconds that the run itself has measured; then the largest operators.
+
+    Errors: AssertionError where the parts are not the whole, within 5 %.
+    """
     table = Table(title=title)
     for column in ("phase", *COLUMNS, "sum", "measured"):
         table.add_column(column, justify="left" if column == "phase" else "right")
-    totals: dict[str, float] = defaultdict(float)
-    for stage, names in within.items():
-        for name in (*(name for name in names if name in measured), stage):
-            row = [cells.get((name, column), 0.0) for column in COLUMNS]
-            numbers = [*row, sum(row), own.get(name, measured[name])]
-            table.add_row(f"rest of {stage}" if name == stage else name, *(f"{x:.3f}" for x in numbers))
-            for column, x in zip((*COLUMNS, "sum", "measured"), numbers, strict=True):
-                totals[column] += x
+    totals = [0.0] * (len(COLUMNS) + 2)
+    for name, phase, seconds in rows(measured):
+        kinds = [sum(x for (of, kind, _), x in cells.items() if (of, kind) == (phase, column)) for column in COLUMNS]
+        numbers = [*kinds, sum(kinds), seconds]
+        table.add_row(name, *(f"{x:.3f}" for x in numbers))
+        totals = [total + x for total, x in zip(totals, numbers, strict=True)]
+    *_, parts, whole = totals
     table.add_section()
-    table.add_row("iteration", *(f"{x:.3f}" for x in totals.values()))
-    table.add_row("share", *(f"{x / totals['measured']:.1%}" for x in totals.values()))
+    table.add_row("iteration", *(f"{x:.3f}" for x in totals))
+    table.add_row("share", *(f"{x / whole:.1%}" for x in totals))
     console = Console(width=170, highlight=False)
     console.print(table)
+    largest = sorted(cells.items(), key=lambda cell: -cell[1])[:12]
+    console.print("largest:", ", ".join(f"{name or kind} in {of} {x:.3f}" for (of, kind, name), x in largest))
     console.print(
-        f"under the profiler an iteration takes {totals['measured']:.3f} s, without it {plain:.3f} s, by turns in this "
-        f"run: {totals['measured'] / plain - 1:+.0%}, most of it where operations are small"
+        f"under the profiler an iteration takes {whole:.3f} s, without it {plain:.3f} s, by turns in this run: "
+        f"{whole / plain - 1:+.0%}, most of it where operators are small"
     )
-    apart = abs(totals["sum"] / totals["measured"] - 1)
-    assert apart <= 0.05, f"the parts are {totals['sum']:.3f} s of {totals['measured']:.3f} s measured"
+    assert abs(parts / whole - 1) <= 0.05, f"the parts are {parts:.3f} s of {whole:.3f} s measured"
+
+
+def rows(measured: dict[str, float]) -> Iterator[tuple[str, str, float]]:
+    """(name, phase, its own seconds) of all that there were."""
+    for stage, phases in STAGES.items():
+        present = [phase for phase in phases if phase in measured]
+        yield from ((phase, phase, measured[phase]) for phase in present)
+        yield f"rest of {stage}", stage, measured[stage] - sum(measured[phase] for phase in present)
