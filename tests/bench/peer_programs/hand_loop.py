@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
-from tests.bench.peer_programs.plain_weights import keep_plain_weights
+from tests.bench.peer_programs.vllm_patches import keep_plain_weights
 from tests.bench.peer_programs.workload import END, KL_COEF, LEARNING_RATE, Job, Measured, phases, prompt_ids
 
 MICRO_BATCH = 16

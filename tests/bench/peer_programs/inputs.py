@@ -7,6 +7,7 @@ temperature 1 (about one response in 1500 goes astray).
 """
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.bench.peer_programs.workload import END, FIRST_WORD, NUM_PROMPTS, PAD
 
 CERTAINTY = 20.0  # the logit of the next token of the countdown; that of others has a deviation of this / sqrt(hidden)
 SHORTEST, MEAN = 4, 40  # tokens of a response that ends by itself
+TAIL = 1.35  # 1 is an exponential distribution; with this the longest of 64 has 256
 
 
 def make_models(directory: Path, size: Size, *, ends: bool) -> None:
@@ -78,12 +80,13 @@ def count_down(model: LlamaForCausalLM) -> None:
 
 
 def response_lengths(workload: Workload) -> list[int]:
-    """Of each prompt in the file."""
+    """Of each prompt in the file: all the same, or quantiles of a Weibull distribution in random order."""
     if not workload.ends:
         return [workload.max_response] * NUM_PROMPTS
-    draw = random.Random(11)
-    rest = (draw.expovariate(1 / (MEAN - SHORTEST)) for _ in range(NUM_PROMPTS))
-    return [min(SHORTEST + round(x), workload.max_response) for x in rest]
+    quantiles = [(i + 0.5) / NUM_PROMPTS for i in range(NUM_PROMPTS)]
+    random.Random(11).shuffle(quantiles)
+    scale = (MEAN - SHORTEST) / math.gamma(1 + TAIL)
+    return [min(SHORTEST + round(scale * (-math.log(q)) ** TAIL), workload.max_response) for q in quantiles]
 
 
 def make_prompts(path: Path, workload: Workload, vocab: int) -> None:

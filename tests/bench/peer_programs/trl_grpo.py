@@ -6,6 +6,7 @@ It tells no seconds of its phases: the rollout is its method `_generate`, scorin
 takes beside it, the update the rest of the optimizer steps that one generation is for.
 """
 
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -16,10 +17,9 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from transformers import AutoTokenizer, LlamaForCausalLM, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
-from tests.bench.peer_programs.plain_weights import keep_plain_weights
 from tests.bench.peer_programs.scores import score
+from tests.bench.peer_programs.vllm_patches import keep_plain_weights, let_trl_import
 from tests.bench.peer_programs.workload import (
     KL_COEF,
     LEARNING_RATE,
@@ -30,6 +30,10 @@ from tests.bench.peer_programs.workload import (
     prompt_texts,
     slowest,
 )
+
+let_trl_import()
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl.generation import vllm_generation  # noqa: E402
 
 
 class Marks(TrainerCallback):
@@ -79,6 +83,8 @@ def main() -> None:
     torch.set_num_threads(2 // num_processes)
     if how == "vllm":
         keep_plain_weights()
+        # TRL leaves the dtype to vLLM, which makes float32 models half precision
+        vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype=job.dtype)
     marks = Marks(job.workload.mini_batches)
     trainer = GRPOTrainer(
         model=LlamaForCausalLM.from_pretrained(job.model("actor"), dtype=torch.float32),
