@@ -180,12 +180,16 @@ def print_profile(cells: Cells, measured: dict[str, float], *, plain: float, tit
     console = Console(width=170, highlight=False)
     console.print(table)
     largest = sorted(cells.items(), key=lambda cell: -cell[1])[:12]
-    console.print("largest:", ", ".join(f"{name or kind} in {of} {x:.3f}" for (of, kind, name), x in largest))
+    console.print("largest:", ", ".join(f"{shown(kind, name)} in {of} {x:.3f}" for (of, kind, name), x in largest))
     console.print(
         f"under the profiler an iteration takes {whole:.3f} s, without it {plain:.3f} s, by turns in this run: "
         f"{whole / plain - 1:+.0%}, most of it where operators are small"
     )
     assert abs(parts / whole - 1) <= 0.05, f"the parts are {parts:.3f} s of {whole:.3f} s measured"
+
+
+def shown(kind: str, operator: str) -> str:
+    return kind if not operator or operator.startswith("kind:") else operator
 
 
 def rows(measured: dict[str, float]) -> Iterator[tuple[str, str, float]]:

@@ -100,9 +100,11 @@ def prompts_of(work: Path, case: Case) -> Path:
 
 
 def make_inputs(work: Path, cases: list[Case]) -> None:
+    made = set()
     for case in cases:
-        if not models_of(work, case).exists():
-            make_models(models_of(work, case), case.size, ends=case.workload.ends)
+        if (directory := models_of(work, case)) not in made:
+            make_models(directory, case.size, ends=case.workload.ends)
+            made.add(directory)
         make_prompts(prompts_of(work, case), case.workload, case.size.vocab)
 
 

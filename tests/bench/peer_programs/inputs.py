@@ -3,7 +3,7 @@
 Random Llama models are actor, critic and reward model. Where responses end by themselves the actor counts down: token
 t is followed by t - 1, down to the end token, so that the last token of a prompt says how long the response will be.
 The lengths are drawn once and are then those of every program and iteration, with each program's own sampling at
-temperature 1 (about one response in 1500 goes astray).
+temperature 1 (about one response in 2000 goes astray).
 """
 
 import json
@@ -14,16 +14,18 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 from tests.bench.peer_programs.workload import END, FIRST_WORD, NUM_PROMPTS, PAD, UNKNOWN, Size, Workload
 
-CERTAINTY = 20.0  # the logit of the next token of the countdown; that of others has a deviation of this / sqrt(hidden)
+CERTAINTY = 24.0  # the logit of the next token of the countdown; that of others has a deviation of this / sqrt(hidden)
 SHORTEST, MEAN = 4, 40  # tokens of a response that ends by itself
 TAIL = 1.35  # 1 is an exponential distribution; with this the longest of 64 has 256
 
 
 def make_models(directory: Path, size: Size, *, ends: bool) -> None:
     """DIRECTORY/actor, /critic and /reward, each with the tokenizer."""
+    disable_progress_bar()
     tokenizer = make_tokenizer(size.vocab)
     kinds = {
         "actor": LlamaForCausalLM,

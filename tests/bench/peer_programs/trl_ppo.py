@@ -29,6 +29,7 @@ from tests.bench.peer_programs.workload import (
     END,
     KL_COEF,
     LEARNING_RATE,
+    PAD,
     Job,
     Measured,
     Seconds,
@@ -146,9 +147,10 @@ def num_processes() -> int:
 
 
 def num_response_tokens(responses: torch.Tensor) -> int:
-    """Up to the end token and with it; of all that is there where there is none."""
-    ended = (responses == END).cumsum(dim=1) - (responses == END).long()
-    return int((ended == 0).sum())
+    """Those of a row but for the padding at its end, which begins after an end token."""
+    padding = (responses == PAD).flip(1).cumprod(dim=1).sum(dim=1)  # (rows,); a last token may be PAD by chance
+    last = responses.gather(1, (responses.shape[1] - 1 - padding).clamp(min=0)[:, None])[:, 0]
+    return responses.numel() - int(padding[last == END].sum())
 
 
 if __name__ == "__main__":
