@@ -1,7 +1,7 @@
 """Tables of the comparison: medians over rounds, their spread, shares of the matrix-product rate, ratios."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -9,7 +9,7 @@ from rich.table import Table
 
 from tests.bench.peer_programs.workload import PHASES, Measured, Seconds, Size, Workload
 
-CONSOLE = Console(width=140, highlight=False, soft_wrap=False)
+CONSOLE = Console(width=130, highlight=False, markup=False)
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,12 @@ def medians(rounds: Sequence[Measured]) -> list[Seconds]:
     return [{phase: statistics.median(row[phase] for row in each.seconds) for phase in PHASES} for each in rounds]
 
 
-def spread(values: Sequence[float], shown: Callable[[float], str] = "{:.2f}".format) -> str:
-    """The median, and the least and the most."""
-    return f"{shown(statistics.median(values))} [{shown(min(values))}..{shown(max(values))}]"
-
-
 def print_case(case: Case, rounds: dict[str, list[Measured]], *, prompt_tokens: int, rates: Sequence[float]) -> None:
     """rounds: by program, ours first. rates: FLOP/s, of each round."""
     rate = statistics.median(rates)
     table = Table(
-        title=f"{case}: seconds of an iteration, median [least..most] of {len(rates)} rounds; share of the "
-        f"matrix-product rate of {spread([r / 1e12 for r in rates])} TFLOP/s"
+        title=f"{case}: seconds of an iteration, median [least..most] of {len(rates)} rounds;\nshare of the matrix-product "
+        f"rate: {rate / 1e12:.3f} [{min(rates) / 1e12:.3f}..{max(rates) / 1e12:.3f}] TFLOP/s"
     )
     table.add_column("program")
     for name in (*PHASES, "response tokens", "tokens/s"):
@@ -83,7 +78,8 @@ def print_case(case: Case, rounds: dict[str, list[Measured]], *, prompt_tokens: 
         cells = []
         for phase in PHASES:
             values = [row[phase] for row in seconds]
-            cells.append(f"{spread(values)}\n{needed[phase] / statistics.median(values) / rate:.1%}")
+            share = needed[phase] / statistics.median(values) / rate
+            cells.append(f"{statistics.median(values):.2f}\n[{min(values):.2f}..{max(values):.2f}]\n{share:.1%}")
         total = statistics.median(row["total"] for row in seconds)
         table.add_row(program, *cells, str(tokens), f"{work.tokens / total:.0f}")
     CONSOLE.print(table)

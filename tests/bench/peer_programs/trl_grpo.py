@@ -138,6 +138,7 @@ def config(job: Job, num_processes: int, *, vllm: bool) -> GRPOConfig:
         disable_tqdm=True,
         gradient_checkpointing=False,
         shuffle_dataset=False,
+        ddp_find_unused_parameters=False,
         **(engine if vllm else {}),
     )
 
