@@ -68,7 +68,8 @@ OURS = Program(
     "hybridflow",
     ours,
     2,
-    "sequences packed without padding; the engine has the actor's own weights; old log-probs take a forward pass; "
+    "sequences packed without padding, the prompt of a group once; mini-batches of whole groups; the engine has the "
+    "actor's own weights, and a prefix cache; old log-probs take a forward pass; "
     "bf16: weights and activations are bf16, the optimizer's weights float32",
     is_ours=True,
 )

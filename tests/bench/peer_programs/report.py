@@ -29,7 +29,8 @@ class Work:
     """Floating-point operations of matrix products and attention that an iteration's phases need, without padding.
 
     Of tokens, of which some are of responses: 2 a parameter and token forward, twice that backward; the output layer at
-    response tokens alone. Attention is taken at the mean length.
+    response tokens alone. Attention is taken at the mean length. A prompt counts with each of its responses, also where
+    a program runs it once.
     """
 
     size: Size
@@ -65,8 +66,8 @@ def print_case(case: Case, rounds: dict[str, list[Measured]], *, prompt_tokens: 
     """rounds: by program, ours first. rates: FLOP/s, of each round."""
     rate = statistics.median(rates)
     table = Table(
-        title=f"{case}: seconds of an iteration, median [least..most] of {len(rates)} rounds;\nshare of the matrix-product "
-        f"rate: {rate / 1e12:.3f} [{min(rates) / 1e12:.3f}..{max(rates) / 1e12:.3f}] TFLOP/s"
+        title=f"{case}: seconds of an iteration, median [least..most] of {len(rates)} rounds;\n"
+        f"share of the product rate: {rate / 1e12:.3f} [{min(rates) / 1e12:.3f}..{max(rates) / 1e12:.3f}] TFLOP/s"
     )
     table.add_column("program")
     for name in (*PHASES, "response tokens", "tokens/s"):
