@@ -132,7 +132,8 @@ def run(command: Command, log: Path, *, threads: int) -> None:
         try:
             status = process.wait(LONGEST)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks, which are in sessions of their own
+            process.wait(60)
             raise
     if status:
         lines = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
