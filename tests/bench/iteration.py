@@ -147,8 +147,9 @@ def profile_iterations(trainer: RLTrainer, count: int, title: str) -> None:
     measured: list[dict[str, float]] = []
     for _ in range(count):
         plain.append(float(iterated(trainer)["time/iteration_seconds"]))
-        cells.append(profiled(lambda: iterated(trainer)))
-        measured.append(dict(trainer.run._watch.seconds))
+        of_operators, of_phases = profiled(lambda: iterated(trainer))
+        cells.append(of_operators)
+        measured.append(of_phases)
     mine = {"plain": mean_of([{"seconds": x} for x in plain]), "cells": mean_of(cells), "measured": mean_of(measured)}
     ranks: list[dict] = [{}] * trainer.platform.world_size
     dist.all_gather_object(ranks, mine, group=dist.group.WORLD)

@@ -7,6 +7,7 @@ which all of its ranks meet, so that waiting for the slowest is told apart from 
 
 import contextlib
 import functools
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -43,13 +44,32 @@ PHASE = "phase:"
 Cells = dict[tuple[str, str, str], float]  # seconds by phase, kind, and the operator that is of that kind
 
 
-def profiled(work: Callable[[], Any]) -> Cells:
-    """Seconds of what this rank did within `work`, by innermost phase. Collective."""
-    with ranges(), profile(activities=[ProfilerActivity.CPU]) as recorded:
+def profiled(work: Callable[[], Any]) -> tuple[Cells, dict[str, float]]:
+    """Seconds of what this rank did within `work`, by innermost phase, and those phases by a clock. Collective."""
+    clock = Clock()
+    with ranges(clock), profile(activities=[ProfilerActivity.CPU]) as recorded:
         work()
     events = [event for event in recorded.events() if not event.is_async]
     main = next(event.thread for event in events if event.name.startswith(PHASE))
-    return charged((e.name, e.time_range.start, e.time_range.end) for e in events if e.thread == main)
+    cells = charged((e.name, e.time_range.start, e.time_range.end) for e in events if e.thread == main)
+    return cells, dict(clock.seconds)
+
+
+class Clock:
+    """Seconds by phase, without those of phases within it."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.within: list[float] = [0.0]  # of phases that are open: what has passed in phases within
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        self.within.append(0.0)
+        yield
+        passed = time.perf_counter() - started
+        self.seconds[name] += passed - self.within.pop()
+        self.within[-1] += passed
 
 
 def charged(events: Iterable[tuple[str, float, float]]) -> Cells:
@@ -99,7 +119,7 @@ def kind_of(name: str) -> str:
 
 
 @contextlib.contextmanager
-def ranges() -> Iterator[None]:
+def ranges(clock: Clock) -> Iterator[None]:
     from vllm.v1.sample.sampler import Sampler
 
     with contextlib.ExitStack() as stack:
@@ -107,7 +127,7 @@ def ranges() -> Iterator[None]:
         def replaced(owner: Any, name: str, new: Callable) -> None:
             stack.enter_context(mock.patch.object(owner, name, new))
 
-        replaced(Stopwatch, "phase", named_phase(Stopwatch.phase))
+        replaced(Stopwatch, "phase", named_phase(Stopwatch.phase, clock))
         replaced(Sampler, "forward", in_range(Sampler.forward, "kind:vocabulary"))
         for name in COLLECTIVES:
             replaced(dist.ProcessGroup, name, met(getattr(dist.ProcessGroup, name), dist.ProcessGroup.barrier))
@@ -115,10 +135,10 @@ def ranges() -> Iterator[None]:
         yield
 
 
-def named_phase(phase: Callable) -> Callable:
+def named_phase(phase: Callable, clock: Clock) -> Callable:
     @contextlib.contextmanager
     def named(watch: Stopwatch, name: str) -> Iterator[None]:
-        with phase(watch, name), record_function(PHASE + name):
+        with clock.phase(name), phase(watch, name), record_function(PHASE + name):
             yield
 
     return named
@@ -152,15 +172,11 @@ def met(collective: Callable, barrier: Callable) -> Callable:
 # ------------------------------------------------------------------------------------------------ the table
 
 
-STAGES = {
-    "rollout": ("generate",),
-    "estimate": ("reward", "log_probs", "reference", "values"),
-    "update": ("critic_update", "actor_update"),
-}
+STAGES = {"rollout": "rest of rollout", "estimate": "rest of estimate", "update": "rest of update"}
 
 
 def print_profile(cells: Cells, measured: dict[str, float], *, plain: float, title: str) -> None:
-    """By phase, with the sum of its row and the seconds that the run itself has measured; then the largest operators.
+    """By phase, with the sum of its row and the seconds that a clock has measured; then the largest operators.
 
     Errors: AssertionError where the parts are not the whole, within 5 %.
     """
@@ -168,10 +184,10 @@ def print_profile(cells: Cells, measured: dict[str, float], *, plain: float, tit
     for column in ("phase", *COLUMNS, "sum", "measured"):
         table.add_column(column, justify="left" if column == "phase" else "right")
     totals = [0.0] * (len(COLUMNS) + 2)
-    for name, phase, seconds in rows(measured):
+    for phase, seconds in measured.items():
         kinds = [sum(x for (of, kind, _), x in cells.items() if (of, kind) == (phase, column)) for column in COLUMNS]
         numbers = [*kinds, sum(kinds), seconds]
-        table.add_row(name, *(f"{x:.3f}" for x in numbers))
+        table.add_row(STAGES.get(phase, phase), *(f"{x:.3f}" for x in numbers))
         totals = [total + x for total, x in zip(totals, numbers, strict=True)]
     *_, parts, whole = totals
     table.add_section()
@@ -190,11 +206,3 @@ def print_profile(cells: Cells, measured: dict[str, float], *, plain: float, tit
 
 def shown(kind: str, operator: str) -> str:
     return kind if not operator or operator.startswith("kind:") else operator
-
-
-def rows(measured: dict[str, float]) -> Iterator[tuple[str, str, float]]:
-    """(name, phase, its own seconds) of all that there were."""
-    for stage, phases in STAGES.items():
-        present = [phase for phase in phases if phase in measured]
-        yield from ((phase, phase, measured[phase]) for phase in present)
-        yield f"rest of {stage}", stage, measured[stage] - sum(measured[phase] for phase in present)

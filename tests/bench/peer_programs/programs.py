@@ -69,7 +69,8 @@ OURS = Program(
     ours,
     2,
     "sequences packed without padding, the prompt of a group once; mini-batches of whole groups; the engine has the "
-    "actor's own weights, and a prefix cache; old log-probs take a forward pass; "
+    "actor's own weights, and a prefix cache; old log-probs take a forward pass; what replicas that are done score "
+    "while others generate counts as rollout; "
     "bf16: weights and activations are bf16, the optimizer's weights float32",
     is_ours=True,
 )
