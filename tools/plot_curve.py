@@ -14,6 +14,7 @@ from pathlib import Path
 from hybridflow.command import program
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 360, 56, 44, 36
+FEW, BESIDE = 6, 220  # curves whose names fit in the picture; room for those of more
 COLORS = (  # told apart by eyes that see red and green alike, as far as fourteen can be
     *("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b"),
     *("#e377c2", "#7f7f7f", "#bcbd22", "#000000", "#aa8800", "#005f73", "#7cb518"),
@@ -57,10 +58,11 @@ def draw(curves: dict[str, Curve], metric: str) -> str:
     x_range = (min(x for x, _ in points), max(max(x for x, _ in points), min(x for x, _ in points) + 1))
     low, high = min(y for _, y in points), max(y for _, y in points)
     y_range = (0.0, 1.0) if 0 <= low and high <= 1 else (low, high if high > low else low + 1)
+    width = WIDTH + (BESIDE if len(curves) > FEW else 0)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" font-family="sans-serif" '
         'font-size="12">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<rect width="{width}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{LEFT}" y="20" font-size="14">{escape(metric)} by iteration</text>',
         *axes(x_range, y_range),
     ]
@@ -69,9 +71,15 @@ def draw(curves: dict[str, Curve], metric: str) -> str:
         path = " ".join(f"{place(x, x_range, *X):.1f},{place(y, y_range, *Y):.1f}" for x, y in curve)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
         label = f"{name}: {curve[0][1]:.2f} to {curve[-1][1]:.2f}"
-        line = HEIGHT - BOTTOM - 8 - 16 * (len(curves) - 1 - number)  # at the bottom right: curves rise
-        parts.append(f'<text x="{X[1] - 8}" y="{line}" fill="{color}" text-anchor="end">{escape(label)}</text>')
+        parts.append(f'<text {legend(number, len(curves))} fill="{color}">{escape(label)}</text>')
     return "\n".join([*parts, "</svg>", ""])
+
+
+def legend(number: int, count: int) -> str:
+    """Where the name of a curve stands: few at the bottom right, as curves rise; many beside the picture."""
+    if count > FEW:
+        return f'x="{X[1] + 16}" y="{TOP + 8 + 20 * number}"'
+    return f'x="{X[1] - 8}" y="{HEIGHT - BOTTOM - 8 - 16 * (count - 1 - number)}" text-anchor="end"'
 
 
 X = (LEFT, WIDTH - 20)

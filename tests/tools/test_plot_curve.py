@@ -35,3 +35,11 @@ def test_a_missing_metric_is_an_error_that_names_it(tmp_path, capsys):
     assert main([str(target), str(run), "--metric", "actor/loss"]) == 1
     assert "metrics.csv: no curve of actor/loss" in capsys.readouterr().err
     assert not target.exists()
+
+
+def test_many_names_stand_beside_the_curves(tmp_path):
+    runs, target = [run_directory(tmp_path / f"run_{i}") for i in range(7)], tmp_path / "curve.svg"
+    assert main([str(target), *map(str, runs)]) == 0
+    text = target.read_text()
+    assert 'viewBox="0 0 860 360"' in text
+    assert [float(x) for x in re.findall(r'<text x="(\d+)" y="\d+" fill="#', text)] == [636.0] * 7
