@@ -119,7 +119,7 @@ def weight_copies(trainer: RLTrainer) -> int:
         trainer.roles.actor,
         trainer.roles.critic,
         trainer.roles.reference,
-        *trainer.roles.scorer._models,
+        *trainer.roles.scorer.models,
     ]
     known = {p.data.untyped_storage().data_ptr() for role in roles for c in role.chunks for p in c.parameters()}
     for trained in (trainer.roles.actor.trained, trainer.roles.critic.trained):
