@@ -82,7 +82,8 @@ def new_directory(target: Path, *, num_bytes: int, processes: Processes) -> Iter
                     replace_directory(partial, target)
                     sync(target.parent)
                 processes.barrier()
-            except BaseException:
+            except BaseException as error:
+                processes.tell_first(error)  # before others meet what is missing now
                 _remove(partial)
                 raise
     except BaseException:

@@ -39,6 +39,11 @@ class Processes:
         dist.all_gather_object(every, lines, group=self.group)
         return [line for some in every for line in some]
 
+    def tell_first(self, error: BaseException) -> None:
+        """Report an error before what others still need is removed; they, and this process at its end, stay silent."""
+        if self.group is not None and isinstance(error, Exception):
+            report(error)
+
 
 ALONE = Processes()
 
