@@ -30,7 +30,7 @@ from hybridflow.planning.waiting import Block
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.rewards.background import Group
 from hybridflow.rewards.scorer import PromptCalls, Scorer
-from hybridflow.roles.ahead import Ahead, Units, cut_in_units
+from hybridflow.roles.ahead import Ahead, Units, cut_in_units, tokens_of_units
 from hybridflow.roles.base import Role
 from hybridflow.rollout.engine import Response
 from hybridflow.rollout.generation import prompts_of_replicas, responses_to
@@ -237,8 +237,9 @@ class WhileWaiting:
         if self._calls is not None:
             parts[-1][list(self._calls.calls.close())] = self._rank + 1
         owners = [(part - 1).tolist() for part in self._exchange.summed(done).cpu().split(sizes)]
+        tokens = tokens_of_units(rollout, self._units) if self._models else []
         for model, own in zip(self._models, owners, strict=False):
-            model.ahead.settle(rollout, own, model.role.grid.dp)
+            model.ahead.settle(rollout, own, model.role.grid.dp, tokens)
         if self._calls is not None:
             self._calls.settle(rollout, owners[-1])
         if self._board is not None:

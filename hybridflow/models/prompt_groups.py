@@ -7,6 +7,8 @@ whose first token it predicts, so that no output is wanted twice. Every function
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from hybridflow.batch import RolloutBatch, balanced_partition, offsets
 
 # the least share of a group's tokens: with less, on a CPU, a second call of the attention kernel takes as long as the
@@ -43,13 +45,16 @@ def prompt_groups(batch: RolloutBatch, rows: Sequence[int]) -> list[PromptGroup]
 
 def _keys(batch: RolloutBatch, rows: Sequence[int]) -> list[Hashable]:
     """Equal for rows that can share. A row without a response has no key but its own number."""
-    indices, ids = batch.prompt_indices.tolist(), batch.input_ids.numpy()
-    starts, sizes = offsets(batch.lengths).tolist(), batch.prompt_lengths.tolist()
-    answered = (batch.lengths > batch.prompt_lengths).tolist()
-    if len({indices[row] for row in rows}) == len(rows):
+    some = torch.tensor(rows, dtype=torch.int64)
+    indices: list[int] = batch.prompt_indices[some].tolist()
+    if len(set(indices)) == len(rows):
         return list(rows)
+    ids, starts = batch.input_ids.numpy(), offsets(batch.lengths)[some].tolist()
+    sizes: list[int] = batch.prompt_lengths[some].tolist()
+    answered = (batch.lengths > batch.prompt_lengths)[some].tolist()
     return [
-        (indices[row], ids[starts[row] : starts[row] + sizes[row]].tobytes()) if answered[row] else row for row in rows
+        (index, ids[start : start + size].tobytes()) if answers else row
+        for row, index, start, size, answers in zip(rows, indices, starts, sizes, answered, strict=True)
     ]
 
 

@@ -6,7 +6,7 @@ before a token is generated, by the prompts alone, and results depend neither on
     units = cut_in_units(prompts_of_replicas, samples, costs, per_replica=4, num_shares=2)
     role.ahead = Ahead(units)                       # while the rollout is made
     role.ahead.keep(unit, contribution)             # by a replica that waits, of rows that it has generated
-    role.ahead.settle(rollout, owners, dp)          # the rollout is whole: what is left is dealt out
+    role.ahead.settle(rollout, owners, dp, tokens)  # the rollout is whole: what is left is dealt out
     role.log_probs(rollout)                         # runs this replica's share of it
 """
 
@@ -96,11 +96,14 @@ class Ahead:
     def keep(self, unit: int, contribution: Contribution) -> None:
         self.known[unit] = contribution
 
-    def settle(self, rollout: RolloutBatch, owners: Sequence[int], dp: int) -> None:
-        """The rollout is whole. owners: by unit the data-parallel rank that has computed it, or NOBODY."""
+    def settle(self, rollout: RolloutBatch, owners: Sequence[int], dp: int, tokens: Sequence[int]) -> None:
+        """The rollout is whole.
+
+        owners: by unit the data-parallel rank that has computed it, or NOBODY; tokens: by unit, see `tokens_of_units`.
+        """
         left = [unit for unit, owner in enumerate(owners) if owner == NOBODY]
-        costs = [_tokens_run(rollout, self.units.rows[unit]) for unit in left]
-        self._left = [[left[i] for i in part] for part in balanced_partition(costs, dp)]
+        parts = balanced_partition([tokens[unit] for unit in left], dp)
+        self._left = [[left[i] for i in part] for part in parts]
         self._rollout = rollout
 
     def is_of(self, batch: RolloutBatch) -> bool:
@@ -116,6 +119,7 @@ class Ahead:
         return [list(self.units.rows[unit]) for unit in self._left[dp_rank]]
 
 
-def _tokens_run(rollout: RolloutBatch, rows: Sequence[int]) -> int:
+def tokens_of_units(rollout: RolloutBatch, units: Units) -> list[int]:
+    """That a model runs of each unit."""
     lengths = rollout.lengths.tolist()
-    return sum(group.tokens(lengths) for group in prompt_groups(rollout, rows))
+    return [sum(group.tokens(lengths) for group in prompt_groups(rollout, rows)) for rows in units.rows]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybridflow.batch import RolloutBatch, response_mask
-from hybridflow.roles.ahead import NOBODY, Ahead, Units, cut_in_units
+from hybridflow.roles.ahead import NOBODY, Ahead, Units, cut_in_units, tokens_of_units
 
 
 def rollout(lengths: list[int]) -> RolloutBatch:
@@ -44,11 +44,13 @@ def test_a_prompt_is_cut_where_shares_would_be_unlike(
 def test_what_nobody_has_run_is_balanced_by_its_tokens() -> None:
     ahead = Ahead(Units(rows=((0, 3), (1,), (2,), (4,)), replicas=(0, 0, 1, 1)))
     batch = rollout([4, 3, 6, 1, 2])
+    tokens = tokens_of_units(batch, ahead.units)
+    assert tokens == [5, 3, 6, 2]
     assert not ahead.is_of(batch)
-    ahead.settle(batch, [NOBODY, NOBODY, NOBODY, NOBODY], 2)  # 5, 3, 6 and 2 tokens
+    ahead.settle(batch, [NOBODY, NOBODY, NOBODY, NOBODY], 2, tokens)
     assert (ahead.left(0), ahead.left(1)) == ([[2], [4]], [[0, 3], [1]])
     assert ahead.is_of(batch) and not ahead.is_of(rollout([4, 3, 6, 1, 2]))
-    ahead.settle(batch, [1, NOBODY, 0, NOBODY], 2)
+    ahead.settle(batch, [1, NOBODY, 0, NOBODY], 2, tokens)
     assert (ahead.left(0), ahead.left(1)) == ([[1]], [[4]])
-    ahead.settle(batch, [1, 0, 0, 1], 2)
+    ahead.settle(batch, [1, 0, 0, 1], 2, tokens)
     assert ahead.left(0) == ahead.left(1) == []
