@@ -24,15 +24,19 @@ from hybridflow.parallel.platform import adapt_megatron, gathers_within
 
 
 class BucketedDataParallel(DistributedDataParallel):
-    """megatron's data-parallel wrapper with the bucket size we ask for; None: everything in one.
+    """megatron's data-parallel wrapper with the bucket size we ask for; None: megatron's own.
 
-    megatron 0.16.1 puts everything into one bucket unless gradients are reduced during the backward pass. We need
-    several, because a bucket's parameters live in one storage, and a reshard releases them storage by storage.
+    megatron 0.16.1 puts everything into one bucket unless gradients are reduced during the backward pass (`overlap`).
+    We need several, because a bucket's parameters live in one storage, and a reshard releases them storage by storage.
     """
 
-    def __init__(self, model: PackedModel, grid: Grid, *, zero1: bool, bucket_elements: int | None) -> None:
+    def __init__(
+        self, model: PackedModel, grid: Grid, *, zero1: bool, bucket_elements: int | None, overlap: bool
+    ) -> None:
         self.__dict__["_bucket_elements"] = bucket_elements
-        config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=zero1)
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=zero1, overlap_grad_reduce=overlap
+        )
         super().__init__(model.config, config, model, pg_collection=grid.groups)
         if bucket_elements is not None:
             for buffer in self.flat_buffers():
@@ -46,6 +50,8 @@ class BucketedDataParallel(DistributedDataParallel):
     @bucket_size.setter
     def bucket_size(self, value: int | None) -> None:
         """What megatron would have it be."""
+        if self.__dict__["_bucket_elements"] is None:
+            self.__dict__["_bucket_elements"] = value
 
     def flat_buffers(self) -> list[_ParamAndGradBuffer]:
         """megatron's `buffers`, which hide the method of torch by that name."""
@@ -76,15 +82,23 @@ class TrainedModel:
     """Model chunks with float32 gradients and main weights; with ZeRO-1 the optimizer state is split over replicas."""
 
     def __init__(
-        self, chunks: list[PackedModel], grid: Grid, config: OptimizerConfig, *, bucket_bytes: int | None
+        self,
+        chunks: list[PackedModel],
+        grid: Grid,
+        config: OptimizerConfig,
+        *,
+        bucket_bytes: int | None,
+        overlap: bool,
     ) -> None:
         adapt_megatron()
         self.zero1 = config.zero1 and config.name == "adam"  # megatron's distributed optimizer knows no other
         dtype = chunks[0].config.params_dtype
         self.config = config
         bucket_elements = None if bucket_bytes is None else bucket_bytes // dtype.itemsize
+        overlap = overlap and grid.dp > 1
         self.chunks = [
-            BucketedDataParallel(chunk, grid, zero1=self.zero1, bucket_elements=bucket_elements) for chunk in chunks
+            BucketedDataParallel(chunk, grid, zero1=self.zero1, bucket_elements=bucket_elements, overlap=overlap)
+            for chunk in chunks
         ]
         chunks_of_megatron: list[MegatronModule] = [*self.chunks]
         with gathers_within(grid.groups.intra_dist_opt):

@@ -4,8 +4,10 @@ Losses arrive normalised by the caller over the whole mini-batch; the schedules 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func, get_schedule_table
@@ -70,6 +72,8 @@ def forward_backward(chunks: Chunks, grid: Grid, micro_batches: list[MicroBatch]
     DistributedDataParallel; their gradient buffers must be zeroed before.
     """
     assert micro_batches, "every replica takes part in an update: a mini-batch has at least one row for each"
+    waits: Any = [chunk.no_sync for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
+    chunks[0].config.no_sync_func = waits if len(waits) > 1 else waits[0]  # sums are taken in the last micro-batch
     return _run(chunks, grid, micro_batches, loss, forward_only=False)
 
 

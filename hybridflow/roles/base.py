@@ -23,6 +23,7 @@ from hybridflow.models.micro_batch import (
 from hybridflow.models.optimizer import TrainedModel, learning_rate
 from hybridflow.models.pipeline import Readout
 from hybridflow.models.prompt_groups import replica_rows
+from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.platform import Platform
@@ -45,6 +46,7 @@ class World:
     exchange: Exchange
     bucket_bytes: int  # the actor's weights live and travel in buckets of about this size
     watch: Stopwatch = field(default_factory=Stopwatch)
+    overlap: bool = field(default_factory=uses_cuda)  # sum gradients over replicas while the backward pass goes on
 
 
 class Role:
@@ -177,7 +179,9 @@ class TrainedRole(Role):
         self.takes_steps = True
         self.trained: TrainedModel | None = None
         if self.grid.inside:
-            self.trained = TrainedModel(self._models, self.grid, config.optimizer, bucket_bytes=bucket_bytes)
+            self.trained = TrainedModel(
+                self._models, self.grid, config.optimizer, bucket_bytes=bucket_bytes, overlap=world.overlap
+            )
             self.chunks = self.trained.chunks
 
     def begin_iteration(self, iteration: int, num_iterations: int) -> None:

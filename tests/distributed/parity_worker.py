@@ -4,8 +4,10 @@ HuggingFace tensors.
 torchrun --nproc-per-node N -m tests.distributed.parity_worker CHECKPOINTS OUT
 """
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +18,7 @@ from hybridflow.algorithm_config import GRPO, PPO
 from hybridflow.batch import RolloutBatch
 from hybridflow.config import ExperimentConfig, OptimizerConfig
 from hybridflow.flows.run import Run
+from hybridflow.models import pipeline
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
@@ -60,7 +63,30 @@ def run_case(case: Case, models: Path, world: World) -> dict[str, Tensor]:
     results = {}
     for budget in BUDGETS if case.all_budgets else BUDGETS[:1]:
         results |= one_iteration(ALGORITHM, make_rollout(), case, models, world, str(budget), budget=budget)
-    return results | two_adam_steps(case, models, world)
+    results |= two_adam_steps(case, models, world)
+    if case.dp == 1:
+        return results
+    with looked_at(under_way := []):
+        overlapped = two_adam_steps(case, models, replace(world, overlap=True))
+    results |= {f"overlapped/{name}": x for name, x in overlapped.items()}
+    return results | {"overlapped/under_way": torch.tensor(under_way)}
+
+
+@contextlib.contextmanager
+def looked_at(under_way: list[bool]) -> Iterator[None]:
+    """Of each backward pass that has ended, whether all sums over replicas are then already under way."""
+    finalize = pipeline.finalize_model_grads
+
+    def noting(model: list, *arguments: object) -> None:
+        groups = [group for chunk in model for group in chunk.bucket_groups]
+        under_way.append(all(group.grad_reduce_handle is not None for group in groups))
+        finalize(model, *arguments)
+
+    pipeline.finalize_model_grads = noting
+    try:
+        yield
+    finally:
+        pipeline.finalize_model_grads = finalize
 
 
 def one_iteration(

@@ -177,6 +177,18 @@ def test_zero1_adam_steps(case, family, results, expected):
 
 
 @every_case
+def test_gradients_summed_during_the_backward_pass_are_the_same(case, family, results):
+    """The sum of two is, to the bit. megatron looks on during the first backward pass of a model; then it overlaps."""
+    found = load(results, case, family)
+    names = [name for name in found if name.startswith("actor_adam/")]
+    assert names
+    for name in names if case.dp > 1 else []:
+        assert_close(found[f"overlapped/{name}"], found[name], name, 0 if case.dp == 2 else 1e-7)
+    if case.dp > 1:
+        assert found["overlapped/under_way"].tolist() == [False, False, True], "critic, actor, actor"
+
+
+@every_case
 def test_first_step_has_ratio_one(case, family, results, expected):
     found = load(results, case, family)
     for budget in budgets(case):
