@@ -6,12 +6,12 @@ One GPU cannot gather from others. Here a hand-off moves every weight to reserve
 are released meanwhile. On a CPU those addresses are of a simulated device, and there are no graphs.
 """
 
-import functools
 import json
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from hybridflow import generator
@@ -38,8 +38,12 @@ def gathered_plan(*arguments: object, **named: int) -> ReshardPlan:
     return plan
 
 
+def on_simulated_device(*arguments: Any, **named: Any) -> WeightReshard:
+    return WeightReshard(*arguments, **named | {"space": SimulatedDevice()})
+
+
 def main(config: Path, out: Path) -> None:
-    reshard = WeightReshard if uses_cuda() else functools.partial(WeightReshard, space=SimulatedDevice())
+    reshard = WeightReshard if uses_cuda() else on_simulated_device
     with mock.patch.multiple(generator, plan_reshard=gathered_plan, WeightReshard=reshard):
         trainer = RLTrainer.from_yaml(str(config))
     engine, awake, addresses = trainer.generator.engine, trainer.generator.awake, []
@@ -56,7 +60,7 @@ def main(config: Path, out: Path) -> None:
         json.dumps(
             {
                 "hand_offs": len(addresses),
-                "stay": all(found == addresses[0] for found in addresses),
+                "moved": sorted({name for found in addresses for name in found if found[name] != addresses[0][name]}),
                 "own_bytes": own_bytes,
                 "graphs": str(mode.name),
                 "why_eager": trainer.generator.why_eager,

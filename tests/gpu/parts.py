@@ -118,10 +118,11 @@ def loop_with_gathered_weights(device: torch.device, folder: Path) -> list[Line]
     config = _config(folder, dtype="bfloat16" if cuda else "float32", lr=1e-2, num_iterations=4)
     torchrun(1, "-m", "tests.gpu.loop_worker", config, folder / "seen.json", environment=None if cuda else CPU_ONLY)
     seen = json.loads((folder / "seen.json").read_text())
+    hand_offs = seen["hand_offs"]
     name, most = ("rollout/log_prob_diff_mean", 0.05) if cuda else ("rollout/log_prob_diff_max", 1e-4)
     differences = [float(row[name]) for row in _metrics(folder / "run")]
     return [
-        Line("addresses stay", f"{seen['hand_offs']} hand-offs", seen["stay"] and seen["hand_offs"] == 4),
+        Line("weights that moved", f"{seen['moved']} in {hand_offs} hand-offs", not seen["moved"] and hand_offs == 4),
         Line("bytes of the engine's own", f"{seen['own_bytes']:,}", seen["own_bytes"] > 0),
         Line("graphs", f"{seen['graphs']}", (seen["graphs"] != "NONE" and seen["why_eager"] is None) or not cuda),
         Line(name, ", ".join(f"{x:.1e}" for x in differences), len(differences) == 4 and max(differences) < most),
