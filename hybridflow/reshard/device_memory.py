@@ -9,8 +9,8 @@ Why not vLLM's allocator, which does the same for its sleep mode (vllm.device_al
 a process, and its sleep() unmaps all that it knows, whichever tag; the engine sleeps *before* its weights go back to
 the trainer. Its extension maps, but reserves only through that object; it tells a lack of memory from other errors by
 text alone, after which torch's cache has to be emptied; and `reshard` knows nothing of vLLM. Its authors note that the
-driver by ctypes failed for them, by a context; the calls here ask for none (cuda.h: none of them returns
-CUDA_ERROR_INVALID_CONTEXT), torch loads its own kernels in this way (torch.cuda._utils), and a page is tried first.
+driver by ctypes failed for them, by a context; the calls that make and map memory name a device and ask for no context
+(by their documentation), torch loads its own kernels in this way (torch.cuda._utils), and a page is tried first.
 
 - Ranks: memory is accessible to its own device. NCCL copies through buffers of its own from and to memory that was not
   registered with it, and weights are not; graphs capture collectives of activations alone.
