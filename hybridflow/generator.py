@@ -13,13 +13,16 @@ import torch
 
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.by_length import ByLength
+from hybridflow.errors import EnvironmentProblem
 from hybridflow.models.build import DTYPES
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.platform import Platform, world_group
 from hybridflow.planning.placed import PlacedRun
 from hybridflow.recording.measure import own_bytes
+from hybridflow.reshard.device_memory import reserved_space
 from hybridflow.reshard.execute import ReshardCost, WeightReshard
 from hybridflow.reshard.plan import plan_reshard
+from hybridflow.reshard.reserved import AddressSpace
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.engine import Response, RolloutEngine
 from hybridflow.rollout.generation import Beside, generate
@@ -29,7 +32,7 @@ from hybridflow.rollout.patches import join_groups
 class Generator:
     """Building it is collective over the world. A rank outside the rollout has no engine, but takes part in all calls.
 
-    weights_stay: whether on every rank the engine's weights lie in the trainer's memory.
+    why_eager: the reason for which the engine runs without CUDA graphs, where the config lets it have them; else None.
     costs: of the reshards since somebody emptied the list. own_bytes: weights of the engine outside the trainer's
     memory, while it has them.
     """
@@ -49,7 +52,9 @@ class Generator:
         bucket_elements = config.rollout.bucket_bytes(cuda=platform.has_cuda) // dtype.itemsize
         weights = {name: tensor for name, (_, tensor) in actor.weights().items()}
         plan = plan_reshard(actor.spec, actor.grid.layout, self.layout, bucket_elements=bucket_elements)
-        self.weights_stay = plan.is_in_place
+        space, self.why_eager = None, None
+        if platform.has_cuda and not config.rollout.enforce_eager and not plan.is_in_place:
+            space, self.why_eager = addresses(platform.device, exchange)
         self.reshard = WeightReshard(
             plan,
             weights,
@@ -57,6 +62,7 @@ class Generator:
             dtype=dtype,
             device=platform.device,
             group=world_group(),
+            space=space,
         )
         self.costs: list[ReshardCost] = []
         self.engine: RolloutEngine | None = None
@@ -76,7 +82,7 @@ class Generator:
 
     def _new_engine(self, actor: Actor, free: int) -> RolloutEngine:
         config, rollout = self._placed.config, self._placed.config.rollout
-        if not self.weights_stay:  # memory that comes and goes has no fixed address for a CUDA graph to keep
+        if self.why_eager is not None:
             rollout = rollout.model_copy(update={"enforce_eager": True})
         return RolloutEngine(
             actor.spec.path,
@@ -153,6 +159,21 @@ class Generator:
             exchange=self._exchange,
             beside=None if beside is None else _AfterGivingBack(self, beside),
         )
+
+
+def addresses(device: torch.device, exchange: Exchange) -> tuple[AddressSpace | None, str | None]:
+    """Where memory that comes and goes keeps its addresses for CUDA graphs; without it on any rank, none and why.
+
+    Collective over the world: some ranks of an engine would else capture graphs, and others not.
+    """
+    space: AddressSpace | None = None
+    why = "the weights that it gathers have no fixed addresses on another rank"
+    try:
+        space = reserved_space(device)
+    except EnvironmentProblem as problem:
+        why = f"the weights that it gathers have no fixed addresses: {problem}"
+    missing = exchange.maximum(torch.tensor(int(space is None), device=exchange.device))
+    return (None, why) if int(missing) else (space, None)
 
 
 @dataclass(frozen=True)

@@ -262,8 +262,6 @@ def _reshard_notes(reshard: "Report") -> list[str]:
     ]
     if shares:
         notes.append(f"The mean received is {' and '.join(shares)}.")
-    if reshard["ways"]["gather"]["parameters"]:
-        notes.append("Gathered weights have no fixed address: on GPUs the engine then runs without CUDA graphs.")
     return notes
 
 

@@ -351,8 +351,8 @@ class RLTrainer:
             )
         elif not self.writes_model:
             notes.append("rollout only: nothing is trained, and no model is written")
-        if self.platform.has_cuda and not self.config.rollout.enforce_eager and not self.generator.weights_stay:
-            notes.append("rollout: the engine gathers its weights for each iteration, so it runs without CUDA graphs")
+        if self.generator.why_eager is not None:
+            notes.append(f"rollout: the engine runs without CUDA graphs: {self.generator.why_eager}")
         changed = self.config.sampling.changed_distribution()
         if changed:
             notes.append(

@@ -52,7 +52,7 @@ def dumped_batches(path: Path) -> dict[int, Path]:
 class Replay:
     """What a `Run` asks of a Generator, without an engine: no weights move."""
 
-    weights_stay = True
+    why_eager = None
     own_bytes = 0
 
     def __init__(self, files: Mapping[int, Path], *, vocab_size: int, max_length: int) -> None:

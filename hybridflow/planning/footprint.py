@@ -2,8 +2,9 @@
 
 Weights, gradients and optimizer state are exact but for padding: with ZeRO-1 megatron pads every parameter to 64
 elements and every bucket to a multiple of the data-parallel size, which is not counted. Activations are an estimate.
-Not counted at all: the CUDA context, NCCL's and CUDA graphs' buffers, temporaries of the optimizer, fragmentation;
-leave several GiB for them. b is the bytes of an element, t the tokens of a micro-batch.
+Not counted at all: the CUDA context, NCCL's and CUDA graphs' buffers, temporaries of the optimizer, fragmentation,
+what fills the last page (2 MiB) of each bucket that the engine gathers; leave several GiB for them. b is the bytes of
+an element, t the tokens of a micro-batch.
 """
 
 from collections.abc import Sequence

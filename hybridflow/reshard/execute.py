@@ -20,6 +20,7 @@ from hybridflow.reshard.kernel import Copy, copy_pieces, permute_blocks
 from hybridflow.reshard.memory import OwnMemory, moves
 from hybridflow.reshard.parcels import Content, content, parcels_of
 from hybridflow.reshard.plan import BucketTraffic, Message, Operation, ReshardPlan, Way, inverse
+from hybridflow.reshard.reserved import AddressSpace
 from hybridflow.reshard.slices import Piece
 
 
@@ -39,6 +40,8 @@ class WeightReshard:
 
     weights: this rank's training shards by megatron name, none outside the actor's grid. `to_engine` is collective over
     the ranks of both layouts, which `group` knows by their global ranks; `to_trainer` is local.
+    space: where the engine's own memory is reserved, so that no tensor of the engine ever lies elsewhere; None: with
+    torch, which gives it other addresses each time.
     with_engine: whether they are in the engine's layout.
     """
 
@@ -51,8 +54,9 @@ class WeightReshard:
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup,
+        space: AddressSpace | None = None,
     ) -> None:
-        self._rank, self._group = rank, group
+        self._rank, self._group, self._space = rank, group, space
         # the experts of a layer stand one below the other
         self._weights = {name: x.flatten(0, 1) if x.dim() == 3 else x for name, x in weights.items()}
         self._dtype, self._device = dtype, device
@@ -64,6 +68,7 @@ class WeightReshard:
             for bucket, traffic in zip(plan.buckets, plan.traffic(rank), strict=True)
         ]
         self._own = {name: tensor for step in self._steps for name, tensor in step.memory.tensors.items()}
+        assert moved <= self._own.keys(), "the engine has a view of a training storage that is released meanwhile"
         self._engine = {o.weight.engine: self._engine_tensor(o) for o in operations.values()}
         self._elsewhere = {weight.engine for bucket in plan.buckets for weight in bucket}
         if EMBEDDING in operations:  # a tied head is the embedding
@@ -95,7 +100,7 @@ class WeightReshard:
     ) -> "_Step":
         """operations: of the bucket's weights that the engine has here."""
         own = [o for o in operations if o.way is Way.GATHER or o.weight.megatron in moved]
-        memory = OwnMemory(own, self._dtype, self._device)
+        memory = OwnMemory(own, self._dtype, self._device, self._space)
         contents, sends = self._sends(traffic.sends)
         receives = [
             (message.peer, [_target(memory.tensors[weight.megatron], piece) for weight, piece in parcel])

@@ -1,6 +1,6 @@
 """Memory that changes hands: the engine's own, and training storages that are released meanwhile.
 
-Storages are emptied and filled behind the tensors that view them: the tensors stay the same objects throughout.
+Memory goes and comes behind the tensors that view it: the tensors stay the same objects throughout.
 """
 
 from collections.abc import Mapping
@@ -9,39 +9,67 @@ from math import prod
 import torch
 from torch import Tensor
 
+from hybridflow.models.memory import bytes_of
 from hybridflow.reshard.plan import Operation, Way
+from hybridflow.reshard.reserved import AddressSpace, Reserved
 
 ALIGNMENT = 64  # elements: where a weight begins in the engine's own memory
 
 
-class OwnMemory:
-    """The engine's own memory of one bucket: one storage, allocated only while the engine has the weights.
+class Resized:
+    """A storage of torch's allocator that is emptied and filled: it may lie elsewhere each time. Filled at first."""
 
-    It is allocated at first, for views of it to be taken.
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._storage, self.size = torch.UntypedStorage(num_bytes, device=device), num_bytes
+
+    def map(self) -> None:
+        self._storage.resize_(self.size)
+
+    def unmap(self) -> None:
+        self._storage.resize_(0)
+
+    def tensor(self) -> Tensor:
+        return bytes_of(self._storage)
+
+
+class OwnMemory:
+    """The engine's own memory of one bucket: in one piece, there only while the engine has the weights.
+
+    It is there at first, for views of it to be taken. space: where its addresses are reserved, so that they stay.
     """
 
-    def __init__(self, operations: list[Operation], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, operations: list[Operation], dtype: torch.dtype, device: torch.device, space: AddressSpace | None
+    ) -> None:
         self.operations = operations
         starts, size = [], 0
         for operation in operations:
             starts.append(size)
             size += -(-prod(operation.shape) // ALIGNMENT) * ALIGNMENT
-        flat = torch.empty(size, dtype=dtype, device=device)
+        self._memory = _memory(size * dtype.itemsize, device, space)
+        flat = self._memory.tensor().view(dtype)
         self.tensors = {
             o.weight.megatron: flat[start : start + prod(o.shape)].view(o.shape)
             for o, start in zip(operations, starts, strict=True)
         }
-        self._storage, self._size = flat.untyped_storage(), flat.nbytes
 
     def allocate(self) -> int:
         """Bytes more."""
-        self._storage.resize_(self._size)
-        return self._size
+        self._memory.map()
+        return self._memory.size
 
     def release(self) -> int:
         """Bytes more: a negative number."""
-        self._storage.resize_(0)
-        return -self._size
+        self._memory.unmap()
+        return -self._memory.size
+
+
+def _memory(num_bytes: int, device: torch.device, space: AddressSpace | None) -> Resized | Reserved:
+    if space is None or num_bytes == 0:
+        return Resized(num_bytes, device)
+    reserved = Reserved(num_bytes, space)
+    reserved.map()
+    return reserved
 
 
 class Move:

@@ -1,0 +1,184 @@
+"""The parts of the report: each takes the device, and tells what it measured and whether that is right.
+
+They run on a CPU as far as they can, where tests/test_gpu_parts.py runs them: a report on a GPU should not fail by its
+own mistakes. Rates are told, never judged.
+"""
+
+import csv
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridflow.models.attention import PackedSequences, attention, attention_by_length
+from hybridflow.reshard.device_memory import reserved_space
+from hybridflow.reshard.kernel import copy_pieces, permute_blocks
+from hybridflow.reshard.reserved import Reserved
+from tests.distributed.tiny_experiment import make_inputs, write_config
+from tests.launch import torchrun
+from tests.reshard.simulated import SimulatedDevice
+
+NUM_ROUNDS = 10
+
+
+class Line(NamedTuple):
+    name: str
+    value: str
+    right: bool = True
+
+
+def reserved_addresses(device: torch.device, folder: Path) -> list[Line]:
+    """Memory mapped and unmapped again: addresses, and the seconds that it takes."""
+    cuda = device.type == "cuda"
+    space, num_bytes = (reserved_space(device), 1 << 30) if cuda else (SimulatedDevice(), 1 << 20)
+    reserved = Reserved(num_bytes, space)
+    reserved.map()
+    x = reserved.tensor()
+    stays, arrives, started = True, True, time.perf_counter()
+    for i in range(NUM_ROUNDS):
+        reserved.unmap()
+        reserved.map()
+        stays &= x.data_ptr() == reserved.address
+        arrives &= bool((x[-100:].fill_(i) == i).all())
+    seconds = (time.perf_counter() - started) / NUM_ROUNDS
+    reserved.unmap()
+    return [
+        Line("the address stays", f"{NUM_ROUNDS} rounds", stays),
+        Line("what is written is there", f"{NUM_ROUNDS} rounds", arrives),
+        Line("unmapped and mapped", f"{seconds * 1e3:.2f} ms for {num_bytes >> 20} MiB"),
+    ]
+
+
+def reshard_kernels(device: torch.device, folder: Path) -> list[Line]:
+    """Permutation of row blocks and copies of pieces: bit for bit, and their rate, each byte read and written once."""
+    heads, columns = (48, 4096) if device.type == "cuda" else (12, 64)
+    order = tuple((7 * i + 3) % heads for i in range(heads))
+    x = torch.randn(heads * 128, columns, device=device, dtype=torch.bfloat16)
+    expected = x.view(heads, 128, columns)[list(order)].reshape_as(x)
+    permute_blocks(x, order)
+    right = torch.equal(x, expected)
+    rate = _rate(2 * x.nbytes, device, lambda: permute_blocks(x, order))
+    wide = torch.randn(heads * 128, 2 * columns, device=device, dtype=torch.bfloat16)
+    targets, parts = x.split(128), wide[:, columns:].split(128)
+    copy_pieces(list(zip(targets, parts, strict=True)))
+    copied = torch.equal(x, wide[:, columns:])
+    copying = _rate(2 * x.nbytes, device, lambda: copy_pieces(list(zip(targets, parts, strict=True))))
+    return [Line("permutation", rate, right), Line("copies", copying, copied)]
+
+
+def attention_of_packed_sequences(device: torch.device, folder: Path) -> list[Line]:
+    """What training uses here, against attention by length in float64: outputs and gradients."""
+    lengths, lines = (300, 300, 7, 128, 1, 64), []
+    generator = torch.Generator().manual_seed(0)
+    for heads, kv_heads, size in ((8, 8, 64), (8, 2, 128), (4, 4, 32)):
+        shapes = [(sum(lengths), count, size) for count in (heads, kv_heads, kv_heads)]
+        exact = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        weight = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
+        expected = _attended(attention_by_length, exact, weight, lengths)
+        for dtype, most in ((torch.bfloat16, 2e-2), (torch.float32, 1e-4)):
+            found = _attended(attention, [x.to(device, dtype) for x in exact], weight.to(device, dtype), lengths)
+            differences = [_difference(a, b) for a, b in zip(found, expected, strict=True)]
+            name = f"{heads}/{kv_heads} heads of {size}, {str(dtype).removeprefix('torch.')}"
+            value = "out {:.1e}, dq {:.1e}, dk {:.1e}, dv {:.1e}".format(*differences)
+            lines.append(Line(name, value, max(differences) < most))
+    return lines
+
+
+def training_beside_the_cpu(device: torch.device, folder: Path) -> list[Line]:
+    """An iteration of the CPU, and its batch trained on again on the device: the same losses and gradients."""
+    config = _config(folder, num_iterations=1, metrics={"tensorboard": False, "dump_batches": True})
+    torchrun(1, "-m", "hybridflow.train", config, "platform=cpu")
+    on_device = [] if device.type == "cuda" else ["platform=cpu"]
+    torchrun(1, "-m", "hybridflow.train", config, *on_device, "--replay", folder / "run")
+    (before,), (after,) = (_metrics(folder / name) for name in ("run", "run-replay"))
+    lines = []
+    for name in (
+        "actor/loss",
+        "actor/grad_norm",
+        "actor/entropy",
+        "critic/loss",
+        "critic/grad_norm",
+        "reward/score_mean",
+    ):
+        a, b = float(before[name]), float(after[name])
+        lines.append(Line(name, f"{a:.6g} on the CPU, {b:.6g}", abs(a - b) <= 1e-3 * max(abs(a), abs(b)) + 1e-5))
+    return lines
+
+
+def loop_with_gathered_weights(device: torch.device, folder: Path) -> list[Line]:
+    """Whole iterations where each hand-off moves all weights; on a GPU the engine runs graphs over them.
+
+    Had a graph kept what was there before, the engine's log-probs would not be the trainer's.
+    """
+    cuda = device.type == "cuda"
+    config = _config(folder, dtype="bfloat16" if cuda else "float32", lr=1e-2, num_iterations=4)
+    torchrun(1, "-m", "tests.gpu.loop_worker", config, folder / "seen.json", environment=None if cuda else CPU_ONLY)
+    seen = json.loads((folder / "seen.json").read_text())
+    hand_offs = seen["hand_offs"]
+    name, most = ("rollout/log_prob_diff_mean", 0.05) if cuda else ("rollout/log_prob_diff_max", 1e-4)
+    differences = [float(row[name]) for row in _metrics(folder / "run")]
+    return [
+        Line("weights that moved", f"{seen['moved']} in {hand_offs} hand-offs", not seen["moved"] and hand_offs == 4),
+        Line("bytes of the engine's own", f"{seen['own_bytes']:,}", seen["own_bytes"] > 0),
+        Line("graphs", f"{seen['graphs']}", (seen["graphs"] != "NONE" and seen["why_eager"] is None) or not cuda),
+        Line(name, ", ".join(f"{x:.1e}" for x in differences), len(differences) == 4 and max(differences) < most),
+    ]
+
+
+PARTS: tuple[Callable[[torch.device, Path], list[Line]], ...] = (
+    reserved_addresses,
+    reshard_kernels,
+    attention_of_packed_sequences,
+    training_beside_the_cpu,
+    loop_with_gathered_weights,
+)
+CPU_ONLY = {"HYBRIDFLOW_PLATFORM": "cpu"}
+
+
+def _rate(num_bytes: int, device: torch.device, work: Callable[[], object]) -> str:
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    work()
+    wait()
+    started = time.perf_counter()
+    for _ in range(NUM_ROUNDS):
+        work()
+    wait()
+    return f"{num_bytes * NUM_ROUNDS / (time.perf_counter() - started) / 1e9:,.1f} GB/s"
+
+
+def _attended(
+    attend: Callable[..., Tensor], qkv: list[Tensor], weight: Tensor, lengths: tuple[int, ...]
+) -> list[Tensor]:
+    """Outputs, and the gradients of their weighted sum."""
+    leaves = [x.requires_grad_() for x in qkv]
+    packed = PackedSequences.of(lengths, weight.device)
+    out = attend(*leaves, packed=packed, scale=leaves[0].shape[-1] ** -0.5)
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
+
+
+def _difference(x: Tensor, expected: Tensor) -> float:
+    """Of the largest, relative to the largest."""
+    return float((x.cpu().double() - expected).abs().max() / expected.abs().max())
+
+
+def _config(folder: Path, *, dtype: str = "float32", lr: float = 1e-3, **changes: object) -> Path:
+    """A tiny experiment on one rank, its run directory FOLDER/run."""
+    path = write_config(folder / "config.yaml", make_inputs(folder / "inputs"))
+    config = json.loads(path.read_text()) | changes
+    config["actor"] |= {"tensor_parallel_size": 1, "optimizer": {"lr": lr}}
+    for role in (config["actor"], config["critic"], config["reference"], *config["reward"]["models"]):
+        role["dtype"] = dtype
+    path.write_text(json.dumps(config))
+    return path
+
+
+def _metrics(run: Path) -> list[dict[str, str]]:
+    with (run / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
