@@ -170,7 +170,7 @@ def test_scored_while_waiting_is_what_one_replica_makes_of_it(layout, responses)
 def test_what_was_computed_ahead_is_forgotten_with_the_weights(responses):
     """A reference that becomes the actor has the actor's log-probs, whatever it has run before."""
     before, after = responses["four replicas"]["kl"]
-    assert before > 0.1 and after < 1e-5
+    assert before > 0.1 and after < 1e-4  # units and whole batches are summed in other orders
 
 
 def test_who_waits_computes_ahead(responses):
