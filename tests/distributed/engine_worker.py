@@ -115,6 +115,7 @@ def check(case: Case, checkpoints: Path, platform: platforms.Platform) -> dict:
     record = {
         "parameters": sorted(engine.parameters()),
         "blocks": engine._engine.vllm_config.cache_config.num_gpu_blocks,
+        "strides_in_key": "hybridflow_weights" in engine._model_runner().model.model.vllm_config.additional_config,
     }
     replica = case.layout.coordinates(platform.rank).replica
     requests = [Request(prompt, seed) for seed, prompt in enumerate(prompts()[replica : replica + NUM_PROMPTS])]

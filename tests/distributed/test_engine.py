@@ -48,6 +48,11 @@ def test_greedy_tokens_are_huggingfaces_on_every_rank(ranks, name):
         assert record["right"] == [True] * NUM_PROMPTS
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_the_config_that_code_is_compiled_by_knows_the_strides_of_the_weights(ranks, name):
+    assert all(record["strides_in_key"] for record in records(ranks, name).values())
+
+
 @pytest.mark.parametrize("name", FLOAT32)
 def test_sampled_log_probs_are_huggingfaces_on_every_rank(ranks, name):
     for record in records(ranks, name).values():
