@@ -36,7 +36,10 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(t, hidden) -> (t, k) float32 shares of the chosen experts, and (t, k) their numbers."""
+        """(t, hidden) -> (t, k) float32 shares of the chosen experts, and (t, k) their numbers.
+
+        The logits are in the weights' dtype, as vLLM 0.32.0's gates of these families give them on every device.
+        """
         shares, experts = softmax(linear(tokens, self.weight), dim=-1, dtype=torch.float32).topk(self._chosen)
         return shares / shares.sum(-1, keepdim=True) if self.normalize else shares, experts
 

@@ -208,7 +208,26 @@ def rebuild(checkpoints: Path, platform: platforms.Platform) -> dict:
         kept.append(cache_bytes(engine))
         engine.close()
         resident.append(psutil.Process().memory_info().rss)
-    return {"resident": resident, "kept": kept, "seconds": seconds}
+    return {"resident": resident, "kept": kept, "seconds": seconds, "awake_at_the_end": close_asleep(checkpoints, platform)}
+
+
+def close_asleep(checkpoints: Path, platform: platforms.Platform) -> bool:
+    """Whether an engine that is closed in its sleep has its cache when vLLM frees it."""
+    case, seen = CASES["tp2"], []
+    join_groups(case.layout, case.stages, platform.local_rank)
+    engine = build(case, checkpoints, platform)
+    core, awake = engine._engine.engine_core, cache_bytes(engine)
+    shutdown = core.shutdown
+
+    def shut_down() -> None:
+        seen.append(cache_bytes(engine))
+        shutdown()
+
+    core.shutdown = shut_down
+    engine.sleep()
+    seen.append(cache_bytes(engine))
+    engine.close()
+    return seen == [0, awake]
 
 
 @functools.cache

@@ -118,3 +118,7 @@ def test_memory_does_not_grow_with_engines(ranks):
 def test_cache_stays_at_sleep_level_0(ranks):
     for results in ranks:
         assert min(results["rebuilds"]["kept"]) > KV_CACHE_BYTES / 4
+
+
+def test_an_engine_that_is_closed_asleep_is_awake_when_its_memory_is_freed(ranks):
+    assert all(results["rebuilds"]["awake_at_the_end"] for results in ranks)
