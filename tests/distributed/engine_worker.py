@@ -208,7 +208,12 @@ def rebuild(checkpoints: Path, platform: platforms.Platform) -> dict:
         kept.append(cache_bytes(engine))
         engine.close()
         resident.append(psutil.Process().memory_info().rss)
-    return {"resident": resident, "kept": kept, "seconds": seconds, "awake_at_the_end": close_asleep(checkpoints, platform)}
+    return {
+        "resident": resident,
+        "kept": kept,
+        "seconds": seconds,
+        "awake_at_the_end": close_asleep(checkpoints, platform),
+    }
 
 
 def close_asleep(checkpoints: Path, platform: platforms.Platform) -> bool:

@@ -59,11 +59,12 @@ def test_our_own_word_is_not_taken_for_the_users(monkeypatch: pytest.MonkeyPatch
     assert [chosen(pp=2), chosen()] == ["0", "1"]
 
 
-def test_vllm_takes_our_word() -> None:
+def test_vllm_takes_our_word(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen(cuda=False)
     envs.disable_envs_cache()
     assert VllmConfig().use_v2_model_runner is False
-    chosen()
+    monkeypatch.delenv(runner.VARIABLE)
+    assert chosen() == "1"
     if HAS_TRITON:
         assert VllmConfig().use_v2_model_runner
     else:
