@@ -171,7 +171,7 @@ class TrainedModel:
 
 
 def fuse_adam(optimizer: torch.optim.Optimizer | None) -> None:
-    """Let torch's Adam, which megatron takes where there is neither Transformer Engine's nor apex's, update in one kernel.
+    """Let torch's Adam update in one kernel; megatron takes it where there is neither Transformer Engine's nor apex's.
 
     Otherwise it makes temporaries as large as all it updates. megatron 0.16.1 has no setting for that; torch reads it
     from the group at each step, and keeps the count of steps on the device.

@@ -72,7 +72,7 @@ def set_num_steps(model: TrainedModel, steps: int) -> None:
 
 
 def _set_step(optimizer: torch.optim.Optimizer, main: Tensor, steps: int) -> None:
-    """torch's Adam, AdamW among it, keeps the count with each parameter; its fused kernel, on the parameter's device."""
+    """torch's Adam, AdamW among it, keeps the count with each parameter; its fused kernel, on their device."""
     if isinstance(optimizer, torch.optim.Adam):
         device = main.device if optimizer.param_groups[0].get("fused") else None
         optimizer.state[main]["step"] = torch.tensor(float(steps), dtype=torch.float32, device=device)

@@ -22,14 +22,16 @@ def choose_runner(sampling: SamplingConfig, *, cuda: bool, triton: bool, pp: int
     Where V2 would do, a 0 that a user had set before the first engine makes it V1.
     """
     wish = _wish()  # before it is overwritten
-    able = cuda and triton and pp == 1 and fits_second_runner(sampling)
+    able = triton and second_runner(sampling, cuda=cuda, pp=pp)
     os.environ[VARIABLE] = "1" if able and wish != "0" else "0"
 
 
-def fits_second_runner(sampling: SamplingConfig) -> bool:
-    """Whether V2's tables hold what each request says."""
+def second_runner(sampling: SamplingConfig, *, cuda: bool, pp: int) -> bool:
+    """Whether V2 can do what is asked; its tables hold what each request says."""
     return (
-        len(sampling.allowed_token_ids or ()) <= MOST_ALLOWED_TOKEN_IDS
+        cuda
+        and pp == 1
+        and len(sampling.allowed_token_ids or ()) <= MOST_ALLOWED_TOKEN_IDS
         and len(sampling.logit_bias or ()) <= MOST_LOGIT_BIASES
         and len(sampling.stop_token_ids) <= MOST_STOPS - ROOM_FOR_ENDS
     )
