@@ -33,6 +33,7 @@ from hybridflow.flows.replay import Replay, dumped_batches
 from hybridflow.flows.run import Run
 from hybridflow.flows.while_waiting import Waiting, WhileWaiting
 from hybridflow.generator import Generator
+from hybridflow.models.kernels import kernel_facts, kernel_line
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.agreement import check_agreement
 from hybridflow.parallel.device import choose_platform
@@ -184,6 +185,7 @@ class RLTrainer:
         self.run.state = self.keeper.state or self.run.state
         self.run.stops = self.keeper.stops
         self.run.keep_rollout, self.run.kept_rollout = self.keeper.keep_rollout, self._kept_rollout
+        self.platform.settle()
 
     def _while_waiting(self, world: World) -> WhileWaiting:
         """Collective over the world."""
@@ -351,6 +353,9 @@ class RLTrainer:
             )
         elif not self.writes_model:
             notes.append("rollout only: nothing is trained, and no model is written")
+        if self.platform.has_cuda:
+            dtypes = {name: role.dtype for name, role in self.config.roles().items()}
+            notes.append(kernel_line(kernel_facts(), dtypes))
         if self.platform.has_cuda and not self.config.rollout.enforce_eager and not self.generator.weights_stay:
             notes.append("rollout: the engine gathers its weights for each iteration, so it runs without CUDA graphs")
         changed = self.config.sampling.changed_distribution()

@@ -132,6 +132,7 @@ class RolloutEngine:
         runner._cleanup_profiling_kv_cache = runner.kv_caches.clear  # vLLM's collects garbage, too early to find much
         self._engine.engine_core.shutdown()
         del self._llm, self._engine, self.kv_cache
+        gc.unfreeze()
         gc.collect()  # the engine refers to itself
 
     def sleep(self) -> None:
