@@ -1,7 +1,8 @@
 """A vLLM engine in this process that generates with the actor's own weight memory.
 
 Each replica of the rollout layout (pp x tp ranks) generates its own rows. Every request has a seed of its own, so that
-what is generated depends neither on which other requests share a step nor on how many replicas there are.
+what is drawn depends neither on which other requests share a step nor on how many replicas there are. On CPUs that is
+all; on GPUs both change the order of sums, and so, now and then, a token.
 """
 
 import gc
