@@ -17,7 +17,7 @@ from hybridflow.algorithm_config import GRPO, OPO, PPO, RLOO, Algorithm, Custom,
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.checkpoint.keeper import Keeper
-from hybridflow.config import ExperimentConfig
+from hybridflow.config import ExperimentConfig, TrainedRoleConfig
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import Inputs, load_inputs
 from hybridflow.errors import ConfigError, NonFiniteError, Stopped
@@ -343,6 +343,11 @@ class RLTrainer:
         interval = self.config.metrics.eval_interval
         return interval > 0 and (iteration % interval == 0 or iteration == num_iterations)
 
+    def _kernels(self) -> str:
+        roles = self.config.roles()
+        adam = any(isinstance(role, TrainedRoleConfig) and role.optimizer.name == "adam" for role in roles.values())
+        return kernel_line(kernel_facts(), {name: role.dtype for name, role in roles.items()}, adam=adam)
+
     def _notes(self) -> list[str]:
         """What the user should know of the choices that were made."""
         notes = []
@@ -354,8 +359,7 @@ class RLTrainer:
         elif not self.writes_model:
             notes.append("rollout only: nothing is trained, and no model is written")
         if self.platform.has_cuda:
-            dtypes = {name: role.dtype for name, role in self.config.roles().items()}
-            notes.append(kernel_line(kernel_facts(), dtypes))
+            notes.append(self._kernels())
         if self.platform.has_cuda and not self.config.rollout.enforce_eager and not self.generator.weights_stay:
             notes.append("rollout: the engine gathers its weights for each iteration, so it runs without CUDA graphs")
         changed = self.config.sampling.changed_distribution()

@@ -57,10 +57,10 @@ def optimizer_source(adam: type) -> OptimizerSource:
     return sources.get(package, "torch")
 
 
-def kernel_line(facts: KernelFacts, dtypes: Mapping[str, str]) -> str:
-    """dtypes: of the models of the run by their names."""
-    parts = [_layers(facts), _gradient_accumulation(facts), *_attention(facts, dtypes), _optimizer(facts)]
-    return "kernels for training: " + "; ".join(parts)
+def kernel_line(facts: KernelFacts, dtypes: Mapping[str, str], *, adam: bool) -> str:
+    """dtypes: of the models of the run by their names. adam: whether one of them is trained by it."""
+    parts = [_layers(facts), _gradient_accumulation(facts), *_attention(facts, dtypes)]
+    return "kernels for training: " + "; ".join(parts + [_optimizer(facts)] * adam)
 
 
 def _layers(facts: KernelFacts) -> str:

@@ -15,14 +15,14 @@ BOTH = {"actor": "bfloat16", "critic": "bfloat16"}
 
 
 def test_everything_is_there() -> None:
-    assert kernel_line(ALL, BOTH) == (
+    assert kernel_line(ALL, BOTH, adam=True) == (
         "kernels for training: layers of Transformer Engine; gradient accumulation fused by apex; attention by flash "
         "attention 2, as torch has it (3 is a prototype in torch, and not taken); Adam of Transformer Engine"
     )
 
 
 def test_what_is_not_taken_is_said_with_its_reason() -> None:
-    assert kernel_line(NONE, BOTH) == (
+    assert kernel_line(NONE, BOTH, adam=True) == (
         "kernels for training: layers of megatron without Transformer Engine (No module named 'transformer_engine'); "
         "gradient accumulation not fused, which takes apex (undefined symbol: _ZN3c10); attention by flash attention "
         "2, as torch has it (3 is a prototype in torch, and not taken); Adam of torch, fused (Transformer Engine and "
@@ -40,14 +40,15 @@ def test_what_is_not_taken_is_said_with_its_reason() -> None:
     ],
 )
 def test_kinds_of_attention_and_optimizer(changes: dict, said: str) -> None:
-    assert said in kernel_line(replace(ALL, **changes), BOTH)
+    assert said in kernel_line(replace(ALL, **changes), BOTH, adam=True)
 
 
 def test_attention_of_models_in_float32_is_said_for_them_alone() -> None:
-    some = kernel_line(ALL, BOTH | {"reference": "float32"})
+    some = kernel_line(ALL, BOTH | {"reference": "float32"}, adam=True)
     assert "; attention by flash attention 2" in some
     assert "; attention of reference by torch's scaled_dot_product_attention (flash takes 16 bits);" in some
-    assert "flash attention" not in kernel_line(ALL, {"actor": "float32"})
+    assert "Adam" not in kernel_line(ALL, BOTH, adam=False)
+    assert "flash attention" not in kernel_line(ALL, {"actor": "float32"}, adam=True)
 
 
 def test_a_package_that_is_there_and_broken_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
