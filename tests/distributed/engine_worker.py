@@ -10,6 +10,7 @@ import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import torch
@@ -120,7 +121,9 @@ def check(case: Case, checkpoints: Path, platform: platforms.Platform) -> dict:
     replica = case.layout.coordinates(platform.rank).replica
     requests = [Request(prompt, seed) for seed, prompt in enumerate(prompts()[replica : replica + NUM_PROMPTS])]
     greedy = engine.generate(requests, engine.greedy_params(SAMPLING, ()))
-    sampled = engine.generate(requests, engine.sampling_params(SAMPLING, ()))
+    with mock.patch.object(platforms.Platform, "synchronize") as wait:
+        sampled = engine.generate(requests, engine.sampling_params(SAMPLING, ()))
+    record["waits"] = wait.call_count
     record["sampled"] = [drawn.token_ids for drawn in sampled]
     if case.dtype == "float32":
         record |= against_huggingface(huggingface(checkpoints, case.model, case.dtype), requests, greedy, sampled)

@@ -49,6 +49,12 @@ def test_greedy_tokens_are_huggingfaces_on_every_rank(ranks, name):
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_a_generation_ends_when_the_device_has_nothing_more_to_do(ranks, name):
+    """vLLM begins a step ahead on CUDA, on the weights that the trainer takes back."""
+    assert all(record["waits"] == 1 for record in records(ranks, name).values())
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_the_config_that_code_is_compiled_by_knows_the_strides_of_the_weights(ranks, name):
     assert all(record["strides_in_key"] for record in records(ranks, name).values())
 
