@@ -48,7 +48,7 @@ def test_experts_equal_a_loop_over_tokens(chosen: str) -> None:
         torch.autograd.grad((expected * weights).sum(), inputs),
         strict=True,
     ):
-        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)  # sums of products up to 100
 
 
 def test_experts_read_no_number_back_from_the_device() -> None:
