@@ -17,7 +17,7 @@ from hybridflow.algorithm_config import GRPO, OPO, PPO, RLOO, Algorithm, Custom,
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.checkpoint.keeper import Keeper
-from hybridflow.config import ExperimentConfig
+from hybridflow.config import ExperimentConfig, TrainedRoleConfig
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import Inputs, load_inputs
 from hybridflow.errors import ConfigError, NonFiniteError, Stopped
@@ -33,6 +33,7 @@ from hybridflow.flows.replay import Replay, dumped_batches
 from hybridflow.flows.run import Run
 from hybridflow.flows.while_waiting import Waiting, WhileWaiting
 from hybridflow.generator import Generator
+from hybridflow.models.kernels import kernel_facts, kernel_line
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.agreement import check_agreement
 from hybridflow.parallel.device import choose_platform
@@ -184,6 +185,7 @@ class RLTrainer:
         self.run.state = self.keeper.state or self.run.state
         self.run.stops = self.keeper.stops
         self.run.keep_rollout, self.run.kept_rollout = self.keeper.keep_rollout, self._kept_rollout
+        self.platform.settle()
 
     def _while_waiting(self, world: World) -> WhileWaiting:
         """Collective over the world."""
@@ -341,6 +343,11 @@ class RLTrainer:
         interval = self.config.metrics.eval_interval
         return interval > 0 and (iteration % interval == 0 or iteration == num_iterations)
 
+    def _kernels(self) -> str:
+        roles = self.config.roles()
+        adam = any(isinstance(role, TrainedRoleConfig) and role.optimizer.name == "adam" for role in roles.values())
+        return kernel_line(kernel_facts(), {name: role.dtype for name, role in roles.items()}, adam=adam)
+
     def _notes(self) -> list[str]:
         """What the user should know of the choices that were made."""
         notes = []
@@ -351,6 +358,8 @@ class RLTrainer:
             )
         elif not self.writes_model:
             notes.append("rollout only: nothing is trained, and no model is written")
+        if self.platform.has_cuda:
+            notes.append(self._kernels())
         if self.generator.why_eager is not None:
             notes.append(f"rollout: the engine runs without CUDA graphs: {self.generator.why_eager}")
         changed = self.config.sampling.changed_distribution()

@@ -153,6 +153,18 @@ def test_a_cache_that_does_not_sleep_is_there_in_training(plan) -> None:
     assert training["roles"]["engine"]["kv_cache"] == training["worst_rank"]["kv_cache"] == (8 + 1) * BLOCK
 
 
+def test_the_sampler_of_the_newer_model_runner_is_counted(plan):
+    """256 sequences x (60 counts and 2 words of bits) x 4 bytes; a pipeline of stages has the older one."""
+    few, many = (plan(f"rollout.max_num_seqs={count}")["memory"]["generation"]["roles"]["engine"] for count in (1, 256))
+    pipeline = plan("rollout.max_num_seqs=256", *TP2_PP2, "rollout.pipeline_parallel_size=2")["memory"]["generation"]
+    logits = 4 * 256 * 64
+    step = few["activations"] - 1 * 62 * 4  # of the most tokens that a step may have
+    assert many["activations"] == max(step, logits) + 256 * 62 * 4
+    assert pipeline["roles"]["engine"]["activations"] == max(step, logits)
+    asleep = plan("rollout.sleep_level=0")["memory"]["training"]["roles"]["engine"]
+    assert asleep["activations"] == 256 * 62 * 4
+
+
 def test_one_copy_where_nothing_moves(plan) -> None:
     """tp 1 everywhere: norms, projections and vocabulary alias; q, k, v of 2 key/value heads are permuted in place."""
     found = plan()

@@ -3,11 +3,10 @@
 import torch
 
 from hybridflow.inspection.findings import Finding
-from hybridflow.parallel.device import uses_cuda
+from hybridflow.parallel.device import FIRST_WITH_FLASH, uses_cuda
 from hybridflow.rollout.attention import engine_attention
 
 AREA = "attention"
-FIRST_WITH_FLASH = (8, 0)  # compute capability: Ampere
 
 
 def is_flash_attn_available() -> bool:

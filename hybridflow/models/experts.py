@@ -36,7 +36,10 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(t, hidden) -> (t, k) float32 shares of the chosen experts, and (t, k) their numbers."""
+        """(t, hidden) -> (t, k) float32 shares of the chosen experts, and (t, k) their numbers.
+
+        The logits are in the weights' dtype, as vLLM 0.32.0's gates of these families give them on every device.
+        """
         shares, experts = softmax(linear(tokens, self.weight), dim=-1, dtype=torch.float32).topk(self._chosen)
         return shares / shares.sum(-1, keepdim=True) if self.normalize else shares, experts
 
@@ -65,9 +68,9 @@ class Experts(nn.Module):
 
     def forward(self, tokens: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
         """(t, hidden), (t, k), (t, k) -> (t, hidden): this rank's summand of the outputs."""
-        chosen = experts.flatten()
-        order = chosen.argsort(stable=True)  # copies of tokens by expert
-        ends = chosen.bincount(minlength=len(self.linear_fc1.weight)).cumsum(0).to(torch.int32)
+        chosen, order = experts.flatten().sort(stable=True)  # copies of tokens by expert
+        numbers = torch.arange(len(self.linear_fc1.weight), device=chosen.device)
+        ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)  # bincount would wait for the device
         hidden: Tensor = SwiGLUFunction.apply(self.linear_fc1(tokens[order // experts.shape[1]], ends))
         outputs = self.linear_fc2(hidden, ends) * shares.flatten()[order, None]
         # back in the order of the tokens, and a plain sum: adding by index would depend on which comes first

@@ -7,7 +7,7 @@ host is the device and nothing is gained, but the same code runs.
 import ctypes
 import mmap
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -69,26 +69,77 @@ class Released:
             refill_with_zeros(storage, size)
 
 
-class Offloaded:
-    """Storages whose content waits in host memory, page-locked where there is CUDA."""
+class HostMemory:
+    """Where storages wait: blocks in host memory, page-locked where there is CUDA.
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._storages = [(storage, _host_copy(storage)) for storage in storages(tensors)]
+    kept: between the times that something waits there. Page-locked memory is slow to make and never goes back to the
+    system. torch's allocator gives it in powers of two, so it is taken in blocks of one, and a storage may lie in
+    several.
+    """
+
+    def __init__(self, *, kept: bool, block_bytes: int = 256 << 20) -> None:
+        self.blocks: list[Tensor] = []
+        self._kept, self._block_bytes = kept, block_bytes
+
+    def reserve(self, size: int) -> None:
+        if size > sum(block.nbytes for block in self.blocks):
+            self.blocks.clear()  # before others are taken
+            starts = range(0, size, self._block_bytes)
+            self.blocks += [_host_block(min(self._block_bytes, size - start)) for start in starts]
+
+    def pieces(self, start: int, size: int) -> Iterator[Tensor]:
+        """The bytes start .. start + size, over all blocks."""
+        stop = start + size
+        while start < stop:
+            number, offset = divmod(start, self._block_bytes)
+            piece = self.blocks[number][offset : offset + stop - start]
+            yield piece
+            start += piece.nbytes
+
+    def done(self) -> None:
+        if not self._kept:
+            self.blocks.clear()
+
+
+def _host_block(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=uses_cuda())
+
+
+class Offloaded:
+    """Storages whose content waits in host memory."""
+
+    def __init__(self, tensors: Sequence[Tensor], host: HostMemory) -> None:
+        self._host = host
+        self._storages = [(storage, storage.nbytes()) for storage in storages(tensors)]
+        host.reserve(sum(size for _, size in self._storages))
+        for memory, copy in self._pieces():
+            copy.copy_(memory, non_blocking=True)
+        _arrived()
         for storage, _ in self._storages:
             storage.resize_(0)
 
     def restore(self) -> None:
         """Bit for bit as before."""
-        for storage, copy in self._storages:
-            storage.resize_(copy.nbytes)
-            bytes_of(storage).copy_(copy, non_blocking=True)
-        if uses_cuda():
-            torch.cuda.synchronize()  # the copies must have arrived before they are freed
+        for storage, size in self._storages:
+            storage.resize_(size)
+        for memory, copy in self._pieces():
+            memory.copy_(copy, non_blocking=True)
+        _arrived()
+        self._host.done()
+
+    def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """What lies in a storage, beside where it waits."""
+        start = 0
+        for storage, size in self._storages:
+            copies = list(self._host.pieces(start, size))
+            yield from zip(bytes_of(storage).split([copy.nbytes for copy in copies]), copies, strict=True)
+            start += size
 
 
-def _host_copy(storage: torch.UntypedStorage) -> Tensor:
-    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-    return copy.copy_(bytes_of(storage))
+def _arrived() -> None:
+    """Wait for all copies at once: neither side of one may go before."""
+    if uses_cuda():
+        torch.cuda.synchronize()
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from hybridflow.config import OptimizerConfig
 from hybridflow.models.build import PackedModel
-from hybridflow.models.memory import Offloaded, Released, live_bytes, storages
+from hybridflow.models.memory import HostMemory, Offloaded, Released, live_bytes, storages
+from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.platform import adapt_megatron, gathers_within
 
@@ -110,6 +111,10 @@ class TrainedModel:
             )
         assert isinstance(optimizer, ChainedOptimizer), f"megatron chains its optimizers, this is {type(optimizer)}"
         self.optimizer = optimizer
+        if uses_cuda():
+            for part in optimizer.chained_optimizers:
+                fuse_adam(part.optimizer)
+        self._host = HostMemory(kept=uses_cuda())  # on a CPU it would be held twice while models train
 
     def zero_gradients(self) -> None:
         for chunk in self.chunks:
@@ -147,7 +152,7 @@ class TrainedModel:
         if gradients:
             held.append(Released(self._gradients()))
         if optimizer:
-            held.append(Offloaded(self._optimizer_state()))
+            held.append(Offloaded(self._optimizer_state(), self._host))
         try:
             yield
         finally:
@@ -177,6 +182,18 @@ class TrainedModel:
         known = {storage.data_ptr() for storage in storages(self._weights())}
         tensors = [x for x in moments if isinstance(x, Tensor)] + mains
         return [x for x in tensors if x.untyped_storage().data_ptr() not in known]
+
+
+def fuse_adam(optimizer: torch.optim.Optimizer | None) -> None:
+    """Let torch's Adam update in one kernel; megatron takes it where there is neither Transformer Engine's nor apex's.
+
+    Otherwise it makes temporaries as large as all it updates. megatron 0.16.1 has no setting for that; torch reads it
+    from the group at each step, and keeps the count of steps on the device.
+    """
+    if isinstance(optimizer, torch.optim.Adam):
+        assert not optimizer.state, "the steps were counted elsewhere"
+        for group in optimizer.param_groups:
+            group["fused"], group["foreach"] = True, False
 
 
 def _megatron_config(config: OptimizerConfig, dtype: torch.dtype, *, zero1: bool) -> MegatronOptimizerConfig:

@@ -45,7 +45,7 @@ def owned_states(model: TrainedModel) -> Iterator[OwnedState]:
             state = part.optimizer.state[main]
             if not state:
                 state |= {name: torch.zeros_like(main.data) for name in moments}
-                _set_step(part.optimizer, state, 0)
+                _set_step(part.optimizer, main, 0)
             tensors = {name: state[name].view(-1) for name in moments}
             if main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
                 tensors[MAIN] = main.data.view(-1)
@@ -64,17 +64,18 @@ def num_steps(model: TrainedModel) -> int:
 def set_num_steps(model: TrainedModel, steps: int) -> None:
     """Adam's bias correction goes on from there. The moments must exist: see `owned_states`."""
     for part in _parts(model):
-        for state in part.optimizer.state.values():
-            _set_step(part.optimizer, state, steps)
+        for main in part.optimizer.state:
+            _set_step(part.optimizer, main, steps)
         if model.config.name == "adam" and not isinstance(part.optimizer, torch.optim.Adam):
             for group in part.optimizer.param_groups:
                 group["step"] = steps  # where Transformer Engine's and apex's Adam keep it [read, not run]
 
 
-def _set_step(optimizer: torch.optim.Optimizer, state: dict[str, Tensor], steps: int) -> None:
-    """torch's Adam, AdamW among it, keeps the count with each parameter."""
+def _set_step(optimizer: torch.optim.Optimizer, main: Tensor, steps: int) -> None:
+    """torch's Adam, AdamW among it, keeps the count with each parameter; its fused kernel, on their device."""
     if isinstance(optimizer, torch.optim.Adam):
-        state["step"] = torch.tensor(float(steps), dtype=torch.float32)
+        device = main.device if optimizer.param_groups[0].get("fused") else None
+        optimizer.state[main]["step"] = torch.tensor(float(steps), dtype=torch.float32, device=device)
 
 
 def _parts(model: TrainedModel) -> list[MegatronOptimizer]:

@@ -13,6 +13,7 @@ from hybridflow.errors import EnvironmentProblem
 from hybridflow.parallel.layout import PlatformName
 
 CPU = torch.device("cpu")
+FIRST_WITH_FLASH = (8, 0)  # compute capability of the first GPUs with flash attention: Ampere
 CHOSEN = "HYBRIDFLOW_PLATFORM"  # in the environment, so that it holds for the processes that this one starts, too
 
 

@@ -9,6 +9,7 @@ module stays untouched.
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import logging
 import os
 import socket
@@ -57,6 +58,15 @@ class Platform:
         if self.has_cuda:
             torch.cuda.empty_cache()
 
+    def settle(self) -> None:
+        """All objects that there are stay: no search for garbage looks at them any more, until the next `start`.
+
+        vLLM searches at every sleep and every wake-up on CUDA, for as long as there are objects to look at.
+        """
+        if self.has_cuda:
+            gc.collect()
+            gc.freeze()
+
     def free_bytes(self) -> int:
         """Memory of the device that nobody has taken: of a CPU, this rank's share of the host's."""
         if self.has_cuda:
@@ -79,6 +89,7 @@ def start(seed: int, platform: PlatformName = "auto", *, longest_phase_seconds: 
     Errors: EnvironmentProblem where there is no such device (see `choose_platform`), or another megatron-core.
     """
     prepare_imports(platform)
+    gc.unfreeze()  # an earlier trainer of this process may be garbage
     if uses_cuda():
         local_rank = _env_int("LOCAL_RANK", 0)
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"

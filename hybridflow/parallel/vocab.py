@@ -1,7 +1,7 @@
 """Log-probabilities and entropy of logits that are split over the vocabulary.
 
 megatron's own vocabulary-parallel cross entropy works on the global tensor-parallel group and overwrites its input;
-here the group is given. Work goes in chunks of rows, so that no float32 copy of the logits ever exists: what is kept
+here the group is given. Work goes in chunks of rows, so that no float32 copy of all logits ever exists: what is kept
 for the backward pass are the logits themselves, and the backward pass writes their gradient over them.
 
 With z = logits / temperature, m = max z, over the true vocabulary (padding columns take no part):
@@ -16,7 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 Temperature = float | Tensor  # of all rows, or (R,)
-CHUNK_ELEMENTS = 1 << 20  # logits handled at a time: 4 MiB of float32
+# logits handled at a time, by device, of which up to three float32 copies exist: on a CPU 4 MiB each, which stay in its
+# caches; on a GPU 256 MiB each: a chunk takes some twenty kernels, whose launches would else take longer than they
+CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+NUM_COPIES = 3
 
 
 def vocab_parallel_log_probs(
@@ -81,8 +84,12 @@ def _of_rows(temperature: Temperature, rows: slice) -> Temperature:
     return temperature[rows, None] if isinstance(temperature, Tensor) else temperature
 
 
+def rows_of_chunk(columns: int, device: str) -> int:
+    return max(1, CHUNK_ELEMENTS[device] // columns)
+
+
 def _row_chunks(logits: Tensor) -> list[slice]:
-    step = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    step = rows_of_chunk(logits.shape[1], logits.device.type)
     return [slice(i, i + step) for i in range(0, logits.shape[0], step)]
 
 

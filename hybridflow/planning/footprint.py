@@ -17,6 +17,7 @@ from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.architecture.weights import embedding, staged_weights
 from hybridflow.config import OptimizerConfig
 from hybridflow.parallel.layout import Layout
+from hybridflow.parallel.vocab import NUM_COPIES, rows_of_chunk
 
 MAIN_BYTES = 4  # gradients, main weights and moments are float32
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -173,11 +174,13 @@ def forward_activation_bytes(
 def output_bytes(spec: ModelSpec, head: Head, *, tp: int, itemsize: int, rows: int) -> int:
     """The wanted rows of the last hidden state, and their logits in the model's dtype or, in float32, their values.
 
-    No other copy of the logits exists: their gradient is written over them (`parallel.vocab`). A value head takes its
-    rows in float32, which is a copy where the model is in 16 bits.
+    No other copy of all logits exists: their gradient is written over them (`parallel.vocab`), by chunks of rows with
+    float32 copies. A value head takes its rows in float32, which is a copy where the model is in 16 bits.
     """
     if head == "lm":
-        return rows * itemsize * (spec.hidden_size + spec.padded_vocab_size // tp)
+        columns = spec.padded_vocab_size // tp
+        chunk = 4 * NUM_COPIES * min(rows, rows_of_chunk(columns, "cuda")) * columns
+        return rows * itemsize * (spec.hidden_size + columns) + chunk
     widened = 4 * spec.hidden_size if itemsize < 4 else 0
     return rows * (itemsize * spec.hidden_size + widened + 4)
 
@@ -186,3 +189,12 @@ def engine_activation_bytes(spec: ModelSpec, *, tp: int, itemsize: int, tokens: 
     """Estimate for the engine: one layer of a full step, or the float32 logits of all sequences, gathered over tp."""
     layer = tokens * layer_bytes(spec, tp=tp, sequence_parallel=False, recompute="none", itemsize=itemsize)
     return ceil(max(layer, 4 * sequences * spec.padded_vocab_size))
+
+
+def sampler_bytes(spec: ModelSpec, *, sequences: int) -> int:
+    """What the sampler of the engine's second model runner keeps of every sequence: how often it has which token.
+
+    4 bytes for each token of the vocabulary, and a bit (vLLM 0.32.0, v1/worker/gpu/sample/penalties.py); it is there
+    whether or not a penalty is asked for, and waits in host memory while the engine sleeps.
+    """
+    return sequences * 4 * (spec.vocab_size + ceil(spec.vocab_size / 32))

@@ -21,6 +21,7 @@ from hybridflow.planning.footprint import (
     gradient_bytes,
     model_elements,
     optimizer_bytes,
+    sampler_bytes,
     stage_elements,
     together,
     training_activation_bytes,
@@ -29,6 +30,7 @@ from hybridflow.planning.placed import PlacedModel, PlacedRun
 from hybridflow.planning.reshard import ReshardForecast
 from hybridflow.planning.saving import most_kept, written_bytes
 from hybridflow.reshard.plan import plan_reshard
+from hybridflow.rollout.runner import second_runner
 
 Report = dict[str, Any]
 
@@ -133,7 +135,7 @@ class RunMemory:
     def _training(self, rank: int) -> dict[str, Footprint]:
         rows = {name: role.training[stage] for name, role, stage in self._on(rank)}
         if rank in self.rollout and self.run.config.rollout.sleep_level == 0:
-            rows["engine"] = Footprint(kv_cache=self._kv_cache(rank))
+            rows["engine"] = Footprint(activations=self._sampler(), kv_cache=self._kv_cache(rank))
         return rows
 
     def _generation(self, rank: int) -> dict[str, Footprint]:
@@ -151,7 +153,8 @@ class RunMemory:
                     itemsize=self.itemsize,
                     tokens=max(config.rollout.max_num_batched_tokens, config.max_sequence_length),
                     sequences=config.rollout.max_num_seqs,
-                ),
+                )
+                + self._sampler(),
                 kv_cache=self._kv_cache(rank),
             )
         return rows
@@ -161,6 +164,12 @@ class RunMemory:
         for name, role in self.roles.items():
             if rank in role.model.layout:
                 yield name, role, role.model.layout.coordinates(rank).pp
+
+    def _sampler(self) -> int:
+        config = self.run.config
+        if not second_runner(config.sampling, cuda=True, pp=self.rollout.pp):
+            return 0
+        return sampler_bytes(self.actor.spec, sequences=config.rollout.max_num_seqs)
 
     def _kv_cache(self, rank: int) -> int:
         return self.run.kv_cache.of_stage(self.run.stages, self.rollout.coordinates(rank).pp)

@@ -54,9 +54,11 @@ class CudaKVCache:
             self._released = True
 
     def restore(self) -> None:
-        """The content is garbage: the engine's prefix cache must be reset before it is used."""
+        """The content is zero, as on a CPU and for the same reason; vLLM 0.32.0 sees to it on ROCm alone."""
         if self._released:
             self._llm.wake_up()  # all tags: the rotary tables lie under "weights"
+            for cache in self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches:
+                cache.zero_()
             self._released = False
 
 

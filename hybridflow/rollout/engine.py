@@ -1,7 +1,8 @@
 """A vLLM engine in this process that generates with the actor's own weight memory.
 
 Each replica of the rollout layout (pp x tp ranks) generates its own rows. Every request has a seed of its own, so that
-what is generated depends neither on which other requests share a step nor on how many replicas there are.
+what is drawn depends neither on which other requests share a step nor on how many replicas there are. On CPUs that is
+all; on GPUs both change the order of sums, and so, now and then, a token.
 """
 
 import gc
@@ -18,6 +19,7 @@ from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.parallel.platform import Platform, preserved_random_state
 from hybridflow.rollout.cache import CudaKVCache, KVCache
 from hybridflow.rollout.patches import prepare_vllm
+from hybridflow.rollout.runner import choose_runner
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import CompletionOutput, SamplingParams
@@ -27,11 +29,17 @@ if TYPE_CHECKING:  # vLLM is imported when its settings stand
 class BesideATrainer(TypedDict, total=False):
     gpu_memory_utilization: float
     moe_backend: str
+    enable_flashinfer_autotune: bool
 
 
 # vLLM 0.32.0 refuses to start unless this share of the GPU is free, though kv_cache_memory_bytes says what it may take;
-# of its kernels for experts, Triton's alone reads their weights as they stand
-BESIDE_A_TRAINER: BesideATrainer = {"gpu_memory_utilization": 0.01, "moe_backend": "triton"}
+# of its kernels for experts, Triton's alone reads their weights as they stand; of the linear layers and experts that it
+# would time at every start (on Hopper and later) none is FlashInfer's
+BESIDE_A_TRAINER: BesideATrainer = {
+    "gpu_memory_utilization": 0.01,
+    "moe_backend": "triton",
+    "enable_flashinfer_autotune": False,
+}
 
 
 @dataclass(frozen=True)
@@ -75,9 +83,12 @@ class RolloutEngine:
     ) -> None:
         prepare_vllm()
         import vllm
+        from vllm.triton_utils import HAS_TRITON
 
         from hybridflow.rollout.loader import LOAD_FORMAT
 
+        choose_runner(sampling, cuda=platform.has_cuda, triton=HAS_TRITON, pp=layout.pp)
+        self._platform = platform
         self._needs_text = bool(sampling.stop or sampling.bad_words)
         self._sleeps = config.sleep_level == 1
         pp = layout.coordinates(platform.rank).pp
@@ -113,11 +124,16 @@ class RolloutEngine:
             _receive_from_earlier_stage(self._model_runner())
 
     def close(self) -> None:
-        """Free what the engine holds: cache, buffers, references to the trainer's memory. The groups stay."""
+        """Free what the engine holds: cache, buffers, references to the trainer's memory. The groups stay.
+
+        Awake: CUDA's allocator of vLLM 0.32.0 unmaps memory that it frees, and in sleep it has unmapped it already.
+        """
+        self.wake_up()
         runner = self._model_runner()
         runner._cleanup_profiling_kv_cache = runner.kv_caches.clear  # vLLM's collects garbage, too early to find much
         self._engine.engine_core.shutdown()
         del self._llm, self._engine, self.kv_cache
+        gc.unfreeze()
         gc.collect()  # the engine refers to itself
 
     def sleep(self) -> None:
@@ -183,6 +199,7 @@ class RolloutEngine:
                 if output.finished:
                     yield int(output.request_id), _response(output.outputs[0])
             stepped()
+        self._platform.synchronize()  # a step that vLLM began ahead may still read weights and write the cache
 
     def generate(self, requests: list[Request], params: "Sequence[SamplingParams]") -> list[Response]:
         """One response per request, in the order of the requests. params: by bucket."""

@@ -7,9 +7,12 @@ until they are pointed at the trainer's once more.
 The names asked for are those of the weight table for the layers of a rank's stage; with tied embeddings the last stage
 asks for the embedding by its own name or as lm_head.weight. Layers have their number in the model, not in the stage.
 Memory need not be contiguous: the columns that a rank has of o_proj and down_proj may be a view of a wider weight.
+vLLM's compiled code is for weights of certain strides, so the key by which it is kept on disk has to know ours.
 """
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,6 +60,7 @@ class AliasLoader(BaseModelLoader):
             process_weights_after_loading(model, model_config, device)
             _check_experts(model)
             self.load_weights(model, model_config)  # experts that are columns of wider weights were copied
+        tell_compile_cache(vllm_config, model)
         return model.eval()
 
     def create_model(self, *args: Any, **kwargs: Any) -> nn.Module:
@@ -81,6 +85,19 @@ class AliasLoader(BaseModelLoader):
             setattr(module, leaf, nn.Parameter(memory, requires_grad=False))
         else:
             parameter.data = memory
+
+
+def tell_compile_cache(vllm_config: VllmConfig, model: nn.Module) -> None:
+    """Make the names, shapes and strides of the weights a part of the config's hash.
+
+    vLLM 0.32.0 keeps compiled code by a hash of config, environment and source, which is taken when the model first
+    runs. The strides of weights are compiled in and are in none of the three: code for contiguous weights would be
+    taken for views of wider ones, and the other way round.
+    """
+    weights = [(name, tuple(weight.shape), weight.stride()) for name, weight in model.named_parameters()]
+    digest = hashlib.sha256(json.dumps(weights).encode()).hexdigest()
+    assert isinstance(vllm_config.additional_config, dict), f"ours is a dict, not {vllm_config.additional_config}"
+    vllm_config.additional_config = vllm_config.additional_config | {"hybridflow_weights": digest}
 
 
 def _check_experts(model: nn.Module) -> None:

@@ -34,6 +34,9 @@ def prepare_vllm() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs in this process, not in a child
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # the default. With 0 vLLM tries all pairs of GPUs when a group is made, and asks for its "world" group, whose
+    # barrier it takes to span the ranks of this host: here there is none yet, and later it is one of a replica
+    os.environ["VLLM_SKIP_P2P_CHECK"] = "1"
     try:
         import vllm
     except ImportError as error:
@@ -46,7 +49,14 @@ def prepare_vllm() -> None:
     _check_platform()
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     envs.disable_envs_cache()  # an engine keeps what it read; the next one may stand on another layout
+    if envs.VLLM_BATCH_INVARIANT:
+        raise EnvironmentProblem(
+            "VLLM_BATCH_INVARIANT is set: vLLM then replaces torch's matrix products in the whole process by kernels "
+            "without gradients, and this process trains too: unset it"
+        )
     _patch_once()
+    if uses_cuda():
+        _settle_stream()
 
 
 def _check_platform() -> None:
@@ -75,6 +85,16 @@ def _patch_once() -> None:
         _wait_without_spinning()
         _register_kernels_once()
         warnings.filterwarnings("ignore", message="The given buffer is not writable")  # in talk between stages
+
+
+def _settle_stream() -> None:
+    """vLLM makes a stream of its own the process's current one, for good, when it first asks for it.
+
+    Asked now, models, optimizers and engine all work on that stream, and one pool of torch's allocator serves them.
+    """
+    from vllm.utils.torch_utils import current_stream
+
+    current_stream()
 
 
 def replace_in(owner: object, **names: object) -> None:

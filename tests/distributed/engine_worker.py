@@ -10,6 +10,7 @@ import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import torch
@@ -115,11 +116,14 @@ def check(case: Case, checkpoints: Path, platform: platforms.Platform) -> dict:
     record = {
         "parameters": sorted(engine.parameters()),
         "blocks": engine._engine.vllm_config.cache_config.num_gpu_blocks,
+        "strides_in_key": "hybridflow_weights" in engine._model_runner().model.model.vllm_config.additional_config,
     }
     replica = case.layout.coordinates(platform.rank).replica
     requests = [Request(prompt, seed) for seed, prompt in enumerate(prompts()[replica : replica + NUM_PROMPTS])]
     greedy = engine.generate(requests, engine.greedy_params(SAMPLING, ()))
-    sampled = engine.generate(requests, engine.sampling_params(SAMPLING, ()))
+    with mock.patch.object(platforms.Platform, "synchronize") as wait:
+        sampled = engine.generate(requests, engine.sampling_params(SAMPLING, ()))
+    record["waits"] = wait.call_count
     record["sampled"] = [drawn.token_ids for drawn in sampled]
     if case.dtype == "float32":
         record |= against_huggingface(huggingface(checkpoints, case.model, case.dtype), requests, greedy, sampled)
@@ -207,7 +211,31 @@ def rebuild(checkpoints: Path, platform: platforms.Platform) -> dict:
         kept.append(cache_bytes(engine))
         engine.close()
         resident.append(psutil.Process().memory_info().rss)
-    return {"resident": resident, "kept": kept, "seconds": seconds}
+    return {
+        "resident": resident,
+        "kept": kept,
+        "seconds": seconds,
+        "awake_at_the_end": close_asleep(checkpoints, platform),
+    }
+
+
+def close_asleep(checkpoints: Path, platform: platforms.Platform) -> bool:
+    """Whether an engine that is closed in its sleep has its cache when vLLM frees it."""
+    case, seen = CASES["tp2"], []
+    join_groups(case.layout, case.stages, platform.local_rank)
+    engine = build(case, checkpoints, platform)
+    core, awake = engine._engine.engine_core, cache_bytes(engine)
+    shutdown = core.shutdown
+
+    def shut_down() -> None:
+        seen.append(cache_bytes(engine))
+        shutdown()
+
+    core.shutdown = shut_down
+    engine.sleep()
+    seen.append(cache_bytes(engine))
+    engine.close()
+    return seen == [0, awake]
 
 
 @functools.cache

@@ -48,6 +48,17 @@ def test_greedy_tokens_are_huggingfaces_on_every_rank(ranks, name):
         assert record["right"] == [True] * NUM_PROMPTS
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_generation_ends_when_the_device_has_nothing_more_to_do(ranks, name):
+    """vLLM begins a step ahead on CUDA, on the weights that the trainer takes back."""
+    assert all(record["waits"] == 1 for record in records(ranks, name).values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_config_that_code_is_compiled_by_knows_the_strides_of_the_weights(ranks, name):
+    assert all(record["strides_in_key"] for record in records(ranks, name).values())
+
+
 @pytest.mark.parametrize("name", FLOAT32)
 def test_sampled_log_probs_are_huggingfaces_on_every_rank(ranks, name):
     for record in records(ranks, name).values():
@@ -113,3 +124,7 @@ def test_memory_does_not_grow_with_engines(ranks):
 def test_cache_stays_at_sleep_level_0(ranks):
     for results in ranks:
         assert min(results["rebuilds"]["kept"]) > KV_CACHE_BYTES / 4
+
+
+def test_an_engine_that_is_closed_asleep_is_awake_when_its_memory_is_freed(ranks):
+    assert all(results["rebuilds"]["awake_at_the_end"] for results in ranks)

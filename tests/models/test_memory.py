@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridflow.models.memory import Offloaded, Released, live_bytes, refill_with_zeros, storages
+from hybridflow.models.memory import HostMemory, Offloaded, Released, live_bytes, refill_with_zeros, storages
 
 BITS = torch.tensor(
     [0x7FC01234, -1, 0, 1, -0x80000000, 0x7F800001], dtype=torch.int32
@@ -62,7 +62,7 @@ def test_offloaded_storages_are_empty_and_back_bit_for_bit() -> None:
     flat = BITS.clone().view(torch.float32)
     half = torch.tensor([1, -1, 0x7FFF], dtype=torch.int16).view(torch.bfloat16)
     row = flat.view(2, 3)[1]
-    memory = Offloaded([row, half, flat])
+    memory = Offloaded([row, half, flat], HostMemory(kept=False))
     assert live_bytes([flat, half, row]) == 0
     memory.restore()
     assert torch.equal(flat.view(torch.int32), BITS) and torch.equal(row.view(torch.int32), BITS[3:])
@@ -71,19 +71,39 @@ def test_offloaded_storages_are_empty_and_back_bit_for_bit() -> None:
     assert flat[3:].tolist() == [5, 5, 5]
 
 
-def test_gone_and_back_again() -> None:
-    x = torch.arange(4.0)
-    for _ in range(3):
-        memory = Offloaded([x])
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("block_bytes", [1, 5, 16, 1 << 20])  # storages over many blocks, over some, all in one
+def test_gone_and_back_many_times(block_bytes: int, kept: bool) -> None:
+    """With views, with storages of no even size, and more of them from the third round on, as moments come."""
+    host = HostMemory(kept=kept, block_bytes=block_bytes)
+    x, bits, late = torch.arange(4.0), BITS.clone(), torch.tensor([7, 9], dtype=torch.int8)
+    view = x.view(2, 2)[1]
+    for round_number in range(20):
+        tensors = [x, view, bits] if round_number < 2 else [bits, late, x]
+        memory = Offloaded(tensors, host)
+        assert live_bytes(tensors) == 0
         memory.restore()
+        assert bool(host.blocks) == kept
         x += 1
-    assert x.tolist() == [3, 4, 5, 6]
+        assert x.tolist() == [i + round_number + 1 for i in range(4)]
+        assert torch.equal(view, x[2:]) and torch.equal(bits, BITS) and late.tolist() == [7, 9]
+
+
+def test_host_memory_is_made_once_and_again_only_for_more() -> None:
+    host, x, y = HostMemory(kept=True, block_bytes=8), torch.arange(3.0), torch.arange(2.0)
+    made = []
+    for tensors in ([x], [x], [x, y], [y], [y, x]):
+        Offloaded(tensors, host).restore()
+        made.append([block.data_ptr() for block in host.blocks])
+    assert [len(blocks) for blocks in made] == [2, 2, 3, 3, 3]
+    assert made[0] == made[1] and made[2] == made[3] == made[4]
+    assert [block.nbytes for block in host.blocks] == [8, 8, 4]
 
 
 def test_parameters_keep_their_gradients_and_identity() -> None:
     parameter = torch.nn.Parameter(torch.arange(3.0))
     (parameter**2).sum().backward()
-    memory = Offloaded([parameter.data])
+    memory = Offloaded([parameter.data], HostMemory(kept=False))
     memory.restore()
     (parameter**2).sum().backward()
     assert parameter.tolist() == [0, 1, 2] and parameter.grad.tolist() == [0, 4, 8]

@@ -116,8 +116,8 @@ def test_each_row_may_have_its_own_temperature(world: dist.ProcessGroup, monkeyp
             strict=True,
         )
     ]
-    for elements in (vocab.CHUNK_ELEMENTS, 2 * VOCAB):
-        monkeypatch.setattr(vocab, "CHUNK_ELEMENTS", elements)
+    for elements in (vocab.CHUNK_ELEMENTS["cpu"], 2 * VOCAB):
+        monkeypatch.setitem(vocab.CHUNK_ELEMENTS, "cpu", elements)
         for mine, expected in zip(computed(*inputs, group=world, temperature=temperatures), dense, strict=True):
             assert_near(mine, expected)
     alike = computed(*inputs, group=world, temperature=torch.full((ROWS,), TEMPERATURE))
@@ -142,11 +142,17 @@ def test_chunks_do_not_change_the_result(
 ) -> None:
     inputs = case()
     whole = computed(*inputs, group=world)
-    monkeypatch.setattr(vocab, "CHUNK_ELEMENTS", elements)
+    monkeypatch.setitem(vocab.CHUNK_ELEMENTS, "cpu", elements)
     chunks = vocab._row_chunks(inputs[0])
     assert len(chunks) == {1: 7, 2 * PADDED: 4, 3 * PADDED + 5: 3}[elements]
     for mine, unchunked in zip(computed(*inputs, group=world), whole, strict=True):
         torch.testing.assert_close(mine, unchunked, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("device", "rows"), [("cpu", 7), ("cuda", 458)])
+def test_a_chunk_is_as_large_as_the_device_likes(device: str, rows: int) -> None:
+    assert vocab.rows_of_chunk(146_304, device) == rows
+    assert vocab.rows_of_chunk(1 << 30, device) == 1
 
 
 def test_bfloat16_logits_lose_only_in_the_rounding_of_the_gradient(world: dist.ProcessGroup) -> None:

@@ -27,6 +27,7 @@ from hybridflow.planning.footprint import (
     model_elements,
     optimizer_bytes,
     output_bytes,
+    sampler_bytes,
     stage_elements,
     together,
     training_activation_bytes,
@@ -231,7 +232,8 @@ def activations(stage: int, *, recompute: str = "none", replica_tokens: int = 10
 
 def test_training_activations_by_hand() -> None:
     assert activations(0) == 2 * 10 * 264  # two micro-batches of 10 tokens, one layer
-    assert activations(1) == 10 * 264 + 10 * 2 * (8 + 64)  # one, and the logits
+    # one, and the logits, of which three float32 copies
+    assert activations(1) == 10 * 264 + 10 * 2 * (8 + 64) + 3 * 4 * 10 * 64
     assert activations(1, head="score") == 10 * 264 + 10 * (2 * 8 + 4 * 8 + 4)  # the rows in float32 too
     assert output_bytes(small_spec(), "score", tp=2, itemsize=4, rows=10) == 10 * (4 * 8 + 4)
     assert activations(0, replica_tokens=15) == 15 * 264  # there are no two full micro-batches
@@ -243,10 +245,16 @@ def test_activations_without_gradients_by_hand() -> None:
     sizes = {"head": "lm", "itemsize": 2, "sequence_parallel": False, "tokens": 10}
     assert forward_activation_bytes(spec, layout(1, 2, 1), 0, **sizes) == 10 * 264
     wide = small_spec(vocab_size=1000)  # padded to 1024
-    assert output_bytes(wide, "lm", tp=2, itemsize=2, rows=10) == 10 * (2 * 8 + 2 * 512)
-    assert forward_activation_bytes(wide, layout(2, 1, 1), 0, **sizes) == 10 * (2 * 8 + 2 * 512)
+    assert output_bytes(wide, "lm", tp=2, itemsize=2, rows=10) == 10 * (2 * 8 + 2 * 512 + 3 * 4 * 512)
+    assert forward_activation_bytes(wide, layout(2, 1, 1), 0, **sizes) == 10 * (2 * 8 + 2 * 512 + 3 * 4 * 512)
+    # of more rows than a chunk on a GPU, the copies are of a chunk
+    assert output_bytes(wide, "lm", tp=2, itemsize=2, rows=2**20) == 2**20 * 2 * (8 + 512) + 3 * 4 * 2**26
     assert engine_activation_bytes(spec, tp=1, itemsize=2, tokens=10, sequences=2) == 10 * 264
     assert engine_activation_bytes(wide, tp=2, itemsize=2, tokens=10, sequences=2) == 4 * 2 * 1024
+
+
+def test_what_a_sampler_keeps_by_hand() -> None:
+    assert sampler_bytes(small_spec(vocab_size=100), sequences=3) == 3 * (4 * 100 + 4 * 4)
 
 
 if __name__ == "__main__":

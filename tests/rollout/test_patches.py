@@ -1,5 +1,11 @@
 """vLLM is patched only where it is the release that the patches were written for, built for the trainer's device."""
 
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 import vllm
 
@@ -41,3 +47,46 @@ def test_a_build_for_another_device_is_refused_before_it_is_patched(monkeypatch:
 def test_the_right_one_is_patched() -> None:
     with pytest.raises(AssertionError, match="patched"):
         patches.prepare_vllm()
+
+
+def test_kernels_without_gradients_are_refused_before_anything_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(EnvironmentProblem, match=r"^VLLM_BATCH_INVARIANT is set: .* this process trains too: unset it"):
+        patches.prepare_vllm()
+
+
+REPLACED = """
+import torch
+library = torch.library.Library("aten", "IMPL")
+library.impl("aten::linear", lambda x, weight, bias=None: torch.mm(x, weight.t()), "CPU")
+weight = torch.ones(3, 4, requires_grad=True)
+torch.nn.functional.linear(torch.ones(2, 4), weight).sum().backward()
+"""
+
+
+def test_what_vllm_replaces_for_batch_invariance_has_no_gradient() -> None:
+    """aten::linear, as its enable_batch_invariant_mode does, here on a CPU: why we refuse that."""
+    source = find_spec("vllm.model_executor.determinism.batch_invariant").origin
+    assert '.impl("aten::linear", linear_batch_invariant, key)' in Path(source).read_text()
+    done = subprocess.run([sys.executable, "-c", REPLACED], capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 and "Could not run 'aten::linear_backward'" in done.stderr
+
+
+def test_the_search_for_peers_that_needs_a_world_group_is_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_SKIP_P2P_CHECK", "0")
+    with pytest.raises(AssertionError, match="patched"):
+        patches.prepare_vllm()
+    assert os.environ["VLLM_SKIP_P2P_CHECK"] == "1" and vllm.envs.VLLM_SKIP_P2P_CHECK
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_on_cuda_the_stream_is_vllms_before_any_model_is_built(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
+    from vllm.utils import torch_utils
+
+    asked: list[bool] = []
+    monkeypatch.setattr(torch_utils, "current_stream", lambda: asked.append(True))
+    monkeypatch.setattr(patches, "uses_cuda", lambda: cuda)
+    monkeypatch.setattr(patches, "_check_platform", lambda: None)
+    monkeypatch.setattr(patches, "_patch_once", lambda: None)
+    patches.prepare_vllm()
+    assert asked == [True] * cuda

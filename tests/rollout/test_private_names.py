@@ -45,9 +45,14 @@ NAMES = {
     "vllm.model_executor.layers.linear": ("UnquantizedLinearMethod.create_weights",),
     "vllm.model_executor.layers.vocab_parallel_embedding": ("UnquantizedEmbeddingMethod.create_weights",),
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": ("UnquantizedFusedMoEMethod.create_weights",),
-    "vllm.utils.torch_utils": ("set_default_torch_dtype",),
+    "vllm.utils.torch_utils": ("set_default_torch_dtype", "current_stream"),
+    # rollout/engine.py
+    "vllm.triton_utils": ("HAS_TRITON",),
 }
-ENVIRONMENT = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_PP_LAYER_PARTITION")
+ENVIRONMENT = (
+    *("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_PP_LAYER_PARTITION"),
+    *("VLLM_USE_V2_MODEL_RUNNER", "VLLM_SKIP_P2P_CHECK", "VLLM_BATCH_INVARIANT"),
+)
 
 
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in NAMES.items() for name in names])
@@ -82,6 +87,8 @@ def test_an_engine_takes_the_values_that_are_for_cuda_alone() -> None:
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
     assert KernelConfig(moe_backend=BESIDE_A_TRAINER["moe_backend"]).moe_backend == "triton"
+    config = EngineArgs(**BESIDE_A_TRAINER)
+    assert config.enable_flashinfer_autotune is False
     assert set(READ_AS_THEY_STAND) <= {backend.name for backend in UnquantizedMoeBackend}
 
 
@@ -100,6 +107,16 @@ def test_groups_take_the_arguments() -> None:
 
     ours = {"use_message_queue_broadcaster", "group_name"}
     assert ours <= inspect.signature(init_model_parallel_group).parameters.keys()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_routers_of_experts_give_logits_in_the_weights_dtype(family: str) -> None:
+    """As models/experts.py computes them: no gate of these families asks for float32, on any GPU."""
+    source = Path(find_spec("vllm").origin).parent / "model_executor" / "models" / f"{family}.py"
+    calls = [node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Call)]
+    [gate] = [call for call in calls if ast.unparse(call.func) == "GateLinear"]
+    assert {"out_dtype", "force_fp32_compute"} & {keyword.arg for keyword in gate.keywords} == set()
+    assert not [call for call in calls if ast.unparse(call.func).endswith("set_out_dtype")]
 
 
 @pytest.mark.parametrize("module", ["vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_runner"])

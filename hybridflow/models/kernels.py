@@ -1,0 +1,101 @@
+"""Which fused kernels training takes on a GPU, for people: one line when a run starts, with what was not taken and why.
+
+What decides is elsewhere: `build` (layers, gradient accumulation), `attention`, and megatron's optimizer.
+"""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import megatron.core.optimizer as megatron_optimizer
+import torch
+from torch.nn.attention import current_flash_attention_impl
+
+from hybridflow.parallel.device import FIRST_WITH_FLASH
+
+OptimizerSource = Literal["Transformer Engine", "apex", "torch"]
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """Of this process. no_...: why it cannot be imported; None where it can."""
+
+    no_transformer_engine: str | None
+    no_gradient_accumulation: str | None
+    capability: tuple[int, int]
+    flash_built: bool  # torch was built with flash attention
+    flash_activated: str | None  # another one that somebody has activated in torch, as FA3
+    optimizer: OptimizerSource
+
+
+def kernel_facts() -> KernelFacts:
+    """Asks the packages and the GPU: for CUDA alone."""
+    return KernelFacts(
+        no_transformer_engine=why_not("transformer_engine"),
+        no_gradient_accumulation=why_not("fused_weight_gradient_mlp_cuda"),
+        capability=torch.cuda.get_device_capability(),
+        flash_built=torch.backends.cuda.is_flash_attention_available(),
+        flash_activated=current_flash_attention_impl(),
+        optimizer=optimizer_source(vars(megatron_optimizer)["Adam"]),
+    )
+
+
+def why_not(module: str) -> str | None:
+    """What importing says: the word that megatron goes by, so that a package which is there and broken is none."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        return str(error) or f"{module} cannot be imported"
+    return None
+
+
+def optimizer_source(adam: type) -> OptimizerSource:
+    """Whose the class is that megatron has found for Adam."""
+    package = adam.__module__.partition(".")[0]
+    sources: dict[str, OptimizerSource] = {"transformer_engine": "Transformer Engine", "apex": "apex"}
+    return sources.get(package, "torch")
+
+
+def kernel_line(facts: KernelFacts, dtypes: Mapping[str, str], *, adam: bool) -> str:
+    """dtypes: of the models of the run by their names. adam: whether one of them is trained by it."""
+    parts = [_layers(facts), _gradient_accumulation(facts), *_attention(facts, dtypes)]
+    return "kernels for training: " + "; ".join(parts + [_optimizer(facts)] * adam)
+
+
+def _layers(facts: KernelFacts) -> str:
+    if facts.no_transformer_engine is None:
+        return "layers of Transformer Engine"
+    return f"layers of megatron without Transformer Engine ({facts.no_transformer_engine})"
+
+
+def _gradient_accumulation(facts: KernelFacts) -> str:
+    if facts.no_gradient_accumulation is None:
+        return "gradient accumulation fused by apex"
+    return f"gradient accumulation not fused, which takes apex ({facts.no_gradient_accumulation})"
+
+
+def _attention(facts: KernelFacts, dtypes: Mapping[str, str]) -> list[str]:
+    parts, whole = [], [name for name, dtype in dtypes.items() if dtype == "float32"]
+    if len(whole) < len(dtypes):
+        parts.append(f"attention by {_flash(facts)}")
+    if whole:
+        parts.append(f"attention of {', '.join(whole)} by torch's scaled_dot_product_attention (flash takes 16 bits)")
+    return parts
+
+
+def _flash(facts: KernelFacts) -> str:
+    if facts.flash_activated is not None:
+        return f"flash attention {facts.flash_activated.removeprefix('FA')}, activated in torch"
+    if not facts.flash_built:
+        return "flash attention, which this torch was not built with: training will fail"
+    if facts.capability < FIRST_WITH_FLASH:
+        have, least = (".".join(map(str, version)) for version in (facts.capability, FIRST_WITH_FLASH))
+        return f"flash attention, for which compute capability {have} is below {least}: training will fail"
+    return "flash attention 2, as torch has it (3 is a prototype in torch, and not taken)"
+
+
+def _optimizer(facts: KernelFacts) -> str:
+    if facts.optimizer == "torch":
+        return "Adam of torch, fused (Transformer Engine and apex have none here)"
+    return f"Adam of {facts.optimizer}"
