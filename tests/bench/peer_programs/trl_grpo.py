@@ -18,6 +18,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from transformers import AutoTokenizer, LlamaForCausalLM, TrainerCallback
 
+from tests.bench.peer_programs.leaving import leave
 from tests.bench.peer_programs.scores import score
 from tests.bench.peer_programs.vllm_patches import keep_plain_weights, let_trl_import
 from tests.bench.peer_programs.workload import (
@@ -145,3 +146,4 @@ def config(job: Job, num_processes: int, *, vllm: bool) -> GRPOConfig:
 
 if __name__ == "__main__":
     main()
+    leave()

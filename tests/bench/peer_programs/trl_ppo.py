@@ -25,6 +25,7 @@ from transformers import (
 )
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
+from tests.bench.peer_programs.leaving import leave
 from tests.bench.peer_programs.workload import (
     END,
     KL_COEF,
@@ -155,3 +156,4 @@ def num_response_tokens(responses: torch.Tensor) -> int:
 
 if __name__ == "__main__":
     main()
+    leave()
