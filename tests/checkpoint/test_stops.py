@@ -121,7 +121,7 @@ def test_a_lost_node_leaves_a_run_that_goes_on_with_the_others(root: Path) -> No
     assert "ended without a word: killed by SIGKILL" in done.stderr
     for row, same in zip(all_rows(root / "lost"), all_rows(root / "undisturbed"), strict=True):
         for metric in ("actor/loss", "critic/loss", "kl/coef", "rollout/response_length_mean", "reward/score_mean"):
-            assert float(row[metric]) == pytest.approx(float(same[metric]), rel=1e-4, abs=1e-4), metric
+            assert float(row[metric]) == pytest.approx(float(same[metric]), rel=1e-3, abs=1e-3), metric
 
 
 def restarted(root: Path, name: str, restarts: int, worker: tuple[str, ...], *overrides: str) -> str:
