@@ -31,6 +31,7 @@ from hybridflow.errors import EnvironmentProblem
 from hybridflow.parallel.collectives import Collectives
 from hybridflow.parallel.device import CPU, choose_platform, uses_cuda
 from hybridflow.parallel.layout import PlatformName
+from hybridflow.parallel.products import use_fast_products
 from hybridflow.parallel.versions import check_version
 
 MALLOPT_TRIM_THRESHOLD, MALLOPT_TOP_PAD, MALLOPT_MMAP_THRESHOLD = -1, -2, -3  # glibc's malloc.h
@@ -321,6 +322,7 @@ def prepare_cpu() -> None:
 
     torch._dynamo.config.disable = True  # the environment is read only once, and that may be past
     _keep_freed_memory()
+    use_fast_products()
 
 
 def _keep_freed_memory() -> None:

@@ -2,8 +2,8 @@
 
 torch multiplies float32 matrices by MKL, which uses AVX-512 on Intel's CPUs alone. oneDNN, which torch brings along for
 other purposes, uses it on every CPU that has it: on a Zen 5 it multiplies 2.2 times as fast (tests.bench.products). So
-there `aten::mm` and `aten::addmm` can go to oneDNN, for training, backward passes and the engine alike. Other types do
-already. No run does so yet: sums in another order move what is compared across layouts by some 1e-5.
+there `aten::mm` and `aten::addmm` go to oneDNN, for training, backward passes and the engine alike. Other types do
+already.
 """
 
 import functools

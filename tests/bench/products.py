@@ -3,7 +3,7 @@
     python -m tests.bench.products [--rounds 5] [--tokens 4096]
 
 The three products of a linear layer, float32, of the layers of tests.bench.iteration: output, gradient of the input,
-gradient of the weight. The first line says whether oneDNN would pay on this machine. No run takes it yet.
+gradient of the weight. `used` says whether hybridflow takes oneDNN on this machine.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print(f"{cpu()}; oneDNN would pay: {'yes' if products._mkl_is_slow() else 'no'}")
+    print(f"{cpu()}; oneDNN is used: {'yes' if products._mkl_is_slow() else 'no'}")
     table = Table(title="GFLOP/s, medians")
     for column in ("tokens x inputs x outputs", "product", "torch", "oneDNN", "ratio"):
         table.add_column(column, justify="right")

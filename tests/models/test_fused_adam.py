@@ -70,7 +70,7 @@ def trained(model: Path, dtype: str, config: OptimizerConfig, *, cuda: bool) -> 
     options = dict(sequence_parallel=False, recompute="none", device=torch.device("cpu"))
     chunks = build_model(spec, grid, head="lm", dtype=dtype, **options)
     with mock.patch.object(optimizer, "uses_cuda", lambda: cuda):
-        return optimizer.TrainedModel(chunks, grid, config, bucket_bytes=None)
+        return optimizer.TrainedModel(chunks, grid, config, bucket_bytes=None, overlap=False)
 
 
 def stepped(model: optimizer.TrainedModel) -> optimizer.TrainedModel:
