@@ -286,7 +286,7 @@ def check_buckets(directory: Path) -> None:
     first = rows(directory / "whole")[0]
     found = [int(float(first[f"sampling/{name}/prompts"])) for name in ("up_to_5", "up_to_8", "longer")]
     assert found == [of_row.count(bucket) // SIZES[bucket] for bucket in range(3)]
-    assert float(first["rollout/log_prob_diff_max"]) < 1e-5
+    assert float(first["rollout/log_prob_diff_max"]) < 1e-4, "of log-probs down to -30: above, each to 1e-5 of it"
 
 
 @pytest.mark.parametrize(
