@@ -404,6 +404,36 @@ class Reinforce(Section):
         return frozenset({"actor", "reward"}) | self.kl.needs()
 
 
+# ------------------------------------------------------------------------------------------------ a teacher
+
+
+class DistillPolicyLoss(PolicyLoss):
+    kind: PolicyKind = "reinforce"
+
+
+class NoKL(KL):
+    """There is no penalty beside the advantage, which is a KL itself."""
+
+    use: Literal["none"] = "none"
+
+
+class Distill(Section):
+    """On-policy distillation: towards the role `reference`, the teacher, on the actor's own responses.
+
+    A_t = sum_k gamma^k (log pi_teacher - log pi_student) of the tokens from t on. Agarwal et al. 2023, arXiv
+    2306.13649.
+    """
+
+    name: Literal["distill"] = "distill"
+    gamma: UnitInterval = 0.0  # 0: each token answers for itself; 1: also for all that follow
+    policy: DistillPolicyLoss = DistillPolicyLoss()
+    kl: NoKL = NoKL()
+    update: Update = Update()
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor", "reference"})
+
+
 # ------------------------------------------------------------------------------------------------ one's own
 
 
@@ -437,7 +467,7 @@ class Custom(Section):
 # ------------------------------------------------------------------------------------------------ what goes with what
 
 
-Algorithm = PPO | GRPO | DrGRPO | RLOO | ReMax | Reinforce | OPO | MaxRL | Custom
+Algorithm = PPO | GRPO | DrGRPO | RLOO | ReMax | Reinforce | OPO | MaxRL | Distill | Custom
 ALGORITHMS: Mapping[str, type[Section]] = {
     "ppo": PPO,
     "grpo": GRPO,
@@ -447,6 +477,7 @@ ALGORITHMS: Mapping[str, type[Section]] = {
     "reinforce": Reinforce,
     "opo": OPO,
     "maxrl": MaxRL,
+    "distill": Distill,
     "custom": Custom,
 }
 
@@ -458,7 +489,7 @@ def compares_responses(algorithm: Algorithm) -> bool:
             return True
         case Reinforce():
             return algorithm.baseline == "group"
-        case PPO() | ReMax() | Custom():
+        case PPO() | ReMax() | Distill() | Custom():
             return False
 
 

@@ -13,15 +13,29 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from hybridflow.algorithm_config import GRPO, OPO, PPO, RLOO, Algorithm, Custom, DrGRPO, MaxRL, Reinforce, ReMax
+from hybridflow.algorithm_config import (
+    GRPO,
+    OPO,
+    PPO,
+    RLOO,
+    Algorithm,
+    Custom,
+    Distill,
+    DrGRPO,
+    MaxRL,
+    Reinforce,
+    ReMax,
+)
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.checkpoint.keeper import Keeper
 from hybridflow.config import ExperimentConfig, TrainedRoleConfig
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import Inputs, load_inputs
+from hybridflow.data.same_tokens import check_same_tokens
 from hybridflow.errors import ConfigError, NonFiniteError, Stopped
 from hybridflow.flows.custom import custom_flow
+from hybridflow.flows.distill import distill
 from hybridflow.flows.evaluate import evaluate
 from hybridflow.flows.finite import NonFinite
 from hybridflow.flows.groups import dr_grpo, grpo, maxrl, opo, rloo
@@ -77,6 +91,8 @@ def flow_of(algorithm: Algorithm) -> Flow:
             return lambda run: remax(run, algorithm)
         case Reinforce():
             return lambda run: reinforce(run, algorithm)
+        case Distill():
+            return lambda run: distill(run, algorithm)
         case Custom():
             return custom_flow(algorithm)
 
@@ -158,6 +174,8 @@ class RLTrainer:
         """Inputs, models, engine: what takes long, and is collective over the world."""
         config = self.config
         self.inputs: Inputs = load_inputs(config, self.placed.actor.spec.vocab_size)
+        if config.reference is not None:
+            check_same_tokens("reference", Path(config.reference.model), Path(config.actor.model))
         digests = run_digests(config, self.inputs)
         check_agreement(digests, platforms.world_group())
         if files is None:

@@ -623,7 +623,10 @@ def test_a_config_of_before_there_were_names_means_ppo(config_file) -> None:
     ("changes", "expected"),
     [
         ({"algorithm": {"name": "pppo"}}, "algorithm.name = 'pppo': is no algorithm; did you mean ppo?"),
-        ({"algorithm": {"name": "zzz"}}, "known are ppo, grpo, dr_grpo, rloo, remax, reinforce, opo, maxrl, custom"),
+        (
+            {"algorithm": {"name": "zzz"}},
+            "known are ppo, grpo, dr_grpo, rloo, remax, reinforce, opo, maxrl, distill, custom",
+        ),
         (
             {"algorithm": {"name": "ppo", "mini_batch_size": 4}},
             "algorithm.mini_batch_size: unknown key; it is now algorithm.update.mini_batch_size",
@@ -693,23 +696,24 @@ GROUPED = ("grpo", "dr_grpo", "rloo", "opo", "maxrl")
 def algorithm(name: str, **more: Any) -> Any:
     """The section of an algorithm without a critic, of a config with the roles that it has."""
     needs = ALGORITHMS[name].model_validate({"name": name, **more}).needs()
-    roles = {"critic": None} | ({} if "reference" in needs else {"reference": None})
+    roles = {role: None for role in ("critic", "reference", "reward") if role not in needs}
     return load(algorithm={"name": name, **more}, **roles).algorithm
 
 
 def test_each_algorithm_has_the_defaults_of_its_paper() -> None:
     means = {name: algorithm(name).policy.loss_mean for name in ALGORITHMS if name not in ("ppo", "custom")}
     sums = dict.fromkeys(("rloo", "remax", "opo", "maxrl"), "sequence_sum_mean")
-    others = {"grpo": "sequence_token_mean", "dr_grpo": "constant", "reinforce": "token_mean"}
+    others = {"grpo": "sequence_token_mean", "dr_grpo": "constant", "reinforce": "token_mean", "distill": "token_mean"}
     assert means == others | sums
     kinds = {name: algorithm(name).policy.kind for name in means}
-    assert kinds == {name: "reinforce" if name in sums else "clip" for name in means}
+    assert kinds == {name: "reinforce" if name in (*sums, "distill") else "clip" for name in means}
     uses = {name: (algorithm(name).kl.use, algorithm(name).kl.estimator) for name in means}
     in_reward, nowhere = ("reward", "k1"), ("none", "k3")
     assert uses == {
         "grpo": ("loss", "k3"),
         **dict.fromkeys(("rloo", "remax", "reinforce"), in_reward),
         **dict.fromkeys(("dr_grpo", "opo", "maxrl"), nowhere),
+        "distill": ("none", "k1"),
     }
     group = algorithm("reinforce", baseline="group")
     assert (group.kl.use, group.kl.estimator, group.kl.coef) == ("loss", "k2", 0.01)
@@ -775,6 +779,7 @@ def test_the_resolved_section_of_every_algorithm_reads_back_as_itself(name: str)
             {"name": "ppo", "positive_nll_coef": 0.1, "policy": {"loss_mean": "constant"}},
             "positive_nll_coef = 0.1 is of a mean over tokens: it goes with policy.loss_mean: token_mean, not constant",
         ),
+        ({"name": "distill", "kl": {"use": "loss"}}, "algorithm.kl.use = 'loss': input should be 'none'"),
         ({"name": "opo", "kl": {"use": "loss"}}, "kl.use = loss: opo is exactly on-policy"),
         ({"name": "opo", "policy": {"entropy_coef": 0.1}}, "policy.entropy_coef = 0.1: opo is exactly on-policy"),
         ({"name": "opo", "update": {"epochs": 2}}, "update.epochs = 2: opo is exactly on-policy"),

@@ -68,7 +68,7 @@ def file_names() -> frozenset[str]:
 def test_the_config_of_every_algorithm_is_one_and_short(number: int, tmp_path: Path) -> None:
     text = fenced((ROOT / "docs" / "algorithms.md").read_text(), "yaml")[number]
     shown = yaml.safe_load(text)
-    assert len(text.splitlines()) <= 10 and shown.keys() <= {"sampling", "critic", "reference", "algorithm"}
+    assert len(text.splitlines()) <= 10 and shown.keys() <= {"sampling", "critic", "reference", "reward", "algorithm"}
     tree = yaml.safe_load((ROOT / "configs" / "quickstart_grpo.yaml").read_text())
     del tree["reference"]
     tree["data"]["prompts_per_iteration"] = 256

@@ -12,7 +12,7 @@ import pytest
 from hybridflow.checkpoint.store import read_manifest, step_name
 from tests.checkpoint.test_kills import COSTS, PLACES, start
 from tests.distributed.tiny_experiment import make_inputs, write_config
-from tests.flows.flows_worker import CRITIC_FREE, critic_free
+from tests.flows.flows_worker import CRITIC_FREE, DISTILL, critic_free
 from tests.launch import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -28,6 +28,7 @@ DIGITS = {"functions": [{"function": "tests.flows.dynamic_rewards:first_is_a_dig
 FLOWS = {
     **{name: critic_free(name, *absent) for name, absent in CRITIC_FREE.items()},
     "reinforce_group": [*critic_free("reinforce"), "algorithm.baseline=group"],
+    "distill": DISTILL,
     "weights": [*critic_free("grpo"), "algorithm.policy.importance={kind: icepop}"],
     "vapo": [
         "algorithm={name: ppo, value_gae_lambda: 1.0, length_adaptive_alpha: 0.2, positive_nll_coef: 0.1}",

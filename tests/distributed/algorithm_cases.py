@@ -109,6 +109,15 @@ ALGORITHMS: dict[str, Compared] = {
         reference.reinforce_group,
         Recipe(kl="k2", kl_coef=0.3),
     ),
+    "distill": Compared(
+        {"name": "distill", "policy": {"loss_mean": "sequence_sum_mean"}}, partial(reference.distill, gamma=0.0), SUMS
+    ),
+    "distill_by_length": Compared(
+        {"name": "distill", "gamma": 0.9, "policy": {"kind": "clip"}},
+        partial(reference.distill, gamma=0.9),
+        Recipe(),
+        by_length=True,
+    ),
     "batch_std": Compared(
         {
             "name": "grpo",

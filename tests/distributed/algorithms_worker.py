@@ -129,6 +129,8 @@ def experiment(
     }
     if section["name"] != "ppo":
         tree["critic"] = None
+    if section["name"] == "distill":
+        tree["reward"] = None
     if section.get("kl", {}).get("use") == "none" or section["name"] in ("dr_grpo", "opo", "maxrl"):
         tree["reference"] = None
     return ExperimentConfig.model_validate(tree)

@@ -39,6 +39,9 @@ CRITIC_FREE = {
 }
 
 
+DISTILL = ["critic=null", "reward=null", "algorithm={name: distill, gamma: 0.5}"]
+
+
 def critic_free(name: str, *absent: str) -> list[str]:
     """One step an iteration, scores of a function."""
     nothing = [f"{role}=null" for role in ("critic", *absent)]
@@ -87,6 +90,7 @@ def cases(inputs: Path) -> dict[str, list[str]]:
             "algorithm={name: grpo, kl: {use: none}, update: {mini_batch_size: 4}}",
         ],
         **{name: critic_free(name, *roles) for name, roles in CRITIC_FREE.items()},
+        "distill": DISTILL,
         "engine_log_probs": [*critic_free("dr_grpo", "reference"), "algorithm.policy.old_log_probs=engine"],
         "negative_scores": [*critic_free("maxrl", "reference"), "reward.functions.0.weight=-1.0"],
         "raises": [*NO_REWARD, custom("raises")],

@@ -115,6 +115,16 @@ def test_critic_free_means_critic_free(name, records, root, capsys):
     assert worst["weights"] == sum(record["bytes"].values())
 
 
+def test_a_student_learns_from_its_teacher_alone(records):
+    """No reward, no score, no critic; the KL that it lowers is in the metrics, and falls where lr lets it."""
+    record = records["distill"]
+    assert "error" not in record and record["moved"] == [True] * 3
+    assert list(record["bytes"]) == ["actor", "reference"] and "advantages" in record["fields"]
+    for metrics in record["metrics"]:
+        assert not any(name.startswith(("reward/", "critic/")) or name == "kl/coef" for name in metrics)
+        assert metrics["kl/reference_mean"] > 0 and math.isfinite(metrics["actor/loss"])
+
+
 def test_scores_below_zero_are_refused_where_their_mean_divides(records):
     record = records["negative_scores"]
     assert record["moved"] == [False]

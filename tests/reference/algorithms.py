@@ -160,6 +160,11 @@ def reinforce_group(responses: list[Response]) -> None:
     whitened(responses)
 
 
+def distill(responses: list[Response], gamma: float) -> None:
+    for r in responses:
+        r.advantages = to_go((r.ref_log_probs - r.log_probs).double().tolist(), gamma)
+
+
 def gae(rewards: list[float], values: list[float], gamma: float, gae_lambda: float) -> Tensor:
     deltas = [r + gamma * (values[t + 1] if t + 1 < len(values) else 0.0) - values[t] for t, r in enumerate(rewards)]
     return to_go(deltas, gamma * gae_lambda)
