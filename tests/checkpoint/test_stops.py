@@ -21,7 +21,11 @@ from tests.launch import finish, free_port, run_ranks, start_torchrun
 
 pytestmark = pytest.mark.distributed
 
-SETTINGS = (f"num_iterations={NUM_ITERATIONS}", "reward.normalization=running", "algorithm.kl.controller=adaptive")
+SETTINGS = (
+    *(f"num_iterations={NUM_ITERATIONS}", "reward.normalization=running", "algorithm.kl.controller=adaptive"),
+    # else Adam makes whole steps of the rounding in gradients that are nearly zero, which another layout has otherwise
+    *("actor.optimizer.eps=0.01", "critic.optimizer.eps=0.01"),
+)
 STEP = "hybridflow.models.optimizer:TrainedModel.step"  # twice an iteration for each model
 SECONDS = 240.0
 
@@ -121,7 +125,7 @@ def test_a_lost_node_leaves_a_run_that_goes_on_with_the_others(root: Path) -> No
     assert "ended without a word: killed by SIGKILL" in done.stderr
     for row, same in zip(all_rows(root / "lost"), all_rows(root / "undisturbed"), strict=True):
         for metric in ("actor/loss", "critic/loss", "kl/coef", "rollout/response_length_mean", "reward/score_mean"):
-            assert float(row[metric]) == pytest.approx(float(same[metric]), rel=1e-3, abs=1e-3), metric
+            assert float(row[metric]) == pytest.approx(float(same[metric]), rel=1e-4, abs=2e-5), metric
 
 
 def restarted(root: Path, name: str, restarts: int, worker: tuple[str, ...], *overrides: str) -> str:

@@ -34,6 +34,8 @@ PermitRootLogin prohibit-password
 PasswordAuthentication no
 KbdInteractiveAuthentication no
 UsePAM no
+# bash then leaves .bashrc alone, which may be slow, and may leave locks behind where a host is killed
+SetEnv SHLVL=2
 StrictModes no
 UseDNS no
 PrintMotd no
