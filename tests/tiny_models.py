@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 CHARACTERS = "0123456789+-=* "
 VOCAB_SIZE = 100  # no multiple of 64: the padding rows must not matter
 LLAMA_SIZES = {"intermediate_size": 96}
+OPT = {"ffn_dim": 96, "dropout": 0.1, "attention_dropout": 0.1}  # a trainer of rewards leaves both out
 # family -> HuggingFace's prefix, and what its config needs beside the common sizes
 FAMILIES = {
     "llama": ("Llama", {}),
@@ -22,7 +23,8 @@ FAMILIES = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {}),
     "glm": ("Glm", {}),
-    "opt": ("OPT", {"dropout": 0.1, "attention_dropout": 0.1}),  # a trainer of rewards leaves both out
+    "opt": ("OPT", OPT),
+    "opt_350m": ("OPT", {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 24}),  # as the published one
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3_moe": (
         "Qwen3Moe",
@@ -77,8 +79,8 @@ def make_checkpoints(
             **{
                 "vocab_size": VOCAB_SIZE,
                 "hidden_size": 8 * head_dim,
-                **({"ffn_dim": 96, "word_embed_proj_dim": 8 * head_dim} if family == "opt" else LLAMA_SIZES),
-                **({} if family == "opt" else {"num_key_value_heads": num_kv_heads, "head_dim": head_dim}),
+                **({"word_embed_proj_dim": 8 * head_dim} if prefix == "OPT" else LLAMA_SIZES),
+                **({} if prefix == "OPT" else {"num_key_value_heads": num_kv_heads, "head_dim": head_dim}),
                 "num_hidden_layers": num_layers,
                 "num_attention_heads": 8,
                 "max_position_embeddings": max_length,

@@ -13,7 +13,6 @@ class Rule:
     key: str
     allowed: tuple[Any, ...]
     reason: str
-    or_hidden_size: bool = False  # the value of hidden_size is allowed, too
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,8 @@ class Family:
     rotary_part: float = 1  # what a missing partial_rotary_factor means
     rotary_interleaved: bool = False  # neighbouring dimensions turn together, not those of two halves
     position_offset: int = 0  # positions are learned, and position p is row p + offset of their table
+    pre_norm_key: str = ""  # says whether the norms stand before attention and MLP; none: they do
+    embedding_size_key: str = ""  # the width of the embeddings, where it need not be hidden_size
     expert_keys: tuple[str, ...] = ()  # names of the number of experts; none: no experts
     normalize_router: bool | None = True  # None: norm_topk_prob says it
     has_window: bool = False  # sliding_window counts
@@ -51,7 +52,6 @@ class Family:
 
 SILU = Rule("hidden_act", ("silu",), "must be silu")
 NO_ATTENTION_BIAS = Rule("attention_bias", (False, None), "biases of attention are not supported in this family")
-POST_NORM = "the post-norm variant (opt-350m) normalises after each residual sum; only pre-norm OPT is supported"
 
 FAMILIES = {
     "Llama": Family(
@@ -91,9 +91,9 @@ FAMILIES = {
         linear_bias=True,
         qkv_bias=True,
         position_offset=2,
+        pre_norm_key="do_layer_norm_before",
+        embedding_size_key="word_embed_proj_dim",
         rules=(
-            Rule("do_layer_norm_before", (True,), POST_NORM),
-            Rule("word_embed_proj_dim", (None,), "must be hidden_size: " + POST_NORM, or_hidden_size=True),
             Rule("_remove_final_layer_norm", (False,), "the norm after the last layer is needed"),
             Rule("activation_function", ("relu",), "must be relu"),
             Rule("enable_bias", (True,), "linear layers without biases are not supported"),

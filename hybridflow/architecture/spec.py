@@ -47,6 +47,8 @@ class ModelSpec:
     norm_eps: float
     tied: bool
     max_positions: int
+    projected_size: int | None = None  # of the embeddings, projected in and out; None: they have the hidden size
+    post_norm: bool = False  # norms stand after the residual sums, and none after the last layer
     rotary_dim: int | None = None  # how many of a head's dimensions turn; None: all
     num_experts: int = 0  # 0: one dense MLP
     experts_per_token: int = 0
@@ -62,6 +64,11 @@ class ModelSpec:
     @property
     def padded_vocab_size(self) -> int:
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
+    def embedding_size(self) -> int:
+        """Columns of the embedding, and of what reads the last hidden states."""
+        return self.projected_size or self.hidden_size
 
     @property
     def num_positions(self) -> int:
@@ -217,6 +224,8 @@ class _Reader:
             norm_eps=family.norm_eps or raw["rms_norm_eps"],
             tied=head == "lm" and bool(raw.get("tie_word_embeddings", family.tied)),
             max_positions=self._size("max_position_embeddings", LARGEST),
+            projected_size=self._projected_size(hidden),
+            post_norm=self._post_norm(),
             rotary_dim=None if rotary == 1 else int(head_dim * rotary),
             sliding_window=self._window(),
             rope=rope,
@@ -243,10 +252,20 @@ class _Reader:
         self._refuse("quantization_config", "...", quantised, "quantised weights")
         for rule in self._family.rules:
             value = raw.get(rule.key, rule.allowed[0])
-            allowed = (*rule.allowed, raw.get("hidden_size")) if rule.or_hidden_size else rule.allowed
-            self._refuse(rule.key, value, value not in allowed, rule.reason)
+            self._refuse(rule.key, value, value not in rule.allowed, rule.reason)
         eps = raw.get("rms_norm_eps", 0.0)
         self._refuse("rms_norm_eps", eps, not _is_number(eps) or not 0 <= eps < 1, "must be a number from 0 to 1")
+
+    def _projected_size(self, hidden: int) -> int | None:
+        key = self._family.embedding_size_key
+        size = self._size(key, hidden) if key else hidden
+        return None if size == hidden else size
+
+    def _post_norm(self) -> bool:
+        key = self._family.pre_norm_key
+        before = self._raw.get(key, True) if key else True
+        self._refuse(key, before, not isinstance(before, bool), "must be true or false")
+        return not before
 
     def _experts(self) -> dict[str, Any]:
         keys = [key for key in self._family.expert_keys if self._raw.get(key) is not None]

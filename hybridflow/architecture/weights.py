@@ -64,7 +64,7 @@ class Table:
 
     embeddings: tuple[Weight, ...]  # of the tokens, and of the positions where they are learned
     layer: tuple[Weight, ...]
-    final_norm: tuple[Weight, ...]
+    final: tuple[Weight, ...]  # between the last layer and the head: a norm
 
 
 # ------------------------------------------------------------------------------------------------------- shapes
@@ -79,7 +79,15 @@ def _head_dim(spec: ModelSpec) -> tuple[Shape, ...]:
 
 
 def _vocab(spec: ModelSpec) -> tuple[Shape, ...]:
-    return ((spec.vocab_size, spec.hidden_size),)
+    return ((spec.vocab_size, spec.embedding_size),)
+
+
+def _project_in(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.hidden_size, spec.embedding_size),)
+
+
+def _project_out(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.embedding_size, spec.hidden_size),)
 
 
 def _positions(spec: ModelSpec) -> tuple[Shape, ...]:
@@ -124,7 +132,7 @@ def _router(spec: ModelSpec) -> tuple[Shape, ...]:
 
 
 def _score(spec: ModelSpec) -> tuple[Shape, ...]:
-    return ((1, spec.hidden_size),)
+    return ((1, spec.embedding_size),)
 
 
 # ------------------------------------------------------------------------------------------------------- the table
@@ -224,28 +232,44 @@ VECTOR = (REPLICATED, _hidden)
 
 ENDS = {
     "embeddings": (_top(EMBEDDING, "model.embed_tokens.weight", Split.VOCAB, _vocab),),
-    "final_norm": (_top("decoder.final_layernorm.weight", "model.norm.weight", *VECTOR),),
+    "final": (_top("decoder.final_layernorm.weight", "model.norm.weight", *VECTOR),),
 }
 OPT_ENDS = {
     "embeddings": (
         _top(EMBEDDING, "model.decoder.embed_tokens.weight", Split.VOCAB, _vocab),
         _top("embedding.position_embeddings.weight", "model.decoder.embed_positions.weight", REPLICATED, _positions),
     ),
-    "final_norm": tuple(
+    "final": tuple(
         _top(f"decoder.final_layernorm.{kind}", f"model.decoder.final_layer_norm.{kind}", *VECTOR)
         for kind in ("weight", "bias")
     ),
 }
 LLAMA_LAYER = (*ATTENTION, MLP_NORM, GATE_AND_UP, DOWN)
-OPT_LAYER = (
-    *_opt("input_layernorm", "self_attn_layer_norm", VECTOR, VECTOR, stored=NORM_IN_QKV),
+OPT_ATTENTION = (
     _qkv_parts("weight", _qkv, OPT_LAYERS),
     _qkv_parts("bias", _qkv_bias, OPT_LAYERS),
     *_opt("self_attention.linear_proj", "self_attn.out_proj", (COLUMNS, _attention_out), VECTOR),
-    *_opt("pre_mlp_layernorm", "final_layer_norm", VECTOR, VECTOR, stored=NORM_IN_FC1),
+)
+OPT_MLP = (
     *_opt("mlp.linear_fc1", "fc1", (ROWS, _up), (ROWS, _up_bias)),
     *_opt("mlp.linear_fc2", "fc2", (COLUMNS, _down), VECTOR),
 )
+OPT_LAYER = (
+    *_opt("input_layernorm", "self_attn_layer_norm", VECTOR, VECTOR, stored=NORM_IN_QKV),
+    *OPT_ATTENTION,
+    *_opt("pre_mlp_layernorm", "final_layer_norm", VECTOR, VECTOR, stored=NORM_IN_FC1),
+    *OPT_MLP,
+)
+OPT_POST_NORM_LAYER = (  # models.opt has these norms
+    *OPT_ATTENTION,
+    *_opt("post_attention_layernorm", "self_attn_layer_norm", VECTOR, VECTOR),
+    *OPT_MLP,
+    *_opt("post_mlp_layernorm", "final_layer_norm", VECTOR, VECTOR),
+)
+PROJECT_IN = _top(
+    "embedding.word_embeddings.project_in.weight", "model.decoder.project_in.weight", REPLICATED, _project_in
+)
+PROJECT_OUT = _top("project_out.weight", "model.decoder.project_out.weight", REPLICATED, _project_out)
 TABLES = {
     "llama": Table(layer=LLAMA_LAYER, **ENDS),
     "mistral": Table(layer=LLAMA_LAYER, **ENDS),
@@ -266,17 +290,29 @@ FUSED_NAMES = {NORM_IN_QKV: "input_layernorm.", NORM_IN_FC1: "pre_mlp_layernorm.
 # ------------------------------------------------------------------------------------------------------- models
 
 
+def table_of(spec: ModelSpec) -> Table:
+    """Its family's, with what sets single models apart: norms after the residual sums, projected embeddings."""
+    table = TABLES[spec.family]
+    if spec.post_norm:
+        assert spec.family == "opt", f"{spec.family} has no layers with norms after the residual sums"
+        table = replace(table, layer=OPT_POST_NORM_LAYER, final=())
+    if spec.projected_size:
+        tokens, *others = table.embeddings
+        table = replace(table, embeddings=(tokens, PROJECT_IN, *others), final=(*table.final, PROJECT_OUT))
+    return table
+
+
 def embedding(spec: ModelSpec) -> Weight:
     """Of the tokens."""
-    return TABLES[spec.family].embeddings[0]
+    return table_of(spec).embeddings[0]
 
 
 def layer_weights(spec: ModelSpec) -> tuple[Weight, ...]:
-    return tuple(weight.for_experts(spec.num_experts) for weight in TABLES[spec.family].layer)
+    return tuple(weight.for_experts(spec.num_experts) for weight in table_of(spec).layer)
 
 
 def head_weights(spec: ModelSpec, head: Head) -> tuple[Weight, ...]:
-    """What follows the last layer and its norm: nothing where the output layer is the embedding."""
+    """What comes last: nothing where the output layer is the embedding."""
     if head == "score":
         return (VALUE_HEAD,)
     return () if spec.tied else (LM_HEAD,)
@@ -289,19 +325,19 @@ def model_weights(spec: ModelSpec, head: Head) -> Iterator[Weight]:
 
 def staged_weights(spec: ModelSpec, head: Head, stages: Sequence[Sequence[int]]) -> Iterator[tuple[Weight, int]]:
     """`model_weights` with the first pipeline stage that holds each; stages: the layers of every stage."""
-    table, in_layer = TABLES[spec.family], layer_weights(spec)
+    table, in_layer = table_of(spec), layer_weights(spec)
     stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     yield from ((weight, 0) for weight in table.embeddings)
     for layer in range(spec.num_layers):
         yield from ((weight.for_layer(layer), stage_of[layer]) for weight in in_layer)
-    yield from ((weight, len(stages) - 1) for weight in (*table.final_norm, *head_weights(spec, head)))
+    yield from ((weight, len(stages) - 1) for weight in (*table.final, *head_weights(spec, head)))
 
 
 def num_parameters(spec: ModelSpec, head: Head) -> int:
     """With the true vocabulary."""
     in_layer = sum(prod(shape) for weight in layer_weights(spec) for shape in weight.shapes(spec))
-    table = TABLES[spec.family]
-    rest = (*table.embeddings, *table.final_norm, *head_weights(spec, head))
+    table = table_of(spec)
+    rest = (*table.embeddings, *table.final, *head_weights(spec, head))
     return spec.num_layers * in_layer + sum(prod(shape) for weight in rest for shape in weight.shapes(spec))
 
 

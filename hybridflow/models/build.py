@@ -15,9 +15,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
 from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
@@ -34,6 +35,7 @@ from hybridflow.models.attention import GroupedSelfAttention, PackedAttention
 from hybridflow.models.experts import MixtureOfExperts
 from hybridflow.models.layers import LayerNorm, ReLU, RMSNorm, SwiGLU, mark
 from hybridflow.models.micro_batch import MicroBatch
+from hybridflow.models.opt import PostNormLayer, ProjectedEmbedding
 from hybridflow.parallel.device import current_device, uses_cuda
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.platform import adapt_megatron
@@ -53,6 +55,7 @@ class PackedModel(GPTModel):
     def __init__(self, config: TransformerConfig, spec: ModelSpec, grid: Grid, chunk: int, *, tied: bool) -> None:
         layout = grid.layout
         self.layers = layout.chunks(spec.num_layers)[grid.pp_rank][chunk]
+        self.projected_size = spec.projected_size
         super().__init__(
             config,
             ModuleSpec(TransformerBlock, submodules=_block_spec(spec, len(self.layers))),
@@ -76,6 +79,31 @@ class PackedModel(GPTModel):
         # a plain attribute: as a buffer it would be cast to the weights' dtype
         self.inverse_frequencies = None if frequencies is None else frequencies.to(current_device())
 
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Where megatron ties the ends of the model, which it has made of the hidden size."""
+        if self.projected_size is not None:
+            self._project_ends(self.projected_size)
+        super().setup_embeddings_and_output_layer()
+
+    def _project_ends(self, size: int) -> None:
+        """Embedding and output layer of another size, and what leads from it to the hidden size and back."""
+        config, tp_group = self.config, self.pg_collection.tp
+        if self.pre_process:
+            self.embedding.word_embeddings = ProjectedEmbedding(config, self.vocab_size, size, tp_group)
+        if self.post_process:
+            del self.output_layer  # megatron's buffers have parameters in the order in which they are made
+            self.project_out = nn.Linear(config.hidden_size, size, bias=False, dtype=config.params_dtype)
+            self.output_layer = ColumnParallelLinear(
+                size,
+                self.vocab_size,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
+                gather_output=False,
+                tp_group=tp_group,
+            )
+
     def forward(self, micro_batch: MicroBatch) -> Tensor:  # type: ignore[override]  # our step alone calls it
         embedded, packed = None, micro_batch.packed
         if self.pre_process:
@@ -90,7 +118,10 @@ class PackedModel(GPTModel):
             rotary_pos_emb=None,  # applied in our core attention
             packed_seq_params=packed,
         )
-        return self.outputs(self._whole(hidden)[micro_batch.rows, 0]) if self.post_process else hidden
+        if not self.post_process:
+            return hidden
+        wanted = self._whole(hidden)[micro_batch.rows, 0]
+        return self.outputs(wanted if self.projected_size is None else self.project_out(wanted))
 
     def _whole(self, hidden: Tensor) -> Tensor:
         """All tokens on every tensor-parallel rank. Each rank's gradient is complete, so it is merely split again."""
@@ -128,7 +159,7 @@ class ValueModel(PackedModel):
         super().__init__(config, spec, grid, chunk, tied=False)
         if self.post_process:
             del self.output_layer
-            head = nn.Linear(spec.hidden_size, 1, bias=False, dtype=config.params_dtype)
+            head = nn.Linear(spec.embedding_size, 1, bias=False, dtype=config.params_dtype)
             self.add_module("output_layer", head)
             nn.init.zeros_(head.weight)  # a new value head starts at V = 0
 
@@ -225,7 +256,7 @@ def _transformer_engine() -> bool:
 def _block_spec(spec: ModelSpec, num_layers: int) -> TransformerBlockSubmodules:
     traits = spec.traits
     norm = LayerNorm if traits.norm_eps else RMSNorm
-    if _transformer_engine():
+    if _transformer_engine() and not spec.post_norm:  # it has a norm in front of every linear layer
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=spec.num_experts or None, qk_layernorm=traits.qk_norm
         )
@@ -233,12 +264,15 @@ def _block_spec(spec: ModelSpec, num_layers: int) -> TransformerBlockSubmodules:
         layer = get_gpt_layer_local_spec(qk_layernorm=traits.qk_norm)
         _name_local_layers(layer, norm, SwiGLU if traits.gated else ReLU, qk_norm=traits.qk_norm)
     parts = _submodules(layer, TransformerLayerSubmodules)
+    if spec.post_norm:
+        layer.module, parts.input_layernorm, parts.pre_mlp_layernorm = PostNormLayer, IdentityOp, IdentityOp
     if spec.num_experts:
         parts.mlp = MixtureOfExperts
     assert isinstance(parts.self_attention, ModuleSpec)
     parts.self_attention.module = GroupedSelfAttention
     _submodules(parts.self_attention, SelfAttentionSubmodules).core_attention = PackedAttention
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=ModuleSpec(norm))
+    final = None if spec.post_norm else ModuleSpec(norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=final)
 
 
 def _name_local_layers(layer: ModuleSpec, norm: type[nn.Module], activation: type[nn.Module], *, qk_norm: bool) -> None:

@@ -147,6 +147,7 @@ def training_activation_bytes(
 ) -> int:
     """Estimate: layers of the stage x micro-batches in flight x `layer_bytes`, one layer run again, and the outputs.
 
+    Of embeddings that are projected, those that the first stage keeps for the matrix's gradient, too.
     tokens: of a micro-batch; replica_tokens: of all micro-batches of a replica, which bounds what is in flight.
     """
     one_layer = partial(layer_bytes, spec, tp=layout.tp, sequence_parallel=sequence_parallel, itemsize=itemsize)
@@ -156,7 +157,8 @@ def training_activation_bytes(
     again = tokens * one_layer(recompute="none") if recompute == "full" else 0
     last = stage == layout.pp - 1
     outputs = output_bytes(spec, head, tp=layout.tp, itemsize=itemsize, rows=tokens) if last else 0
-    return ceil(kept + again + outputs)
+    embedded = in_flight * itemsize * (spec.projected_size or 0) if stage == 0 else 0
+    return ceil(embedded + kept + again + outputs)
 
 
 def forward_activation_bytes(
@@ -174,15 +176,17 @@ def forward_activation_bytes(
 def output_bytes(spec: ModelSpec, head: Head, *, tp: int, itemsize: int, rows: int) -> int:
     """The wanted rows of the last hidden state, and their logits in the model's dtype or, in float32, their values.
 
+    Where the embeddings have another size, the rows projected to it are there beside them.
     No other copy of all logits exists: their gradient is written over them (`parallel.vocab`), by chunks of rows with
     float32 copies. A value head takes its rows in float32, which is a copy where the model is in 16 bits.
     """
+    hidden = spec.hidden_size + (spec.projected_size or 0)
     if head == "lm":
         columns = spec.padded_vocab_size // tp
         chunk = 4 * NUM_COPIES * min(rows, rows_of_chunk(columns, "cuda")) * columns
-        return rows * itemsize * (spec.hidden_size + columns) + chunk
-    widened = 4 * spec.hidden_size if itemsize < 4 else 0
-    return rows * (itemsize * spec.hidden_size + widened + 4)
+        return rows * itemsize * (hidden + columns) + chunk
+    widened = 4 * spec.embedding_size if itemsize < 4 else 0
+    return rows * (itemsize * hidden + widened + 4)
 
 
 def engine_activation_bytes(spec: ModelSpec, *, tp: int, itemsize: int, tokens: int, sequences: int) -> int:

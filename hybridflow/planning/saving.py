@@ -15,7 +15,7 @@ from math import ceil, lcm, prod
 
 from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.shards import Split
-from hybridflow.architecture.weights import TABLES, Weight, embedding, head_weights, layer_weights, staged_weights
+from hybridflow.architecture.weights import Weight, embedding, head_weights, layer_weights, staged_weights, table_of
 from hybridflow.batch import balanced_partition
 from hybridflow.config import CheckpointConfig, OptimizerConfig, TrainedRoleConfig
 from hybridflow.planning.footprint import ITEM_BYTES, optimizer_bytes
@@ -29,6 +29,7 @@ PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # elements, in megatron-core 0.
 REGISTERED = (
     *("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv"),
     *("self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp"),
+    *("post_attention_layernorm", "post_mlp_layernorm"),
 )
 
 
@@ -144,12 +145,12 @@ class _Stage:
         """The weights of each model chunk, in megatron's order."""
         spec = self.model.spec
         chunks = self.model.layout.chunks(spec.num_layers)[self.number]
-        table, in_layer = TABLES[spec.family], sorted(layer_weights(spec), key=_registered_at)
+        table, in_layer = table_of(spec), sorted(layer_weights(spec), key=_registered_at)
         for i, layers in enumerate(chunks):
             weights = list(table.embeddings) if self.number == i == 0 else []
             weights += [weight.for_layer(layer) for layer in layers for weight in in_layer]
             if self._is_last and i == len(chunks) - 1:
-                weights += [*table.final_norm, *head_weights(spec, self.model.head)]
+                weights += [*table.final, *head_weights(spec, self.model.head)]
                 weights += [] if self._copy is None else [self._copy]
             yield weights
 

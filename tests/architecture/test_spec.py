@@ -98,6 +98,16 @@ def expected_spec(path: Path, **changes: Any) -> ModelSpec:
             {"family": "opt", "num_kv_heads": 6, "tied": True},
         ),
         (
+            "OPTForCausalLM",
+            {"ffn_dim": 40, "word_embed_proj_dim": 24, "do_layer_norm_before": False},
+            {"family": "opt", "num_kv_heads": 6, "tied": True, "projected_size": 24, "post_norm": True},
+        ),
+        (
+            "OPTForSequenceClassification",
+            {"ffn_dim": 40, "word_embed_proj_dim": None, "do_layer_norm_before": False},
+            {"family": "opt", "head": "score", "num_kv_heads": 6, "post_norm": True},
+        ),
+        (
             "MixtralForCausalLM",
             {"num_local_experts": 4, "num_experts_per_tok": 3},
             {"family": "mixtral", "num_experts": 4, "experts_per_token": 3},
@@ -300,14 +310,12 @@ KNOWN_ROPES = "known are default, linear, llama3"
             "attention_bias = False is not supported: GLM-4 has biases of queries, keys and values",
         ),
         (
-            {"architectures": ["OPTForCausalLM"], "ffn_dim": 40, "do_layer_norm_before": False},
-            "do_layer_norm_before = False is not supported: the post-norm variant (opt-350m) normalises after each "
-            "residual sum; only pre-norm OPT is supported",
+            {"architectures": ["OPTForCausalLM"], "ffn_dim": 40, "do_layer_norm_before": "no"},
+            "do_layer_norm_before = 'no' is not supported: must be true or false",
         ),
         (
-            {"architectures": ["OPTForCausalLM"], "ffn_dim": 40, "word_embed_proj_dim": 24},
-            "word_embed_proj_dim = 24 is not supported: must be hidden_size: the post-norm variant (opt-350m) "
-            "normalises after each residual sum; only pre-norm OPT is supported",
+            {"architectures": ["OPTForCausalLM"], "ffn_dim": 40, "word_embed_proj_dim": 0},
+            "word_embed_proj_dim = 0 is not supported: must be a whole number from 1 to 2147483648",
         ),
         ({"architectures": ["OPTForCausalLM"]}, "ffn_dim is missing or no number: None"),
         (

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from hybridflow.architecture.shards import Split
-from hybridflow.architecture.spec import ARCHITECTURES, read_spec
+from hybridflow.architecture.spec import ARCHITECTURES, ModelSpec, read_spec
 from hybridflow.architecture.weights import (
     TABLES,
     canonical_name,
@@ -58,14 +58,25 @@ HF_SIZES = dict(
 )
 
 
+OPT_KINDS = (
+    {"do_layer_norm_before": False},
+    {"word_embed_proj_dim": 10},
+    {"do_layer_norm_before": False, "word_embed_proj_dim": 10},
+)
+MODELS = [(architecture, {}) for architecture in ARCHITECTURES]
+MODELS += [(f"OPTFor{what}", changes) for what in ("CausalLM", "SequenceClassification") for changes in OPT_KINDS]
+
+
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_table_lists_every_parameter_of_transformers_once(architecture: str, tied: bool, tmp_path) -> None:
+@pytest.mark.parametrize(("architecture", "changes"), MODELS)
+def test_the_table_lists_every_parameter_of_transformers_once(
+    architecture: str, changes: dict, tied: bool, tmp_path
+) -> None:
     prefix, head = ARCHITECTURES[architecture]
     family = next(name for name, (its_prefix, _) in FAMILIES.items() if its_prefix == prefix)
     own = {"head_dim": 4} if prefix in ("Llama", "Mistral", "Qwen3", "Glm", "Mixtral", "Qwen3Moe") else {}
     config = getattr(transformers, prefix + "Config")(
-        **HF_SIZES, **own, **FAMILIES[family][1], tie_word_embeddings=tied, architectures=[architecture]
+        **(HF_SIZES | own | FAMILIES[family][1] | changes), tie_word_embeddings=tied, architectures=[architecture]
     )
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
@@ -80,6 +91,22 @@ def test_the_table_lists_every_parameter_of_transformers_once(architecture: str,
     expected = by_checkpoint_name(dict(model.named_parameters()), family)
     assert sorted(listed) == sorted((name, tuple(x.shape)) for name, x in expected.items())
     assert num_parameters(spec, head) == model.num_parameters()
+
+
+def test_opt_350m_has_as_many_parameters_as_published() -> None:
+    """331 196 416, by huggingface.co/facebook/opt-350m."""
+    sizes = dict(num_layers=24, hidden_size=1024, ffn_hidden_size=4096, num_heads=16, num_kv_heads=16, head_dim=64)
+    published = dict(vocab_size=50272, max_positions=2048, tied=True, projected_size=512, post_norm=True)
+    spec = tiny_spec(family="opt", num_experts=0, **sizes, **published)
+    assert num_parameters(spec, "lm") == 331_196_416
+    ends = [weight.engine for weight in model_weights(spec, "score") if "layers." not in weight.engine]
+    assert ends == [
+        "model.decoder.embed_tokens.weight",
+        "model.decoder.project_in.weight",
+        "model.decoder.embed_positions.weight",
+        "model.decoder.project_out.weight",
+        "score.weight",
+    ]
 
 
 def test_the_first_stage_that_holds_each_weight() -> None:
@@ -102,9 +129,15 @@ def test_the_first_stage_that_holds_each_weight() -> None:
     ]
 
 
-@pytest.mark.parametrize("family", TABLES)
+def spec_of(family: str) -> ModelSpec:
+    return (
+        tiny_spec(family="opt", projected_size=10, post_norm=True) if family == "opt_350m" else tiny_spec(family=family)
+    )
+
+
+@pytest.mark.parametrize("family", [*TABLES, "opt_350m"])
 def test_names_of_megatron_and_engine_are_unique(family: str) -> None:
-    weights = list(model_weights(tiny_spec(family=family), "lm"))
+    weights = list(model_weights(spec_of(family), "lm"))
     assert len({weight.megatron for weight in weights}) == len({weight.engine for weight in weights}) == len(weights)
     assert len({stored_at(weight) for weight in weights}) == len(weights)
 
@@ -120,6 +153,8 @@ def test_names_of_megatron_and_engine_are_unique(family: str) -> None:
         ),
         ("opt", "decoder.layers.1.pre_mlp_layernorm.bias", ("decoder.layers.mlp.linear_fc1.layer_norm_bias", 1)),
         ("opt", "decoder.layers.0.mlp.linear_fc1.bias", ("decoder.layers.mlp.linear_fc1.bias", 0)),
+        ("opt_350m", "decoder.layers.1.post_mlp_layernorm.bias", ("decoder.layers.post_mlp_layernorm.bias", 1)),
+        ("opt_350m", "project_out.weight", ("project_out.weight", None)),
         ("mixtral", "decoder.layers.1.pre_mlp_layernorm.weight", ("decoder.layers.pre_mlp_layernorm.weight", 1)),
         (
             "mixtral",
@@ -129,5 +164,5 @@ def test_names_of_megatron_and_engine_are_unique(family: str) -> None:
     ],
 )
 def test_where_a_checkpoint_stores_a_weight(family: str, megatron: str, stored: tuple[str, int | None]) -> None:
-    [weight] = [w for w in model_weights(tiny_spec(family=family), "lm") if w.megatron == megatron]
+    [weight] = [w for w in model_weights(spec_of(family), "lm") if w.megatron == megatron]
     assert stored_at(weight) == stored

@@ -12,6 +12,7 @@ MODELS = {
     "qwen2": ("qwen2", True),
     "mixtral": ("mixtral", False),
     "opt": ("opt", True),
+    "opt_350m": ("opt_350m", True),
     "qwen3_moe": ("qwen3_moe", True),
 }
 
@@ -86,6 +87,8 @@ CASES = (
     Case("mixtral", "dp4", "tp2"),
     Case("opt", "tp2pp2", "dp4"),
     Case("opt", "dp2", "tp2pp2"),
+    Case("opt_350m", "tp2pp2", "dp4"),
+    Case("opt_350m", "dp2", "tp2pp2"),
     Case("qwen3_moe", "tp2dp2", "tp2pp2"),
 )
 

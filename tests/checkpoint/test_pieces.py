@@ -11,7 +11,7 @@ from hybridflow.architecture.weights import Weight, model_weights
 from hybridflow.checkpoint.pieces import Piece, pieces, stored_shape
 from tests.tiny_models import make_checkpoints
 
-FAMILIES = ("llama", "opt", "qwen3_moe")
+FAMILIES = ("llama", "opt", "opt_350m", "qwen3_moe")
 
 
 @pytest.fixture(scope="module")

@@ -58,6 +58,9 @@ FAMILIES = {
     "qwen3": ("qwen3", True, 2),
     "glm": ("glm", False, 2),
     "opt": ("opt", True, 8),
+    "opt_350m": ("opt_350m", True, 8),  # norms after the residual sums, embeddings of another width: both, or one
+    "opt_post_norm": ("opt", True, 8),
+    "opt_projected": ("opt", False, 8),
     "mixtral": ("mixtral", False, 4),
     "rope_llama3": ("llama", False, 4),
     "rope_linear": ("llama", False, 4),
@@ -66,11 +69,21 @@ FAMILIES = {
 CHANGES = {
     "rope_llama3": {"rope_parameters": ROPE_LLAMA3},
     "rope_linear": {"rope_parameters": ROPE_LINEAR},
+    "opt_post_norm": {"do_layer_norm_before": False},
+    "opt_projected": {"word_embed_proj_dim": 40},
 }  # to configs
 THOROUGH = ("llama", "qwen2")  # these are tried in every layout
-GROUPED = (*THOROUGH, "glm", "opt", "mixtral")  # these run samples of one prompt, too: every kind of position, experts
+GROUPED = (
+    *THOROUGH,
+    "glm",
+    "opt",
+    "opt_350m",
+    "mixtral",
+)  # these run samples of one prompt, too: every kind of position, experts
 FAMILY_CASES = ("tp1pp1dp1vpp1-none", "tp2pp1dp1vpp1-none", "tp2pp1dp1vpp1sp-selective", "tp1pp2dp1vpp1l1-full")
 FAMILY_CASES += ("tp4pp1dp1vpp1-none", "tp2pp2dp1vpp1sp-none")
+# beside those: gradients of whole matrices at both ends, which every rank or only one stage has
+END_CASES = ("tp1pp1dp2vpp1-none", "tp2pp1dp2vpp1sp-full", "tp1pp2dp1vpp2-none", "tp2pp2dp2vpp1-none")
 CASES = (
     Case(all_budgets=True),
     Case(recompute="full"),
@@ -116,6 +129,8 @@ def applies(case: Case, family: str) -> bool:
     """Where a family could differ from the thorough ones, it is tried."""
     if family == "gqa":
         return case.tp == 4
+    if family == "opt_350m":
+        return case.name in FAMILY_CASES + END_CASES
     if not family.startswith(THOROUGH):
         return case.name in (FAMILY_CASES[:2] if family in CHANGES else FAMILY_CASES)
     return family in THOROUGH or (case.pp > 1 and case.num_ranks <= 4 and not case.all_budgets)

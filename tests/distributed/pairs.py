@@ -16,6 +16,9 @@ FAMILIES = {
     "qwen3": ("qwen3", True, 4),
     "glm": ("glm", False, 2),
     "opt": ("opt", True, 8),
+    "opt_350m": ("opt_350m", True, 8),  # norms after the residual sums, embeddings of another width: both, or one
+    "opt_post_norm": ("opt", True, 8),
+    "opt_projected": ("opt", False, 8),
     "mixtral": ("mixtral", False, 4),
     "rope_llama3": ("llama", False, 4),
     "rope_linear": ("llama", False, 4),
@@ -24,6 +27,8 @@ FAMILIES = {
 CHANGES = {
     "rope_llama3": {"rope_parameters": ROPE_LLAMA3},
     "rope_linear": {"rope_parameters": ROPE_LINEAR},
+    "opt_post_norm": {"do_layer_norm_before": False},
+    "opt_projected": {"word_embed_proj_dim": 40},
 }  # to configs
 NUM_PROMPTS, PROMPT_LENGTH, RESPONSE_LENGTH = 4, 6, 8
 BUCKET_BYTES = 600_000  # several buckets a model

@@ -86,6 +86,28 @@ def test_elements_by_hand() -> None:
     assert stage_elements(spec, "score", layout(2, 2, 3)) == (EMBEDDING // 2 + HALF_LAYER, HALF_LAYER + 8 + 8)
 
 
+def test_projected_embeddings_by_hand() -> None:
+    """Of 6 columns: a matrix in on the first stage, one out on the last, and a value head of 6.
+
+    A layer: 2 norms of 8 + 8, qkv 24 x 8 + 24, proj 8 x 8 + 8, fc1 16 x 8 + 16, fc2 8 x 16 + 8; no norm after the last.
+    """
+    spec = small_spec(family="opt", tied=True, projected_size=6, post_norm=True)
+    layer, positions = 32 + 216 + 72 + 144 + 136, 66 * 8
+    first, last = 64 * 6 + 48 + positions + layer, layer + 48
+    assert stage_elements(spec, "lm", layout(1, 2, 1)) == (first, last + 64 * 6)
+    assert stage_elements(spec, "score", layout(1, 2, 1)) == (first, last + 6)
+    assert model_elements(spec, "lm") == first + last
+    plain = small_spec(family="opt", tied=True, post_norm=True)
+
+    def more(stage: int, head: str) -> int:
+        options = dict(head=head, itemsize=4, sequence_parallel=False, recompute="none", tokens=10, replica_tokens=100)
+        found = [training_activation_bytes(s, layout(1, 2, 1), stage, **options) for s in (spec, plain)]
+        return found[0] - found[1]
+
+    assert more(0, "lm") == 4 * 2 * 10 * 6  # of two micro-batches under way
+    assert more(1, "lm") == more(1, "score") == 4 * 10 * 6
+
+
 def test_a_tied_model_has_one_embedding_and_its_last_stage_a_copy() -> None:
     spec = small_spec(tied=True)
     assert model_elements(spec, "lm") == EMBEDDING + 2 * WHOLE_LAYER + 8

@@ -15,7 +15,8 @@ from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints
 
 BUCKET_BYTES = 1 << 14  # several buckets an actor: shares begin and end within parameters
-MODELS = {"llama": False, "qwen2": True, "opt": True, "qwen3_moe": True, "mixtral": False}  # family -> tied
+# family -> tied
+MODELS = {"llama": False, "qwen2": True, "opt": True, "opt_350m": True, "qwen3_moe": True, "mixtral": False}
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ CASES = (
     Case("qwen2", "pp2dp2", "tp2dp2", dtype="bfloat16"),
     Case("qwen2", "tp2pp2", "dp2"),
     Case("opt", "pp2dp2", "dp4"),
+    Case("opt_350m", "tp2pp2", "pp2dp2"),
+    Case("opt_350m", "pp2dp2", "dp4", dtype="bfloat16"),
     Case("qwen3_moe", "tp2dp2", "pp2dp2", dtype="bfloat16"),
     Case("mixtral", "dp4", "tp2dp2"),
 )

@@ -118,7 +118,7 @@ class World:
         if "layers." in name:
             return int(name.split(".")[2]) in stages[stage]
         if "embedding" in name:
-            return stage == 0 or (self.spec.tied and stage == last and "word" in name)
+            return stage == 0 or (self.spec.tied and stage == last and name == "embedding.word_embeddings.weight")
         return stage == last
 
     @cached_property
@@ -288,6 +288,8 @@ MODELS = [
     tiny_spec(num_kv_heads=2, tied=True),
     tiny_spec(num_kv_heads=2, family="glm"),
     tiny_spec(num_kv_heads=4, family="opt", tied=True),
+    tiny_spec(num_kv_heads=4, family="opt", tied=True, projected_size=6, post_norm=True),
+    tiny_spec(num_kv_heads=4, family="opt", projected_size=20),
     tiny_spec(num_kv_heads=2, family="qwen3_moe", num_experts=2, experts_per_token=1),
 ]
 

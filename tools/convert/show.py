@@ -62,6 +62,8 @@ def _model_table(survey: Survey) -> Table:
         "dtype": _dtypes(survey.weights.values()),
         "layers": str(spec.num_layers),
         "hidden size": str(spec.hidden_size),
+        "embeddings": f"of {spec.projected_size}, projected in and out" if spec.projected_size else "",
+        "norms": "after the residual sums" if spec.post_norm else "",
         "heads": f"{spec.num_heads}, each of {spec.head_dim} dimensions; {spec.num_kv_heads} of keys and values",
         "experts": f"{spec.num_experts}, {spec.experts_per_token} a token" if spec.num_experts else "",
         "vocabulary": f"{spec.vocab_size:,}",

@@ -82,7 +82,7 @@ def make_plan(survey: Survey, *, value_head: bool, lm_head: str | None) -> Plan:
     survey.check(may_lack=VALUE_HEAD.hf if new_head else ())
     if new_head:
         dtype = infos[embedding(spec).hf[0]].dtype
-        files, infos[VALUE_HEAD.hf[0]] = _WithValueHead(files, dtype), TensorInfo((1, spec.hidden_size), dtype)
+        files, infos[VALUE_HEAD.hf[0]] = _WithValueHead(files, dtype), TensorInfo((1, spec.embedding_size), dtype)
     if head != "lm":
         infos.pop(LM_HEAD.hf[0], None)
     weights = [weight for weight in model_weights(spec, head or "score") if head or weight is not VALUE_HEAD]
