@@ -32,6 +32,7 @@ FLOORS: dict[int, list[str]] = {
         "parallel.seeds",
         "placement",
         "algorithm_config",
+        "data_config",
         "config",
     ],
     1: ["parallel", "parallel.*", "formats", "formats.*"],

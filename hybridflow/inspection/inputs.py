@@ -4,10 +4,8 @@ Of weights only the headers are read, of prompt files the first rows. What is sm
 with copies of their own can be compared.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -17,15 +15,17 @@ from hybridflow.architecture.weight_files import open_checkpoint
 from hybridflow.architecture.weights import model_weights
 from hybridflow.config import ExperimentConfig
 from hybridflow.data.digests import function_digests, tokenizer_digest
+from hybridflow.data.fields import named
 from hybridflow.data.inputs import load_tokenizer
-from hybridflow.data.rows import PromptFile
-from hybridflow.errors import CheckpointError, DataError, UserError
+from hybridflow.data.prompt_texts import prompt_text
+from hybridflow.data.sources import open_files
+from hybridflow.data_config import DataFiles
+from hybridflow.errors import CheckpointError, UserError
 from hybridflow.inspection.findings import Finding, counted
 from hybridflow.parallel.agreement import digest_bytes, digest_files
 
 AREA = "inputs"
 NUM_ROWS = 64  # of a prompt file, that are read and checked
-MOST_DIGESTED = 256 << 20  # bytes of a prompt file; of a larger one only the size is compared
 THERE = "make it readable on that host under this very path: a shared file system, or a copy of the same files"
 Inspected = tuple[str, dict[str, str]]  # what to show, and digests by name
 
@@ -57,7 +57,7 @@ def _inspections(
     yield "tokenizer", THERE, partial(_tokenizer, Path(config.actor.model), tokenizers)
     for key, file in (("data.train", config.data.train), ("data.heldout", config.data.heldout)):
         if file is not None and (tokenizers or not config.data.chat_template):
-            yield key, THERE, partial(_prompts, key, Path(file), config, tokenizers)
+            yield key, THERE, partial(_prompts, key, file, config, tokenizers)
     names = _functions(config)
     if names:
         where = "put its file beside the config or into PYTHONPATH on that host, and what it imports with it"
@@ -87,24 +87,18 @@ def _tokenizer(path: Path, tokenizers: list[PreTrainedTokenizerBase]) -> Inspect
     return f"{path}: {len(tokenizers[0]):,} tokens", {f"the tokenizer of {path}": tokenizer_digest(path).hex()}
 
 
-def _prompts(key: str, path: Path, config: ExperimentConfig, tokenizers: list[PreTrainedTokenizerBase]) -> Inspected:
-    template = tokenizers[0] if config.data.chat_template else None
-    file = PromptFile(path, prompt_key=config.data.prompt_key, template=template)
-    rows = list(islice(file.rows(), NUM_ROWS))
-    if not rows:
-        raise DataError(f"{path}: holds no prompt; expected one JSON object a line with {config.data.prompt_key!r}")
-    return f"{path}: the first {len(rows)} rows are readable", {key: _file_digest(path)}
-
-
-def _file_digest(path: Path) -> str:
-    try:
-        size = path.stat().st_size
-        if size > MOST_DIGESTED:
-            return f"{size} bytes"
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+def _prompts(
+    key: str, named_files: DataFiles, config: ExperimentConfig, tokenizers: list[PreTrainedTokenizerBase]
+) -> Inspected:
+    data, template = config.data, tokenizers[0] if config.data.chat_template else None
+    files = open_files(named_files, key)
+    rows = files.rows_at(range(min(len(files), NUM_ROWS)))
+    for row in rows:
+        if row.problem is None:
+            prompt_text(named(row, data.columns), data.prompt_key, template)
+        elif data.bad_rows == "error":
+            raise row.problem
+    return f"{', '.join(files.names)}: the first {len(rows)} rows are readable", {key: files.digest.hex()}
 
 
 def _functions(config: ExperimentConfig) -> list[str]:

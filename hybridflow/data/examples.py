@@ -1,0 +1,159 @@
+"""Examples for training on fixed data: token sequences, and which of their tokens count.
+
+    examples = load_examples("data/pairs.jsonl", tokenizer, kind="pairs", max_length=1024, vocab_size=32000)
+    drawn = examples.draw(examples.order(seed=0, shuffle=True), 64)
+
+`example_texts` says which fields a row has. A prompt has the tokens that a run would generate from: special tokens in
+front, no end token. The tokens of prompt and completion together are those of the joint text where these begin with the
+prompt's own, as most tokenizers have it; where a token would reach over the boundary, the completion is encoded by
+itself. The tokenizer's end token is put after a completion that does not have it, and is trained, as TRL does: what
+never saw an end does not learn to stop. Of a conversation the tokens of the assistant count (`chat`), and the end token
+where the template has one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from hybridflow.data.example_texts import ExampleTexts, Kind, example_texts
+from hybridflow.data.example_tokens import Problem, Tokens, no_tokens, tokens
+from hybridflow.data.fields import named
+from hybridflow.data.rows import OverlongError, Row, RowError, attempt, shown
+from hybridflow.data.sources import open_files
+from hybridflow.data.usable import CHECKED_BYTES, Drawn, Dropped, Order, Rules, UsableRows
+from hybridflow.data_config import DataFiles
+from hybridflow.errors import DataError
+
+
+@dataclass(frozen=True)
+class Example:
+    sequences: tuple[Tensor, ...]  # int64 token ids: one for sft and labelled; (chosen, rejected) for pairs
+    trained: tuple[Tensor, ...]  # bool, of the same lengths: the tokens that count
+    prompt_lengths: tuple[int, ...]  # tokens before the first that counts
+    label: bool = True  # labelled: whether the completion is wanted
+    margin: float = 0.0  # pairs: by how much chosen should be better
+
+
+class ExampleDataset:
+    """Examples of files, encoded when they are asked for; see `usable` for what is checked when."""
+
+    def __init__(self, rows: UsableRows[Example]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def order(self, seed: int, shuffle: bool, *, position: int = 0) -> Order:
+        return self.rows.order(seed, shuffle, position=position)
+
+    def examples(self, indices: Sequence[int]) -> list[Example]:
+        """In this order; one may appear twice. Errors: DataError for a row that cannot be used."""
+        return self.rows.at(indices)
+
+    def draw(self, order: Order, count: int) -> Drawn[Example]:
+        """The next `count` in order: `drawn.items`; rows that are left out are passed over."""
+        return self.rows.draw(order, count)
+
+    @property
+    def digest(self) -> bytes:
+        return self.rows.files.digest
+
+    @property
+    def dropped(self) -> Dropped:
+        """Rows that were left out at the start."""
+        return self.rows.dropped
+
+    @property
+    def num_dropped(self) -> int:
+        return self.dropped.num_rows
+
+
+def load_examples(
+    path: DataFiles | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    kind: Kind,
+    max_length: int,
+    vocab_size: int,
+    overlong: Literal["drop", "error"] = "error",
+    bad_rows: Literal["drop", "error"] = "error",
+    columns: Mapping[str, str] | None = None,
+    checked_bytes: int = CHECKED_BYTES,
+    key: str = "data.train",
+) -> ExampleDataset:
+    """Find the rows of files, and check them where these are no larger than `checked_bytes`.
+
+    Args:
+        max_length: tokens a sequence may have, the end token included.
+        vocab_size: the token ids that the model knows are those below it.
+        overlong: what happens to an example with a longer sequence: it is left out and counted, or it is an error.
+        bad_rows: the same of a row that cannot be used.
+        columns: which fields of a row stand for ours.
+        key: that of the config, for messages.
+
+    Raises:
+        DataError: a file or a row cannot be used; names the file, the line and the rule.
+    """
+    encoder = _Encoder(tokenizer, kind, max_length, vocab_size, dict(columns or {}))
+    rows = UsableRows(open_files(path, key), encoder.encoded, Rules(bad_rows, overlong), checked_bytes=checked_bytes)
+    if not len(rows):
+        raise DataError(f"{key}: no row is left: {next(iter(rows.dropped.first.values()))}")
+    return ExampleDataset(rows)
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    tokenizer: PreTrainedTokenizerBase
+    kind: Kind
+    max_length: int
+    vocab_size: int
+    columns: Mapping[str, str]
+
+    def encoded(self, rows: Sequence[Row]) -> list[Example | RowError]:
+        found = [attempt(self._texts, row) for row in rows]
+        made = iter(
+            tokens([one for its in found if isinstance(its, ExampleTexts) for one in its.sequences], self.tokenizer)
+        )
+        return [
+            its if isinstance(its, RowError) else self._example(its, [next(made) for _ in its.sequences])
+            for its in found
+        ]
+
+    def _texts(self, row: Row) -> ExampleTexts:
+        return example_texts(named(row, self.columns), self.kind, self.tokenizer)
+
+    def _example(self, texts: ExampleTexts, made: Sequence[Tokens | Problem]) -> Example | RowError:
+        whole = [its for its in made if isinstance(its, Tokens)]
+        for its in made:
+            problem = no_tokens(texts.where, its) if isinstance(its, Problem) else self._problem(texts.where, its.ids)
+            if problem is not None:
+                return problem
+        return Example(
+            sequences=tuple(torch.tensor(its.ids, dtype=torch.int64) for its in whole),
+            trained=tuple(torch.tensor(its.trained) for its in whole),
+            prompt_lengths=tuple(its.prompt_length for its in whole),
+            label=texts.label,
+            margin=texts.margin,
+        )
+
+    def _problem(self, where: str, ids: list[int]) -> RowError | None:
+        if len(ids) > self.max_length:
+            return OverlongError(
+                f"{where}: the example has {len(ids)} tokens, more than data.max_length = {self.max_length}; "
+                f"data.overlong: drop leaves such examples out",
+                len(ids),
+            )
+        for token_id in (max(ids), min(ids)):
+            if not 0 <= token_id < self.vocab_size:
+                name = shown(self.tokenizer.convert_ids_to_tokens(token_id)) if token_id > 0 else "below 0"
+                return RowError(
+                    f"{where}: the example has the token id {token_id} ({name}), the model knows those below its "
+                    f"vocab_size = {self.vocab_size}",
+                    "unknown token",
+                )
+        return None
