@@ -71,14 +71,14 @@ class Scores:
         return FunctionCalls(_together(seconds), _together(failures))
 
 
-def call_metrics(calls: Sequence[FunctionCalls]) -> dict[str, float | Tensor]:
+def call_metrics(calls: Sequence[FunctionCalls]) -> dict[str, float]:
     """Of the calls of an iteration, in milliseconds a row, and counts of rows."""
     seconds = torch.cat([each.seconds.flatten() for each in calls])
     return {
         "reward/timeouts": sum(each.counted("timeout") for each in calls),
         "reward/errors": sum(each.counted("error") for each in calls),
-        "reward/row_mean_ms": 1e3 * seconds.mean(),
-        "reward/row_max_ms": 1e3 * seconds.max(),
+        "reward/row_mean_ms": 1e3 * float(seconds.mean()),
+        "reward/row_max_ms": 1e3 * float(seconds.max()),
     }
 
 

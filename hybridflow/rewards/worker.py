@@ -11,7 +11,6 @@ import contextlib
 import faulthandler
 import os
 import pickle
-import random
 import resource
 import select
 import signal
@@ -21,6 +20,7 @@ import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from random import seed as seed_random  # as it is before a user's code has run
 from typing import Any, NoReturn
 
 from hybridflow.errors import RewardError
@@ -88,14 +88,14 @@ def _loaded(spec: FunctionSpec) -> Loaded:
 
 def _serve(channel: Channel, loaded: Mapping[int, Loaded]) -> NoReturn:
     """One call after the other."""
-    home, own = os.getcwd(), os.getpid()
+    home, own, path = os.getcwd(), os.getpid(), list(sys.path)
     while True:
         select.select([channel], [], [])
         for header, body in channel.receive():
             answer = _answer(loaded[header["function"]], header["unit"], body)
             if os.getpid() != own:  # the function has forked, and its child returned as well
                 os._exit(0)
-            _tidy(home)
+            _tidy(home, path)
             _send(channel, answer)
 
 
@@ -155,7 +155,7 @@ def _prepared(loaded: Loaded, body: bytes) -> Asked:
     """What the function is called with. The generators of random numbers begin with these texts."""
     rows: Mapping[str, Any] = pickle.loads(body)  # of the trainer
     seed = zlib.crc32("\0".join([*rows["prompts"], *rows["responses"]]).encode(errors="backslashreplace"))
-    random.seed(seed)
+    seed_random(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     spec = loaded.spec
@@ -171,11 +171,11 @@ def _failed(unit: int, asked: Asked, error: BaseException, started: float) -> He
     return {"unit": unit, "error": message, "seconds": time.perf_counter() - started}
 
 
-def _tidy(home: str) -> None:
+def _tidy(home: str, path: list[str]) -> None:
     """What a function may have changed and left so."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    sys.stdout, sys.stderr, sys.path[:] = sys.__stdout__, sys.__stderr__, path
     with contextlib.suppress(OSError):
         os.chdir(home)
     _flush()
