@@ -52,6 +52,7 @@ from hybridflow.placement import (
     parse_ranks,
     shown,
 )
+from hybridflow.reward_config import ScoringConfig
 
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 RanksKey = Annotated[Ranks, BeforeValidator(parse_ranks), PlainSerializer(shown)]
@@ -236,35 +237,14 @@ class RewardModelConfig(RoleConfig):
     weight: float = 1.0
 
 
-class RewardFunctionConfig(Section):
-    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]  # package.module:function
-    weight: float = 1.0
-    # false: called in the main thread, with all rows of a rank at once, when all responses are there; true: in a thread
-    # while responses are generated, for all responses to a prompt when they are there. Not the default: a function that
-    # sets alarms and takes what signal.signal then raises for a wrong answer would score 0 and say nothing
-    background: bool = False
-
-
-class OverlongConfig(Section):
-    """DAPO's overlong shaping: what the last tokens before the limit of a prompt's responses cost."""
-
-    buffer: PositiveInt  # tokens: nothing is taken off before the last so many, each of which costs factor / buffer
-    factor: NonNegativeFloat = 1.0  # what a response of the full length costs
-
-
-class RewardConfig(Section):
-    """The score of a response: the weighted sum of reward models and reward functions."""
+class RewardConfig(ScoringConfig):
+    """The score of a response: the weighted sum of reward models, reward functions and remote ones."""
 
     models: tuple[RewardModelConfig, ...] = ()
-    functions: tuple[RewardFunctionConfig, ...] = ()
-    clip_score: PositiveFloat | None = None  # scores are held within [-clip_score, clip_score]
-    normalization: Literal["none", "batch", "running"] = "none"
-    truncation_penalty: NonNegativeFloat = 0.0  # taken off the score of a response cut at max_response_length
-    overlong: OverlongConfig | None = None  # taken off the scores of those that come near it
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not self.models and not self.functions:
+        if not self.models and not self.functions and not self.remote:
             raise ValueError("names neither a model nor a function: give reward.models or reward.functions")
         return self
 

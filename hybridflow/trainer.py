@@ -62,7 +62,11 @@ from hybridflow.planning.waiting import blocks_within, models_that_wait
 from hybridflow.recording.iteration import Iteration, Metrics
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.recorder import Recorder, RunSummary
-from hybridflow.rewards.scorer import FunctionCaller, Scorer
+from hybridflow.reward_config import ScoringConfig
+from hybridflow.rewards.calls import FunctionCaller
+from hybridflow.rewards.pool import Pool
+from hybridflow.rewards.scorer import Scorer
+from hybridflow.rewards.specs import pool_limits, pool_specs
 from hybridflow.roles.base import World
 from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.values import Critic, RewardModel
@@ -182,7 +186,7 @@ class RLTrainer:
             prepare_vllm()  # a missing vLLM is told before the models load
         self.exchange = Exchange(platforms.world_group(), self.platform.device)
         watch = Stopwatch(self.platform.synchronize)
-        self.caller = FunctionCaller(self.inputs.decode, self.platform.rank, self.platform.world_size)
+        self.caller = self._caller()
         bucket_bytes = config.rollout.bucket_bytes(cuda=self.platform.has_cuda)
         world = World(self.platform, ProcessGroups(), self.exchange, bucket_bytes, watch)
         self.roles = build_roles(self.placed, world, self.caller)
@@ -204,6 +208,15 @@ class RLTrainer:
         self.run.stops = self.keeper.stops
         self.run.keep_rollout, self.run.kept_rollout = self.keeper.keep_rollout, self._kept_rollout
         self.platform.settle()
+
+    def _caller(self) -> FunctionCaller:
+        """Its processes start while the models are built."""
+        specs, scoring = pool_specs(self.config), self.config.reward or ScoringConfig()
+        own = self.platform.rank, self.platform.world_size
+        hosts = parse_hosts(platforms.hosts_of_ranks())
+        limits = pool_limits(scoring, max(len(host.ranks) for host in hosts))
+        pool = Pool(specs, limits) if specs else None
+        return FunctionCaller(self.inputs.decode, *own, pool, scoring.error_score)
 
     def _while_waiting(self, world: World) -> WhileWaiting:
         """Collective over the world."""
@@ -348,13 +361,15 @@ class RLTrainer:
 
     def evaluate(self) -> dict[str, float]:
         """Greedy responses to the held-out prompts: how many are right, and their mean score."""
-        heldout, right, name = self.inputs.heldout, self.inputs.right, self.config.metrics.eval_reward
-        assert heldout is not None and right is not None and name is not None, "the config names no held-out data"
+        heldout, pool = self.inputs.heldout, self.caller.pool
+        assert heldout is not None and self.config.metrics.eval_reward is not None, "the config names no held-out data"
+        assert pool is not None, "eval_reward is a function"
         prompts = heldout.batch(list(range(len(heldout))))
         with self.watchdog.during("evaluate"):
             responses = self.run.greedy_responses(prompts)
+            right = len(pool.specs) - 1  # the last, see `pool_specs`
             return evaluate(
-                responses, prompts, right, name, caller=self.caller, scorer=self.roles.scorer, exchange=self.exchange
+                responses, prompts, right, caller=self.caller, scorer=self.roles.scorer, exchange=self.exchange
             )
 
     def _evaluates(self, iteration: int, num_iterations: int) -> bool:

@@ -33,6 +33,7 @@ FLOORS: dict[int, list[str]] = {
         "placement",
         "algorithm_config",
         "data_config",
+        "reward_config",
         "config",
     ],
     1: ["parallel", "parallel.*", "formats", "formats.*"],
@@ -43,7 +44,7 @@ FLOORS: dict[int, list[str]] = {
     6: ["rewards", "rewards.*", "data", "data.*", "checkpoint", "checkpoint.*", "generator"],
     7: ["flows", "flows.*", "inspection", "inspection.*"],
     8: ["trainer"],
-    9: ["front", "front_inputs", "front_models", "train", "plan", "checkpoints", "health"],
+    9: ["front", "front_inputs", "front_models", "train", "plan", "checkpoints", "health", "samples"],
 }
 ENTRY_FLOOR = 9  # hybridflow itself, whose __getattr__ imports the front
 OUTER_FLOOR = 10  # tools and launch: nothing in hybridflow imports them

@@ -11,7 +11,7 @@ from hybridflow.algorithm_config import Custom
 from hybridflow.config import ExperimentConfig
 from hybridflow.data.inputs import Inputs
 from hybridflow.parallel.agreement import code_digests, digest_bytes, digest_files
-from hybridflow.rewards.functions import load_reward_function
+from hybridflow.rewards.specs import pool_specs
 from hybridflow.user_code import load_function
 
 TOKENIZER_FILES = (
@@ -46,8 +46,7 @@ def function_digests(config: ExperimentConfig) -> dict[str, bytes]:
     """Of the files that a user's functions stand in; not of what these import."""
     named = [function.function for function in (config.reward.functions if config.reward else ())]
     named += [config.metrics.eval_reward] if config.metrics.eval_reward else []
-    for path in named:
-        load_reward_function(path)
+    pool_specs(config)  # finds them, and checks their arguments
     if isinstance(config.algorithm, Custom):
         load_function(config.algorithm.flow, "algorithm.flow")
         named.append(config.algorithm.flow)

@@ -1,4 +1,4 @@
-"""Everything a run reads besides weights: tokenizer, prompts, held-out prompts and what counts as right."""
+"""Everything a run reads besides weights: tokenizer, prompts and held-out prompts."""
 
 import sys
 from dataclasses import dataclass
@@ -12,7 +12,6 @@ from hybridflow.data.prompts import PromptDataset, load_prompts
 from hybridflow.data_config import DataConfig
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.formats.json_text import parse_json
-from hybridflow.rewards.functions import RewardFunction, load_reward_function
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,6 @@ class Inputs:
     eos_token_ids: tuple[int, ...]
     train: PromptDataset
     heldout: PromptDataset | None
-    right: RewardFunction | None  # 1.0 where a held-out response is right
     ending: str | None  # what to know of responses that nothing ends before the limit
 
     def decode(self, token_ids: list[int]) -> str:
@@ -54,7 +52,6 @@ def load_inputs(config: ExperimentConfig, vocab_size: int) -> Inputs:
         eos_token_ids=ends,
         train=_prompts("data.train", tokenizer, data, vocab_size),
         heldout=_prompts("data.heldout", tokenizer, data, vocab_size) if data.heldout else None,
-        right=load_reward_function(config.metrics.eval_reward) if config.metrics.eval_reward else None,
         ending=_no_end(config.sampling, ends, path),
     )
 

@@ -4,28 +4,34 @@ from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.parallel.exchange import Exchange
-from hybridflow.rewards.functions import RewardFunction
-from hybridflow.rewards.scorer import FunctionCaller, Scorer
+from hybridflow.rewards.calls import FunctionCaller
+from hybridflow.rewards.scorer import Scorer
 
 
 def evaluate(
     responses: RolloutBatch,
     prompts: PromptBatch,
-    right: RewardFunction,
-    name: str,
+    right: int,
     *,
     caller: FunctionCaller,
     scorer: Scorer | None,
     exchange: Exchange,
 ) -> dict[str, float]:
-    """Right is what the function `right`, called `name`, gives exactly 1.0. The mean score needs a scorer."""
-    marks = caller.scores(right, name, responses, prompts)
-    if scorer is None:
-        return {"eval/accuracy": _accuracy(exchange.whole(marks))}
-    scores = scorer.scores(responses, prompts)
-    whole_marks, *wholes = exchange.wholes([marks, *scores.contributions])
-    return {"eval/accuracy": _accuracy(whole_marks), "eval/score_mean": float(scores.total(wholes).mean())}
+    """Right is what the function of that number in the pool gives exactly 1.0. The mean score needs a scorer.
+
+    A row that it fails on, where reward.on_error lets the run go on, is not right, and is counted.
+    """
+    marks = caller.scores(right, responses, prompts)
+    own = [*marks.parts, marks.failures]
+    scores = scorer.scores(responses, prompts) if scorer is not None else None
+    values, failures, *wholes = exchange.wholes([*own, *(scores.contributions if scores is not None else ())])
+    found = {"eval/accuracy": _accuracy(values, failures)}
+    if scores is not None:
+        found["eval/score_mean"] = float(scores.total(wholes).mean())
+    if caller.error_score is not None:
+        found["eval/failed_rows"] = float((failures != 0).sum())
+    return found
 
 
-def _accuracy(marks: Tensor) -> float:
-    return float((marks == 1.0).float().mean())
+def _accuracy(marks: Tensor, failures: Tensor) -> float:
+    return float(((marks == 1.0) & (failures == 0)).float().mean())

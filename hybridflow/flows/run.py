@@ -43,7 +43,7 @@ from hybridflow.parallel.seeds import request_seed
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.recording.iteration import Iteration, Metrics, batch_metrics, cost_metrics, length_metrics
 from hybridflow.recording.measure import Stopwatch
-from hybridflow.rewards.scorer import Scores
+from hybridflow.rewards.scorer import FunctionCalls, Scores, call_metrics
 from hybridflow.roles.objectives import KLTerm, PolicyObjective, policy_loss
 from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.values import Critic
@@ -108,6 +108,8 @@ class Run:
         self.metrics: Metrics = {}
         self._passed_over: list[Dropped] = []  # of the iteration, by draw
         self._told: set[str] = set()  # reasons for which rows are left out
+        self.score_parts: dict[str, Tensor] = {}  # by name, of `rollout`; none where `take` has given another
+        self._calls: list[FunctionCalls] = []
 
     # ---- what a flow works with
 
@@ -204,7 +206,7 @@ class Run:
         for name, pending in asked.items():
             found = [next(wholes) for _ in _contributions(pending)]
             known[name] = _put_together(pending, found)
-            if isinstance(pending, Scores) and len(found) > 1:
+            if isinstance(pending, Scores):
                 self._note_parts(pending, found)
         check_finite(known, self.rollout)
         return Known(**known)
@@ -256,7 +258,7 @@ class Run:
 
     def take(self, prompt_rows: Sequence[int], rollout: RolloutBatch) -> None:
         """These are the iteration's prompts, by their numbers in the data set, and their responses."""
-        self.prompt_rows, self.rollout = tuple(prompt_rows), rollout
+        self.prompt_rows, self.rollout, self.score_parts = tuple(prompt_rows), rollout, {}
         self.prompts = self._dataset.batch(list(prompt_rows))
 
     # ---- what the trainer does with it
@@ -274,6 +276,7 @@ class Run:
         self._passed_over = []
         self.draw()
         self._show, self.metrics = show, {}
+        self.score_parts, self._calls = {}, []
         self._rows: dict[str, list[Tensor]] = {role.name: [] for role in self._roles.trained()}
         self._watch.reset()
         self._exchange.seconds = 0.0
@@ -295,7 +298,8 @@ class Run:
             self.state = replace(self.state, kl_coef=coef)
         if self._trains:
             self._reset_reference()
-        return Iteration(self.iteration, self.prompts, batch, metrics | self._cost_metrics(batch))
+        metrics |= self._cost_metrics(batch)
+        return Iteration(self.iteration, self.prompts, batch, metrics, score_parts=self.score_parts)
 
     def abandon(self, state: RunState) -> None:
         """The iteration that was begun has not been; `state` is the one before it."""
@@ -361,9 +365,21 @@ class Run:
         return order.tensor_split(max(len(cut), 1)) if self.samples.varies else cut
 
     def _note_parts(self, scores: Scores, wholes: list[Tensor]) -> None:
-        """The mean of each part of the score, before its weight, over the responses that are trained on."""
-        for name, whole in zip(scores.names, wholes, strict=True):
-            self.metrics[f"reward/part_{name}_mean"] = whole[: len(self.rollout)].mean()
+        """Each part of the score, before its weight, of the responses that are trained on: its mean, and for samples.
+
+        What calls took and how many rows failed, of all responses; of an iteration that generates several times, of all
+        of them.
+        """
+        size = len(self.rollout)
+        self.score_parts = {name: whole[:size] for name, whole in scores.parts(wholes).items()}
+        for name, part in self.score_parts.items():
+            if "/" in name:
+                self.metrics[f"reward/{name}"] = part.mean()
+            elif len(self.score_parts) > 1:
+                self.metrics[f"reward/part_{name}_mean"] = part.mean()
+        if scores.functions:
+            self._calls.append(scores.calls(wholes))
+            self.metrics |= call_metrics(self._calls)
 
     def _reset_reference(self) -> None:
         """At the end of every so many iterations the reference becomes the actor, if the config says so."""

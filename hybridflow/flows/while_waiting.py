@@ -5,9 +5,9 @@
     ahead.settle(rollout)                          # one exchange: who has done what; the rest is dealt out
     run.scores(rollout), reference.log_probs(rollout), ...
 
-Users' functions that may be are called in the background, from the first finished prompt on. A replica that has
-no response left to wait for runs units, model after model, until the last replica is done: its own, and then those that
-others announce, which still generate. Results depend on the units alone, and these follow from the prompts.
+Users' functions that may be are called, in processes of their own, from the first finished prompt on. A replica that
+has no response left to wait for runs units, model after model, until the last replica is done: its own, and then those
+that others announce, which still generate. Results depend on the units alone, and these follow from the prompts.
 """
 
 import time
@@ -28,8 +28,8 @@ from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.parallel.noticeboard import Noticeboard
 from hybridflow.planning.waiting import Block
 from hybridflow.recording.measure import Stopwatch
-from hybridflow.rewards.background import Group
-from hybridflow.rewards.scorer import PromptCalls, Scorer
+from hybridflow.rewards.calls import Group, RolloutCalls
+from hybridflow.rewards.scorer import Scorer
 from hybridflow.roles.ahead import Ahead, Units, cut_in_units, tokens_of_units
 from hybridflow.roles.base import Role
 from hybridflow.rollout.engine import Response
@@ -100,7 +100,7 @@ class WhileWaiting:
         if notices is not None and self._replica is not None and layout.contributes(rank):
             self._board = UnitBoard(notices, self._replica, len(layout.replicas))
         self._num_shares = max((model.role.grid.dp for model in self._models), default=1)
-        self._calls: PromptCalls | None = None
+        self._calls: RolloutCalls | None = None
         self._begun = False
 
     def begin(self, prompts: PromptBatch, samples: Sequence[int], *, generates: bool) -> "WhileWaiting":
@@ -135,7 +135,7 @@ class WhileWaiting:
         group = self._of_prompts.get(row)
         if group is not None and group.add(row, response):
             assert self._calls is not None, "there are groups only where functions are called"
-            self._calls.calls.submit(Group(group.number, group.rows, group.in_order()))
+            self._calls.submit(Group(group.number, group.rows, group.in_order()))
         unit = self._of_units.get(row)
         if unit is not None and unit.add(row, response):
             self._ready.append(unit)
@@ -235,7 +235,7 @@ class WhileWaiting:
             if model.ahead.known:
                 part[list(model.ahead.known)] = model.role.grid.dp_rank + 1
         if self._calls is not None:
-            parts[-1][list(self._calls.calls.close())] = self._rank + 1
+            parts[-1][list(self._calls.close())] = self._rank + 1
         owners = [(part - 1).tolist() for part in self._exchange.summed(done).cpu().split(sizes)]
         tokens = tokens_of_units(rollout, self._units) if self._models else []
         for model, own in zip(self._models, owners, strict=False):

@@ -28,6 +28,7 @@ class Iteration:
     prompts: PromptBatch
     batch: RolloutBatch
     metrics: Metrics = field(default_factory=dict)
+    score_parts: Mapping[str, Tensor] = field(default_factory=dict)  # (N,) by name; none where they are not known
 
 
 def batch_metrics(batch: RolloutBatch) -> Metrics:

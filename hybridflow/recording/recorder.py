@@ -155,6 +155,7 @@ class WritingRecorder(Recorder):
                 "prompt": done.prompts.texts[int(done.batch.prompt_indices[row])],
                 "response": self._decode(ids),
                 "score": None if scores is None else float(scores[row]),
+                "parts": {name: float(part[row]) for name, part in done.score_parts.items()},
             }
             for row, ids in zip(rows, responses, strict=True)
         ]

@@ -62,6 +62,7 @@ class Sample(TypedDict):
     prompt: str
     response: str
     score: float | Tensor | None
+    parts: Mapping[str, float]  # of the score, before their weights
 
 
 class SampleWriter:
@@ -84,6 +85,7 @@ class SampleWriter:
                 "prompt": row["prompt"],
                 "response": row["response"],
                 "score": None if row["score"] is None else _number(row["score"]),
+                "parts": dict(row["parts"]),
             }
             self._file.write(json.dumps(sample, ensure_ascii=False) + "\n")
         self._file.flush()

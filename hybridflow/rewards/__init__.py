@@ -1,5 +1,12 @@
-"""The score of a response: a user's functions, reward models, and what training makes of both."""
+"""The score of a response: a user's functions, reward models, and what training makes of both.
 
-from hybridflow.rewards.functions import exact_match  # configs name it hybridflow.rewards:exact_match
+Configs name the shipped functions from here: `hybridflow.rewards:exact_match`. Importing this loads no torch.
+"""
 
-__all__ = ["exact_match"]
+from hybridflow.rewards.code import passes_tests
+from hybridflow.rewards.functions import exact_match
+from hybridflow.rewards.mathematics import math_equal
+from hybridflow.rewards.numeric import numeric_match
+from hybridflow.rewards.texts import length_penalty, matches
+
+__all__ = ["exact_match", "length_penalty", "matches", "math_equal", "numeric_match", "passes_tests"]

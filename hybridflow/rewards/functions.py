@@ -3,19 +3,42 @@
     def my_reward(prompts: list[str], responses: list[str], columns: dict[str, list]) -> list[float]:
         '''One number a row. `columns` are the prompt file's other keys, one entry a row.'''
 
-is named `my_package.my_module:my_reward` in the config; `hybridflow.user_code` says where my_package is looked for.
+is named `my_package.my_module:my_reward` in the config; `hybridflow.user_code` says where my_package is looked for. It
+may be `async def`, take more arguments by keyword, which the config gives, and return a dictionary of parts a row.
 """
 
+import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.errors import RewardError, UserCodeError
 from hybridflow.rewards.reading import Reading
 from hybridflow.user_code import load_function
 
-RewardFunction = Callable[[list[str], list[str], dict[str, list[Any]]], Iterable[Any]]
+RewardFunction = Callable[..., Any]  # of prompts, responses, columns, and what the config gives by keyword
+USERS = (Exception, SystemExit)  # what a user's code raises that is an error of its own
+
+
+@dataclass(frozen=True)
+class FunctionSpec:
+    """A function as a config asks for it.
+
+    per: what it is called with in one list: a row, the responses to a prompt (group), or all rows of a rollout (batch).
+    parts: the keys of the dictionaries that it returns; none where it returns numbers.
+    awaited: whether it is an `async def`; then one process has `concurrency` calls of it under way.
+    """
+
+    path: str
+    arguments: Mapping[str, Any]
+    parts: tuple[str, ...]
+    per: str
+    timeout_seconds: float  # of a row: a call of n rows has n times as long
+    awaited: bool
+    concurrency: int
+    background: bool
 
 
 def exact_match(prompts: list[str], responses: list[str], columns: dict[str, list[Any]]) -> list[float]:
@@ -36,6 +59,26 @@ def load_reward_function(path: str) -> RewardFunction:
         raise RewardError(str(error)) from error
 
 
+def check_arguments(function: RewardFunction, path: str, arguments: Mapping[str, Any]) -> None:
+    """Raise RewardError unless the function takes these by keyword, and needs no others."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C: it will tell when it is called
+        return
+    try:
+        signature.bind([], [], {}, **arguments)
+    except TypeError as error:
+        given = ", ".join(arguments) or "none"
+        raise RewardError(
+            f"reward function {path}: {error}; it is called with prompts, responses, columns and the arguments of the "
+            f"config, here {given}; its signature is {signature}"
+        ) from error
+
+
+def is_async(function: RewardFunction) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
 def call_reward_function(
     function: RewardFunction,
     name: str,
@@ -44,6 +87,7 @@ def call_reward_function(
     columns: Mapping[str, Sequence[Any]],
     *,
     rows: Sequence[int] | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> list[float]:
     """The scores of these rows, each a finite float. The function gets copies that it may change.
 
@@ -52,29 +96,86 @@ def call_reward_function(
         rows: what messages number the rows by, where they are some of a larger batch; from 0 if left out.
 
     Raises:
-        RewardError: it raised (it is then called once more, and the row that it had read last is named), or did
-            not return one finite number a row. Ints, bools, 0-d tensors and numpy numbers are numbers.
+        RewardError: it raised (with several rows it is then called once more, and the one that it had read last is
+            named), or did not return one finite number a row. Ints, bools, 0-d tensors and numpy numbers are numbers.
     """
-    rows = range(len(prompts)) if rows is None else rows
-    copies = {key: list(column) for key, column in columns.items()}
+    asked = Asked(name, prompts, responses, columns, range(len(prompts)) if rows is None else rows, arguments or {})
+    return [score for (score,) in call_for_parts(function, asked)]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a function is called with, what messages call it, and what they number its rows by.
+
+    parts: of the dictionaries that it returns, one a row; none where it returns numbers.
+    """
+
+    name: str
+    prompts: Sequence[str]
+    responses: Sequence[str]
+    columns: Mapping[str, Sequence[Any]]
+    rows: Sequence[int]
+    arguments: Mapping[str, Any]
+    parts: tuple[str, ...] = ()
+
+    def copies(self) -> tuple[list[str], list[str], dict[str, list[Any]]]:
+        return list(self.prompts), list(self.responses), {key: list(column) for key, column in self.columns.items()}
+
+
+def call_for_parts(function: RewardFunction, asked: Asked) -> list[tuple[float, ...]]:
+    """Of each row the score, or each part of it. Errors: as `call_reward_function`."""
     try:
-        returned = function(list(prompts), list(responses), copies)
+        returned = function(*asked.copies(), **asked.arguments)
         results = list(returned) if _has_rows(returned) else None  # a generator may raise here
-    except Exception as error:  # the boundary to a user's code
-        problem = _explain_failure(function, prompts, responses, columns, error=error, rows=rows)
-        raise RewardError(f"reward function {name}: {problem}") from error
+    except USERS as error:  # the boundary to a user's code
+        raise RewardError(f"reward function {asked.name}: {_explain_failure(function, asked, error)}") from error
+    return _checked_rows(returned, results, asked)
+
+
+async def await_for_parts(function: RewardFunction, asked: Asked) -> list[tuple[float, ...]]:
+    """The same of an `async def`, which is not called again to find the row."""
+    try:
+        returned = await function(*asked.copies(), **asked.arguments)
+        results = list(returned) if _has_rows(returned) else None
+    except USERS as error:
+        problem = _at_row(asked, 0, _raised(error)) if len(asked.rows) == 1 else f"{_raised(error)}, {_all_of(asked)}"
+        raise RewardError(f"reward function {asked.name}: {problem}") from error
+    return _checked_rows(returned, results, asked)
+
+
+def _checked_rows(returned: Any, results: list[Any] | None, asked: Asked) -> list[tuple[float, ...]]:
+    name, wanted = asked.name, len(asked.prompts)
+    where = f"row {asked.rows[0]}: " if wanted == 1 else ""
     if results is None:
         raise RewardError(
-            f"reward function {name}: returned {type(returned).__name__}; expected {len(prompts)} numbers"
+            f"reward function {name}: {where}returned {type(returned).__name__}; expected {_number(wanted, 'number')}"
         )
-    if len(results) != len(prompts):
+    if len(results) != wanted:
         raise RewardError(
-            f"reward function {name}: returned {len(results)} numbers for {len(prompts)} rows; expected one a row"
+            f"reward function {name}: {where}returned {_number(len(results), 'number')} for {_number(wanted, 'row')}; "
+            f"expected one a row"
         )
     return [
-        _checked(value, f"reward function {name}: row {row}", f"its prompt is {_shown(prompt)}")
-        for row, prompt, value in zip(rows, prompts, results, strict=True)
+        _parts(value, f"reward function {name}: row {row}", f"its prompt is {_shown(prompt)}", asked.parts)
+        for row, prompt, value in zip(asked.rows, asked.prompts, results, strict=True)
     ]
+
+
+def _number(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _parts(value: Any, where: str, prompt: str, parts: tuple[str, ...]) -> tuple[float, ...]:
+    """Of one row: the number itself where it has no parts."""
+    if not parts:
+        hint = "; the parts of a dictionary are named in `parts`" if isinstance(value, Mapping) else ""
+        return (_checked(value, where, f"{prompt}{hint}"),)
+    if not isinstance(value, Mapping) or set(value) != set(parts):
+        raise RewardError(
+            f"{where}: scored {_shown(value)}; expected a dictionary with the keys of `parts`, {', '.join(parts)}; "
+            f"{prompt}"
+        )
+    return tuple(_checked(value[part], f"{where}, part {part}", prompt) for part in parts)
 
 
 def _has_rows(returned: Any) -> bool:
@@ -92,27 +193,28 @@ def _checked(value: Any, where: str, prompt: str) -> float:
     return float(number)
 
 
-def _explain_failure(
-    function: RewardFunction,
-    prompts: Sequence[str],
-    responses: Sequence[str],
-    columns: Mapping[str, Sequence[Any]],
-    *,
-    error: Exception,
-    rows: Sequence[int],
-) -> str:
+def _explain_failure(function: RewardFunction, asked: Asked, error: BaseException) -> str:
     """What went wrong, and in which row: the function is called once more, with lists that know what is read."""
-    raised = f"raised {type(error).__name__}: {error}"
-    reading = Reading(len(prompts))
-    watched: dict[str, list[Any]] = {key: reading.watched(column) for key, column in columns.items()}
+    raised = _raised(error)
+    if len(asked.prompts) == 1:
+        return _at_row(asked, 0, raised)
+    reading = Reading(len(asked.prompts))
+    watched: dict[str, list[Any]] = {key: reading.watched(column) for key, column in asked.columns.items()}
     try:
-        returned = function(reading.watched(prompts), reading.watched(responses), watched)
+        returned = function(
+            reading.watched(asked.prompts), reading.watched(asked.responses), watched, **asked.arguments
+        )
         list(returned if _has_rows(returned) else ())
-    except Exception as again:
+    except USERS as again:
         if type(again) is not type(error):
-            return f"{raised}; called once more to find the row, it raised {type(again).__name__}: {again}"
+            return f"{raised}; called once more to find the row, it {_raised(again)}"
     else:
-        return f"{raised}; called once more with the same {len(prompts)} rows, it raised nothing"
+        return f"{raised}; called once more with the same {len(asked.prompts)} rows, it raised nothing"
+    return _read_last(asked, reading, raised)
+
+
+def _read_last(asked: Asked, reading: Reading, raised: str) -> str:
+    rows = asked.rows
     if reading.is_past_all:
         last = "" if len(reading.at) > 1 else f", row {rows[reading.at[0]]} last"
         return f"{raised}, after it had read all rows{last}"
@@ -120,8 +222,20 @@ def _explain_failure(
         return f"{raised}; which row it was at cannot be told"
     if len(reading.at) > 1:
         return f"{raised}, among rows {rows[reading.at[0]]} to {rows[reading.at[-1]]}"
-    row = reading.at[0]
-    return f"row {rows[row]}: {raised}; its prompt is {_shown(prompts[row])}, the response {_shown(responses[row])}"
+    return _at_row(asked, reading.at[0], raised)
+
+
+def _at_row(asked: Asked, place: int, what: str) -> str:
+    prompt, response = _shown(asked.prompts[place]), _shown(asked.responses[place])
+    return f"row {asked.rows[place]}: {what}; its prompt is {prompt}, the response {response}"
+
+
+def _all_of(asked: Asked) -> str:
+    return f"among rows {asked.rows[0]} to {asked.rows[-1]}" if asked.rows else "of no rows"
+
+
+def _raised(error: BaseException) -> str:
+    return f"raised {type(error).__name__}: {error}"
 
 
 def _shown(value: Any, limit: int = 200) -> str:

@@ -1,8 +1,7 @@
 """The score of each response: the weighted sum of reward models and reward functions, and what training makes of it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,113 +19,71 @@ from hybridflow.by_length import ByLength
 from hybridflow.config import RewardConfig
 from hybridflow.parallel.exchange import Contribution
 from hybridflow.recording.measure import Stopwatch
-from hybridflow.rewards.background import BackgroundCalls, Group, GroupScores
-from hybridflow.rewards.functions import RewardFunction, call_reward_function, load_reward_function
-from hybridflow.roles.ahead import NOBODY
+from hybridflow.rewards.calls import FAILURES, FunctionCaller, FunctionScores, RolloutCalls
+from hybridflow.rewards.specs import function_names, function_weights
 from hybridflow.roles.values import RewardModel
 
 
 @dataclass(frozen=True)
-class Scores:
-    """A weighted sum that is yet to be exchanged: what this rank knows of each of its terms, (N,) each, by name."""
+class FunctionCalls:
+    """Of all functions, (functions, N): seconds, and which have failed (`calls.FAILURES`)."""
 
-    contributions: tuple[Contribution, ...]
-    weights: tuple[float, ...]
-    names: tuple[str, ...]
+    seconds: Tensor
+    failures: Tensor
 
-    def total(self, wholes: Sequence[Tensor]) -> Tensor:
-        """(N,) of the whole terms, in the order of `contributions`."""
-        total = torch.zeros_like(wholes[0])
-        for weight, score in zip(self.weights, wholes, strict=True):
-            total += weight * score
-        return total
+    def counted(self, kind: str) -> float:
+        return float((self.failures == FAILURES[kind]).sum())
 
 
 @dataclass(frozen=True)
-class FunctionCaller:
-    """Calls users' functions: each row is scored once, on one rank."""
+class Scores:
+    """A weighted sum that is yet to be exchanged: what this rank knows of each of its terms, (N,) each, by name.
 
-    decode: Callable[[list[int]], str]
-    rank: int
-    world_size: int
-
-    def scores(self, function: RewardFunction, name: str, rollout: RolloutBatch, prompts: PromptBatch) -> Contribution:
-        """Of (N,): what the function, called `name` in messages, makes of this rank's rows."""
-        rows = list(range(self.rank, len(rollout), self.world_size))
-        values: list[float] = []
-        if rows:
-            asked = rollout.prompt_indices[rows].tolist()
-            values = self.called(function, name, asked, rollout.response_token_lists(rows), prompts, rows=rows)
-        return self.contribution(len(rollout), rows, values)
-
-    def called(
-        self,
-        function: RewardFunction,
-        name: str,
-        asked: list[int],
-        responses: Sequence[list[int]],
-        prompts: PromptBatch,
-        *,
-        rows: Sequence[int],
-    ) -> list[float]:
-        """Of responses to the prompts numbered `asked`, in one call."""
-        texts = [prompts.texts[i] for i in asked]
-        decoded = [self.decode(ids) for ids in responses]
-        return call_reward_function(function, name, texts, decoded, _columns(prompts.columns, asked), rows=rows)
-
-    def contribution(self, size: int, rows: list[int], values: list[float]) -> Contribution:
-        where, found = torch.tensor(rows, dtype=torch.int64), torch.tensor(values, dtype=torch.float32)
-        return Contribution(size, where, found, tuple(range(self.world_size)))
-
-
-class PromptCalls:
-    """The functions that are called in the background, of one rollout: for each prompt's responses by themselves.
-
-    Which prompts a rank calls them for while others are generated is the caller's to say; those that no rank has begun
-    are dealt out when the rollout is whole.
+    functions: of each function of the sum, what its calls have taken and which rows have failed.
     """
 
-    def __init__(
-        self, functions: Sequence[tuple[RewardFunction, str]], prompts: PromptBatch, caller: FunctionCaller
-    ) -> None:
-        self._functions, self._prompts, self._caller = functions, prompts, caller
-        self.calls = BackgroundCalls(self._called)
-        self._rollout: RolloutBatch | None = None
-        self._own: list[int] = []
+    terms: tuple[Contribution, ...]
+    weights: tuple[float, ...]
+    names: tuple[str, ...]
+    functions: tuple[FunctionScores, ...] = ()
 
-    def settle(self, rollout: RolloutBatch, owners: Sequence[int]) -> None:
-        """The rollout is whole. owners: by prompt the rank that has begun to call, or NOBODY."""
-        caller, left = self._caller, [prompt for prompt, owner in enumerate(owners) if owner == NOBODY]
-        begun = [prompt for prompt, owner in enumerate(owners) if owner == caller.rank]
-        self._own, self._rollout = [*begun, *left[caller.rank :: caller.world_size]], rollout
+    @property
+    def contributions(self) -> tuple[Contribution, ...]:
+        """All that is exchanged: the terms, then what the functions took, then their failures."""
+        seconds = tuple(function.seconds for function in self.functions)
+        return (*self.terms, *seconds, *(function.failures for function in self.functions))
 
-    def is_of(self, rollout: RolloutBatch) -> bool:
-        """Whether this very batch is the rollout, and whole."""
-        return self._rollout is rollout
+    def total(self, wholes: Sequence[Tensor]) -> Tensor:
+        """(N,) of the whole contributions, in their order."""
+        total = torch.zeros_like(wholes[0])
+        for weight, score in zip(self.weights, wholes[: len(self.terms)], strict=True):
+            total += weight * score
+        return total
 
-    def scores(self) -> list[Contribution]:
-        """Of (N,), of each function. Errors: RewardError, of a call in the background too."""
-        assert self._rollout is not None, "the rollout is not whole yet"
-        known = dict(self.calls.results())
-        groups = [_group(self._rollout, prompt) for prompt in self._own]
-        for group in groups:
-            if group.prompt not in known:
-                known[group.prompt] = self._called(group)
-        rows = [row for group in groups for row in group.rows]
-        values = [[value for group in groups for value in known[group.prompt][i]] for i in range(len(self._functions))]
-        return [self._caller.contribution(len(self._rollout), rows, each) for each in values]
+    def parts(self, wholes: Sequence[Tensor]) -> dict[str, Tensor]:
+        """(N,) of each term, before its weight."""
+        return dict(zip(self.names, wholes[: len(self.terms)], strict=True))
 
-    def _called(self, group: Group) -> GroupScores:
-        asked = [group.prompt] * len(group.rows)
-        return tuple(
-            self._caller.called(function, name, asked, group.responses, self._prompts, rows=group.rows)
-            for function, name in self._functions
-        )
+    def calls(self, wholes: Sequence[Tensor]) -> FunctionCalls:
+        """What the functions took, and where they failed."""
+        seconds, failures = wholes[len(self.terms) :][: len(self.functions)], wholes[len(self.terms) :]
+        failures = failures[len(self.functions) :]
+        return FunctionCalls(_together(seconds), _together(failures))
 
 
-def _group(rollout: RolloutBatch, prompt: int) -> Group:
-    rows = (rollout.prompt_indices == prompt).nonzero().flatten().tolist()
-    return Group(prompt, tuple(rows), tuple(rollout.response_token_lists(rows)))
+def call_metrics(calls: Sequence[FunctionCalls]) -> dict[str, float]:
+    """Of the calls of an iteration, in milliseconds a row, and counts of rows."""
+    seconds = torch.cat([each.seconds.flatten() for each in calls])
+    return {
+        "reward/timeouts": sum(each.counted("timeout") for each in calls),
+        "reward/errors": sum(each.counted("error") for each in calls),
+        "reward/row_mean_ms": 1e3 * float(seconds.mean()),
+        "reward/row_max_ms": 1e3 * float(seconds.max()),
+    }
+
+
+def _together(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors)) if tensors else torch.zeros(0, 0)
 
 
 class Scorer:
@@ -143,9 +100,11 @@ class Scorer:
     ) -> None:
         self._config, self.models, self._caller, self._watch = config, models, caller, watch
         self._limits = limits
-        self._functions = [(load_reward_function(f.function), f.function) for f in config.functions]
-        self._ahead: PromptCalls | None = None
-        self._weights = (*(m.weight for m in config.models), *(f.weight for f in config.functions))
+        self._ahead: RolloutCalls | None = None
+        self._weights = (
+            *(model.weight for model in config.models),
+            *(weight for weights in function_weights(config) for weight in weights),
+        )
         self._names = _part_names(config)
 
     def scores(self, rollout: RolloutBatch, prompts: PromptBatch) -> Scores:
@@ -153,25 +112,32 @@ class Scorer:
         with self._watch.phase("reward"):
             models = [model.scores(rollout) for model in self.models]
             functions = self._function_scores(rollout, prompts)
-        return Scores((*models, *functions), self._weights, self._names)
+        terms = (*models, *(part for function in functions for part in function.parts))
+        return Scores(terms, self._weights, self._names, tuple(functions))
 
-    def call_ahead(self, prompts: PromptBatch) -> PromptCalls | None:
-        """Of the rollout that is about to be made: what the functions are called with that need not wait for it."""
+    def call_ahead(self, prompts: PromptBatch) -> RolloutCalls | None:
+        """Of the rollout that is about to be made: the functions that need not wait for it."""
         if self._ahead is not None:
-            self._ahead.calls.wait()  # of a flow that has not asked for the scores: no two calls at a time
-        own = [own for own, config in zip(self._functions, self._config.functions, strict=True) if config.background]
-        self._ahead = PromptCalls(own, prompts, self._caller) if own else None
+            self._ahead.forget()  # of a flow that has not asked for the scores
+        own = [number for number in self._numbers if self._caller.spec(number).background]
+        self._ahead = RolloutCalls(self._caller, own, prompts) if own else None
         return self._ahead
 
-    def _function_scores(self, rollout: RolloutBatch, prompts: PromptBatch) -> list[Contribution]:
+    def _function_scores(self, rollout: RolloutBatch, prompts: PromptBatch) -> list[FunctionScores]:
         ahead = self._ahead if self._ahead is not None and self._ahead.is_of(rollout) else None
-        called = iter(ahead.scores() if ahead is not None else ())
-        return [
-            next(called)
-            if ahead is not None and config.background
-            else self._caller.scores(function, name, rollout, prompts)
-            for (function, name), config in zip(self._functions, self._config.functions, strict=True)
-        ]
+        begun = ahead.functions if ahead is not None else ()
+        others = {
+            number: self._caller.all_begun(number, rollout, prompts) for number in self._numbers if number not in begun
+        }
+        known = ahead.scores() if ahead is not None else {}
+        self._ahead = None if ahead is not None else self._ahead
+        known |= {number: self._caller.finish(number, units, len(rollout)) for number, units in others.items()}
+        return [known[number] for number in self._numbers]
+
+    @property
+    def _numbers(self) -> range:
+        """Of the functions in the pool: the section's are its first."""
+        return range(len(self._config.functions) + len(self._config.remote))
 
     def shaped(self, scores: Tensor, rollout: RolloutBatch, moments: RunningMoments) -> tuple[Tensor, RunningMoments]:
         """(N,) scores as training sees them, and new moments: long and cut responses penalised, normalised, clipped."""
@@ -194,11 +160,11 @@ class Scorer:
 
 
 def _part_names(config: RewardConfig) -> tuple[str, ...]:
-    """`model_0`, and a function's own name; with its number where several have it."""
-    own = [function.function.rpartition(":")[2] for function in config.functions]
-    functions = [name if own.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(own)]
+    """`model_0`; a function's name, or that with each of its parts; `remote_0`."""
+    parts = [tuple(function.parts) for function in config.functions] + [()] * len(config.remote)
+    functions = [
+        f"{name}/{part}" if part else name
+        for name, own in zip(function_names(config), parts, strict=True)
+        for part in own or ("",)
+    ]
     return (*(f"model_{i}" for i in range(len(config.models))), *functions)
-
-
-def _columns(columns: Mapping[str, Sequence[Any]], rows: list[int]) -> dict[str, list[Any]]:
-    return {name: [values[row] for row in rows] for name, values in columns.items()}

@@ -17,7 +17,7 @@ from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.planning.placed import place
-from hybridflow.rewards.scorer import FunctionCaller
+from hybridflow.rewards.calls import FunctionCaller
 from hybridflow.roles.base import World
 from hybridflow.trainer import build_roles
 

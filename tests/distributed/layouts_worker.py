@@ -29,8 +29,9 @@ LAYOUTS = {
 SCORED = ("one replica", "four replicas", "tp2")
 FUNCTIONS = "tests.distributed.reward_functions"
 SCORES = (
-    f"reward.functions=[{{function: '{FUNCTIONS}:beside_the_others', background: true}}, "
-    f"{{function: '{FUNCTIONS}:in_main_thread', background: true}}]",
+    f"reward.functions=[{{function: '{FUNCTIONS}:beside_the_others', per: group}}, "
+    f"{{function: '{FUNCTIONS}:in_main_thread'}}, "
+    f"{{function: '{FUNCTIONS}:later', background: false}}, {{function: '{FUNCTIONS}:share', per: batch}}]",
     "data.prompts_per_iteration=3",  # of four replicas one has none, and prompts are cut for four data-parallel ranks
 )
 

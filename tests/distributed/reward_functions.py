@@ -51,3 +51,15 @@ def in_main_thread(prompts: list[str], responses: list[str], columns: Columns) -
     """As one that sets an alarm for itself."""
     signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
     return num_letters(prompts, responses, columns)
+
+
+def later(prompts: list[str], responses: list[str], columns: Columns) -> list[float]:
+    """One row in a call."""
+    assert len(prompts) == len(responses) == 1
+    return [float(len(responses[0]))]
+
+
+def share(prompts: list[str], responses: list[str], columns: Columns) -> list[float]:
+    """Of all letters of the rollout: each row depends on every other."""
+    total = sum(map(len, responses)) + 1
+    return [(len(response) + i) / total for i, response in enumerate(responses)]

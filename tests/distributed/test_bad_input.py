@@ -173,7 +173,7 @@ def test_reward_function_that_returns_nan(config, tmp_path):
 def test_reward_function_that_returns_too_few(config, tmp_path):
     message = error_in_second_iteration(config, tmp_path, "one_short", bad_rows=[0])
     assert message == (
-        "reward function tests.distributed.reward_functions:one_short: returned 1 numbers for 2 rows; "
+        "reward function tests.distributed.reward_functions:one_short: row 0: returned 0 numbers for 1 row; "
         "expected one a row"
     )
 

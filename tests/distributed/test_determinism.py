@@ -151,7 +151,7 @@ def test_samples_of_a_prompt_differ_and_are_as_many_and_as_long_as_its_length_sa
 @pytest.mark.parametrize("way", WAYS[1:])
 @pytest.mark.parametrize("layout", SCORED)
 def test_results_do_not_depend_on_who_waited_for_whom(layout, way, responses):
-    """Bit for bit. One function looks at all responses of a call, another runs in the main thread alone."""
+    """Bit for bit. Functions see a row, the responses to a prompt, or the rollout; one sets a signal's handler."""
     first, other = (responses[layout]["scored"][x]["tensors"] for x in (WAYS[0], way))
     assert {"raw_scores", "log_probs", "ref_log_probs", "values", "reward/part_model_0_mean"} <= first.keys()
     assert first.keys() == other.keys()

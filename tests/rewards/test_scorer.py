@@ -9,7 +9,8 @@ from hybridflow.batch import RolloutBatch, response_mask
 from hybridflow.by_length import ByLength, always
 from hybridflow.config import RewardConfig
 from hybridflow.recording.measure import Stopwatch
-from hybridflow.rewards.scorer import FunctionCaller, Scorer, _part_names
+from hybridflow.rewards.calls import FunctionCaller
+from hybridflow.rewards.scorer import Scorer, _part_names
 
 SCORES = torch.tensor([1.0, 2.0, 3.0])
 

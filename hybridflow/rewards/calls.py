@@ -1,0 +1,241 @@
+"""Who calls reward functions for which rows, and what becomes of those that fail: between a rollout and the pool.
+
+    calls = RolloutCalls(caller, numbers, prompts)
+    calls.submit(group)             # as soon as all responses to a prompt are there
+    begun = calls.close()           # the rest is for all ranks
+    calls.settle(rollout, owners)
+    calls.scores()                  # waits for them
+
+What a function sees in one list is fixed, by `per`: a row, a prompt's responses, or the rollout. Whichever rank and
+process calls it, and when, it sees the same.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hybridflow.batch import PromptBatch, RolloutBatch
+from hybridflow.errors import RewardError
+from hybridflow.parallel.exchange import Contribution
+from hybridflow.rewards.functions import FunctionSpec
+from hybridflow.rewards.pool import Outcome, Pool, Rows
+from hybridflow.roles.ahead import NOBODY
+
+FAILURES = {"scored": 0.0, "error": 1.0, "timeout": 2.0}  # as ranks exchange them
+MOST_SHOWN = 3  # failures of a function and a rollout that a rank tells in full
+
+
+@dataclass(frozen=True)
+class Group:
+    """The responses to one prompt of an iteration: rows of the rollout, and their tokens."""
+
+    prompt: int
+    rows: tuple[int, ...]
+    responses: tuple[list[int], ...]
+
+
+@dataclass(frozen=True)
+class FunctionScores:
+    """Of a function, (N,) each: its parts, the seconds that a row took, and which rows have failed (FAILURES)."""
+
+    parts: tuple[Contribution, ...]
+    seconds: Contribution
+    failures: Contribution
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A call that is asked for: its rows."""
+
+    ticket: int
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FunctionCaller:
+    """Calls functions of the pool: each row is scored once, on one rank.
+
+    error_score: what each part of a failed row is; None: it ends the run.
+    """
+
+    decode: Callable[[list[int]], str]
+    rank: int
+    world_size: int
+    pool: Pool | None = None
+    error_score: float | None = None
+
+    def spec(self, function: int) -> FunctionSpec:
+        return self._pool.specs[function]
+
+    def texts(self, group: Group, prompts: PromptBatch) -> Rows:
+        return self._texts([group.prompt] * len(group.rows), group.responses, group.rows, prompts)
+
+    def begin(self, function: int, rows: Rows) -> list[Unit]:
+        """Have it called with the rows of a group, or with all that this rank calls it for."""
+        places = range(len(rows["rows"]))
+        cuts = [[i] for i in places] if self.spec(function).per == "row" else [list(places)] * bool(places)
+        parts = [_some(rows, cut) for cut in cuts]
+        return [Unit(self._pool.submit(function, part), tuple(part["rows"])) for part in parts]
+
+    def all_begun(self, function: int, rollout: RolloutBatch, prompts: PromptBatch) -> list[Unit]:
+        """Have it called for this rank's share of a whole rollout: prompts in turn; all on one rank where it is so."""
+        if self.spec(function).per == "batch":
+            own = list(range(len(rollout))) if function % self.world_size == self.rank else []
+            asked = rollout.prompt_indices[own].tolist()
+            return self.begin(function, self._texts(asked, _responses(rollout, own), own, prompts))
+        groups = [group_of(rollout, prompt) for prompt in range(len(prompts))[self.rank :: self.world_size]]
+        return [unit for group in groups if group.rows for unit in self.begin(function, self.texts(group, prompts))]
+
+    def finish(self, function: int, units: Sequence[Unit], size: int) -> FunctionScores:
+        """Of (size,), once all of them have an outcome. Errors: RewardError, of the first that failed."""
+        outcomes = [self._pool.outcome(unit.ticket) for unit in units]
+        self._show(function, outcomes)
+        rows, num_parts = [row for unit in units for row in unit.rows], max(len(self.spec(function).parts), 1)
+        of_rows = [outcome for unit, outcome in zip(units, outcomes, strict=True) for _ in unit.rows]
+        scores = [
+            row for unit, outcome in zip(units, outcomes, strict=True) for row in self._scores(unit, outcome, num_parts)
+        ]
+        seconds = [
+            outcome.seconds / len(unit.rows) for unit, outcome in zip(units, outcomes, strict=True) for _ in unit.rows
+        ]
+        return FunctionScores(
+            tuple(self._contribution(size, rows, [row[i] for row in scores]) for i in range(num_parts)),
+            self._contribution(size, rows, seconds),
+            self._contribution(size, rows, [FAILURES[outcome.kind] for outcome in of_rows]),
+        )
+
+    def scores(self, function: int, rollout: RolloutBatch, prompts: PromptBatch) -> FunctionScores:
+        return self.finish(function, self.all_begun(function, rollout, prompts), len(rollout))
+
+    # ---- inside
+
+    def _scores(self, unit: Unit, outcome: Outcome, num_parts: int) -> Sequence[tuple[float, ...]]:
+        """Of each row its parts."""
+        if outcome.kind == "scored":
+            return outcome.scores
+        if self.error_score is None:
+            raise RewardError(outcome.problem)
+        return [(self.error_score,) * num_parts] * len(unit.rows)
+
+    @property
+    def _pool(self) -> Pool:
+        assert self.pool is not None, "there are functions to call, and no pool"
+        return self.pool
+
+    def _texts(
+        self,
+        prompt_numbers: Sequence[int],
+        responses: Sequence[list[int]],
+        rows: Sequence[int],
+        prompts: PromptBatch,
+    ) -> Rows:
+        return {
+            "prompts": [prompts.texts[i] for i in prompt_numbers],
+            "responses": [self.decode(ids) for ids in responses],
+            "columns": {name: [values[i] for i in prompt_numbers] for name, values in prompts.columns.items()},
+            "rows": list(rows),
+        }
+
+    def _contribution(self, size: int, rows: list[int], values: Sequence[float]) -> Contribution:
+        where, found = torch.tensor(rows, dtype=torch.int64), torch.tensor(values, dtype=torch.float32)
+        return Contribution(size, where, found, tuple(range(self.world_size)))
+
+    def _show(self, function: int, outcomes: Sequence[Outcome]) -> None:
+        """On this rank: what was printed; and why rows have failed, where that does not end the run."""
+        name = f"[rank {self.rank}, {self.spec(function).path}]"
+        lines = [line for outcome in outcomes for line in outcome.printed.splitlines()]
+        failed = [outcome.problem for outcome in outcomes if outcome.kind != "scored"]
+        if failed and self.error_score is not None:
+            lines += [f"scored as {self.error_score:g}: {problem}" for problem in failed[:MOST_SHOWN]]
+            lines += [f"and {len(failed) - MOST_SHOWN} more calls failed"] * (len(failed) > MOST_SHOWN)
+        if lines:
+            print("".join(f"{name} {line}\n" for line in lines), end="", file=sys.stderr, flush=True)
+
+
+class RolloutCalls:
+    """Of the functions that need not wait for the whole of one rollout.
+
+    Which prompts a rank has them called for while others are generated is the caller's to say; those that no rank has
+    begun are dealt out when the rollout is whole.
+    """
+
+    def __init__(self, caller: FunctionCaller, functions: Sequence[int], prompts: PromptBatch) -> None:
+        self._caller, self.functions, self._prompts = caller, tuple(functions), prompts
+        self._units: dict[int, dict[int, list[Unit]]] = {}  # by prompt, by function
+        self._rollout: RolloutBatch | None = None
+        self._own: list[int] = []
+
+    def submit(self, group: Group) -> None:
+        texts = self._caller.texts(group, self._prompts)
+        self._units[group.prompt] = {function: self._caller.begin(function, texts) for function in self.functions}
+
+    def close(self) -> tuple[int, ...]:
+        """The prompts whose calls have begun on this rank; the others may be another's."""
+        pool = self._caller.pool
+        assert pool is not None, "there are functions to call, and no pool"
+        gone = pool.withdraw(unit.ticket for prompt in self._units for unit in self._of_prompt(prompt))
+        whole = {p for p in self._units if all(unit.ticket in gone for unit in self._of_prompt(p))}
+        self._units = {p: _without(units, gone) for p, units in self._units.items() if p not in whole}
+        return tuple(self._units)
+
+    def settle(self, rollout: RolloutBatch, owners: Sequence[int]) -> None:
+        """The rollout is whole. owners: by prompt the rank that has begun to call, or NOBODY."""
+        caller, left = self._caller, [prompt for prompt, owner in enumerate(owners) if owner == NOBODY]
+        begun = [prompt for prompt, owner in enumerate(owners) if owner == caller.rank]
+        self._own, self._rollout = [*begun, *left[caller.rank :: caller.world_size]], rollout
+        for prompt in self._own:
+            self._begin_missing(group_of(rollout, prompt))
+
+    def is_of(self, rollout: RolloutBatch) -> bool:
+        """Whether this very batch is the rollout, and whole."""
+        return self._rollout is rollout
+
+    def scores(self) -> dict[int, FunctionScores]:
+        """By function. Errors: RewardError, of a call that was begun before the rollout was whole too."""
+        assert self._rollout is not None, "the rollout is not whole yet"
+        return {
+            function: self._caller.finish(
+                function, [unit for prompt in self._own for unit in self._units[prompt][function]], len(self._rollout)
+            )
+            for function in self.functions
+        }
+
+    def forget(self) -> None:
+        """Nobody asks for the scores."""
+        if self._caller.pool is not None:
+            self._caller.pool.forget(unit.ticket for prompt in self._units for unit in self._of_prompt(prompt))
+        self._units = {}
+
+    def _begin_missing(self, group: Group) -> None:
+        """What was withdrawn of a prompt that this rank has begun, or all of it."""
+        known = self._units.setdefault(group.prompt, {})
+        texts = self._caller.texts(group, self._prompts)
+        for function in self.functions:
+            units = known.setdefault(function, [])
+            there = {row for unit in units for row in unit.rows}
+            places = [i for i, row in enumerate(group.rows) if row not in there]
+            if places:
+                units += self._caller.begin(function, _some(texts, places))
+
+    def _of_prompt(self, prompt: int) -> list[Unit]:
+        return [unit for units in self._units[prompt].values() for unit in units]
+
+
+def group_of(rollout: RolloutBatch, prompt: int) -> Group:
+    rows = (rollout.prompt_indices == prompt).nonzero().flatten().tolist()
+    return Group(prompt, tuple(rows), tuple(rollout.response_token_lists(rows)))
+
+
+def _responses(rollout: RolloutBatch, rows: list[int]) -> list[list[int]]:
+    return list(rollout.response_token_lists(rows)) if rows else []
+
+
+def _without(units: dict[int, list[Unit]], gone: set[int]) -> dict[int, list[Unit]]:
+    return {function: [unit for unit in some if unit.ticket not in gone] for function, some in units.items()}
+
+
+def _some(rows: Rows, places: Sequence[int]) -> Rows:
+    columns = {name: [values[i] for i in places] for name, values in rows["columns"].items()}
+    return {key: [rows[key][i] for i in places] for key in ("prompts", "responses", "rows")} | {"columns": columns}

@@ -1,0 +1,135 @@
+"""`hybridflow.rewards:passes_tests`: whether the Python program in a response passes the row's tests.
+
+The program is the last block between ``` of the response, or all of it. Tests are Python statements that run after it
+(a text, or a list of such), or {"inputs": [...], "outputs": [...]}: what it reads, and what it is to print. Each test
+runs in a process of its own (`rewards/code_runner.py`) with limits on CPU seconds, memory and files.
+
+These are limits, not a jail: a program can read and delete what the user can. Where Linux lets the user make namespaces
+it has no network and sees no processes but its own; where not, that is said once, and `network: refuse` makes it an
+error.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+RUNNER = Path(__file__).with_name("code_runner.py")
+BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+WALL_FACTOR, WALL_SECONDS = 3.0, 5.0  # of the clock on the wall, for a program that sleeps: a machine may be busy
+MOST_OUTPUT = 1 << 20  # bytes that are read of what a program prints
+NO_NAMESPACES = 97  # exit status of the runner; see there
+_told: list[str] = []  # of this process: what has been said once
+
+
+def passes_tests(
+    prompts: list[str],
+    responses: list[str],
+    columns: dict[str, list[Any]],
+    *,
+    tests: str = "tests",
+    cpu_seconds: int = 10,
+    memory_mib: int = 1024,
+    file_mib: int = 16,
+    partial: bool = False,
+    network: Literal["refuse", "allow"] = "allow",
+) -> list[float]:
+    """1.0 where all tests pass, else 0.0; with `partial` the share that does. tests: the column.
+
+    network: what happens where no namespace can be made. Errors: ValueError for tests of another form.
+    """
+    limits = (cpu_seconds, memory_mib, file_mib)
+    if min(limits) < 1:
+        raise ValueError(f"cpu_seconds, memory_mib and file_mib = {limits}: each is at least 1")
+    if network not in ("refuse", "allow"):
+        raise ValueError(f"network = {network!r} is neither refuse nor allow")
+    return [
+        _share(program_in(response), _cases(given, tests), limits, partial=partial, refuse=network == "refuse")
+        for response, given in zip(responses, columns[tests], strict=True)
+    ]
+
+
+def program_in(response: str) -> str:
+    """The last block between ```; without one the whole response."""
+    blocks = BLOCK.findall(response)
+    return blocks[-1] if blocks else response
+
+
+Case = tuple[str, str, str | None]  # what follows the program, what it reads, what it is to print
+
+
+def _cases(given: Any, column: str) -> list[Case]:
+    if isinstance(given, str):
+        return [(given, "", None)]
+    if isinstance(given, list) and given and all(isinstance(one, str) for one in given):
+        return [(one, "", None) for one in given]
+    if isinstance(given, dict) and set(given) >= {"inputs", "outputs"}:
+        pairs = list(zip(given["inputs"], given["outputs"], strict=True))
+        if pairs and all(isinstance(text, str) for pair in pairs for text in pair):
+            return [("", asked, wanted) for asked, wanted in pairs]
+    raise ValueError(
+        f"column {column!r}: {str(given)[:200]!r}: tests are a text, a list of texts, or inputs and outputs, texts too"
+    )
+
+
+def _share(program: str, cases: Sequence[Case], limits: tuple[int, int, int], *, partial: bool, refuse: bool) -> float:
+    passed = 0
+    for case in cases:
+        ok = _passes(program, case, limits, refuse=refuse)
+        if not ok and not partial:
+            return 0.0
+        passed += ok
+    return passed / len(cases)
+
+
+def _passes(program: str, case: Case, limits: tuple[int, int, int], *, refuse: bool) -> bool:
+    test, asked, wanted = case
+    token = secrets.token_hex(16)  # sys.exit(0) before the tests is no pass
+    ending = f"\n{test}\nprint('\\n{token}')\n" if wanted is None else "\n"
+    with tempfile.TemporaryDirectory(prefix="hybridflow-code-") as directory:
+        Path(directory, "program.py").write_text(program + ending, encoding="utf-8", errors="backslashreplace")
+        command = [sys.executable, "-I", str(RUNNER), *map(str, limits), "refuse" if refuse else "allow"]
+        status, printed, said = _run(command, directory, asked, WALL_FACTOR * limits[0] + WALL_SECONDS)
+    if status == NO_NAMESPACES:
+        raise PermissionError("network: refuse: this user may not make Linux namespaces here, so there is a network")
+    if said.startswith("hybridflow:") and not _told:
+        _told.append(said)
+        print(said.splitlines()[0], file=sys.stderr)
+    if wanted is None:
+        return printed.rstrip().endswith(token)
+    return status == 0 and _lines(printed) == _lines(wanted)
+
+
+def _run(command: list[str], directory: str, asked: str, seconds: float) -> tuple[int, str, str]:
+    """(status, stdout, stderr). What is left of it is killed, with the runner's namespace or its process group."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as error, tempfile.TemporaryFile() as given:
+        given.write(asked.encode(errors="backslashreplace"))
+        given.seek(0)
+        process = subprocess.Popen(
+            command, cwd=directory, stdin=given, stdout=out, stderr=error, start_new_session=True
+        )
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = 124
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        texts = []
+        for file in (out, error):
+            file.seek(0)
+            texts.append(file.read(MOST_OUTPUT).decode(errors="replace"))
+    return status, texts[0], texts[1]
+
+
+def _lines(text: str) -> list[str]:
+    """Without spaces at the ends of lines, and empty lines at the end."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,0 +1,85 @@
+"""Messages over a socket between processes of one machine: a JSON header, and bytes that are passed on as they are.
+
+    channel.send({"unit": 3, "seconds": 2.0}, pickled_rows)     # at once: what does not go now goes with `flush`
+    for header, body in channel.receive(): ...                  # what has arrived
+
+What comes from a process that runs a user's code is read as JSON alone: nothing of it is unpickled.
+"""
+
+import contextlib
+import json
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+Header = dict[str, Any]
+LENGTHS = struct.Struct(">IQ")  # of the header and of the body, in bytes
+CHUNK = 1 << 16
+
+
+class Closed(Exception):
+    """The other end is gone."""
+
+
+class Channel:
+    """One end. It takes the socket over, which no longer blocks."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self.socket = end
+        self._out, self._in = bytearray(), bytearray()
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something is yet to be sent."""
+        return bool(self._out)
+
+    def send(self, header: Header, body: bytes = b"") -> None:
+        head = json.dumps(header).encode()
+        self._out += LENGTHS.pack(len(head), len(body)) + head + body
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the other end takes now. Errors: Closed."""
+        try:
+            while self._out:
+                del self._out[: self.socket.send(memoryview(self._out)[:CHUNK].tobytes())]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise Closed from error
+
+    def receive(self) -> Iterator[tuple[Header, bytes]]:
+        """The whole messages that have arrived. Errors: Closed, after the last of them."""
+        ended = self._read()
+        while len(self._in) >= LENGTHS.size:
+            head, body = LENGTHS.unpack_from(self._in)
+            end = LENGTHS.size + head + body
+            if len(self._in) < end:
+                break
+            message = bytes(self._in[LENGTHS.size : end])
+            del self._in[:end]
+            yield json.loads(message[:head]), message[head:]
+        if ended:
+            raise Closed
+
+    def close(self) -> None:
+        """For both ends, also where a process that was forked holds this one too."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+    def _read(self) -> bool:
+        """Whether the other end is gone."""
+        try:
+            while data := self.socket.recv(CHUNK):
+                self._in += data
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True

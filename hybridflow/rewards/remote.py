@@ -1,0 +1,159 @@
+"""Reward models behind HTTP, as `reward.remote` names them: one request a response, several under way, tried again.
+
+json_score    POST URL {"prompt", "response", "columns"} -> a number, or {"score": number}
+judge_score   POST URL/chat/completions of an OpenAI-compatible server -> the last number of what the judge says
+
+What is tried again: no connection, no answer in time, and a status that says later. A wrong answer is an error at once.
+"""
+
+import asyncio
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.rewards.numeric import NUMBER
+
+if TYPE_CHECKING:
+    import httpx
+
+LATER = frozenset({408, 409, 425, 429, *range(500, 600)})  # statuses after which it is tried again
+NAME = re.compile(r"\{(\w+)\}")
+SHOWN = 200  # characters of an answer in a message
+_clients: "dict[float, httpx.AsyncClient]" = {}  # of this process: connections are kept open between rows
+
+
+async def json_score(
+    prompts: list[str],
+    responses: list[str],
+    columns: dict[str, list[Any]],
+    *,
+    url: str,
+    request_seconds: float,
+    retries: int,
+    backoff_seconds: float,
+    api_key: str | None = None,
+) -> list[float]:
+    """Errors: ConnectionError where no attempt had an answer, ValueError where the answer is no score."""
+    scores = []
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        own = {name: values[row] for name, values in columns.items()}
+        answer = await _answer(
+            url,
+            {"prompt": prompt, "response": response, "columns": own},
+            request_seconds=request_seconds,
+            retries=retries,
+            backoff_seconds=backoff_seconds,
+            api_key=api_key,
+        )
+        scores.append(_number(answer.get("score") if isinstance(answer, dict) else answer, url, answer))
+    return scores
+
+
+async def judge_score(
+    prompts: list[str],
+    responses: list[str],
+    columns: dict[str, list[Any]],
+    *,
+    url: str,
+    model: str,
+    template: str,
+    max_tokens: int,
+    lowest: float,
+    highest: float,
+    request_seconds: float,
+    retries: int,
+    backoff_seconds: float,
+    api_key: str | None = None,
+) -> list[float]:
+    """Greedy. Errors: as `json_score`, and ValueError for a number that is not in [lowest, highest]."""
+    scores = []
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        own = {name: values[row] for name, values in columns.items()}
+        text = filled(template, own | {"prompt": prompt, "response": response})
+        asked = {
+            "model": model,
+            "messages": [{"role": "user", "content": text}],
+            "temperature": 0,
+            "max_tokens": max_tokens,
+        }
+        answer = await _answer(
+            f"{url.rstrip('/')}/chat/completions",
+            asked,
+            request_seconds=request_seconds,
+            retries=retries,
+            backoff_seconds=backoff_seconds,
+            api_key=api_key,
+        )
+        score = _judgement(answer, url)
+        if not lowest <= score <= highest:
+            raise ValueError(f"{url}: the judge says {score:g}; expected a number from {lowest:g} to {highest:g}")
+        scores.append(score)
+    return scores
+
+
+def filled(template: str, values: dict[str, Any]) -> str:
+    """With {name} replaced, once: what a response has in braces stays. Errors: ValueError for a name that is none."""
+
+    def value(found: re.Match[str]) -> str:
+        if found[1] not in values:
+            raise ValueError(f"template: {found[0]} is none of {', '.join(sorted(values))}")
+        return str(values[found[1]])
+
+    return NAME.sub(value, template)
+
+
+async def _answer(
+    url: str, asked: Any, *, request_seconds: float, retries: int, backoff_seconds: float, api_key: str | None
+) -> Any:
+    """What the server says, as JSON."""
+    import httpx  # for those who ask for it
+
+    if request_seconds not in _clients:
+        _clients[request_seconds] = httpx.AsyncClient(timeout=request_seconds)
+    client = _clients[request_seconds]
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    problem = ""
+    for attempt in range(retries + 1):
+        if attempt:
+            await asyncio.sleep(backoff_seconds * 2 ** (attempt - 1))
+        try:
+            async with asyncio.timeout(request_seconds):  # httpx's own is of each read
+                reply = await client.post(url, json=asked, headers=headers)
+        except (httpx.TransportError, TimeoutError) as error:
+            problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            continue
+        if reply.status_code not in LATER:
+            return _read(reply, url)
+        problem = f"status {reply.status_code}: {reply.text[:SHOWN]}"
+    raise ConnectionError(f"{url}: no answer in {retries + 1} attempts; the last: {problem}")
+
+
+def _read(reply: "httpx.Response", url: str) -> Any:
+    if reply.status_code != 200:
+        raise ValueError(f"{url}: status {reply.status_code}: {reply.text[:SHOWN]}")
+    try:
+        return reply.json()
+    except ValueError as error:
+        raise ValueError(f"{url}: answers what is not JSON: {reply.text[:SHOWN]!r}") from error
+
+
+def _number(score: Any, url: str, answer: Any) -> float:
+    if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+        shown = repr(answer)[:SHOWN]
+        raise ValueError(f'{url}: answers {shown}; expected a finite number, or {{"score": number}}')
+    return float(score)
+
+
+def _judgement(answer: Any, url: str) -> float:
+    try:
+        text = answer["choices"][0]["message"]["content"]
+        found = list(NUMBER.finditer(text))
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"{url}: answers {repr(answer)[:SHOWN]}; expected a chat completion") from error
+    if not found:
+        raise ValueError(f"{url}: the judge gives no number: {text[-SHOWN:]!r}")
+    return float(found[-1][0].replace(",", "")) if "/" not in found[-1][0] else _fraction(found[-1], url)
+
+
+def _fraction(found: re.Match[str], url: str) -> float:
+    raise ValueError(f"{url}: the judge says {found[0]}; expected one number, not a fraction")

@@ -1,0 +1,351 @@
+"""The process that has charge of those in which reward functions run, one for each rank: it watches and kills them.
+
+    trainer  --- units --->  warden  --- a unit at a time --->  worker, worker, ...      (rewards/worker.py)
+             <-- answers --          <-- the answer ----------
+
+It imports no torch and runs no code of a user's; workers are its forks. One that is over its time, holds too much
+memory, has too many descendants, or ends, is killed with all that it has started, and another takes its place. When the
+trainer is gone, however it went, the warden kills them all and ends. A unit has one answer, whatever happens.
+"""
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hybridflow.rewards.frames import Channel, Closed, Header
+from hybridflow.rewards.functions import FunctionSpec
+from hybridflow.rewards.processes import adopt_orphans, children, descendants, kill_tree, resident_bytes
+from hybridflow.rewards.worker import TOLD_TO_END, run_worker
+
+BUSY_SECONDS, IDLE_SECONDS = 0.05, 0.5  # between two looks at processes: while calls run, and while none does
+LOAD_SECONDS = 600.0  # that the import of a user's modules may take
+PATIENCE = 2.0  # seconds beyond the limit in which an `async def` may end by itself
+MOST_PRINTED = 4000  # characters kept of what is printed in a call
+READS = 16  # at a time, of what a worker prints: one that prints without end must not keep the warden from its limits
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Charge:
+    """What a warden is told when it starts. path: the trainer's sys.path. memory_bytes: of a worker and its own."""
+
+    specs: tuple[FunctionSpec, ...]
+    num_workers: int
+    memory_bytes: int | None
+    max_processes: int
+    path: list[str]
+
+
+@dataclass
+class Unit:
+    """The rows of one call. alone: it may be the one that has ended a worker with several calls under way."""
+
+    number: int
+    function: int
+    num_rows: int
+    body: bytes
+    started: float = 0.0
+    alone: bool = False
+
+
+@dataclass
+class Worker:
+    """functions: those that it may call. deadline: of its start."""
+
+    pid: int
+    channel: Channel
+    output: int | None  # what it prints; None once it has closed that
+    functions: tuple[int, ...]
+    capacity: int
+    deadline: float
+    ready: bool = False
+    gone: bool = False  # it has closed its end of the channel
+    status: int | None = None  # once it has ended
+    units: dict[int, Unit] = field(default_factory=dict)
+    printed: str = ""
+
+    @property
+    def is_free(self) -> bool:
+        alone = any(unit.alone for unit in self.units.values())
+        return self.ready and len(self.units) < self.capacity and not alone
+
+
+class Warden:
+    """See the module. Errors of `run`: Closed, when the trainer is gone; then `end`."""
+
+    def __init__(self, charge: Charge, trainer: Channel, parent: int) -> None:
+        self._charge, self._trainer, self._parent = charge, trainer, parent
+        self._queues: dict[int, deque[Unit]] = {number: deque() for number in range(len(charge.specs))}
+        self._workers: list[Worker] = []
+
+    def run(self) -> None:
+        for functions in self._lanes():
+            self._workers.append(self._started(functions))
+        while True:
+            self._wait()
+            if os.getppid() != self._parent:
+                raise Closed
+            for header, body in self._trainer.receive():
+                self._told(header, body)
+            for worker in list(self._workers):
+                self._hear(worker)
+            self._reap()
+            for worker in list(self._workers):
+                self._look(worker)
+            self._start_missing()
+            self._hand_out()
+            self._trainer.flush()
+
+    def end(self) -> None:
+        """Kill all that there is; what its parents leave behind becomes this process's."""
+        while left := children(os.getpid()):
+            for pid in left:
+                kill_tree(pid)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            time.sleep(0.001)
+
+    # ---- what arrives
+
+    def _wait(self) -> None:
+        readers: list[Channel | int] = [self._trainer, *(w.channel for w in self._workers if not w.gone)]
+        readers += [worker.output for worker in self._workers if worker.output is not None]
+        writers = [x for x in (self._trainer, *(worker.channel for worker in self._workers)) if x.has_more]
+        busy = any(worker.units or not worker.ready for worker in self._workers)
+        _poll(readers, writers, BUSY_SECONDS if busy else IDLE_SECONDS)
+        for worker in self._workers:
+            if worker.channel.has_more:
+                with contextlib.suppress(Closed):
+                    worker.channel.flush()
+
+    def _told(self, header: Header, body: bytes) -> None:
+        if "withdraw" in header:
+            asked = set(header["withdraw"])
+            gone = [unit.number for queue in self._queues.values() for unit in queue if unit.number in asked]
+            for number, queue in self._queues.items():
+                self._queues[number] = deque(unit for unit in queue if unit.number not in asked)
+            self._trainer.send({"withdrawn": gone})
+            return
+        unit = Unit(header["unit"], header["function"], header["rows"], body)
+        self._queues[unit.function].append(unit)
+
+    def _hear(self, worker: Worker) -> None:
+        try:
+            for header, _ in worker.channel.receive():
+                if "ready" in header:
+                    worker.ready = True
+                elif (unit := worker.units.pop(header["unit"], None)) is not None:
+                    self._read_output(worker)
+                    self._answer(worker, unit, header)
+        except Closed:
+            worker.gone = True
+        self._read_output(worker)
+
+    def _read_output(self, worker: Worker) -> None:
+        if worker.output is None:
+            return
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(READS):
+                data = os.read(worker.output, 1 << 16)
+                if not data:
+                    self._close_output(worker)
+                    return
+                worker.printed = (worker.printed + data.decode(errors="backslashreplace"))[-4 * MOST_PRINTED :]
+
+    def _close_output(self, worker: Worker) -> None:
+        if worker.output is not None:
+            os.close(worker.output)
+            worker.output = None
+
+    def _reap(self) -> None:
+        """Take note of workers that have ended, and of what their descendants left behind."""
+        own = {worker.pid: worker for worker in self._workers}
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] in own:
+                    own[ended[0]].status = ended[1]
+        for pid in children(os.getpid()):
+            if pid not in own:
+                kill_tree(pid)
+
+    # ---- what is done about it
+
+    def _look(self, worker: Worker) -> None:
+        """Replace a worker that has ended, or must."""
+        if worker.gone and worker.status is None:
+            worker.status = _soon(worker.pid)
+        if worker.status is not None:
+            self._lose(worker, f"the process that called it {_how(worker.status)}")
+        elif worker.gone:
+            self._lose(worker, "it has closed the socket that its results go through")
+        elif not worker.ready and time.monotonic() > worker.deadline:
+            self._lose(worker, f"its module was not imported in {LOAD_SECONDS:g} s")
+        elif any(self._is_late(unit) for unit in worker.units.values()):
+            self._lose(worker, None)
+        elif (excess := self._excess(worker)) is not None:
+            self._lose(worker, excess)
+
+    def _is_late(self, unit: Unit) -> bool:
+        spec = self._charge.specs[unit.function]
+        limit = spec.timeout_seconds * unit.num_rows + (PATIENCE if spec.awaited else 0.0)
+        return time.monotonic() > unit.started + limit
+
+    def _excess(self, worker: Worker) -> str | None:
+        """What it has too much of."""
+        below, most = descendants(worker.pid), self._charge.memory_bytes
+        if len(below) > self._charge.max_processes:
+            return f"it had started {len(below)} processes; reward.max_processes = {self._charge.max_processes}"
+        if most is not None and (held := resident_bytes([worker.pid, *below])) > most:
+            return f"its processes held {held / GIB:.2f} GiB; reward.memory_gib = {most / GIB:g}"
+        return None
+
+    def _lose(self, worker: Worker, why: str | None) -> None:
+        """why: None where it was too slow."""
+        if worker.status is None:
+            kill_tree(worker.pid)
+            os.waitpid(worker.pid, 0)
+        self._hear(worker)  # what it has sent before counts
+        worker.channel.close()
+        self._close_output(worker)
+        self._workers.remove(worker)
+        units = list(worker.units.values())
+        if not worker.ready and not units:  # it could not even start: whoever waits for it is told
+            units = self._first_queued(worker)
+        for unit in units:
+            self._settle_lost(worker, unit, why, of_many=len(units) > 1)
+
+    def _settle_lost(self, worker: Worker, unit: Unit, why: str | None, *, of_many: bool) -> None:
+        seconds = time.monotonic() - unit.started if unit.started else 0.0
+        if of_many:  # nobody knows whose fault it was: one that blocks the event loop makes all of them late
+            unit.alone = True
+            self._queues[unit.function].appendleft(unit)
+        elif why is None:
+            self._answer(worker, unit, {"unit": unit.number, "timeout": True, "seconds": seconds})
+        else:
+            self._answer(worker, unit, {"unit": unit.number, "ended": why, "seconds": seconds})
+
+    def _first_queued(self, worker: Worker) -> list[Unit]:
+        queue = next((self._queues[number] for number in worker.functions if self._queues[number]), None)
+        return [] if queue is None else [queue.popleft()]
+
+    def _answer(self, worker: Worker, unit: Unit, answer: Header) -> None:
+        printed, worker.printed = worker.printed, ""
+        if len(printed) > MOST_PRINTED:
+            printed = f"...{printed[-MOST_PRINTED:]}"
+        self._trainer.send(answer | {"printed": printed})
+
+    # ---- workers
+
+    def _lanes(self) -> list[tuple[int, ...]]:
+        """The functions of each worker that there is to be: one for each `async def`, num_workers for all others."""
+        specs = self._charge.specs
+        plain = tuple(number for number, spec in enumerate(specs) if not spec.awaited)
+        lanes = [plain] * self._charge.num_workers if plain else []
+        return lanes + [(number,) for number, spec in enumerate(specs) if spec.awaited]
+
+    def _start_missing(self) -> None:
+        """In the place of workers that have ended, once there is something to do for them."""
+        there = [worker.functions for worker in self._workers]
+        for functions in self._lanes():
+            if functions in there:
+                there.remove(functions)
+            elif any(self._queues[number] for number in functions):
+                self._workers.append(self._started(functions))
+
+    def _started(self, functions: tuple[int, ...]) -> Worker:
+        charge, own = self._charge, os.getpid()
+        near, far = socket.socketpair()
+        output, written = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                run_worker(
+                    far,
+                    written,
+                    {number: charge.specs[number] for number in functions},
+                    warden=own,
+                    path=charge.path,
+                    memory_bytes=charge.memory_bytes,
+                )
+            finally:
+                os._exit(1)
+        far.close()
+        os.close(written)
+        os.set_blocking(output, False)
+        capacity = max(charge.specs[number].concurrency if charge.specs[number].awaited else 1 for number in functions)
+        return Worker(pid, Channel(near), output, functions, capacity, time.monotonic() + LOAD_SECONDS)
+
+    def _hand_out(self) -> None:
+        """To workers that are free, in the order in which units came; of several functions in turn."""
+        for worker in self._workers:
+            while worker.is_free and (unit := self._next_for(worker)) is not None:
+                unit.started = time.monotonic()
+                worker.units[unit.number] = unit
+                with contextlib.suppress(Closed):
+                    worker.channel.send({"unit": unit.number, "function": unit.function}, unit.body)
+
+    def _next_for(self, worker: Worker) -> Unit | None:
+        queues = [self._queues[number] for number in worker.functions if self._queues[number]]
+        if not queues:
+            return None
+        queue = min(queues, key=lambda queue: queue[0].number)
+        if queue[0].alone and worker.units:
+            return None
+        return queue.popleft()
+
+
+def _poll(readers: Sequence[Channel | int], writers: Sequence[Channel], seconds: float) -> None:
+    poll = select.poll()
+    for reader in readers:
+        poll.register(reader, select.POLLIN)
+    for writer in writers:
+        poll.register(writer, select.POLLIN | select.POLLOUT)
+    with contextlib.suppress(InterruptedError):
+        poll.poll(1000 * seconds)
+
+
+def _soon(pid: int) -> int | None:
+    """How it has ended, once its files are closed: that comes a moment before; None if it goes on without them."""
+    until = time.monotonic() + 0.2
+    while time.monotonic() < until:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status
+        time.sleep(0.001)
+    return None
+
+
+def _how(status: int) -> str:
+    """A process has ended, as os.waitpid tells it."""
+    code = os.waitstatus_to_exitcode(status)
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Of `python -c`, as `rewards.pool` starts it: a socket to the trainer, over which the charge comes first."""
+    for number in TOLD_TO_END:
+        signal.signal(number, signal.SIG_IGN)
+    adopt_orphans()
+    trainer = Channel(socket.socket(fileno=descriptor))
+    warden: Warden | None = None
+    with contextlib.suppress(Closed):
+        charge: Charge | None = None
+        while charge is None:
+            select.select([trainer], [], [])
+            for _, body in trainer.receive():
+                charge = pickle.loads(body)
+                break
+        warden = Warden(charge, trainer, parent)
+        warden.run()
+    if warden is not None:
+        warden.end()
+    sys.exit(0)
