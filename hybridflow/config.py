@@ -330,9 +330,26 @@ class NonFiniteConfig(Section):
     max_in_a_row: PositiveInt = 3  # skip: iterations in a row that may lose a step to it
 
 
+class WandbConfig(Section):
+    """Weights & Biases, in the package's extra `wandb`."""
+
+    project: str
+    entity: str | None = None  # a user or a team; None: the account's own
+    mode: Literal["online", "offline"] = "online"  # offline: into the run directory, for `wandb sync`
+
+
+class MlflowConfig(Section):
+    """MLflow, in the package's extra `mlflow`."""
+
+    experiment: str
+    tracking_uri: str  # such as http://tracking:5000
+
+
 class MetricsConfig(Section):
     csv: bool = True
     tensorboard: bool = True
+    wandb: WandbConfig | None = None
+    mlflow: MlflowConfig | None = None
     dump_batches: bool = False
     eval_interval: NonNegativeInt = 0  # iterations between evaluations on data.heldout; 0: never
     eval_reward: str | None = None  # package.module:function whose 1.0 counts as right in eval/accuracy
@@ -661,14 +678,7 @@ class ExperimentConfig(Section):
 
         Errors: ConfigError naming the file, the key, the value and the rule.
         """
-        try:
-            tree = yaml.safe_load(Path(path).read_text())
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: is not YAML: {error}") from error
-        if not isinstance(tree, dict):
-            raise ConfigError(f"{path}: a config is a mapping of sections, this is {type(tree).__name__}")
+        tree = read_tree(path)
         for override in overrides:
             _apply_override(tree, override)
         return cls.from_tree(tree, path)
@@ -680,6 +690,19 @@ class ExperimentConfig(Section):
             return cls.model_validate(tree)
         except ValidationError as error:
             raise ConfigError(_explain(error, cls, source)) from error
+
+
+def read_tree(path: str | Path) -> dict[str, Any]:
+    """The sections of a config file as they stand. Errors: ConfigError naming the file."""
+    try:
+        tree = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: a config is a mapping of sections, this is {type(tree).__name__}")
+    return tree
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

@@ -54,6 +54,10 @@ class NonFiniteError(UserError):
     """A number that is not finite ended the run."""
 
 
+class RunDirError(UserError):
+    """What a run has left behind is missing or damaged."""
+
+
 class EnvironmentProblem(UserError):
     """A package or device that the run needs is not there."""
 

@@ -358,11 +358,11 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("output_dir name", "default_local_dir ckpt_path ckpt.path ckpt.output_dir checkpoint_dir save_path", "joined"),
     ("name", "experiment_name exp_name run_name wandb_run_name", ""),
     (
-        "metrics.tensorboard metrics.csv",
-        "trainer.logger wandb tensorboard_dir use_wandb use_tensorboard report_to log_with "
-        "wandb_project project_name wandb_enabled tensorboard_enabled",
+        "metrics.tensorboard metrics.csv metrics.wandb metrics.mlflow",
+        "trainer.logger tensorboard_dir use_tensorboard report_to log_with tensorboard_enabled",
         "there is no other logger",
     ),
+    ("metrics.wandb", "wandb use_wandb wandb_project project_name wandb_enabled", "a section: project: NAME"),
     ("", "profiler global_profiler", "there is none here"),
     ("metrics.eval_interval", "test_freq eval_steps eval.steps val_period", "iterations"),
     ("metrics.eval_interval", "val_before_train val_at_start", "where it is not 0, there is one before training"),

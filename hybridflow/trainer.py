@@ -290,6 +290,8 @@ class RLTrainer:
         if num_iterations < 1:
             raise ConfigError(f"num_iterations = {num_iterations}: a run has at least one iteration")
         with self.keeper.recorder(num_iterations, self.inputs.decode) as recorder:
+            layouts = {name: model.layout for name, model in self.placed.models.items()}
+            recorder.layout(self.placed.world_size, layouts, self.placed.rollout)
             for line in self.keeper.notes + self.inputs.notes() + self._notes():
                 recorder.message(line)
             if self.run.state.iteration >= num_iterations:

@@ -50,7 +50,8 @@ def test_the_script_skips_no_test_of_several_hosts_where_it_may_be_root() -> Non
     """Whoever is not root has them run by root, and the others by himself."""
     script = (ROOT / ".ci" / "run").read_text()
     by_root, by_sudo, by_neither = re.split(r"\n(?:elif|else)\b", script.partition("if ((EUID == 0)); then")[2])
-    assert "export HYBRIDFLOW_MUST_RUN_HOSTS=1" in by_root
+    assert "export HYBRIDFLOW_MUST_RUN_HOSTS=1 HYBRIDFLOW_MUST_RUN_BROWSER=1" in by_root
+    assert "export HYBRIDFLOW_MUST_RUN_BROWSER=1\n" in by_sudo and "MUST_RUN_BROWSER" not in by_neither
     assert re.search(r"sudo -n env HYBRIDFLOW_MUST_RUN_HOSTS=1 [^#]* -m distributed tests/launcher$", by_sudo)
     assert "HYBRIDFLOW_MUST_RUN_HOSTS" not in by_neither and "will be skipped" in by_neither
 
@@ -59,7 +60,9 @@ def test_types_are_checked_wherever_there_is_code() -> None:
     """No module of ours is left out or let off: what is excluded or overridden is the tests and other packages."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
     assert (settings["files"], settings["exclude"], settings["strict"]) == (["."], ["^tests/"], True)
-    assert {name for override in settings["overrides"] for name in override["module"]} == {"megatron.*", "triton.*"}
+    assert {name for override in settings["overrides"] for name in override["module"]} == {
+        *("megatron.*", "triton.*", "wandb.*", "mlflow.*")
+    }
 
 
 def test_the_hooks_call_the_ruff_that_the_project_pins() -> None:

@@ -40,11 +40,11 @@ FLOORS: dict[int, list[str]] = {
     2: ["architecture", "architecture.*"],
     3: ["models", "models.*", "reshard", "reshard.*", "rollout", "rollout.*"],
     4: ["recording", "recording.*", "planning", "planning.*"],
-    5: ["roles", "roles.*"],
+    5: ["roles", "roles.*", "reporting", "reporting.*"],
     6: ["rewards", "rewards.*", "data", "data.*", "checkpoint", "checkpoint.*", "generator"],
     7: ["flows", "flows.*", "inspection", "inspection.*"],
     8: ["trainer"],
-    9: ["front", "front_inputs", "front_models", "train", "plan", "checkpoints", "health", "samples"],
+    9: ["front", "front_inputs", "front_models", "train", "plan", "checkpoints", "health", "report", "samples"],
 }
 ENTRY_FLOOR = 9  # hybridflow itself, whose __getattr__ imports the front
 OUTER_FLOOR = 10  # tools and launch: nothing in hybridflow imports them
@@ -66,6 +66,8 @@ SOLE_USERS: dict[str, list[str]] = {
     "megatron.core.dist_checkpointing": ["hybridflow.checkpoint", "hybridflow.checkpoint.*"],
     "vllm": ["hybridflow.rollout", "hybridflow.rollout.*"],
     "triton": ["hybridflow.reshard.kernel"],
+    "wandb": ["hybridflow.recording.trackers"],
+    "mlflow": ["hybridflow.recording.trackers"],
     "yaml": ["hybridflow.config"],
     "torch.cuda.is_available": ["hybridflow.parallel.device"],  # where the CPU is chosen, there may be CUDA
     **{name: ENVIRONMENT_USERS for name in ("os.environ", "os.getenv", "os.putenv", "os.unsetenv")},

@@ -86,6 +86,7 @@ TABLE: tuple[Rule, ...] = (
     ),
     _rule("checkpoint.* watchdog.*", FREE, FREE, "when a run saves and ends, not what it computes"),
     _rule("metrics.*", FREE, FREE, "what is recorded and how often; a file that begins later lacks what was before"),
+    _rule("metrics.wandb.* metrics.mlflow.*", FREE, FREE, "where the rows go, from the next one on"),
     _rule("metrics.eval_reward", NOTICED, NOTICED, "eval/accuracy is not comparable with that before"),
     # ---- the models
     _rule("actor.model critic.model", FREE, FREE, "weights come from the checkpoint; config.json is compared"),

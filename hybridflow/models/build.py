@@ -24,6 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.typed_torch import not_none
 from torch import Tensor, nn
 
 from hybridflow.architecture.parts import read_shard, shard_shape
@@ -97,7 +98,7 @@ class PackedModel(GPTModel):
                 size,
                 self.vocab_size,
                 config=config,
-                init_method=config.init_method,
+                init_method=not_none(config.init_method),
                 bias=False,
                 skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
                 gather_output=False,

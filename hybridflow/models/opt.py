@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.typed_torch import not_none
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -40,7 +41,9 @@ class ProjectedEmbedding(VocabParallelEmbedding):
     """Tokens to embeddings of `size`, and these to the hidden size; every tensor-parallel rank projects all of them."""
 
     def __init__(self, config: TransformerConfig, vocab_size: int, size: int, tp_group: ProcessGroup) -> None:
-        super().__init__(vocab_size, size, init_method=config.embedding_init_method, config=config, tp_group=tp_group)
+        super().__init__(
+            vocab_size, size, init_method=not_none(config.embedding_init_method), config=config, tp_group=tp_group
+        )
         self.project_in = nn.Linear(size, config.hidden_size, bias=False, dtype=config.params_dtype)
 
     def forward(self, input_ids: Tensor) -> Tensor:

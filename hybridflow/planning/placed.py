@@ -19,6 +19,7 @@ from hybridflow.errors import ConfigError, Reasons
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
 from hybridflow.planning.footprint import ITEM_BYTES
+from hybridflow.recording.trackers import check_trackers
 from hybridflow.reshard.groups import check_engine_stages, engine_stages, rollout_layout, standalone_layout
 
 GIB = 1 << 30
@@ -93,6 +94,7 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
     """
     reasons = Reasons()
     layouts = config.layouts(world_size, reasons)
+    reasons.of(check_trackers, config.metrics)
     all_placed = not reasons.lines
     specs = _specs(config, reasons)
     for name, spec in specs.items():

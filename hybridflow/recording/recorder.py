@@ -9,10 +9,13 @@ from pathlib import Path
 from torch import Tensor
 
 from hybridflow.config import ExperimentConfig
+from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.recording.iteration import Iteration
+from hybridflow.recording.layout import write_layout
 from hybridflow.recording.progress import Progress
 from hybridflow.recording.resume import KeptMetrics, remove_batches
 from hybridflow.recording.run_dir import dump_batch, open_run_dir, reopen_run_dir
+from hybridflow.recording.trackers import open_trackers
 from hybridflow.recording.writers import MetricsWriter, Sample, SampleWriter
 
 
@@ -59,6 +62,9 @@ class Recorder:
     def message(self, text: str) -> None:
         """A line for the person who watches."""
 
+    def layout(self, world_size: int, roles: Mapping[str, Layout], rollout: RolloutLayout) -> None:
+        """Where the run lies."""
+
     def before_training(self, evaluation: dict[str, float]) -> None:
         self._accuracies.append(evaluation["eval/accuracy"])
 
@@ -103,7 +109,7 @@ class Recorder:
 
 
 class WritingRecorder(Recorder):
-    """Rank 0's: metrics.csv, TensorBoard, samples.jsonl, batches/, and the progress display."""
+    """Rank 0's: metrics.csv, TensorBoard, services, samples.jsonl, batches/, and the progress display."""
 
     def __init__(
         self,
@@ -123,6 +129,9 @@ class WritingRecorder(Recorder):
 
     def message(self, text: str) -> None:
         self._progress.message(text)
+
+    def layout(self, world_size: int, roles: Mapping[str, Layout], rollout: RolloutLayout) -> None:
+        write_layout(self._config.run_dir, world_size, roles, rollout)
 
     def before_training(self, evaluation: dict[str, float]) -> None:
         super().before_training(evaluation)
@@ -184,9 +193,15 @@ def record_run(
         return
     notes = _opened(config, resumed)
     written = config.metrics
-    metrics = MetricsWriter(config.run_dir, csv=written.csv, tensorboard=written.tensorboard, resumed=resumed)
-    samples = SampleWriter(config.run_dir / "samples.jsonl", resumed=resumed)
     with Progress(num_iterations, completed=forked if resumed is None else resumed) as progress:
+        metrics = MetricsWriter(
+            config.run_dir,
+            csv=written.csv,
+            tensorboard=written.tensorboard,
+            resumed=resumed,
+            others=open_trackers(config, goes_on=resumed is not None, say=progress.message),
+        )
+        samples = SampleWriter(config.run_dir / "samples.jsonl", resumed=resumed)
         recorder = WritingRecorder(config, progress, metrics=metrics, samples=samples, decode=decode)
         if resumed is not None:
             notes += _gaps(config, metrics.kept, resumed)

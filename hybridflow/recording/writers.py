@@ -1,4 +1,4 @@
-"""Where numbers and samples go: metrics.csv, TensorBoard, samples.jsonl.
+"""Where numbers and samples go: metrics.csv, TensorBoard, samples.jsonl; services in `hybridflow.recording.trackers`.
 
 Metrics are floats or one-element tensors until they reach `MetricsWriter.write`; reading a device's tensors
 waits for the device, and it happens only there. Equal metrics give an equal metrics.csv, byte for byte, also where a
@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import Protocol, TypedDict
 
 from torch import Tensor
 
@@ -21,26 +21,46 @@ from hybridflow.recording.resume import KeptMetrics, cut_samples, kept_metrics
 from hybridflow.recording.run_dir import replace_file
 
 
+class Sink(Protocol):
+    """What gets a row of numbers an iteration."""
+
+    def write(self, iteration: int, values: dict[str, float]) -> None: ...
+
+    def sync(self) -> None:
+        """What must outlive the machine is on the disk when this returns."""
+
+    def close(self) -> None: ...
+
+
 class MetricsWriter:
     """Writes one row of metrics an iteration to RUN_DIR/metrics.csv and RUN_DIR/tensorboard.
 
     Opening it starts the record afresh: an earlier metrics.csv is emptied, earlier TensorBoard events are
     hidden. With `resumed` that holds for what follows this iteration; what precedes it is in `kept`, None where
-    there was no metrics.csv.
+    there was no metrics.csv. others: what gets the rows, too, after the files.
     """
 
-    def __init__(self, run_dir: str | Path, *, csv: bool, tensorboard: bool, resumed: int | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        csv: bool,
+        tensorboard: bool,
+        resumed: int | None = None,
+        others: Sequence[Sink] = (),
+    ) -> None:
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         file = run_dir / "metrics.csv"
         self.kept: KeptMetrics | None = None if resumed is None else kept_metrics(file, resumed)
-        self._sinks: list[_CsvFile | _TensorBoardFiles] = []
+        self._sinks: list[Sink] = []
         if csv:
             self._sinks.append(_CsvFile(file, self.kept))
         elif self.kept is not None:  # no longer written, but not left with iterations that are run again
             _CsvFile(file, self.kept).close()
         if tensorboard:
             self._sinks.append(_TensorBoardFiles(run_dir / "tensorboard", 0 if resumed is None else resumed + 1))
+        self._sinks += others
 
     def write(self, iteration: int, metrics: Mapping[str, float | Tensor]) -> None:
         """Add a row, on disk when this returns. NaN is allowed; a metric may be absent from any row."""

@@ -1,0 +1,50 @@
+"""layout.json of a run directory: which ranks the roles and the engine lie on, for who looks at the run later."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridflow.errors import RunDirError, UserError
+from hybridflow.formats.json_text import parse_json
+from hybridflow.parallel.layout import Layout, RolloutLayout
+from hybridflow.recording.run_dir import replace_file
+
+LAYOUT = "layout.json"
+
+
+@dataclass(frozen=True)
+class RunLayout:
+    world_size: int
+    roles: Mapping[str, Layout]  # "actor", "reward.models.0", ...
+    rollout: RolloutLayout
+
+
+def write_layout(run_dir: Path, world_size: int, roles: Mapping[str, Layout], rollout: RolloutLayout) -> None:
+    """A run that goes on in another layout has the latest."""
+    tree = {
+        "world_size": world_size,
+        "roles": {name: _tree(layout) for name, layout in roles.items()},
+        "rollout": {"tp": rollout.tp, "pp": rollout.pp, "replicas": rollout.replicas},
+    }
+    replace_file(run_dir / LAYOUT, [json.dumps(tree).encode() + b"\n"])
+
+
+def _tree(layout: Layout) -> dict[str, Any]:
+    return {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "vpp": layout.vpp, "ranks": layout.ranks}
+
+
+def read_layout(run_dir: Path) -> RunLayout | None:
+    """None where there is none: versions before it did not write one. Errors: RunDirError where it is damaged."""
+    file = run_dir / LAYOUT
+    if not file.exists():
+        return None
+    try:
+        tree = parse_json(file.read_bytes(), "")
+        roles = {name: Layout(**its | {"ranks": tuple(its["ranks"])}) for name, its in tree["roles"].items()}
+        engine = tree["rollout"]
+        rollout = RolloutLayout(engine["tp"], engine["pp"], tuple(map(tuple, engine["replicas"])))
+        return RunLayout(tree["world_size"], roles, rollout)
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, UserError) as error:
+        raise RunDirError(f"{file}: is damaged: {error}") from error

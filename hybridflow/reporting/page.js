@@ -1,0 +1,507 @@
+// Draws what hybridflow/reporting/page.py has put into #data. Whatever comes from a run goes onto the page as text.
+"use strict";
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const RUNS = DATA.runs;
+const SVG = "http://www.w3.org/2000/svg";
+const COLORS = 8; // further runs have them again, dashed
+const MARGIN = { left: 54, right: 12, top: 8, bottom: 22 };
+const HEIGHT = 170;
+const STACKED = ["time/rollout_seconds", "time/estimate_seconds", "time/update_seconds", "time/save_seconds"];
+const NAMES = { "time/rollout_seconds": "rollout", "time/estimate_seconds": "estimate", "time/update_seconds": "update", "time/save_seconds": "save" };
+
+const hidden = new Set(); // numbers of runs that are not drawn
+let smoothing = 0;
+
+const byId = (id) => document.getElementById(id);
+
+// ---------------------------------------------------------------- elements
+
+function put(parent, tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name === "class") element.className = value;
+    else element[name] = value;
+  }
+  element.append(...children);
+  parent?.append(element);
+  return element;
+}
+
+function draw(parent, tag, attributes, text) {
+  const element = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  if (text !== undefined) element.textContent = text;
+  parent.append(element);
+  return element;
+}
+
+const colorOf = (run) => `k${run % COLORS}` + (run >= COLORS ? " dashed" : "");
+
+function shown(value) {
+  if (value === null || value === undefined) return "not finite";
+  const size = Math.abs(value);
+  if (size >= 1e6 || (size > 0 && size < 1e-3)) return value.toExponential(2);
+  return String(Number(value.toPrecision(4)));
+}
+
+// ---------------------------------------------------------------- scales
+
+function niceStep(span, count) {
+  const rough = span / count;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  return power * [1, 2, 5, 10].find((factor) => factor * power >= rough * 0.75);
+}
+
+function ticks(low, high, count) {
+  const step = niceStep(high - low, count);
+  const found = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
+  return found;
+}
+
+function range(values) {
+  let low = Infinity, high = -Infinity;
+  for (const value of values) {
+    if (value === null) continue;
+    if (value < low) low = value;
+    if (value > high) high = value;
+  }
+  if (low > high) return [0, 1];
+  if (low === high) return [low - (Math.abs(low) * 0.1 || 0.5), high + (Math.abs(high) * 0.1 || 0.5)];
+  const room = (high - low) * 0.04;
+  return [low - room, high + room];
+}
+
+function smooth(values) {
+  // exponential, corrected for its start; a gap stays a gap
+  let mean = 0, weight = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    mean = smoothing * mean + (1 - smoothing) * value;
+    weight = smoothing * weight + (1 - smoothing);
+    return mean / weight;
+  });
+}
+
+function axes(svg, width, xs, ys) {
+  const [x0, x1] = xs, [y0, y1] = ys;
+  const right = width - MARGIN.right, bottom = HEIGHT - MARGIN.bottom;
+  const x = (value) => MARGIN.left + ((value - x0) / (x1 - x0)) * (right - MARGIN.left);
+  const y = (value) => bottom - ((value - y0) / (y1 - y0)) * (bottom - MARGIN.top);
+  for (const value of ticks(y0, y1, 4)) {
+    draw(svg, "line", { class: "grid", x1: MARGIN.left, x2: right, y1: y(value), y2: y(value) });
+    draw(svg, "text", { x: MARGIN.left - 6, y: y(value) + 4, "text-anchor": "end" }, shown(value));
+  }
+  for (const value of ticks(x0, x1, Math.max(2, Math.min(6, width / 90)))) {
+    if (value % 1 === 0) draw(svg, "text", { x: x(value), y: HEIGHT - 6, "text-anchor": "middle" }, String(value));
+  }
+  return { x, y, bottom };
+}
+
+function extent(curves) {
+  let low = Infinity, high = -Infinity;
+  for (const curve of curves) {
+    if (!curve.x.length) continue;
+    low = Math.min(low, curve.x[0]);
+    high = Math.max(high, (curve.end ?? curve.x)[curve.x.length - 1]);
+  }
+  return low === high ? [low - 0.5, high + 0.5] : [low, high];
+}
+
+function path(xs, ys, x, y) {
+  let text = "", pen = false;
+  for (let i = 0; i < xs.length; i++) {
+    if (ys[i] === null) { pen = false; continue; }
+    text += `${pen ? "L" : "M"}${x(xs[i]).toFixed(1)} ${y(ys[i]).toFixed(1)}`;
+    pen = true;
+  }
+  return text;
+}
+
+function band(curve, x, y) {
+  // a strip from the least to the largest value, cut where none is finite
+  let text = "";
+  for (let i = 0; i < curve.x.length; ) {
+    let end = i;
+    while (end < curve.x.length && curve.low[end] !== null) end++;
+    if (end > i) {
+      const up = [], down = [];
+      for (let k = i; k < end; k++) {
+        up.push(`${x(curve.x[k]).toFixed(1)} ${y(curve.high[k]).toFixed(1)}`);
+        down.unshift(`${x(curve.x[k]).toFixed(1)} ${y(curve.low[k]).toFixed(1)}`);
+      }
+      text += `M${up.concat(down).join("L")}Z`;
+    }
+    i = Math.max(end, i + 1);
+  }
+  return text;
+}
+
+// ---------------------------------------------------------------- tooltip
+
+const tip = put(document.body, "div", { class: "tip", hidden: true });
+
+function showTip(event, title, lines) {
+  tip.replaceChildren(put(null, "div", {}, title));
+  for (const [color, text] of lines) put(tip, "span", { class: color }, put(null, "i"), put(null, "b", {}, text));
+  tip.hidden = false;
+  const box = tip.getBoundingClientRect();
+  const left = event.clientX + 14 + box.width > innerWidth ? event.clientX - 14 - box.width : event.clientX + 14;
+  tip.style.left = `${Math.max(4, Math.min(left, innerWidth - box.width - 4))}px`;
+  tip.style.top = `${Math.max(4, Math.min(event.clientY + 14, innerHeight - box.height - 4))}px`;
+}
+
+function nearest(xs, wanted) {
+  let low = 0, high = xs.length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (xs[middle] < wanted) low = middle + 1;
+    else high = middle;
+  }
+  return low > 0 && wanted - xs[low - 1] <= xs[low] - wanted ? low - 1 : low;
+}
+
+function follow(svg, width, xs, scale, describe) {
+  const pointer = draw(svg, "line", { class: "pointer", y1: MARGIN.top, y2: scale.bottom, visibility: "hidden" });
+  const move = (event) => {
+    const at = event.clientX - svg.getBoundingClientRect().left;
+    const share = (at - MARGIN.left) / (width - MARGIN.right - MARGIN.left);
+    const found = describe(xs[0] + share * (xs[1] - xs[0]));
+    if (found === null) return;
+    pointer.setAttribute("visibility", "visible");
+    pointer.setAttribute("x1", scale.x(found.x));
+    pointer.setAttribute("x2", scale.x(found.x));
+    showTip(event, found.title, found.lines);
+  };
+  const leave = () => {
+    pointer.setAttribute("visibility", "hidden");
+    tip.hidden = true;
+  };
+  svg.addEventListener("pointermove", move);
+  svg.addEventListener("pointerdown", move);
+  svg.addEventListener("pointerleave", leave);
+}
+
+const span = (curve, i) =>
+  curve.per > 1 && curve.end[i] !== curve.x[i] ? `iterations ${curve.x[i]} to ${curve.end[i]}` : `iteration ${curve.x[i]}`;
+
+function told(curve, i, smoothed) {
+  let text = shown(curve.y[i]);
+  if (curve.per > 1 && curve.y[i] !== null) text = `mean ${text} (${shown(curve.low[i])} to ${shown(curve.high[i])})`;
+  if (curve.per > 1 && curve.lost[i]) text += `, ${curve.lost[i]} not finite`;
+  return smoothing && smoothed[i] !== null ? `${text}, smoothed ${shown(smoothed[i])}` : text;
+}
+
+// ---------------------------------------------------------------- curves
+
+const charts = []; // {figure, metric}
+
+function drawChart({ figure, metric }) {
+  figure.querySelector("svg")?.remove();
+  const width = figure.clientWidth - 20;
+  if (width <= 0 || figure.hidden) return; // in a closed group
+  const svg = draw(figure, "svg", { height: HEIGHT, role: "img", "aria-label": metric });
+  const drawn = RUNS.map((run, number) => ({ number, run, curve: run.curves[metric] }))
+    .filter(({ number, curve }) => curve && !hidden.has(number))
+    .map((its) => ({ ...its, smoothed: smooth(its.curve.y) }));
+  if (!drawn.length) return;
+  const xs = extent(drawn.map(({ curve }) => curve));
+  const ys = range(drawn.flatMap(({ curve }) => (curve.per > 1 ? curve.low.concat(curve.high) : curve.y)));
+  const scale = axes(svg, width, xs, ys);
+  for (const { number, curve, smoothed } of drawn) {
+    const color = colorOf(number);
+    if (curve.per > 1) draw(svg, "path", { class: `band ${color}`, d: band(curve, scale.x, scale.y) });
+    const line = (values, kind) =>
+      draw(svg, "path", { class: `curve ${kind} ${color}`, d: path(curve.x, values, scale.x, scale.y) });
+    if (smoothing) line(curve.y, "raw");
+    line(smoothed, "line");
+    curve.y.forEach((value, i) => {
+      const lost = curve.per > 1 ? curve.lost[i] : value === null;
+      const alone = value !== null && (curve.y[i - 1] ?? null) === null && (curve.y[i + 1] ?? null) === null;
+      if (lost) draw(svg, "rect", { class: `lost ${color}`, x: scale.x(curve.x[i]) - 1, y: scale.bottom - 5, width: 2, height: 5 });
+      if (alone) draw(svg, "circle", { class: `dot ${color}`, cx: scale.x(curve.x[i]), cy: scale.y(value), r: 2.5 });
+    });
+  }
+  follow(svg, width, xs, scale, (wanted) => {
+    const points = drawn.map((its) => ({ ...its, i: nearest(its.curve.x, wanted) }));
+    const first = points.reduce((a, b) => (Math.abs(b.curve.x[b.i] - wanted) < Math.abs(a.curve.x[a.i] - wanted) ? b : a));
+    const lines = points.map(({ number, run, curve, smoothed, i }) => {
+      const where = curve.x[i] === first.curve.x[first.i] ? "" : ` at ${curve.x[i]}`;
+      return [colorOf(number), `${run.label}${where}: ${told(curve, i, smoothed)}`];
+    });
+    return { x: first.curve.x[first.i], title: `${metric}, ${span(first.curve, first.i)}`, lines };
+  });
+}
+
+function buildCurves() {
+  const areas = new Map();
+  for (const metric of DATA.metrics) {
+    const area = metric.includes("/") ? metric.slice(0, metric.indexOf("/")) : "other";
+    if (!areas.has(area)) areas.set(area, []);
+    areas.get(area).push(metric);
+  }
+  for (const [area, metrics] of areas) {
+    const count = put(null, "span");
+    const box = put(null, "div", { class: "charts" });
+    const group = put(byId("groups"), "details", { open: true }, put(null, "summary", {}, `${area} `, count), box);
+    group.addEventListener("toggle", () => group.open && later(redraw));
+    for (const metric of metrics) {
+      const figure = put(box, "figure", { class: "chart" }, put(null, "h3", {}, metric));
+      figure.dataset.metric = metric;
+      charts.push({ figure, metric, group, count });
+    }
+  }
+}
+
+function filter() {
+  const words = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean);
+  for (const chart of charts) chart.figure.hidden = !words.every((word) => chart.metric.toLowerCase().includes(word));
+  for (const group of new Set(charts.map((chart) => chart.group))) {
+    const own = charts.filter((chart) => chart.group === group);
+    const left = own.filter((chart) => !chart.figure.hidden).length;
+    group.hidden = left === 0;
+    own[0].count.textContent = left === own.length ? `${left}` : `${left} of ${own.length}`;
+  }
+  byId("none").hidden = charts.some((chart) => !chart.figure.hidden);
+  later(redraw);
+}
+
+function redraw() {
+  tip.hidden = true;
+  for (const chart of charts) if (chart.group.open && !chart.group.hidden) drawChart(chart);
+}
+
+let waiting = false;
+function later(what) {
+  if (waiting) return;
+  waiting = true;
+  requestAnimationFrame(() => {
+    waiting = false;
+    what();
+  });
+}
+
+// ---------------------------------------------------------------- runs
+
+function buildLegend() {
+  RUNS.forEach((run, number) => {
+    const box = put(null, "input", { type: "checkbox", checked: true });
+    box.addEventListener("change", () => {
+      if (box.checked) hidden.delete(number);
+      else hidden.add(number);
+      later(redraw);
+    });
+    const iterations = run.first === run.last ? `iteration ${run.last}` : `iterations ${run.first} to ${run.last}`;
+    const what = put(null, "span", {}, put(null, "b", {}, run.label), put(null, "small", {}, iterations));
+    const swatch = put(null, "i", { class: `swatch ${colorOf(number)}` });
+    put(byId("legend"), "li", {}, put(null, "label", { title: run.path }, box, swatch, what));
+    const notes = [...run.notes];
+    if (run.per > 1) {
+      const count = run.count.toLocaleString("en");
+      notes.unshift(`its ${count} iterations are more than a chart has points for: a point is the mean of ${run.per}, and the band around the line reaches from the least to the largest of them`);
+    }
+    for (const note of notes) put(byId("notes"), "p", { class: "note" }, `${run.label}: ${note}`);
+  });
+}
+
+// ---------------------------------------------------------------- phases
+
+function phaseChart(parent, run) {
+  const names = STACKED.filter((name) => run.curves[name]);
+  const first = run.curves[names[0]];
+  const values = names.map((name) => {
+    const curve = run.curves[name]; // a phase may lack iterations that another has
+    const known = new Map(curve.x.map((x, i) => [x, curve.y[i]]));
+    return first.x.map((x) => known.get(x) ?? 0);
+  });
+  const sums = first.x.map((_, i) => values.reduce((sum, its) => sum + its[i], 0));
+  const figure = put(parent, "figure", { class: "chart stack" }, put(null, "h3", {}, run.label));
+  const keys = put(figure, "div", { class: "keys" });
+  names.forEach((name, k) => put(keys, "span", { class: `p${k}` }, put(null, "i"), put(null, "b", {}, NAMES[name])));
+  const width = figure.clientWidth - 20;
+  const svg = draw(figure, "svg", { height: HEIGHT, role: "img", "aria-label": `phase times of ${run.label}` });
+  const xs = extent([first]), scale = axes(svg, width, xs, [0, Math.max(...sums, 1e-9) * 1.04]);
+  const below = first.x.map(() => 0);
+  values.forEach((its, k) => {
+    const top = its.map((value, i) => below[i] + value);
+    let points = first.x.map((x, i) => [x, below[i], top[i]]);
+    if (points.length === 1) points = [[xs[0], ...points[0].slice(1)], [xs[1], ...points[0].slice(1)]];
+    const up = points.map(([x, , high]) => `${scale.x(x).toFixed(1)} ${scale.y(high).toFixed(1)}`);
+    const down = points.map(([x, low]) => `${scale.x(x).toFixed(1)} ${scale.y(low).toFixed(1)}`).reverse();
+    draw(svg, "path", { class: `area p${k}`, d: `M${up.concat(down).join("L")}Z` });
+    top.forEach((value, i) => (below[i] = value));
+  });
+  follow(svg, width, xs, scale, (wanted) => {
+    const i = nearest(first.x, wanted);
+    const lines = names.map((name, k) => [`p${k}`, `${NAMES[name]}: ${shown(values[k][i])} s`]).reverse();
+    return { x: first.x[i], title: `${span(first, i)}: ${shown(sums[i])} s`, lines };
+  });
+}
+
+function phaseTable(parent, run) {
+  const rows = Object.entries(run.curves)
+    .filter(([name]) => /^time\/.*_seconds$/.test(name))
+    .map(([name, curve]) => {
+      const known = curve.y.filter((value) => value !== null);
+      return [name.slice(5, -8), known.reduce((a, b) => a + b, 0) / Math.max(known.length, 1)];
+    })
+    .sort((a, b) => b[1] - a[1]);
+  const longest = Math.max(...rows.map((row) => row[1]), 1e-9);
+  const table = put(put(parent, "div", { class: "wide" }), "table");
+  put(table, "tr", {}, put(null, "th", {}, "phase"), put(null, "th", {}, "mean seconds"), put(null, "th"));
+  for (const [name, seconds] of rows) {
+    const share = put(null, "span", { class: "share" });
+    share.style.width = `${(100 * seconds) / longest}%`;
+    const cells = [put(null, "td", {}, name), put(null, "td", { class: "number" }, shown(seconds)), put(null, "td", { class: "bar" }, share)];
+    put(table, "tr", {}, ...cells);
+  }
+}
+
+function drawPhases() {
+  byId("phasecharts").replaceChildren();
+  for (const run of RUNS) {
+    if (!STACKED.some((name) => run.curves[name])) {
+      put(byId("phasecharts"), "p", { class: "hint" }, `${run.label} has no phase times.`);
+      continue;
+    }
+    const box = put(byId("phasecharts"), "div", { class: "phaserun" });
+    phaseChart(box, run);
+    phaseTable(box, run);
+  }
+}
+
+// ---------------------------------------------------------------- layout
+
+function choose(number, rank) {
+  const { roles, world } = RUNS[number].layout;
+  for (const button of document.querySelectorAll(".rank")) {
+    button.classList.toggle("chosen", button.dataset.run === String(number) && button.dataset.rank === String(rank));
+  }
+  const places = roles.flatMap((role) =>
+    role.replicas.flatMap((stages, dp) =>
+      stages.flatMap((ranks, pp) =>
+        ranks.flatMap((its, tp) => (its === rank ? [`${role.name} tp ${tp}, pp ${pp}, ${role.name === "rollout" ? "replica" : "dp"} ${dp}`] : [])),
+      ),
+    ),
+  );
+  byId("chosen").textContent = `Rank ${rank} of ${world} in ${RUNS[number].label}: ${places.join("; ") || "nothing"}`;
+}
+
+function buildLayouts() {
+  RUNS.forEach((run, number) => {
+    const parent = byId("layouts");
+    const ranks = run.layout && `${run.layout.world} rank${run.layout.world > 1 ? "s" : ""}`;
+    put(parent, "h3", {}, run.layout ? `${run.label}: ${ranks}` : `${run.label}: not known, its directory has no layout.json`);
+    if (!run.layout) return;
+    const cards = put(parent, "div", { class: "roles" });
+    for (const role of run.layout.roles) {
+      const card = put(cards, "div", { class: "role" }, put(null, "h3", {}, role.name), put(null, "small", {}, role.sizes));
+      const replicas = put(card, "div", { class: "replicas" });
+      role.replicas.forEach((stages, dp) => {
+        const box = put(replicas, "div", { class: "replica" });
+        if (role.replicas.length > 1) put(box, "small", {}, `${role.name === "rollout" ? "replica" : "dp"} ${dp}`);
+        stages.forEach((its, pp) => {
+          const row = put(box, "div");
+          its.forEach((rank, tp) => {
+            const button = put(row, "button", { class: `rank s${pp % 8}`, type: "button", title: `rank ${rank}: tp ${tp}, pp ${pp}` }, String(rank));
+            button.dataset.run = number;
+            button.dataset.rank = rank;
+            button.addEventListener("click", () => choose(number, rank));
+          });
+        });
+      });
+    }
+  });
+}
+
+// ---------------------------------------------------------------- samples
+
+function text(parent, title, { text, cut }) {
+  put(parent, "small", {}, title);
+  put(parent, "pre", {}, cut ? `${text}\n... ${cut.toLocaleString("en")} more characters` : text);
+}
+
+function showSamples() {
+  const { samples } = RUNS[Number(byId("samplerun").value)];
+  const list = byId("samplelist"), slider = byId("sampleat");
+  list.replaceChildren();
+  slider.disabled = samples.iterations.length < 2;
+  slider.max = Math.max(0, samples.iterations.length - 1);
+  const at = samples.iterations[Number(slider.value)];
+  byId("samplenumber").textContent = at ? at.iteration : "";
+  const some = samples.of > samples.iterations.length;
+  byId("samplehint").textContent = !at
+    ? "There are no samples."
+    : (some ? `Of the ${samples.of.toLocaleString("en")} iterations with samples the page has ${samples.iterations.length}, evenly spaced. ` : "") +
+      (at.count > at.rows.length ? `The first ${at.rows.length} of ${at.count} samples of the iteration.` : "");
+  for (const row of at ? at.rows : []) {
+    const card = put(list, "article", { class: "sample" });
+    if (row.score !== null) put(card, "p", { class: "score" }, `score ${row.score}`);
+    text(card, "prompt", row.prompt);
+    text(card, "response", row.response);
+    for (const [name, value] of Object.entries(row.more)) text(card, name, value);
+  }
+}
+
+function buildSamples() {
+  RUNS.forEach((run, number) => put(byId("samplerun"), "option", { value: number }, run.label));
+  const last = () => {
+    const count = RUNS[Number(byId("samplerun").value)].samples.iterations.length;
+    byId("sampleat").max = Math.max(0, count - 1);
+    byId("sampleat").value = Math.max(0, count - 1);
+    showSamples();
+  };
+  byId("samplerun").addEventListener("change", last);
+  byId("sampleat").addEventListener("input", showSamples);
+  last();
+}
+
+// ---------------------------------------------------------------- config
+
+function buildConfig() {
+  const keys = [...new Set(RUNS.flatMap((run) => Object.keys(run.config)))];
+  const table = put(put(byId("configtable"), "div", { class: "wide" }), "table");
+  put(table, "tr", {}, put(null, "th", {}, "key"), ...RUNS.map((run) => put(null, "th", { class: "value" }, run.label)));
+  let count = 0;
+  for (const key of keys) {
+    const values = RUNS.map((run) => (Object.hasOwn(run.config, key) ? run.config[key] : "not there"));
+    const differs = new Set(values).size > 1;
+    count += differs;
+    const cells = values.map((value) => put(null, "td", { class: "value" }, put(null, "code", {}, value)));
+    put(table, "tr", { class: differs ? "differs" : "same" }, put(null, "td", {}, put(null, "code", {}, key)), ...cells);
+  }
+  byId("differlabel").hidden = RUNS.length < 2;
+  byId("differlabel").append(` (${count} of ${keys.length} keys)`);
+  const apply = () => {
+    for (const row of table.querySelectorAll("tr.same")) row.hidden = byId("differ").checked;
+  };
+  byId("differ").checked = RUNS.length > 1;
+  byId("differ").addEventListener("change", apply);
+  apply();
+}
+
+// ---------------------------------------------------------------- all
+
+buildLegend();
+buildCurves();
+filter();
+drawPhases();
+buildLayouts();
+buildSamples();
+buildConfig();
+byId("search").addEventListener("input", filter);
+byId("smoothing").addEventListener("input", () => {
+  smoothing = Number(byId("smoothing").value);
+  byId("smoothed").textContent = smoothing.toFixed(2);
+  later(redraw);
+});
+let width = innerWidth;
+addEventListener("resize", () => {
+  if (innerWidth === width) return; // phones change the height as one scrolls
+  width = innerWidth;
+  later(() => {
+    redraw();
+    drawPhases();
+  });
+});

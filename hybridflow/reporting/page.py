@@ -1,0 +1,145 @@
+"""One HTML file of several runs: what `page.js` draws, as JSON, with the style and the script it needs, and no network.
+
+What a user or a model has written is text and stays text: in the JSON `<`, `>` and `&` are escaped, so that no tag can
+end the element it lies in, and the script puts it on the page as text nodes. The page's own policy lets no other script
+run than this one, whatever else should fail, and nothing be loaded.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from hybridflow import __version__
+from hybridflow.parallel.layout import Layout, RolloutLayout
+from hybridflow.recording.layout import RunLayout
+from hybridflow.reporting.points import points
+from hybridflow.reporting.runs import RunRecord, Sample, Samples
+
+SAMPLED_ITERATIONS = 100  # of a run, that the page has samples of
+MOST_ROWS = 16  # of an iteration
+MOST_CHARACTERS = 4000  # of a prompt or response
+SHOWN = ("iteration", "prompt", "response", "score")  # of a sample by the page itself; other fields as they are called
+FIRST_AREAS = ("eval", "reward", "actor", "critic", "kl", "rollout", "sampling", "train", "time", "reshard", "memory")
+
+
+def page(runs: Sequence[RunRecord]) -> str:
+    title = "hybridflow: " + ", ".join(run.label for run in runs)
+    style, script = _resource("page.css"), _resource("page.js")
+    policy = f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}'"
+    body = _resource("page.html")
+    parts = {"TITLE": escape(title), "POLICY": escape(policy), "VERSION": escape(__version__)}
+    parts |= {"STYLE": style, "DATA": embedded(data(runs)), "SCRIPT": script}
+    pieces = body.split("@@")  # text @@NAME@@ text ...: what is put in is not looked at again
+    return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+
+
+def _resource(name: str) -> str:
+    return files("hybridflow.reporting").joinpath(name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def embedded(tree: Any) -> str:
+    """JSON that may stand in a script element whatever its strings hold."""
+    text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":  # in JSON they stand in strings alone
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+# ------------------------------------------------------------------------------------------------ what is drawn
+
+
+def data(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    names = dict.fromkeys(name for run in runs for name in run.curves)
+    return {"metrics": sorted(names, key=_place), "runs": [_run(run) for run in runs]}
+
+
+def _place(metric: str) -> tuple[int, str]:
+    """Areas that are looked at first come first; the metrics of an area as they came."""
+    area = metric.partition("/")[0]
+    return (FIRST_AREAS.index(area), "") if area in FIRST_AREAS else (len(FIRST_AREAS), area)
+
+
+def _run(run: RunRecord) -> dict[str, Any]:
+    curves = {name: points(curve) for name, curve in run.curves.items()}
+    per = max(curve["per"] for curve in curves.values()) if curves else 1
+    return {
+        "label": run.label,
+        "path": str(run.path),
+        "first": run.iterations[0],
+        "last": run.iterations[-1],
+        "count": len(run.iterations),
+        "per": per,
+        "notes": list(run.notes),
+        "curves": curves,
+        "ends": {name: [_text(curve[0][1]), _text(curve[-1][1])] for name, curve in run.curves.items()},
+        "config": dict(run.config),
+        "layout": None if run.layout is None else _layout(run.layout),
+        "samples": _samples(run.samples),
+    }
+
+
+def _text(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _layout(layout: RunLayout) -> dict[str, Any]:
+    roles = [_role(name, its) for name, its in layout.roles.items()]
+    return {"world": layout.world_size, "roles": [*roles, _engine(layout.rollout)]}
+
+
+def _role(name: str, layout: Layout) -> dict[str, Any]:
+    """replicas[dp][pp][tp] is a rank."""
+    replicas = [[[0] * layout.tp for _ in range(layout.pp)] for _ in range(layout.dp)]
+    for rank in layout.ranks:
+        at = layout.coordinates(rank)
+        replicas[at.dp][at.pp][at.tp] = rank
+    chunks = f", {layout.vpp} model chunks a stage" if layout.vpp > 1 else ""
+    sizes = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}{chunks}"
+    return {"name": name, "sizes": sizes, "replicas": replicas}
+
+
+def _engine(layout: RolloutLayout) -> dict[str, Any]:
+    replicas = [
+        [list(replica[stage * layout.tp : (stage + 1) * layout.tp]) for stage in range(layout.pp)]
+        for replica in layout.replicas
+    ]
+    sizes = f"tp {layout.tp}, pp {layout.pp}, {len(replicas)} replica{'s' * (len(replicas) > 1)}"
+    return {"name": "rollout", "sizes": sizes, "replicas": replicas}
+
+
+def _samples(samples: Samples) -> dict[str, Any]:
+    return {
+        "of": samples.of,
+        "iterations": [
+            {"iteration": iteration, "count": len(rows), "rows": [_sample(row) for row in rows[:MOST_ROWS]]}
+            for iteration, rows in samples.by_iteration.items()
+        ],
+    }
+
+
+def _sample(sample: Sample) -> dict[str, Any]:
+    score = sample["score"] if "score" in sample else None
+    return {
+        "prompt": _cut(sample["prompt"]),
+        "response": _cut(sample["response"]),
+        "score": None if score is None else _plain(score),
+        "more": {name: _cut(value) for name, value in sample.items() if name not in SHOWN and value is not None},
+    }
+
+
+def _plain(value: Any) -> str:
+    """What is no text as JSON, where NaN may stand."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _cut(value: Any) -> dict[str, Any]:
+    text = _plain(value)
+    return {"text": text[:MOST_CHARACTERS], "cut": max(0, len(text) - MOST_CHARACTERS)}

@@ -1,0 +1,200 @@
+"""Weights & Biases and MLflow: asked for without their packages, and for real where these are installed.
+
+W&B writes offline, and what it wrote is read back from its files; MLflow writes to a directory of its own.
+"""
+
+import json
+import math
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hybridflow.config import ExperimentConfig, MetricsConfig, MlflowConfig, WandbConfig
+from hybridflow.errors import ConfigError, EnvironmentProblem
+from hybridflow.recording.recorder import record_run
+from hybridflow.recording.trackers import MlflowRun, Place, check_trackers
+from tests.recording.test_resume import config, record
+
+# ------------------------------------------------------------------------------------------------ without the packages
+
+
+def test_nothing_is_needed_where_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("wandb", "mlflow"):
+        monkeypatch.setitem(sys.modules, module, None)
+    check_trackers(MetricsConfig())
+
+
+def test_a_missing_package_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("wandb", "mlflow"):
+        monkeypatch.setitem(sys.modules, module, None)  # as if it could not be found
+    asked = MetricsConfig(wandb={"project": "p"}, mlflow={"experiment": "e", "tracking_uri": "http://x"})
+    with pytest.raises(ConfigError) as error:
+        check_trackers(asked)
+    assert str(error.value).splitlines() == [
+        f"metrics.{name} is given, but the package {name} is not installed: pip install 'hybridflow[{name}]', or leave "
+        f"metrics.{name} out"
+        for name in ("wandb", "mlflow")
+    ]
+
+
+def test_a_directory_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An offline run leaves one; where the working directory is searched it can be imported, and has nothing in it."""
+    (tmp_path / "wandb" / "offline-run").mkdir(parents=True)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ConfigError, match="the package wandb is not installed"):
+        check_trackers(MetricsConfig(wandb={"project": "p"}))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"wandb": {}}, "metrics.wandb.project"),
+        ({"wandb": {"project": "p", "mode": "sometimes"}}, "metrics.wandb.mode"),
+        ({"wandb": {"project": "p", "tags": []}}, "metrics.wandb.tags"),
+        ({"mlflow": {"experiment": "e"}}, "metrics.mlflow.tracking_uri"),
+    ],
+)
+def test_wrong_keys_are_named(metrics: dict, message: str, tmp_path: Path) -> None:
+    tree = config(tmp_path).model_dump()
+    tree["metrics"] |= metrics
+    with pytest.raises(ConfigError, match=message):
+        ExperimentConfig.from_tree(tree, "config.yaml")
+
+
+def test_where_a_run_stands_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "wandb.json"
+    Place(file, goes_on=False).keep("abc", 7)
+    found = Place(file, goes_on=True)
+    assert (found.name, found.last) == ("abc", 7)
+    assert (Place(file, goes_on=False).name, Place(tmp_path / "absent", goes_on=True).last) == (None, -1)
+    file.write_text('{"name": "abc"}')
+    with pytest.raises(
+        EnvironmentProblem, match=r"wandb.json: is damaged; without it the run is a new one there: 'last'"
+    ):
+        Place(file, goes_on=True)
+
+
+# ------------------------------------------------------------------------------------------------ a run that goes on
+
+
+def written(c: ExperimentConfig) -> None:
+    """Five iterations, the fourth of which ends before a checkpoint that is of the second: 3 and 4 run again."""
+    with pytest.raises(ZeroDivisionError), record_run(c, 5, rank=0, decode=str) as recorder:
+        record(recorder, range(5))
+        raise ZeroDivisionError
+    with record_run(c, 5, rank=0, decode=str, resumed=2) as recorder:
+        record(recorder, range(3, 6))
+
+
+SCORES = {i: i / 3 for i in range(1, 6)}  # reward/score_mean by iteration
+
+
+def test_wandb_gets_every_iteration_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("wandb", reason="the extra wandb is not installed")
+    c = config(tmp_path, wandb=WandbConfig(project="tests", mode="offline"), dump_batches=False)
+    written(c)
+    files = sorted((c.run_dir / "wandb").glob("offline-run-*/*.wandb"))
+    place = json.loads((c.run_dir / "wandb.json").read_text())
+    assert len(files) == 2 and place["last"] == 5
+    assert all(file.stem == f"run-{place['name']}" for file in files), "the second start goes on with the run"
+    first, second = map(wandb_rows, files)
+    assert [step for step, _ in first] == [0, 1, 2, 3, 4] and [step for step, _ in second] == [5]
+    rows = dict(first + second)
+    assert {step: row["reward/score_mean"] for step, row in rows.items() if step} == SCORES
+    assert rows[0]["eval/accuracy"] == 0.25 and rows[4]["eval/accuracy"] == 0.5
+    assert f"Weights & Biases: run {place['name']}, offline, in {c.run_dir}/wandb" in capsys.readouterr().out
+
+
+def wandb_rows(file: Path) -> list[tuple[int, dict]]:
+    """(step, values) of every row of a .wandb file, which is a log of LevelDB's format with 7 bytes before it."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    rows = []
+    for text in leveldb_records(file.read_bytes(), start=7):
+        record = Record.FromString(text)
+        if record.WhichOneof("record_type") == "history":
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            rows.append((int(items["_step"]), items))
+    return rows
+
+
+def leveldb_records(data: bytes, start: int) -> Iterator[bytes]:
+    """Blocks of 32 KiB; a record's parts have checksum, length and kind: whole, first, middle or last."""
+    at, record = start, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+
+@pytest.fixture
+def mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MlflowConfig:
+    pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # else it insists on a database, which the client has not
+    return MlflowConfig(experiment="tests", tracking_uri=(tmp_path / "store").as_uri())
+
+
+def test_mlflow_gets_every_iteration_once(mlflow: MlflowConfig, tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    c = config(tmp_path, mlflow=mlflow, dump_batches=False)
+    written(c)
+    client = MlflowClient(tracking_uri=mlflow.tracking_uri)
+    [run] = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+    assert json.loads((c.run_dir / "mlflow.json").read_text()) == {"name": run.info.run_id, "last": 5}
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert run.data.params["actor.optimizer.lr"] == "0.001" and run.data.params["metrics.mlflow.experiment"] == "tests"
+    history = client.get_metric_history(run.info.run_id, "reward/score_mean")
+    assert [(metric.step, metric.value) for metric in history] == list(SCORES.items())
+    history = client.get_metric_history(run.info.run_id, "eval/accuracy")
+    assert [(metric.step, metric.value) for metric in history] == [(0, 0.25), (4, 0.5)]
+
+
+def test_what_mlflow_does_not_take_is_sent_again(
+    mlflow: MlflowConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told once, left alone for a while, and in order."""
+    from mlflow.exceptions import MlflowException
+    from mlflow.tracking import MlflowClient
+
+    c, said, calls = config(tmp_path), [], []
+    c.run_dir.mkdir()
+    run = MlflowRun(c, mlflow, goes_on=False, say=said.append)
+    run.write(1, {"a": 1.0, "odd <name>": math.nan})
+    real = MlflowClient.log_batch
+
+    def refusing(*arguments: object, **named: object) -> None:
+        calls.append(named)
+        raise MlflowException("no route")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "log_batch", refusing)
+        run.write(2, {"a": 2.0})
+        run.write(3, {"a": 3.0})  # not tried
+    assert len(calls) == 1 and MlflowClient.log_batch is real
+    assert said[1:] == ["MLflow does not take iteration 2; it is sent again later: no route"]
+    assert json.loads((c.run_dir / "mlflow.json").read_text())["last"] == 1
+    run.close()
+    client = MlflowClient(tracking_uri=mlflow.tracking_uri)
+    found = [(metric.step, metric.value) for metric in client.get_metric_history(run.name, "a")]
+    assert found == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    [odd] = client.get_metric_history(run.name, "odd _name_")
+    assert math.isnan(odd.value) and said[2:] == []
+
+
+def test_a_service_that_cannot_be_reached_is_told_at_the_start(mlflow: MlflowConfig, tmp_path: Path) -> None:
+    c = config(tmp_path, mlflow={"experiment": "e", "tracking_uri": "nowhere://x"})
+    with pytest.raises(EnvironmentProblem, match=r"metrics.mlflow: the run cannot be opened at nowhere://x: "):
+        with record_run(c, 5, rank=0, decode=str):
+            pass

@@ -1,0 +1,81 @@
+"""The page as text: what a user has written cannot end the element that it lies in."""
+
+import base64
+import hashlib
+import json
+import re
+import tomllib
+from pathlib import Path
+
+from hybridflow.reporting.page import data, embedded, page
+from hybridflow.reporting.runs import read_runs
+from tests.reporting.run_dirs import HOSTILE, make_run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_json_within_a_script_element() -> None:
+    text = embedded({"</script>": ["<!-- & ]]>", "\u2028", "\udc00"]})
+    assert text == r'{"\u003c/script\u003e":["\u003c!-- \u0026 ]]\u003e","\u2028","\udc00"]}'
+    assert json.loads(text) == {"</script>": ["<!-- & ]]>", "\u2028", "\udc00"]}
+
+
+def test_a_page_has_two_scripts_and_lets_no_other_run(tmp_path: Path) -> None:
+    text = page(read_runs([make_run(tmp_path / "a <b>")], sampled_iterations=9))
+    assert text.count("<script") == text.count("</script>") == 2 and text.count("<img") == 0
+    assert "<title>hybridflow: a &lt;b&gt;</title>" in text
+    style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)[1]
+    script = re.search(r"<script>(.*?)</script>", text, re.DOTALL)[1]
+    digests = [base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in (style, script)]
+    policy = f"default-src 'none'; img-src data:; style-src 'sha256-{digests[0]}'; script-src 'sha256-{digests[1]}'"
+    assert f'content="{policy.replace(chr(39), "&#x27;")}"' in text
+    assert "http" not in re.sub(r'"http://www.w3.org/2000/svg"', "", style + script)
+    tree = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+    assert tree["runs"][0]["samples"]["iterations"][0]["rows"][0]["response"] == {"text": f"{HOSTILE} 2", "cut": 0}
+
+
+def test_an_installed_package_has_what_the_page_is_made_of() -> None:
+    data_files = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
+        "hybridflow"
+    ]
+    found = {path for pattern in data_files for path in (ROOT / "hybridflow").glob(pattern)}
+    tracked = {path for path in (ROOT / "hybridflow").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert {path for path in tracked if path.suffix != ".py"} == found
+
+
+def test_metrics_that_are_looked_at_first_come_first(tmp_path: Path) -> None:
+    found = data(read_runs([make_run(tmp_path / "run")], sampled_iterations=9))
+    assert found["metrics"] == [
+        *("eval/accuracy", "reward/score_mean", "reward/<b>x</b>", "actor/loss", "time/rollout_seconds"),
+        *("time/estimate_seconds", "time/update_seconds", "time/generate_seconds"),
+    ]
+
+
+def test_the_layout_by_replica_stage_and_rank(tmp_path: Path) -> None:
+    [run] = data(read_runs([make_run(tmp_path / "run")], sampled_iterations=9))["runs"]
+    assert run["layout"] == {
+        "world": 4,
+        "roles": [
+            {"name": "actor", "sizes": "tp 2, pp 2, dp 1", "replicas": [[[0, 1], [2, 3]]]},
+            {"name": "critic", "sizes": "tp 1, pp 1, dp 2", "replicas": [[[2]], [[3]]]},
+            {"name": "rollout", "sizes": "tp 2, pp 1, 2 replicas", "replicas": [[[0, 1]], [[2, 3]]]},
+        ],
+    }
+
+
+def test_long_samples_are_cut_and_other_fields_kept(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", num_iterations=1)
+    long = {"iteration": 2, "prompt": [{"role": "user"}], "response": "é" * 4005, "score": None, "parts": {"a": 1.5}}
+    with (path / "samples.jsonl").open("a") as file:
+        file.write(json.dumps(long) + "\n")
+        file.write('{"iteration": 2, "prompt": "", "response": "", "score": NaN}\n' * 20)
+    [run] = data(read_runs([path], sampled_iterations=9))["runs"]
+    second = run["samples"]["iterations"][1]
+    assert (second["count"], len(second["rows"])) == (21, 16)
+    assert second["rows"][0] == {
+        "prompt": {"text": '[{"role": "user"}]', "cut": 0},
+        "response": {"text": "é" * 4000, "cut": 5},
+        "score": None,
+        "more": {"parts": {"text": '{"a": 1.5}', "cut": 0}},
+    }
+    assert second["rows"][1]["score"] == "NaN"
