@@ -17,9 +17,11 @@ from hybridflow.architecture.weight_files import open_checkpoint
 from hybridflow.architecture.weights import model_weights
 from hybridflow.config import ExperimentConfig
 from hybridflow.data.digests import function_digests, tokenizer_digest
+from hybridflow.data.fixed_inputs import load_rows
 from hybridflow.data.inputs import load_tokenizer
 from hybridflow.data.rows import PromptFile
 from hybridflow.errors import CheckpointError, DataError, UserError
+from hybridflow.fixed_config import AnyConfig, FixedDataConfig
 from hybridflow.inspection.findings import Finding, counted
 from hybridflow.parallel.agreement import digest_bytes, digest_files
 
@@ -30,7 +32,7 @@ THERE = "make it readable on that host under this very path: a shared file syste
 Inspected = tuple[str, dict[str, str]]  # what to show, and digests by name
 
 
-def input_findings(config: ExperimentConfig, host: str) -> tuple[list[Finding], dict[str, str]]:
+def input_findings(config: AnyConfig, host: str) -> tuple[list[Finding], dict[str, str]]:
     """Findings, and the digests of what has to be the same on every host."""
     tokenizers: list[PreTrainedTokenizerBase] = []
     findings, digests = [], {"the config": digest_bytes(config.to_yaml().encode()).hex()}
@@ -46,7 +48,7 @@ def input_findings(config: ExperimentConfig, host: str) -> tuple[list[Finding], 
 
 
 def _inspections(
-    config: ExperimentConfig, tokenizers: list[PreTrainedTokenizerBase]
+    config: AnyConfig, tokenizers: list[PreTrainedTokenizerBase]
 ) -> Iterator[tuple[str, str, Callable[[], Inspected]]]:
     """(name, advice, what to do); the tokenizer, once it is there, serves the prompts."""
     models: dict[str, list[str]] = {}
@@ -54,8 +56,15 @@ def _inspections(
         models.setdefault(role.model, []).append(name)
     for path, roles in models.items():
         yield f"model of {', '.join(roles)}", THERE, partial(_model, Path(path))
-    yield "tokenizer", THERE, partial(_tokenizer, Path(config.actor.model), tokenizers)
-    for key, file in (("data.train", config.data.train), ("data.heldout", config.data.heldout)):
+    trained = config.trained if isinstance(config, FixedDataConfig) else config.actor
+    yield "tokenizer", THERE, partial(_tokenizer, Path(trained.model), tokenizers)
+    files = (("data.train", config.data.train), ("data.heldout", config.data.heldout))
+    if isinstance(config, FixedDataConfig):
+        for key, file in files:
+            if file is not None and tokenizers:
+                yield key, THERE, partial(_examples, key, Path(file), config, tokenizers)
+        return
+    for key, file in files:
         if file is not None and (tokenizers or not config.data.chat_template):
             yield key, THERE, partial(_prompts, key, Path(file), config, tokenizers)
     names = _functions(config)
@@ -93,6 +102,12 @@ def _prompts(key: str, path: Path, config: ExperimentConfig, tokenizers: list[Pr
     rows = list(islice(file.rows(), NUM_ROWS))
     if not rows:
         raise DataError(f"{path}: holds no prompt; expected one JSON object a line with {config.data.prompt_key!r}")
+    return f"{path}: the first {len(rows)} rows are readable", {key: _file_digest(path)}
+
+
+def _examples(key: str, path: Path, config: FixedDataConfig, tokenizers: list[PreTrainedTokenizerBase]) -> Inspected:
+    found = load_rows(str(path), tokenizers[0], config, read_spec(config.trained.model).vocab_size, checked_bytes=0)
+    rows = found.examples(range(min(NUM_ROWS, len(found))))
     return f"{path}: the first {len(rows)} rows are readable", {key: _file_digest(path)}
 
 
