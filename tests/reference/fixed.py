@@ -50,7 +50,7 @@ def dpo(
             log_ratio(policy, reference, ids, counts) for ids, counts in zip(row.sequences, row.trained, strict=True)
         )
         h = good - bad
-        margins.append(beta * float(h))
+        margins.append(beta * float(h.detach()))
         if ipo:
             losses.append((h - 1 / (2 * beta)) ** 2)
         else:
@@ -92,6 +92,6 @@ def reward_model(model: nn.Module, rows: Sequence[Example]) -> tuple[Tensor, lis
     losses, margins = [], []
     for row in rows:
         good, bad = (score(model, ids) for ids in row.sequences)
-        margins.append(float(good - bad))
+        margins.append(float((good - bad).detach()))
         losses.append(-torch.sigmoid(good - bad - row.margin).log())
     return sum(losses) / len(rows), margins
