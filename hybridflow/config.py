@@ -38,6 +38,7 @@ from hybridflow.algorithm_config import (
     compares_responses,
 )
 from hybridflow.by_length import ByLength
+from hybridflow.data_config import DataConfig
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.fixed_algorithms import FIXED_ALGORITHMS
 from hybridflow.foreign_keys import algorithm_hint, hint, leaves
@@ -55,19 +56,6 @@ from hybridflow.placement import (
 
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 RanksKey = Annotated[Ranks, BeforeValidator(parse_ranks), PlainSerializer(shown)]
-
-
-class DataConfig(Section):
-    """Where prompts come from. Every other column of a line travels to the reward functions."""
-
-    train: str
-    heldout: str | None = None
-    prompt_key: str = "prompt"
-    chat_template: bool = False  # the prompt column holds a list of messages
-    prompts_per_iteration: PositiveInt
-    max_prompt_length: PositiveInt  # tokens
-    overlong_prompts: Literal["drop", "error"] = "error"
-    shuffle: bool = True
 
 
 class PromptLengthConfig(Section):

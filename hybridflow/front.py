@@ -25,7 +25,8 @@ from typing import Any, overload
 
 from hybridflow import trainer
 from hybridflow.checkpoint.store import CHECKPOINTS, MANIFEST, steps
-from hybridflow.config import DataConfig, ExperimentConfig
+from hybridflow.config import ExperimentConfig
+from hybridflow.data_config import DataConfig
 from hybridflow.errors import ConfigError
 from hybridflow.foreign_keys import hint
 from hybridflow.front_inputs import Asked

@@ -33,6 +33,7 @@ FLOORS: dict[int, list[str]] = {
         "placement",
         "algorithm_config",
         "fixed_algorithms",
+        "data_config",
         "config",
         "fixed_config",
     ],

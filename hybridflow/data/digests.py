@@ -31,7 +31,7 @@ def run_digests(config: ExperimentConfig, inputs: Inputs) -> dict[str, bytes]:
         "the config": digest_bytes(config.to_yaml().encode()),
         **code_digests(),
         "the tokenizer of actor.model": tokenizer_digest(models["actor"]),
-        **{name: prompts.file.digest for name, prompts in prompts.items() if prompts is not None},
+        **{name: prompts.digest for name, prompts in prompts.items() if prompts is not None},
         **{f"config.json of {name}.model": digest_files([path / "config.json"], path) for name, path in models.items()},
         **function_digests(config),
     }

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hybridflow.config import DataConfig, ExperimentConfig, SamplingConfig
+from hybridflow.config import ExperimentConfig, SamplingConfig
 from hybridflow.data.prompts import PromptDataset, load_prompts
+from hybridflow.data_config import DataConfig
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.formats.json_text import parse_json
 from hybridflow.rewards.functions import RewardFunction, load_reward_function

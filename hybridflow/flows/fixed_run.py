@@ -20,7 +20,7 @@ from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.state import RunState
 from hybridflow.data.example_batches import prompt_and_completion
 from hybridflow.data.examples import Example, ExampleDataset
-from hybridflow.data.prompts import PromptOrder
+from hybridflow.data.order import PromptOrder
 from hybridflow.errors import Stopped
 from hybridflow.fixed_config import FixedDataConfig
 from hybridflow.flows.finite import check_finite

@@ -25,7 +25,7 @@ from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.by_length import ByLength, always
 from hybridflow.checkpoint.state import RunState
 from hybridflow.config import ExperimentConfig
-from hybridflow.data.prompts import PromptDataset, PromptOrder
+from hybridflow.data.prompts import PromptDataset
 from hybridflow.errors import ConfigError, Stopped
 from hybridflow.flows.finite import check_finite
 from hybridflow.flows.models import Roles, training_memory_offloaded
@@ -235,12 +235,11 @@ class Run:
 
     def draw(self) -> None:
         """The next prompts in order take the place of `prompts`. The first of an iteration are drawn when it begins."""
-        order = PromptOrder(
-            len(self._dataset), self._config.seed, self._config.data.shuffle, position=self.state.num_prompts_drawn
-        )
+        data = self._config.data
+        order = self._dataset.order(self._config.seed, data.shuffle, position=self.state.num_prompts_drawn)
         self._first_prompt = order.position
-        self.prompt_rows = tuple(order.next(self._config.data.prompts_per_iteration))
-        self.prompts: PromptBatch = self._dataset.batch(list(self.prompt_rows))
+        drawn = self._dataset.draw(order, data.prompts_per_iteration)
+        self.prompt_rows, self.prompts = drawn.numbers, drawn.batch
         self.state = replace(self.state, num_prompts_drawn=order.position)
 
     def take(self, prompt_rows: Sequence[int], rollout: RolloutBatch) -> None:

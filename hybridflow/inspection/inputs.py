@@ -7,7 +7,6 @@ with copies of their own can be compared.
 import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -19,7 +18,8 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.data.digests import function_digests, tokenizer_digest
 from hybridflow.data.fixed_inputs import load_rows
 from hybridflow.data.inputs import load_tokenizer
-from hybridflow.data.rows import PromptFile
+from hybridflow.data.json_lines import JsonLines
+from hybridflow.data.prompt_texts import prompt_text
 from hybridflow.errors import CheckpointError, DataError, UserError
 from hybridflow.fixed_config import AnyConfig, FixedDataConfig
 from hybridflow.inspection.findings import Finding, counted
@@ -98,8 +98,12 @@ def _tokenizer(path: Path, tokenizers: list[PreTrainedTokenizerBase]) -> Inspect
 
 def _prompts(key: str, path: Path, config: ExperimentConfig, tokenizers: list[PreTrainedTokenizerBase]) -> Inspected:
     template = tokenizers[0] if config.data.chat_template else None
-    file = PromptFile(path, prompt_key=config.data.prompt_key, template=template)
-    rows = list(islice(file.rows(), NUM_ROWS))
+    file = JsonLines(path)
+    rows = file.rows_at(range(min(len(file), NUM_ROWS)))
+    for row in rows:
+        if row.problem is not None:
+            raise row.problem
+        prompt_text(row, config.data.prompt_key, template)
     if not rows:
         raise DataError(f"{path}: holds no prompt; expected one JSON object a line with {config.data.prompt_key!r}")
     return f"{path}: the first {len(rows)} rows are readable", {key: _file_digest(path)}

@@ -7,6 +7,9 @@ import torch
 
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config import ExperimentConfig
+from hybridflow.data.order import PromptOrder
+from hybridflow.data.prompts import DrawnPrompts
+from hybridflow.data.usable import Dropped
 from hybridflow.flows.models import Roles
 from hybridflow.flows.run import Run
 from hybridflow.flows.while_waiting import WhileWaiting
@@ -52,6 +55,13 @@ class GivenPrompts:
     def batch(self, indices: list[int]) -> PromptBatch:
         ones = torch.ones(len(indices), dtype=torch.int64)
         return PromptBatch(input_ids=ones, lengths=ones, texts=("",) * len(indices), columns={})
+
+    def order(self, seed: int, shuffle: bool, *, position: int = 0) -> PromptOrder:
+        return PromptOrder(self.count, seed, shuffle, position=position)
+
+    def draw(self, order: PromptOrder, count: int) -> DrawnPrompts:
+        numbers = tuple(order.next(count))
+        return DrawnPrompts(self.batch(list(numbers)), numbers, Dropped())
 
 
 def given_roles(config: ExperimentConfig, world: World) -> Roles:

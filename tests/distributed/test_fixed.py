@@ -123,9 +123,11 @@ def test_an_evaluation_is_what_the_step_after_it_found(case, budget, name, resul
 
 @every_layout
 def test_where_policy_and_reference_are_the_same_dpo_is_log_2(case, budget, results):
+    """Exactly; but for the rounding of products of slices that lie otherwise in memory."""
     found = load(results, case, budget)
-    assert float(found["dpo_step_0/stat/loss"]) == pytest.approx(math.log(2), rel=1e-7)
-    assert float(found["dpo_step_0/stat/reward_margin_mean"]) == 0.0
+    rounding = 1e-6 if case.tp > 1 else 0.0
+    assert float(found["dpo_step_0/stat/loss"]) == pytest.approx(math.log(2), rel=1e-7 + rounding)
+    assert float(found["dpo_step_0/stat/reward_margin_mean"]) == pytest.approx(0.0, abs=rounding)
     assert float(found["dpo/stat/loss"]) != pytest.approx(math.log(2), rel=1e-2)
 
 

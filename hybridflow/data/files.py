@@ -1,0 +1,59 @@
+"""What holds for data files of every format: they are opened again and again, and have to stay as they are."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from hybridflow.errors import DataError
+
+BLOCK = 4 << 20
+MOST_DIGESTED = 1 << 30  # bytes of a file; of a larger one the digest is of its size and of blocks here and there
+NUM_SAMPLED = 64
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Errors: DataError where it cannot be read, or not again."""
+    try:
+        with path.open("rb") as file:
+            if not file.seekable():
+                raise DataError(f"{path}: is no regular file; rows are read again when a batch asks for them")
+            yield file
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def stamp(file: BinaryIO) -> tuple[int, int]:
+    """What tells whether a file is the one it was: its size and when it was last written."""
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns
+
+
+def check_unchanged(path: Path, file: BinaryIO, was: tuple[int, int]) -> None:
+    if stamp(file) != was:
+        raise DataError(
+            f"{path}: has changed since the run began to read it; rows are read again when a batch asks for them, so "
+            f"the file must stay as it is"
+        )
+
+
+def content_digest(file: BinaryIO, size: int) -> bytes:
+    """Of all bytes; of a file of more than MOST_DIGESTED, of its size and blocks at equal distances, the last included.
+
+    A hash of 10 GB takes longer than all else that happens before a run begins.
+    """
+    found = hashlib.blake2b(digest_size=16)
+    if size <= MOST_DIGESTED:
+        file.seek(0)
+        while block := file.read(BLOCK):
+            found.update(block)
+        return found.digest()
+    found.update(str(size).encode())
+    length = BLOCK // 4
+    for i in range(NUM_SAMPLED):
+        file.seek((size - length) * i // (NUM_SAMPLED - 1))
+        found.update(file.read(length))
+    return found.digest()

@@ -1,0 +1,156 @@
+"""The rows of data files as what a run takes of them: encoded when they are asked for, wrong ones refused or left out.
+
+    prompts = UsableRows(rows, encode, Rules(bad_rows="drop", overlong="drop"), key="data.train")
+    drawn = prompts.draw(order, 64)      # drawn.items, drawn.numbers, drawn.dropped
+
+Files of up to `checked_bytes` are checked as a whole at the start: what is wrong in them is known before a run begins,
+and what is left out has no place in the order of rows. A row of larger files is looked at when its turn comes; one that
+is left out then is passed over, and the place in the order counts it. Either way the order is a function of the seed
+and the place.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from hybridflow.data.rows import Item, OverlongError, Row, RowError, Rows
+from hybridflow.errors import DataError
+
+CHUNK_ROWS = 2048  # are encoded together, or fewer where they are long: a chunk takes some 100 bytes a token meanwhile
+CHUNK_BYTES = 4 << 20
+CHECKED_BYTES = 256 << 20
+
+Encode = Callable[[Sequence[Row]], list[Item | RowError]]
+
+
+class Order(Protocol):
+    position: int
+
+    def next(self, count: int) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What becomes of rows that cannot be used."""
+
+    bad_rows: Literal["error", "drop"]
+    overlong: Literal["error", "drop"]
+
+    def drops(self, error: RowError) -> bool:
+        return (self.overlong if isinstance(error, OverlongError) else self.bad_rows) == "drop"
+
+
+@dataclass
+class Dropped:
+    """Rows that were left out: how many for which reason, and the first of each."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    first: dict[str, str] = field(default_factory=dict)
+    shortest: int | None = None  # tokens, of those that are too long
+
+    def add(self, error: RowError) -> None:
+        self.counts[error.reason] = self.counts.setdefault(error.reason, 0) + 1
+        self.first.setdefault(error.reason, str(error))
+        if isinstance(error, OverlongError):
+            self.shortest = min(self.shortest or error.length, error.length)
+
+    @property
+    def num_overlong(self) -> int:
+        return sum(count for reason, count in self.counts.items() if reason == "too long")
+
+    @property
+    def num_bad(self) -> int:
+        return sum(self.counts.values()) - self.num_overlong
+
+
+@dataclass(frozen=True)
+class Drawn(Generic[Item]):
+    items: list[Item]
+    numbers: list[int]  # of the items, among the rows that there are
+    dropped: Dropped  # rows that were passed over
+
+
+class UsableRows(Generic[Item]):
+    """See the module. Numbers are those of rows that are not known to be left out.
+
+    Raises:
+        DataError: a file, or a row that is not left out, cannot be used; names the file, the row and the rule.
+    """
+
+    def __init__(self, rows: Rows, encode: Encode[Item], rules: Rules, *, checked_bytes: int = CHECKED_BYTES) -> None:
+        self.rows, self._encode, self._rules = rows, encode, rules
+        self.dropped = Dropped()  # at the start
+        self.is_checked = rows.num_bytes <= checked_bytes
+        self._kept: Tensor | None = self._check() if self.is_checked else None
+
+    def __len__(self) -> int:
+        return len(self.rows) if self._kept is None else len(self._kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory, beside what the rows take."""
+        return 0 if self._kept is None else self._kept.nbytes
+
+    def at(self, numbers: Sequence[int]) -> list[Item]:
+        """In this order; one may appear twice. Errors: DataError also for a row that would be left out."""
+        found = self._judged(self._rows_of(numbers))
+        for item in found:
+            if isinstance(item, RowError):
+                raise item
+        return [item for item in found if not isinstance(item, RowError)]
+
+    def draw(self, order: Order, count: int) -> Drawn[Item]:
+        """The next `count` that can be used."""
+        drawn: Drawn[Item] = Drawn([], [], Dropped())
+        fruitless = 0  # in a row
+        while len(drawn.items) < count:
+            numbers = order.next(count - len(drawn.items))
+            found = self._judged(self._rows_of(numbers))
+            fruitless = 0 if any(not isinstance(item, RowError) for item in found) else fruitless + len(found)
+            for number, item in zip(numbers, found, strict=True):
+                if isinstance(item, RowError):
+                    drawn.dropped.add(self._left_out(item))
+                else:
+                    drawn.items.append(item)
+                    drawn.numbers.append(number)
+            if fruitless >= 2 * len(self):
+                raise DataError(f"no row can be used: {next(iter(drawn.dropped.first.values()))}")
+        return drawn
+
+    # ---- inside
+
+    def _rows_of(self, numbers: Sequence[int]) -> list[Row]:
+        return self.rows.rows_at(numbers if self._kept is None else self._kept[list(numbers)].tolist())
+
+    def _judged(self, rows: Sequence[Row]) -> list[Item | RowError]:
+        """What becomes of each row; those that could not even be read are not encoded."""
+        encoded = iter(self._encode([row for row in rows if row.problem is None]))
+        return [next(encoded) if row.problem is None else row.problem for row in rows]
+
+    def _left_out(self, error: RowError) -> RowError:
+        """Raise it unless the rules say to leave the row out."""
+        if not self._rules.drops(error):
+            raise error
+        return error
+
+    def _check(self) -> Tensor:
+        """The numbers of the rows that can be used, of all."""
+        kept = []
+        for numbers in _chunks(len(self.rows), self.rows.num_bytes):
+            judged = self._judged(self.rows.rows_at(numbers))
+            for number, item in zip(numbers, judged, strict=True):
+                if isinstance(item, RowError):
+                    self.dropped.add(self._left_out(item))
+                else:
+                    kept.append(number)
+        return torch.tensor(kept, dtype=torch.int64)
+
+
+def _chunks(num_rows: int, num_bytes: int) -> Iterator[range]:
+    """Rows that are encoded together."""
+    size = max(1, min(CHUNK_ROWS, num_rows * CHUNK_BYTES // max(num_bytes, 1)))
+    for start in range(0, num_rows, size):
+        yield range(start, min(start + size, num_rows))
