@@ -780,7 +780,7 @@ def _explain(error: ValidationError, model: type[BaseModel], path: str | Path) -
         elif problem["type"] == "missing":
             lines.append(f"{key}: is required")
         elif problem["type"] == "union_tag_invalid":
-            lines.append(f"{key}.name = {problem['ctx']['tag']!r}: is no algorithm; {_closest(problem['ctx']['tag'])}")
+            lines.append(f"{key}.name = {problem['ctx']['tag']!r}: {_no_algorithm(problem['ctx']['tag'])}")
         elif problem["type"] == "value_error":
             lines.append(f"{key}: {problem['ctx']['error']}" if location else str(problem["ctx"]["error"]))
         else:
@@ -797,12 +797,16 @@ def _without_tag(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     return (location[0], *location[2:]) if tagged else location
 
 
+def _no_algorithm(name: object) -> str:
+    if name in FIXED_ALGORITHMS:
+        return "it trains on fixed data: hybridflow.train reads such a config, and FixedDataTrainer.from_yaml does"
+    return f"is no algorithm; {_closest(name)}"
+
+
 def _closest(name: object) -> str:
     foreign = algorithm_hint(str(name))
     if foreign is not None:
         return foreign
-    if name in FIXED_ALGORITHMS:
-        return "it trains on fixed data: hybridflow.train reads such a config, and FixedDataTrainer.from_yaml does"
     close = difflib.get_close_matches(str(name), EVERY_ALGORITHM, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(EVERY_ALGORITHM)}"
 

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 
 from hybridflow.config import RunConfig
 from hybridflow.errors import EnvironmentProblem, UserError
-from hybridflow.fixed_config import AnyConfig, load_config
+from hybridflow.fixed_config import AnyConfig, FixedDataConfig, load_config
 from hybridflow.inspection.attention import attention_findings, attention_in_use, is_flash_attn_available
 from hybridflow.inspection.findings import Finding
 from hybridflow.inspection.links import LINK_SECONDS, follow_link, lead_link, measure_all_reduce
@@ -127,7 +127,7 @@ class Participant:
         return version_findings(found, host, cuda=cuda)
 
     def _see_attention(self, host: str, *, cuda: bool) -> list[Finding]:
-        dtype = self.config.actor.dtype if self.config is not None else "bfloat16"
+        dtype = _trained_dtype(self.config)
         available, in_use = is_flash_attn_available(), attention_in_use(dtype)
         self._facts["attention"] = in_use
         self._facts["is_flash_attn_available"] = available
@@ -219,6 +219,12 @@ def _choose_device(config: AnyConfig | None) -> str | None:
     finally:
         quiet()
     return None
+
+
+def _trained_dtype(config: AnyConfig | None) -> str:
+    if config is None:
+        return "bfloat16"
+    return config.trained.dtype if isinstance(config, FixedDataConfig) else config.actor.dtype
 
 
 def _config_finding(error: str, host: str) -> Finding:

@@ -5,6 +5,7 @@ or, with virtual pipeline parallelism, several. The last stage of a policy model
 logits, that of a value model one scalar, both only for the rows that the micro-batch wants.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -318,7 +319,7 @@ def new_score_head(hidden_size: int, seed: int) -> Tensor:
     A function of the seed alone: the same on every rank and in every layout.
     """
     generator = torch.Generator().manual_seed(request_seed(seed, 0, 0))
-    return torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1) ** 0.5
+    return torch.randn(1, hidden_size, generator=generator).div(math.sqrt(hidden_size + 1))
 
 
 def _mark_split(parameter: nn.Parameter, weight: Weight) -> None:

@@ -123,5 +123,7 @@ def test_a_token_that_the_model_does_not_know(tmp_path: Path) -> None:
 def test_a_file_without_rows_and_one_without_any_left(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no row"):
         load(write(tmp_path / "a.jsonl", ""), "sft")
-    with pytest.raises(DataError, match=r"no row is left: .*line 1: the example has 5 tokens, more than data.max_length = 2"):
+    with pytest.raises(
+        DataError, match=r"no row is left: .*line 1: the example has 5 tokens, more than data.max_length = 2"
+    ):
         load(write(tmp_path / "a.jsonl", SFT), "sft", max_length=2, overlong="drop")

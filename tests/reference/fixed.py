@@ -1,4 +1,4 @@
-"""Losses on fixed data in one process with HuggingFace models and plain PyTorch: a sequence at a time, the equations."""
+"""Losses on fixed data in one process with HuggingFace models and plain PyTorch, a sequence at a time."""
 
 from collections.abc import Sequence
 
