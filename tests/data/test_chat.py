@@ -100,7 +100,7 @@ def test_a_template_that_forgets_is_refused_where_there_is_something_to_forget()
 
 
 def test_a_template_that_begins_a_run_otherwise_is_refused() -> None:
-    with pytest.raises(RowError, match="the message otherwise than it lets a run begin one, .*<think>'"):
+    with pytest.raises(RowError, match=r"the message otherwise than it lets a run begin one, .*<think>'"):
         said(EAGER, TALK[:3])
     thinking = [TALK[1], message("assistant", "<think>hm</think>two")]
     assert said(EAGER, thinking) == ["hm</think>two<|im_end|>"]

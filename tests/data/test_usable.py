@@ -138,7 +138,7 @@ def test_what_is_printed_once(tmp_path) -> None:
     assert left_out("data.train", load(path, checked=1 << 20).rows, "prompts longer than a limit") == [
         "data.train: left out 2 of 12 prompts longer than a limit",
         "data.train: left out 2 of 12 rows that cannot be used: 2 not JSON (first: "
-        f"{path}, line 6: is not JSON: Expecting property name enclosed in double quotes at column 1)",
+        f"{path}, line 6: is not JSON: Expecting property name enclosed in double quotes at column 2)",
     ]
     assert left_out("data.train", load(path, checked=0).rows, "prompts longer than a limit") == [
         "data.train: 0.00 GB are more than data.checked_mib: a row of the 12 is checked when its turn comes"
