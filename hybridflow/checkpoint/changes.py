@@ -150,6 +150,7 @@ TABLE: tuple[Rule, ...] = (
         "it decides which rows have a place in the order of prompts",
     ),
     _rule("data.heldout.*.weight", FREE, FREE, "none has any"),
+    _rule(
         "data.max_length data.overlong",
         REFUSED,
         NOTICED,
