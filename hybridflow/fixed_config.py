@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from hybridflow.algorithm_config import Section
 from hybridflow.config import ExperimentConfig, RoleConfig, RunConfig, TrainedRoleConfig, read_tree
+from hybridflow.data_config import FilesConfig
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.fixed_algorithms import FIXED_ALGORITHMS, KTO, FixedAlgorithm
 from hybridflow.parallel.layout import Layout
@@ -22,15 +22,12 @@ ROLES = ("actor", "reference", "reward_model")  # in the order of the config
 OF_GENERATION = ("sampling", "rollout", "reward", "critic")
 
 
-class FixedDataSection(Section):
+class FixedDataSection(FilesConfig):
     """Where rows come from. A pair of completions is one row."""
 
-    train: str
-    heldout: str | None = None
     batch_size: PositiveInt  # rows of an optimizer step, which is an iteration
     max_length: PositiveInt  # tokens of a sequence, prompt and completion
     overlong: Literal["drop", "error"] = "error"  # a row with a longer sequence
-    shuffle: bool = True
 
 
 class FixedDataConfig(RunConfig):

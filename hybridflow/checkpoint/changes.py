@@ -124,9 +124,14 @@ TABLE: tuple[Rule, ...] = (
     _rule("num_epochs", NOTICED, NOTICED, "the length of the run follows from it, and with it a schedule"),
     _rule("num_iterations", NOTICED, NOTICED, "where the learning rate has a schedule, it is that of the new length"),
     # ---- the data
-    _rule("data.train data.heldout", FREE, FREE, "the content is compared, not where it lies"),
     _rule(
-        "data.prompt_key data.chat_template data.shuffle seed",
+        "data.train data.train.* data.train.*.path data.heldout data.heldout.* data.heldout.*.path",
+        FREE,
+        FREE,
+        "the content is compared, not where it lies",
+    ),
+    _rule(
+        "data.prompt_key data.chat_template data.shuffle data.columns data.train.*.weight seed",
         REFUSED,
         NOTICED,
         "which prompts come next follows from it: the place reached in their order means something else",
@@ -138,6 +143,13 @@ TABLE: tuple[Rule, ...] = (
         "where data.overlong_prompts is drop it decides which prompts there are, and so their order; "
         "where it is error it may change",
     ),
+    _rule(
+        "data.bad_rows data.checked_mib",
+        REFUSED,
+        NOTICED,
+        "it decides which rows have a place in the order of prompts",
+    ),
+    _rule("data.heldout.*.weight", FREE, FREE, "none has any"),
     _rule(
         "data.max_length data.overlong",
         REFUSED,

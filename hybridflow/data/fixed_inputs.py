@@ -1,5 +1,6 @@
 """Everything a run on fixed data reads besides weights: tokenizer, rows, held-out rows."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,7 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridflow.data.examples import ExampleDataset, load_examples
 from hybridflow.data.inputs import load_tokenizer
-from hybridflow.data.usable import CHECKED_BYTES
+from hybridflow.data.left_out import left_out
+from hybridflow.data_config import DataFiles
 from hybridflow.errors import DataError
 from hybridflow.fixed_algorithms import KTO
 from hybridflow.fixed_config import FixedDataConfig
@@ -26,11 +28,11 @@ class FixedInputs:
 
     def notes(self) -> list[str]:
         """What was left out of each file."""
-        known = (("data.train", self.train), ("data.heldout", self.heldout))
         return [
-            f"{key}: left out {rows.num_dropped} of {len(rows) + rows.num_dropped} rows"
-            for key, rows in known
-            if rows is not None and rows.num_dropped
+            line
+            for key, rows in (("data.train", self.train), ("data.heldout", self.heldout))
+            if rows is not None
+            for line in left_out(key, rows.rows, "rows longer than data.max_length")
         ]
 
 
@@ -43,7 +45,11 @@ def load_fixed_inputs(config: FixedDataConfig, vocab_size: int) -> FixedInputs:
     inputs = FixedInputs(
         tokenizer,
         train=load_rows(config.data.train, tokenizer, config, vocab_size),
-        heldout=load_rows(heldout, tokenizer, config, vocab_size) if heldout else None,
+        heldout=load_rows(  # which is used as a whole anyway
+            heldout, tokenizer, config, vocab_size, key="data.heldout", checked_bytes=sys.maxsize
+        )
+        if heldout
+        else None,
     )
     if isinstance(config.algorithm, KTO):
         for key, rows in (("data.train", inputs.train), ("data.heldout", inputs.heldout)):
@@ -53,20 +59,24 @@ def load_fixed_inputs(config: FixedDataConfig, vocab_size: int) -> FixedInputs:
 
 
 def load_rows(
-    path: str,
+    files: DataFiles,
     tokenizer: PreTrainedTokenizerBase,
     config: FixedDataConfig,
     vocab_size: int,
     *,
-    checked_bytes: int = CHECKED_BYTES,
+    key: str = "data.train",
+    checked_bytes: int | None = None,
 ) -> ExampleDataset:
-    """The rows of a file as the config's algorithm takes them; files of up to `checked_bytes` are checked at once."""
+    """The rows of files as the config's algorithm takes them; `checked_bytes` in place of what the config says."""
     return load_examples(
-        path,
+        files,
         tokenizer,
         kind=config.algorithm.kind,
         max_length=config.data.max_length,
         overlong=config.data.overlong,
         vocab_size=vocab_size,
-        checked_bytes=checked_bytes,
+        bad_rows=config.data.bad_rows,
+        columns=config.data.columns,
+        checked_bytes=config.data.checked_bytes if checked_bytes is None else checked_bytes,
+        key=key,
     )

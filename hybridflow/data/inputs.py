@@ -1,11 +1,13 @@
 """Everything a run reads besides weights: tokenizer, prompts, held-out prompts and what counts as right."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridflow.config import ExperimentConfig, SamplingConfig
+from hybridflow.data.left_out import left_out
 from hybridflow.data.prompts import PromptDataset, load_prompts
 from hybridflow.data_config import DataConfig
 from hybridflow.errors import CheckpointError, ConfigError
@@ -29,16 +31,13 @@ class Inputs:
 
     def notes(self) -> list[str]:
         """What the user should know before it all starts: a line each."""
-        return [*self._left_out(), *([] if self.ending is None else [self.ending])]
-
-    def _left_out(self) -> list[str]:
-        """Of prompts that data.overlong_prompts = drop took away: a line a file."""
-        return [
-            f"{key}: left out {prompts.num_dropped} of {len(prompts) + prompts.num_dropped} prompts longer than "
-            f"data.max_prompt_length"
+        told = [
+            line
             for key, prompts in (("data.train", self.train), ("data.heldout", self.heldout))
-            if prompts is not None and prompts.num_dropped
+            if prompts is not None
+            for line in left_out(key, prompts.rows, "prompts longer than data.max_prompt_length")
         ]
+        return [*told, *([] if self.ending is None else [self.ending])]
 
 
 def load_inputs(config: ExperimentConfig, vocab_size: int) -> Inputs:
@@ -53,8 +52,8 @@ def load_inputs(config: ExperimentConfig, vocab_size: int) -> Inputs:
     return Inputs(
         tokenizer=tokenizer,
         eos_token_ids=ends,
-        train=_prompts(data.train, tokenizer, data, vocab_size),
-        heldout=_prompts(data.heldout, tokenizer, data, vocab_size) if data.heldout else None,
+        train=_prompts("data.train", tokenizer, data, vocab_size),
+        heldout=_prompts("data.heldout", tokenizer, data, vocab_size) if data.heldout else None,
         right=load_reward_function(config.metrics.eval_reward) if config.metrics.eval_reward else None,
         ending=_no_end(config.sampling, ends, path),
     )
@@ -68,15 +67,21 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         raise CheckpointError(f"{path}: has no tokenizer that transformers can load: {error}") from error
 
 
-def _prompts(path: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig, vocab_size: int) -> PromptDataset:
+def _prompts(key: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig, vocab_size: int) -> PromptDataset:
+    files = data.heldout if key == "data.heldout" else data.train
+    assert files is not None, f"{key} is not given"
     return load_prompts(
-        path,
+        files,
         tokenizer,
         prompt_key=data.prompt_key,
         chat_template=data.chat_template,
         max_length=data.max_prompt_length,
         overlong=data.overlong_prompts,
         vocab_size=vocab_size,
+        bad_rows=data.bad_rows,
+        columns=data.columns,
+        checked_bytes=sys.maxsize if key == "data.heldout" else data.checked_bytes,  # which is used as a whole anyway
+        key=key,
     )
 
 

@@ -1,17 +1,20 @@
-"""A row's prompt as a text, and its columns."""
+"""A row's prompt, as a text or as token ids, and its columns."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hybridflow.data.chat import render
+from hybridflow.data.messages import check_encodable, check_messages, is_token_ids
 from hybridflow.data.rows import Row, RowError, shown
 
 
 @dataclass(frozen=True)
 class PromptText:
     where: str
-    text: str  # with a chat template, the rendered conversation
+    text: str  # with a chat template, the rendered conversation; empty where the row has token ids
+    token_ids: list[int] | None  # where the row has them
     columns: dict[str, Any]
 
 
@@ -23,11 +26,14 @@ def prompt_text(row: Row, prompt_key: str, tokenizer: PreTrainedTokenizerBase | 
             f"no {prompt_key}",
         )
     prompt, field = row.fields[prompt_key], f"{row.where}: {prompt_key}"
+    columns = {key: value for key, value in row.fields.items() if key != prompt_key}
+    if is_token_ids(prompt):
+        return PromptText(row.where, "", prompt, columns)
     text = _plain_text(prompt, field) if tokenizer is None else _rendered(prompt, field, tokenizer)
     if not text.strip():
         raise RowError(f"{field} = {text!r} is empty", "empty")
     check_encodable(text, field)
-    return PromptText(row.where, text, {key: value for key, value in row.fields.items() if key != prompt_key})
+    return PromptText(row.where, text, None, columns)
 
 
 def _plain_text(prompt: Any, field: str) -> str:
@@ -39,40 +45,4 @@ def _plain_text(prompt: Any, field: str) -> str:
 
 def _rendered(messages: Any, field: str, tokenizer: PreTrainedTokenizerBase) -> str:
     check_messages(messages, field)
-    try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # a template is a program of the model's authors and raises what it likes
-        raise RowError(f"{field}: the tokenizer's chat template cannot render it: {error}", "no template") from error
-    assert isinstance(text, str), f"one conversation was rendered to {type(text).__name__}"
-    return text
-
-
-def check_messages(messages: Any, field: str) -> None:
-    """Errors: RowError unless it is a list of messages, one of which has content."""
-    if not isinstance(messages, list):
-        raise RowError(
-            f"{field} = {shown(messages)} is a {type(messages).__name__}; with data.chat_template a prompt "
-            f"is a list of messages",
-            "wrong type",
-        )
-    if not messages:
-        raise RowError(f"{field} = [] is empty: a conversation needs a message", "empty")
-    for number, message in enumerate(messages):
-        _check_message(message, f"{field}[{number}]")
-    if not any(message["content"].strip() for message in messages):
-        raise RowError(f"{field} = {shown(messages)} is empty: no message has content", "empty")
-
-
-def _check_message(message: Any, field: str) -> None:
-    if not isinstance(message, dict):
-        raise RowError(f"{field} = {shown(message)} is no message: expected role and content", "wrong type")
-    for key in ("role", "content"):
-        if not isinstance(message.get(key), str):
-            raise RowError(f"{field}.{key} = {shown(message.get(key))} is not a text", "wrong type")
-
-
-def check_encodable(text: str, field: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # half of a surrogate pair, written as \ud83d
-        raise RowError(f"{field} holds {text[error.start]!r}, which is no character", "no character") from error
+    return render(messages, tokenizer, field, prompts=True)

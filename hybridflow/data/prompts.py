@@ -10,7 +10,7 @@ A row's `prompt_key` holds the prompt: a text, or with `chat_template` a list of
 the same ones. Neither texts nor tokens stay in memory: a row is read and encoded when it is asked for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +19,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybridflow.batch import PromptBatch
-from hybridflow.data.json_lines import JsonLines
+from hybridflow.data.fields import named
+from hybridflow.data.messages import check_token_ids
 from hybridflow.data.order import PromptOrder
 from hybridflow.data.prompt_texts import PromptText, prompt_text
 from hybridflow.data.rows import OverlongError, Row, RowError, attempt, shown
+from hybridflow.data.sources import open_files
 from hybridflow.data.usable import CHECKED_BYTES, Dropped, Order, Rules, UsableRows
+from hybridflow.data_config import DataFiles
 from hybridflow.errors import DataError
 
 
@@ -51,7 +54,7 @@ class PromptDataset:
         return len(self.rows)
 
     def order(self, seed: int, shuffle: bool, *, position: int = 0) -> Order:
-        return PromptOrder(len(self), seed, shuffle, position=position)
+        return self.rows.order(seed, shuffle, position=position)
 
     def batch(self, indices: Sequence[int]) -> PromptBatch:
         """The prompts at `indices`, in this order; one may appear twice.
@@ -68,11 +71,11 @@ class PromptDataset:
     @property
     def nbytes(self) -> int:
         """Of memory, for all that grows with the number of prompts."""
-        return self.rows.nbytes + self.rows.rows.nbytes
+        return self.rows.nbytes
 
     @property
     def digest(self) -> bytes:
-        return self.rows.rows.digest
+        return self.rows.files.digest
 
     @property
     def dropped(self) -> Dropped:
@@ -81,7 +84,7 @@ class PromptDataset:
 
     @property
     def num_dropped(self) -> int:
-        return sum(self.dropped.counts.values())
+        return self.dropped.num_rows
 
     def _packed(self, prompts: Sequence[Prompt]) -> PromptBatch:
         return PromptBatch(
@@ -93,7 +96,7 @@ class PromptDataset:
 
 
 def load_prompts(
-    path: str | Path,
+    path: DataFiles | Path,
     tokenizer: PreTrainedTokenizerBase,
     *,
     prompt_key: str,
@@ -102,32 +105,35 @@ def load_prompts(
     overlong: Literal["drop", "error"],
     vocab_size: int,
     bad_rows: Literal["drop", "error"] = "error",
+    columns: Mapping[str, str] | None = None,
     checked_bytes: int = CHECKED_BYTES,
+    key: str = "data.train",
 ) -> PromptDataset:
-    """Find the rows of a file, and check them where it is no larger than `checked_bytes`. Blank lines are skipped.
+    """Find the rows of files, and check them where these are no larger than `checked_bytes`. Blank lines are skipped.
 
     Args:
-        prompt_key: the key of a line that holds its prompt.
+        prompt_key: the key of a row that holds its prompt.
         chat_template: the prompt is a list of messages, rendered by the tokenizer's chat template.
         max_length: tokens a prompt may have, special tokens included.
         overlong: what happens to a longer one: it is left out and counted, or it is an error.
         vocab_size: the token ids that the model knows are those below it.
         bad_rows: what happens to a row that cannot be used: as with overlong.
+        columns: which fields of a row stand for ours.
+        key: that of the config, for messages.
 
     Raises:
-        DataError: the file, a line or a prompt cannot be used; names the file, the line and the rule.
+        DataError: a file, a row or a prompt cannot be used; names the file, the line and the rule.
     """
-    rows, rules = JsonLines(Path(path)), Rules(bad_rows, overlong)
+    encoder = _Encoder(tokenizer, prompt_key, chat_template, max_length, vocab_size, dict(columns or {}))
+    rows = UsableRows(open_files(path, key), encoder.encoded, Rules(bad_rows, overlong), checked_bytes=checked_bytes)
     if not len(rows):
-        raise DataError(f"{path}: holds no prompt; expected one JSON object a line with {prompt_key!r}")
-    encoder = _Encoder(tokenizer, prompt_key, chat_template, max_length, vocab_size)
-    usable = UsableRows(rows, encoder.encoded, rules, checked_bytes=checked_bytes)
-    if not len(usable):
-        raise DataError(f"{path}: no prompt is left: {_why_none(usable.dropped, max_length)}")
-    if encoder.first is None:
-        _find_columns(usable, encoder)
+        raise DataError(
+            f"{path if isinstance(path, str | Path) else key}: no prompt is left: {_why_none(rows.dropped, max_length)}"
+        )
+    if encoder.first is None:  # nobody has looked at a row yet
+        rows.draw(PromptOrder(len(rows), 0, False), 1)
     assert encoder.first is not None, "a row that can be used has columns"
-    return PromptDataset(usable, tuple(encoder.first.columns))
+    return PromptDataset(rows, tuple(encoder.first.columns))
 
 
 def _why_none(dropped: Dropped, max_length: int) -> str:
@@ -139,11 +145,6 @@ def _why_none(dropped: Dropped, max_length: int) -> str:
     )
 
 
-def _find_columns(usable: UsableRows[Prompt], encoder: "_Encoder") -> None:
-    """Of rows that nobody has looked at yet, the first that can be used."""
-    usable.draw(PromptOrder(len(usable), 0, False), 1)
-
-
 @dataclass
 class _Encoder:
     tokenizer: PreTrainedTokenizerBase
@@ -151,17 +152,25 @@ class _Encoder:
     chat_template: bool
     max_length: int
     vocab_size: int
+    columns: Mapping[str, str]
     first: PromptText | None = field(default=None)  # whose columns all others have to have
 
     def encoded(self, rows: Sequence[Row]) -> list[Prompt | RowError]:
         found = [attempt(self._text, row) for row in rows]
-        tokens = iter(self._tokens([text.text for text in found if isinstance(text, PromptText)]))
-        return [text if isinstance(text, RowError) else self._prompt(text, next(tokens)) for text in found]
+        tokens = iter(
+            self._tokens([its.text for its in found if isinstance(its, PromptText) and its.token_ids is None])
+        )
+        return [
+            its if isinstance(its, RowError) else self._prompt(its, next(tokens) if its.token_ids is None else None)
+            for its in found
+        ]
 
     def _text(self, row: Row) -> PromptText:
-        text = prompt_text(row, self.prompt_key, self.tokenizer if self.chat_template else None)
+        text = prompt_text(named(row, self.columns), self.prompt_key, self.tokenizer if self.chat_template else None)
         self.first = self.first or text
         check_same_columns(self.first, text)
+        if text.token_ids is not None:
+            check_token_ids(text.token_ids, f"{row.where}: {self.prompt_key}", self.vocab_size)
         return text
 
     def _tokens(self, texts: list[str]) -> list[list[int]]:
@@ -169,16 +178,23 @@ class _Encoder:
         token, after which there would be nothing to say."""
         if not texts:
             return []
-        encoded: list[list[int]] = self.tokenizer(texts, add_special_tokens=not self.chat_template, verbose=False)[
-            "input_ids"
-        ]
+        encode, special = self.tokenizer, not self.chat_template
+        encoded: list[list[int]] = encode(texts, add_special_tokens=special, verbose=False)["input_ids"]
         if self.chat_template:
             return encoded
         return [ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids for ids in encoded]
 
-    def _prompt(self, text: PromptText, ids: list[int]) -> Prompt | RowError:
+    def _prompt(self, text: PromptText, made: list[int] | None) -> Prompt | RowError:
+        ids = text.token_ids if made is None else made
+        assert ids is not None, f"{text.where}: a prompt without token ids has a text"
         problem = self._problem(text, ids)
-        return Prompt(text.text, ids, text.columns) if problem is None else problem
+        shown_text = text.text if made is not None or problem is not None else self._decoded(ids)
+        return Prompt(shown_text, ids, text.columns) if problem is None else problem
+
+    def _decoded(self, ids: list[int]) -> str:
+        text = self.tokenizer.decode(ids)
+        assert isinstance(text, str), f"one prompt was decoded to {type(text).__name__}"
+        return text
 
     def _problem(self, text: PromptText, ids: list[int]) -> RowError | None:
         if not ids:

@@ -1,6 +1,6 @@
 """The rows of data files as what a run takes of them: encoded when they are asked for, wrong ones refused or left out.
 
-    prompts = UsableRows(rows, encode, Rules(bad_rows="drop", overlong="drop"), key="data.train")
+    prompts = UsableRows(files, encode, Rules(bad_rows="drop", overlong="drop"))
     drawn = prompts.draw(order, 64)      # drawn.items, drawn.numbers, drawn.dropped
 
 Files of up to `checked_bytes` are checked as a whole at the start: what is wrong in them is known before a run begins,
@@ -16,7 +16,9 @@ from typing import Generic, Literal, Protocol
 import torch
 from torch import Tensor
 
-from hybridflow.data.rows import Item, OverlongError, Row, RowError, Rows
+from hybridflow.data.order import MixedOrder, PromptOrder
+from hybridflow.data.rows import Item, OverlongError, Row, RowError
+from hybridflow.data.sources import Files
 from hybridflow.errors import DataError
 
 CHUNK_ROWS = 2048  # are encoded together, or fewer where they are long: a chunk takes some 100 bytes a token meanwhile
@@ -58,12 +60,16 @@ class Dropped:
             self.shortest = min(self.shortest or error.length, error.length)
 
     @property
+    def num_rows(self) -> int:
+        return sum(self.counts.values())
+
+    @property
     def num_overlong(self) -> int:
         return sum(count for reason, count in self.counts.items() if reason == "too long")
 
     @property
     def num_bad(self) -> int:
-        return sum(self.counts.values()) - self.num_overlong
+        return self.num_rows - self.num_overlong
 
 
 @dataclass(frozen=True)
@@ -80,19 +86,25 @@ class UsableRows(Generic[Item]):
         DataError: a file, or a row that is not left out, cannot be used; names the file, the row and the rule.
     """
 
-    def __init__(self, rows: Rows, encode: Encode[Item], rules: Rules, *, checked_bytes: int = CHECKED_BYTES) -> None:
-        self.rows, self._encode, self._rules = rows, encode, rules
+    def __init__(self, files: Files, encode: Encode[Item], rules: Rules, *, checked_bytes: int = CHECKED_BYTES) -> None:
+        self.files, self._encode, self._rules = files, encode, rules
         self.dropped = Dropped()  # at the start
-        self.is_checked = rows.num_bytes <= checked_bytes
+        self.is_checked = files.num_bytes <= checked_bytes
         self._kept: Tensor | None = self._check() if self.is_checked else None
 
     def __len__(self) -> int:
-        return len(self.rows) if self._kept is None else len(self._kept)
+        return len(self.files) if self._kept is None else len(self._kept)
 
     @property
     def nbytes(self) -> int:
-        """Of memory, beside what the rows take."""
-        return 0 if self._kept is None else self._kept.nbytes
+        """Of memory, for all that grows with the number of rows."""
+        return self.files.nbytes + (0 if self._kept is None else self._kept.nbytes)
+
+    def order(self, seed: int, shuffle: bool, *, position: int = 0) -> Order:
+        """Which rows come next; sources with weights by turns."""
+        if self.files.weights is None:
+            return PromptOrder(len(self), seed, shuffle, position=position)
+        return MixedOrder(self._lengths(), self.files.weights, seed, shuffle, position=position)
 
     def at(self, numbers: Sequence[int]) -> list[Item]:
         """In this order; one may appear twice. Errors: DataError also for a row that would be left out."""
@@ -122,8 +134,18 @@ class UsableRows(Generic[Item]):
 
     # ---- inside
 
+    def _lengths(self) -> list[int]:
+        """Rows of each source. Errors: DataError where one has none left, or has no turn by its weight."""
+        kept = self.files.ends if self._kept is None else torch.searchsorted(self._kept, torch.tensor(self.files.ends))
+        ends = [int(end) for end in kept]
+        lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        for name, length in zip(self.files.names, lengths, strict=True):
+            if not length:
+                raise DataError(f"{name}: no row is left of this file: {next(iter(self.dropped.first.values()))}")
+        return lengths
+
     def _rows_of(self, numbers: Sequence[int]) -> list[Row]:
-        return self.rows.rows_at(numbers if self._kept is None else self._kept[list(numbers)].tolist())
+        return self.files.rows_at(numbers if self._kept is None else self._kept[list(numbers)].tolist())
 
     def _judged(self, rows: Sequence[Row]) -> list[Item | RowError]:
         """What becomes of each row; those that could not even be read are not encoded."""
@@ -139,8 +161,8 @@ class UsableRows(Generic[Item]):
     def _check(self) -> Tensor:
         """The numbers of the rows that can be used, of all."""
         kept = []
-        for numbers in _chunks(len(self.rows), self.rows.num_bytes):
-            judged = self._judged(self.rows.rows_at(numbers))
+        for numbers in _chunks(len(self.files), self.files.num_bytes):
+            judged = self._judged(self.files.rows_at(numbers))
             for number, item in zip(numbers, judged, strict=True):
                 if isinstance(item, RowError):
                     self.dropped.add(self._left_out(item))

@@ -20,7 +20,8 @@ from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.state import RunState
 from hybridflow.data.example_batches import prompt_and_completion
 from hybridflow.data.examples import Example, ExampleDataset
-from hybridflow.data.order import PromptOrder
+from hybridflow.data.left_out import dropped_metrics
+from hybridflow.data.usable import Dropped
 from hybridflow.errors import Stopped
 from hybridflow.fixed_config import FixedDataConfig
 from hybridflow.flows.finite import check_finite
@@ -74,6 +75,7 @@ class FixedRun:
         self._show: Callable[[str], None] = lambda text: None
         self._stage_stack = contextlib.ExitStack()
         self.examples: Sequence[Example] = ()
+        self._passed_over = Dropped()  # of the iteration
         self.metrics: Metrics = {}
 
     # ---- what a flow works with
@@ -129,8 +131,9 @@ class FixedRun:
         self._exchange.seconds = 0.0
         self._models.trained.begin_iteration(iteration, num_iterations)
         data = self._config.data
-        order = PromptOrder(len(self._dataset), self._config.seed, data.shuffle, position=self.state.num_prompts_drawn)
-        self.examples = self._dataset.draw(order, data.batch_size).items
+        order = self._dataset.order(self._config.seed, data.shuffle, position=self.state.num_prompts_drawn)
+        drawn = self._dataset.draw(order, data.batch_size)
+        self.examples, self._passed_over = drawn.items, drawn.dropped
         self.state = replace(self.state, iteration=iteration, num_prompts_drawn=order.position)
         self._enter("estimate", "reading and judging")
 
@@ -147,6 +150,8 @@ class FixedRun:
             "data/trained_tokens": batch.num_response_tokens,
             "data/epoch": self.state.num_prompts_drawn / len(self._dataset),
         }
+        data, dropped = self._config.data, [self._dataset.dropped, self._passed_over]
+        metrics |= dropped_metrics(data.bad_rows, data.overlong, dropped)
         costs = training_costs(
             batch,
             watch=self._watch,

@@ -25,7 +25,9 @@ from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.by_length import ByLength, always
 from hybridflow.checkpoint.state import RunState
 from hybridflow.config import ExperimentConfig
+from hybridflow.data.left_out import dropped_metrics
 from hybridflow.data.prompts import PromptDataset
+from hybridflow.data.usable import Dropped
 from hybridflow.errors import ConfigError, Stopped
 from hybridflow.flows.finite import check_finite
 from hybridflow.flows.models import Roles, training_memory_offloaded
@@ -104,6 +106,8 @@ class Run:
         self.keep_rollout: Callable[[int, Mapping[str, Tensor]], None] = lambda iteration, tensors: None
         self.kept_rollout: Callable[[PromptBatch, int], RolloutBatch | None] = lambda prompts, iteration: None
         self.metrics: Metrics = {}
+        self._passed_over: list[Dropped] = []  # of the iteration, by draw
+        self._told: set[str] = set()  # reasons for which rows are left out
 
     # ---- what a flow works with
 
@@ -239,8 +243,16 @@ class Run:
         order = self._dataset.order(self._config.seed, data.shuffle, position=self.state.num_prompts_drawn)
         self._first_prompt = order.position
         drawn = self._dataset.draw(order, data.prompts_per_iteration)
+        self._note_passed_over(drawn.dropped)
         self.prompt_rows, self.prompts = drawn.numbers, drawn.batch
         self.state = replace(self.state, num_prompts_drawn=order.position)
+
+    def _note_passed_over(self, dropped: Dropped) -> None:
+        """Rows that were left out when their turn came: counted, and the first for a reason is told."""
+        self._passed_over.append(dropped)
+        for reason in [reason for reason in dropped.first if reason not in self._told]:
+            self._told.add(reason)
+            self.say(f"data.train: a row is left out, and those to come that are {reason}: {dropped.first[reason]}")
 
     def take(self, prompt_rows: Sequence[int], rollout: RolloutBatch) -> None:
         """These are the iteration's prompts, by their numbers in the data set, and their responses."""
@@ -259,6 +271,7 @@ class Run:
         """Draw the prompts of an iteration; `show` is told what is going on."""
         self._stage_stack.close()
         self.state = replace(self.state, iteration=iteration)
+        self._passed_over = []
         self.draw()
         self._show, self.metrics = show, {}
         self._rows: dict[str, list[Tensor]] = {role.name: [] for role in self._roles.trained()}
@@ -276,6 +289,8 @@ class Run:
             updates = step_metrics(self._roles.trained(), self._rows, batch, self._exchange)
         kl = {"kl/coef": self.kl.coef} if self.has_reference else {}
         metrics = batch_metrics(batch) | self._length_metrics(batch) | self.metrics | kl | updates
+        data, dropped = self._config.data, [self._dataset.dropped, *self._passed_over]
+        metrics |= dropped_metrics(data.bad_rows, data.overlong_prompts, dropped)
         if self._trains and "kl/sequence_mean" in metrics:
             coef = self.kl.updated(float(metrics["kl/sequence_mean"]), len(batch)).coef
             self.state = replace(self.state, kl_coef=coef)

@@ -4,7 +4,6 @@ Of weights only the headers are read, of prompt files the first rows. What is sm
 with copies of their own can be compared.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,18 +15,20 @@ from hybridflow.architecture.weight_files import open_checkpoint
 from hybridflow.architecture.weights import model_weights
 from hybridflow.config import ExperimentConfig
 from hybridflow.data.digests import function_digests, tokenizer_digest
+from hybridflow.data.fields import named
 from hybridflow.data.fixed_inputs import load_rows
 from hybridflow.data.inputs import load_tokenizer
-from hybridflow.data.json_lines import JsonLines
 from hybridflow.data.prompt_texts import prompt_text
-from hybridflow.errors import CheckpointError, DataError, UserError
+from hybridflow.data.rows import Row, RowError, attempt
+from hybridflow.data.sources import open_files
+from hybridflow.data_config import DataFiles
+from hybridflow.errors import CheckpointError, UserError
 from hybridflow.fixed_config import AnyConfig, FixedDataConfig
 from hybridflow.inspection.findings import Finding, counted
 from hybridflow.parallel.agreement import digest_bytes, digest_files
 
 AREA = "inputs"
 NUM_ROWS = 64  # of a prompt file, that are read and checked
-MOST_DIGESTED = 256 << 20  # bytes of a prompt file; of a larger one only the size is compared
 THERE = "make it readable on that host under this very path: a shared file system, or a copy of the same files"
 Inspected = tuple[str, dict[str, str]]  # what to show, and digests by name
 
@@ -62,11 +63,11 @@ def _inspections(
     if isinstance(config, FixedDataConfig):
         for key, file in files:
             if file is not None and tokenizers:
-                yield key, THERE, partial(_examples, key, Path(file), config, tokenizers)
+                yield key, THERE, partial(_examples, key, file, config, tokenizers)
         return
     for key, file in files:
         if file is not None and (tokenizers or not config.data.chat_template):
-            yield key, THERE, partial(_prompts, key, Path(file), config, tokenizers)
+            yield key, THERE, partial(_prompts, key, file, config, tokenizers)
     names = _functions(config)
     if names:
         where = "put its file beside the config or into PYTHONPATH on that host, and what it imports with it"
@@ -96,34 +97,32 @@ def _tokenizer(path: Path, tokenizers: list[PreTrainedTokenizerBase]) -> Inspect
     return f"{path}: {len(tokenizers[0]):,} tokens", {f"the tokenizer of {path}": tokenizer_digest(path).hex()}
 
 
-def _prompts(key: str, path: Path, config: ExperimentConfig, tokenizers: list[PreTrainedTokenizerBase]) -> Inspected:
-    template = tokenizers[0] if config.data.chat_template else None
-    file = JsonLines(path)
-    rows = file.rows_at(range(min(len(file), NUM_ROWS)))
-    for row in rows:
+def _prompts(
+    key: str, named_files: DataFiles, config: ExperimentConfig, tokenizers: list[PreTrainedTokenizerBase]
+) -> Inspected:
+    data, template = config.data, tokenizers[0] if config.data.chat_template else None
+
+    def check(row: Row) -> None:
         if row.problem is not None:
             raise row.problem
-        prompt_text(row, config.data.prompt_key, template)
-    if not rows:
-        raise DataError(f"{path}: holds no prompt; expected one JSON object a line with {config.data.prompt_key!r}")
-    return f"{path}: the first {len(rows)} rows are readable", {key: _file_digest(path)}
+        prompt_text(named(row, data.columns), data.prompt_key, template)
+
+    files = open_files(named_files, key)
+    rows = files.rows_at(range(min(len(files), NUM_ROWS)))
+    for found in (attempt(check, row) for row in rows):
+        if isinstance(found, RowError) and data.bad_rows == "error":
+            raise found
+    return f"{', '.join(files.names)}: the first {len(rows)} rows are readable", {key: files.digest.hex()}
 
 
-def _examples(key: str, path: Path, config: FixedDataConfig, tokenizers: list[PreTrainedTokenizerBase]) -> Inspected:
-    found = load_rows(str(path), tokenizers[0], config, read_spec(config.trained.model).vocab_size, checked_bytes=0)
-    rows = found.examples(range(min(NUM_ROWS, len(found))))
-    return f"{path}: the first {len(rows)} rows are readable", {key: _file_digest(path)}
-
-
-def _file_digest(path: Path) -> str:
-    try:
-        size = path.stat().st_size
-        if size > MOST_DIGESTED:
-            return f"{size} bytes"
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+def _examples(
+    key: str, named_files: DataFiles, config: FixedDataConfig, tokenizers: list[PreTrainedTokenizerBase]
+) -> Inspected:
+    vocab_size = read_spec(config.trained.model).vocab_size
+    found = load_rows(named_files, tokenizers[0], config, vocab_size, key=key, checked_bytes=0)
+    rows = found.draw(found.order(0, False), min(NUM_ROWS, len(found))).items
+    names = ", ".join(found.rows.files.names)
+    return f"{names}: the first {len(rows)} rows are readable", {key: found.digest.hex()}
 
 
 def _functions(config: ExperimentConfig) -> list[str]:

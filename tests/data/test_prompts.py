@@ -376,8 +376,8 @@ GOOD = {"prompt": "why"}
             [GOOD, {"prompt": "what is one plus two"}],
             ["line 2", "5 tokens", "data.max_prompt_length = 4", "data.overlong_prompts"],
         ),
-        ([], ["holds no prompt", "'prompt'"]),
-        (["", " "], ["holds no prompt"]),
+        ([], ["holds no row (data.train)"]),
+        (["", " "], ["holds no row (data.train)"]),
     ],
 )
 def test_bad_lines_are_errors_that_name_file_and_line(prompt_file, lines: list, expected: list[str]) -> None:
@@ -424,10 +424,10 @@ def test_dropping_every_prompt_is_an_error(prompt_file) -> None:
 
 
 def test_a_file_that_is_not_there_or_not_text_is_an_error(tmp_path: Path) -> None:
-    for path, rule in [(tmp_path / "absent.jsonl", "No such file"), (tmp_path, "Is a directory")]:
-        with pytest.raises(DataError) as raised:
-            load(path)
-        assert f"{path}: cannot be read: {rule}" in str(raised.value)
+    path = tmp_path / "absent.jsonl"
+    with pytest.raises(DataError) as raised:
+        load(path)
+    assert f"{path}: cannot be read: No such file" in str(raised.value)
     binary = tmp_path / "prompts.jsonl"
     binary.write_bytes(b"{\xff\xfe")
     with pytest.raises(DataError, match=r"prompts.jsonl, line 1: is not UTF-8 text .*JSON lines"):

@@ -47,7 +47,7 @@ class GivenPrompts:
     """In the place of a prompt file: reward models read tokens alone."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
+        self.count, self.dropped = count, Dropped()
 
     def __len__(self) -> int:
         return self.count

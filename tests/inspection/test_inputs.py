@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from hybridflow.config import ExperimentConfig
-from hybridflow.inspection import inputs
-from hybridflow.inspection.inputs import input_findings
+from hybridflow.inspection.inputs import THERE, input_findings
 from tests.distributed.tiny_experiment import make_inputs, write_config
 
 
@@ -65,12 +64,6 @@ def test_another_file_has_another_digest(here: Path) -> None:
     assert [name for name in before if before[name] != after[name]] == ["data.train"]
 
 
-def test_of_a_large_prompt_file_only_the_size_is_compared(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "MOST_DIGESTED", 10)
-    _, digests = input_findings(config_of(here), "a")
-    assert digests["data.train"] == f"{(here / 'train.jsonl').stat().st_size} bytes"
-
-
 def remove(name: str) -> Callable[[Path], object]:
     return lambda here: shutil.rmtree(here / name) if (here / name).is_dir() else (here / name).unlink()
 
@@ -93,7 +86,7 @@ def shorten(name: str) -> Callable[[Path], object]:
         (remove("policy/tokenizer.json"), "tokenizer", "{here}/policy: has no tokenizer"),
         (remove("policy"), "tokenizer", "{here}/policy: no such directory"),
         (remove("train.jsonl"), "data.train", "{here}/train.jsonl: cannot be read: No such file or directory"),
-        (write("train.jsonl", ""), "data.train", "{here}/train.jsonl: holds no prompt"),
+        (write("train.jsonl", ""), "data.train", "{here}/train.jsonl: holds no row"),
         (write("train.jsonl", "1+1="), "data.train", "{here}/train.jsonl, line 1"),
         (write("train.jsonl", '{"question": "1"}'), "data.train", "{here}/train.jsonl, line 1: has no key 'prompt'"),
     ],
@@ -104,7 +97,7 @@ def test_what_is_missing_or_damaged(damage: Callable, name: str, message: str, h
     found = {finding.name: finding for finding in input_findings(config, "a")[0] if finding.status == "fail"}
     assert name in found
     assert found[name].value.startswith(message.format(here=here))
-    assert found[name].advice == inputs.THERE and found[name].host == "a"
+    assert found[name].advice == THERE and found[name].host == "a"
 
 
 def test_weights_that_are_not_of_this_config_json(here: Path) -> None:

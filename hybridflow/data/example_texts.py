@@ -1,0 +1,172 @@
+"""Rows of fixed data as texts: the formats of TRL's and verl's data sets, told apart by the kinds of their fields.
+
+| kind | fields |
+|---|---|
+| sft | `messages`; or `prompt` and `completion` |
+| pairs | `chosen` and `rejected`, with a `prompt` or beginning alike; optionally `margin` |
+| labelled | `prompt`, `completion` and `label` |
+
+A prompt and what follows it are both texts, both lists of messages, or both token ids. Where chosen and rejected have
+no prompt before them, what both begin with is the prompt, as in TRL: the messages, or the characters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridflow.data.chat import Rendered, rendered
+from hybridflow.data.messages import check_encodable, check_messages, is_conversation, is_token_ids
+from hybridflow.data.rows import Row, RowError, shown
+
+Kind = Literal["sft", "pairs", "labelled"]  # labelled: completions that are wanted or not, as KTO has them
+
+
+@dataclass(frozen=True)
+class Plain:
+    prompt: str | list[int]
+    completion: str | list[int]  # of the same kind
+
+
+@dataclass(frozen=True)
+class ExampleTexts:
+    where: str
+    sequences: tuple[Plain | Rendered, ...]
+    label: bool
+    margin: float
+
+
+def example_texts(row: Row, kind: Kind, tokenizer: PreTrainedTokenizerBase) -> ExampleTexts:
+    """Errors: RowError naming the field, the value and the rule."""
+    reader = _Reader(row, tokenizer)
+    match kind:
+        case "sft" if "messages" in row.fields:
+            sequences: tuple[Plain | Rendered, ...] = (reader.conversation("messages"),)
+        case "sft" | "labelled":
+            sequences = (reader.sequence("prompt", "completion"),)
+        case "pairs" if reader.is_implicit:
+            sequences = reader.implicit()
+        case "pairs":
+            sequences = reader.sequence("prompt", "chosen"), reader.sequence("prompt", "rejected")
+    return ExampleTexts(
+        row.where,
+        sequences,
+        label=_label(reader) if kind == "labelled" else True,
+        margin=_margin(row) if kind == "pairs" and "margin" in row.fields else 0.0,
+    )
+
+
+@dataclass(frozen=True)
+class _Reader:
+    row: Row
+    tokenizer: PreTrainedTokenizerBase
+
+    def field(self, name: str) -> Any:
+        fields = self.row.fields
+        if name not in fields:
+            there = f"its fields are {', '.join(fields) or 'none'}; data.columns says which of them stands for it"
+            raise RowError(f"{self.row.where}: has no field {name!r}; {there}", f"no {name}")
+        return fields[name]
+
+    def where(self, name: str) -> str:
+        return f"{self.row.where}: {name}"
+
+    def sequence(self, first: str, then: str) -> Plain | Rendered:
+        prompt, completion = self.field(first), self.field(then)
+        for name, value in ((first, prompt), (then, completion)):
+            self._check(name, value)
+        if _kind_of(prompt) != _kind_of(completion):
+            raise RowError(
+                f"{self.row.where}: {first} is {_kind_of(prompt)} and {then} is {_kind_of(completion)}, expected the "
+                f"same of both",
+                "wrong type",
+            )
+        if is_conversation(prompt):
+            return rendered([*prompt, *completion], self.tokenizer, self.where(then), first=len(prompt))
+        return Plain(prompt, completion)
+
+    def conversation(self, name: str, first: int = 0) -> Rendered:
+        messages = self.field(name)
+        check_messages(messages, self.where(name))
+        return rendered(messages, self.tokenizer, self.where(name), first=first)
+
+    @property
+    def is_implicit(self) -> bool:
+        """Whether chosen and rejected hold the prompt: none is given, or the text of their first message."""
+        chosen = self.field("chosen")
+        prompt = self.row.fields.get("prompt")
+        if prompt is None:
+            return True
+        return isinstance(prompt, str) and is_conversation(chosen)
+
+    def implicit(self) -> tuple[Plain | Rendered, ...]:
+        values: list[Any] = [self.field("chosen"), self.field("rejected")]
+        for name, value in zip(("chosen", "rejected"), values, strict=True):
+            self._check(name, value)
+        if _kind_of(values[0]) != _kind_of(values[1]):
+            raise RowError(
+                f"{self.row.where}: chosen is {_kind_of(values[0])} and rejected is {_kind_of(values[1])}", "wrong type"
+            )
+        self._check_first_message(values[0])
+        length = _num_alike(*values)
+        if isinstance(values[0], str) and values[0][:length].endswith(" "):
+            length -= 1  # a space belongs to the word after it
+        if not length or length == min(map(len, values)):
+            what = "begin with nothing in common" if not length else "differ in nothing, or in that one ends"
+            raise RowError(f"{self.row.where}: without a prompt, chosen and rejected {what}", "no prompt")
+        if is_conversation(values[0]):
+            return tuple(self.conversation(name, first=length) for name in ("chosen", "rejected"))
+        return tuple(Plain(value[:length], value[length:]) for value in values)
+
+    def _check_first_message(self, chosen: Any) -> None:
+        prompt = self.row.fields.get("prompt")
+        if prompt is not None and all(message["content"] != prompt for message in chosen):
+            raise RowError(
+                f"{self.row.where}: prompt = {shown(prompt)} is a text, chosen is a list of messages, none of which it "
+                f"is",
+                "wrong type",
+            )
+
+    def _check(self, name: str, value: Any) -> None:
+        """A text, a list of messages, or token ids (which are checked against the vocabulary later on)."""
+        if is_token_ids(value):
+            return
+        if isinstance(value, list):
+            check_messages(value, self.where(name))
+            return
+        if not isinstance(value, str):
+            raise RowError(
+                f"{self.where(name)} = {shown(value)} is a {type(value).__name__}, expected a text, a list of messages "
+                f"or token ids",
+                "wrong type",
+            )
+        if not value:
+            raise RowError(f"{self.where(name)} = '' is empty", "empty")
+        check_encodable(value, self.where(name))
+
+
+def _num_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Characters, messages or token ids that both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, str):
+        return "a text"
+    return "token ids" if is_token_ids(value) else "a list of messages"
+
+
+def _label(reader: _Reader) -> bool:
+    value = reader.field("label")
+    if type(value) is not bool and (type(value) is not int or value not in (0, 1)):
+        raise RowError(f"{reader.where('label')} = {shown(value)}, expected true or false", "wrong type")
+    return bool(value)
+
+
+def _margin(row: Row) -> float:
+    value = row.fields["margin"]
+    if type(value) not in (int, float) or not abs(value) < float("inf"):
+        raise RowError(f"{row.where}: margin = {shown(value)}, expected a finite number", "wrong type")
+    return float(value)

@@ -1,0 +1,47 @@
+"""The fields of a row under the names that they have here: `data.columns`, and what is there where one is missing."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hybridflow.data.rows import Row, RowError
+
+
+def named(row: Row, columns: Mapping[str, str]) -> Row:
+    """With the fields that `columns` maps (ours: the file's, dots lead into nested ones) under our names.
+
+    A field that went by another name is there under the new one alone; what holds nested ones stays. verl's
+    reward_model.ground_truth is also there as ground_truth. Errors: RowError that lists what there is.
+    """
+    fields = dict(row.fields)
+    for path in columns.values():
+        fields.pop(path, None)
+    for name, path in columns.items():
+        value = _found(row, path, f"data.columns.{name}")
+        if name in fields and path.partition(".")[0] != name:
+            raise RowError(
+                f"{row.where}: data.columns.{name} = {path}: the row has a field {name} of its own", "two of a name"
+            )
+        fields[name] = value
+    verl = fields.get("reward_model")
+    if isinstance(verl, dict) and "ground_truth" in verl:
+        fields.setdefault("ground_truth", verl["ground_truth"])
+    return replace(row, fields=fields)
+
+
+def _found(row: Row, path: str, key: str) -> Any:
+    if path in row.fields:
+        return row.fields[path]
+    value: Any = row.fields
+    for i, part in enumerate(path.split(".")):
+        if not isinstance(value, dict) or part not in value:
+            above = ".".join(path.split(".")[:i])
+            raise RowError(f"{row.where}: has no field {path!r} ({key}); {_there(value, above)}", f"no {path}")
+        value = value[part]
+    return value
+
+
+def _there(value: Any, above: str) -> str:
+    if not isinstance(value, dict):
+        return f"{above} is a {type(value).__name__}"
+    return f"{f'the fields of {above}' if above else 'its fields'} are {', '.join(value) or 'none'}"

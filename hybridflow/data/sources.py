@@ -1,0 +1,107 @@
+"""The files that a config names, as one list of rows: a file, a directory of files, or several with weights.
+
+files = open_files("data/train.jsonl", "data.train")
+files = open_files((SourceConfig(path="math", weight=2), SourceConfig(path="code.parquet", weight=1)), "data.train")
+"""
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+from hybridflow.data.json_lines import JsonLines
+from hybridflow.data.order import MOST_TURNS, shares
+from hybridflow.data.rows import Row, Rows
+from hybridflow.data_config import DataFiles, SourceConfig
+from hybridflow.errors import DataError
+
+JSON_LINES = (".jsonl", ".json", ".ndjson")
+PARQUET = ".parquet"
+
+
+class Files:
+    """The rows of several sources, one after the other.
+
+    names: of the sources; ends: of each the number of rows up to its end; weights: of them, None without.
+    """
+
+    def __init__(self, sources: Sequence[tuple[str, Sequence[Rows]]], weights: tuple[float, ...] | None) -> None:
+        self.names = tuple(name for name, _ in sources)
+        self.weights = weights
+        self._files = [file for _, files in sources for file in files]
+        self._file_ends = list(accumulate(len(file) for file in self._files))
+        self.ends = tuple(accumulate(sum(len(file) for file in files) for _, files in sources))
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def rows_at(self, numbers: Sequence[int]) -> list[Row]:
+        """In this order; one may appear twice. Errors: DataError if a file is not what it was."""
+        homes = [bisect_right(self._file_ends, number) for number in numbers]
+        found: dict[int, Row] = {}
+        for home in sorted(set(homes)):
+            start = self._file_ends[home] - len(self._files[home])
+            wanted = [number for number, its in zip(numbers, homes, strict=True) if its == home]
+            found |= zip(wanted, self._files[home].rows_at([number - start for number in wanted]), strict=True)
+        return [found[number] for number in numbers]
+
+    @property
+    def digest(self) -> bytes:
+        """Of what the files hold, in their order; not of their names."""
+        digests = [file.digest for file in self._files]
+        return digests[0] if len(digests) == 1 else hashlib.blake2b(b"".join(digests), digest_size=16).digest()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self._files)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self._files)
+
+
+def open_files(named: DataFiles | Path, key: str) -> Files:
+    """What the config's `key` names. Errors: DataError where a file cannot be read or holds nothing."""
+    sources = (SourceConfig(path=str(named)),) if isinstance(named, str | Path) else named
+    opened = [(source.path, [_opened(file) for file in _expanded(Path(source.path))]) for source in sources]
+    for path, files in opened:
+        if not any(len(file) for file in files):
+            raise DataError(f"{path}: holds no row ({key}); expected JSON lines, one object a line, or Parquet")
+    weights = tuple(source.weight for source in sources if source.weight is not None)
+    for source, share in zip(sources, shares(weights) if weights else (), strict=False):
+        if not share:
+            raise DataError(
+                f"{key}: the weight {source.weight} of {source.path} is less than one row in {MOST_TURNS:,}: leave the "
+                f"file out, or give it more"
+            )
+    return Files(opened, weights or None)
+
+
+def _expanded(path: Path) -> list[Path]:
+    """The data files of a directory by name; a file is itself."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(file for file in path.iterdir() if file.suffix in (*JSON_LINES, PARQUET) and file.is_file())
+    if not found:
+        names = sorted(file.name for file in path.iterdir())
+        raise DataError(
+            f"{path}: is a directory without {', '.join(JSON_LINES)} or {PARQUET} files; it holds "
+            f"{', '.join(names[:10]) or 'nothing'}"
+        )
+    return found
+
+
+def _opened(path: Path) -> Rows:
+    if path.suffix != PARQUET and not _begins_as_parquet(path):
+        return JsonLines(path)
+    from hybridflow.data.parquet import Parquet  # whose pyarrow takes 60 MB: only where there is such a file
+
+    return Parquet(path)
+
+
+def _begins_as_parquet(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"PAR1"
