@@ -104,7 +104,7 @@ def write_fixed_data(directory: Path, split: Split, source: random.Random) -> No
             {"prompt": row["prompt"], "chosen": row["completion"], "rejected": text}
             for row, text in zip(right, wrong, strict=True)
         ]
-        labelled = [
+        labelled: list[dict[str, str | bool]] = [
             {"prompt": row["prompt"], "completion": row["completion"] if i % 2 else text, "label": i % 2 == 1}
             for i, (row, text) in enumerate(zip(right, wrong, strict=True))
         ]
