@@ -40,6 +40,7 @@ from hybridflow.algorithm_config import (
 from hybridflow.by_length import ByLength
 from hybridflow.data_config import DataConfig
 from hybridflow.errors import ConfigError, Reasons
+from hybridflow.fixed_algorithms import FIXED_ALGORITHMS
 from hybridflow.foreign_keys import algorithm_hint, hint, leaves
 from hybridflow.parallel.layout import Layout, PlatformName
 from hybridflow.placement import (
@@ -405,13 +406,66 @@ def _environment(given: Any) -> Any:
     return {name: str(value) for name, value in given.items()}
 
 
-class ExperimentConfig(Section):
+class RunConfig(Section):
+    """What every run has, whatever it learns from: from what the engine generates, or from fixed data."""
+
     name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
     seed: NonNegativeInt = 0
     platform: PlatformName = "auto"  # auto: CUDA where torch is built for it, and an error where it then sees no device
     output_dir: str = "runs"
     environment: Annotated[dict[str, str], BeforeValidator(_environment)] = {}  # NCCL_*, GLOO_*, HF_*, where not set
     tensor_parallel_across_hosts: bool = False  # else each tensor-parallel group has to lie on one host
+    nonfinite: NonFiniteConfig = NonFiniteConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.output_dir) / self.name
+
+    def roles(self) -> dict[str, RoleConfig]:
+        """Every model of the run by the config key that names it."""
+        raise NotImplementedError
+
+    def layouts(self, world_size: int, reasons: Reasons) -> dict[str, Layout]:
+        """Each role's layout on `world_size` ranks. What is wrong is noted; a role that has none is left out."""
+        raise NotImplementedError
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise ConfigError, with all reasons, unless the models, and the engine if there is one, can be placed."""
+        reasons = Reasons()
+        self.layouts(world_size, reasons)
+        reasons.refuse()
+
+    def role_layouts(self, world_size: int, reasons: Reasons) -> dict[str, Layout]:
+        """Of the roles that have one: each grid fills its ranks."""
+        found = {name: reasons.of(role.layout, name, world_size) for name, role in self.roles().items()}
+        return {name: layout for name, layout in found.items() if layout is not None}
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Self:
+        """Read `path`, apply `section.key=value` overrides (values are YAML), validate.
+
+        Errors: ConfigError naming the file, the key, the value and the rule.
+        """
+        return cls.from_tree(read_tree(path, overrides), path)
+
+    @classmethod
+    def from_tree(cls, tree: dict[str, Any], source: str | Path) -> Self:
+        """Validate what a file or a program says; `source` is where, for messages. Errors: ConfigError."""
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            raise ConfigError(_explain(error, cls, source)) from error
+
+
+class ExperimentConfig(RunConfig):
+    """A run that learns from responses which its engine generates."""
+
     num_iterations: PositiveInt
     data: DataConfig
     sampling: SamplingConfig
@@ -421,10 +475,6 @@ class ExperimentConfig(Section):
     reward: RewardConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = PPO()
-    nonfinite: NonFiniteConfig = NonFiniteConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    watchdog: WatchdogConfig = WatchdogConfig()
-    metrics: MetricsConfig = MetricsConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -616,29 +666,18 @@ class ExperimentConfig(Section):
     def rollout_tensor_parallel_size(self) -> int:
         return self.rollout.tensor_parallel_size or self.actor.tensor_parallel_size
 
-    @property
-    def run_dir(self) -> Path:
-        return Path(self.output_dir) / self.name
-
     def roles(self) -> dict[str, RoleConfig]:
         """Every model of the run by the config key that names it."""
         models = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
         rewards = {f"reward.models.{i}": model for i, model in enumerate(self.reward.models if self.reward else ())}
         return {name: model for name, model in models.items() if model is not None} | rewards
 
-    def check_world_size(self, world_size: int) -> None:
-        """Raise ConfigError, with all reasons, unless roles and engine can be placed on so many ranks."""
-        reasons = Reasons()
-        self.layouts(world_size, reasons)
-        reasons.refuse()
-
     def layouts(self, world_size: int, reasons: Reasons) -> dict[str, Layout]:
         """Each role's layout on `world_size` ranks. What is wrong is noted; a role that has none is left out.
 
         Every role's grid fills its ranks, its replicas get rows, the engine's replicas fill theirs, all ranks are used.
         """
-        found = {name: reasons.of(role.layout, name, world_size) for name, role in self.roles().items()}
-        layouts = {name: layout for name, layout in found.items() if layout is not None}
+        layouts = self.role_layouts(world_size, reasons)
         for name, layout in layouts.items():
             reasons.of(self._check_replicas, name, layout)
         reasons.of(self._check_engine, layouts.get("actor"), world_size)
@@ -669,31 +708,9 @@ class ExperimentConfig(Section):
         """Where the engine runs: by default on the actor's ranks."""
         return self.rollout.ranks or self.actor.ranks or tuple(range(world_size))
 
-    def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
-    @classmethod
-    def from_yaml(cls, path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Self:
-        """Read `path`, apply `section.key=value` overrides (values are YAML), validate.
-
-        Errors: ConfigError naming the file, the key, the value and the rule.
-        """
-        tree = read_tree(path)
-        for override in overrides:
-            _apply_override(tree, override)
-        return cls.from_tree(tree, path)
-
-    @classmethod
-    def from_tree(cls, tree: dict[str, Any], source: str | Path) -> Self:
-        """Validate what a file or a program says; `source` is where, for messages. Errors: ConfigError."""
-        try:
-            return cls.model_validate(tree)
-        except ValidationError as error:
-            raise ConfigError(_explain(error, cls, source)) from error
-
-
-def read_tree(path: str | Path) -> dict[str, Any]:
-    """The sections of a config file as they stand. Errors: ConfigError naming the file."""
+def read_tree(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> dict[str, Any]:
+    """What a config file says, with overrides applied; nothing of it is checked yet. Errors: ConfigError."""
     try:
         tree = yaml.safe_load(Path(path).read_text())
     except OSError as error:
@@ -702,6 +719,8 @@ def read_tree(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: is not YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a config is a mapping of sections, this is {type(tree).__name__}")
+    for override in overrides:
+        _apply_override(tree, override)
     return tree
 
 
@@ -758,7 +777,7 @@ def _explain(error: ValidationError, model: type[BaseModel], path: str | Path) -
         elif problem["type"] == "missing":
             lines.append(f"{key}: is required")
         elif problem["type"] == "union_tag_invalid":
-            lines.append(f"{key}.name = {problem['ctx']['tag']!r}: is no algorithm; {_closest(problem['ctx']['tag'])}")
+            lines.append(f"{key}.name = {problem['ctx']['tag']!r}: {_no_algorithm(problem['ctx']['tag'])}")
         elif problem["type"] == "value_error":
             lines.append(f"{key}: {problem['ctx']['error']}" if location else str(problem["ctx"]["error"]))
         else:
@@ -766,18 +785,27 @@ def _explain(error: ValidationError, model: type[BaseModel], path: str | Path) -
     return "\n".join(f"{path}: {line}" for line in lines)
 
 
+EVERY_ALGORITHM = {**ALGORITHMS, **FIXED_ALGORITHMS}
+
+
 def _without_tag(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """pydantic names the kind of algorithm in between: algorithm.ppo.gamma."""
-    tagged = len(location) > 1 and location[0] == "algorithm" and location[1] in ALGORITHMS
+    tagged = len(location) > 1 and location[0] == "algorithm" and location[1] in EVERY_ALGORITHM
     return (location[0], *location[2:]) if tagged else location
+
+
+def _no_algorithm(name: object) -> str:
+    if name in FIXED_ALGORITHMS:
+        return "it trains on fixed data: hybridflow.train reads such a config, and FixedDataTrainer.from_yaml does"
+    return f"is no algorithm; {_closest(name)}"
 
 
 def _closest(name: object) -> str:
     foreign = algorithm_hint(str(name))
     if foreign is not None:
         return foreign
-    close = difflib.get_close_matches(str(name), ALGORITHMS, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"known are {', '.join(ALGORITHMS)}"
+    close = difflib.get_close_matches(str(name), EVERY_ALGORITHM, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"known are {', '.join(EVERY_ALGORITHM)}"
 
 
 # from which of difflib's ratios on, and up to how many letters more or less, a key is a slip of the pen; what is less
@@ -802,7 +830,7 @@ def _nearest(model: Any, location: tuple[int | str, ...]) -> tuple[str, bool]:
     """`did you mean x?` out of the keys of the section that `location` lies in; whether it is a slip of the pen."""
     for part in location[:-1]:
         if model is None:
-            model = ALGORITHMS[str(part)]
+            model = EVERY_ALGORITHM[str(part)]
         elif isinstance(part, str):
             model = None if part == "algorithm" else _section_of(model.model_fields[part].annotation)
     key, known = str(location[-1]), list(model.model_fields)

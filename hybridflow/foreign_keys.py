@@ -391,8 +391,10 @@ ALGORITHM_NAMES: Mapping[str, str] = {
     "reinforce++": "reinforce",
     "reinforce_baseline": "reinforce",
     "reinforce_plus_plus_baseline": "reinforce",
+    "ipo": "dpo",
+    "rm": "reward_model",
 }
-NOT_HERE = ("sft", "dpo", "ipo", "kto", "orpo", "simpo", "online_dpo", "rm")  # that learn from texts or pairs
+NOT_HERE = ("orpo", "simpo", "online_dpo")  # that learn from pairs
 
 
 def hint(path: Sequence[str]) -> str | None:
@@ -411,7 +413,7 @@ def algorithm_hint(name: str) -> str | None:
     """What to use instead of another trainer's name of an algorithm; None where there is no such name."""
     key = name.lower().replace("-", "_")
     if key in NOT_HERE:
-        return "there is none here: prompts are answered, and the answers scored"
+        return "there is none here: of pairs dpo learns, with loss: ipo as well"
     found = ALGORITHM_NAMES.get(key)
     return None if found is None else f"here it is {found}"
 

@@ -20,8 +20,8 @@ from rich.console import Console
 
 from hybridflow import __version__
 from hybridflow.command import program
-from hybridflow.config import ExperimentConfig
 from hybridflow.errors import EnvironmentProblem, UserError
+from hybridflow.fixed_config import AnyConfig
 from hybridflow.parallel.last_words import leave, still_busy
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     return status
 
 
-def run(config: str | Path | ExperimentConfig | None = None, overrides: Sequence[str] = ()) -> "HealthReport":
+def run(config: str | Path | AnyConfig | None = None, overrides: Sequence[str] = ()) -> "HealthReport":
     """The same check from Python: collective over the ranks that torchrun has started, and alike on all of them.
 
     Needs no process group and leaves none behind. Errors: EnvironmentProblem where the ranks cannot meet at all. What
@@ -62,7 +62,7 @@ def run(config: str | Path | ExperimentConfig | None = None, overrides: Sequence
 
 
 def _check(
-    config: str | Path | ExperimentConfig | None, overrides: Sequence[str], show: Callable[["HealthReport"], None]
+    config: str | Path | AnyConfig | None, overrides: Sequence[str], show: Callable[["HealthReport"], None]
 ) -> "HealthReport":
     """show: called on rank 0, before any other rank goes on: torchrun ends all ranks when the first one fails."""
     # torch loads for seconds: a wrong option fails before

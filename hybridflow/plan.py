@@ -14,7 +14,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,8 +26,9 @@ from hybridflow import __version__
 from hybridflow.checkpoint.inventory import size_of
 from hybridflow.checkpoint.store import CHECKPOINTS
 from hybridflow.command import program
-from hybridflow.config import ExperimentConfig, RoleConfig
+from hybridflow.config import ExperimentConfig, RoleConfig, RunConfig
 from hybridflow.errors import ConfigError, UserError
+from hybridflow.fixed_config import AnyConfig, load_config
 from hybridflow.placement import shown
 from hybridflow.user_code import search_beside
 
@@ -63,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _disk(config: ExperimentConfig) -> "Report":
+def _disk(config: RunConfig) -> "Report":
     """What this machine has for checkpoints where the config's output_dir lies, or will lie."""
     directory = Path(config.output_dir).absolute()
     there = next(path for path in (directory, *directory.parents) if path.exists())
@@ -83,7 +84,7 @@ def _positive(text: str) -> int:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    config = ExperimentConfig.from_yaml(options.config, options.overrides)
+    config = load_config(options.config, options.overrides)
     search_beside(options.config)
     if options.smallest:
         print(smallest_world_size(config))
@@ -91,12 +92,12 @@ def _plan(options: argparse.Namespace) -> None:
     # torch loads for a second: a bad config fails before
     from hybridflow.planning.forecast import forecast
     from hybridflow.planning.hosts import for_launch, parse_hosts, place_on_hosts, placement_lines
-    from hybridflow.planning.placed import place
+    from hybridflow.planning.placed import place_either
 
     chosen = options.world_size is None and options.hosts is None
     plan: Report = {"config": str(options.config), "smallest_that_fits": chosen}
     if options.hosts is None:
-        placed = place(config, options.world_size or smallest_world_size(config))
+        placed = place_either(config, options.world_size or smallest_world_size(config))
     else:
         given = parse_hosts(options.hosts)
         placed, hosts, unfit = place_on_hosts(config, given, options.least_hosts or len(given))
@@ -112,15 +113,16 @@ def _plan(options: argparse.Namespace) -> None:
         print_plan(plan, Console() if sys.stdout.isatty() else Console(width=WIDTH))
 
 
-def smallest_world_size(config: ExperimentConfig) -> int:
+def smallest_world_size(config: AnyConfig) -> int:
     """The least number of ranks that `check_world_size` accepts. Errors: ConfigError where there is none.
 
     No fewer than a grid needs or a `ranks` key names; and what does not fit within one common multiple of the grids
     that lie over all ranks fits nowhere.
     """
-    engine = config.rollout_tensor_parallel_size * config.rollout.pipeline_parallel_size
     grids = [(role.ranks, _least_ranks(role)) for role in config.roles().values()]
-    grids.append((config.rollout.ranks or config.actor.ranks, engine))
+    if isinstance(config, ExperimentConfig):
+        engine = config.rollout_tensor_parallel_size * config.rollout.pipeline_parallel_size
+        grids.append((config.rollout.ranks or config.actor.ranks, engine))
     least = max(max([least, *(rank + 1 for rank in ranks or ())]) for ranks, least in grids)
     step = math.lcm(*(least for ranks, least in grids if ranks is None))
     for world_size in range(least, least + step):
@@ -147,13 +149,14 @@ def print_plan(plan: "Report", console: Console) -> None:
     console.print(Text(f"{plan['config']}: {plan['name']}, world size {plan['world_size']}{chosen}"))
     if "placement" in plan:
         console.print(Text(f"\n{plan['placement']}"))
-    reshard, checkpoint = plan["reshard"], plan["checkpoint"]
-    for table, notes in (
-        (_roles_table(plan), _rollout_notes(plan)),
-        (_memory_table(plan), MEMORY_NOTES),
-        (_reshard_table(reshard), _reshard_notes(reshard)),
-        (_checkpoint_table(checkpoint), _checkpoint_notes(checkpoint)),
-    ):
+    checkpoint, generates = plan["checkpoint"], "reshard" in plan
+    tables: list[tuple[Table, Sequence[str]]] = [
+        (_roles_table(plan), _rollout_notes(plan) if generates else ()),
+        (_memory_table(plan), MEMORY_NOTES if generates else FIXED_MEMORY_NOTES),
+    ]
+    if generates:
+        tables.append((_reshard_table(plan["reshard"]), _reshard_notes(plan["reshard"])))
+    for table, notes in (*tables, (_checkpoint_table(checkpoint), _checkpoint_notes(checkpoint))):
         console.print()
         console.print(table)
         for note in notes:
@@ -182,6 +185,8 @@ def _roles_table(plan: "Report") -> Table:
             _layers(role["layers_per_stage"]),
             Text(role["model"]),
         )
+    if "rollout" not in plan:
+        return table
     rollout = plan["rollout"]
     engine = f"{rollout['replicas']} of tp {rollout['tp']} x pp {rollout['pp']}"
     table.add_row("engine", "", "", engine, rollout["ranks"], _layers(rollout["layers_per_stage"]), "the actor's")
@@ -215,6 +220,10 @@ MEMORY_NOTES = (
     "Of each role the rank with most. Models on a rank take turns: of their activations the largest count.",
     "The engine's weights are those beyond the actor's memory; the actor's are without what is released meanwhile.",
     "Without padding; activations are an estimate. The CUDA context, NCCL and CUDA graphs take several GiB more.",
+)
+FIXED_MEMORY_NOTES = (
+    MEMORY_NOTES[0],
+    "Without padding; activations are an estimate. The CUDA context and NCCL take several GiB more.",
 )
 
 

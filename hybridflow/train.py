@@ -4,9 +4,10 @@
 
 CONFIG is a YAML file with the sections data, sampling, actor, rollout, algorithm, nonfinite and metrics, and those of
 critic, reference and reward that the algorithm has. algorithm.name is ppo (if left out), grpo, dr_grpo, rloo, remax,
-reinforce, opo, maxrl, distill, or custom: a function of your own, found in the working directory or beside CONFIG. Each
-override replaces a value: `actor.optimizer.lr=1e-5`, `reward.models.0.weight=2`, `critic=null`. How many ranks fit, and
-what they will hold, `hybridflow.plan` tells.
+reinforce, opo, maxrl, distill, or custom: a function of your own, found in the working directory or beside CONFIG. With sft,
+reward_model, dpo and kto it trains on the rows of a file: nothing is generated, and there is no sampling, rollout or
+reward. Each override replaces a value: `actor.optimizer.lr=1e-5`, `reward.models.0.weight=2`, `critic=null`. How many
+ranks fit, and what they will hold, `hybridflow.plan` tells.
 
 A run leaves behind, in OUTPUT_DIR/NAME (runs/NAME), where an earlier run of that name has moved to NAME.1:
 
@@ -16,7 +17,7 @@ A run leaves behind, in OUTPUT_DIR/NAME (runs/NAME), where an earlier run of tha
     checkpoints/step_NNNNNN/                    what the run goes on from; `hybridflow.checkpoints` lists them
     batches/iteration_NNNNNN.safetensors        every batch, with metrics.dump_batches
     batches/nonfinite_NNNNNN.safetensors        what was at hand when a number was not finite
-    hf/                                         the trained actor, for transformers and vLLM
+    hf/                                         the trained model, for transformers and vLLM
 
 With --replay DIR the batches that an earlier run has dumped take the place of what would be generated: its iterations
 again, to find out why one went as it did. DIR is that run's directory, or one of the files. With --rollout-only the run
@@ -31,14 +32,20 @@ import argparse
 import sys
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hybridflow import __version__
 from hybridflow.command import program
 from hybridflow.config import ExperimentConfig
-from hybridflow.errors import ExitStatus, Stopped, UserError
+from hybridflow.errors import ConfigError, ExitStatus, Stopped, UserError
+from hybridflow.fixed_config import FixedDataConfig, load_config
 from hybridflow.parallel.last_words import leave
 from hybridflow.user_code import search_beside
+
+if TYPE_CHECKING:
+    from hybridflow.fixed_trainer import FixedDataTrainer
+    from hybridflow.parallel.watchdog import Watchdog
+    from hybridflow.trainer import RLTrainer
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,7 +74,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace) -> None:
     num_iterations = [] if options.num_iterations is None else [f"num_iterations={options.num_iterations}"]
-    config = ExperimentConfig.from_yaml(options.config, options.overrides + num_iterations)
+    config = load_config(options.config, options.overrides + num_iterations)
+    fixed = isinstance(config, FixedDataConfig)
+    if isinstance(config, FixedDataConfig) and (options.replay or options.rollout_only):
+        given = "--replay" if options.replay else "--rollout-only"
+        raise ConfigError(f"{given}: algorithm {config.algorithm.name} trains on fixed data and generates nothing")
     search_beside(options.config)
     # torch and megatron load for seconds: a bad config fails before
     from hybridflow.parallel.device import device_name
@@ -80,16 +91,15 @@ def _train(options: argparse.Namespace) -> None:
     if rank == 0:
         check_output_dir(config)
         where = f"{world_size} ranks, platform {device_name()}"
-        engine = "" if options.replay else " and the engine"
+        engine = "" if options.replay or fixed else " and the engine"
         print(f"{config.name}: loading {', '.join(config.roles())}{engine}, {where}", flush=True)
     from hybridflow.parallel.stop import StopRequest
     from hybridflow.parallel.watchdog import Watchdog
     from hybridflow.recording.progress import print_summary
-    from hybridflow.trainer import RLTrainer
 
     watchdog = Watchdog(config.watchdog.deadlines(), StopRequest(config.checkpoint.grace_seconds))
     try:
-        trainer = RLTrainer(config, watchdog, replay=options.replay, rollout_only=options.rollout_only)
+        trainer = _trainer(config, watchdog, options)
         summary = trainer.fit()
     except Stopped:
         watchdog.close()
@@ -101,6 +111,19 @@ def _train(options: argparse.Namespace) -> None:
         rows = summary.rows(trainer.config.run_dir, exported=trainer.writes_model)
         print_summary(f"hybridflow {trainer.config.name}", rows)
     watchdog.close()
+
+
+def _trainer(
+    config: "ExperimentConfig | FixedDataConfig", watchdog: "Watchdog", options: argparse.Namespace
+) -> "RLTrainer | FixedDataTrainer":
+    """What trains such a config. Without an engine vLLM is not looked for."""
+    if isinstance(config, FixedDataConfig):
+        from hybridflow.fixed_trainer import FixedDataTrainer
+
+        return FixedDataTrainer(config, watchdog)
+    from hybridflow.trainer import RLTrainer
+
+    return RLTrainer(config, watchdog, replay=options.replay, rollout_only=options.rollout_only)
 
 
 def _report(error: Exception) -> None:

@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-import torch.distributed as dist
-
 from hybridflow.algorithm_config import (
     GRPO,
     OPO,
@@ -28,12 +26,11 @@ from hybridflow.algorithm_config import (
 )
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.export import export_huggingface
-from hybridflow.checkpoint.keeper import Keeper
-from hybridflow.config import ExperimentConfig, TrainedRoleConfig
+from hybridflow.config import ExperimentConfig
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import Inputs, load_inputs
 from hybridflow.data.same_tokens import check_same_tokens
-from hybridflow.errors import ConfigError, NonFiniteError, Stopped
+from hybridflow.errors import ConfigError, Stopped
 from hybridflow.flows.custom import custom_flow
 from hybridflow.flows.distill import distill
 from hybridflow.flows.evaluate import evaluate
@@ -47,14 +44,13 @@ from hybridflow.flows.replay import Replay, dumped_batches
 from hybridflow.flows.run import Run
 from hybridflow.flows.while_waiting import Waiting, WhileWaiting
 from hybridflow.generator import Generator
-from hybridflow.models.kernels import kernel_facts, kernel_line
+from hybridflow.loop import evaluates, keeper_of, kernels, lost, start
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.agreement import check_agreement
 from hybridflow.parallel.device import choose_platform
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.noticeboard import Noticeboard
-from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.planning.hosts import check_hosts, parse_hosts
 from hybridflow.planning.placed import PlacedRun, place
@@ -165,13 +161,9 @@ class RLTrainer:
         self.config, self.placed = config, place(config, world_size)
         check_hosts(self.placed, parse_hosts(platforms.hosts_of_ranks()))
         self.flow = flow_of(config.algorithm)
-        deadlines = config.watchdog.deadlines()
-        self.platform = platforms.start(config.seed, config.platform, longest_phase_seconds=max(deadlines.values()))
-        if watchdog is None:
-            watchdog = Watchdog(deadlines, StopRequest(config.checkpoint.grace_seconds, signals=()))
-        self.watchdog, self.stop = watchdog, watchdog.stop
-        watchdog.start(platforms.world_group(), config.run_dir / "logs")
-        with watchdog.during("start"):
+        self.platform, self.watchdog = start(config, watchdog)
+        self.stop = self.watchdog.stop
+        with self.watchdog.during("start"):
             self._build(files)
 
     def _build(self, files: dict[int, Path] | None) -> None:
@@ -190,7 +182,14 @@ class RLTrainer:
         bucket_bytes = config.rollout.bucket_bytes(cuda=self.platform.has_cuda)
         world = World(self.platform, ProcessGroups(), self.exchange, bucket_bytes, watch)
         self.roles = build_roles(self.placed, world, self.caller)
-        self.keeper = self._keeper(digests)
+        self.keeper = keeper_of(
+            config,
+            digests,
+            self.roles.saved(config.algorithm.kl),
+            platform=self.platform,
+            watchdog=self.watchdog,
+            saves=self.writes_model,
+        )
         self.generator = self._engine() if files is None else self._replay(files)
         self.run = Run(
             config,
@@ -236,19 +235,6 @@ class RLTrainer:
             notices=self.notices,
             exchange=self.exchange,
             watch=world.watch,
-        )
-
-    def _keeper(self, digests: dict[str, bytes]) -> Keeper:
-        return Keeper(
-            self.config,
-            digests,
-            self.roles.saved(self.config.algorithm.kl),
-            platform=self.platform,
-            group=platforms.world_group(),
-            store=platforms.fresh_store(),
-            watchdog=self.watchdog,
-            restarts=platforms.restart_count(),
-            saves=self.writes_model,
         )
 
     def _kept_rollout(self, prompts: PromptBatch, iteration: int) -> RolloutBatch | None:
@@ -314,7 +300,7 @@ class RLTrainer:
         done = self.iterate(iteration, num_iterations, recorder)
         if done is None:
             return {}
-        if self._evaluates(iteration, num_iterations):
+        if evaluates(self.config.metrics.eval_interval, iteration, num_iterations):
             recorder.phase(f"iteration {iteration}: evaluating")
             recorder.evaluated(done, self.evaluate())
         done.metrics["time/save_seconds"] = self.keeper.seconds()
@@ -334,7 +320,7 @@ class RLTrainer:
             self.run.abandon(before)
             self.keeper.ended_within(before, recorder, stopped)
         except NonFinite as found:
-            self._lost(iteration, found, recorder)
+            self.run.state = lost(self.config, self.run.state, found, recorder)
             return None
         finally:
             self.watchdog.rest()
@@ -349,18 +335,6 @@ class RLTrainer:
             return self.generator.iterations(num_iterations, after=self.run.state.iteration)
         return range(self.run.state.iteration + 1, num_iterations + 1)
 
-    def _lost(self, iteration: int, found: NonFinite, recorder: Recorder) -> None:
-        """Keep what was computed; raise unless the config lets the run go on. Every rank has found the same."""
-        config, in_a_row = self.config.nonfinite, self.run.state.nonfinite_in_a_row + 1
-        self.run.state = replace(self.run.state, nonfinite_in_a_row=in_a_row)
-        recorder.lost(iteration, str(found), found.tensors)
-        dist.barrier(group=dist.group.WORLD)  # the first rank to leave ends the others
-        if config.action == "stop" or in_a_row > config.max_in_a_row:
-            rule = "nonfinite.action = stop"
-            if config.action == "skip":
-                rule = f"{in_a_row} iterations in a row, nonfinite.max_in_a_row = {config.max_in_a_row}"
-            raise NonFiniteError(f"iteration {iteration}: {found} ({rule})") from found
-
     def evaluate(self) -> dict[str, float]:
         """Greedy responses to the held-out prompts: how many are right, and their mean score."""
         heldout, pool = self.inputs.heldout, self.caller.pool
@@ -374,15 +348,6 @@ class RLTrainer:
                 responses, prompts, right, caller=self.caller, scorer=self.roles.scorer, exchange=self.exchange
             )
 
-    def _evaluates(self, iteration: int, num_iterations: int) -> bool:
-        interval = self.config.metrics.eval_interval
-        return interval > 0 and (iteration % interval == 0 or iteration == num_iterations)
-
-    def _kernels(self) -> str:
-        roles = self.config.roles()
-        adam = any(isinstance(role, TrainedRoleConfig) and role.optimizer.name == "adam" for role in roles.values())
-        return kernel_line(kernel_facts(), {name: role.dtype for name, role in roles.items()}, adam=adam)
-
     def _notes(self) -> list[str]:
         """What the user should know of the choices that were made."""
         notes = []
@@ -394,7 +359,7 @@ class RLTrainer:
         elif not self.writes_model:
             notes.append("rollout only: nothing is trained, and no model is written")
         if self.platform.has_cuda:
-            notes.append(self._kernels())
+            notes.append(kernels(self.config))
         if self.generator.why_eager is not None:
             notes.append(f"rollout: the engine runs without CUDA graphs: {self.generator.why_eager}")
         changed = self.config.sampling.changed_distribution()

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from hybridflow.config import ALGORITHMS, ExperimentConfig, set_key
 from hybridflow.errors import ConfigError
+from hybridflow.fixed_algorithms import FIXED_ALGORITHMS
 from hybridflow.foreign_keys import ALGORITHM_NAMES, NOT_HERE, ROWS, TABLE, algorithm_hint, hint, leaves
 from tests.test_config import MINIMAL
 from tests.test_readme import quoted
@@ -77,7 +78,7 @@ def test_every_key_of_ours_exists() -> None:
 def test_every_value_of_ours_is_one() -> None:
     pairs = {tuple(key.split("=")) for ours, _, _ in ROWS for key in ours.split() if "=" in key}
     names = {value for key, value in pairs if key == "algorithm.name"} | set(ALGORITHM_NAMES.values())
-    assert names - ALGORITHMS.keys() == set()
+    assert names - ALGORITHMS.keys() - FIXED_ALGORITHMS.keys() == set()
     for key, value in sorted(pairs):
         if key != "algorithm.name":
             tree = copy.deepcopy(MINIMAL)

@@ -32,9 +32,11 @@ FLOORS: dict[int, list[str]] = {
         "parallel.seeds",
         "placement",
         "algorithm_config",
+        "fixed_algorithms",
         "data_config",
         "reward_config",
         "config",
+        "fixed_config",
     ],
     1: ["parallel", "parallel.*", "formats", "formats.*"],
     2: ["architecture", "architecture.*"],
@@ -43,7 +45,7 @@ FLOORS: dict[int, list[str]] = {
     5: ["roles", "roles.*", "reporting", "reporting.*"],
     6: ["rewards", "rewards.*", "data", "data.*", "checkpoint", "checkpoint.*", "generator"],
     7: ["flows", "flows.*", "inspection", "inspection.*"],
-    8: ["trainer"],
+    8: ["loop", "trainer", "fixed_trainer"],
     9: ["front", "front_inputs", "front_models", "train", "plan", "checkpoints", "health", "report", "samples"],
 }
 ENTRY_FLOOR = 9  # hybridflow itself, whose __getattr__ imports the front

@@ -106,9 +106,12 @@ class ModelSpec:
                 f"{rows} = {rows // tp} x {tp} + {rows % tp}"
             )
 
-    def check_length(self, longest: int) -> None:
-        """Raise ConfigError where sequences exceed the positions the model knows, or what its attention reaches."""
-        length = f"data.max_prompt_length + sampling.max_response_length = {longest}"
+    def check_length(self, longest: int, key: str = "data.max_prompt_length + sampling.max_response_length") -> None:
+        """Raise ConfigError where sequences exceed the positions the model knows, or what its attention reaches.
+
+        key: what in the config makes them so long.
+        """
+        length = f"{key} = {longest}"
         if longest > self.max_positions:
             raise ConfigError(f"{length} exceeds max_position_embeddings = {self.max_positions} of {self.path}")
         if self.sliding_window is not None and longest > self.sliding_window:

@@ -21,8 +21,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from hybridflow.algorithm_config import ALGORITHMS, PPO, Importance, Section, with_importance
-from hybridflow.config import ExperimentConfig, OptimizerConfig
+from hybridflow.config import OptimizerConfig
 from hybridflow.errors import ConfigError
+from hybridflow.fixed_algorithms import FIXED_ALGORITHMS
+from hybridflow.fixed_config import config_class
 from hybridflow.models.optimizer import learning_rate
 
 Tree = Mapping[str, Any]
@@ -59,8 +61,8 @@ def _rule(keys: str, resume: Effect, fork: Effect, why: str) -> Rule:
     return Rule(tuple(keys.split()), resume, fork, why)
 
 
-MODELS = ("actor", "critic", "reference", "reward.models.*")
-TRAINED = ("actor", "critic")
+MODELS = ("actor", "critic", "reference", "reward.models.*", "reward_model")
+TRAINED = ("actor", "critic", "reward_model")
 
 TABLE: tuple[Rule, ...] = (
     # ---- where and how the same is computed
@@ -89,12 +91,19 @@ TABLE: tuple[Rule, ...] = (
     _rule("metrics.wandb.* metrics.mlflow.*", FREE, FREE, "where the rows go, from the next one on"),
     _rule("metrics.eval_reward", NOTICED, NOTICED, "eval/accuracy is not comparable with that before"),
     # ---- the models
-    _rule("actor.model critic.model", FREE, FREE, "weights come from the checkpoint; config.json is compared"),
+    _rule(
+        "actor.model critic.model reward_model.model",
+        FREE,
+        FREE,
+        "weights come from the checkpoint; config.json is compared",
+    ),
     _rule("reference.model", NOTICED, NOTICED, "the KL is to the weights found there, which no checkpoint holds"),
     _rule(
         "reward.models.*.model", NOTICED, NOTICED, "scores are of the weights found there, which no checkpoint holds"
     ),
-    _rule("actor.dtype critic.dtype", REFUSED, REFUSED, "weights and optimizer state are of that type"),
+    _rule(
+        "actor.dtype critic.dtype reward_model.dtype", REFUSED, REFUSED, "weights and optimizer state are of that type"
+    ),
     _rule("reference.dtype reward.models.*.dtype", NOTICED, NOTICED, "it computes in that precision"),
     _rule("critic", REFUSED, REFUSED, "a critic that was not trained so far, or whose training is lost"),
     _rule("reference", NOTICED, NOTICED, "it is read from its directory, or no longer needed"),
@@ -113,6 +122,7 @@ TABLE: tuple[Rule, ...] = (
         NOTICED,
         "the moments so far were made with the former value",
     ),
+    _rule("num_epochs", NOTICED, NOTICED, "the length of the run follows from it, and with it a schedule"),
     _rule("num_iterations", NOTICED, NOTICED, "where the learning rate has a schedule, it is that of the new length"),
     # ---- the data
     _rule(
@@ -141,6 +151,13 @@ TABLE: tuple[Rule, ...] = (
         "it decides which rows have a place in the order of prompts",
     ),
     _rule("data.heldout.*.weight", FREE, FREE, "none has any"),
+    _rule(
+        "data.max_length data.overlong",
+        REFUSED,
+        NOTICED,
+        "they decide which rows there are, and so their order",
+    ),
+    _rule("data.batch_size", NOTICED, NOTICED, "the place in their order counts rows: none is left out or repeated"),
     _rule("data.overlong_prompts", FREE, FREE, "of the same prompts and lengths it drops none, or is an error"),
     _rule(
         "data.prompts_per_iteration",
@@ -185,6 +202,13 @@ TABLE: tuple[Rule, ...] = (
         NOTICED,
         "",
     ),
+    _rule(
+        "algorithm.loss algorithm.beta algorithm.label_smoothing algorithm.desirable_weight "
+        "algorithm.undesirable_weight",
+        NOTICED,
+        NOTICED,
+        "losses before and after are not comparable",
+    ),
     _rule("algorithm.kl.use algorithm.kl.estimator algorithm.kl.controller", NOTICED, NOTICED, ""),
     _rule(
         "algorithm.kl.reset_reference_interval",
@@ -205,9 +229,14 @@ TABLE: tuple[Rule, ...] = (
 CONTENTS: tuple[Rule, ...] = (
     _rule("data.train", REFUSED, NOTICED, "the place reached in the order of prompts means something else"),
     _rule("data.heldout", NOTICED, NOTICED, "eval/accuracy is not comparable with that before"),
-    Rule(("the tokenizer of actor.model",), REFUSED, NOTICED, "token ids have to mean what the actor was trained on"),
     Rule(
-        ("config.json of actor.model", "config.json of critic.model"),
+        ("the tokenizer of actor.model", "the tokenizer of reward_model.model"),
+        REFUSED,
+        NOTICED,
+        "token ids have to mean what the actor was trained on",
+    ),
+    Rule(
+        ("config.json of actor.model", "config.json of critic.model", "config.json of reward_model.model"),
         REFUSED,
         REFUSED,
         "the weights of the checkpoint are of that architecture",
@@ -335,7 +364,7 @@ def flat_config(tree: Tree) -> dict[str, Any]:
 
     A section is there as GIVEN; a list of sections by its indices.
     """
-    return dict(_flat(ExperimentConfig, _as_written_now(tree), ""))
+    return dict(_flat(config_class(tree), _as_written_now(tree), ""))
 
 
 # ------------------------------------------------------------------------------------------------ one key
@@ -360,9 +389,11 @@ def _judged(key: str, rule: Rule, before: Tree, after: Tree, *, next_iteration: 
 def _schedules(before: Tree, after: Tree, iteration: int) -> str:
     """What another number of iterations does to the rates of the trained models, by the new config's schedules."""
     old, new = before["num_iterations"], after["num_iterations"]
+    if old is None or new is None:
+        return "one of the two is of so many passes over the data; a schedule is that of the new length"
     if iteration > new:
         return f"all {new} iterations are done"
-    names = [f"{name}.optimizer" for name in TRAINED if after[name] == GIVEN]
+    names = [f"{name}.optimizer" for name in TRAINED if name in after and after[name] == GIVEN]
     return "; ".join(_schedule(name, after, old, new, iteration=iteration) for name in names)
 
 
@@ -455,7 +486,8 @@ def _flat_section(sections: list[type[Section]], value: Any, path: str) -> Itera
         yield path, _plain(value)
         return
     yield path, GIVEN
-    section = ALGORITHMS.get(str(value.get("name")), PPO) if len(sections) > 1 else sections[0]
+    known = {**ALGORITHMS, **FIXED_ALGORITHMS}
+    section = known.get(str(value.get("name")), PPO) if len(sections) > 1 else sections[0]
     yield from _flat(section, value, f"{path}.")
 
 

@@ -1,4 +1,4 @@
-"""Write the actor as a HuggingFace directory that transformers and vLLM load.
+"""Write a trained model as a HuggingFace directory that transformers and vLLM load.
 
 The ranks of the first replica send their shards of one weight at a time, tensor-parallel ranks to the first of their
 pipeline stage, that to the first stage, which writes it to files of at most `MAX_FILE_BYTES`; it never holds more than
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.architecture.parts import whole_parts
-from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.spec import Head, ModelSpec, config_changes
 from hybridflow.architecture.weights import model_weights, staged_weights
 from hybridflow.formats.directories import replace_directory
 from hybridflow.formats.huggingface_files import (
@@ -27,32 +27,37 @@ from hybridflow.formats.huggingface_files import (
     write_safetensors,
 )
 from hybridflow.formats.safetensors_files import TensorInfo
+from hybridflow.models.build import named_weights
 from hybridflow.parallel.grid import Grid
-from hybridflow.roles.policy import Actor
+from hybridflow.roles.base import TrainedRole
 
 MAX_FILE_BYTES = 5 * 10**9
 
 
 def export_huggingface(
-    actor: Actor,
+    role: TrainedRole,
     target: Path,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
     report: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Collective over the world. The weights are those the actor holds now, in its dtype."""
-    grid = actor.grid
+    """Collective over the world. The weights are those the model holds now, in its dtype and with the head that it has.
+
+    One that started without its score head is a *ForSequenceClassification with one label.
+    """
+    grid, spec, head = role.grid, role.spec, role.head
     if grid.inside and grid.dp_rank == 0:
-        own = {name: tensor for name, (_, tensor) in actor.weights().items()}
+        found = named_weights(role.chunks, spec, head=head)
+        own = {weight.megatron: parameter.data for weight, parameter in found}
         dtype = next(iter(own.values())).dtype
-        tensors = _whole_tensors(own, dtype, actor.spec, grid)
+        tensors = _whole_tensors(own, dtype, spec, grid, head=head)
         if grid.tp_rank == grid.pp_rank == 0:
             partial = target.with_name(f".{target.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            _write_weights(tensors, _plan(actor.spec, dtype), partial, max_file_bytes, report)
-            write_config(actor.spec.path, partial, {}, dtype=dtype)
-            copy_companions(actor.spec.path, partial)
+            _write_weights(tensors, _plan(spec, dtype, head), partial, max_file_bytes, report)
+            write_config(spec.path, partial, config_changes(spec, head), dtype=dtype)
+            copy_companions(spec.path, partial)
             replace_directory(partial, target)
         else:
             for _ in tensors:  # take part in every gather
@@ -61,14 +66,14 @@ def export_huggingface(
 
 
 def _whole_tensors(
-    own: Mapping[str, Tensor], dtype: torch.dtype, spec: ModelSpec, grid: Grid
+    own: Mapping[str, Tensor], dtype: torch.dtype, spec: ModelSpec, grid: Grid, *, head: Head
 ) -> Iterator[tuple[str, Tensor]]:
     """(HuggingFace name, tensor on the CPU) on the first rank of the replica; the others only send.
 
     own: this rank's weights by megatron name.
     """
     device = next(iter(own.values())).device
-    for weight, stage in staged_weights(spec, "lm", grid.layout.stages(spec.num_layers)):
+    for weight, stage in staged_weights(spec, head, grid.layout.stages(spec.num_layers)):
         shapes, parts = weight.shapes(spec), []
         if grid.pp_rank == stage:
             shards = _gather(own[weight.megatron].contiguous(), grid)
@@ -100,11 +105,11 @@ def _gather(shard: Tensor, grid: Grid) -> list[Tensor]:
     return shards or []
 
 
-def _plan(spec: ModelSpec, dtype: torch.dtype) -> dict[str, TensorInfo]:
+def _plan(spec: ModelSpec, dtype: torch.dtype, head: Head) -> dict[str, TensorInfo]:
     """Every tensor in the order in which they arrive, known before the first: sizes follow from the config."""
     return {
         name: TensorInfo(shape, dtype)
-        for weight in model_weights(spec, "lm")
+        for weight in model_weights(spec, head)
         for name, shape in zip(weight.hf, weight.shapes(spec), strict=True)
     }
 

@@ -29,7 +29,7 @@ from hybridflow.checkpoint.saver import Saver
 from hybridflow.checkpoint.sharded import SavedRole
 from hybridflow.checkpoint.state import RunState, SavedRun
 from hybridflow.checkpoint.store import CHECKPOINTS
-from hybridflow.config import ExperimentConfig
+from hybridflow.config import ExperimentConfig, RunConfig
 from hybridflow.errors import CheckpointError, DataError, SaveError, Stopped
 from hybridflow.formats.directories import sync
 from hybridflow.parallel.agreement import failures
@@ -54,7 +54,7 @@ class Keeper:
 
     def __init__(
         self,
-        config: ExperimentConfig,
+        config: RunConfig,
         digests: Mapping[str, bytes],
         roles: Sequence[SavedRole],
         *,
@@ -247,8 +247,9 @@ class Keeper:
         self.notes += [line for its in found for line in its.lines()]
         if source.is_fork:  # its prompts may be others, and the numbers of a surplus mean those of before
             state = replace(state, surplus=None)
-        kl = config.algorithm.kl
-        return replace(state, kl_coef=kl.coef) if kl.controller == "fixed" else state
+        if isinstance(config, ExperimentConfig) and config.algorithm.kl.controller == "fixed":
+            return replace(state, kl_coef=config.algorithm.kl.coef)
+        return state
 
     def _check_progress(self, restarts: int) -> None:
         if self._platform.rank == 0 and self._saves:

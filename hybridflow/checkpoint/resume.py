@@ -23,7 +23,7 @@ from hybridflow.batch import balanced_partition
 from hybridflow.checkpoint.sharded import SavedRole, load
 from hybridflow.checkpoint.state import SavedRun, load_state
 from hybridflow.checkpoint.store import CHECKPOINTS, MANIFEST, damage, read_manifest, step_name, steps
-from hybridflow.config import ExperimentConfig
+from hybridflow.config import RunConfig
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.formats.directories import sync
 from hybridflow.parallel.agreement import failures
@@ -41,7 +41,7 @@ class Source:
     notes: tuple[str, ...]  # what was found damaged
 
 
-def find_source(config: ExperimentConfig, *, restarts: int, group: dist.ProcessGroup) -> Source | None:
+def find_source(config: RunConfig, *, restarts: int, group: dist.ProcessGroup) -> Source | None:
     """The newest intact checkpoint of where `checkpoint.load` points; None where there is none to go on from.
 
     Every rank reads its share of the files, all of them are checked. Collective. Errors: CheckpointError where there
@@ -114,7 +114,7 @@ def check_progress(run_dir: Path, iteration: int, *, restarts: int, limit: int) 
     os.replace(temporary, file)
 
 
-def _candidates(config: ExperimentConfig, restarts: int) -> tuple[list[Path], bool] | None:
+def _candidates(config: RunConfig, restarts: int) -> tuple[list[Path], bool] | None:
     """(checkpoints, the newest first; whether they are another run's)."""
     own, where = config.run_dir / CHECKPOINTS, config.checkpoint.load
     if where == "none" and not restarts:

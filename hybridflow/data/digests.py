@@ -9,7 +9,9 @@ from pathlib import Path
 
 from hybridflow.algorithm_config import Custom
 from hybridflow.config import ExperimentConfig
+from hybridflow.data.fixed_inputs import FixedInputs
 from hybridflow.data.inputs import Inputs
+from hybridflow.fixed_config import FixedDataConfig
 from hybridflow.parallel.agreement import code_digests, digest_bytes, digest_files
 from hybridflow.rewards.specs import pool_specs
 from hybridflow.user_code import load_function
@@ -32,6 +34,19 @@ def run_digests(config: ExperimentConfig, inputs: Inputs) -> dict[str, bytes]:
         **{name: prompts.digest for name, prompts in prompts.items() if prompts is not None},
         **{f"config.json of {name}.model": digest_files([path / "config.json"], path) for name, path in models.items()},
         **function_digests(config),
+    }
+
+
+def fixed_digests(config: FixedDataConfig, inputs: FixedInputs) -> dict[str, bytes]:
+    """The same of a run on fixed data."""
+    rows = {"data.train": inputs.train, "data.heldout": inputs.heldout}
+    models = {name: Path(role.model) for name, role in config.roles().items()}
+    return {
+        "the config": digest_bytes(config.to_yaml().encode()),
+        **code_digests(),
+        f"the tokenizer of {config.trained_name}.model": tokenizer_digest(Path(config.trained.model)),
+        **{name: its.digest for name, its in rows.items() if its is not None},
+        **{f"config.json of {name}.model": digest_files([path / "config.json"], path) for name, path in models.items()},
     }
 
 

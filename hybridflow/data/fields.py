@@ -17,11 +17,12 @@ def named(row: Row, columns: Mapping[str, str]) -> Row:
     for path in columns.values():
         fields.pop(path, None)
     for name, path in columns.items():
+        value = _found(row, path, f"data.columns.{name}")
         if name in fields and path.partition(".")[0] != name:
             raise RowError(
                 f"{row.where}: data.columns.{name} = {path}: the row has a field {name} of its own", "two of a name"
             )
-        fields[name] = _found(row, path, f"data.columns.{name}")
+        fields[name] = value
     verl = fields.get("reward_model")
     if isinstance(verl, dict) and "ground_truth" in verl:
         fields.setdefault("ground_truth", verl["ground_truth"])

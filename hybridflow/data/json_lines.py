@@ -112,7 +112,7 @@ def _decoded(text: bytes) -> str:
 
 def _parsed(text: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(text.decode())
+        row = json.loads(text.decode().rstrip("\r\n"))
     except UnicodeDecodeError as error:
         message = f"{where}: is not UTF-8 text ({error.reason}); data files are JSON lines or Parquet"
         raise RowError(message, "not UTF-8") from error

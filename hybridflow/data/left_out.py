@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from hybridflow.data.usable import Dropped, UsableRows
-from hybridflow.data_config import DataConfig
 
 
 def left_out(key: str, rows: UsableRows[Any], too_long: str) -> list[str]:
@@ -27,12 +26,12 @@ def left_out(key: str, rows: UsableRows[Any], too_long: str) -> list[str]:
     return lines
 
 
-def dropped_metrics(data: DataConfig, dropped: Sequence[Dropped]) -> dict[str, float]:
-    """Rows left out at the start and when the prompts of an iteration were drawn; where the config lets them be."""
+def dropped_metrics(bad_rows: str, overlong: str, dropped: Sequence[Dropped]) -> dict[str, float]:
+    """Rows left out at the start and when those of an iteration were drawn; where the config lets them be."""
     found = {}
-    if data.overlong_prompts == "drop":
+    if overlong == "drop":
         found["data/dropped_overlong"] = float(sum(its.num_overlong for its in dropped))
-    if data.bad_rows == "drop":
+    if bad_rows == "drop":
         found["data/dropped_bad"] = float(sum(its.num_bad for its in dropped))
     return found
 

@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from hybridflow.data.json_lines import JsonLines
+from hybridflow.data.order import MOST_TURNS, shares
 from hybridflow.data.rows import Row, Rows
 from hybridflow.data_config import DataFiles, SourceConfig
 from hybridflow.errors import DataError
@@ -68,6 +69,12 @@ def open_files(named: DataFiles | Path, key: str) -> Files:
         if not any(len(file) for file in files):
             raise DataError(f"{path}: holds no row ({key}); expected JSON lines, one object a line, or Parquet")
     weights = tuple(source.weight for source in sources if source.weight is not None)
+    for source, share in zip(sources, shares(weights) if weights else (), strict=False):
+        if not share:
+            raise DataError(
+                f"{key}: the weight {source.weight} of {source.path} is less than one row in {MOST_TURNS:,}: leave the "
+                f"file out, or give it more"
+            )
     return Files(opened, weights or None)
 
 

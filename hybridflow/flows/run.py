@@ -292,7 +292,8 @@ class Run:
             updates = step_metrics(self._roles.trained(), self._rows, batch, self._exchange)
         kl = {"kl/coef": self.kl.coef} if self.has_reference else {}
         metrics = batch_metrics(batch) | self._length_metrics(batch) | self.metrics | kl | updates
-        metrics |= dropped_metrics(self._config.data, [self._dataset.dropped, *self._passed_over])
+        data, dropped = self._config.data, [self._dataset.dropped, *self._passed_over]
+        metrics |= dropped_metrics(data.bad_rows, data.overlong_prompts, dropped)
         if self._trains and "kl/sequence_mean" in metrics:
             coef = self.kl.updated(float(metrics["kl/sequence_mean"]), len(batch)).coef
             self.state = replace(self.state, kl_coef=coef)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hybridflow import __version__
-from hybridflow.config import ExperimentConfig
+from hybridflow.fixed_config import AnyConfig
 from hybridflow.inspection.findings import Finding, HealthReport, Host, rate
 from hybridflow.inspection.fit import Free, fit_findings
 from hybridflow.inspection.hosts import hosts_of, missing_findings
@@ -57,7 +57,7 @@ class Examination:
         self._num_groups = 0
         self._links_until = 0.0
 
-    def report(self, config: ExperimentConfig | None) -> HealthReport:
+    def report(self, config: AnyConfig | None) -> HealthReport:
         """All findings, in the order of the table."""
         start = time.monotonic()
         self._meet()
@@ -227,7 +227,7 @@ class Examination:
 
     # -------------------------------------------------------------------------------------------- the config
 
-    def _fit(self, config: ExperimentConfig) -> None:
+    def _fit(self, config: AnyConfig) -> None:
         """Whether it runs on these ranks; not asked where some are missing, of which nothing is known."""
         devices = {rank: facts["device"] for rank, facts in self._facts.items() if "device" in facts}
         memory = self._of_hosts("memory")

@@ -6,15 +6,15 @@ Of memory it asks for what `planning.forecast` counts; what libraries take besid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hybridflow.config import ExperimentConfig
 from hybridflow.errors import UserError
+from hybridflow.fixed_config import AnyConfig
 from hybridflow.inspection.findings import Finding, Host, counted, gigabytes
 from hybridflow.inspection.machine import GIB, LEAST_MEMORY
 from hybridflow.placement import shown
 from hybridflow.planning.footprint import together
-from hybridflow.planning.forecast import RunMemory, forecast
+from hybridflow.planning.forecast import forecast, memory_of
 from hybridflow.planning.hosts import HostRanks, check_hosts
-from hybridflow.planning.placed import PlacedRun, place
+from hybridflow.planning.placed import PlacedFixed, PlacedRun, place_either
 
 AREA = "plan"
 CUDA_MARGIN = 4 * GIB  # the CUDA context, NCCL's buffers and CUDA graphs: "several GiB", says hybridflow.plan
@@ -30,10 +30,10 @@ class Free:
     disk: Mapping[str, int]  # where output_dir lies, of hosts by name
 
 
-def fit_findings(config: ExperimentConfig, world_size: int, hosts: tuple[Host, ...], free: Free) -> list[Finding]:
+def fit_findings(config: AnyConfig, world_size: int, hosts: tuple[Host, ...], free: Free) -> list[Finding]:
     """Every reason why the config cannot run on so many ranks; else what it will hold against what is free."""
     try:
-        run = place(config, world_size, cuda=bool(free.gpus))
+        run = place_either(config, world_size, cuda=bool(free.gpus))
         check_hosts(run, [HostRanks(host.name, range(host.ranks[0], host.ranks[-1] + 1)) for host in hosts])
     except UserError as error:
         advice = f"python -m hybridflow.plan CONFIG --world-size {world_size} says the same without any rank"
@@ -48,9 +48,9 @@ def fit_findings(config: ExperimentConfig, world_size: int, hosts: tuple[Host, .
     ]
 
 
-def peaks(run: PlacedRun) -> dict[int, tuple[int, str]]:
+def peaks(run: PlacedRun | PlacedFixed) -> dict[int, tuple[int, str]]:
     """By rank: most bytes at a time, and the moment of it."""
-    moments = RunMemory(run).moments()
+    moments = memory_of(run).moments()
     return {
         rank: max((together(list(rows(rank).values())).total, moment) for moment, rows in moments.items())
         for rank in range(run.world_size)
@@ -86,7 +86,7 @@ def memory_finding(host: Host, needed: Mapping[int, tuple[int, str]], free: Free
     return Finding(AREA, "memory", host.name, value, figures=figures)
 
 
-def _disk_findings(run: PlacedRun, free: Free, host: Host) -> list[Finding]:
+def _disk_findings(run: PlacedRun | PlacedFixed, free: Free, host: Host) -> list[Finding]:
     """Of the first host, by the sum of all ranks' checkpoints: the output directory is one for all."""
     if host.name not in free.disk:
         return []

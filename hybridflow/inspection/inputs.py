@@ -16,11 +16,14 @@ from hybridflow.architecture.weights import model_weights
 from hybridflow.config import ExperimentConfig
 from hybridflow.data.digests import function_digests, tokenizer_digest
 from hybridflow.data.fields import named
+from hybridflow.data.fixed_inputs import load_rows
 from hybridflow.data.inputs import load_tokenizer
 from hybridflow.data.prompt_texts import prompt_text
+from hybridflow.data.rows import Row, RowError, attempt
 from hybridflow.data.sources import open_files
 from hybridflow.data_config import DataFiles
 from hybridflow.errors import CheckpointError, UserError
+from hybridflow.fixed_config import AnyConfig, FixedDataConfig
 from hybridflow.inspection.findings import Finding, counted
 from hybridflow.parallel.agreement import digest_bytes, digest_files
 
@@ -30,7 +33,7 @@ THERE = "make it readable on that host under this very path: a shared file syste
 Inspected = tuple[str, dict[str, str]]  # what to show, and digests by name
 
 
-def input_findings(config: ExperimentConfig, host: str) -> tuple[list[Finding], dict[str, str]]:
+def input_findings(config: AnyConfig, host: str) -> tuple[list[Finding], dict[str, str]]:
     """Findings, and the digests of what has to be the same on every host."""
     tokenizers: list[PreTrainedTokenizerBase] = []
     findings, digests = [], {"the config": digest_bytes(config.to_yaml().encode()).hex()}
@@ -46,7 +49,7 @@ def input_findings(config: ExperimentConfig, host: str) -> tuple[list[Finding], 
 
 
 def _inspections(
-    config: ExperimentConfig, tokenizers: list[PreTrainedTokenizerBase]
+    config: AnyConfig, tokenizers: list[PreTrainedTokenizerBase]
 ) -> Iterator[tuple[str, str, Callable[[], Inspected]]]:
     """(name, advice, what to do); the tokenizer, once it is there, serves the prompts."""
     models: dict[str, list[str]] = {}
@@ -54,8 +57,15 @@ def _inspections(
         models.setdefault(role.model, []).append(name)
     for path, roles in models.items():
         yield f"model of {', '.join(roles)}", THERE, partial(_model, Path(path))
-    yield "tokenizer", THERE, partial(_tokenizer, Path(config.actor.model), tokenizers)
-    for key, file in (("data.train", config.data.train), ("data.heldout", config.data.heldout)):
+    trained = config.trained if isinstance(config, FixedDataConfig) else config.actor
+    yield "tokenizer", THERE, partial(_tokenizer, Path(trained.model), tokenizers)
+    files = (("data.train", config.data.train), ("data.heldout", config.data.heldout))
+    if isinstance(config, FixedDataConfig):
+        for key, file in files:
+            if file is not None and tokenizers:
+                yield key, THERE, partial(_examples, key, file, config, tokenizers)
+        return
+    for key, file in files:
         if file is not None and (tokenizers or not config.data.chat_template):
             yield key, THERE, partial(_prompts, key, file, config, tokenizers)
     names = _functions(config)
@@ -91,14 +101,28 @@ def _prompts(
     key: str, named_files: DataFiles, config: ExperimentConfig, tokenizers: list[PreTrainedTokenizerBase]
 ) -> Inspected:
     data, template = config.data, tokenizers[0] if config.data.chat_template else None
+
+    def check(row: Row) -> None:
+        if row.problem is not None:
+            raise row.problem
+        prompt_text(named(row, data.columns), data.prompt_key, template)
+
     files = open_files(named_files, key)
     rows = files.rows_at(range(min(len(files), NUM_ROWS)))
-    for row in rows:
-        if row.problem is None:
-            prompt_text(named(row, data.columns), data.prompt_key, template)
-        elif data.bad_rows == "error":
-            raise row.problem
+    for found in (attempt(check, row) for row in rows):
+        if isinstance(found, RowError) and data.bad_rows == "error":
+            raise found
     return f"{', '.join(files.names)}: the first {len(rows)} rows are readable", {key: files.digest.hex()}
+
+
+def _examples(
+    key: str, named_files: DataFiles, config: FixedDataConfig, tokenizers: list[PreTrainedTokenizerBase]
+) -> Inspected:
+    vocab_size = read_spec(config.trained.model).vocab_size
+    found = load_rows(named_files, tokenizers[0], config, vocab_size, key=key, checked_bytes=0)
+    rows = found.draw(found.order(0, False), min(NUM_ROWS, len(found))).items
+    names = ", ".join(found.rows.files.names)
+    return f"{names}: the first {len(rows)} rows are readable", {key: found.digest.hex()}
 
 
 def _functions(config: ExperimentConfig) -> list[str]:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from hybridflow.config import ExperimentConfig
+from hybridflow.config import RunConfig
 from hybridflow.errors import EnvironmentProblem, UserError
+from hybridflow.fixed_config import AnyConfig, FixedDataConfig, load_config
 from hybridflow.inspection.attention import attention_findings, attention_in_use, is_flash_attn_available
 from hybridflow.inspection.findings import Finding
 from hybridflow.inspection.links import LINK_SECONDS, follow_link, lead_link, measure_all_reduce
@@ -41,7 +42,7 @@ class Participant:
     """Performs the orders of rank 0. config: the file, as every host has it, or what was read already."""
 
     def __init__(
-        self, store: Store, started: Started, config: str | Path | ExperimentConfig | None, overrides: tuple[str, ...]
+        self, store: Store, started: Started, config: str | Path | AnyConfig | None, overrides: tuple[str, ...]
     ) -> None:
         self._store, self._started = store, started
         self.config, self._config_error = _read_config(config, overrides)
@@ -126,7 +127,7 @@ class Participant:
         return version_findings(found, host, cuda=cuda)
 
     def _see_attention(self, host: str, *, cuda: bool) -> list[Finding]:
-        dtype = self.config.actor.dtype if self.config is not None else "bfloat16"
+        dtype = _trained_dtype(self.config)
         available, in_use = is_flash_attn_available(), attention_in_use(dtype)
         self._facts["attention"] = in_use
         self._facts["is_flash_attn_available"] = available
@@ -137,7 +138,7 @@ class Participant:
         world_size = self._started.world_size
         return machine_findings(host, num_ranks=num_ranks, world_size=world_size, cuda=cuda)
 
-    def _see_inputs(self, config: ExperimentConfig, host: str) -> list[Finding]:
+    def _see_inputs(self, config: AnyConfig, host: str) -> list[Finding]:
         from hybridflow.inspection.inputs import input_findings  # transformers loads for seconds
 
         findings, self._facts["digests"] = input_findings(config, host)
@@ -196,20 +197,20 @@ def first_line(error: BaseException) -> str:
 
 
 def _read_config(
-    config: str | Path | ExperimentConfig | None, overrides: tuple[str, ...]
-) -> tuple[ExperimentConfig | None, str | None]:
+    config: str | Path | AnyConfig | None, overrides: tuple[str, ...]
+) -> tuple[AnyConfig | None, str | None]:
     """The config, or why there is none: on one host the file may be missing."""
-    if config is None or isinstance(config, ExperimentConfig):
+    if config is None or isinstance(config, RunConfig):
         return config, None
     try:
-        read = ExperimentConfig.from_yaml(config, overrides)
+        read = load_config(config, overrides)
     except UserError as error:
         return None, str(error)
     search_beside(config)
     return read, None
 
 
-def _choose_device(config: ExperimentConfig | None) -> str | None:
+def _choose_device(config: AnyConfig | None) -> str | None:
     """Settle the device; why it cannot be the one that is asked for."""
     try:
         choose_platform(config.platform if config is not None else "auto")
@@ -218,6 +219,12 @@ def _choose_device(config: ExperimentConfig | None) -> str | None:
     finally:
         quiet()
     return None
+
+
+def _trained_dtype(config: AnyConfig | None) -> str:
+    if config is None:
+        return "bfloat16"
+    return config.trained.dtype if isinstance(config, FixedDataConfig) else config.actor.dtype
 
 
 def _config_finding(error: str, host: str) -> Finding:

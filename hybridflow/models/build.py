@@ -5,6 +5,7 @@ or, with virtual pipeline parallelism, several. The last stage of a policy model
 logits, that of a value model one scalar, both only for the rows that the micro-batch wants.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -40,6 +41,7 @@ from hybridflow.models.opt import PostNormLayer, ProjectedEmbedding
 from hybridflow.parallel.device import current_device, uses_cuda
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.platform import adapt_megatron
+from hybridflow.parallel.seeds import request_seed
 
 Parts = TypeVar("Parts")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -177,8 +179,11 @@ def build_model(
     sequence_parallel: bool,
     recompute: str,
     device: torch.device,
+    head_seed: int | None = None,
 ) -> list[PackedModel]:
     """This rank's chunks of the model, filled from `spec.path`.
+
+    head_seed: what a score head is drawn from that is not there; None: it starts at zero, as a critic's may.
 
     Errors: CheckpointError naming the file and tensor that is missing, damaged or of another shape.
     """
@@ -189,7 +194,7 @@ def build_model(
         model_class(config, spec, grid, chunk).to(device=device, dtype=DTYPES[dtype])
         for chunk in range(grid.layout.vpp)
     ]
-    load_weights(chunks, spec, grid, head=head)
+    load_weights(chunks, spec, grid, head=head, head_seed=head_seed)
     return chunks
 
 
@@ -324,19 +329,32 @@ def _with_global_layer(name: str, layers: tuple[int, ...]) -> str:
     return ".".join(parts)
 
 
-def load_weights(chunks: Sequence[nn.Module], spec: ModelSpec, grid: Grid, *, head: Head) -> None:
-    """Read this rank's slices of every weight. A missing score.weight leaves the value head at zero."""
+def load_weights(
+    chunks: Sequence[nn.Module], spec: ModelSpec, grid: Grid, *, head: Head, head_seed: int | None = None
+) -> None:
+    """Read this rank's slices of every weight. A missing score.weight is drawn from the seed, or stays zero."""
     files = open_checkpoint(spec.path, spec)
     with torch.no_grad():
         for weight, parameter in named_weights(chunks, spec, head=head):
             _mark_split(parameter, weight)
             if weight == VALUE_HEAD and VALUE_HEAD.hf[0] not in files:
+                if head_seed is not None:
+                    parameter.copy_(new_score_head(spec.hidden_size, head_seed))
                 continue
             shard = read_shard(files, weight, spec, tp_rank=grid.tp_rank, tp=grid.tp)
             assert shard.shape == parameter.shape == shard_shape(weight, spec, grid.tp), (
                 f"{weight.megatron}: shard {tuple(shard.shape)}, parameter {tuple(parameter.shape)}"
             )
             parameter.copy_(shard)
+
+
+def new_score_head(hidden_size: int, seed: int) -> Tensor:
+    """(1, hidden) float32, normal with variance 1 / (hidden + 1), as Stiennon et al. 2020 begin (arXiv 2009.01325).
+
+    A function of the seed alone: the same on every rank and in every layout.
+    """
+    generator = torch.Generator().manual_seed(request_seed(seed, 0, 0))
+    return torch.randn(1, hidden_size, generator=generator).div(math.sqrt(hidden_size + 1))
 
 
 def _mark_split(parameter: nn.Parameter, weight: Weight) -> None:

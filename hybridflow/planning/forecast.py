@@ -1,16 +1,16 @@
 """What a placed run will mean, before any process starts: grids, memory per GPU, and the reshard. Pure.
 
-forecast(place(config, 64))    all that `hybridflow.plan` prints, as plain lists and dicts for JSON; bytes throughout
+forecast(place_either(config, 64))    all that `hybridflow.plan` prints, as lists and dicts for JSON; bytes throughout
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 from typing import Any
 
 from hybridflow.architecture.weights import num_parameters
-from hybridflow.config import TrainedRoleConfig
+from hybridflow.config import RolloutConfig, TrainedRoleConfig
 from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
 from hybridflow.placement import shown
 from hybridflow.planning.footprint import (
@@ -26,26 +26,30 @@ from hybridflow.planning.footprint import (
     together,
     training_activation_bytes,
 )
-from hybridflow.planning.placed import PlacedModel, PlacedRun
+from hybridflow.planning.placed import PlacedFixed, PlacedModel, PlacedRun
 from hybridflow.planning.reshard import ReshardForecast
 from hybridflow.planning.saving import most_kept, written_bytes
 from hybridflow.reshard.plan import plan_reshard
 from hybridflow.rollout.runner import second_runner
 
 Report = dict[str, Any]
+MANY_ITERATIONS = 1 << 20
+Moments = dict[str, Callable[[int], dict[str, Footprint]]]  # what lies on a rank in each moment, by role
 
 
-def forecast(run: PlacedRun) -> Report:
-    """Roles, rollout, memory, reshard and checkpoints of a run."""
-    memory = RunMemory(run)
+def forecast(run: PlacedRun | PlacedFixed) -> Report:
+    """Roles, memory and checkpoints of a run; rollout and reshard where there is an engine."""
+    memory = memory_of(run)
+    engine: Report = {}
+    if isinstance(memory, RunMemory):
+        engine = {"rollout": _rollout_report(memory.rollout, memory.run.stages), "reshard": _reshard_report(memory)}
     return {
         "name": run.config.name,
         "world_size": run.world_size,
         "roles": [_role_report(model) for model in run.models.values()],
-        "rollout": _rollout_report(run.rollout, run.stages),
         "memory": {moment: _memory_report(rows, run.world_size) for moment, rows in memory.moments().items()},
-        "reshard": _reshard_report(memory),
         "checkpoint": _checkpoint_report(run),
+        **engine,
     }
 
 
@@ -110,6 +114,22 @@ class RoleMemory:
         )
 
 
+class FixedMemory:
+    """What lies on every rank of a run on fixed data: there is no moment but training."""
+
+    def __init__(self, run: PlacedFixed) -> None:
+        rows, longest = run.config.sequences_per_step, run.config.data.max_length
+        self.roles = {
+            name: RoleMemory(model, longest, ceil(rows / model.layout.dp)) for name, model in run.models.items()
+        }
+
+    def moments(self) -> Moments:
+        return {"training": self._training}
+
+    def _training(self, rank: int) -> dict[str, Footprint]:
+        return {name: role.training[stage] for name, role, stage in _on(self.roles, rank)}
+
+
 class RunMemory:
     """What lies on every rank of a run, and what the reshard takes."""
 
@@ -128,18 +148,18 @@ class RunMemory:
             bucket_elements=bucket_elements if optimizer.zero1 and optimizer.name == "adam" else 0,
         )
 
-    def moments(self) -> dict[str, Callable[[int], dict[str, Footprint]]]:
+    def moments(self) -> Moments:
         """What lies on a rank in each moment, by role."""
         return {"training": self._training, "generation": self._generation}
 
     def _training(self, rank: int) -> dict[str, Footprint]:
-        rows = {name: role.training[stage] for name, role, stage in self._on(rank)}
+        rows = {name: role.training[stage] for name, role, stage in _on(self.roles, rank)}
         if rank in self.rollout and self.run.config.rollout.sleep_level == 0:
             rows["engine"] = Footprint(activations=self._sampler(), kv_cache=self._kv_cache(rank))
         return rows
 
     def _generation(self, rank: int) -> dict[str, Footprint]:
-        rows = {name: role.at_rest(stage) for name, role, stage in self._on(rank)}
+        rows = {name: role.at_rest(stage) for name, role, stage in _on(self.roles, rank)}
         memory, config = self.reshard.memory, self.run.config
         if "actor" in rows:
             held = rows["actor"]
@@ -159,12 +179,6 @@ class RunMemory:
             )
         return rows
 
-    def _on(self, rank: int) -> Iterator[tuple[str, RoleMemory, int]]:
-        """(name, role, pipeline stage) of what lies on a rank."""
-        for name, role in self.roles.items():
-            if rank in role.model.layout:
-                yield name, role, role.model.layout.coordinates(rank).pp
-
     def _sampler(self) -> int:
         config = self.run.config
         if not second_runner(config.sampling, cuda=True, pp=self.rollout.pp):
@@ -173,6 +187,17 @@ class RunMemory:
 
     def _kv_cache(self, rank: int) -> int:
         return self.run.kv_cache.of_stage(self.run.stages, self.rollout.coordinates(rank).pp)
+
+
+def memory_of(run: PlacedRun | PlacedFixed) -> RunMemory | FixedMemory:
+    return FixedMemory(run) if isinstance(run, PlacedFixed) else RunMemory(run)
+
+
+def _on(roles: Mapping[str, RoleMemory], rank: int) -> Iterator[tuple[str, RoleMemory, int]]:
+    """(name, role, pipeline stage) of what lies on a rank."""
+    for name, role in roles.items():
+        if rank in role.model.layout:
+            yield name, role, role.model.layout.coordinates(rank).pp
 
 
 def _role_memory(run: PlacedRun, model: PlacedModel) -> RoleMemory:
@@ -249,16 +274,19 @@ def _reshard_report(of: RunMemory) -> Report:
     }
 
 
-def _checkpoint_report(run: PlacedRun) -> Report:
+def _checkpoint_report(run: PlacedRun | PlacedFixed) -> Report:
     """Of one checkpoint, and of all that lie on the disk at a time. host_bytes: copies, by checkpoint.async_save."""
     config, written = run.config.checkpoint, dict.fromkeys(range(run.world_size), 0)
-    resets = run.config.algorithm.kl.reset_reference_interval is not None
+    rollout = run.config.rollout if isinstance(run, PlacedRun) else RolloutConfig()  # by which the buckets go
+    resets = isinstance(run, PlacedRun) and run.config.algorithm.kl.reset_reference_interval is not None
     for name, model in run.models.items():
         if isinstance(model.config, TrainedRoleConfig) or (resets and name == "reference"):
-            bucket_bytes = run.config.rollout.bucket_bytes(cuda=True) if name == "actor" else None
+            bucket_bytes = rollout.bucket_bytes(cuda=True) if name == "actor" else None
             for rank, size in written_bytes(model, bucket_bytes=bucket_bytes).items():
                 written[rank] += size
-    num_kept, spread = most_kept(config, run.config.num_iterations), _spread(written.values())
+    # of a run of so many passes only the data tells the number of iterations
+    num_iterations = run.config.num_iterations or MANY_ITERATIONS
+    num_kept, spread = most_kept(config, num_iterations), _spread(written.values())
     return {
         "save_interval": config.save_interval,
         "async_save": config.async_save,

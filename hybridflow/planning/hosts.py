@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError, Reasons
+from hybridflow.fixed_config import AnyConfig
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.placement import shown
-from hybridflow.planning.placed import PlacedRun, place
+from hybridflow.planning.placed import PlacedFixed, PlacedModels, PlacedRun, place_either
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def parse_hosts(text: str) -> list[HostRanks]:
     return hosts
 
 
-def check_hosts(placed: PlacedRun, hosts: Sequence[HostRanks]) -> None:
+def check_hosts(placed: PlacedModels, hosts: Sequence[HostRanks]) -> None:
     """Errors: ConfigError unless each tensor-parallel group lies on one host, or the config says that it need not.
 
     Its ranks exchange activations several times a layer: over a network between hosts that takes most of the time.
@@ -59,8 +59,8 @@ def check_hosts(placed: PlacedRun, hosts: Sequence[HostRanks]) -> None:
 
 
 def place_on_hosts(
-    config: ExperimentConfig, hosts: Sequence[HostRanks], least: int
-) -> tuple[PlacedRun, Sequence[HostRanks], dict[int, str]]:
+    config: AnyConfig, hosts: Sequence[HostRanks], least: int
+) -> tuple[PlacedRun | PlacedFixed, Sequence[HostRanks], dict[int, str]]:
     """The run on as many of the first hosts as it fits on, `least` or more; these; and why not on other numbers.
 
     Errors: ConfigError with the sum, where it fits on no number of them.
@@ -78,8 +78,8 @@ def place_on_hosts(
     return *found, {count: reason.splitlines()[0] for count, reason in unfit.items()}
 
 
-def _placed_on(config: ExperimentConfig, hosts: Sequence[HostRanks]) -> PlacedRun:
-    placed = place(config, hosts[-1].ranks.stop)
+def _placed_on(config: AnyConfig, hosts: Sequence[HostRanks]) -> PlacedRun | PlacedFixed:
+    placed = place_either(config, hosts[-1].ranks.stop)
     check_hosts(placed, hosts)
     return placed
 
@@ -93,7 +93,7 @@ def _sum(hosts: Sequence[HostRanks]) -> str:
     return f"{len(sizes)} hosts with {parts} = {sum(sizes)} ranks"
 
 
-def for_launch(placed: PlacedRun, hosts: Sequence[HostRanks], unfit: Mapping[int, str]) -> dict[str, Any]:
+def for_launch(placed: PlacedModels, hosts: Sequence[HostRanks], unfit: Mapping[int, str]) -> dict[str, Any]:
     """What launch/experiment.py reads, as JSON."""
     config = placed.config
     return {
@@ -108,10 +108,11 @@ def for_launch(placed: PlacedRun, hosts: Sequence[HostRanks], unfit: Mapping[int
     }
 
 
-def placement_lines(placed: PlacedRun, hosts: Sequence[HostRanks]) -> str:
+def placement_lines(placed: PlacedModels, hosts: Sequence[HostRanks]) -> str:
     """A line a host and a column a model: its coordinates there."""
     layouts: dict[str, Layout | RolloutLayout] = {name: model.layout for name, model in placed.models.items()}
-    layouts["engine"] = placed.rollout
+    if isinstance(placed, PlacedRun):
+        layouts["engine"] = placed.rollout
     rows = [["host", "ranks", *layouts]]
     for host in hosts:
         rows.append([host.name, shown(host.ranks), *(_coordinates(layout, host.ranks) for layout in layouts.values())])
@@ -120,9 +121,11 @@ def placement_lines(placed: PlacedRun, hosts: Sequence[HostRanks]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _tensor_parallel_groups(placed: PlacedRun) -> Iterable[tuple[str, list[tuple[int, ...]]]]:
+def _tensor_parallel_groups(placed: PlacedModels) -> Iterable[tuple[str, list[tuple[int, ...]]]]:
     for name, model in placed.models.items():
         yield f"{name}.tensor_parallel_size", model.layout.groups("tp")
+    if not isinstance(placed, PlacedRun):
+        return
     key = "rollout.tensor_parallel_size"
     groups = [tuple(group) for group in placed.rollout.tp_groups()]
     yield key if placed.config.rollout.tensor_parallel_size else f"{key} (the actor's)", groups

@@ -1,6 +1,7 @@
 """A config on so many ranks: every model's spec read once, every layout, and all reasons why it cannot run.
 
     run = place(config, world_size)    what `hybridflow.train`, `hybridflow.plan` and the roles are built on
+    place_fixed(config, world_size)    the same of a run on fixed data, which has no engine
 
 Reads the config.json of each model, no weights, and needs no process group. Memory is not looked at, the engine's KV
 cache apart, which must hold one sequence.
@@ -14,8 +15,9 @@ from math import ceil
 from pathlib import Path
 
 from hybridflow.architecture.spec import HEADS, Head, ModelSpec, read_spec
-from hybridflow.config import ExperimentConfig, RoleConfig
+from hybridflow.config import ExperimentConfig, RoleConfig, RunConfig
 from hybridflow.errors import ConfigError, Reasons
+from hybridflow.fixed_config import AnyConfig, FixedDataConfig
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
 from hybridflow.planning.footprint import ITEM_BYTES
@@ -67,12 +69,30 @@ class KVCacheSize:
 
 
 @dataclass(frozen=True)
-class PlacedRun:
+class PlacedModels:
+    """All models of a config."""
+
+    config: RunConfig
+    world_size: int
+    models: dict[str, PlacedModel]  # by name
+
+
+@dataclass(frozen=True)
+class PlacedFixed(PlacedModels):
+    """Those of a run on fixed data. Made by `place_fixed`."""
+
+    config: FixedDataConfig
+
+    @property
+    def trained(self) -> PlacedModel:
+        return self.models[self.config.trained_name]
+
+
+@dataclass(frozen=True)
+class PlacedRun(PlacedModels):
     """All models of a config, and its engine. Made by `place`."""
 
     config: ExperimentConfig
-    world_size: int
-    models: dict[str, PlacedModel]  # by name
     rollout: RolloutLayout
     stages: Stages  # the layers of each engine stage
     kv_cache: KVCacheSize
@@ -119,6 +139,28 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
     return PlacedRun(config, world_size, models, *engine, kv_cache)
 
 
+def place_fixed(config: FixedDataConfig, world_size: int) -> PlacedFixed:
+    """The run on `world_size` ranks. Errors: ConfigError with a line for each reason why there is none."""
+    reasons = Reasons()
+    layouts = config.layouts(world_size, reasons)
+    specs = _specs(config, reasons)
+    for name, spec in specs.items():
+        _check_model(name, config.roles()[name], spec, reasons)
+        reasons.of(spec.check_length, config.data.max_length, "data.max_length")
+        if "actor" in specs:
+            reasons.of(spec.check_vocabulary, name, specs["actor"])
+    reasons.refuse()
+    models = {name: _placed(name, role, specs[name], layouts[name]) for name, role in config.roles().items()}
+    return PlacedFixed(config, world_size, models)
+
+
+def place_either(config: AnyConfig, world_size: int, *, cuda: bool | None = None) -> PlacedRun | PlacedFixed:
+    """By the kind of the config."""
+    if isinstance(config, FixedDataConfig):
+        return place_fixed(config, world_size)
+    return place(config, world_size, cuda=cuda)
+
+
 def place_model(name: str, config: RoleConfig, world_size: int) -> PlacedModel:
     """One role's model without a run around it. Errors: as `place`."""
     reasons = Reasons()
@@ -130,7 +172,7 @@ def place_model(name: str, config: RoleConfig, world_size: int) -> PlacedModel:
     return _placed(name, config, spec, layout)
 
 
-def _specs(config: ExperimentConfig, reasons: Reasons) -> dict[str, ModelSpec]:
+def _specs(config: RunConfig, reasons: Reasons) -> dict[str, ModelSpec]:
     """By role, those that can be read. Roles may share a directory, which is then read once."""
     roles = config.roles()
     read = {path: reasons.of(read_spec, path) for path in dict.fromkeys(role.model for role in roles.values())}
@@ -165,9 +207,9 @@ def _check_alike(actor: ModelSpec, reference: ModelSpec) -> None:
 
 
 def _check_head(name: str, spec: ModelSpec) -> None:
-    """A critic may start from either; what is only read needs the head that it is read at, and so does the actor."""
+    """What is trained to score may start from either; what is only read needs its head, and so does the actor."""
     head = _head(name)
-    if name != "critic" and spec.head != head:
+    if name not in ("critic", "reward_model") and spec.head != head:
         trained = " with a trained score.weight" if head == "score" else ""
         raise ConfigError(
             f"{name}.model = {spec.path} must be a {HEAD_CLASSES[head]}{trained}, it is a {HEAD_CLASSES[spec.head]}"
@@ -257,7 +299,7 @@ def _gib(num_bytes: int) -> str:
 # ------------------------------------------------------------------------------------------------ the output directory
 
 
-def check_output_dir(config: ExperimentConfig) -> None:
+def check_output_dir(config: RunConfig) -> None:
     """Raise ConfigError unless a run directory can be made and written to; nothing of the attempt is left behind.
 
     For one rank to call: the first, which writes the run directory.

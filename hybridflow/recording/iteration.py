@@ -132,6 +132,30 @@ def cost_metrics(
     )
 
 
+def training_costs(
+    batch: RolloutBatch,
+    *,
+    watch: Stopwatch,
+    exchange: Exchange,
+    trained_bytes: Mapping[str, int],
+    num_steps: Mapping[str, int],
+) -> Metrics:
+    """As `cost_metrics`, of a run on fixed data. num_steps: of the model that it trains, by its name."""
+    total = sum(watch.seconds.get(name, 0.0) for name in ("estimate", "update"))
+    idle, [trained] = exchange.seconds / total, num_steps
+    own = {
+        f"memory/{trained}_gpu_mem_mb": sum(trained_bytes.values()) / MIB,
+        "memory/peak_rss_mb": peak_rss_mb(),
+        "time/iteration_seconds": total,
+        **{f"time/{name}_seconds": value for name, value in watch.seconds.items()},
+    }
+    values = torch.tensor(list(own.values()), dtype=torch.float64, device=exchange.device)
+    largest = dict(zip(own, exchange.maximum(values).tolist(), strict=True))
+    seconds = {name: largest[f"time/{name}_seconds"] for name in watch.seconds}
+    rates = _rates(batch, largest["time/iteration_seconds"], seconds, num_steps)
+    return largest | rates | {"time/idle_fraction": exchange.mean(idle)}
+
+
 def _rates(batch: RolloutBatch, total: float, seconds: Mapping[str, float], num_steps: Mapping[str, int]) -> Metrics:
     """Of the phases that there were."""
     rates: Metrics = {}
@@ -142,5 +166,5 @@ def _rates(batch: RolloutBatch, total: float, seconds: Mapping[str, float], num_
     if "critic_update" in seconds and num_steps["critic"]:
         rates["critic/update_latency_ms"] = 1e3 * seconds["critic_update"] / num_steps["critic"]
     if "update" in seconds:
-        rates["train/step_time_ms"] = 1e3 * seconds["update"] / max(*num_steps.values(), 1)
+        rates["train/step_time_ms"] = 1e3 * seconds["update"] / max([*num_steps.values(), 1])
     return rates | {"train/tokens_per_sec": len(batch.input_ids) / total}

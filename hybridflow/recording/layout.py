@@ -18,15 +18,17 @@ LAYOUT = "layout.json"
 class RunLayout:
     world_size: int
     roles: Mapping[str, Layout]  # "actor", "reward.models.0", ...
-    rollout: RolloutLayout
+    rollout: RolloutLayout | None  # None: nothing is generated
 
 
-def write_layout(run_dir: Path, world_size: int, roles: Mapping[str, Layout], rollout: RolloutLayout) -> None:
+def write_layout(
+    run_dir: Path, world_size: int, roles: Mapping[str, Layout], rollout: RolloutLayout | None
+) -> None:
     """A run that goes on in another layout has the latest."""
     tree = {
         "world_size": world_size,
         "roles": {name: _tree(layout) for name, layout in roles.items()},
-        "rollout": {"tp": rollout.tp, "pp": rollout.pp, "replicas": rollout.replicas},
+        "rollout": rollout and {"tp": rollout.tp, "pp": rollout.pp, "replicas": rollout.replicas},
     }
     replace_file(run_dir / LAYOUT, [json.dumps(tree).encode() + b"\n"])
 
@@ -44,7 +46,7 @@ def read_layout(run_dir: Path) -> RunLayout | None:
         tree = parse_json(file.read_bytes(), "")
         roles = {name: Layout(**its | {"ranks": tuple(its["ranks"])}) for name, its in tree["roles"].items()}
         engine = tree["rollout"]
-        rollout = RolloutLayout(engine["tp"], engine["pp"], tuple(map(tuple, engine["replicas"])))
+        rollout = engine and RolloutLayout(engine["tp"], engine["pp"], tuple(map(tuple, engine["replicas"])))
         return RunLayout(tree["world_size"], roles, rollout)
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError, UserError) as error:
         raise RunDirError(f"{file}: is damaged: {error}") from error

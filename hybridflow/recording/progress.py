@@ -28,6 +28,9 @@ SHOWN = {
     "eval/accuracy": "accuracy {:.3g}",
     "kl/reference_mean": "kl {:.3g}",
     "actor/loss": "actor/loss {:.3g}",
+    "reward_model/loss": "reward_model/loss {:.3g}",
+    "eval/loss": "held-out loss {:.4g}",
+    "eval/reward_accuracy": "pairs right {:.3g}",
     "train/tokens_per_sec": "{:.0f} tok/s",
     "time/iteration_seconds": "{:.1f} s",
 }

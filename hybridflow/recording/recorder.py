@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hybridflow.config import ExperimentConfig
+from hybridflow.config import RunConfig
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.layout import write_layout
@@ -17,6 +17,12 @@ from hybridflow.recording.resume import KeptMetrics, remove_batches
 from hybridflow.recording.run_dir import dump_batch, open_run_dir, reopen_run_dir
 from hybridflow.recording.trackers import open_trackers
 from hybridflow.recording.writers import MetricsWriter, Sample, SampleWriter
+
+BEFORE = {  # what is told of the evaluation before training
+    "eval/accuracy": "accuracy {:.3f}",
+    "eval/loss": "loss {:.4f}",
+    "eval/reward_accuracy": "pairs right {:.3f}",
+}
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,10 @@ class RunSummary:
     score_last: float | None
     tokens_per_sec: float
     seconds: float
+    loss_before: float | None = None  # of held-out rows of fixed data, this and the next three
+    loss_after: float | None = None
+    pairs_before: float | None = None
+    pairs_after: float | None = None
 
     def rows(self, run_dir: Path, *, exported: bool = True) -> list[tuple[str, str]]:
         """(name, value) pairs for the closing table. exported: whether the trained model was written."""
@@ -39,6 +49,10 @@ class RunSummary:
             rows.append(("held-out accuracy", shown))
         if self.score_first is not None and self.score_last is not None:
             rows.append(("mean score", f"{self.score_first:.3f} -> {self.score_last:.3f} (first and last iteration)"))
+        if self.loss_before is not None and self.loss_after is not None:
+            rows.append(("held-out loss", f"{self.loss_before:.4f} -> {self.loss_after:.4f}"))
+        if self.pairs_before is not None and self.pairs_after is not None:
+            rows.append(("held-out pairs right", f"{self.pairs_before:.1%} -> {self.pairs_after:.1%}"))
         return rows + [
             ("throughput", f"{self.tokens_per_sec:.0f} tokens/s"),
             ("time", f"{self.seconds:.0f} s"),
@@ -53,6 +67,8 @@ class Recorder:
     def __init__(self) -> None:
         self._started = time.perf_counter()
         self._accuracies: list[float] = []
+        self._losses: list[float] = []
+        self._pairs: list[float] = []
         self._scores: list[float] = []
         self._rates: list[float] = []
 
@@ -62,14 +78,14 @@ class Recorder:
     def message(self, text: str) -> None:
         """A line for the person who watches."""
 
-    def layout(self, world_size: int, roles: Mapping[str, Layout], rollout: RolloutLayout) -> None:
+    def layout(self, world_size: int, roles: Mapping[str, Layout], rollout: RolloutLayout | None) -> None:
         """Where the run lies."""
 
     def before_training(self, evaluation: dict[str, float]) -> None:
-        self._accuracies.append(evaluation["eval/accuracy"])
+        self.recall([evaluation])
 
     def evaluated(self, done: Iteration, evaluation: dict[str, float]) -> None:
-        self._accuracies.append(evaluation["eval/accuracy"])
+        self.recall([evaluation])
         done.metrics.update(evaluation)
 
     def lost(self, iteration: int, reason: str, tensors: Mapping[str, Tensor]) -> None:
@@ -84,7 +100,7 @@ class Recorder:
         """The rows and samples so far are on the disk when this returns: before a checkpoint counts on them."""
 
     def recall(self, rows: Iterable[Mapping[str, float]]) -> None:
-        """The rows that an earlier start of the run has written belong to its summary."""
+        """What the summary is made of: also of the rows that an earlier start of the run has written."""
         for row in rows:
             for name, known in self._remembered().items():
                 if name in row:
@@ -93,6 +109,8 @@ class Recorder:
     def _remembered(self) -> dict[str, list[float]]:
         return {
             "eval/accuracy": self._accuracies,
+            "eval/loss": self._losses,
+            "eval/reward_accuracy": self._pairs,
             "reward/score_mean": self._scores,
             "train/tokens_per_sec": self._rates,
         }
@@ -105,6 +123,10 @@ class Recorder:
             score_last=self._scores[-1] if self._scores else None,
             tokens_per_sec=sum(self._rates) / max(len(self._rates), 1),
             seconds=time.perf_counter() - self._started,
+            loss_before=self._losses[0] if self._losses else None,
+            loss_after=self._losses[-1] if self._losses else None,
+            pairs_before=self._pairs[0] if self._pairs else None,
+            pairs_after=self._pairs[-1] if self._pairs else None,
         )
 
 
@@ -113,7 +135,7 @@ class WritingRecorder(Recorder):
 
     def __init__(
         self,
-        config: ExperimentConfig,
+        config: RunConfig,
         progress: Progress,
         *,
         metrics: MetricsWriter,
@@ -130,13 +152,14 @@ class WritingRecorder(Recorder):
     def message(self, text: str) -> None:
         self._progress.message(text)
 
-    def layout(self, world_size: int, roles: Mapping[str, Layout], rollout: RolloutLayout) -> None:
+    def layout(self, world_size: int, roles: Mapping[str, Layout], rollout: RolloutLayout | None) -> None:
         write_layout(self._config.run_dir, world_size, roles, rollout)
 
     def before_training(self, evaluation: dict[str, float]) -> None:
         super().before_training(evaluation)
         self._metrics.write(0, evaluation)
-        self.message(f"before training: held-out accuracy {evaluation['eval/accuracy']:.3f}")
+        known = [text.format(evaluation[name]) for name, text in BEFORE.items() if name in evaluation]
+        self.message(f"before training: held-out {', '.join(known)}")
 
     def lost(self, iteration: int, reason: str, tensors: Mapping[str, Tensor]) -> None:
         written = dump_batch(self._config.run_dir, f"nonfinite_{iteration:06d}", tensors)
@@ -172,7 +195,7 @@ class WritingRecorder(Recorder):
 
 @contextlib.contextmanager
 def record_run(
-    config: ExperimentConfig,
+    config: RunConfig,
     num_iterations: int,
     *,
     rank: int,
@@ -215,7 +238,7 @@ def record_run(
             samples.close()
 
 
-def _opened(config: ExperimentConfig, resumed: int | None) -> list[str]:
+def _opened(config: RunConfig, resumed: int | None) -> list[str]:
     """Have the run directory as the run needs it; what to say of what was there."""
     path = config.run_dir
     if resumed is None:
@@ -230,7 +253,7 @@ def _opened(config: ExperimentConfig, resumed: int | None) -> list[str]:
     return notes
 
 
-def _gaps(config: ExperimentConfig, kept: KeptMetrics | None, resumed: int) -> list[str]:
+def _gaps(config: RunConfig, kept: KeptMetrics | None, resumed: int) -> list[str]:
     """What to say where metrics.csv does not reach the iteration that the run goes on after."""
     file = config.run_dir / "metrics.csv"
     if not config.metrics.csv:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hybridflow.config import ExperimentConfig, MetricsConfig, MlflowConfig, WandbConfig
+from hybridflow.config import RunConfig, MetricsConfig, MlflowConfig, WandbConfig
 from hybridflow.errors import EnvironmentProblem, Reasons
 from hybridflow.recording.run_dir import replace_file
 
@@ -44,7 +44,7 @@ def _check_installed(key: str, module: str) -> None:
         )
 
 
-def open_trackers(config: ExperimentConfig, *, goes_on: bool, say: Say) -> "list[WandbRun | MlflowRun]":
+def open_trackers(config: RunConfig, *, goes_on: bool, say: Say) -> "list[WandbRun | MlflowRun]":
     """Those that the config asks for. Errors: EnvironmentProblem where a service refuses the run."""
     trackers: list[WandbRun | MlflowRun] = []
     if config.metrics.wandb is not None:
@@ -78,7 +78,7 @@ class Place:
 class WandbRun:
     """A run of Weights & Biases, whose files lie in RUN_DIR/wandb. The package sends in the background."""
 
-    def __init__(self, config: ExperimentConfig, wandb: WandbConfig, *, goes_on: bool, say: Say) -> None:
+    def __init__(self, config: RunConfig, wandb: WandbConfig, *, goes_on: bool, say: Say) -> None:
         import wandb as package
 
         self._place = Place(config.run_dir / "wandb.json", goes_on=goes_on)
@@ -116,7 +116,7 @@ class WandbRun:
 class MlflowRun:
     """A run of MLflow. Rows that the service does not take wait for the next one, and are told once."""
 
-    def __init__(self, config: ExperimentConfig, mlflow: MlflowConfig, *, goes_on: bool, say: Say) -> None:
+    def __init__(self, config: RunConfig, mlflow: MlflowConfig, *, goes_on: bool, say: Say) -> None:
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
@@ -132,7 +132,7 @@ class MlflowRun:
         self._place.keep(self.name, self._place.last)
         say(f"MLflow: run {self.name} of {mlflow.experiment} at {mlflow.tracking_uri}")
 
-    def _opened(self, config: ExperimentConfig, experiment: str) -> str:
+    def _opened(self, config: RunConfig, experiment: str) -> str:
         """The name at the service of the run that is there, or of a new one with the config as its parameters."""
         from mlflow.entities import Param
 

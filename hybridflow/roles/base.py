@@ -34,7 +34,7 @@ from hybridflow.roles.objectives import MeanOver
 
 MakeMicroBatches = Callable[..., list[MicroBatch]]
 Places = Callable[[RolloutBatch, Tensor], Tensor]  # of some rows of a batch, in its (T,) or (N,) tensors
-PerTokenLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, Mapping[str, Tensor]]]  # (r,) and, by name, (r,)
+PerOutputLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, Mapping[str, Tensor]]]  # (r,) and, by name, (r,)
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,12 @@ class World:
 class Role:
     """A model on a grid. `chunks` is what the schedules run: this rank's model chunks, or their data-parallel wrappers.
 
-    A rank outside the grid has no chunks; it contributes nothing and goes straight on. ahead: what it has computed of
+    A rank outside the grid has no chunks; it contributes nothing and goes straight on. head_seed: of a score head that
+    the model's directory lacks; without it such a head is zero. ahead: what it has computed of
     the last rollout, with these weights, before that was whole; None where it waits for rollouts to be whole.
     """
 
-    def __init__(self, placed: PlacedModel, *, recompute: str, world: World) -> None:
+    def __init__(self, placed: PlacedModel, *, recompute: str, world: World, head_seed: int | None = None) -> None:
         self.spec: ModelSpec = placed.spec
         self.head, self.dtype = placed.head, placed.config.dtype
         self.grid = Grid.build(placed.layout, world.groups)
@@ -72,6 +73,7 @@ class Role:
                 sequence_parallel=config.sequence_parallel,
                 recompute=recompute,
                 device=world.platform.device,
+                head_seed=head_seed,
             )
         self.chunks: pipeline.Chunks = self._models
         self.ahead: Ahead | None = None
@@ -168,10 +170,12 @@ class TrainedRole(Role):
     takes_steps: without it nothing is trained, whatever a flow asks for.
     """
 
-    def __init__(self, placed: PlacedModel, *, world: World, bucket_bytes: int | None) -> None:
+    def __init__(
+        self, placed: PlacedModel, *, world: World, bucket_bytes: int | None, head_seed: int | None = None
+    ) -> None:
         config = placed.config
         assert isinstance(config, TrainedRoleConfig), f"{placed.name} has no optimizer"
-        super().__init__(placed, recompute=config.recompute, world=world)
+        super().__init__(placed, recompute=config.recompute, world=world, head_seed=head_seed)
         self._offloads = {"gradients": config.offload_gradients, "optimizer": config.offload_optimizer}
         self.name, self.optimizer_config = placed.name, config.optimizer
         self.lr = config.optimizer.lr
@@ -195,16 +199,27 @@ class TrainedRole(Role):
             return contextlib.nullcontext()
         return self.trained.offloaded(**self._offloads)
 
-    def _accumulate(self, batch: RolloutBatch, per_token: PerTokenLoss, mean: MeanOver, names: Sequence[str]) -> Tensor:
-        """Add the gradient of the mean of `per_token` over the mini-batch, wherever its tokens are computed.
+    def _accumulate(
+        self,
+        batch: RolloutBatch,
+        per_output: PerOutputLoss,
+        mean: MeanOver,
+        names: Sequence[str],
+        *,
+        make: MakeMicroBatches = prediction_micro_batches,
+    ) -> Tensor:
+        """Add the gradient of the mean of `per_output` over the mini-batch, wherever its outputs are computed.
 
-        This rank's part of the mean loss, and of the means of what else `per_token` tells: (1 + names,) float64.
+        make: says whether there is an output a response token or, `sequence_micro_batches`, one a sequence; the weights
+        of `mean` are then (T,) or (N,).
+
+        This rank's part of the mean loss, and of the means of what else `per_output` tells: (1 + names,) float64.
         """
         weights, divisor = mean(batch)
         self._losses: list[tuple[Tensor, Tensor]] = []
 
         def loss(output: Tensor, mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            each, known = per_token(output, mb)
+            each, known = per_output(output, mb)
             total = (each * weights[mb.where].to(each.device)).sum()
             self._losses.append((mb.where, each.detach()))
             finite = 1 + 0 * total.detach()  # 1, or NaN: a loss that is not finite leaves no gradient that is
@@ -212,7 +227,7 @@ class TrainedRole(Role):
             return total / divisor * finite, {"loss": total.detach(), **sums}
 
         # a replica without a row of the mini-batch takes part in the sum of the gradients all the same
-        micro_batches = self._micro_batches(batch, [self._own_rows(batch)], prediction_micro_batches, one=True)
+        micro_batches = self._micro_batches(batch, [self._own_rows(batch)], make, one=True)
         results = pipeline.forward_backward(self.chunks, self.grid, micro_batches, loss)
         if not self.grid.contributes:
             return torch.zeros(1 + len(names), dtype=torch.float64, device=self._platform.device)
@@ -220,7 +235,15 @@ class TrainedRole(Role):
         divisors = [divisor] + [max(batch.num_response_tokens, 1)] * len(names)
         return torch.stack(told).sum(0) / torch.tensor(divisors, dtype=torch.float64, device=self._platform.device)
 
-    def _step(self, batch: RolloutBatch, per_token: PerTokenLoss, mean: MeanOver, names: tuple[str, ...]) -> Step:
+    def _step(
+        self,
+        batch: RolloutBatch,
+        per_output: PerOutputLoss,
+        mean: MeanOver,
+        names: tuple[str, ...],
+        *,
+        make: MakeMicroBatches = prediction_micro_batches,
+    ) -> Step:
         """One optimizer step on a mini-batch; also noted in `steps`."""
         if not self.takes_steps:
             return Step((), torch.zeros(0, dtype=torch.float64, device=self._platform.device), None)
@@ -229,16 +252,18 @@ class TrainedRole(Role):
         halted = any(step.row is not None for step in self.steps)
         if self.trained is not None and not halted:
             self.trained.zero_gradients()
-            told[:-1] = self._accumulate(batch, per_token, mean, names)
+            told[:-1] = self._accumulate(batch, per_output, mean, names, make=make)
             norm = self.trained.step(self.lr)
             if self.grid.contributes and self.grid.dp_rank == 0:  # alike on all ranks of the grid: one tells
                 told[-1] = torch.tensor(norm, dtype=torch.float32)
-            row = None if math.isfinite(norm) else self._first_bad_row(batch)
+            row = None if math.isfinite(norm) else self._first_bad_row(batch, make)
         self.steps.append(Step(("loss", *names, "grad_norm"), told, row))
         return self.steps[-1]
 
-    def _first_bad_row(self, batch: RolloutBatch) -> int:
+    def _first_bad_row(self, batch: RolloutBatch, make: MakeMicroBatches) -> int:
         """The first row with a loss that is not finite among those computed here; -1 where every loss is."""
         bad = [where[~each.isfinite().cpu()] for where, each in self._losses]
-        tokens = torch.cat([*bad, torch.zeros(0, dtype=torch.int64)])
-        return int(torch.searchsorted(batch.lengths.cumsum(0), tokens.min(), right=True)) if len(tokens) else -1
+        places = torch.cat([*bad, torch.zeros(0, dtype=torch.int64)])
+        if not len(places) or make is sequence_micro_batches:
+            return int(places.min()) if len(places) else -1
+        return int(torch.searchsorted(batch.lengths.cumsum(0), places.min(), right=True))

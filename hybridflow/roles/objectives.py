@@ -77,6 +77,11 @@ class ValueObjective:
     mean: MeanOver = over_tokens
 
 
+def negative_log_likelihood() -> PolicyObjective:
+    """-log pi of every response token, and its mean over all of them: supervised fine-tuning."""
+    return PolicyObjective(lambda log_probs, entropy, tokens: (-log_probs, {}))
+
+
 @dataclass(frozen=True)
 class KLTerm:
     """The KL to the reference in a run: where it enters, and its coefficient now."""

@@ -15,7 +15,7 @@ from hybridflow.models.pipeline import Readout
 from hybridflow.parallel.exchange import Contribution
 from hybridflow.parallel.vocab import Temperature, vocab_parallel_log_probs
 from hybridflow.planning.placed import PlacedModel
-from hybridflow.roles.base import PerTokenLoss, Role, Step, TrainedRole, World
+from hybridflow.roles.base import PerOutputLoss, Role, Step, TrainedRole, World
 from hybridflow.roles.objectives import PolicyObjective
 
 SamplingTemperature = float | ByLength[float]  # of all prompts, or by their length
@@ -71,7 +71,7 @@ class Actor(TrainedRole):
         """
         return self.update(batch, _linear(gradients))
 
-    def _per_token(self, batch: RolloutBatch, objective: PolicyObjective) -> PerTokenLoss:
+    def _per_token(self, batch: RolloutBatch, objective: PolicyObjective) -> PerOutputLoss:
         temperature = _temperatures(self.temperature, batch)
 
         def per_token(logits: Tensor, mb: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor]]:

@@ -1,18 +1,20 @@
-"""Critic and reward model: models with a scalar head."""
+"""Critic and reward models, those that are trained and those that are read: models with a scalar head."""
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
+from hybridflow.algorithms.loss_mean import LossMean
 from hybridflow.architecture.weight_files import open_checkpoint
 from hybridflow.architecture.weights import VALUE_HEAD
 from hybridflow.batch import RolloutBatch, Tokens
 from hybridflow.config import RewardModelConfig
 from hybridflow.errors import CheckpointError
-from hybridflow.models.micro_batch import MicroBatch
+from hybridflow.models.micro_batch import MicroBatch, sequence_micro_batches
 from hybridflow.parallel.exchange import Contribution
 from hybridflow.planning.placed import PlacedModel
-from hybridflow.roles.base import PerTokenLoss, Role, Step, TrainedRole, World
+from hybridflow.roles.base import PerOutputLoss, Role, Step, TrainedRole, World
 from hybridflow.roles.objectives import ValueObjective
 
 
@@ -37,7 +39,7 @@ class Critic(TrainedRole):
         return self._accumulate(batch, _per_token(batch, objective), objective.mean, ())
 
 
-def _per_token(batch: RolloutBatch, objective: ValueObjective) -> PerTokenLoss:
+def _per_token(batch: RolloutBatch, objective: ValueObjective) -> PerOutputLoss:
     def per_token(values: Tensor, mb: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         return objective.loss(values, Tokens(batch, mb.where, values.device)), {}
 
@@ -58,6 +60,39 @@ class RewardModel(Role):
     def scores(self, batch: RolloutBatch) -> Contribution:
         """Of (N,): scores of the sequences."""
         return self._sequence_results(batch, _as_is)
+
+
+class TrainedRewardModel(TrainedRole):
+    """A model with a score, read at the last token, that is trained. A head that its directory lacks is drawn anew."""
+
+    def __init__(self, placed: PlacedModel, *, world: World, head_seed: int) -> None:
+        super().__init__(placed, world=world, bucket_bytes=None, head_seed=head_seed)
+
+    def scores(self, batch: RolloutBatch) -> Contribution:
+        """Of (N,): scores of the sequences."""
+        with self._watch.phase("scores"):
+            return self._sequence_results(batch, _as_is)
+
+    def step(self, batch: RolloutBatch, gradients: Tensor) -> Step:
+        """One optimizer step along given derivatives of any loss with respect to the scores, (N,).
+
+        The vector-Jacobian product: sequences that a loss couples need not share a micro-batch, a replica or a rank.
+        """
+        with self._watch.phase("reward_model_update"):
+            return self._step(batch, _linear(gradients), _sum_of_sequences, (), make=sequence_micro_batches)
+
+
+def _linear(gradients: Tensor) -> PerOutputLoss:
+    """sum_i g_i s_i."""
+
+    def per_sequence(scores: Tensor, mb: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return scores * gradients[mb.where].to(scores.device), {}
+
+    return per_sequence
+
+
+def _sum_of_sequences(batch: RolloutBatch) -> LossMean:
+    return LossMean(torch.ones(len(batch)), 1)
 
 
 def _check_head(placed: PlacedModel) -> None:

@@ -31,6 +31,7 @@ from hybridflow.config import ExperimentConfig, OptimizerConfig, RoleConfig
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import load_inputs
 from hybridflow.errors import ConfigError
+from hybridflow.fixed_config import FixedDataConfig
 from hybridflow.models.optimizer import learning_rate
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.tiny_models import VOCAB_SIZE
@@ -90,6 +91,9 @@ def test_every_key_of_the_config_has_a_rule() -> None:
     assert {"seed", "algorithm.flow", "algorithm.kl.coef", "reward.models.0.ranks", "critic.optimizer.eps"} <= keys
     assert len(keys) > 150
     assert [key for key in sorted(keys) if rule_of(key) is UNKNOWN] == []
+    fixed = set(fields(FixedDataConfig))
+    assert {"num_epochs", "algorithm.beta", "reward_model.optimizer.lr", "data.batch_size"} <= fixed
+    assert [key for key in sorted(fixed) if rule_of(key) is UNKNOWN] == []
 
 
 def test_every_section_that_may_be_left_out_has_a_rule() -> None:
@@ -110,7 +114,8 @@ def test_a_key_that_is_added_to_the_config_lacks_a_rule() -> None:
 
 
 def test_every_rule_is_of_a_key_that_there_is() -> None:
-    keys = [*fields(ExperimentConfig), "critic", "reference", "reward", "reward.models.0", "reward.functions.0"]
+    keys = [*fields(ExperimentConfig), *fields(FixedDataConfig)]
+    keys += ["critic", "reference", "reward", "reward.models.0", "reward.functions.0"]
     used = {id(rule_of(key)) for key in keys}
     assert [rule.keys for rule in TABLE if id(rule) not in used] == []
 
@@ -390,6 +395,48 @@ def test_versions_are_shown_as_they_are() -> None:
     ]
     (change,) = content_changes({"novelty": "ff"}, {"novelty": "fe"}, next_iteration=NEXT).found
     assert change.rule is UNKNOWN
+
+
+# ------------------------------------------------------------------------------------------------ fixed data
+
+
+def fixed(**given: Any) -> dict[str, Any]:
+    """A whole config of a DPO run as it is dumped."""
+    tree = {
+        "name": "run",
+        "num_iterations": 60,
+        "data": {"train": "t.jsonl", "batch_size": 4, "max_length": 16},
+        "actor": TRAINED | {"optimizer": {"lr": 3e-4, "schedule": "linear"}},
+        "reference": MODEL,
+        "algorithm": {"name": "dpo"},
+        **given,
+    }
+    return FixedDataConfig.model_validate(tree).model_dump(mode="json")
+
+
+def test_a_run_on_fixed_data_may_change_what_it_aims_at_and_not_its_rows() -> None:
+    other = fixed(
+        data={"train": "t.jsonl", "batch_size": 8, "max_length": 24},
+        algorithm={"name": "dpo", "beta": 0.2},
+        num_iterations=None,
+        num_epochs=2,
+    )
+    between = found(other, fixed())
+    told = {change.key: change.effect for change in between.found}
+    assert told == {
+        "num_iterations": NOTICED,
+        "num_epochs": NOTICED,
+        "data.batch_size": NOTICED,
+        "data.max_length": REFUSED,
+        "algorithm.beta": NOTICED,
+    }
+    with pytest.raises(ConfigError, match=r"data.max_length: 16 -> 24: they decide which rows there are"):
+        between.refuse()
+
+
+def test_another_length_of_a_run_on_fixed_data_names_the_rate_it_leads_to() -> None:
+    [line] = found(fixed(num_iterations=120), fixed()).lines()
+    assert line.startswith("num_iterations: 60 -> 120") and "the linear schedule of actor.optimizer now ends" in line
 
 
 # ------------------------------------------------------------------------------------------------ the table

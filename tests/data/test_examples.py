@@ -82,8 +82,12 @@ PAIR = {"prompt": "what ", "chosen": "one", "rejected": "two"}
 @pytest.mark.parametrize(
     ("kind", "row", "expected"),
     [
-        ("sft", {"prompt": "what"}, "has no field 'completion'; its fields are prompt"),
-        ("sft", {"prompt": 3, "completion": "one"}, "prompt = 3 is a int, expected a text"),
+        ("sft", {"prompt": "what"}, "has no field 'completion'; its fields are prompt; data.columns says"),
+        (
+            "sft",
+            {"prompt": 3, "completion": "one"},
+            "prompt = 3 is a int, expected a text, a list of messages or token ids",
+        ),
         ("sft", {"prompt": "what", "completion": ""}, "completion = '' is empty"),
         ("sft", '{"prompt": "what", "completion": "\\ud83d"}', r"completion holds '\ud83d', which is no character"),
         ("sft", {"prompt": "\u200b", "completion": "one"}, "the tokenizer makes no tokens of the prompt"),
@@ -127,3 +131,124 @@ def test_a_file_without_rows_and_one_without_any_left(tmp_path: Path) -> None:
         DataError, match=r"no row is left: .*line 1: the example has 5 tokens, more than data.max_length = 2"
     ):
         load(write(tmp_path / "a.jsonl", SFT), "sft", max_length=2, overlong="drop")
+
+
+# ------------------------------------------------------------------------------------------------ other formats
+
+CHAT = (
+    "<bos> {% for message in messages %}{{ message.role }} {{ message.content }} <eos> {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+TALK = [
+    {"role": "user", "content": "why"},
+    {"role": "assistant", "content": "one"},
+    {"role": "user", "content": "what"},
+    {"role": "assistant", "content": "two two"},
+]
+BEGINNING = [BOS, *ids("user why"), *ids("assistant")]
+
+
+def chat_tokenizer() -> Any:
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def load_chat(path: Path, kind: str, **changes: Any) -> ExampleDataset:
+    return load(path, kind, tokenizer=chat_tokenizer(), max_length=40, **changes)
+
+
+def test_of_messages_what_the_assistant_says_counts(tmp_path: Path) -> None:
+    [example] = load_chat(write(tmp_path / "a.jsonl", {"messages": TALK}), "sft").examples([0])
+    (sequence,), (trained,) = example.sequences, example.trained
+    middle = [EOS, *ids("user what"), EOS, *ids("assistant")]
+    whole = [BOS, *ids("user why"), EOS, *ids("assistant one"), *middle, *ids("two two"), EOS]
+    assert sequence.tolist() == whole
+    assert sequence[trained].tolist() == [*ids("one"), EOS, *ids("two two"), EOS]
+    assert trained.nonzero().flatten().tolist() == [5, 6, 11, 12, 13]
+    assert example.prompt_lengths == (5,)
+
+
+def test_conversations_with_and_without_a_prompt_are_the_same(tmp_path: Path) -> None:
+    """TRL's explicit and implicit prompts; and a prompt that is the text of the first message."""
+    rejected = [*TALK[:3], {"role": "assistant", "content": "one"}]
+    explicit = {"prompt": TALK[:3], "chosen": TALK[3:], "rejected": rejected[3:]}
+    implicit = {"chosen": TALK, "rejected": rejected}
+    dataset = load_chat(write(tmp_path / "a.jsonl", explicit, implicit, implicit | {"prompt": "why"}), "pairs")
+    first, *others = dataset.examples([0, 1, 2])
+    assert [s[t].tolist() for s, t in zip(first.sequences, first.trained, strict=True)] == [
+        [*ids("two two"), EOS],
+        [*ids("one"), EOS],
+    ]
+    assert first.prompt_lengths == (11, 11)
+    for other in others:
+        assert [s.tolist() for s in other.sequences] == [s.tolist() for s in first.sequences]
+        assert [t.tolist() for t in other.trained] == [t.tolist() for t in first.trained]
+
+
+def test_texts_that_begin_alike_have_that_for_a_prompt(tmp_path: Path) -> None:
+    row = {"chosen": "what is one two", "rejected": "what is one plus"}
+    [example] = load(write(tmp_path / "a.jsonl", row), "pairs").examples([0])
+    assert parts(example) == [
+        (list(ids("what is one")), [*ids("two"), EOS]),
+        (list(ids("what is one")), [*ids("plus"), EOS]),
+    ]
+
+
+def test_token_ids_are_taken_as_they_are(tmp_path: Path) -> None:
+    rows = [{"prompt": [1, 5], "completion": [7, 2]}, {"prompt": [1, 5], "completion": [7]}]
+    dataset = load(write(tmp_path / "a.jsonl", *rows), "sft")
+    assert [parts(example) for example in dataset.examples([0, 1])] == [[([1, 5], [7, EOS])]] * 2
+
+
+def test_columns_of_other_names_and_parquet(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"data": {"question": "what is", "answer": "one two"}}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    columns = {"prompt": "data.question", "completion": "data.answer"}
+    for path in (tmp_path / "a.parquet", write(tmp_path / "a.jsonl", *rows)):
+        [example] = load(path, "sft", columns=columns).examples([0])
+        assert parts(example) == [(list(ids("what is")), [*ids("one two"), EOS])]
+    with pytest.raises(DataError, match=r"row 1: has no field 'data.text' \(data.columns.prompt\); the fields of data"):
+        load(tmp_path / "a.parquet", "sft", columns={"prompt": "data.text", "completion": "data.answer"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "expected"),
+    [
+        ("sft", {"messages": "why"}, "messages = 'why' is a str; "),
+        ("sft", {"messages": TALK[:1]}, "messages: has no message of the assistant to be trained on"),
+        ("sft", {"messages": [{"role": "user"}]}, "messages[0].content = None is not a text"),
+        (
+            "sft",
+            {"prompt": "why", "completion": TALK[1:2]},
+            "prompt is a text and completion is a list of messages, expected the same of both",
+        ),
+        ("sft", {"prompt": [1, 5], "completion": [7, 11]}, "the example has the token id 11 ("),
+        ("sft", {"prompt": [1, -5], "completion": [7]}, "the example has the token id -5 (below 0)"),
+        ("sft", {"prompt": [1, 2.5], "completion": [7]}, "prompt[0] = 1 is no message"),
+        ("pairs", {"chosen": "one", "rejected": "two"}, "without a prompt, chosen and rejected begin with nothing in"),
+        ("pairs", {"chosen": "one", "rejected": "one two"}, "without a prompt, chosen and rejected differ in nothing"),
+        ("pairs", {"chosen": TALK, "rejected": "one"}, "chosen is a list of messages and rejected is a text"),
+        (
+            "pairs",
+            {"prompt": "what", "chosen": TALK[:2], "rejected": [TALK[0], TALK[3]]},
+            "prompt = 'what' is a text, chosen is a list of messages, none of which it is",
+        ),
+        ("labelled", {"messages": TALK, "label": True}, "has no field 'prompt'; its fields are messages, label; "),
+    ],
+)
+def test_bad_rows_of_other_formats(tmp_path: Path, kind: str, row: Any, expected: str) -> None:
+    path = write(tmp_path / "a.jsonl", row)
+    with pytest.raises(DataError) as raised:
+        load_chat(path, kind)
+    assert str(raised.value).startswith(f"{path}, line 1: {expected}")
+
+
+def test_a_token_over_the_boundary_of_a_message_is_refused(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = CHAT.replace("assistant {% endif", "assis{% endif")
+    with pytest.raises(DataError, match="line 1: the token 'assistant' reaches over the boundary of what the assist"):
+        load(write(tmp_path / "a.jsonl", {"messages": TALK[:2]}), "sft", tokenizer=tokenizer, max_length=40)

@@ -1,0 +1,83 @@
+"""What the loop of every trainer does alike: it starts a platform, keeps checkpoints, and loses a step to a NaN.
+
+`hybridflow.trainer` and `hybridflow.fixed_trainer` are built on it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from hybridflow.checkpoint.keeper import Keeper
+from hybridflow.checkpoint.sharded import SavedRole
+from hybridflow.checkpoint.state import RunState
+from hybridflow.config import RunConfig, TrainedRoleConfig
+from hybridflow.errors import NonFiniteError
+from hybridflow.flows.finite import NonFinite
+from hybridflow.models.kernels import kernel_facts, kernel_line
+from hybridflow.parallel import platform as platforms
+from hybridflow.parallel.platform import Platform
+from hybridflow.parallel.stop import StopRequest
+from hybridflow.parallel.watchdog import Watchdog
+from hybridflow.recording.recorder import Recorder
+
+
+def start(config: RunConfig, watchdog: Watchdog | None) -> tuple[Platform, Watchdog]:
+    """The ranks find each other, and the watchdog, one that has not started or a new one, begins. Collective."""
+    deadlines = config.watchdog.deadlines()
+    platform = platforms.start(config.seed, config.platform, longest_phase_seconds=max(deadlines.values()))
+    if watchdog is None:
+        watchdog = Watchdog(deadlines, StopRequest(config.checkpoint.grace_seconds, signals=()))
+    watchdog.start(platforms.world_group(), config.run_dir / "logs")
+    return platform, watchdog
+
+
+def keeper_of(
+    config: RunConfig,
+    digests: Mapping[str, bytes],
+    roles: Sequence[SavedRole],
+    *,
+    platform: Platform,
+    watchdog: Watchdog,
+    saves: bool = True,
+) -> Keeper:
+    """Collective over the world: it loads a checkpoint into the models, if there is one."""
+    return Keeper(
+        config,
+        digests,
+        roles,
+        platform=platform,
+        group=platforms.world_group(),
+        store=platforms.fresh_store(),
+        watchdog=watchdog,
+        restarts=platforms.restart_count(),
+        saves=saves,
+    )
+
+
+def lost(config: RunConfig, state: RunState, found: NonFinite, recorder: Recorder) -> RunState:
+    """Keep what was computed in the iteration of `state`, which loses a step; the state after it.
+
+    Every rank has found the same. Errors: NonFiniteError unless the config lets the run go on.
+    """
+    rules, in_a_row, iteration = config.nonfinite, state.nonfinite_in_a_row + 1, state.iteration
+    recorder.lost(iteration, str(found), found.tensors)
+    dist.barrier(group=dist.group.WORLD)  # the first rank to leave ends the others
+    if rules.action == "stop" or in_a_row > rules.max_in_a_row:
+        rule = "nonfinite.action = stop"
+        if rules.action == "skip":
+            rule = f"{in_a_row} iterations in a row, nonfinite.max_in_a_row = {rules.max_in_a_row}"
+        raise NonFiniteError(f"iteration {iteration}: {found} ({rule})") from found
+    return replace(state, nonfinite_in_a_row=in_a_row)
+
+
+def evaluates(interval: int, iteration: int, num_iterations: int) -> bool:
+    """Every so many iterations, and at the end; 0: never."""
+    return interval > 0 and (iteration % interval == 0 or iteration == num_iterations)
+
+
+def kernels(config: RunConfig) -> str:
+    """Which kernels the models take, on a GPU."""
+    roles = config.roles()
+    adam = any(isinstance(role, TrainedRoleConfig) and role.optimizer.name == "adam" for role in roles.values())
+    return kernel_line(kernel_facts(), {name: role.dtype for name, role in roles.items()}, adam=adam)

@@ -1,0 +1,166 @@
+"""Whole runs of `hybridflow.train` on fixed data: one of each algorithm is killed and goes on bit for bit; what they
+leave behind is what transformers and a PPO run load."""
+
+import csv
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from hybridflow.architecture.spec import read_spec
+from hybridflow.architecture.weight_files import open_checkpoint
+from hybridflow.checkpoint.store import read_manifest, step_name
+from tests.checkpoint.test_kills import COSTS
+from tests.launch import run_ranks
+from tests.tiny_models import make_checkpoints
+
+pytestmark = pytest.mark.distributed
+
+NUM_ITERATIONS, NUM_ROWS, BATCH_SIZE = 4, 14, 7  # two passes
+FLOWS: dict[str, dict[str, Any]] = {
+    "sft": {"algorithm": {"name": "sft"}},
+    "reward_model": {"algorithm": {"name": "reward_model"}},
+    "dpo": {"algorithm": {"name": "dpo", "label_smoothing": 0.1}},
+    "kto": {"algorithm": {"name": "kto"}},
+}
+# where a rank is killed, and at which call of it, in the third iteration
+PLACES = {
+    "sft": ("hybridflow.models.optimizer:TrainedModel.step", "3"),
+    "reward_model": ("hybridflow.checkpoint.saver:write_records", "3"),
+    "dpo": ("hybridflow.flows.fixed_run:FixedRun.whole", "4"),  # the first is of the evaluation before training
+    "kto": ("hybridflow.checkpoint.store:_write_manifest", "3"),
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("fixed")
+    make_checkpoints(root / "models", family="llama", tied=False)
+    for name, count in (("train", NUM_ROWS), ("heldout", 5)):
+        write_rows(root / f"{name}.jsonl", count, seed=count)
+    for name, given in FLOWS.items():
+        (root / f"{name}.yaml").write_text(json.dumps(config(root, given)))
+    run_ranks(2, "tests.checkpoint.fixed_worker", root, "undisturbed")
+    for name, (place, number) in PLACES.items():
+        arguments = ("0", place, number, "0", root / f"{name}.yaml", f"name={name}-killed")
+        done = run_ranks(2, "tests.checkpoint.killed_worker", *arguments, check=False)
+        assert done.returncode != 0, f"{name}: it was not killed at call {number} of {place}"
+    run_ranks(2, "tests.checkpoint.fixed_worker", root, "killed")
+    return root
+
+
+def write_rows(path: Path, count: int, seed: int) -> None:
+    """With the fields of every kind."""
+    source = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        a, b = source.randrange(100), source.randrange(100)
+        right, wrong = str(a + b), str(a + b + source.randrange(1, 9))
+        rows.append(
+            {
+                "prompt": f"{a}+{b}=",
+                "completion": source.choice([right, wrong]),
+                "label": source.random() < 0.5,
+                "chosen": right,
+                "rejected": wrong,
+                "margin": source.random(),
+            }
+        )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def config(root: Path, given: dict[str, Any]) -> dict[str, Any]:
+    policy = {"model": str(root / "models" / "policy"), "dtype": "float32"}
+    optimizer = {"lr": 1e-3, "schedule": "linear", "min_lr": 1e-4}
+    trained = {**policy, "optimizer": optimizer, "tensor_parallel_size": 2}
+    name = given["algorithm"]["name"]
+    models = {"reward_model": {**policy, "optimizer": optimizer}} if name == "reward_model" else {"actor": trained}
+    if name in ("dpo", "kto"):
+        models["reference"] = policy
+    data = {"train": str(root / "train.jsonl"), "heldout": str(root / "heldout.jsonl")}
+    return {
+        "name": "unnamed",
+        "seed": 3,
+        "output_dir": str(root),
+        "num_epochs": 2,
+        "data": {**data, "batch_size": BATCH_SIZE, "max_length": 16},
+        **models,
+        **given,
+        "checkpoint": {"save_interval": 1, "keep_last": 9},
+        "metrics": {"tensorboard": False, "eval_interval": 2, "num_samples": 2},
+    }
+
+
+def rows(run: Path) -> list[dict[str, str]]:
+    with (run / "metrics.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [row["iteration"] for row in found] == [str(i) for i in range(NUM_ITERATIONS + 1)]
+    return [{name: x for name, x in row.items() if not any(part in name for part in COSTS)} for row in found]
+
+
+def tensors(run: Path, iteration: int) -> dict[str, object]:
+    """Size and checksum of what all ranks have written."""
+    files = read_manifest(run / "checkpoints" / step_name(iteration)).files
+    return {name: its for name, its in files.items() if name.endswith(".distcp")}
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_a_run_that_was_killed_goes_on_bit_for_bit(name: str, root: Path) -> None:
+    undisturbed, killed = root / f"{name}-undisturbed", root / f"{name}-killed"
+    assert rows(killed) == rows(undisturbed)
+    assert tensors(killed, NUM_ITERATIONS) == tensors(undisturbed, NUM_ITERATIONS)
+    assert tensors(undisturbed, 2) != tensors(undisturbed, NUM_ITERATIONS), "it has learnt in between"
+    for file in ("model.safetensors", "config.json"):
+        assert (killed / "hf" / file).read_bytes() == (undisturbed / "hf" / file).read_bytes()
+    assert (killed / "samples.jsonl").read_text() == (undisturbed / "samples.jsonl").read_text()
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_what_is_recorded(name: str, root: Path) -> None:
+    found = rows(root / f"{name}-undisturbed")
+    area = "reward_model" if name == "reward_model" else "actor"
+    assert float(found[-1][f"{area}/loss"]) < float(found[1][f"{area}/loss"])
+    assert all(row[f"{area}/grad_norm"] and row["data/trained_tokens"] for row in found[1:])
+    assert [bool(row["eval/loss"]) for row in found] == [True, False, True, False, True]
+    assert ("eval/reward_accuracy" in found[0]) == (name in ("dpo", "reward_model"))
+    assert [float(row["data/epoch"]) for row in found[1:]] == [0.5, 1.0, 1.5, 2.0]
+
+
+def test_each_row_is_seen_once_a_pass(root: Path) -> None:
+    shown = [json.loads(line) for line in (root / "sft-undisturbed" / "samples.jsonl").read_text().splitlines()]
+    given = {(row["prompt"], row["completion"]) for row in map(json.loads, (root / "train.jsonl").open())}
+    assert {(row["prompt"], row["response"]) for row in shown} <= given
+    first_pass = [row["prompt"] for row in shown if row["iteration"] <= 2]
+    assert len(set(first_pass)) == len(first_pass) == 4
+
+
+def test_transformers_load_what_was_trained(root: Path) -> None:
+    """The policy's held-out loss and the reward model's scores are those that the run told."""
+    run = root / "sft-undisturbed"
+    tokenizer = AutoTokenizer.from_pretrained(run / "hf")
+    policy = AutoModelForCausalLM.from_pretrained(run / "hf")
+    losses = []
+    for row in map(json.loads, (root / "heldout.jsonl").open()):
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        ids = torch.tensor([*prompt, *tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id])
+        with torch.no_grad():
+            log_probs = policy(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+        losses.append(-log_probs.gather(1, ids[1:, None])[len(prompt) - 1 :, 0])
+    assert float(torch.cat(losses).mean()) == pytest.approx(float(rows(run)[-1]["eval/loss"]), rel=1e-5)
+
+    run = root / "reward_model-undisturbed"
+    model = AutoModelForSequenceClassification.from_pretrained(run / "hf")
+    spec = read_spec(run / "hf")  # as a PPO run reads it
+    assert spec.head == "score" and "score.weight" in open_checkpoint(run / "hf", spec)
+    assert model.config.num_labels == 1 and model.score.weight.abs().sum() > 0
+    margins = []
+    for row in map(json.loads, (root / "heldout.jsonl").open()):
+        texts = [tokenizer(row["prompt"] + row[key])["input_ids"] for key in ("chosen", "rejected")]
+        with torch.no_grad():
+            good, bad = (model(torch.tensor([[*ids, tokenizer.eos_token_id]])).logits[0, 0] for ids in texts)
+        margins.append(float(good - bad))
+    assert sum(margins) / len(margins) == pytest.approx(float(rows(run)[-1]["eval/reward_margin_mean"]), rel=1e-4)

@@ -1,0 +1,68 @@
+"""Columns under other names, and what is said where one is missing."""
+
+import pytest
+
+from hybridflow.data.fields import named
+from hybridflow.data.rows import Row, RowError
+
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "why?"}],
+    "reward_model": {"style": "rule", "ground_truth": "7"},
+    "extra_info": {"index": 3, "split": "train"},
+}
+
+
+def test_names_of_the_config_stand_for_those_of_the_file() -> None:
+    row = Row("a, line 1", {"question": "why?", "solution": "7", "level": 2})
+    assert named(row, {"prompt": "question", "answer": "solution"}).fields == {
+        "prompt": "why?",
+        "answer": "7",
+        "level": 2,
+    }
+    assert named(row, {}).fields == row.fields
+
+
+def test_dots_lead_into_nested_fields_which_stay() -> None:
+    found = named(Row("a", VERL), {"answer": "reward_model.ground_truth", "index": "extra_info.index"}).fields
+    assert found == VERL | {"answer": "7", "index": 3, "ground_truth": "7"}
+    assert named(Row("a", {"x.y": 1, "x": {"y": 2}}), {"z": "x.y"}).fields == {"x": {"y": 2}, "z": 1}
+
+
+def test_names_may_be_exchanged() -> None:
+    assert named(Row("a", {"chosen": 1, "rejected": 2}), {"chosen": "rejected", "rejected": "chosen"}).fields == {
+        "chosen": 2,
+        "rejected": 1,
+    }
+
+
+def test_the_ground_truth_of_verl_has_its_name() -> None:
+    assert named(Row("a", VERL), {}).fields == VERL | {"ground_truth": "7"}
+    assert named(Row("a", VERL | {"ground_truth": 8}), {}).fields["ground_truth"] == 8
+    assert "ground_truth" not in named(Row("a", {"reward_model": "text"}), {}).fields
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"prompt": "question"},
+            "has no field 'question' (data.columns.prompt); its fields are data_source, prompt, reward_model, "
+            "extra_info",
+        ),
+        (
+            {"answer": "reward_model.truth"},
+            "has no field 'reward_model.truth' (data.columns.answer); the fields of reward_model are style, "
+            "ground_truth",
+        ),
+        (
+            {"answer": "data_source.truth"},
+            "has no field 'data_source.truth' (data.columns.answer); data_source is a str",
+        ),
+        ({"prompt": "data_source"}, "data.columns.prompt = data_source: the row has a field prompt of its own"),
+    ],
+)
+def test_what_is_missing_lists_what_is_there(columns, message) -> None:
+    with pytest.raises(RowError) as raised:
+        named(Row("a.parquet, row 3", VERL), columns)
+    assert str(raised.value) == f"a.parquet, row 3: {message}"

@@ -1,0 +1,92 @@
+"""Files, directories and several of them as one list of rows."""
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from hybridflow.data.sources import Files, open_files
+from hybridflow.data_config import SourceConfig
+from hybridflow.errors import DataError
+
+
+def lines(path: Path, *values: int) -> Path:
+    path.write_text("".join(json.dumps({"a": value}) + "\n" for value in values))
+    return path
+
+
+def table(path: Path, *values: int) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table({"a": values}), path)
+    return path
+
+
+def values(files: Files) -> list[int]:
+    return [row.fields["a"] for row in files.rows_at(range(len(files)))]
+
+
+def test_a_directory_is_its_data_files_by_name(tmp_path) -> None:
+    lines(tmp_path / "b.jsonl", 3, 4)
+    table(tmp_path / "a.parquet", 1, 2)
+    lines(tmp_path / "c.json", 5)
+    (tmp_path / "README.md").write_text("no data")
+    (tmp_path / "d.jsonl").mkdir()
+    files = open_files(str(tmp_path), "data.train")
+    assert values(files) == [1, 2, 3, 4, 5]
+    found = [(row.fields["a"], row.where.removeprefix(f"{tmp_path}/")) for row in files.rows_at([4, 0, 3, 4])]
+    assert found == [(5, "c.json, line 1"), (1, "a.parquet, row 1"), (4, "b.jsonl, line 2"), (5, "c.json, line 1")]
+    assert files.num_bytes == sum((tmp_path / name).stat().st_size for name in ("a.parquet", "b.jsonl", "c.json"))
+
+
+def test_a_parquet_file_is_known_by_its_content_too(tmp_path) -> None:
+    assert values(open_files(table(tmp_path / "data", 7, 8), "data.train")) == [7, 8]
+
+
+def test_several_sources(tmp_path) -> None:
+    given = (
+        SourceConfig(path=str(lines(tmp_path / "a.jsonl", 1, 2)), weight=1),
+        SourceConfig(path=str(table(tmp_path / "b.parquet", 3)), weight=2.5),
+    )
+    files = open_files(given, "data.train")
+    assert (values(files), files.ends, files.weights) == ([1, 2, 3], (2, 3), (1.0, 2.5))
+    assert open_files(tuple(SourceConfig(path=source.path) for source in given), "data.train").weights is None
+
+
+def test_a_weight_that_never_has_a_turn_is_refused(tmp_path) -> None:
+    path = str(lines(tmp_path / "a.jsonl", 1))
+    with pytest.raises(DataError) as raised:
+        open_files((SourceConfig(path=path, weight=1e-6), SourceConfig(path=path, weight=1)), "data.train")
+    assert str(raised.value) == (
+        f"data.train: the weight 1e-06 of {path} is less than one row in 1,000: leave the file out, or give it more"
+    )
+
+
+def test_the_digest_is_of_the_contents_in_their_order(tmp_path) -> None:
+    one, other = lines(tmp_path / "a.jsonl", 1, 2), lines(tmp_path / "b.jsonl", 3)
+    same = lines(tmp_path / "c.jsonl", 1, 2)
+
+    def digest(*paths: Path) -> bytes:
+        return open_files(tuple(SourceConfig(path=str(path)) for path in paths), "data.train").digest
+
+    assert digest(one) == digest(same) == open_files(one, "data.train").digest
+    assert digest(one, other) == digest(same, other) != digest(other, one)
+    assert len({digest(one), digest(one, other), digest(one, one)}) == 3
+
+
+def test_what_holds_nothing_is_refused(tmp_path) -> None:
+    empty, without = tmp_path / "empty", tmp_path / "without"
+    empty.mkdir(), without.mkdir()
+    (without / "data.csv").write_text("a\n1\n")
+    for path, message in (
+        (empty, "is a directory without .jsonl, .json, .ndjson or .parquet files; it holds nothing"),
+        (without, "is a directory without .jsonl, .json, .ndjson or .parquet files; it holds data.csv"),
+        (
+            lines(tmp_path / "a.jsonl"),
+            "holds no row (data.heldout); expected JSON lines, one object a line, or Parquet",
+        ),
+        (tmp_path / "absent", "cannot be read: No such file or directory"),
+    ):
+        with pytest.raises(DataError) as raised:
+            open_files(str(path), "data.heldout")
+        assert str(raised.value) == f"{path}: {message}"
