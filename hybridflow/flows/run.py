@@ -104,7 +104,7 @@ class Run:
         self.keep_rollout: Callable[[int, Mapping[str, Tensor]], None] = lambda iteration, tensors: None
         self.kept_rollout: Callable[[PromptBatch, int], RolloutBatch | None] = lambda prompts, iteration: None
         self.metrics: Metrics = {}
-        self.score_parts: dict[str, Tensor] = {}  # by name, of `rollout`; none where `take` has given another
+        self.score_parts: Mapping[str, Tensor] = {}  # by name, of `rollout`
         self._calls: list[FunctionCalls] = []
 
     # ---- what a flow works with
@@ -245,9 +245,9 @@ class Run:
         self.prompts: PromptBatch = self._dataset.batch(list(self.prompt_rows))
         self.state = replace(self.state, num_prompts_drawn=order.position)
 
-    def take(self, prompt_rows: Sequence[int], rollout: RolloutBatch) -> None:
-        """These are the iteration's prompts, by their numbers in the data set, and their responses."""
-        self.prompt_rows, self.rollout, self.score_parts = tuple(prompt_rows), rollout, {}
+    def take(self, prompt_rows: Sequence[int], rollout: RolloutBatch, parts: Mapping[str, Tensor]) -> None:
+        """These are the iteration's prompts, by their numbers in the data set, their responses, and parts of scores."""
+        self.prompt_rows, self.rollout, self.score_parts = tuple(prompt_rows), rollout, parts
         self.prompts = self._dataset.batch(list(prompt_rows))
 
     # ---- what the trainer does with it
