@@ -23,7 +23,6 @@ from hybridflow.checkpoint.state import Surplus
 from hybridflow.flows.run import Run
 from hybridflow.rewards.scorer import Scores
 
-
 PART = "part of the score "  # before the names of such tensors in a surplus
 
 

@@ -130,7 +130,7 @@ async def _answer(
 
 @functools.cache
 def _client() -> "httpx.AsyncClient":
-    """Of this process: connections stay open between rows. Limits of time are the caller's: httpx's are of each read."""
+    """Of this process: connections stay open between rows. Time limits are the caller's: httpx's are of each read."""
     import httpx
 
     return httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
