@@ -61,7 +61,9 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     scores = [sample.score for sample in samples if sample.score is not None]
     mean = f", mean score {sum(scores) / len(scores):.4g}" if scores else ""
-    console.print(Text(f"{options.run}: iteration {samples[0].iteration}, {len(samples)} responses written{mean}"), soft_wrap=True)
+    console.print(
+        Text(f"{options.run}: iteration {samples[0].iteration}, {len(samples)} responses written{mean}"), soft_wrap=True
+    )
     for kind, sample in chosen(samples, options.number, options.seed):
         console.print(_panel(kind, sample))
     return 0

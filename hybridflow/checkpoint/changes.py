@@ -81,7 +81,15 @@ TABLE: tuple[Rule, ...] = (
         FREE,
         "memory against time",
     ),
-    _rule("reward.functions.*.background", FREE, FREE, "when a function is called, and with which rows in one list"),
+    _rule(
+        "reward.functions.*.background reward.functions.*.timeout_seconds reward.functions.*.concurrency "
+        "reward.timeout_seconds reward.num_workers reward.memory_gib reward.max_processes "
+        "reward.remote.*.request_seconds reward.remote.*.retries reward.remote.*.backoff_seconds "
+        "reward.remote.*.max_in_flight reward.remote.*.api_key_file",
+        FREE,
+        FREE,
+        "when and where a function is called, and when a call is given up",
+    ),
     _rule("rollout.*", FREE, FREE, "how the engine works; its weights come from the actor each time"),
     _rule(
         "environment environment.* tensor_parallel_across_hosts", FREE, FREE, "how ranks reach each other, and files"
@@ -176,13 +184,16 @@ TABLE: tuple[Rule, ...] = (
     ),
     # ---- what is aimed at
     _rule(
-        "reward reward.models.* reward.functions.* reward.functions.*.function",
+        "reward reward.models.* reward.functions.* reward.functions.*.function reward.remote.*",
         REFUSED,
         NOTICED,
         "it is another aim: scores before and after are not comparable",
     ),
     _rule(
-        "reward.models.*.weight reward.functions.*.weight reward.clip_score reward.truncation_penalty "
+        "reward.models.*.weight reward.functions.*.weight reward.functions.*.arguments reward.functions.*.parts "
+        "reward.functions.*.per reward.remote.*.weight reward.remote.*.url reward.remote.*.kind reward.remote.*.model "
+        "reward.remote.*.template reward.remote.*.max_tokens reward.remote.*.lowest reward.remote.*.highest "
+        "reward.on_error reward.error_score reward.clip_score reward.truncation_penalty "
         "reward.overlong reward.overlong.*",
         NOTICED,
         NOTICED,

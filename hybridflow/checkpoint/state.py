@@ -29,7 +29,7 @@ SURPLUS, PROMPTS = "surplus.safetensors", "prompts"
 class Surplus:
     """Groups of responses that an iteration has generated beyond its batch: of the next one the first.
 
-    prompts: numbers in the data set, one a group. tensors: a rollout's, and raw_scores.
+    prompts: numbers in the data set, one a group. tensors: a rollout's, raw_scores, and their parts.
     """
 
     prompts: tuple[int, ...]

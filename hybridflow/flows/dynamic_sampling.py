@@ -9,8 +9,8 @@ prompts; those beyond a full batch are the first of the next iteration (`surplus
 others, or are dropped.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
@@ -23,14 +23,20 @@ from hybridflow.checkpoint.state import Surplus
 from hybridflow.flows.run import Run
 from hybridflow.rewards.scorer import Scores
 
+PART = "part of the score "  # before the names of such tensors in a surplus
+
 
 @dataclass(frozen=True)
 class Groups:
-    """Responses and raw scores, group after group; prompt_indices count the groups."""
+    """Responses and raw scores, group after group; prompt_indices count the groups.
+
+    parts: of the scores, (N,) by name; those that all rows have.
+    """
 
     prompts: tuple[int, ...]  # of the data set, one a group
     rollout: RolloutBatch
     raw_scores: Tensor  # (N,)
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -50,16 +56,20 @@ class Groups:
         groups, sizes = torch.tensor(numbers, dtype=torch.int64), self.sizes
         rows = token_index(sizes, groups)
         rollout = _numbered(self.rollout.select(rows), sizes[groups])
-        return type(self)(tuple(self.prompts[i] for i in numbers), rollout, self.raw_scores[rows])
+        parts = {name: part[rows] for name, part in self.parts.items()}
+        return type(self)(tuple(self.prompts[i] for i in numbers), rollout, self.raw_scores[rows], parts)
 
     def followed_by(self, other: Self) -> Self:
         rollout = _numbered(joined(self.rollout, other.rollout), torch.cat([self.sizes, other.sizes]))
         scores = torch.cat([self.raw_scores, other.raw_scores])
-        return type(self)((*self.prompts, *other.prompts), rollout, scores)
+        common = [name for name in self.parts if name in other.parts]
+        parts = {name: torch.cat([self.parts[name], other.parts[name]]) for name in common}
+        return type(self)((*self.prompts, *other.prompts), rollout, scores, parts)
 
     def surplus(self) -> Surplus | None:
         """For the next iteration, and a checkpoint; None where there are none."""
-        tensors = vars(self.rollout) | {"raw_scores": self.raw_scores}
+        parts = {f"{PART}{name}": part for name, part in self.parts.items()}
+        tensors = vars(self.rollout) | {"raw_scores": self.raw_scores} | parts
         return Surplus(self.prompts, tensors) if self.prompts else None
 
 
@@ -71,7 +81,8 @@ def groups_of(surplus: Surplus) -> Groups:
     """What `Groups.surplus` gave."""
     tensors = dict(surplus.tensors)
     raw_scores = tensors.pop("raw_scores")
-    return Groups(surplus.prompts, RolloutBatch(**tensors), raw_scores)
+    parts = {name.removeprefix(PART): tensors.pop(name) for name in list(tensors) if name.startswith(PART)}
+    return Groups(surplus.prompts, RolloutBatch(**tensors), raw_scores, parts)
 
 
 def sampled(run: Run, c: DynamicSampling | None) -> tuple[RolloutBatch, Scores | Tensor]:
@@ -95,7 +106,7 @@ def sampled(run: Run, c: DynamicSampling | None) -> tuple[RolloutBatch, Scores |
     batch, rest = kept.chosen(range(min(wanted, len(kept)))), kept.chosen(range(wanted, len(kept)))
     filled = _filled(batch, equal, wanted)
     run.state = replace(run.state, surplus=rest.surplus() if c.surplus == "keep" else None)
-    run.take(filled.prompts, filled.rollout)
+    run.take(filled.prompts, filled.rollout, filled.parts)
     numbers = {"before": num_before, "generated": num_generated, "rounds": num_rounds, "filled": wanted - len(batch)}
     _tell(run, numbers, num_equal=sum(map(len, equal)), num_rest=len(rest), keeps=c.surplus == "keep")
     return filled.rollout, filled.raw_scores
@@ -113,7 +124,7 @@ def _from_before(run: Run) -> Groups | None:
 def _generated(run: Run) -> Groups:
     rollout = run.generate()
     raw_scores = run.whole(raw_scores=run.scores(rollout)).raw_scores
-    return Groups(run.prompt_rows, rollout, raw_scores)
+    return Groups(run.prompt_rows, rollout, raw_scores, run.score_parts)
 
 
 def _filled(batch: Groups, equal: Sequence[Groups], wanted: int) -> Groups:

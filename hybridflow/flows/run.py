@@ -108,7 +108,7 @@ class Run:
         self.metrics: Metrics = {}
         self._passed_over: list[Dropped] = []  # of the iteration, by draw
         self._told: set[str] = set()  # reasons for which rows are left out
-        self.score_parts: dict[str, Tensor] = {}  # by name, of `rollout`; none where `take` has given another
+        self.score_parts: Mapping[str, Tensor] = {}  # by name, of `rollout`
         self._calls: list[FunctionCalls] = []
 
     # ---- what a flow works with
@@ -256,9 +256,9 @@ class Run:
             self._told.add(reason)
             self.say(f"data.train: a row is left out, and those to come that are {reason}: {dropped.first[reason]}")
 
-    def take(self, prompt_rows: Sequence[int], rollout: RolloutBatch) -> None:
-        """These are the iteration's prompts, by their numbers in the data set, and their responses."""
-        self.prompt_rows, self.rollout, self.score_parts = tuple(prompt_rows), rollout, {}
+    def take(self, prompt_rows: Sequence[int], rollout: RolloutBatch, parts: Mapping[str, Tensor]) -> None:
+        """These are the iteration's prompts, by their numbers in the data set, their responses, and parts of scores."""
+        self.prompt_rows, self.rollout, self.score_parts = tuple(prompt_rows), rollout, parts
         self.prompts = self._dataset.batch(list(prompt_rows))
 
     # ---- what the trainer does with it

@@ -92,7 +92,8 @@ def _text(value: float) -> str:
 
 def _layout(layout: RunLayout) -> dict[str, Any]:
     roles = [_role(name, its) for name, its in layout.roles.items()]
-    return {"world": layout.world_size, "roles": [*roles, _engine(layout.rollout)]}
+    engine = [_engine(layout.rollout)] if layout.rollout is not None else []
+    return {"world": layout.world_size, "roles": [*roles, *engine]}
 
 
 def _role(name: str, layout: Layout) -> dict[str, Any]:

@@ -10,6 +10,7 @@ error.
 """
 
 import contextlib
+import functools
 import os
 import re
 import secrets
@@ -26,7 +27,6 @@ BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.
 WALL_FACTOR, WALL_SECONDS = 3.0, 5.0  # of the clock on the wall, for a program that sleeps: a machine may be busy
 MOST_OUTPUT = 1 << 20  # bytes that are read of what a program prints
 NO_NAMESPACES = 97  # exit status of the runner; see there
-_told: list[str] = []  # of this process: what has been said once
 
 
 def passes_tests(
@@ -99,9 +99,8 @@ def _passes(program: str, case: Case, limits: tuple[int, int, int], *, refuse: b
         status, printed, said = _run(command, directory, asked, WALL_FACTOR * limits[0] + WALL_SECONDS)
     if status == NO_NAMESPACES:
         raise PermissionError("network: refuse: this user may not make Linux namespaces here, so there is a network")
-    if said.startswith("hybridflow:") and not _told:
-        _told.append(said)
-        print(said.splitlines()[0], file=sys.stderr)
+    if said.startswith("hybridflow:"):
+        _say_once(said.splitlines()[0])
     if wanted is None:
         return printed.rstrip().endswith(token)
     return status == 0 and _lines(printed) == _lines(wanted)
@@ -128,6 +127,11 @@ def _run(command: list[str], directory: str, asked: str, seconds: float) -> tupl
             file.seek(0)
             texts.append(file.read(MOST_OUTPUT).decode(errors="replace"))
     return status, texts[0], texts[1]
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _lines(text: str) -> list[str]:

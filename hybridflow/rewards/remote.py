@@ -7,6 +7,7 @@ What is tried again: no connection, no answer in time, and a status that says la
 """
 
 import asyncio
+import functools
 import math
 import re
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 LATER = frozenset({408, 409, 425, 429, *range(500, 600)})  # statuses after which it is tried again
 NAME = re.compile(r"\{(\w+)\}")
 SHOWN = 200  # characters of an answer in a message
-_clients: "dict[float, httpx.AsyncClient]" = {}  # of this process: connections are kept open between rows
 
 
 async def json_score(
@@ -108,24 +108,32 @@ async def _answer(
     """What the server says, as JSON."""
     import httpx  # for those who ask for it
 
-    if request_seconds not in _clients:
-        _clients[request_seconds] = httpx.AsyncClient(timeout=request_seconds)
-    client = _clients[request_seconds]
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     problem = ""
     for attempt in range(retries + 1):
         if attempt:
             await asyncio.sleep(backoff_seconds * 2 ** (attempt - 1))
         try:
-            async with asyncio.timeout(request_seconds):  # httpx's own is of each read
-                reply = await client.post(url, json=asked, headers=headers)
-        except (httpx.TransportError, TimeoutError) as error:
-            problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            async with asyncio.timeout(request_seconds):
+                reply = await _client().post(url, json=asked, headers=headers)
+        except TimeoutError:
+            problem = f"none within {request_seconds:g} s"
+            continue
+        except httpx.TransportError as error:
+            problem = f"{type(error).__name__}: {error}"
             continue
         if reply.status_code not in LATER:
             return _read(reply, url)
         problem = f"status {reply.status_code}: {reply.text[:SHOWN]}"
     raise ConnectionError(f"{url}: no answer in {retries + 1} attempts; the last: {problem}")
+
+
+@functools.cache
+def _client() -> "httpx.AsyncClient":
+    """Of this process: connections stay open between rows. Time limits are the caller's: httpx's are of each read."""
+    import httpx
+
+    return httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
 
 
 def _read(reply: "httpx.Response", url: str) -> Any:

@@ -85,6 +85,7 @@ class Warden:
         self._charge, self._trainer, self._parent = charge, trainer, parent
         self._queues: dict[int, deque[Unit]] = {number: deque() for number in range(len(charge.specs))}
         self._workers: list[Worker] = []
+        self._looked = 0.0
 
     def run(self) -> None:
         for functions in self._lanes():
@@ -97,10 +98,7 @@ class Warden:
                 self._told(header, body)
             for worker in list(self._workers):
                 self._hear(worker)
-            self._reap()
-            for worker in list(self._workers):
-                self._look(worker)
-            self._start_missing()
+            self._look_in_turn()
             self._hand_out()
             self._trainer.flush()
 
@@ -178,6 +176,16 @@ class Warden:
                 kill_tree(pid)
 
     # ---- what is done about it
+
+    def _look_in_turn(self) -> None:
+        """Not with each message: a look costs more than a short call."""
+        if time.monotonic() < self._looked + BUSY_SECONDS and not any(worker.gone for worker in self._workers):
+            return
+        self._reap()
+        for worker in list(self._workers):
+            self._look(worker)
+        self._start_missing()
+        self._looked = time.monotonic()
 
     def _look(self, worker: Worker) -> None:
         """Replace a worker that has ended, or must."""

@@ -69,10 +69,11 @@ class Run:
         return torch.tensor([score for prompt in self.prompt_rows for score in self._scores[prompt]])
 
     def whole(self, raw_scores: Tensor) -> Known:
+        self.score_parts = {"half": raw_scores / 2}
         return Known(raw_scores)
 
-    def take(self, prompt_rows: tuple[int, ...], rollout: RolloutBatch) -> None:
-        self.prompt_rows, self.rollout = prompt_rows, rollout
+    def take(self, prompt_rows: tuple[int, ...], rollout: RolloutBatch, parts: dict[str, Tensor]) -> None:
+        self.prompt_rows, self.rollout, self.score_parts = prompt_rows, rollout, parts
 
     def say(self, line: str) -> None:
         self.lines.append(line)
@@ -93,6 +94,7 @@ def test_groups_of_equal_scores_are_replaced_by_later_ones() -> None:
     assert rollout.prompt_indices.tolist() == [0, 0, 1, 1, 2, 2]
     assert rollout.rollout_log_probs.tolist() == [-x for x in rollout.input_ids.tolist()]
     assert scores.tolist() == [0, 1, 0, 1, 0, 1]
+    assert {name: part.tolist() for name, part in run.score_parts.items()} == {"half": [0, 0.5, 0, 0.5, 0, 0.5]}
     assert counts(run) == {
         "generation_rounds": 2,
         "groups_generated": 6,
@@ -108,6 +110,7 @@ def test_groups_of_equal_scores_are_replaced_by_later_ones() -> None:
     run._scores |= {6: DEAD, 7: LIVE, 8: LIVE}
     rollout, scores = sampled(run, DynamicSampling())
     assert run.prompt_rows == (5, 7, 8) and scores.tolist() == [2, 1, 0, 1, 0, 1]
+    assert run.score_parts["half"].tolist() == [1.0, 0.5, 0, 0.5, 0, 0.5], "of the surplus too"
     assert run.state.surplus is None and counts(run)["generation_rounds"] == 1
 
 

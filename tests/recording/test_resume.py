@@ -29,8 +29,11 @@ ROWS = [
 ]
 SAMPLES = [
     [],
-    [{"prompt": "1+1=", "response": "2\n", "score": 1.0}, {"prompt": "é\u2028", "response": "\ud83d", "score": None}],
-    [{"prompt": '"iteration": 9', "response": "", "score": -0.5}],
+    [
+        {"prompt": "1+1=", "response": "2\n", "score": 1.0, "parts": {"exact": 0.5}},
+        {"prompt": "é\u2028", "response": "\ud83d", "score": None, "parts": {}},
+    ],
+    [{"prompt": '"iteration": 9', "response": "", "score": -0.5, "parts": {}}],
 ]
 
 

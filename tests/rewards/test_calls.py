@@ -1,0 +1,148 @@
+"""Which rows a rank has functions called for, in which lists, and what becomes of those that fail."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hybridflow.batch import PromptBatch, RolloutBatch, response_mask
+from hybridflow.errors import RewardError
+from hybridflow.rewards.calls import FunctionCaller, FunctionScores, Group, RolloutCalls
+from hybridflow.rewards.pool import Pool
+from hybridflow.roles.ahead import NOBODY
+from tests.rewards.pools import pool_of, spec
+
+HERE = "tests.rewards.test_calls"
+ROW, GROUP, BATCH, PARTS, FAILS = range(5)
+
+
+def lists(prompts: list[str], responses: list[str], columns: dict[str, list]) -> list[float]:
+    """Ten a row of the call, and the row's own response."""
+    return [10.0 * len(prompts) + int(response) for response in responses]
+
+
+def parts(prompts: list[str], responses: list[str], columns: dict[str, list], *, plus: int) -> list[dict[str, float]]:
+    return [{"answer": answer, "more": int(r) + plus} for answer, r in zip(columns["answer"], responses, strict=True)]
+
+
+def fails(prompts: list[str], responses: list[str], columns: dict[str, list]) -> list[float]:
+    return [1 / (int(response) - 2) for response in responses]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    specs = [spec(f"{HERE}:lists", per=per) for per in ("row", "group", "batch")]
+    specs += [spec(f"{HERE}:parts", parts=("more", "answer"), arguments={"plus": 5}), spec(f"{HERE}:fails")]
+    with pool_of(*specs) as pool:
+        yield pool
+
+
+def prompts() -> PromptBatch:
+    return PromptBatch(torch.arange(3), torch.ones(3, dtype=torch.int64), ("a", "b", "c"), {"answer": (7, 8, 9)})
+
+
+def rollout() -> RolloutBatch:
+    """Two responses to each of three prompts: 0 and 1, 1 and 2, 2 and 3."""
+    lengths, ones = torch.full((6,), 2), torch.ones(6, dtype=torch.int64)
+    ids = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3])
+    indices, mask = torch.arange(3).repeat_interleave(2), response_mask(lengths, ones)
+    return RolloutBatch(ids, lengths, ones, indices, indices < 0, mask, torch.zeros(12))
+
+
+def caller(pool: Pool, rank: int = 0, world_size: int = 1, error_score: float | None = None) -> FunctionCaller:
+    return FunctionCaller(lambda ids: str(ids[0]), rank, world_size, pool, error_score)
+
+
+def group(prompt: int) -> Group:
+    return Group(prompt, (2 * prompt, 2 * prompt + 1), ([prompt], [prompt + 1]))
+
+
+def known(scores: FunctionScores) -> list[dict[int, float]]:
+    """Of each part, by row."""
+    return [dict(zip(x.where.tolist(), x.values.tolist(), strict=True)) for x in scores.parts]
+
+
+def test_what_is_called_together(pool: Pool) -> None:
+    found = [known(caller(pool).scores(number, rollout(), prompts())) for number in (ROW, GROUP, BATCH)]
+    assert found[0] == [{0: 10.0, 1: 11.0, 2: 11.0, 3: 12.0, 4: 12.0, 5: 13.0}]
+    assert found[1] == [{0: 20.0, 1: 21.0, 2: 21.0, 3: 22.0, 4: 22.0, 5: 23.0}]
+    assert found[2] == [{0: 60.0, 1: 61.0, 2: 61.0, 3: 62.0, 4: 62.0, 5: 63.0}]
+
+
+def test_each_row_is_one_ranks_and_a_whole_batch_is_on_one(pool: Pool) -> None:
+    """Of two ranks the first has the prompts 0 and 2; the function of number 2 is the first rank's."""
+    ranks = [caller(pool, rank, 2) for rank in (0, 1)]
+    assert [list(known(rank.scores(GROUP, rollout(), prompts()))[0]) for rank in ranks] == [[0, 1, 4, 5], [2, 3]]
+    assert [list(known(rank.scores(BATCH, rollout(), prompts()))[0]) for rank in ranks] == [[0, 1, 2, 3, 4, 5], []]
+
+
+def test_parts_come_in_the_order_of_the_config(pool: Pool) -> None:
+    scores = caller(pool).scores(PARTS, rollout(), prompts())
+    more, answer = known(scores)
+    assert more == {0: 5.0, 1: 6.0, 2: 6.0, 3: 7.0, 4: 7.0, 5: 8.0}
+    assert answer == {0: 7.0, 1: 7.0, 2: 8.0, 3: 8.0, 4: 9.0, 5: 9.0}
+
+
+def test_a_failed_row_ends_the_run_or_has_the_score_of_the_config(pool: Pool, capsys) -> None:
+    message = (
+        "reward function tests.rewards.test_calls:fails: row 3: raised ZeroDivisionError: .* its prompt is 'b', "
+        "the response '2'"
+    )
+    with pytest.raises(RewardError, match=message):
+        caller(pool).scores(FAILS, rollout(), prompts())
+    scores = caller(pool, error_score=-3.0).scores(FAILS, rollout(), prompts())
+    assert known(scores) == [{0: -0.5, 1: -1.0, 2: -1.0, 3: -3.0, 4: -3.0, 5: 1.0}]
+    assert scores.failures.values.tolist() == [0.0, 0.0, 0.0, 1.0, 1.0, 0.0]
+    assert scores.seconds.values.min() >= 0.0 and scores.seconds.where.tolist() == list(range(6))
+    shown = capsys.readouterr().err.splitlines()
+    assert len(shown) == 2 and shown[0].startswith("[rank 0, tests.rewards.test_calls:fails] scored as -3: reward func")
+
+
+def test_of_many_failures_the_first_are_shown(pool: Pool, capsys) -> None:
+    """Every row: their prompts lack the column."""
+    bare = PromptBatch(torch.arange(3), torch.ones(3, dtype=torch.int64), ("a", "b", "c"), {})
+    caller(pool, error_score=0.0).scores(PARTS, rollout(), bare)
+    shown = capsys.readouterr().err.splitlines()
+    assert [line.split(": row ")[1][0] for line in shown[:3]] == ["0", "1", "2"]
+    assert shown[3:] == ["[rank 0, tests.rewards.test_calls:parts] and 3 more calls failed"]
+
+
+def test_a_rank_has_what_it_has_begun_and_its_share_of_the_rest(pool: Pool) -> None:
+    calls = RolloutCalls(caller(pool, 1, 2), [GROUP], prompts())
+    calls.submit(group(1))
+    pool.outcome(pool.submit(ROW, {"prompts": ["a"], "responses": ["1"], "columns": {}, "rows": [0]}))  # it has begun
+    assert calls.close() == (1,)
+    own = rollout()
+    calls.settle(own, [NOBODY, 1, NOBODY])  # of the rest rank 1 of 2 has the second
+    assert calls.is_of(own) and not calls.is_of(rollout())
+    assert known(calls.scores()[GROUP]) == [{2: 21.0, 3: 22.0, 4: 22.0, 5: 23.0}]
+
+
+def test_what_no_worker_has_begun_goes_to_all_ranks(pool: Pool) -> None:
+    """One worker is busy with the first prompt; the second is half begun, the third not at all."""
+    with pool_of(spec("tests.rewards.misbehaving:waits_in_all")) as slow:
+        calls = RolloutCalls(FunctionCaller(lambda ids: f"0.{ids[0]}", 0, 1, slow), [0], prompts())
+        for prompt in (1, 2):
+            calls.submit(group(prompt))
+        while not slow._outcomes:  # of the first row
+            slow._receive()
+        assert calls.close() == (1,)
+        calls.settle(rollout(), [NOBODY, 0, NOBODY])
+        assert known(calls.scores()[0]) == [{row: 1.0 for row in (2, 3, 0, 1, 4, 5)}]
+
+
+def test_scores_that_nobody_asks_for_are_forgotten(pool: Pool) -> None:
+    calls = RolloutCalls(caller(pool), [ROW, FAILS], prompts())
+    calls.submit(group(0))
+    calls.forget()
+    assert pool._rows == {} and pool._outcomes == {}
+
+
+def test_of_an_error_the_first_row_is_told_whoever_was_first(pool: Pool) -> None:
+    calls = RolloutCalls(caller(pool), [FAILS], prompts())
+    for prompt in (2, 1, 0):
+        calls.submit(group(prompt))
+    calls.close()
+    calls.settle(rollout(), [0, 0, 0])
+    with pytest.raises(RewardError, match="row 3: "):
+        calls.scores()

@@ -1,0 +1,84 @@
+"""Functions as a config asks for them: names, weights, limits, and arguments that fit."""
+
+import os
+
+import pytest
+from pydantic import ValidationError
+
+from hybridflow.errors import RewardError
+from hybridflow.reward_config import ScoringConfig
+from hybridflow.rewards.specs import function_names, function_weights, pool_limits, reward_specs
+
+
+def scoring(*functions: dict, **keys: object) -> ScoringConfig:
+    return ScoringConfig(functions=functions, **keys)
+
+
+def test_a_function_is_asked_for_as_the_config_says() -> None:
+    config = scoring(
+        {"function": "tests.rewards.misbehaving:waits", "timeout_seconds": 2.0, "concurrency": 5},
+        {"function": "hybridflow.rewards:matches", "arguments": {"pattern": "a*"}, "per": "batch"},
+        {
+            "function": "tests.rewards.misbehaving:length_parts",
+            "arguments": {"most": 3},
+            "parts": {"rank": 2.0, "of_most": 0.5},
+            "weight": 3.0,
+            "per": "group",
+        },
+        timeout_seconds=7.0,
+        remote=[{"url": "http://x/score", "weight": -1.0, "request_seconds": 10.0, "retries": 2}],
+    )
+    waits, regular, length, remote = reward_specs(config)
+    assert (waits.awaited, waits.concurrency, waits.timeout_seconds, waits.per) == (True, 5, 2.0, "row")
+    assert (regular.awaited, regular.timeout_seconds, regular.arguments) == (False, 7.0, {"pattern": "a*"})
+    assert waits.background and not regular.background
+    assert (length.parts, length.arguments) == (("rank", "of_most"), {"most": 3})
+    assert (remote.path, remote.awaited, remote.concurrency) == ("hybridflow.rewards.remote:json_score", True, 32)
+    assert remote.timeout_seconds == 3 * 10.0 + (1.0 + 2.0) + 5.0
+    assert function_names(config) == ("waits", "matches", "length_parts", "remote_0")
+    assert function_weights(config) == ((1.0,), (1.0,), (6.0, 1.5), (-1.0,))
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "expected"),
+    [
+        (
+            "exact_match",
+            {"pattern": "a"},
+            "got an unexpected keyword argument 'pattern'; .* here pattern; its signature",
+        ),
+        ("matches", {}, "missing a required argument: 'pattern'; .* here none; its signature"),
+        ("matches", {"pattern": "("}, r"arguments \{'pattern': '\('\}: pattern '\(' is no regular expression"),
+        ("length_penalty", {"start": 4, "limit": 4}, "arguments .*: start = 4 and limit = 4: 0 <= start < limit"),
+        ("length_penalty", {"start": "a", "limit": 4}, "arguments .*: '<=' not supported"),
+        ("passes_tests", {"cpu_seconds": 0}, "arguments .*: cpu_seconds, memory_mib and file_mib = "),
+        ("math_equal", {"prompts": []}, "multiple values for argument 'prompts'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_before_the_run(function: str, arguments: dict, expected: str) -> None:
+    with pytest.raises(RewardError, match=rf"reward function hybridflow.rewards:{function}: .*{expected}"):
+        reward_specs(scoring({"function": f"hybridflow.rewards:{function}", "arguments": arguments}))
+
+
+def test_workers_are_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(24)))
+    assert [pool_limits(ScoringConfig(), ranks).num_workers for ranks in (1, 2, 4, 8, 64)] == [8, 8, 6, 3, 1]
+    limits = pool_limits(ScoringConfig(num_workers=30, memory_gib=0.5, max_processes=9), 8)
+    assert (limits.num_workers, limits.memory_bytes, limits.max_processes) == (30, 1 << 29, 9)
+    assert pool_limits(ScoringConfig(memory_gib=None), 8).memory_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"on_error": "score"}, "on_error: score needs error_score"),
+        ({"error_score": 0.0}, "error_score = 0.0 is for on_error: score; it is stop"),
+        ({"timeout_seconds": 0.0}, "greater than 0"),
+        ({"num_workers": 0}, "greater than 0"),
+        ({"functions": [{"function": "a:b", "parts": {"a b": 1.0}}]}, "should match pattern"),
+        ({"functions": [{"function": "a:b", "per": "prompt"}]}, "'row', 'group' or 'batch'"),
+    ],
+)
+def test_what_does_not_hold_is_refused(keys: dict, expected: str) -> None:
+    with pytest.raises(ValidationError, match=expected):
+        ScoringConfig(**keys)
