@@ -4,10 +4,10 @@
 
 CONFIG is a YAML file with the sections data, sampling, actor, rollout, algorithm, nonfinite and metrics, and those of
 critic, reference and reward that the algorithm has. algorithm.name is ppo (if left out), grpo, dr_grpo, rloo, remax,
-reinforce, opo, maxrl, distill, or custom: a function of your own, found in the working directory or beside CONFIG. With sft,
-reward_model, dpo and kto it trains on the rows of a file: nothing is generated, and there is no sampling, rollout or
-reward. Each override replaces a value: `actor.optimizer.lr=1e-5`, `reward.models.0.weight=2`, `critic=null`. How many
-ranks fit, and what they will hold, `hybridflow.plan` tells.
+reinforce, opo, maxrl, distill, or custom: a function of your own, found in the working directory or beside CONFIG. With
+sft, reward_model, dpo and kto it trains on the rows of a file: nothing is generated, and there is no sampling, rollout
+or reward. Each override replaces a value: `actor.optimizer.lr=1e-5`, `reward.models.0.weight=2`, `critic=null`. How
+many ranks fit, and what they will hold, `hybridflow.plan` tells.
 
 A run leaves behind, in OUTPUT_DIR/NAME (runs/NAME), where an earlier run of that name has moved to NAME.1:
 

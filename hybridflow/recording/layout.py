@@ -21,9 +21,7 @@ class RunLayout:
     rollout: RolloutLayout | None  # None: nothing is generated
 
 
-def write_layout(
-    run_dir: Path, world_size: int, roles: Mapping[str, Layout], rollout: RolloutLayout | None
-) -> None:
+def write_layout(run_dir: Path, world_size: int, roles: Mapping[str, Layout], rollout: RolloutLayout | None) -> None:
     """A run that goes on in another layout has the latest."""
     tree = {
         "world_size": world_size,

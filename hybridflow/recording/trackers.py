@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hybridflow.config import RunConfig, MetricsConfig, MlflowConfig, WandbConfig
+from hybridflow.config import MetricsConfig, MlflowConfig, RunConfig, WandbConfig
 from hybridflow.errors import EnvironmentProblem, Reasons
 from hybridflow.recording.run_dir import replace_file
 
