@@ -14,6 +14,7 @@ from tools.tiny_training import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))  # those of configs/recipes: test_recipes.py
+FIXED = ("sft", "reward_model", "dpo", "kto")  # on given rows: nothing is generated
 WORLD_SIZES = {
     "best_of_n": 2,
     "llama3_8b_8gpus": 8,
@@ -23,6 +24,7 @@ WORLD_SIZES = {
     "quickstart_dapo": 2,
     "quickstart_grpo": 2,
     "quickstart_rule": 2,
+    **{f"quickstart_{name}": 2 for name in FIXED},
     **{
         f"quickstart_{name}": 2
         for name in ("dr_grpo", "grpo", "gspo", "maxrl", "opo", "reinforce", "remax", "rloo", "rule")
@@ -72,6 +74,10 @@ def plan(capsys: pytest.CaptureFixture[str]):
 def test_every_shipped_config_plans(plan, path: Path) -> None:
     found = plan(path.stem)
     assert found["world_size"] == WORLD_SIZES[path.stem]
+    assert ("reshard" in found) == (path.stem.removeprefix("quickstart_") not in FIXED)
+    if "reshard" not in found:
+        assert list(found["memory"]) == ["training"] and found["memory"]["training"]["worst_rank"]["total"] > 0
+        return
     reshard = found["reshard"]
     assert reshard["received_bytes"] == reshard["lower_bound_bytes"]
     assert reshard["received_bytes"]["total"] == reshard["sent_bytes"]["total"]
@@ -87,7 +93,10 @@ def test_real_models_fit_80_gb(plan, name: str) -> None:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_no_more_is_received_than_by_the_papers(plan, path: Path) -> None:
-    reshard = plan(path.stem)["reshard"]
+    found = plan(path.stem)
+    if "reshard" not in found:
+        pytest.skip("nothing is generated")
+    reshard = found["reshard"]
     if reshard["hybridflow_bytes"] is None:
         pytest.skip("the engine's groups do not lie within the training groups: the formula does not hold")
     mean, ours = reshard["received_bytes"]["mean"], reshard["hybridflow_bytes"]

@@ -8,6 +8,9 @@ OUT/tokenizer       sentencepiece and fast tokenizer, also in both model directo
 OUT/train.jsonl     {"prompt": "47+85=", "answer": "132"} a line
 OUT/heldout.jsonl   prompts that no training here has seen, nor their mirror 85+47=
 OUT/pairs.jsonl     {"prompt", "chosen", "rejected"} a line: what the reward model's accuracy is measured on
+OUT/sft.jsonl       {"prompt", "completion"} a line: the sums of train.jsonl with their answers
+OUT/preferences.jsonl, OUT/labelled.jsonl    the same with wrong answers, for reward models and DPO, and for KTO
+OUT/*_heldout.jsonl of each of the three: the sums of heldout.jsonl
 OUT/report.json     accuracies, sizes, seconds, seed
 
 Three trainings: the policy, stopped early; a copy of it trained on until it can add; the backbone of that
@@ -43,6 +46,7 @@ from tools.tiny_task import (
     Response,
     Split,
     split_problems,
+    write_fixed_data,
     write_pairs,
     write_prompts,
     write_tokenizer,
@@ -153,6 +157,7 @@ def fill(directory: Path, settings: Settings, seed: int) -> dict[str, object]:
     write_prompts(directory / "train.jsonl", split.train)
     write_prompts(directory / "heldout.jsonl", split.heldout)
     write_pairs(directory / "pairs.jsonl", split.validation, wrong)
+    write_fixed_data(directory, split, random.Random(seed))
     report = {
         "seed": seed,
         "policy": {**accuracies, "num_parameters": policy.num_parameters()},

@@ -11,7 +11,7 @@ import io
 import json
 import random
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,7 +91,36 @@ def write_pairs(path: Path, problems: list[Problem], wrong: list[Response]) -> N
     write_lines(path, rows)
 
 
-def write_lines(path: Path, rows: list[dict[str, str]]) -> None:
+def write_fixed_data(directory: Path, split: Split, source: random.Random) -> None:
+    """What the quickstarts on fixed data train on: sft.jsonl, preferences.jsonl and labelled.jsonl, and held-out ones.
+
+    A row of the last two has a wrong completion that is another text than the right one: the end token, which these
+    files leave to the trainer, tells no two of them apart. Of labelled completions every other one is wrong.
+    """
+    for suffix, problems in (("", split.train), ("_heldout", split.heldout)):
+        right = [{"prompt": problem.prompt, "completion": problem.answer} for problem in problems]
+        wrong = [_wrong_text(source, problem.answer) for problem in problems]
+        pairs = [
+            {"prompt": row["prompt"], "chosen": row["completion"], "rejected": text}
+            for row, text in zip(right, wrong, strict=True)
+        ]
+        labelled: list[dict[str, str | bool]] = [
+            {"prompt": row["prompt"], "completion": row["completion"] if i % 2 else text, "label": i % 2 == 1}
+            for i, (row, text) in enumerate(zip(right, wrong, strict=True))
+        ]
+        write_lines(directory / f"sft{suffix}.jsonl", right)
+        write_lines(directory / f"preferences{suffix}.jsonl", pairs)
+        write_lines(directory / f"labelled{suffix}.jsonl", labelled)
+
+
+def _wrong_text(source: random.Random, answer: str) -> str:
+    while True:
+        text = wrong_response(source, answer).text
+        if text and not is_right(text, answer):
+            return text
+
+
+def write_lines(path: Path, rows: Sequence[Mapping[str, str | bool]]) -> None:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybridflow.data.example_batches import pair_batch
 from hybridflow.data.examples import Example
+from hybridflow.data.usable import Dropped
 from hybridflow.fixed_config import FixedDataConfig
 from hybridflow.fixed_trainer import build_models
 from hybridflow.flows.fixed import evaluate_fixed, fixed_flow
@@ -49,11 +50,16 @@ class GivenExamples:
     def __init__(self, rows: list[Example]) -> None:
         self.rows = rows
 
+        self.dropped = Dropped()
+
     def __len__(self) -> int:
         return len(self.rows)
 
+    def order(self, seed: int, shuffle: bool, *, position: int) -> SimpleNamespace:
+        return SimpleNamespace(position=position + len(self.rows))
+
     def draw(self, order: object, count: int) -> SimpleNamespace:
-        return SimpleNamespace(items=self.rows[:count])
+        return SimpleNamespace(items=self.rows[:count], dropped=self.dropped)
 
 
 def main(models: Path, out: Path) -> None:

@@ -130,6 +130,20 @@ def test_prompts_and_answers(made: Path) -> None:
     assert not unseen & {row["prompt"] for row in read_lines(made / "pairs.jsonl")}
 
 
+def test_rows_of_fixed_data_are_right_and_wrong_as_they_say(made: Path) -> None:
+    for suffix in ("", "_heldout"):
+        prompts = [row["prompt"] for row in read_lines(made / ("heldout.jsonl" if suffix else "train.jsonl"))]
+        answers = {prompt: str(sum(map(int, prompt.removesuffix("=").split("+")))) for prompt in prompts}
+        completions = read_lines(made / f"sft{suffix}.jsonl")
+        pairs, labelled = (read_lines(made / f"{name}{suffix}.jsonl") for name in ("preferences", "labelled"))
+        assert all([row["prompt"] for row in rows] == prompts for rows in (completions, pairs, labelled))
+        assert all(row["completion"] == answers[row["prompt"]] for row in completions)
+        assert all(row["chosen"] == answers[row["prompt"]] for row in pairs)
+        assert all(row["rejected"] and row["rejected"].strip() != answers[row["prompt"]] for row in pairs)
+        assert all((row["completion"] == answers[row["prompt"]]) == row["label"] for row in labelled)
+        assert sum(row["label"] for row in labelled) == len(labelled) // 2
+
+
 def test_held_out_accuracy_agrees_with_transformers_generate(made: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(made / "policy")
     tokenizer = AutoTokenizer.from_pretrained(made / "policy")
