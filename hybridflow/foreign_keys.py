@@ -222,9 +222,10 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("reward.models", "reward_model reward_pretrain reward_model_path", ""),
     (
         "reward.functions",
-        "custom_reward_function remote_rm_url remote_url reward_funcs reward_manager",
+        "custom_reward_function reward_funcs reward_manager",
         "Python functions, as package.module:function",
     ),
+    ("reward.remote", "remote_rm_url remote_url", "a list of {url: ...}, each asked once a response"),
     ("reward.functions", "reward_weights", "each function and model has its weight"),
     ("reward.normalization", "normalize_reward normalize_enable use_score_norm use_score_scaling whiten_rewards", ""),
     ("reward.clip_score", "reward_clip_range reward.clip_range score_clip", "symmetric around 0"),

@@ -1,8 +1,17 @@
 """The config's `reward` section but for its models: functions, remote models, and what training makes of a score."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    FiniteFloat,
+    JsonValue,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from hybridflow.algorithm_config import Section
 
@@ -12,7 +21,7 @@ PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 class RewardFunctionConfig(Section):
     function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]  # package.module:function
     weight: float = 1.0
-    arguments: dict[str, Any] = {}  # what the function takes by keyword, beside prompts, responses and columns
+    arguments: dict[str, JsonValue] = {}  # what the function takes by keyword, beside prompts, responses and columns
     parts: dict[PartName, FiniteFloat] = {}  # of one that returns a dictionary a row: its keys, and their weights
     # what it is called with in one list: one row; the responses to a prompt; all rows of the rollout, on one rank
     per: Literal["row", "group", "batch"] = "row"

@@ -62,7 +62,7 @@ from hybridflow.reward_config import ScoringConfig
 from hybridflow.rewards.calls import FunctionCaller
 from hybridflow.rewards.pool import Pool
 from hybridflow.rewards.scorer import Scorer
-from hybridflow.rewards.specs import pool_limits, pool_specs
+from hybridflow.rewards.specs import pool_limits
 from hybridflow.roles.base import World
 from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.values import Critic, RewardModel
@@ -210,7 +210,7 @@ class RLTrainer:
 
     def _caller(self) -> FunctionCaller:
         """Its processes start while the models are built."""
-        specs, scoring = pool_specs(self.config), self.config.reward or ScoringConfig()
+        specs, scoring = self.inputs.functions, self.config.reward or ScoringConfig()
         own = self.platform.rank, self.platform.world_size
         hosts = parse_hosts(platforms.hosts_of_ranks())
         limits = pool_limits(scoring, max(len(host.ranks) for host in hosts))
@@ -343,7 +343,7 @@ class RLTrainer:
         prompts = heldout.batch(list(range(len(heldout))))
         with self.watchdog.during("evaluate"):
             responses = self.run.greedy_responses(prompts)
-            right = len(pool.specs) - 1  # the last, see `pool_specs`
+            right = len(pool.specs) - 1  # the last, see `rewards.specs`
             return evaluate(
                 responses, prompts, right, caller=self.caller, scorer=self.roles.scorer, exchange=self.exchange
             )

@@ -4,6 +4,7 @@ check_agreement(run_digests(config, inputs), dist.group.WORLD)
 """
 
 import sys
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hybridflow.data.fixed_inputs import FixedInputs
 from hybridflow.data.inputs import Inputs
 from hybridflow.fixed_config import FixedDataConfig
 from hybridflow.parallel.agreement import code_digests, digest_bytes, digest_files
-from hybridflow.rewards.specs import pool_specs
+from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.user_code import load_function
 
 TOKENIZER_FILES = (
@@ -33,7 +34,7 @@ def run_digests(config: ExperimentConfig, inputs: Inputs) -> dict[str, bytes]:
         "the tokenizer of actor.model": tokenizer_digest(models["actor"]),
         **{name: prompts.digest for name, prompts in prompts.items() if prompts is not None},
         **{f"config.json of {name}.model": digest_files([path / "config.json"], path) for name, path in models.items()},
-        **function_digests(config),
+        **function_digests(config, inputs.functions),
     }
 
 
@@ -57,18 +58,15 @@ def tokenizer_digest(model: Path) -> bytes:
     return digest_files(named, model)
 
 
-def function_digests(config: ExperimentConfig) -> dict[str, bytes]:
+def function_digests(config: ExperimentConfig, functions: Sequence[FunctionSpec]) -> dict[str, bytes]:
     """Of the files that a user's functions stand in; not of what these import."""
-    named = [function.function for function in (config.reward.functions if config.reward else ())]
-    named += [config.metrics.eval_reward] if config.metrics.eval_reward else []
-    pool_specs(config)  # finds them, and checks their arguments
+    files = {spec.path.partition(":")[0]: spec.file for spec in functions}
     if isinstance(config.algorithm, Custom):
         load_function(config.algorithm.flow, "algorithm.flow")
-        named.append(config.algorithm.flow)
-    digests = {}
-    for path in named:
-        module = path.partition(":")[0]
-        file = getattr(sys.modules[module], "__file__", None)
-        if file is not None:
-            digests[f"the file of {module}"] = digest_files([Path(file)], Path(file).parent)
-    return digests
+        module = config.algorithm.flow.partition(":")[0]
+        files[module] = getattr(sys.modules[module], "__file__", None)
+    return {
+        f"the file of {module}": digest_files([Path(file)], Path(file).parent)
+        for module, file in files.items()
+        if file is not None
+    }

@@ -1,4 +1,4 @@
-"""Everything a run reads besides weights: tokenizer, prompts and held-out prompts."""
+"""Everything a run reads besides weights: tokenizer, prompts, held-out prompts and reward functions."""
 
 import sys
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ from hybridflow.data.prompts import PromptDataset, load_prompts
 from hybridflow.data_config import DataConfig
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.formats.json_text import parse_json
+from hybridflow.rewards.functions import FunctionSpec
+from hybridflow.rewards.specs import pool_specs
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class Inputs:
     eos_token_ids: tuple[int, ...]
     train: PromptDataset
     heldout: PromptDataset | None
+    functions: tuple[FunctionSpec, ...]  # that a pool of processes calls, see `rewards.specs`
     ending: str | None  # what to know of responses that nothing ends before the limit
 
     def decode(self, token_ids: list[int]) -> str:
@@ -52,6 +55,7 @@ def load_inputs(config: ExperimentConfig, vocab_size: int) -> Inputs:
         eos_token_ids=ends,
         train=train_prompts(data, tokenizer, vocab_size),
         heldout=_prompts("data.heldout", tokenizer, data, vocab_size) if data.heldout else None,
+        functions=pool_specs(config),
         ending=_no_end(config.sampling, ends, path),
     )
 

@@ -26,6 +26,7 @@ from hybridflow.errors import CheckpointError, UserError
 from hybridflow.fixed_config import AnyConfig, FixedDataConfig
 from hybridflow.inspection.findings import Finding, counted
 from hybridflow.parallel.agreement import digest_bytes, digest_files
+from hybridflow.rewards.specs import pool_specs
 
 AREA = "inputs"
 NUM_ROWS = 64  # of a prompt file, that are read and checked
@@ -133,4 +134,6 @@ def _functions(config: ExperimentConfig) -> list[str]:
 
 
 def _user_functions(config: ExperimentConfig) -> Inspected:
-    return "can be imported", {name: digest.hex() for name, digest in function_digests(config).items()}
+    return "can be imported", {
+        name: digest.hex() for name, digest in function_digests(config, pool_specs(config)).items()
+    }

@@ -210,14 +210,13 @@ class RolloutCalls:
 
     def _begin_missing(self, group: Group) -> None:
         """What was withdrawn of a prompt that this rank has begun, or all of it."""
-        known = self._units.setdefault(group.prompt, {})
+        known = self._units.setdefault(group.prompt, {function: [] for function in self.functions})
+        missing = {function: _missing(group, units) for function, units in known.items()}
+        if not any(missing.values()):
+            return
         texts = self._caller.texts(group, self._prompts)
-        for function in self.functions:
-            units = known.setdefault(function, [])
-            there = {row for unit in units for row in unit.rows}
-            places = [i for i, row in enumerate(group.rows) if row not in there]
-            if places:
-                units += self._caller.begin(function, _some(texts, places))
+        for function, places in missing.items():
+            known[function] += self._caller.begin(function, _some(texts, places))
 
     def _of_prompt(self, prompt: int) -> list[Unit]:
         return [unit for units in self._units[prompt].values() for unit in units]
@@ -230,6 +229,12 @@ def group_of(rollout: RolloutBatch, prompt: int) -> Group:
 
 def _responses(rollout: RolloutBatch, rows: list[int]) -> list[list[int]]:
     return list(rollout.response_token_lists(rows)) if rows else []
+
+
+def _missing(group: Group, units: Sequence[Unit]) -> list[int]:
+    """Which of its rows none of these units has, by their places in the group."""
+    there = {row for unit in units for row in unit.rows}
+    return [place for place, row in enumerate(group.rows) if row not in there]
 
 
 def _without(units: dict[int, list[Unit]], gone: set[int]) -> dict[int, list[Unit]]:

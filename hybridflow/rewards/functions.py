@@ -32,6 +32,7 @@ class FunctionSpec:
     """
 
     path: str
+    file: str | None  # of its module
     arguments: Mapping[str, Any]
     parts: tuple[str, ...]
     per: str

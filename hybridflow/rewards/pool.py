@@ -22,6 +22,7 @@ from typing import Any, Literal
 from hybridflow.errors import RewardError
 from hybridflow.rewards.frames import Channel, Closed, Header
 from hybridflow.rewards.functions import FunctionSpec
+from hybridflow.rewards.processes import light_python
 from hybridflow.rewards.warden import Charge
 
 Rows = Mapping[str, Any]  # prompts, responses, columns and rows, as `functions.Asked` has them
@@ -151,13 +152,8 @@ def _shown_first(rows: Rows) -> str:
 
 
 def _start(end: socket.socket) -> subprocess.Popen[bytes]:
-    """`env` sets the seed of hashes, which decides the order of a set of texts, and is then replaced by Python."""
-    code = (
-        f"import sys; sys.path[:] = {[str(entry) for entry in sys.path]!r}; "
-        f"from hybridflow.rewards.warden import main; main({end.fileno()}, {os.getpid()})"
-    )
     return subprocess.Popen(
-        ["env", "PYTHONHASHSEED=0", sys.executable, "-c", code],
+        light_python("hybridflow.rewards.warden", end.fileno(), os.getpid()),
         stdin=subprocess.DEVNULL,
         pass_fds=[end.fileno()],
         start_new_session=True,

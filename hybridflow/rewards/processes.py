@@ -10,6 +10,7 @@ import ctypes
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,22 @@ def children(pid: int) -> list[int]:
             with contextlib.suppress(OSError):
                 found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
     return found
+
+
+def how(code: int) -> str:
+    """A process has ended, with this exit code, or negative by a signal."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+
+
+def light_python(module: str, *numbers: int) -> list[str]:
+    """The command of a process that calls `main` of the module with these numbers, and has this one's sys.path.
+
+    `env` fixes the seed of hashes, which decides the order of a set of texts, and is then replaced by Python.
+    """
+    path = [str(entry) for entry in sys.path]
+    arguments = ", ".join(map(str, numbers))
+    code = f"import sys; sys.path[:] = {path!r}; from {module} import main; main({arguments})"
+    return ["env", "PYTHONHASHSEED=0", sys.executable, "-c", code]
 
 
 def _tree(pid: int) -> Iterator[int]:

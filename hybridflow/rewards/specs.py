@@ -1,33 +1,32 @@
 """The reward functions of a config as the pool calls them: found, checked and numbered, in one order on every rank."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import RewardError
 from hybridflow.reward_config import RemoteRewardConfig, RewardFunctionConfig, ScoringConfig
-from hybridflow.rewards.functions import FunctionSpec, check_arguments, is_async, load_reward_function
+from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.rewards.pool import PoolLimits
+from hybridflow.rewards.scout import Described, described
 
-OWN = "hybridflow.rewards."  # modules whose functions take no rows without a word: so their arguments are tried
 MOST_WORKERS = 8  # of a rank, unless the config says how many
 GIB = 1 << 30
 
 
-def reward_specs(config: ScoringConfig) -> tuple[FunctionSpec, ...]:
-    """Of `functions`, then of `remote`. Errors: RewardError naming the function, or the field."""
-    functions = [_spec(function, config.timeout_seconds) for function in config.functions]
-    return (*functions, *(_remote_spec(remote) for remote in config.remote))
-
-
 def pool_specs(config: ExperimentConfig) -> tuple[FunctionSpec, ...]:
-    """Those of the `reward` section, and then that of metrics.eval_reward, where there are any."""
-    specs = reward_specs(config.reward) if config.reward is not None else ()
-    if config.metrics.eval_reward is None:
-        return specs
-    right = RewardFunctionConfig(function=config.metrics.eval_reward, background=False)
-    return (*specs, _spec(right, (config.reward or ScoringConfig()).timeout_seconds))
+    """Those of the `reward` section, `functions` then `remote`, and that of metrics.eval_reward, where there are any.
+
+    Errors: RewardError naming the function, or the field.
+    """
+    scoring = config.reward or ScoringConfig()
+    right = config.metrics.eval_reward
+    last = [] if right is None else [RewardFunctionConfig.model_construct(function=right, background=False)]
+    specs = _specs([*scoring.functions, *last], scoring.timeout_seconds)
+    own = len(scoring.functions)
+    return (*specs[:own], *map(_remote_spec, scoring.remote), *specs[own:])
 
 
 def pool_limits(config: ScoringConfig, num_ranks: int) -> PoolLimits:
@@ -41,14 +40,14 @@ def pool_limits(config: ScoringConfig, num_ranks: int) -> PoolLimits:
 
 
 def function_names(config: ScoringConfig) -> tuple[str, ...]:
-    """What metrics call each of `reward_specs`: its own name, with its number where several have it; `remote_0`."""
+    """What metrics call each of `functions`: its own name, with its number where several have it; then `remote_0`."""
     own = [function.function.rpartition(":")[2] for function in config.functions]
     named = [name if own.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(own)]
     return (*named, *(f"remote_{i}" for i in range(len(config.remote))))
 
 
 def function_weights(config: ScoringConfig) -> tuple[tuple[float, ...], ...]:
-    """Of each of `reward_specs`, of each of its parts."""
+    """Of each of `functions` and `remote`, of each of its parts."""
     of_functions = [
         tuple(function.weight * weight for weight in function.parts.values()) or (function.weight,)
         for function in config.functions
@@ -56,38 +55,23 @@ def function_weights(config: ScoringConfig) -> tuple[tuple[float, ...], ...]:
     return (*of_functions, *((remote.weight,) for remote in config.remote))
 
 
-def _spec(config: RewardFunctionConfig, timeout_seconds: float) -> FunctionSpec:
-    function = load_reward_function(config.function)
-    check_arguments(function, config.function, config.arguments)
-    spec = FunctionSpec(
+def _specs(functions: Sequence[RewardFunctionConfig], timeout_seconds: float) -> tuple[FunctionSpec, ...]:
+    found = described([(function.function, function.arguments) for function in functions])
+    return tuple(_spec(*one, timeout_seconds) for one in zip(functions, found, strict=True))
+
+
+def _spec(config: RewardFunctionConfig, found: Described, timeout_seconds: float) -> FunctionSpec:
+    return FunctionSpec(
         path=config.function,
+        file=found.file,
         arguments=config.arguments,
         parts=tuple(config.parts),
         per=config.per,
         timeout_seconds=config.timeout_seconds or timeout_seconds,
-        awaited=is_async(function),
+        awaited=found.awaited,
         concurrency=config.concurrency,
         background=config.background and config.per != "batch",
     )
-    _try_own(function, spec)
-    return spec
-
-
-def _try_own(function: Any, spec: FunctionSpec) -> None:
-    """Have a shipped function refuse values of arguments that it cannot use, before the run."""
-    if spec.awaited or not getattr(function, "__module__", "").startswith(OWN):
-        return
-    try:
-        function([], [], _NoRows(), **spec.arguments)
-    except (ValueError, TypeError) as error:
-        raise RewardError(f"reward function {spec.path}: arguments {dict(spec.arguments)}: {error}") from error
-
-
-class _NoRows(dict[str, list[Any]]):
-    """Columns of a batch without rows, by any name."""
-
-    def __missing__(self, name: str) -> list[Any]:
-        return []
 
 
 def _remote_spec(config: RemoteRewardConfig) -> FunctionSpec:
@@ -108,6 +92,7 @@ def _remote_spec(config: RemoteRewardConfig) -> FunctionSpec:
         }
     return FunctionSpec(
         path="hybridflow.rewards.remote:" + {"json": "json_score", "openai": "judge_score"}[config.kind],
+        file=None,
         arguments=arguments,
         parts=(),
         per="row",

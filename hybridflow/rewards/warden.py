@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from hybridflow.rewards.frames import Channel, Closed, Header
 from hybridflow.rewards.functions import FunctionSpec
-from hybridflow.rewards.processes import adopt_orphans, children, descendants, kill_tree, resident_bytes
+from hybridflow.rewards.processes import adopt_orphans, children, descendants, how, kill_tree, resident_bytes
 from hybridflow.rewards.worker import TOLD_TO_END, run_worker
 
 BUSY_SECONDS, IDLE_SECONDS = 0.05, 0.5  # between two looks at processes: while calls run, and while none does
@@ -192,7 +192,7 @@ class Warden:
         if worker.gone and worker.status is None:
             worker.status = _soon(worker.pid)
         if worker.status is not None:
-            self._lose(worker, f"the process that called it {_how(worker.status)}")
+            self._lose(worker, f"the process that called it {how(os.waitstatus_to_exitcode(worker.status))}")
         elif worker.gone:
             self._lose(worker, "it has closed the socket that its results go through")
         elif not worker.ready and time.monotonic() > worker.deadline:
@@ -330,12 +330,6 @@ def _soon(pid: int) -> int | None:
             return status
         time.sleep(0.001)
     return None
-
-
-def _how(status: int) -> str:
-    """A process has ended, as os.waitpid tells it."""
-    code = os.waitstatus_to_exitcode(status)
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
 
 
 def main(descriptor: int, parent: int) -> None:

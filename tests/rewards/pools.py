@@ -12,6 +12,7 @@ MISBEHAVING = "tests.rewards.misbehaving"
 
 def spec(path: str, **changes: Any) -> FunctionSpec:
     known: dict[str, Any] = {
+        "file": None,
         "arguments": {},
         "parts": (),
         "per": "row",

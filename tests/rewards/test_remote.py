@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from hybridflow.config import ExperimentConfig, MetricsConfig
 from hybridflow.errors import RewardError
 from hybridflow.reward_config import ScoringConfig
 from hybridflow.rewards.remote import filled
-from hybridflow.rewards.specs import reward_specs
+from hybridflow.rewards.specs import pool_specs
 from tests.rewards.pools import asked, pool_of, rows
 
 Answer = Callable[[str, dict, Any], tuple[int, bytes]]
@@ -73,7 +74,8 @@ def server() -> Iterator[Server]:
 def remote(server: Server, **changes: Any) -> Any:
     """The function as a config asks for it."""
     given = {"url": server.url, "request_seconds": 0.5, "retries": 2, "backoff_seconds": 0.1} | changes
-    (spec,) = reward_specs(ScoringConfig(remote=[given]))
+    config = ExperimentConfig.model_construct(reward=ScoringConfig(remote=[given]), metrics=MetricsConfig())
+    (spec,) = pool_specs(config)
     return spec
 
 

@@ -5,13 +5,20 @@ import os
 import pytest
 from pydantic import ValidationError
 
+from hybridflow.config import ExperimentConfig, MetricsConfig
 from hybridflow.errors import RewardError
 from hybridflow.reward_config import ScoringConfig
-from hybridflow.rewards.specs import function_names, function_weights, pool_limits, reward_specs
+from hybridflow.rewards.specs import function_names, function_weights, pool_limits, pool_specs
 
 
 def scoring(*functions: dict, **keys: object) -> ScoringConfig:
     return ScoringConfig(functions=functions, **keys)
+
+
+def of_run(config: ScoringConfig, eval_reward: str | None = None) -> ExperimentConfig:
+    """What of a run's config functions are asked of."""
+    metrics = MetricsConfig(eval_reward=eval_reward)
+    return ExperimentConfig.model_construct(reward=config, metrics=metrics)
 
 
 def test_a_function_is_asked_for_as_the_config_says() -> None:
@@ -28,7 +35,7 @@ def test_a_function_is_asked_for_as_the_config_says() -> None:
         timeout_seconds=7.0,
         remote=[{"url": "http://x/score", "weight": -1.0, "request_seconds": 10.0, "retries": 2}],
     )
-    waits, regular, length, remote = reward_specs(config)
+    waits, regular, length, remote = pool_specs(of_run(config))
     assert (waits.awaited, waits.concurrency, waits.timeout_seconds, waits.per) == (True, 5, 2.0, "row")
     assert (regular.awaited, regular.timeout_seconds, regular.arguments) == (False, 7.0, {"pattern": "a*"})
     assert waits.background and not regular.background
@@ -57,7 +64,7 @@ def test_a_function_is_asked_for_as_the_config_says() -> None:
 )
 def test_arguments_that_do_not_fit_are_refused_before_the_run(function: str, arguments: dict, expected: str) -> None:
     with pytest.raises(RewardError, match=rf"reward function hybridflow.rewards:{function}: .*{expected}"):
-        reward_specs(scoring({"function": f"hybridflow.rewards:{function}", "arguments": arguments}))
+        pool_specs(of_run(scoring({"function": f"hybridflow.rewards:{function}", "arguments": arguments})))
 
 
 def test_workers_are_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
