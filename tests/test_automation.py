@@ -46,6 +46,12 @@ def test_the_script_checks_style_and_types_before_it_tests() -> None:
     assert lines[-1] == steps[-1] and "set -euo pipefail" in lines
 
 
+def test_the_script_tests_what_is_optional_too() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    [line] = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if "--editable" in line]
+    assert f'".[{",".join(sorted(extras.keys() - {"cpu", "cuda", "dev"}, reverse=True))}]"' in line
+
+
 def test_the_script_skips_no_test_of_several_hosts_where_it_may_be_root() -> None:
     """Whoever is not root has them run by root, and the others by himself."""
     script = (ROOT / ".ci" / "run").read_text()

@@ -98,7 +98,8 @@ class WandbRun:
         except package.Error as error:
             raise EnvironmentProblem(f"metrics.wandb: the run cannot be opened: {error}") from error
         self._place.keep(self._run.id, self._place.last)
-        say(f"Weights & Biases: {self._run.url or f'run {self._run.id}, offline, in {config.run_dir}/wandb'}")
+        offline = f"run {self._run.id}, offline, in {config.run_dir}/wandb"
+        say(f"Weights & Biases: {offline if wandb.mode == 'offline' else self._run.url}")
 
     def write(self, iteration: int, values: Values) -> None:
         if iteration <= self._place.last:

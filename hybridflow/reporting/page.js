@@ -36,6 +36,9 @@ function draw(parent, tag, attributes, text) {
   return element;
 }
 
+// a name that may be broken after its dots, lines and slashes
+const breakable = (name) => name.split(/(?<=[._/])/).flatMap((part, i) => (i ? [document.createElement("wbr"), part] : [part]));
+
 const colorOf = (run) => `k${run % COLORS}` + (run >= COLORS ? " dashed" : "");
 
 function shown(value) {
@@ -247,7 +250,7 @@ function buildCurves() {
     const group = put(byId("groups"), "details", { open: true }, put(null, "summary", {}, `${area} `, count), box);
     group.addEventListener("toggle", () => group.open && later(redraw));
     for (const metric of metrics) {
-      const figure = put(box, "figure", { class: "chart" }, put(null, "h3", {}, metric));
+      const figure = put(box, "figure", { class: "chart" }, put(null, "h3", {}, ...breakable(metric)));
       figure.dataset.metric = metric;
       charts.push({ figure, metric, group, count });
     }
@@ -353,7 +356,7 @@ function phaseTable(parent, run) {
   for (const [name, seconds] of rows) {
     const share = put(null, "span", { class: "share" });
     share.style.width = `${(100 * seconds) / longest}%`;
-    const cells = [put(null, "td", {}, name), put(null, "td", { class: "number" }, shown(seconds)), put(null, "td", { class: "bar" }, share)];
+    const cells = [put(null, "td", {}, ...breakable(name)), put(null, "td", { class: "number" }, shown(seconds)), put(null, "td", { class: "bar" }, share)];
     put(table, "tr", {}, ...cells);
   }
 }
@@ -469,7 +472,7 @@ function buildConfig() {
     const differs = new Set(values).size > 1;
     count += differs;
     const cells = values.map((value) => put(null, "td", { class: "value" }, put(null, "code", {}, value)));
-    put(table, "tr", { class: differs ? "differs" : "same" }, put(null, "td", {}, put(null, "code", {}, key)), ...cells);
+    put(table, "tr", { class: differs ? "differs" : "same" }, put(null, "td", {}, put(null, "code", {}, ...breakable(key))), ...cells);
   }
   byId("differlabel").hidden = RUNS.length < 2;
   byId("differlabel").append(` (${count} of ${keys.length} keys)`);

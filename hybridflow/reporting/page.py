@@ -131,7 +131,7 @@ def _sample(sample: Sample) -> dict[str, Any]:
     return {
         "prompt": _cut(sample["prompt"]),
         "response": _cut(sample["response"]),
-        "score": None if score is None else _plain(score),
+        "score": f"{score:.6g}" if isinstance(score, float) else None if score is None else _plain(score),
         "more": {name: _cut(value) for name, value in sample.items() if name not in SHOWN and value is not None},
     }
 

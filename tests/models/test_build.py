@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
 
 from hybridflow.architecture.spec import read_spec
 from hybridflow.models import build
 from hybridflow.models.layers import RMSNorm
+from hybridflow.models.opt import PostNormLayer
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout
@@ -57,6 +59,20 @@ def test_a_transformer_engine_that_cannot_be_imported_is_as_good_as_none(
     (layer,) = build._block_spec(spec, 1).layer_specs
     assert layer.submodules.input_layernorm is RMSNorm
     assert layer.submodules.mlp.submodules.linear_fc1.__name__ == "ColumnParallelLinear"
+
+
+def test_layers_with_norms_after_the_sums_are_made_of_megatrons_local_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformer Engine's linear layers have a norm in front of them."""
+    monkeypatch.setattr(build, "_transformer_engine", lambda: True)
+    spec = read_spec(make_checkpoints(tmp_path, family="opt_350m", tied=True) / "policy")
+    block = build._block_spec(spec, 1)
+    (layer,) = block.layer_specs
+    assert (layer.module, block.layer_norm) == (PostNormLayer, None)
+    assert layer.submodules.input_layernorm is layer.submodules.pre_mlp_layernorm is IdentityOp
+    assert layer.submodules.mlp.submodules.linear_fc1.__name__ == "ColumnParallelLinear"
+    assert layer.submodules.self_attention.submodules.linear_qkv.__name__ == "ColumnParallelLinear"
 
 
 def measure(model: str) -> dict[str, list]:

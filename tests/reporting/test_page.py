@@ -78,4 +78,4 @@ def test_long_samples_are_cut_and_other_fields_kept(tmp_path: Path) -> None:
         "score": None,
         "more": {"parts": {"text": '{"a": 1.5}', "cut": 0}},
     }
-    assert second["rows"][1]["score"] == "NaN"
+    assert second["rows"][1]["score"] == "nan"
