@@ -139,7 +139,7 @@ def histogram(lengths: Sequence[int]) -> Iterator[str]:
 
 def _round_up(width: int) -> int:
     """To 1, 2 or 5 times a power of ten."""
-    power = 10 ** (len(str(width)) - 1)
+    power = int(10 ** (len(str(width)) - 1))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= width)
 
 
