@@ -52,6 +52,7 @@ def test_every_command_has_one() -> None:
     modules = {name.partition(":")[0].removesuffix(".__main__") for name in SCRIPTS.values()}
     files = [
         *(ROOT / "hybridflow").glob("*.py"),
+        *(ROOT / "hybridflow").glob("*/__main__.py"),
         *(ROOT / "tools").glob("*.py"),
         *(ROOT / "tools").glob("*/__main__.py"),
     ]

@@ -52,7 +52,7 @@ def load_inputs(config: ExperimentConfig, vocab_size: int) -> Inputs:
     return Inputs(
         tokenizer=tokenizer,
         eos_token_ids=ends,
-        train=_prompts("data.train", tokenizer, data, vocab_size),
+        train=train_prompts(data, tokenizer, vocab_size),
         heldout=_prompts("data.heldout", tokenizer, data, vocab_size) if data.heldout else None,
         right=load_reward_function(config.metrics.eval_reward) if config.metrics.eval_reward else None,
         ending=_no_end(config.sampling, ends, path),
@@ -65,6 +65,11 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: has no tokenizer that transformers can load: {error}") from error
+
+
+def train_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> PromptDataset:
+    """Those of data.train. Errors: DataError."""
+    return _prompts("data.train", tokenizer, data, vocab_size)
 
 
 def _prompts(key: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig, vocab_size: int) -> PromptDataset:

@@ -137,7 +137,21 @@ def test_overlong_prompt_is_dropped_and_the_user_is_told(config, tmp_path):
     done = training(config, f"data.train={file}", "data.overlong_prompts=drop", "num_iterations=1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("data.train: left out 1 of 4 prompts longer than data.max_prompt_length\n") == 1
-    assert len(metrics_rows(config)) == 1
+    assert [row["data/dropped_overlong"] for row in metrics_rows(config)] == ["1.0"]
+
+
+def test_what_is_passed_over_when_its_turn_comes_is_told_and_counted(config, tmp_path):
+    """Seven rows a pass, two of them wrong; four prompts an iteration: their turns are 1-6 and then 7 and 1-4."""
+    lines = overlong_among_four()
+    file = prompt_file(tmp_path, *lines[:3], '{"prompt": ', lines[3], lines[0], lines[2])
+    keys = ("data.checked_mib=0", "data.overlong_prompts=drop", "data.bad_rows=drop")
+    done = training(config, f"data.train={file}", *keys)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("GB are more than data.checked_mib: a row of the 7 is checked when its turn comes\n") == 1
+    assert done.stdout.count(f"data.train: a row is left out, and those to come that are not JSON: {file}, line 4") == 1
+    assert done.stdout.count(f"those to come that are too long: {file}, line 2: the prompt has 14 tokens") == 1
+    rows = metrics_rows(config)
+    assert [(row["data/dropped_overlong"], row["data/dropped_bad"]) for row in rows] == [("1.0", "1.0"), ("1.0", "1.0")]
 
 
 # ---- reward functions

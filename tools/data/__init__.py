@@ -1,0 +1,1 @@
+"""Published data sets into files that runs here read, where naming their columns is not enough."""
