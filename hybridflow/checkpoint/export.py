@@ -27,7 +27,6 @@ from hybridflow.formats.huggingface_files import (
     write_safetensors,
 )
 from hybridflow.formats.safetensors_files import TensorInfo
-from hybridflow.models.build import named_weights
 from hybridflow.parallel.grid import Grid
 from hybridflow.roles.base import TrainedRole
 
@@ -47,8 +46,7 @@ def export_huggingface(
     """
     grid, spec, head = role.grid, role.spec, role.head
     if grid.inside and grid.dp_rank == 0:
-        found = named_weights(role.chunks, spec, head=head)
-        own = {weight.megatron: parameter.data for weight, parameter in found}
+        own = {name: tensor for name, (_, tensor) in role.weights().items()}
         dtype = next(iter(own.values())).dtype
         tensors = _whole_tensors(own, dtype, spec, grid, head=head)
         if grid.tp_rank == grid.pp_rank == 0:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from hybridflow.data.fixed_inputs import load_rows
 from hybridflow.data.inputs import load_tokenizer, train_prompts
 from hybridflow.data.left_out import left_out
 from hybridflow.data.prompts import Prompt
-from hybridflow.data.rows import shown
+from hybridflow.data.rows import Item, shown
 from hybridflow.data.sources import Files
 from hybridflow.data.usable import Dropped, UsableRows
 from hybridflow.fixed_config import AnyConfig, FixedDataConfig
@@ -64,22 +64,31 @@ def seen_by(config: AnyConfig) -> Iterator[str]:
     model = Path(config.trained.model if isinstance(config, FixedDataConfig) else config.actor.model)
     tokenizer, vocab_size = load_tokenizer(model), read_spec(model).vocab_size
     if isinstance(config, ExperimentConfig):
-        prompts = train_prompts(config.data, tokenizer, vocab_size)
-        what, drawn = "prompts longer than data.max_prompt_length", prompts.rows
-        yield from _rows(drawn, what, lambda prompt: [len(prompt.token_ids)], _prompt_lines, tokenizer, config)
+        yield from _rows(
+            train_prompts(config.data, tokenizer, vocab_size).rows,
+            "prompts longer than data.max_prompt_length",
+            lambda prompt: [len(prompt.token_ids)],
+            _prompt_lines,
+            tokenizer=tokenizer,
+            config=config,
+        )
         return
-    examples = load_rows(config.data.train, tokenizer, config, vocab_size)
-    what = "rows longer than data.max_length"
     yield from _rows(
-        examples.rows, what, lambda its: [len(ids) for ids in its.sequences], _example_lines, tokenizer, config
+        load_rows(config.data.train, tokenizer, config, vocab_size).rows,
+        "rows longer than data.max_length",
+        lambda example: [len(ids) for ids in example.sequences],
+        _example_lines,
+        tokenizer=tokenizer,
+        config=config,
     )
 
 
 def _rows(
-    rows: UsableRows[Any],
+    rows: UsableRows[Item],
     too_long: str,
-    lengths: Any,
-    lines: Any,
+    lengths: Callable[[Item], list[int]],
+    lines: Callable[[Item, PreTrainedTokenizerBase], Iterator[str]],
+    *,
     tokenizer: PreTrainedTokenizerBase,
     config: AnyConfig,
 ) -> Iterator[str]:
@@ -130,7 +139,7 @@ def histogram(lengths: Sequence[int]) -> Iterator[str]:
 
 def _round_up(width: int) -> int:
     """To 1, 2 or 5 times a power of ten."""
-    power = 10 ** (len(str(width)) - 1)
+    power = int(10 ** (len(str(width)) - 1))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= width)
 
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.weights import Weight
 from hybridflow.batch import RolloutBatch, token_index
 from hybridflow.config import TrainedRoleConfig
 from hybridflow.models import pipeline
-from hybridflow.models.build import PackedModel, build_model
+from hybridflow.models.build import PackedModel, build_model, named_weights
 from hybridflow.models.micro_batch import (
     MicroBatch,
     filled_up,
@@ -192,6 +193,11 @@ class TrainedRole(Role):
         """From here on the learning rate is that of this iteration, 1 .. num_iterations."""
         self.lr = learning_rate(self.optimizer_config, iteration, num_iterations)
         self.steps = []
+
+    def weights(self) -> dict[str, tuple[Weight, Tensor]]:
+        """This rank's live weights by megatron name."""
+        found = named_weights(self.chunks, self.spec, head=self.head)
+        return {weight.megatron: (weight, parameter.data) for weight, parameter in found}
 
     def offloaded(self) -> contextlib.AbstractContextManager[None]:
         """Within the block what the config says is out of device memory: gradients, optimizer state."""

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.loss_mean import token_sum
-from hybridflow.architecture.weights import Weight
 from hybridflow.batch import RolloutBatch, Tokens
 from hybridflow.by_length import ByLength
 from hybridflow.models.build import named_weights
@@ -80,11 +79,6 @@ class Actor(TrainedRole):
             return each, {"entropy": entropy, **known}
 
         return per_token
-
-    def weights(self) -> dict[str, tuple[Weight, Tensor]]:
-        """This rank's live weights by megatron name."""
-        found = named_weights(self.chunks, self.spec, head="lm")
-        return {weight.megatron: (weight, parameter.data) for weight, parameter in found}
 
 
 def _linear(gradients: Tensor) -> PolicyObjective:

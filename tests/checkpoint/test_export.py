@@ -38,7 +38,7 @@ class FakeActor:
 
     def __init__(self, spec: ModelSpec, pp_rank: int, tp: int) -> None:
         layout = Layout(tp, 2, 1, tuple(range(2 * tp)))
-        self.spec, self.asked = spec, 0
+        self.spec, self.head, self.asked = spec, "lm", 0
         self.grid = SimpleNamespace(
             inside=True,
             **dict(dp_rank=0, tp_rank=0, pp_rank=pp_rank, tp=tp),

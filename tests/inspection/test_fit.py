@@ -5,11 +5,12 @@ import json
 import pytest
 
 from hybridflow.config import ExperimentConfig
+from hybridflow.fixed_config import FixedDataConfig
 from hybridflow.inspection.findings import Finding, Host
 from hybridflow.inspection.fit import Free, fit_findings, peaks
 from hybridflow.inspection.machine import GIB
 from hybridflow.planning.forecast import forecast
-from hybridflow.planning.placed import place
+from hybridflow.planning.placed import place, place_fixed
 from tests.distributed.tiny_experiment import make_inputs, write_config
 
 TWO = (Host("a", 0, (0,)), Host("b", 1, (1,)))
@@ -84,3 +85,27 @@ def test_too_small_a_disk_for_the_checkpoints(config: ExperimentConfig) -> None:
     [found] = named(fit_findings(config, 2, ONE, Free({}, {"a": 8 * GIB}, {"a": 1000})), "checkpoints")
     assert found.status == "warn" and "checkpoint.keep_last" in found.advice
     assert found.figures["needed_bytes"] == forecast(place(config, 2))["checkpoint"]["kept_bytes"] > 1000
+
+
+def test_a_run_on_fixed_data_has_one_moment_and_no_engine(config: ExperimentConfig) -> None:
+    tree = {
+        "name": "run",
+        "num_epochs": 2,
+        "data": {"train": "rows.jsonl", "batch_size": 4, "max_length": 16},
+        "reward_model": config.actor.model_dump(mode="json") | {"micro_batch_tokens": 64},
+        "algorithm": {"name": "reward_model"},
+        "checkpoint": {"save_interval": 1},
+    }
+    fixed = FixedDataConfig.model_validate(tree)
+    findings = fit_findings(fixed, 2, ONE, Free({}, {"a": 8 * GIB}, {"a": 100 * GIB}))
+    assert [(finding.name, finding.status) for finding in findings] == [
+        ("layout", "ok"),
+        ("memory", "ok"),
+        ("checkpoints", "ok"),
+    ]
+    assert findings[0].value == "2 ranks: reward_model on 0-1"
+    run = place_fixed(fixed, 2)
+    assert {moment for _, moment in peaks(run).values()} == {"training"}
+    told = forecast(run)
+    assert told["checkpoint"]["num_kept"] == 3  # two, and the one being written
+    assert "reshard" not in told and "rollout" not in told

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hybridflow.config import ExperimentConfig
+from hybridflow.fixed_config import FixedDataConfig
 from hybridflow.inspection.inputs import THERE, input_findings
 from tests.distributed.tiny_experiment import make_inputs, write_config
 
@@ -115,3 +116,35 @@ def test_functions_that_cannot_be_imported(here: Path) -> None:
     assert found.name == "functions absent_rewards:digits"
     assert "cannot import absent_rewards" in found.value
     assert "beside the config or into PYTHONPATH" in found.advice
+
+
+# ------------------------------------------------------------------------------------------------ fixed data
+
+
+def dpo_config(here: Path, rows: list[dict[str, str]]) -> FixedDataConfig:
+    (here / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = {"model": str(here / "policy"), "dtype": "float32"}
+    tree = {
+        "name": "run",
+        "num_epochs": 1,
+        "data": {"train": str(here / "pairs.jsonl"), "batch_size": 2, "max_length": 16},
+        "actor": {**model, "optimizer": {"lr": 1e-3}},
+        "reference": model,
+        "algorithm": {"name": "dpo"},
+    }
+    return FixedDataConfig.model_validate(tree)
+
+
+def test_rows_of_fixed_data_are_read_as_the_run_will(here: Path) -> None:
+    rows = [{"prompt": "1+1=", "chosen": "2", "rejected": str(i)} for i in range(3)]
+    findings, digests = input_findings(dpo_config(here, rows), "a")
+    assert [(finding.name, finding.status) for finding in findings] == [
+        ("model of actor, reference", "ok"),
+        ("tokenizer", "ok"),
+        ("data.train", "ok"),
+    ]
+    assert findings[-1].value == f"{here}/pairs.jsonl: the first 3 rows are readable"
+    assert "data.train" in digests
+    del rows[1]["rejected"]
+    findings, _ = input_findings(dpo_config(here, rows), "a")
+    assert findings[-1].status == "fail" and "rejected" in findings[-1].value
