@@ -150,11 +150,12 @@ def test_what_no_worker_has_begun_goes_to_all_ranks(pool: Pool) -> None:
         assert known(calls.scores()[0]) == [{row: 1.0 for row in (2, 3, 0, 1, 4, 5)}]
 
 
-def test_scores_that_nobody_asks_for_are_forgotten(pool: Pool) -> None:
-    calls = RolloutCalls(caller(pool), [ROW, FAILS], prompts())
-    calls.submit(group(0))
-    calls.forget()
-    assert pool._rows == {} and pool._outcomes == {}
+def test_scores_that_nobody_asks_for_are_forgotten() -> None:
+    with pool_of(spec(f"{HERE}:lists"), spec(f"{HERE}:fails")) as own:
+        calls = RolloutCalls(caller(own), [0, 1], prompts())
+        calls.submit(group(0))
+        calls.forget()
+        assert own._rows == {} and own._outcomes == {}
 
 
 def test_of_an_error_the_first_row_is_told_whoever_was_first(pool: Pool) -> None:
