@@ -90,20 +90,20 @@ class FunctionCaller:
 
     def finish(self, function: int, units: Sequence[Unit], size: int) -> FunctionScores:
         """Of (size,), once all of them have an outcome. Errors: RewardError, of the first that failed."""
-        outcomes = [self._pool.outcome(unit.ticket) for unit in units]
-        self._show(function, outcomes)
-        rows, num_parts = [row for unit in units for row in unit.rows], max(len(self.spec(function).parts), 1)
-        of_rows = [outcome for unit, outcome in zip(units, outcomes, strict=True) for _ in unit.rows]
-        scores = [
-            row for unit, outcome in zip(units, outcomes, strict=True) for row in self._scores(unit, outcome, num_parts)
-        ]
-        seconds = [
-            outcome.seconds / len(unit.rows) for unit, outcome in zip(units, outcomes, strict=True) for _ in unit.rows
-        ]
+        outcomes, num_parts = self._outcomes(function, units), max(len(self.spec(function).parts), 1)
+        rows: list[int] = []
+        scores: list[tuple[float, ...]] = []
+        seconds: list[float] = []
+        failures: list[float] = []
+        for unit, outcome in zip(units, outcomes, strict=True):
+            rows += unit.rows
+            scores += self._scores(unit, outcome, num_parts)
+            seconds += [outcome.seconds / len(unit.rows)] * len(unit.rows)
+            failures += [FAILURES[outcome.kind]] * len(unit.rows)
         return FunctionScores(
             tuple(self._contribution(size, rows, [row[i] for row in scores]) for i in range(num_parts)),
             self._contribution(size, rows, seconds),
-            self._contribution(size, rows, [FAILURES[outcome.kind] for outcome in of_rows]),
+            self._contribution(size, rows, failures),
         )
 
     def scores(self, function: int, rollout: RolloutBatch, prompts: PromptBatch) -> FunctionScores:
@@ -111,12 +111,22 @@ class FunctionCaller:
 
     # ---- inside
 
+    def _outcomes(self, function: int, units: Sequence[Unit]) -> list[Outcome]:
+        """In their order, up to one that ends the run: what is still under way behind it need not be waited for."""
+        outcomes: list[Outcome] = []
+        for unit in units:
+            outcomes.append(self._pool.outcome(unit.ticket))
+            if outcomes[-1].kind != "scored" and self.error_score is None:
+                self._show(function, outcomes)
+                raise RewardError(outcomes[-1].problem)
+        self._show(function, outcomes)
+        return outcomes
+
     def _scores(self, unit: Unit, outcome: Outcome, num_parts: int) -> Sequence[tuple[float, ...]]:
         """Of each row its parts."""
         if outcome.kind == "scored":
             return outcome.scores
-        if self.error_score is None:
-            raise RewardError(outcome.problem)
+        assert self.error_score is not None, "a failed row without a score ends the run"
         return [(self.error_score,) * num_parts] * len(unit.rows)
 
     @property

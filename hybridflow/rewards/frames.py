@@ -8,6 +8,7 @@ What comes from a process that runs a user's code is read as JSON alone: nothing
 
 import contextlib
 import json
+import select
 import socket
 import struct
 from collections.abc import Iterator
@@ -42,6 +43,17 @@ class Channel:
         head = json.dumps(header).encode()
         self._out += LENGTHS.pack(len(head), len(body)) + head + body
         self.flush()
+
+    def send_all(self, header: Header, body: bytes = b"") -> None:
+        """Until the other end has taken it. Errors: Closed."""
+        self.send(header, body)
+        while self.has_more:
+            _wait(self, select.POLLOUT)
+            self.flush()
+
+    def wait(self) -> None:
+        """Until something has arrived, or the other end is gone."""
+        _wait(self, select.POLLIN)
 
     def flush(self) -> None:
         """Send what the other end takes now. Errors: Closed."""
@@ -83,3 +95,9 @@ class Channel:
         except OSError:
             return True
         return True
+
+
+def _wait(channel: Channel, event: int) -> None:
+    poll = select.poll()  # select.select knows no file beyond the 1024th
+    poll.register(channel, event)
+    poll.poll()

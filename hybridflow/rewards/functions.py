@@ -42,10 +42,12 @@ class FunctionSpec:
     background: bool
 
 
-def exact_match(prompts: list[str], responses: list[str], columns: dict[str, list[Any]]) -> list[float]:
-    """1.0 where the response, stripped, is the `answer` column's entry; 0.0 elsewhere."""
-    answers = columns["answer"]
-    return [float(response.strip() == str(answer).strip()) for response, answer in zip(responses, answers, strict=True)]
+def exact_match(
+    prompts: list[str], responses: list[str], columns: dict[str, list[Any]], *, answer: str = "answer"
+) -> list[float]:
+    """1.0 where the response, stripped, is the entry of the column `answer`; 0.0 elsewhere."""
+    answers = columns[answer]
+    return [float(response.strip() == str(right).strip()) for response, right in zip(responses, answers, strict=True)]
 
 
 def load_reward_function(path: str) -> RewardFunction:

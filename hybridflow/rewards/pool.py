@@ -10,7 +10,6 @@ trainer's memory are in it. It ends when this process does, or when `close` is c
 
 import os
 import pickle
-import select
 import socket
 import subprocess
 import sys
@@ -102,16 +101,13 @@ class Pool:
 
     def _send(self, header: Header, body: bytes = b"") -> None:
         try:
-            self._channel.send(header, body)
-            while self._channel.has_more:
-                select.select([], [self._channel], [])
-                self._channel.flush()
+            self._channel.send_all(header, body)
         except Closed:
             raise self._lost() from None
 
     def _receive(self) -> None:
         """Wait for messages, and take note of them."""
-        select.select([self._channel], [], [])
+        self._channel.wait()
         try:
             for header, _ in self._channel.receive():
                 if "withdrawn" in header:

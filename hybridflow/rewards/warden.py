@@ -342,7 +342,7 @@ def main(descriptor: int, parent: int) -> None:
     with contextlib.suppress(Closed):
         charge: Charge | None = None
         while charge is None:
-            select.select([trainer], [], [])
+            trainer.wait()
             for _, body in trainer.receive():
                 charge = pickle.loads(body)
                 break

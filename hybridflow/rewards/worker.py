@@ -12,7 +12,6 @@ import faulthandler
 import os
 import pickle
 import resource
-import select
 import signal
 import socket
 import sys
@@ -90,13 +89,13 @@ def _serve(channel: Channel, loaded: Mapping[int, Loaded]) -> NoReturn:
     """One call after the other."""
     home, own, path = os.getcwd(), os.getpid(), list(sys.path)
     while True:
-        select.select([channel], [], [])
+        channel.wait()
         for header, body in channel.receive():
             answer = _answer(loaded[header["function"]], header["unit"], body)
             if os.getpid() != own:  # the function has forked, and its child returned as well
                 os._exit(0)
             _tidy(home, path)
-            _send(channel, answer)
+            channel.send_all(answer)
 
 
 async def _serve_many(channel: Channel, loaded: Mapping[int, Loaded]) -> None:
@@ -109,7 +108,7 @@ async def _serve_many(channel: Channel, loaded: Mapping[int, Loaded]) -> None:
         if os.getpid() != own:
             os._exit(0)
         _flush()
-        _send(channel, answer)
+        channel.send_all(answer)
 
     def arrived() -> None:
         try:
@@ -185,13 +184,6 @@ def _flush() -> None:
     for stream in (sys.__stdout__, sys.__stderr__):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed by the function
             stream.flush()  # type: ignore[union-attr]
-
-
-def _send(channel: Channel, answer: Header) -> None:
-    channel.send(answer)
-    while channel.has_more:
-        select.select([], [channel], [])
-        channel.flush()
 
 
 def _put_in_place(end: socket.socket, output: int) -> None:

@@ -18,6 +18,8 @@ from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.planning.placed import place
 from hybridflow.rewards.calls import FunctionCaller
+from hybridflow.rewards.pool import Pool
+from hybridflow.rewards.specs import pool_limits, pool_specs
 from hybridflow.roles.base import World
 from hybridflow.trainer import build_roles
 
@@ -66,7 +68,9 @@ class GivenPrompts:
 
 def given_roles(config: ExperimentConfig, world: World) -> Roles:
     """The models of a run. A reward function reads responses as token ids with spaces between them."""
-    caller = FunctionCaller(lambda ids: " ".join(map(str, ids)), world.platform.rank, world.platform.world_size)
+    specs, num_ranks = pool_specs(config), world.platform.world_size
+    pool = Pool(specs, pool_limits(config.reward, num_ranks)) if specs else None
+    caller = FunctionCaller(lambda ids: " ".join(map(str, ids)), world.platform.rank, num_ranks, pool)
     return build_roles(place(config, world.platform.world_size), world, caller)
 
 

@@ -1,5 +1,6 @@
 """Which rows a rank has functions called for, in which lists, and what becomes of those that fail."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -27,6 +28,13 @@ def parts(prompts: list[str], responses: list[str], columns: dict[str, list], *,
 
 def fails(prompts: list[str], responses: list[str], columns: dict[str, list]) -> list[float]:
     return [1 / (int(response) - 2) for response in responses]
+
+
+def sleeps_or_fails(prompts: list[str], responses: list[str], columns: dict[str, list]) -> list[float]:
+    if responses[0] == "1" and prompts[0] == "a":
+        raise ValueError("no 1")
+    time.sleep(0.0 if prompts[0] == "a" else 30.0)
+    return [1.0]
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +106,17 @@ def test_a_failed_row_ends_the_run_or_has_the_score_of_the_config(pool: Pool, ca
     assert len(shown) == 2 and shown[0].startswith("[rank 0, tests.rewards.test_calls:fails] scored as -3: reward func")
 
 
+def test_what_ends_the_run_does_not_wait_for_the_rows_behind_it() -> None:
+    """The second row fails, the third would take half a minute."""
+    with pool_of(spec(f"{HERE}:sleeps_or_fails")) as slow:
+        calls = FunctionCaller(lambda ids: str(ids[0]), 0, 1, slow)
+        calls.pool.outcome(slow.submit(0, {"prompts": ["a"], "responses": ["0"], "columns": {}, "rows": [0]}))
+        started = time.monotonic()
+        with pytest.raises(RewardError, match="row 1: raised ValueError: no 1"):
+            calls.scores(0, rollout(), prompts())
+        assert time.monotonic() - started < 20.0
+
+
 def test_of_many_failures_the_first_are_shown(pool: Pool, capsys) -> None:
     """Every row: their prompts lack the column."""
     bare = PromptBatch(torch.arange(3), torch.ones(3, dtype=torch.int64), ("a", "b", "c"), {})
@@ -131,11 +150,12 @@ def test_what_no_worker_has_begun_goes_to_all_ranks(pool: Pool) -> None:
         assert known(calls.scores()[0]) == [{row: 1.0 for row in (2, 3, 0, 1, 4, 5)}]
 
 
-def test_scores_that_nobody_asks_for_are_forgotten(pool: Pool) -> None:
-    calls = RolloutCalls(caller(pool), [ROW, FAILS], prompts())
-    calls.submit(group(0))
-    calls.forget()
-    assert pool._rows == {} and pool._outcomes == {}
+def test_scores_that_nobody_asks_for_are_forgotten() -> None:
+    with pool_of(spec(f"{HERE}:lists"), spec(f"{HERE}:fails")) as own:
+        calls = RolloutCalls(caller(own), [0, 1], prompts())
+        calls.submit(group(0))
+        calls.forget()
+        assert own._rows == {} and own._outcomes == {}
 
 
 def test_of_an_error_the_first_row_is_told_whoever_was_first(pool: Pool) -> None:
@@ -146,3 +166,4 @@ def test_of_an_error_the_first_row_is_told_whoever_was_first(pool: Pool) -> None
     calls.settle(rollout(), [0, 0, 0])
     with pytest.raises(RewardError, match="row 3: "):
         calls.scores()
+    calls.forget()

@@ -20,6 +20,8 @@ PER_ITERATION = 5
 FUNCTIONS = "tests.rewards.misbehaving"
 GOES_ON = "well", "late alarm", "own alarm", "prints", "returns twice"
 TOO_LONG = "hang", "hang with descendants", "deaf hang", "prints without end"
+HELDOUT = "well", "raises", "well", "os._exit", "well"
+EVALUATION = "metrics.eval_interval=4", f"metrics.eval_reward={FUNCTIONS}:right"
 IN_THE_WAY = "hang", "deaf hang", "os._exit"  # of the `async def`
 
 
@@ -90,9 +92,12 @@ def test_a_run_goes_on_whatever_its_functions_do(inputs: Path, tmp_path: Path) -
         "on_error": "score",
         "error_score": -1.0,
     }
+    heldout = tmp_path / "heldout.jsonl"
+    heldout.write_text("".join(json.dumps({"prompt": "1+1=", "how": how}) + "\n" for how in HELDOUT))
     config = experiment(tmp_path, inputs, rows, reward)
+    overrides = [f"data.heldout={heldout}", *EVALUATION]
     mark, environment = marked()
-    run = start_torchrun(2, "-m", "hybridflow.train", config, environment=environment)
+    run = start_torchrun(2, "-m", "hybridflow.train", config, *overrides, environment=environment)
     done = finish(run, SECONDS)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
@@ -111,7 +116,9 @@ def test_a_run_goes_on_whatever_its_functions_do(inputs: Path, tmp_path: Path) -
 
 
 def check_counts(file: Path, ways: list[str], samples: list[dict]) -> None:
-    table = list(csv.DictReader(file.read_text().splitlines()))
+    before, *table = csv.DictReader(file.read_text().splitlines())
+    for row in (before, table[-1]):
+        assert (float(row["eval/accuracy"]), float(row["eval/failed_rows"])) == (pytest.approx(0.6), 2.0)
     for i, row in enumerate(table):
         rows = slice(i * PER_ITERATION, (i + 1) * PER_ITERATION)
         own, parts = ways[rows], [sample["parts"] for sample in samples[rows]]

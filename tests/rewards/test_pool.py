@@ -36,7 +36,7 @@ def test_workers_have_neither_torch_nor_the_trainers_memory() -> None:
     """torch is imported in this process; a worker is no fork of it."""
     assert "torch" in sys.modules
     with pool_of(WHO, num_workers=3) as pool:
-        outcomes = [pool.outcome(ticket) for ticket in [pool.submit(0, rows("x")) for _ in range(12)]]
+        outcomes = [pool.outcome(ticket) for ticket in [pool.submit(0, rows("x")) for _ in range(30)]]
         pids = {int(outcome.scores[0][0]) for outcome in outcomes}
         assert len(pids) == 3 and min(pids) > 0, "negative: torch was there"
         assert pids == set(children(pool.warden)) and os.getpid() not in pids
@@ -78,12 +78,13 @@ def test_a_call_of_several_rows_has_the_time_of_each() -> None:
 
 
 def test_what_is_not_begun_can_be_withdrawn() -> None:
-    with pool_of(MISBEHAVES) as pool:
-        tickets = [pool.submit(0, rows("r", how=[how])) for how in ["hang", "well", "well"]]
-        time.sleep(0.4)
+    with pool_of(spec(f"{MISBEHAVING}:waits_in_all")) as pool:
+        asked(pool, 0, "0")
+        tickets = [pool.submit(0, rows(seconds)) for seconds in ("2", "0", "0")]
+        time.sleep(0.2)
         assert pool.withdraw(tickets[:2]) == {tickets[1]}
-        assert pool.outcome(tickets[0]).kind == "timeout" and pool.outcome(tickets[2]).kind == "scored"
-        pool.forget([pool.submit(0, rows("r", how=["well"])) for _ in range(3)])
+        assert [pool.outcome(ticket).kind for ticket in (tickets[0], tickets[2])] == ["scored", "scored"]
+        pool.forget([pool.submit(0, rows("0")) for _ in range(3)])
         assert pool._rows == {} and pool._outcomes == {}
 
 
@@ -93,8 +94,9 @@ def test_coroutines_run_beside_each_other_and_none_is_blamed_for_another() -> No
         asked(pool, 0, "r", how=["well"])
         started = time.monotonic()
         tickets = [pool.submit(0, rows("r", how=["well"])) for _ in range(8)]
-        assert [pool.outcome(ticket).scores for ticket in tickets] == [((0.25,),)] * 8
-        assert time.monotonic() - started < 0.5, "0.1 s each"
+        outcomes = [pool.outcome(ticket) for ticket in tickets]
+        assert [outcome.scores for outcome in outcomes] == [((0.25,),)] * 8
+        assert time.monotonic() - started < sum(outcome.seconds for outcome in outcomes)
         ways = ["well", "hang", "well", "deaf hang", "os._exit", "well", "well", "well", "well"]
         outcomes = [pool.outcome(ticket) for ticket in [pool.submit(0, rows("r", how=[how])) for how in ways]]
         wanted = {"well": "scored", "hang": "timeout", "deaf hang": "timeout", "os._exit": "error"}
@@ -124,9 +126,10 @@ def test_much_text_goes_both_ways() -> None:
 def test_the_end_of_a_pool_is_that_of_its_processes() -> None:
     with pool_of(MISBEHAVES, spec(f"{MISBEHAVING}:misbehaves"), num_workers=2) as pool:
         pool.submit(1, rows("r", how=["hang with descendants"]))
-        time.sleep(0.5)
-        below = all_below(pool.warden)
-        assert len(below) >= 4
+        until = time.monotonic() + 30
+        while len(below := all_below(pool.warden)) < 5:  # two workers, a child of one, two that sleep
+            assert time.monotonic() < until, below
+            time.sleep(0.05)
     assert [pid for pid in [pool.warden, *below] if Path(f"/proc/{pid}").exists()] == []
 
 
@@ -159,7 +162,7 @@ def test_a_pool_is_ready_soon() -> None:
     """Beside a trainer that takes seconds to load: a fifth of one, here with room for a busy machine."""
     started = time.monotonic()
     with pool_of(EXACT, num_workers=2) as pool:
-        assert time.monotonic() - started < 0.5, "nothing waits for it"
+        assert time.monotonic() - started < 1.0, "nothing waits for it"
         asked(pool, 0, "r", answer=["r"])
         assert time.monotonic() - started < 5.0
 
