@@ -6,7 +6,8 @@
 
     RLTrainer.from_yaml("my_experiment.yaml", ["seed=3"]).fit()
 
-on the rows of files by `FixedDataTrainer`; or of models, as in tutorials: `hybridflow.front`. A flow of one's own is a function of a `hybridflow.flows.run.Run`.
+on the rows of files by `FixedDataTrainer`; or of models, as in tutorials: `hybridflow.front`. A flow of one's own is a
+function of a `hybridflow.flows.run.Run`.
 docs/architecture.md shows what lies where.
 """
 
