@@ -6,7 +6,8 @@
 
     RLTrainer.from_yaml("my_experiment.yaml", ["seed=3"]).fit()
 
-or of models, as in tutorials: `hybridflow.front`. A flow of one's own is a function of a `hybridflow.flows.run.Run`.
+on the rows of files by `FixedDataTrainer`; or of models, as in tutorials: `hybridflow.front`. A flow of one's own is a
+function of a `hybridflow.flows.run.Run`.
 docs/architecture.md shows what lies where.
 """
 
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from hybridflow.fixed_trainer import FixedDataTrainer as FixedDataTrainer
     from hybridflow.front import RLTrainer as RLTrainer
     from hybridflow.front import create_critic_model as create_critic_model
     from hybridflow.front import get_trainer_config as get_trainer_config
@@ -26,4 +28,8 @@ else:
             from hybridflow import front
 
             return getattr(front, name)
+        if name == "FixedDataTrainer":
+            from hybridflow.fixed_trainer import FixedDataTrainer
+
+            return FixedDataTrainer
         raise AttributeError(f"module 'hybridflow' has no attribute '{name}'")
