@@ -76,12 +76,16 @@ class Place:
 
 
 class WandbRun:
-    """A run of Weights & Biases, whose files lie in RUN_DIR/wandb. The package sends in the background."""
+    """A run of Weights & Biases, whose files lie in RUN_DIR/wandb. A process of the package sends in the background.
+
+    Where that process has ended, nothing more is sent, which is told once; training goes on.
+    """
 
     def __init__(self, config: RunConfig, wandb: WandbConfig, *, goes_on: bool, say: Say) -> None:
         import wandb as package
 
         self._place = Place(config.run_dir / "wandb.json", goes_on=goes_on)
+        self._say, self._lost, self._errors = say, False, (package.Error, OSError)
         try:
             self._run = package.init(
                 project=wandb.project,
@@ -102,16 +106,25 @@ class WandbRun:
         say(f"Weights & Biases: {offline if wandb.mode == 'offline' else self._run.url}")
 
     def write(self, iteration: int, values: Values) -> None:
-        if iteration <= self._place.last:
+        if iteration <= self._place.last or self._lost:
             return
-        self._run.log(dict(values), step=iteration)
-        self._place.keep(self._run.id, iteration)
+        if self._done(lambda: self._run.log(dict(values), step=iteration), f"iteration {iteration} and what follows"):
+            self._place.keep(self._run.id, iteration)
+
+    def _done(self, call: Callable[[], object], what: str) -> bool:
+        try:
+            call()
+        except self._errors as error:
+            self._lost = True
+            self._say(f"Weights & Biases does not get {what}, which metrics.csv has: {error}")
+        return not self._lost
 
     def sync(self) -> None:
         """Only metrics.csv is read back."""
 
     def close(self) -> None:
-        self._run.finish()
+        if not self._lost:
+            self._done(self._run.finish, "the last rows for certain")
 
 
 class MlflowRun:

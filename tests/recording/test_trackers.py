@@ -6,6 +6,7 @@ W&B writes offline, and what it wrote is read back from its files; MLflow writes
 import json
 import math
 import struct
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from hybridflow.errors import ConfigError, EnvironmentProblem
 from hybridflow.recording.recorder import record_run
 from hybridflow.recording.trackers import MlflowRun, Place, check_trackers
 from tests.recording.test_resume import config, record
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # ------------------------------------------------------------------------------------------------ without the packages
 
@@ -107,6 +110,39 @@ def test_wandb_gets_every_iteration_once(tmp_path: Path, capsys: pytest.CaptureF
     assert {step: row["reward/score_mean"] for step, row in rows.items() if step} == SCORES
     assert rows[0]["eval/accuracy"] == 0.25 and rows[4]["eval/accuracy"] == 0.5
     assert f"Weights & Biases: run {place['name']}, offline, in {c.run_dir}/wandb" in capsys.readouterr().out
+
+
+LOST = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+from hybridflow.config import WandbConfig
+from hybridflow.recording.trackers import WandbRun
+from tests.recording.test_resume import config
+
+c, said = config(Path(sys.argv[1])), []
+c.run_dir.mkdir()
+run = WandbRun(c, WandbConfig(project="tests", mode="offline"), goes_on=False, say=said.append)
+run.write(1, {"a": 1.0})
+children = [pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
+[sends] = [int(pid) for pid in children if b"wandb" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+os.kill(sends, signal.SIGKILL)
+time.sleep(0.5)
+for iteration in (2, 3):
+    run.write(iteration, {"a": 2.0})
+run.close()
+print(json.dumps(said[1:]))
+"""
+
+
+def test_training_goes_on_without_the_process_that_sends(tmp_path: Path) -> None:
+    """In a process of its own: all runs of one share it."""
+    pytest.importorskip("wandb", reason="the extra wandb is not installed")
+    done = subprocess.run([sys.executable, "-c", LOST, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lost = "Weights & Biases does not get iteration 2 and what follows, which metrics.csv has: Connection lost"
+    assert json.loads(done.stdout.splitlines()[-1]) == [lost]
+    assert json.loads((tmp_path / "run" / "wandb.json").read_text())["last"] == 1
 
 
 def wandb_rows(file: Path) -> list[tuple[int, dict]]:
