@@ -79,8 +79,9 @@ def test_json_that_cannot_be_written(tmp_path: Path, monkeypatch: Any, capsys: p
             "same files.",
         ),
         (
-            "data.train={tmp}",
-            "fail: inputs, data.train, here: {tmp}: cannot be read: Is a directory. make it readable",
+            "data.train={tmp}/absent.jsonl",
+            "fail: inputs, data.train, here: {tmp}/absent.jsonl: cannot be read: No such file or directory. make it "
+            "readable",
         ),
         (
             "output_dir={tmp}/config.yaml/runs",

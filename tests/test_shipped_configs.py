@@ -27,7 +27,7 @@ WORLD_SIZES = {
     **{f"quickstart_{name}": 2 for name in FIXED},
     **{
         f"quickstart_{name}": 2
-        for name in ("dr_grpo", "grpo", "gspo", "maxrl", "opo", "reinforce", "remax", "rloo", "rule")
+        for name in ("distill", "dr_grpo", "grpo", "gspo", "maxrl", "opo", "reinforce", "remax", "rloo", "rule")
     },
     "split_placement": 2,
 }
@@ -38,14 +38,15 @@ NORM_SHARE = 0.01  # of a tiny model: its norms are whole on every rank, which n
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """configs/, and the config.json of the quickstart's models as tools.make_tiny makes them."""
+    """configs/, and the config.json of the quickstart's models as tools.make_tiny and quickstart_sft make them."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     settings = Settings()
     for name, architecture, num_layers in (
-        ("policy", "LlamaForCausalLM", settings.num_layers),
-        ("reward", "LlamaForSequenceClassification", settings.reward_layers),
+        ("data/tiny/policy", "LlamaForCausalLM", settings.num_layers),
+        ("data/tiny/reward", "LlamaForSequenceClassification", settings.reward_layers),
+        ("runs/quickstart_sft/hf", "LlamaForCausalLM", settings.num_layers),
     ):
-        (tmp_path / "data" / "tiny" / name).mkdir(parents=True)
+        (tmp_path / name).mkdir(parents=True)
         shape = {
             "architectures": [architecture],
             "model_type": "llama",
@@ -57,7 +58,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "vocab_size": 20,
             "rms_norm_eps": 1e-5,
         }
-        (tmp_path / "data" / "tiny" / name / "config.json").write_text(json.dumps(shape))
+        (tmp_path / name / "config.json").write_text(json.dumps(shape))
     monkeypatch.chdir(tmp_path)
 
 
