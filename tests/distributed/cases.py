@@ -77,13 +77,13 @@ GROUPED = (
     *THOROUGH,
     "glm",
     "opt",
-    "opt_350m",
     "mixtral",
 )  # these run samples of one prompt, too: every kind of position, experts
 FAMILY_CASES = ("tp1pp1dp1vpp1-none", "tp2pp1dp1vpp1-none", "tp2pp1dp1vpp1sp-selective", "tp1pp2dp1vpp1l1-full")
 FAMILY_CASES += ("tp4pp1dp1vpp1-none", "tp2pp2dp1vpp1sp-none")
-# beside those: gradients of whole matrices at both ends, which every rank or only one stage has
-END_CASES = ("tp1pp1dp2vpp1-none", "tp2pp1dp2vpp1sp-full", "tp1pp2dp1vpp2-none", "tp2pp2dp2vpp1-none")
+# whole matrices at both ends, which every rank or only one stage has
+END_CASES = ("tp1pp1dp1vpp1-none", "tp2pp1dp1vpp1-none", "tp1pp1dp2vpp1-none", "tp1pp2dp1vpp1l1-full")
+END_CASES += ("tp2pp2dp1vpp1sp-none", "tp2pp2dp2vpp1-none")
 CASES = (
     Case(all_budgets=True),
     Case(recompute="full"),
@@ -130,9 +130,10 @@ def applies(case: Case, family: str) -> bool:
     if family == "gqa":
         return case.tp == 4
     if family == "opt_350m":
-        return case.name in FAMILY_CASES + END_CASES
+        return case.name in END_CASES
     if not family.startswith(THOROUGH):
-        return case.name in (FAMILY_CASES[:2] if family in CHANGES else FAMILY_CASES)
+        few = FAMILY_CASES[1:2] if family.startswith("opt_") else FAMILY_CASES[:2]
+        return case.name in (few if family in CHANGES else FAMILY_CASES)
     return family in THOROUGH or (case.pp > 1 and case.num_ranks <= 4 and not case.all_budgets)
 
 

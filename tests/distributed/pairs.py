@@ -86,7 +86,8 @@ def _pairs() -> list[Pair]:
     layouts = ((Case(), 1, 1), (Case(tp=2), 2, 1), (Case(tp=2), 1, 1), (Case(pp=2), 1, 2), (Case(pp=2), 2, 1))
     layouts += ((Case(dp=2), 2, 1),)
     others = [family for family in FAMILIES if family not in ("llama", "qwen2", "gqa")]
-    return pairs + [Pair(*layout, name) for name in others for layout in (layouts[:1] if name in CHANGES else layouts)]
+    fewer = dict.fromkeys(CHANGES, layouts[:1]) | {"opt_350m": (layouts[0], layouts[2], layouts[4])}
+    return pairs + [Pair(*layout, name) for name in others for layout in fewer.get(name, layouts)]
 
 
 PAIRS = _pairs()

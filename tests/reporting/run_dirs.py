@@ -26,7 +26,17 @@ def make_run(path: Path, *, seed: int = 1, num_iterations: int = 6, layout: bool
         row |= {"time/rollout_seconds": 2.0, "time/estimate_seconds": 1.0, "time/update_seconds": 3.0 + i}
         row["time/generate_seconds"] = 1.5
         metrics.write(i, row | ({"eval/accuracy": 0.5} if i % 3 == 0 else {}))
-        samples.write(i, [{"prompt": f"{i} + {i} =", "response": f"{HOSTILE} {2 * i}", "score": seed / 4}])
+        samples.write(
+            i,
+            [
+                {
+                    "prompt": f"{i} + {i} =",
+                    "response": f"{HOSTILE} {2 * i}",
+                    "score": seed / 4,
+                    "parts": {"rule": seed / 4},
+                }
+            ],
+        )
     metrics.close()
     samples.close()
     if layout:

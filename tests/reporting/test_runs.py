@@ -33,7 +33,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert run.layout == RunLayout(4, roles, RolloutLayout(2, 1, ((0, 1), (2, 3))))
     assert run.samples.of == 6 and list(run.samples.by_iteration) == [1, 2, 3, 4, 5, 6]
     assert run.samples.by_iteration[2] == [
-        {"iteration": 2, "prompt": "2 + 2 =", "response": f"{HOSTILE} 4", "score": 0.25}
+        {"iteration": 2, "prompt": "2 + 2 =", "response": f"{HOSTILE} 4", "score": 0.25, "parts": {"rule": 0.25}}
     ]
 
 
