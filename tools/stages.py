@@ -80,7 +80,7 @@ class Stages:
         """Errors: StageFailed."""
         begin = time.perf_counter()
         self._sft("sft", "start", {"num_epochs": "null", "num_iterations": 240, "actor.optimizer.lr": 3e-3})
-        self._sft("adder", "sft", {})
+        self._sft("adder", "sft", {"num_epochs": 6})
         self._pairs(
             policy_mistakes(
                 self._model("sft"),
