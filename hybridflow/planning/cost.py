@@ -101,8 +101,10 @@ class Device:
         rate = profile.attention_backward if backward else profile.attention_forward
         return self._of("attention", operations / rate, busy)
 
-    def elementwise(self, num_bytes: float, *, busy: float = 1.0) -> Cost:
-        return self._of("memory", num_bytes / self.profile.elementwise_bandwidth, busy)
+    def elementwise(self, num_bytes: float, *, backward: bool = False, busy: float = 1.0) -> Cost:
+        profile = self.profile
+        measured = profile.elementwise_backward if backward else None
+        return self._of("memory", num_bytes / (measured or profile.elementwise_bandwidth), busy)
 
     def logits(self, number: float, *, backward: bool, busy: float = 1.0) -> Cost:
         """Log-probs and entropy of rows of logits: so many passes over them, or as measured."""

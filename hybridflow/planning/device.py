@@ -97,12 +97,14 @@ class Overheads(Section):
     operation: NonNegativeFloat  # a kernel that does nothing
     layer_forward: NonNegativeFloat  # a layer of a training model, one micro-batch
     layer_backward: NonNegativeFloat
-    micro_batch: NonNegativeFloat  # a micro-batch beside its layers
+    micro_batch: NonNegativeFloat  # a micro-batch beside its layers, each way
     step: NonNegativeFloat  # an optimizer step
+    step_layer: NonNegativeFloat  # of each layer in it
     engine_step: NonNegativeFloat  # of the engine, beside its layers and sequences
     engine_layer: NonNegativeFloat
     engine_sequence: NonNegativeFloat  # a running sequence, each step
-    iteration: NonNegativeFloat  # of the trainer around it all
+    engine_message: NonNegativeFloat  # an all-reduce of two ranks within the engine, beyond what it takes elsewhere
+    engine_wake: NonNegativeFloat  # a generation, beside its steps
 
 
 class DeviceProfile(Section):
@@ -120,6 +122,7 @@ class DeviceProfile(Section):
     attention_backward: PositiveFloat
     memory_bandwidth: PositiveFloat  # reading what is far larger than any cache
     elementwise_bandwidth: PositiveFloat  # of elementwise kernels over activations, reads and writes together
+    elementwise_backward: PositiveFloat | None = None  # None: the same
     logits_forward: PositiveFloat | None = None  # logits/s whose log-probs are computed; None: by their bytes
     logits_backward: PositiveFloat | None = None
     inside: Link  # a host

@@ -23,6 +23,7 @@ from hybridflow.planning.footprint import MAIN_BYTES, stage_elements
 
 ADAM_BYTES = 28  # an element's gradient, main weight and two moments read, the last three written, in float32
 SGD_BYTES = 20
+BACKWARD_ATTENTION = 2.5  # times the operations of forward: five products instead of two
 LOGIT_BYTES = 4  # log-probs of logits are computed in float32
 
 
@@ -146,7 +147,14 @@ class Model:
 
     def _attention(self, mb: Pass, *, backward: bool) -> Cost:
         """4 heads head_dim operations a pair forward, 2.5 times as many backward (Dao et al. 2022)."""
-        operations = 4 * mb.pairs * self.spec.num_heads * self.spec.head_dim / self.tp * (2.5 if backward else 1.0)
+        operations = (
+            4
+            * mb.pairs
+            * self.spec.num_heads
+            * self.spec.head_dim
+            / self.tp
+            * (BACKWARD_ATTENTION if backward else 1.0)
+        )
         return self.device.attention(operations, backward=backward, busy=self.tp)
 
     def _besides(self, mb: Pass, times: float, *, backward: bool) -> list[Cost]:
@@ -155,7 +163,7 @@ class Model:
         overhead = overheads.layer_backward if backward else overheads.layer_forward
         return [
             self._attention(mb, backward=backward),
-            self.device.elementwise(times * mb.tokens * self.elementwise_bytes(), busy=self.tp),
+            self.device.elementwise(times * mb.tokens * self.elementwise_bytes(), backward=backward, busy=self.tp),
             self._messages(mb, backward=backward),
             self.device.overhead(overhead, busy=self.tp),
         ]
@@ -224,8 +232,15 @@ def update_cost(
     spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, rows: Rows, device: Device, *, head: Head
 ) -> Cost:
     """One optimizer step on a mini-batch of these rows, on all replicas at once. Loads are of the whole grid."""
-    count, mb = passes(rows.split(layout.dp), config.micro_batch_tokens)
-    count = max(count, 1)
+    gradients = gradient_cost(spec, layout, config, rows.split(layout.dp), device, head=head).times(1, busy=layout.dp)
+    return total((gradients, *optimizer_costs(spec, layout, config, device, head=head)))
+
+
+def gradient_cost(
+    spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, rows: Rows, device: Device, *, head: Head
+) -> Cost:
+    """One replica adds up the gradients of its rows, at least of one micro-batch. Loads are of one replica."""
+    count, mb = passes(rows, config.micro_batch_tokens)
     model = model_of(spec, layout, config, device, head=head)
     overhead = device.overhead(2 * device.profile.overheads.micro_batch, busy=layout.tp)
     layer = model.forward_layer(mb) + model.backward_layer(mb, config.recompute)
@@ -235,8 +250,7 @@ def update_cost(
         total((layer.times(layers), overhead, message, ends if is_last else Cost()))
         for layers, is_last in _stages(spec, layout)
     ]
-    compute = pipelined(stages, count, chunks=layout.vpp).times(1, busy=layout.dp)
-    return total((compute, *optimizer_costs(spec, layout, config, device, head=head)))
+    return pipelined(stages, max(count, 1), chunks=layout.vpp)
 
 
 def optimizer_costs(
@@ -248,7 +262,8 @@ def optimizer_costs(
     steps n / dp elements, and b n bytes are gathered.
     """
     elements = max(stage_elements(spec, head, layout))
-    busy = len(layout.ranks)
+    layers = max(layers for layers, _ in _stages(spec, layout))
+    busy, overheads = len(layout.ranks), device.profile.overheads
     optimizer, groups = config.optimizer, layout.tp * layout.pp
     zero1 = optimizer.zero1 and optimizer.name == "adam"
     bytes_of_step = {"adam": ADAM_BYTES, "sgd": SGD_BYTES if optimizer.momentum else SGD_BYTES - 8}[optimizer.name]
@@ -257,7 +272,7 @@ def optimizer_costs(
         device.memory(MAIN_BYTES * elements, busy=busy),  # the gradients are set to zero
         device.memory(MAIN_BYTES * own, busy=busy),  # their norm
         device.memory(bytes_of_step * own, busy=busy),
-        device.overhead(device.profile.overheads.step, busy=busy),
+        device.overhead(overheads.step + layers * overheads.step_layer, busy=busy),
     ]
     if layout.dp > 1 and zero1:
         costs.append(device.reduce_scatter(MAIN_BYTES * elements, layout.dp, groups=groups))
