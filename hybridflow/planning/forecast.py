@@ -232,6 +232,29 @@ def role_memory(config: ExperimentConfig, model: PlacedModel) -> RoleMemory:
     return RoleMemory(model, config.max_sequence_length, ceil(rows / model.layout.dp))
 
 
+@dataclass(frozen=True)
+class Fullest:
+    """The rank with most bytes at a time, the moment of it, and what takes them by role."""
+
+    rank: int
+    moment: str
+    roles: Mapping[str, Footprint]
+
+    @property
+    def bytes(self) -> int:
+        return together(list(self.roles.values())).total
+
+
+def fullest(run: PlacedRun | PlacedFixed) -> Fullest:
+    """The first of those alike, as in the table of `hybridflow.plan`."""
+    found = [
+        Fullest(rank, moment, rows(rank))
+        for moment, rows in memory_of(run).moments().items()
+        for rank in range(run.world_size)
+    ]
+    return max(found, key=lambda each: each.bytes)
+
+
 # ------------------------------------------------------------------------------------------------ reports
 
 

@@ -1,0 +1,465 @@
+"""Branch and bound: which options of the roles of a placement go together, fastest first, within the memory. Pure.
+
+A choice of an option for each role takes, of an iteration,
+
+    sum of what all ranks wait for + generating + max over ranks of scoring + max over ranks of updating     (seconds)
+
+which is what `timing.predict` has but for the reshard and saves, which it leaves out: a lower bound. A rank holds, while
+models train, what its roles hold and the largest of their activations; while the engine generates, what rests and the
+engine. Ranks alike are one cell. Roles get their options one after another; a branch is left where the seconds so far,
+and the least of each role to come, are no less than the best so many that are known, or where the memory so far, and the
+least of each role to come, is more than there is.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import gcd
+
+import numpy as np
+
+from hybridflow.parallel.layout import Layout, RolloutLayout
+from hybridflow.planning.footprint import ITEM_BYTES
+from hybridflow.planning.forecast import engine_bytes, kept_by_sampler, storage_elements
+from hybridflow.planning.options import EngineOption, Float, Int, Options, RoleOption, engine_layout
+from hybridflow.planning.placements import ENGINE, Placement
+from hybridflow.planning.reshard import EngineHoldings
+from hybridflow.reshard.groups import engine_stages, rollout_layout
+from hybridflow.reshard.plan import plan_reshard
+
+SLACK = 1e-9  # of the bound: sums in another order round otherwise
+# of a reference that becomes the actor, and of that
+SAME = (
+    *("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_parallel_size"),
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+)
+Key = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An option for every role, on a placement. seconds: the bound."""
+
+    placement: Placement
+    roles: Mapping[str, RoleOption]
+    engine: EngineOption
+    seconds: float
+
+    @property
+    def key(self) -> Key:
+        return key_of(self.placement, {**self.roles, ENGINE: self.engine})
+
+
+def key_of(placement: Placement, chosen: Mapping[str, RoleOption | EngineOption]) -> Key:
+    """What two choices have to differ in to be told apart: where roles lie, and the sizes of those that take longest."""
+    told = ("actor", "critic", ENGINE)
+    return (*placement.values(), *(chosen[name].sizes for name in told if name in chosen))
+
+
+class Best:
+    """The `most` fastest choices that are known, each of another key."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._found: dict[Key, Choice] = {}
+        self.limit = float("inf")  # what is no faster is of no interest
+
+    def add(self, choice: Choice) -> None:
+        known = self._found.get(choice.key)
+        if choice.seconds >= self.limit or (known is not None and known.seconds <= choice.seconds):
+            return
+        self._found[choice.key] = choice
+        if len(self._found) > self.most:
+            del self._found[max(self._found, key=lambda key: self._found[key].seconds)]
+        if len(self._found) == self.most:
+            self.limit = max(choice.seconds for choice in self._found.values())
+
+    def known(self, key: Key) -> float:
+        """Seconds of the choice with this key."""
+        found = self._found.get(key)
+        return self.limit if found is None else min(found.seconds, self.limit)
+
+    def sorted(self) -> list[Choice]:
+        return sorted(self._found.values(), key=lambda choice: (choice.seconds, str(choice.key)))
+
+
+@dataclass
+class Counts:
+    """What a search has looked at."""
+
+    branches: int = 0
+    tight: int = 0  # that do not fit
+    least_bytes: int | None = None  # of a rank: the least memory that any choice would need, as far as was looked
+
+
+# ------------------------------------------------------------------------------------------------ cells
+
+
+class Cells:
+    """The ranks of a run, those together that no pipeline stage of any option tells apart."""
+
+    def __init__(self, placement: Placement, stages: Mapping[str, set[int]]) -> None:
+        """stages: of each role, the numbers of pipeline stages that it may have."""
+        size = 0
+        for name, ranks in placement.items():
+            bounds = {ranks[0], ranks[-1] + 1} if _contiguous(ranks) else set(ranks)
+            for bound in bounds:
+                size = gcd(size, bound)
+            for pp in stages.get(name, ()):
+                size = gcd(size, len(ranks) // pp)
+        contiguous = all(_contiguous(ranks) for ranks in placement.values())
+        self.size = max(1, size) if contiguous else 1
+        last = max(ranks[-1] for ranks in placement.values())
+        self.count = (last + 1) // self.size
+        self._first = {name: [rank for rank in ranks if rank % self.size == 0] for name, ranks in placement.items()}
+        self._ranks = placement
+
+    def spread(self, name: str, of_stages: Sequence[float]) -> Float | Int:
+        """By cell: the value of the stage that lies there, 0 where the role does not."""
+        found = np.zeros(self.count, dtype=np.asarray(of_stages).dtype)
+        ranks = self._ranks[name]
+        cells = [rank // self.size for rank in self._first[name]]
+        stages = np.arange(len(cells)) * self.size * len(of_stages) // len(ranks)
+        found[cells] = np.asarray(of_stages)[stages]
+        return found
+
+
+def _contiguous(ranks: Sequence[int]) -> bool:
+    return ranks[-1] - ranks[0] + 1 == len(ranks)
+
+
+# ------------------------------------------------------------------------------------------------ one placement
+
+
+@dataclass
+class _Level:
+    """A role with all its options: arrays of (options,) or (options, cells)."""
+
+    name: str
+    options: Sequence[RoleOption | EngineOption]
+    alone: Float
+    scoring: Float
+    updating: Float
+    held: Int
+    activations: Int
+    resting: Int
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Of what is chosen so far; arrays of (cells,), or of (options, cells)."""
+
+    alone: Float
+    scoring: Float
+    updating: Float
+    held: Int
+    activations: Int
+    resting: Int
+
+    def at(self, i: int) -> "_Sums":
+        return _Sums(*(np.asarray(getattr(self, name)[i]) for name in self.__dataclass_fields__))
+
+    def plus(self, level: "_Level | _Sums") -> "_Sums":
+        return _Sums(
+            self.alone + level.alone,
+            self.scoring + level.scoring,
+            self.updating + level.updating,
+            self.held + level.held,
+            np.maximum(self.activations, level.activations),
+            self.resting + level.resting,
+        )
+
+    @property
+    def seconds(self) -> Float:
+        found: Float = self.alone + self.scoring.max(axis=-1) + self.updating.max(axis=-1)
+        return found
+
+    @property
+    def most_bytes(self) -> Int:
+        """Of the fullest cell in its fullest moment."""
+        found: Int = np.maximum(self.held + self.activations, self.resting).max(axis=-1)
+        return found
+
+
+class Branches:
+    """All choices on one placement."""
+
+    def __init__(self, options: Options, placement: Placement, budget: int, engines: "EngineMemory") -> None:
+        self._options, self._placement, self._budget, self._engines = options, placement, budget, engines
+        names = [name for name in ("actor", "critic") if name in placement]
+        rest = [name for name in placement if name not in (*names, ENGINE)]
+        self._names = [*names, ENGINE, *rest]
+
+    @cached_property
+    def bound(self) -> float:
+        """Seconds that no choice is below, whatever the memory; infinite where a role has no option."""
+        cells = self._cells
+        total = _zeros(cells.count)
+        for name in self._names:
+            level = self._level(name)
+            if not level.options:
+                return float("inf")
+            total = total.plus(_least(level))
+        return float(total.seconds)
+
+    def search(self, best: Best, counts: Counts, *, exhaustive: bool, until: float) -> bool:
+        """Adds to `best`; whether it came to its end before `until`, a time of `time.monotonic`.
+
+        exhaustive: leave a branch for its memory alone.
+        """
+        if self.bound == float("inf"):
+            return True
+        levels = [self._level(name) for name in self._names]
+        left = [_zeros(self._cells.count)]
+        for level in reversed(levels):
+            left.append(left[-1].plus(_least(level)))
+        self._levels, self._left = levels, left[::-1]
+        self._best, self._counts, self._exhaustive, self._until = best, counts, exhaustive, until
+        return self._descend(0, _zeros(self._cells.count), {})
+
+    def _descend(self, depth: int, sums: _Sums, chosen: dict[str, RoleOption | EngineOption]) -> bool:
+        if time.monotonic() > self._until:
+            return False
+        level = self._levels[depth]
+        if level.name == ENGINE:
+            level = self._engine_on(level, chosen)
+        elif level.name == "reference" and self._options.reference_follows:
+            level = self._like_actor(level, chosen)
+        here = sums.plus(level)
+        whole = here.plus(self._left[depth + 1])
+        seconds, needed = whole.seconds, whole.most_bytes
+        self._counts.branches += len(level.options)
+        fits = (needed <= self._budget) & np.isfinite(seconds)
+        self._count_tight(seconds, needed, fits)
+        for i in np.argsort(seconds, kind="stable"):
+            if not fits[i]:
+                continue
+            if not self._exhaustive and seconds[i] >= self._best.limit * (1 - SLACK):
+                break
+            now = {**chosen, level.name: level.options[i]}
+            if not self._exhaustive and self._is_known(now, float(seconds[i])):
+                continue
+            if depth + 1 == len(self._levels):
+                self._best.add(self._choice(now, float(seconds[i])))
+            elif not self._descend(depth + 1, here.at(int(i)), now):
+                return False
+        return True
+
+    def _count_tight(self, seconds: Float, needed: Int, fits: "np.typing.NDArray[np.bool_]") -> None:
+        self._counts.tight += int((~fits).sum())
+        possible = needed[np.isfinite(seconds)]
+        if len(possible) and not fits.any():
+            least = int(possible.min())
+            known = self._counts.least_bytes
+            self._counts.least_bytes = least if known is None else min(known, least)
+
+    def _is_known(self, chosen: dict[str, RoleOption | EngineOption], seconds: float) -> bool:
+        """Whether all that tells choices apart is chosen, and a choice like it is known that is as fast."""
+        if ENGINE not in chosen:
+            return False
+        return seconds >= self._best.known(key_of(self._placement, chosen)) * (1 - SLACK)
+
+    def _choice(self, chosen: dict[str, RoleOption | EngineOption], seconds: float) -> Choice:
+        roles = {name: chosen[name] for name in self._placement if name != ENGINE}
+        engine = chosen[ENGINE]
+        assert isinstance(engine, EngineOption), "the engine is chosen"
+        return Choice(self._placement, roles, engine, seconds)  # type: ignore[arg-type]  # all others are roles
+
+    # ---------------------------------------------------------------------------------------- levels
+
+    @cached_property
+    def _cells(self) -> Cells:
+        stages = {
+            name: {option.layout.pp for option in self._options.of_role(name, len(ranks))}
+            for name, ranks in self._placement.items()
+            if name != ENGINE
+        }
+        return Cells(self._placement, stages)
+
+    def _level(self, name: str) -> _Level:
+        if name in self._known_levels:
+            return self._known_levels[name]
+        count = len(self._placement[name])
+        level = self._engine_level(count) if name == ENGINE else self._role_level(name, count)
+        self._known_levels[name] = level
+        return level
+
+    @cached_property
+    def _known_levels(self) -> dict[str, _Level]:
+        return {}
+
+    def _role_level(self, name: str, count: int) -> _Level:
+        options = self._options.of_role(name, count)
+        spread = self._cells.spread
+        there = spread(name, [1])
+
+        def of(attribute: str) -> Int:
+            rows = [spread(name, getattr(option, attribute)) for option in options]
+            return np.array(rows, dtype=np.int64).reshape(len(options), self._cells.count)
+
+        def seconds(attribute: str) -> Float:
+            return np.outer([getattr(option, attribute) for option in options], there).astype(np.float64)
+
+        alone = np.array([option.alone for option in options], dtype=np.float64)
+        return _Level(
+            name,
+            options,
+            alone,
+            seconds("scoring"),
+            seconds("updating"),
+            of("held"),
+            of("activations"),
+            of("resting"),
+        )
+
+    def _engine_level(self, count: int) -> _Level:
+        """With the least that each holds on any of the actor's layouts: of what the actor has, nothing twice."""
+        options = self._options.of_engine(count)
+        shape = len(options), self._cells.count
+        there = self._cells.spread(ENGINE, [1]).astype(np.int64)
+        resting = np.array([self._engines.least(option) * there for option in options], dtype=np.int64).reshape(shape)
+        none, no_bytes = np.zeros(shape), np.zeros(shape, dtype=np.int64)
+        held = np.array([self._engines.awake(option) * there for option in options], dtype=np.int64).reshape(shape)
+        generating = np.array([option.generating for option in options], dtype=np.float64)
+        return _Level(ENGINE, options, generating, none, none, held, no_bytes, resting)
+
+    def _engine_on(self, level: _Level, chosen: Mapping[str, RoleOption | EngineOption]) -> _Level:
+        """With the memory that the engine takes beside the chosen actor; infinite seconds where it cannot lie so."""
+        actor = chosen["actor"]
+        assert isinstance(actor, RoleOption), "the actor is no engine"
+        ranks, colocated = self._placement[ENGINE], self._placement[ENGINE] == self._placement["actor"]
+        alone, resting = level.alone.copy(), level.resting.copy()
+        for i, option in enumerate(level.options):
+            assert isinstance(option, EngineOption), "an engine's options"
+            memory = self._engines.of(actor.layout, option, ranks, colocated=colocated)
+            if memory is None:
+                alone[i] = np.inf
+            else:
+                resting[i] = self._cells.spread("actor" if colocated else ENGINE, memory)
+        return replace(level, alone=alone, resting=resting)
+
+
+    def _like_actor(self, level: _Level, chosen: Mapping[str, RoleOption | EngineOption]) -> _Level:
+        """Infinite seconds where a reference that becomes the actor would not lie as that does."""
+        actor = chosen["actor"]
+        assert isinstance(actor, RoleOption), "the actor is no engine"
+        unlike = [each.config for each in level.options if isinstance(each, RoleOption)]
+        apart = [any(getattr(one, key) != getattr(actor.config, key) for key in SAME) for one in unlike]
+        return replace(level, alone=np.where(apart, np.inf, level.alone))
+
+
+def _zeros(count: int) -> _Sums:
+    none, no_bytes = np.zeros(count), np.zeros(count, dtype=np.int64)
+    return _Sums(np.zeros(()), none, none, no_bytes, no_bytes, no_bytes)
+
+
+def _least(level: _Level) -> _Sums:
+    """Of each number the least of any option."""
+    return _Sums(
+        level.alone.min(),
+        level.scoring.min(axis=0),
+        level.updating.min(axis=0),
+        level.held.min(axis=0),
+        level.activations.min(axis=0),
+        level.resting.min(axis=0),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ the engine's memory
+
+
+@dataclass
+class EngineMemory:
+    """What an engine adds on each pipeline stage of the actor, or of itself on ranks of its own. What is known is kept."""
+
+    options: Options
+    _known: dict[tuple[object, ...], list[tuple[int, int, int]] | None] = field(default_factory=dict)
+
+    def least(self, option: EngineOption) -> int:
+        """On a rank, whichever the actor's layout."""
+        return self._beside(option)
+
+    def awake(self, option: EngineOption) -> int:
+        """While models train."""
+        config = self.options.config
+        if config.rollout.sleep_level != 0:
+            return 0
+        return option.kv_cache.whole + kept_by_sampler(config, self.options.specs["actor"], pp=option.pp)
+
+    def _beside(self, option: EngineOption) -> int:
+        return engine_bytes(self.options.config, self.options.specs["actor"], tp=option.tp, pp=option.pp)
+
+    def of(
+        self, train: Layout, option: EngineOption, ranks: Sequence[int], *, colocated: bool
+    ) -> tuple[int, ...] | None:
+        """By stage, of the rank with most; None where a tensor-parallel group would leave its host, or is none."""
+        config = self.options.config
+        if config.rollout.tensor_parallel_size is None and "tensor_parallel_size" not in self.options.free[ENGINE]:
+            if option.tp != train.tp:
+                return None
+        key = (train.tp, train.pp, train.dp, train.vpp, option.sizes, tuple(ranks[:1]), len(ranks), colocated)
+        if key not in self._known:
+            self._known[key] = self._shards(train, option, ranks, colocated=colocated)
+        shards = self._known[key]
+        if shards is None:
+            return None
+        # a stage of the engine has its part of the cache by its layers
+        most = max(layers for _, _, layers in shards)
+        beside = self._beside(option)
+        by_stage: dict[int, int] = {}
+        for stage, size, layers in shards:
+            needed = size + option.kv_cache.whole * layers // most + beside
+            by_stage[stage] = max(by_stage.get(stage, 0), needed)
+        return tuple(by_stage[stage] for stage in sorted(by_stage))
+
+    def _shards(
+        self, train: Layout, option: EngineOption, ranks: Sequence[int], *, colocated: bool
+    ) -> list[tuple[int, int, int]] | None:
+        """(stage, the engine's own weights less what is released, layers of the engine's stage), each once."""
+        spec, config = self.options.specs["actor"], self.options.config
+        if not colocated:
+            train = Layout(1, 1, 1, (0,))
+            rollout = RolloutLayout(option.tp, option.pp, (tuple(range(1, 1 + option.tp * option.pp)),))
+        else:
+            if not self._on_one_host(engine_layout(train, option, colocated=True), ranks):
+                return None
+            train = _one_of_each(train, option)
+            rollout = rollout_layout(train, option.tp, option.pp)
+        bucket_elements = config.rollout.bucket_bytes(cuda=True) // ITEM_BYTES[config.actor.dtype]
+        plan = plan_reshard(spec, train, rollout, bucket_elements=bucket_elements)
+        holdings = EngineHoldings(
+            plan, spec, itemsize=ITEM_BYTES[config.actor.dtype], bucket_elements=storage_elements(config)
+        )
+        stages = engine_stages(spec.num_layers, train, rollout)
+        found = set()
+        for rank in rollout.ranks:
+            own, released = holdings.of(rank)
+            engine = rollout.coordinates(rank)
+            stage = train.coordinates(rank).pp if colocated else engine.pp
+            found.add((stage if colocated else 0, own - released, len(stages[engine.pp])))
+        return sorted(found)
+
+    def _on_one_host(self, rollout: RolloutLayout, ranks: Sequence[int]) -> bool:
+        if self.options.config.tensor_parallel_across_hosts:
+            return True
+        per_host = self.options.work.ranks_per_host
+        return all(len({ranks[rank] // per_host for rank in group}) == 1 for group in rollout.tp_groups())
+
+
+def _one_of_each(train: Layout, option: EngineOption) -> Layout:
+    """With only as many replicas as an engine replica reaches over: the others are alike."""
+    tp, pp = min(option.tp, train.tp), min(option.pp, train.pp)
+    if max(option.tp, train.tp) % tp or max(option.pp, train.pp) % pp:
+        return train  # an engine of neighbours, wherever they lie
+    for_tp = gcd(option.tp // tp, train.dp)
+    dp = for_tp * gcd(option.pp // pp, train.dp // for_tp)
+    return Layout(
+        train.tp,
+        train.pp,
+        dp,
+        tuple(range(train.tp * train.pp * dp)),
+        vpp=train.vpp,
+        first_stage_layers=train.first_stage_layers,
+        last_stage_layers=train.last_stage_layers,
+    )
