@@ -7,18 +7,19 @@ What a search keeps by role is in `role_time` (scoring, updates) and `generation
 and `save_cost` are here. All take a `Device`, which keeps the rates that it was asked for.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
 from hybridflow.config import ExperimentConfig, TrainedRoleConfig
+from hybridflow.fixed_config import AnyConfig, FixedDataConfig
 from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.planning.cost import Cost, Device, total
 from hybridflow.planning.device import DeviceProfile
 from hybridflow.planning.footprint import ITEM_BYTES, optimizer_bytes, stage_elements
 from hybridflow.planning.generation_time import Responses, generation_cost
-from hybridflow.planning.placed import PlacedFixed, PlacedModel, PlacedRun
+from hybridflow.planning.placed import KVCacheSize, PlacedFixed, PlacedModel, PlacedRun
 from hybridflow.planning.role_time import Rows, forward_cost, update_cost
 from hybridflow.planning.saving import written_bytes
 from hybridflow.planning.timeline import Operation, Span, busy_seconds, schedule
@@ -70,11 +71,14 @@ class Prediction:
 
 def work_of(run: PlacedRun | PlacedFixed, profile: DeviceProfile) -> Work:
     """As much as the config allows: every prompt and response is as long as it may be."""
+    return work_of_config(run.config, profile)
+
+
+def work_of_config(config: AnyConfig, profile: DeviceProfile) -> Work:
     hosts = profile.ranks_per_host
-    if isinstance(run, PlacedFixed):
-        data = run.config.data
-        return Work(run.config.sequences_per_step, 1, 0, data.max_length, data.max_length, hosts)
-    config = run.config
+    if isinstance(config, FixedDataConfig):
+        data = config.data
+        return Work(config.sequences_per_step, 1, 0, data.max_length, data.max_length, hosts)
     samples = max(config.sampling.samples.values)
     longest = config.sampling.max_response_length
     return Work(config.data.prompts_per_iteration, samples, config.data.max_prompt_length, longest, longest, hosts)
@@ -113,34 +117,46 @@ def _generated(run: PlacedRun, work: Work, device: Device) -> Iterator[Operation
     for replica in run.rollout.replicas:
         yield Operation("generate", "engine", tuple(sorted(replica)), generated)
     yield Operation("exchange", "", world, exchange.times(3))
-    for name in _scoring_order(run):
+    for name in scoring_order(config, run.models):
         yield from _scored(run.models[name], work, device)
     yield Operation("exchange", "", world, exchange)
     for name in ("critic", "actor"):
         if name in run.models:
-            steps = config.algorithm.update.epochs * ceil(work.sequences / _mini_batch(config, work))
-            rows = Rows(_mini_batch(config, work), work.prompt, work.mean, _together(config, work))
-            yield _updated(run.models[name], rows, steps, device)
+            cost = training_cost(run.models[name], config, work, device)
+            yield Operation(f"{name}_update", name, run.models[name].layout.ranks, cost)
     yield Operation("exchange", "", world, exchange_cost(0, run.world_size, device, hosts=hosts))
     yield from _saved(run, device, work)
 
 
-def _scoring_order(run: PlacedRun) -> list[str]:
+def scoring_order(config: ExperimentConfig, models: Collection[str]) -> list[str]:
     """As the flows ask: reward models, the actor's log-probs, the reference's, values."""
-    trainer = getattr(run.config.algorithm, "policy", None)
-    asked = [name for name in run.models if name.startswith("reward")]
+    trainer = getattr(config.algorithm, "policy", None)
+    asked = [name for name in models if name.startswith("reward")]
     if trainer is None or trainer.old_log_probs == "trainer":
         asked.append("actor")
-    return asked + [name for name in ("reference", "critic") if name in run.models]
+    return asked + [name for name in ("reference", "critic") if name in models]
 
 
 def _scored(model: PlacedModel, work: Work, device: Device) -> Iterator[Operation]:
     """Each replica its share of the rows."""
+    cost = scoring_cost(model, work, device)
     whole = model.name.startswith("reward")
-    rows = Rows(work.sequences, work.prompt, work.mean, work.samples, whole).split(model.layout.dp)
-    cost = forward_cost(model.spec, model.layout, model.config, rows, device, head=model.head)
     for block in model.layout.groups("tp", "pp"):
         yield Operation("reward" if whole else SCORING_PHASES[model.name], model.name, block, cost)
+
+
+def scoring_cost(model: PlacedModel, work: Work, device: Device) -> Cost:
+    """Of one replica, its share of an iteration's rows."""
+    whole = model.name.startswith("reward")
+    rows = Rows(work.sequences, work.prompt, work.mean, work.samples, whole).split(model.layout.dp)
+    return forward_cost(model.spec, model.layout, model.config, rows, device, head=model.head)
+
+
+def training_cost(model: PlacedModel, config: ExperimentConfig, work: Work, device: Device) -> Cost:
+    """All optimizer steps of an iteration."""
+    rows = Rows(_mini_batch(config, work), work.prompt, work.mean, _together(config, work))
+    steps = config.algorithm.update.epochs * ceil(work.sequences / _mini_batch(config, work))
+    return _updated(model, rows, steps, device).cost
 
 
 def _updated(model: PlacedModel, rows: Rows, steps: int, device: Device) -> Operation:
@@ -180,10 +196,13 @@ def _fixed(run: PlacedFixed, work: Work, device: Device) -> Iterator[Operation]:
 
 def responses_of(run: PlacedRun, work: Work) -> Responses:
     """Of the busiest replica."""
-    config, replicas = run.config, len(run.rollout.replicas)
+    return share_of_responses(run.config, len(run.rollout.replicas), run.kv_cache, work)
+
+
+def share_of_responses(config: ExperimentConfig, replicas: int, kv_cache: KVCacheSize, work: Work) -> Responses:
     prompts = ceil(work.prompts / replicas)
     length = config.max_sequence_length
-    held = max(1, int(run.kv_cache.whole // max(run.kv_cache.least, 1)))  # of the longest sequences
+    held = max(1, int(kv_cache.whole // max(kv_cache.least, 1)))  # of the longest sequences
     held = max(held, int(held * length / (work.prompt + work.mean)))
     return Responses(
         number=prompts * work.samples,
