@@ -1,7 +1,7 @@
 """Seconds of a piece of work on some ranks, by what bounds them, and how much of their host it keeps busy. Pure.
 
-A `Part` takes `seconds` where its ranks have what they need. Ranks that share a host's processors may not: `load` is the
-share of them that the part keeps busy at full speed, 0 on devices of one's own, and with a share s of them it takes
+A `Part` takes `seconds` where its ranks have what they need. Ranks that share a host's processors may not: `load` is
+the share of them that the part keeps busy at full speed, 0 on devices of one's own, and with a share s of them it takes
 
     seconds x max(1, load / s)
 
@@ -14,7 +14,7 @@ from functools import cached_property
 from math import ceil, log2
 from typing import Literal
 
-from hybridflow.planning.device import DeviceProfile, Link
+from hybridflow.planning.device import Collective, DeviceProfile, Link
 
 Bound = Literal["products", "attention", "memory", "links", "launches", "waiting"]
 LOGIT_PASSES = 8  # over float32 logits, each way, in parallel/vocab.py
@@ -126,6 +126,15 @@ class Device:
     def overhead(self, seconds: float, *, busy: float = 1.0) -> Cost:
         return self._of("launches", seconds, busy)
 
+    def launched(self, work: Cost, seconds: float, *, busy: float = 1.0) -> Cost:
+        """Work whose launches take `seconds`: a device of its own works meanwhile, and waits for what is more.
+
+        On a CPU launching is work like any other.
+        """
+        if self.profile.shared is None:
+            seconds = max(0.0, seconds - work.seconds)
+        return work + self.overhead(seconds, busy=busy)
+
     @staticmethod
     def itemsize(dtype: str) -> int:
         return {"float32": 4, "bfloat16": 2}[dtype]
@@ -155,9 +164,10 @@ class Device:
         if ranks <= 1:
             return Cost()
         if hosts == 1 and self.profile.collectives:
-            latency, bandwidth, load = self._measured(ranks)
-            seconds = passes / 2 * (latency + num_bytes / bandwidth)
-            return Cost((Part("links", seconds, load * groups),))
+            one, more = self._measured(ranks)
+            waits = Part("links", passes / 2 * more * one.latency, one.latency_load * groups)
+            moves = Part("links", passes / 2 * more * num_bytes / one.bandwidth, one.bandwidth_load * groups)
+            return Cost((waits, moves))
         link = self._link(hosts)
         shared = min(link.sharers, groups) if hosts > 1 else 1  # groups side by side share the host's adapter
         seconds = passes * (
@@ -165,12 +175,11 @@ class Device:
         )
         return Cost((Part("links", seconds, self._message_load() * ranks * groups),))
 
-    def _measured(self, ranks: int) -> tuple[float, float, float]:
-        """(latency, bandwidth, load) of the smallest measured group that is as large, else of the largest."""
+    def _measured(self, ranks: int) -> tuple[Collective, float]:
+        """The smallest measured group that is as large, or the largest and how many times longer this one takes."""
         found = sorted(self.profile.collectives, key=lambda one: one.ranks)
         at = next((one for one in found if one.ranks >= ranks), found[-1])
-        more = max(1.0, ranks / at.ranks)
-        return at.latency * more, at.bandwidth / more, at.load
+        return at, max(1.0, ranks / at.ranks)
 
     def _link(self, hosts: int) -> Link:
         return self.profile.inside if hosts == 1 else self.profile.between

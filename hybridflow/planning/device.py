@@ -73,14 +73,15 @@ class Link(Section):
 class Collective(Section):
     """A measured all-reduce among `ranks` ranks of one host: seconds = latency + bytes / bandwidth.
 
-    load: the share of the host's processors that one such group keeps busy; groups at once take its multiple, where
-    that is above 1 so much longer.
+    Loads: the share of the host's processors that one such group keeps busy while it waits for messages, and while it
+    moves bytes; groups at once take their multiple, where that is above 1 so much longer.
     """
 
     ranks: Annotated[int, Field(ge=2)]
     latency: NonNegativeFloat
     bandwidth: PositiveFloat
-    load: NonNegativeFloat = 0.0
+    latency_load: NonNegativeFloat = 0.0
+    bandwidth_load: NonNegativeFloat = 0.0
 
 
 class Shared(Section):

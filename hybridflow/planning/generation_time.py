@@ -4,8 +4,8 @@ A decode step with b sequences at context length c reads the replica's weights a
 
     max(products of b rows, weights / bandwidth) + b c kv bytes / bandwidth + messages + what the engine takes itself
 
-Of responses with mean length mu and longest L the share that still runs after s tokens is taken as (1 - s / L)^(L/mu - 1),
-whose integral is mu; all run to the end where mu = L.
+Of responses with mean length mu and longest L the share that still runs after s tokens is taken as
+(1 - s / L)^(L / mu - 1), whose integral over s is mu; all run to the end where mu = L.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,8 @@ class Responses:
 def generation_cost(spec: ModelSpec, *, tp: int, pp: int, dtype: str, responses: Responses, device: Device) -> Cost:
     """One replica of tp x pp ranks. Its stages work one after another: a step waits for the token of the one before."""
     model = Model(spec, tp, dtype, "lm", sequence_parallel=False, device=device)
-    return prefill_cost(model, pp, responses) + decode_cost(model, pp, responses)
+    wakes = device.overhead(device.profile.overheads.engine_wake, busy=tp * pp)
+    return total((wakes, prefill_cost(model, pp, responses), decode_cost(model, pp, responses)))
 
 
 def prefill_cost(model: Model, pp: int, responses: Responses) -> Cost:
@@ -72,12 +73,13 @@ def decode_step(model: Model, pp: int, sequences: float, context: float) -> Cost
     heads = max(1.0, spec.num_kv_heads / model.tp)
     read = 2 * heads * spec.head_dim * device.itemsize(model.dtype) * sequences * context
     size = sequences * spec.hidden_size * device.itemsize(model.dtype)
+    message = overheads.engine_message if model.tp > 1 else 0.0
     layer = total(
         (
             products,
             device.memory(read, busy=model.tp),
             device.all_reduce(size, model.tp, hosts=model.hosts).times(2),
-            device.overhead(overheads.engine_layer, busy=model.tp),
+            device.overhead(overheads.engine_layer + 2 * message, busy=model.tp),
         )
     )
     return total((layer.times(spec.num_layers), _messages(model, pp, sequences), _sampled(model, sequences)))
@@ -87,11 +89,12 @@ def _sampled(model: Model, sequences: float) -> Cost:
     """The logits of the last tokens, and what the engine does about each sequence, on every rank of the replica."""
     spec, device, overheads = model.spec, model.device, model.device.profile.overheads
     columns = spec.padded_vocab_size / model.tp
+    message = overheads.engine_message if model.tp > 1 else 0.0
     return total(
         (
             device.product(sequences, spec.hidden_size, columns, dtype=model.dtype, busy=model.tp),
             device.all_gather(4 * sequences * spec.padded_vocab_size, model.tp, hosts=model.hosts),
-            device.overhead(overheads.engine_step + sequences * overheads.engine_sequence, busy=model.tp),
+            device.overhead(overheads.engine_step + sequences * overheads.engine_sequence + message, busy=model.tp),
         )
     )
 

@@ -114,7 +114,8 @@ class Model:
     def forward_layer(self, mb: Pass) -> Cost:
         """A layer forward on one rank; tp ranks of a group keep their host busy together."""
         products = total(self._product(mb.tokens, k, n) for k, n in self.matrices)
-        return total((products, *self._besides(mb, 1.0, backward=False)))
+        work = total((products, *self._besides(mb, 1.0, backward=False)))
+        return self.device.launched(work, self.device.profile.overheads.layer_forward, busy=self.tp)
 
     def backward_layer(self, mb: Pass, recompute: str) -> Cost:
         """Its gradients: two products for each of forward; what is not kept runs again."""
@@ -122,9 +123,8 @@ class Model:
         parts = [backward, *self._besides(mb, 2.0, backward=True)]
         if recompute == "selective":
             parts.append(self._attention(mb, backward=False))
-        if recompute == "full":
-            parts.append(self.forward_layer(mb))
-        return total(parts)
+        work = self.device.launched(total(parts), self.device.profile.overheads.layer_backward, busy=self.tp)
+        return work + self.forward_layer(mb) if recompute == "full" else work
 
     @property
     def matrices(self) -> list[tuple[float, float]]:
@@ -158,14 +158,11 @@ class Model:
         return self.device.attention(operations, backward=backward, busy=self.tp)
 
     def _besides(self, mb: Pass, times: float, *, backward: bool) -> list[Cost]:
-        """Attention, elementwise operations, messages, and what a layer takes whatever its sizes."""
-        overheads = self.device.profile.overheads
-        overhead = overheads.layer_backward if backward else overheads.layer_forward
+        """Attention, elementwise operations, messages."""
         return [
             self._attention(mb, backward=backward),
             self.device.elementwise(times * mb.tokens * self.elementwise_bytes(), backward=backward, busy=self.tp),
             self._messages(mb, backward=backward),
-            self.device.overhead(overhead, busy=self.tp),
         ]
 
     def elementwise_bytes(self) -> float:
@@ -232,8 +229,13 @@ def update_cost(
     spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, rows: Rows, device: Device, *, head: Head
 ) -> Cost:
     """One optimizer step on a mini-batch of these rows, on all replicas at once. Loads are of the whole grid."""
-    gradients = gradient_cost(spec, layout, config, rows.split(layout.dp), device, head=head).times(1, busy=layout.dp)
-    return total((gradients, *optimizer_costs(spec, layout, config, device, head=head)))
+    own = rows.split(layout.dp)
+    gradients = gradient_cost(spec, layout, config, own, device, head=head)
+    reduced = reduction_cost(spec, layout, config, device, head=head)
+    if device.profile.shared is None:  # while the last micro-batch runs backward, which is two thirds of its time
+        hidden = 2 / 3 * gradients.seconds / max(own.micro_batches(config.micro_batch_tokens), 1)
+        reduced = reduced.times(max(0.0, 1 - hidden / reduced.seconds) if reduced.seconds else 1.0)
+    return total((gradients.times(1, busy=layout.dp), reduced, step_cost(spec, layout, config, device, head=head)))
 
 
 def gradient_cost(
@@ -253,33 +255,37 @@ def gradient_cost(
     return pipelined(stages, max(count, 1), chunks=layout.vpp)
 
 
-def optimizer_costs(
-    spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, device: Device, *, head: Head
-) -> list[Cost]:
-    """The sum of the gradients, the step, and with ZeRO-1 what brings the weights together again, on the largest stage.
+def reduction_cost(spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, device: Device, *, head: Head) -> Cost:
+    """The sum of the gradients over dp replicas, on the largest stage: 4 n bytes, which are float32; all-reduced, or
+    with ZeRO-1 reduce-scattered."""
+    size, groups = MAIN_BYTES * max(stage_elements(spec, head, layout)), layout.tp * layout.pp
+    if layout.dp == 1:
+        return Cost()
+    if _zero1(config):
+        return device.reduce_scatter(size, layout.dp, groups=groups)
+    return device.all_reduce(size, layout.dp, groups=groups)
 
-    Gradients are float32: 4 n bytes are summed over dp replicas; with ZeRO-1 they are reduce-scattered, each replica
-    steps n / dp elements, and b n bytes are gathered.
-    """
+
+def step_cost(spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, device: Device, *, head: Head) -> Cost:
+    """An optimizer step on the largest stage, on all ranks at once: gradients are set to zero, their norm taken, and
+    the optimizer passes over its state. With ZeRO-1 a replica has n / dp elements, and b n bytes are gathered."""
     elements = max(stage_elements(spec, head, layout))
     layers = max(layers for layers, _ in _stages(spec, layout))
-    busy, overheads = len(layout.ranks), device.profile.overheads
-    optimizer, groups = config.optimizer, layout.tp * layout.pp
-    zero1 = optimizer.zero1 and optimizer.name == "adam"
-    bytes_of_step = {"adam": ADAM_BYTES, "sgd": SGD_BYTES if optimizer.momentum else SGD_BYTES - 8}[optimizer.name]
-    own = elements / layout.dp if zero1 else elements
+    busy, overheads, optimizer = len(layout.ranks), device.profile.overheads, config.optimizer
+    own = elements / layout.dp if _zero1(config) else elements
+    passes = {"adam": ADAM_BYTES, "sgd": SGD_BYTES if optimizer.momentum else SGD_BYTES - 8}[optimizer.name]
     costs = [
-        device.memory(MAIN_BYTES * elements, busy=busy),  # the gradients are set to zero
-        device.memory(MAIN_BYTES * own, busy=busy),  # their norm
-        device.memory(bytes_of_step * own, busy=busy),
+        device.memory(MAIN_BYTES * elements + MAIN_BYTES * own + passes * own, busy=busy),
         device.overhead(overheads.step + layers * overheads.step_layer, busy=busy),
     ]
-    if layout.dp > 1 and zero1:
-        costs.append(device.reduce_scatter(MAIN_BYTES * elements, layout.dp, groups=groups))
-        costs.append(device.all_gather(device.itemsize(config.dtype) * elements, layout.dp, groups=groups))
-    elif layout.dp > 1:
-        costs.append(device.all_reduce(MAIN_BYTES * elements, layout.dp, groups=groups))
-    return costs
+    if layout.dp > 1 and _zero1(config):
+        size = device.itemsize(config.dtype) * elements
+        costs.append(device.all_gather(size, layout.dp, groups=layout.tp * layout.pp))
+    return total(costs)
+
+
+def _zero1(config: TrainedRoleConfig) -> bool:
+    return config.optimizer.zero1 and config.optimizer.name == "adam"
 
 
 def pipelined(stages: Sequence[Cost], count: int, *, chunks: int) -> Cost:

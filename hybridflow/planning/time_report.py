@@ -117,6 +117,4 @@ def _with_rows(config: AnyConfig, rows: int) -> AnyConfig:
 def _peak(run: PlacedRun | PlacedFixed) -> int:
     """Most bytes on any rank at any moment."""
     moments: Mapping[str, Callable[[int], Mapping[str, Any]]] = memory_of(run).moments()
-    return max(
-        together(list(rows(rank).values())).total for rows in moments.values() for rank in range(run.world_size)
-    )
+    return max(together(list(rows(rank).values())).total for rows in moments.values() for rank in range(run.world_size))

@@ -30,13 +30,19 @@ def _collective(groups: ProcessGroups, size: int, rank: int, world_size: int, de
     lists = [tuple(range(i * size, (i + 1) * size)) for i in range(count)]
     rest = tuple(range(count * size, world_size))
     group = groups.own([*lists, *((one,) for one in rest)])
+    assert group is not None, "every rank is in a group"
     mine = rank in lists[0]
     small, large = (_timed(group, number, mine, device) for number in (SMALL, LARGE))
     together = _timed(group, LARGE, rank < count * size, device) if count > 1 else large
     small_together = _timed(group, SMALL, rank < count * size, device) if count > 1 else small
-    bandwidth = (LARGE - SMALL) / max(large - small, 1e-9)
-    longer = max(together / large, small_together / small)
-    return Collective(ranks=size, latency=small, bandwidth=bandwidth, load=longer / count)
+    moves, moves_together = (max(one - other, 1e-9) for one, other in ((large, small), (together, small_together)))
+    return Collective(
+        ranks=size,
+        latency=small,
+        bandwidth=(LARGE - SMALL) / moves,
+        latency_load=max(small_together / small, 1.0) / count,
+        bandwidth_load=max(moves_together / moves, 1.0) / count,
+    )
 
 
 def link(groups: ProcessGroups, rank: int, world_size: int, device: torch.device) -> Link:
@@ -44,6 +50,7 @@ def link(groups: ProcessGroups, rank: int, world_size: int, device: torch.device
     if world_size == 1:
         return Link(bandwidth=1e9, latency=1e-4)
     group = groups.own([(0, 1), *((one,) for one in range(2, world_size))])
+    assert group is not None, "every rank is in a group"
 
     def trip(number: int) -> Callable[[], None]:
         data = torch.zeros(number // 4, device=device)
