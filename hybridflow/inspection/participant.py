@@ -21,11 +21,12 @@ from hybridflow.fixed_config import AnyConfig, FixedDataConfig, load_config
 from hybridflow.inspection.attention import attention_findings, attention_in_use, is_flash_attn_available
 from hybridflow.inspection.findings import Finding
 from hybridflow.inspection.links import LINK_SECONDS, follow_link, lead_link, measure_all_reduce
-from hybridflow.inspection.machine import host_memory, machine_findings, this_device
+from hybridflow.inspection.machine import machine_findings, this_device
 from hybridflow.inspection.storage import storage_findings
 from hybridflow.inspection.versions import installed, version_findings
 from hybridflow.parallel.agreement import code_digests
 from hybridflow.parallel.device import CPU, choose_platform, uses_cuda
+from hybridflow.parallel.host_memory import host_memory
 from hybridflow.parallel.last_words import in_time
 from hybridflow.parallel.meeting import Answer, Order, doing
 from hybridflow.parallel.platform import Started, host_name, quiet

@@ -19,11 +19,12 @@ from math import gcd
 
 import numpy as np
 
+from hybridflow.auto_values import ENGINE
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.planning.footprint import ITEM_BYTES
 from hybridflow.planning.forecast import engine_bytes, kept_by_sampler, storage_elements
 from hybridflow.planning.options import EngineOption, Float, Int, Options, RoleOption, engine_layout
-from hybridflow.planning.placements import ENGINE, Placement
+from hybridflow.planning.placements import Placement
 from hybridflow.planning.reshard import EngineHoldings
 from hybridflow.reshard.groups import engine_stages, rollout_layout
 from hybridflow.reshard.plan import plan_reshard

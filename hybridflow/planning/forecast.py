@@ -3,7 +3,7 @@
 forecast(place_either(config, 64))    all that `hybridflow.plan` prints, as lists and dicts for JSON; bytes throughout
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
@@ -68,10 +68,7 @@ class RoleMemory:
     @cached_property
     def training(self) -> tuple[Footprint, ...]:
         """Of each stage, while models train."""
-        return self.with_elements(stage_elements(self.model.spec, self.model.head, self.model.layout))
-
-    def with_elements(self, elements: Sequence[int]) -> tuple[Footprint, ...]:
-        """`training`, where the elements of each stage are known."""
+        elements = stage_elements(self.model.spec, self.model.head, self.model.layout)
         return tuple(self._training(stage, count) for stage, count in enumerate(elements))
 
     def _training(self, stage: int, elements: int) -> Footprint:

@@ -19,16 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridflow.architecture.spec import Head, ModelSpec
+from hybridflow.auto_values import ENGINE, ENGINE_KEYS, ROLE_KEYS, SIZES, TRAINED_KEYS
 from hybridflow.config import ExperimentConfig, RoleConfig, RolloutConfig, TrainedRoleConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.planning.cost import Cost, Device
 from hybridflow.planning.device import DeviceProfile
-from hybridflow.planning.footprint import Footprint, stage_elements
+from hybridflow.planning.footprint import Footprint
 from hybridflow.planning.forecast import resting, role_memory
 from hybridflow.planning.generation_time import generation_cost
 from hybridflow.planning.placed import BLOCK_TOKENS, KVCacheSize, PlacedModel, gib_of, size_kv_cache
-from hybridflow.planning.placements import ENGINE
 from hybridflow.planning.timing import (
     Work,
     offload_cost,
@@ -40,10 +40,6 @@ from hybridflow.planning.timing import (
 from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout
 
 GIB = 1 << 30
-SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_parallel_size", "data_parallel_size")
-ROLE_KEYS = (*SIZES, "sequence_parallel", "micro_batch_tokens")
-TRAINED_KEYS = (*ROLE_KEYS, "recompute", "offload_optimizer", "offload_gradients")
-ENGINE_KEYS = ("tensor_parallel_size", "pipeline_parallel_size", "kv_cache_gib")
 MOST_STAGES = 32
 MODEL_CHUNKS = (1, 2, 4)  # a stage
 SEQUENCES = (1, 2, 4, 8, 16, 32)  # of the longest, that micro_batch_tokens holds
@@ -120,7 +116,6 @@ class Options:
         self._across = config.tensor_parallel_across_hosts
         self._roles: dict[tuple[str, int], list[RoleOption]] = {}
         self._engines: dict[int, list[EngineOption]] = {}
-        self._elements: dict[tuple[str, int, int, int], tuple[int, ...]] = {}
         self._scored = set(scoring_order(config, config.roles()))
 
     @property
@@ -231,15 +226,10 @@ class Options:
         )
 
     def _footprints(self, model: PlacedModel) -> tuple[Footprint, ...]:
-        layout = model.layout
-        key = (model.name, layout.tp, layout.pp, layout.vpp)
-        if key not in self._elements:
-            self._elements[key] = stage_elements(model.spec, model.head, layout)
-        kept = self._kept.setdefault(self._without_offloading(model), ())
-        if not kept:
-            kept = role_memory(self.config, model).with_elements(self._elements[key])
-            self._kept[self._without_offloading(model)] = kept
-        return kept
+        key = self._without_offloading(model)
+        if key not in self._kept:
+            self._kept[key] = role_memory(self.config, model).training
+        return self._kept[key]
 
     @cached_property
     def _kept(self) -> dict[tuple[Any, ...], tuple[Footprint, ...]]:

@@ -10,9 +10,9 @@ uses the actor's memory, or on others. Of the divisions those are left out that 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
+from hybridflow.auto_values import ENGINE
 from hybridflow.placement import Ranks
 
-ENGINE = "engine"
 MOST_UNITS = 16  # that the ranks are divided in
 
 

@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import Any
 
 from hybridflow.architecture.spec import ModelSpec, read_spec
+from hybridflow.auto_values import ENGINE
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.device import uses_cuda
@@ -30,7 +31,7 @@ from hybridflow.planning.forecast import Fullest, fullest
 from hybridflow.planning.hosts import HostRanks, check_hosts
 from hybridflow.planning.options import Free, Options, everything
 from hybridflow.planning.placed import PlacedRun, place
-from hybridflow.planning.placements import ENGINE, Placement, placements
+from hybridflow.planning.placements import Placement, placements
 from hybridflow.planning.timing import Prediction, Work, predict, work_of_config
 
 SHOWN = 10
@@ -295,7 +296,7 @@ def least_that_fits(request: Request) -> Least:
         if _any(more) is not None:
             ranks = more.world_size
             break
-    return Least(plan and plan.fullest.bytes, plan, ranks)
+    return Least(None if plan is None else plan.fullest.bytes, plan, ranks)
 
 
 def _any(request: Request) -> Plan | None:
