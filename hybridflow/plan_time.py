@@ -59,7 +59,9 @@ def _largest(report: "Report") -> list[str]:
         return [f"No batch fits in {room} a device: the table of memory says what takes it."]
     if not found["is_bound"]:
         return [f"Any batch fits in {room} a device: more rows are more micro-batches, which take no more memory."]
-    return [f"The largest batch that fits in {room} a device, with as many mini-batches: {found['key']} = {found['rows']}."]
+    return [
+        f"The largest batch that fits in {room} a device, with as many mini-batches: {found['key']} = {found['rows']}."
+    ]
 
 
 def _seconds(value: float) -> str:

@@ -104,6 +104,7 @@ class Overheads(Section):
     engine_step: NonNegativeFloat  # of the engine, beside its layers and sequences
     engine_layer: NonNegativeFloat
     engine_sequence: NonNegativeFloat  # a running sequence, each step
+    engine_logit: NonNegativeFloat  # a logit of a running sequence, each step: sampling
     engine_message: NonNegativeFloat  # an all-reduce of two ranks within the engine, beyond what it takes elsewhere
     engine_wake: NonNegativeFloat  # a generation, beside its steps
 

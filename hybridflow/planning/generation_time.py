@@ -90,11 +90,12 @@ def _sampled(model: Model, sequences: float) -> Cost:
     spec, device, overheads = model.spec, model.device, model.device.profile.overheads
     columns = spec.padded_vocab_size / model.tp
     message = overheads.engine_message if model.tp > 1 else 0.0
+    each = overheads.engine_sequence + spec.padded_vocab_size * overheads.engine_logit
     return total(
         (
             device.product(sequences, spec.hidden_size, columns, dtype=model.dtype, busy=model.tp),
             device.all_gather(4 * sequences * spec.padded_vocab_size, model.tp, hosts=model.hosts),
-            device.overhead(overheads.engine_step + sequences * overheads.engine_sequence + message, busy=model.tp),
+            device.overhead(overheads.engine_step + sequences * each + message, busy=model.tp),
         )
     )
 

@@ -89,6 +89,7 @@ def predict(run: PlacedRun | PlacedFixed, profile: DeviceProfile, work: Work | N
     work, device = work or work_of(run, profile), Device(profile)
     found = _fixed(run, work, device) if isinstance(run, PlacedFixed) else _generated(run, work, device)
     spans = schedule(tuple(found), ranks_per_host=work.ranks_per_host, shared=profile.shared is not None)
+    spans = tuple(span for span in spans if span.seconds)
     seconds = max(span.begin + span.seconds for span in spans)
     busy = busy_seconds(spans)
     idle = tuple(1 - busy.get(rank, 0.0) / seconds for rank in range(run.world_size))

@@ -1,5 +1,6 @@
 """What one rank does: products by shape, attention, log-probs of logits, and passes over memory."""
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -28,6 +29,8 @@ COLUMNS = {  # (k, n) of weights
     "cuda": ((512, 512), (1024, 4096), (4096, 1024), (4096, 4096), (4096, 16384), (16384, 4096), (8192, 8192)),
 }
 GRADIENT_OF = (64, 256, 1024, 4096)  # rows of which the products of a weight's gradient are measured: they are k there
+CACHE_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # more than the largest cache holds
+MOST_WEIGHTS = 2048
 STREAM_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 HEADS, HEAD_DIM = 8, 64
 LENGTHS = {"cpu": (8, 192), "cuda": (8, 2048)}  # sequences, tokens of each
@@ -37,12 +40,16 @@ Row = tuple[int, int, int, float]
 
 
 def product_table(dtype: str, device: torch.device) -> Iterator[Row]:
-    """(m, k, n, FLOP/s) of x W^T, and of the products of a weight's gradient."""
+    """(m, k, n, FLOP/s) of x W^T with a weight that is in no cache, as in a model of many layers, and of the products of
+    a weight's gradient."""
     for k, n in COLUMNS[device.type]:
-        weight = torch.randn(n, k, dtype=DTYPES[dtype], device=device)
+        size = k * n * DTYPES[dtype].itemsize
+        count = min(max(1, CACHE_BYTES[device.type] // size), MOST_WEIGHTS)
+        weights = torch.randn(count, n, k, dtype=DTYPES[dtype], device=device)
         for m in ROWS[device.type]:
             x = torch.randn(m, k, dtype=DTYPES[dtype], device=device)
-            seconds = seconds_of(lambda x=x, weight=weight: linear(x, weight), least=0.01, device=device)
+            turn = itertools.cycle(weights)
+            seconds = seconds_of(lambda x=x, turn=turn: linear(x, next(turn)), least=0.01, device=device)
             yield m, k, n, 2.0 * m * k * n / seconds
         for m in GRADIENT_OF:
             x, grad = (torch.randn(m, size, dtype=DTYPES[dtype], device=device) for size in (k, n))

@@ -3,6 +3,7 @@
 Of narrow models: an engine on the first rank, and one of two ranks that exchange messages.
 """
 
+import itertools
 import statistics
 import time
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from pathlib import Path
 import torch
 
 from hybridflow.generator import Generator
-from hybridflow.planning.device import Collective
-from hybridflow.profiling.tiny import PROMPT, make_model, placed_run
+from hybridflow.planning.cost import Device
+from hybridflow.planning.device import DeviceProfile
+from hybridflow.profiling.tiny import PROMPT, VOCAB_SIZE, make_model, placed_run
 from hybridflow.roles.base import World
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.engine import Request
@@ -20,6 +22,7 @@ from hybridflow.rollout.engine import Request
 HIDDEN, FEW, MANY = 64, 2, 10  # layers
 TOKENS = 40
 FEW_SEQUENCES, MANY_SEQUENCES = 1, 17
+LARGE_VOCABULARY = 8192
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class EngineOverheads:
     engine_step: float
     engine_layer: float
     engine_sequence: float
+    engine_logit: float
     engine_message: float
     engine_wake: float
 
@@ -42,30 +46,36 @@ class _Steps:
     wake: float
 
 
-def engine_overheads(directory: Path, world: World, pair: Collective | None) -> EngineOverheads:
-    """Collective over the world; the first rank knows the result. pair: all-reduces of two ranks outside an engine."""
+def engine_overheads(directory: Path, world: World, profile: DeviceProfile) -> EngineOverheads:
+    """Collective over the world; the first rank knows the result. profile: of all else."""
     few, many = (_measured(directory, layers, world, tp=1) for layers in (FEW, MANY))
-    sequence = max((few.many - few.few) / (MANY_SEQUENCES - FEW_SEQUENCES), 0.0)
+    wide = _measured(directory, FEW, world, tp=1, vocabulary=LARGE_VOCABULARY)
+    more = MANY_SEQUENCES - FEW_SEQUENCES
+    of_sequence, of_wide = ((steps.many - steps.few) / more for steps in (few, wide))
+    rows = (MANY_SEQUENCES, HIDDEN, LARGE_VOCABULARY)
+    head = Device(profile).product(*rows, dtype="float32").seconds / MANY_SEQUENCES
+    logit = max((of_wide - of_sequence - head) / (LARGE_VOCABULARY - VOCAB_SIZE), 0.0)
+    sequence = max(of_sequence - VOCAB_SIZE * logit, 0.0)
     layer = max((many.few - few.few) / (MANY - FEW), 0.0)
     message = 0.0
-    if pair is not None:
+    if profile.collectives:
         shared = _measured(directory, MANY, world, tp=2)
-        message = max((shared.few - many.few) / (2 * MANY + 2) - pair.latency, 0.0)
-    step = max(few.few - FEW * layer - FEW_SEQUENCES * sequence, 0.0)
-    return EngineOverheads(step, layer, sequence, message, few.wake)
+        message = max((shared.few - many.few) / (2 * MANY + 2) - profile.collectives[0].latency, 0.0)
+    step = max(few.few - FEW * layer - FEW_SEQUENCES * (sequence + VOCAB_SIZE * logit), 0.0)
+    return EngineOverheads(step, layer, sequence, logit, message, few.wake)
 
 
-def _measured(directory: Path, layers: int, world: World, *, tp: int) -> _Steps:
-    model, platform = directory / f"engine_{layers}", world.platform
+def _measured(directory: Path, layers: int, world: World, *, tp: int, vocabulary: int = VOCAB_SIZE) -> _Steps:
+    model, platform = directory / f"engine_{layers}_{vocabulary}", world.platform
     if platform.rank == 0 and not model.exists():
-        make_model(model, hidden=HIDDEN, layers=layers, positions=PROMPT + TOKENS)
+        make_model(model, hidden=HIDDEN, layers=layers, positions=PROMPT + TOKENS, vocabulary=vocabulary)
     world.exchange.summed(torch.zeros(1, device=platform.device))
     run = placed_run(model, tp=tp, dtype="float32", length=PROMPT + TOKENS, budget=1024, output_dir=directory)
     actor = Actor(run.actor, temperature=1.0, world=world)
     generator = Generator(run, actor, eos_token_ids=(), platform=platform, exchange=world.exchange)
     if generator.engine is None:
         return _Steps(0.0, 0.0, 0.0)
-    found = [_step(generator, count) for count in (FEW_SEQUENCES, MANY_SEQUENCES)]
+    few, many = (_step(generator, count) for count in (FEW_SEQUENCES, MANY_SEQUENCES))
     wake = []
     for _ in range(3):
         begin = time.perf_counter()
@@ -73,7 +83,7 @@ def _measured(directory: Path, layers: int, world: World, *, tp: int) -> _Steps:
             pass
         wake.append(time.perf_counter() - begin)
     generator.engine.close()
-    return _Steps(*found, statistics.median(wake))
+    return _Steps(few, many, statistics.median(wake))
 
 
 def _step(generator: Generator, sequences: int) -> float:
@@ -87,5 +97,5 @@ def _step(generator: Generator, sequences: int) -> float:
                 requests, generator._params["sampled"], stepped=lambda clock=clock: clock.append(time.perf_counter())
             ):
                 pass
-    steps = [end - begin for begin, end in zip(clock, clock[1:], strict=False)]
+    steps = [end - begin for begin, end in itertools.pairwise(clock)]
     return statistics.median(steps[3:])

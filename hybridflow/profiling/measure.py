@@ -54,8 +54,7 @@ def measure_profile(name: str, *, tell: Tell) -> DeviceProfile:
         forward, backward = elementwise_bandwidths(directory, world, profile)
         profile = _with(profile, platform, elementwise_bandwidth=forward, elementwise_backward=backward)
         tell("the engine")
-        pair = profile.collectives[0] if profile.collectives else None
-        overheads |= asdict(engine_overheads(directory, world, pair))
+        overheads |= asdict(engine_overheads(directory, world, profile))
         profile = _with(profile, platform, overheads=Overheads(**overheads))
         tell(f"measured in {time.monotonic() - began:.0f} s")
         dist.barrier(group=dist.group.WORLD)

@@ -13,14 +13,14 @@ HEAD_DIM = 32  # the least that vLLM's attention takes on a CPU
 PROMPT = 8
 
 
-def make_model(directory: Path, *, hidden: int, layers: int, positions: int) -> Path:
+def make_model(directory: Path, *, hidden: int, layers: int, positions: int, vocabulary: int = VOCAB_SIZE) -> Path:
     """Of 4 hidden sizes in the MLP, as many heads as go into the hidden size."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=4 * hidden,
         num_hidden_layers=layers,

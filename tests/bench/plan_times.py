@@ -219,7 +219,7 @@ def report(found: Mapping[str, Mapping[str, float]], directory: Path, profile_fi
     from hybridflow.planning.placed import place
     from hybridflow.planning.timing import predict
 
-    profile, console = load_profile(profile_file), Console(width=150)
+    profile, console = load_profile(profile_file), Console(width=190)
     for size in dict.fromkeys(key.split("/")[0] for key in found):
         table = Table(title=f"{size}: seconds, foretold / measured")
         for column in ("layout", "iteration", *PHASES):
