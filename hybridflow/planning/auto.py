@@ -128,9 +128,7 @@ def why_nothing_fits(request: Request, least: Least, what: str) -> list[str]:
             reverse=True,
         )
         told = ", ".join(f"{kind} {gib(size)}" for size, kind in kinds[:4] if size)
-        lines.append(
-            f"the least is {gib(fullest.bytes)} GiB, on rank {fullest.rank} in {fullest.moment}: {told} GiB"
-        )
+        lines.append(f"the least is {gib(fullest.bytes)} GiB, on rank {fullest.rank} in {fullest.moment}: {told} GiB")
     if least.ranks is not None:
         lines.append(f"with {room} GiB a rank it fits on {least.ranks} ranks")
     return lines

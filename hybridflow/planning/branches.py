@@ -4,11 +4,11 @@ A choice of an option for each role takes, of an iteration,
 
     sum of what all ranks wait for + generating + max over ranks of scoring + max over ranks of updating     (seconds)
 
-which is what `timing.predict` has but for the reshard and saves, which it leaves out: a lower bound. A rank holds, while
-models train, what its roles hold and the largest of their activations; while the engine generates, what rests and the
-engine. Ranks alike are one cell. Roles get their options one after another; a branch is left where the seconds so far,
-and the least of each role to come, are no less than the best so many that are known, or where the memory so far, and the
-least of each role to come, is more than there is.
+which is what `timing.predict` has but for the reshard and saves, which it leaves out: a lower bound. A rank holds,
+while models train, what its roles hold and the largest of their activations; while the engine generates, what rests and
+the engine. Ranks alike are one cell. Roles get their options one after another; a branch is left where the seconds so
+far, and the least of each role to come, are no less than the best so many that are known, or where the memory so far,
+and the least of each role to come, is more than there is.
 """
 
 import time
@@ -53,7 +53,7 @@ class Choice:
 
 
 def key_of(placement: Placement, chosen: Mapping[str, RoleOption | EngineOption]) -> Key:
-    """What two choices have to differ in to be told apart: where roles lie, and the sizes of those that take longest."""
+    """In what two choices have to differ to be told apart: where roles lie, and the sizes of the largest of them."""
     told = ("actor", "critic", ENGINE)
     return (*placement.values(), *(chosen[name].sizes for name in told if name in chosen))
 
@@ -340,7 +340,6 @@ class Branches:
                 resting[i] = self._cells.spread("actor" if colocated else ENGINE, memory)
         return replace(level, alone=alone, resting=resting)
 
-
     def _like_actor(self, level: _Level, chosen: Mapping[str, RoleOption | EngineOption]) -> _Level:
         """Infinite seconds where a reference that becomes the actor would not lie as that does."""
         actor = chosen["actor"]
@@ -372,7 +371,7 @@ def _least(level: _Level) -> _Sums:
 
 @dataclass
 class EngineMemory:
-    """What an engine adds on each pipeline stage of the actor, or of itself on ranks of its own. What is known is kept."""
+    """What an engine adds on each pipeline stage of the actor, or on ranks of its own. What is known is kept."""
 
     options: Options
     _known: dict[tuple[object, ...], list[tuple[int, int, int]] | None] = field(default_factory=dict)

@@ -92,7 +92,9 @@ def facts_of(tree: dict[str, Any], memory_bytes: int) -> Facts:
         return Facts(profile.model_copy(update=changes), memory_bytes, CUDA_MARGIN, what)
     profile = load_profile(given or CPU_PROFILE)
     whose = "" if given else ", a default that is of no particular machine: `hybridflow.plan --profile-device` measures"
-    return Facts(profile.model_copy(update=changes), memory_bytes, LEAST_MEMORY, f"a CPU (profile {profile.name}{whose})")
+    return Facts(
+        profile.model_copy(update=changes), memory_bytes, LEAST_MEMORY, f"a CPU (profile {profile.name}{whose})"
+    )
 
 
 def facts_by(profile: DeviceProfile, memory_bytes: int | None) -> Facts:

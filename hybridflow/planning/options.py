@@ -5,8 +5,8 @@
     options.of_engine(64)              tp, pp and KV cache of the engine
 
 HybridFlow's algorithm 2 (arXiv 2409.19256, section 6) goes over tensor and pipeline parallel sizes and takes the
-fastest. Here memory decides which sizes go together, so that all are kept that are fastest for their memory. What depends on few
-values is computed once: elements by grid, seconds without what moves to host memory, activations.
+fastest. Here memory decides which sizes go together, so that all are kept that are fastest for their memory. Seconds
+and memory that do not depend on what is offloaded are computed once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

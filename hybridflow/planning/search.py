@@ -4,10 +4,10 @@
     found.plans[0].config                a config that `hybridflow.train` takes
     found.given                          the config as it is, where it fits
 
-It goes over placements (HybridFlow's algorithm 1, arXiv 2409.19256, section 6) in the order of a bound that each has: the
-seconds that its roles take at least, whatever the memory. A placement whose bound is no less than the seconds of what is
-known already is not looked into, nor are those after it. What is left is placed as `hybridflow.plan` places it, counted
-by its memory table and timed by `predict`, which has the last word.
+It goes over placements (HybridFlow's algorithm 1, arXiv 2409.19256, section 6) in the order of a bound that each has:
+the seconds that its roles take at least, whatever the memory. A placement whose bound is no less than the seconds of
+what is known already is not looked into, nor are those after it. What is left is placed as `hybridflow.plan` places it,
+counted by its memory table and timed by `predict`, which has the last word.
 
 Where this departs from the paper: the engine may lie on ranks of its own; recomputation, offloading, micro-batches and
 the KV cache are chosen, too; memory is the exact table and not a least number of devices; scoring and updates of groups
@@ -80,7 +80,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Found:
-    """plans: fastest first. unseen: placements that time ran out for. given: None where it does not fit, and why_not."""
+    """plans: fastest first. unseen: placements that time ran out for. given: None where it does not fit; why_not."""
 
     request: Request
     plans: list[Plan]
