@@ -21,6 +21,7 @@ import numpy as np
 
 from hybridflow.auto_values import ENGINE
 from hybridflow.parallel.layout import Layout, RolloutLayout
+from hybridflow.placement import Ranks
 from hybridflow.planning.footprint import ITEM_BYTES
 from hybridflow.planning.forecast import engine_bytes, kept_by_sampler, storage_elements
 from hybridflow.planning.options import EngineOption, Float, Int, Options, RoleOption, engine_layout
@@ -40,12 +41,13 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True)
 class Choice:
-    """An option for every role, on a placement. seconds: the bound."""
+    """An option for every role, on a placement. seconds: the bound. bytes: no less than of the fullest rank."""
 
     placement: Placement
     roles: Mapping[str, RoleOption]
     engine: EngineOption
     seconds: float
+    bytes: int
 
     @property
     def key(self) -> Key:
@@ -126,6 +128,12 @@ class Cells:
         return found
 
 
+def _within(ranks: Ranks, others: Ranks) -> bool:
+    if ranks is others or ranks[0] < others[0] or ranks[-1] > others[-1]:
+        return ranks is others
+    return _contiguous(others) or set(ranks) <= set(others)
+
+
 def _contiguous(ranks: Sequence[int]) -> bool:
     return ranks[-1] - ranks[0] + 1 == len(ranks)
 
@@ -195,14 +203,19 @@ class Branches:
     @cached_property
     def bound(self) -> float:
         """Seconds that no choice is below, whatever the memory; infinite where a role has no option."""
-        cells = self._cells
-        total = _zeros(cells.count)
-        for name in self._names:
-            level = self._level(name)
-            if not level.options:
+        least = {}
+        for name, ranks in self._placement.items():
+            found = self._options.least(name, len(ranks))
+            if found is None:
                 return float("inf")
-            total = total.plus(_least(level))
-        return float(total.seconds)
+            least[name] = found
+        # the roles that lie on the same ranks
+        sums = [
+            [least[other] for other, others in self._placement.items() if _within(ranks, others)]
+            for ranks in dict.fromkeys(self._placement.values())
+        ]
+        scoring, updating = (max(sum(each[kind] for each in together) for together in sums) for kind in (1, 2))
+        return sum(each[0] for each in least.values()) + scoring + updating
 
     def search(self, best: Best, counts: Counts, *, exhaustive: bool, until: float) -> bool:
         """Adds to `best`; whether it came to its end before `until`, a time of `time.monotonic`.
@@ -217,7 +230,9 @@ class Branches:
             left.append(left[-1].plus(_least(level)))
         self._levels, self._left = levels, left[::-1]
         self._best, self._counts, self._exhaustive, self._until = best, counts, exhaustive, until
-        return self._descend(0, _zeros(self._cells.count), {})
+        ended = self._descend(0, _zeros(self._cells.count), {})
+        self._levels, self._left = [], []  # large, and there are many placements
+        return ended
 
     def _descend(self, depth: int, sums: _Sums, chosen: dict[str, RoleOption | EngineOption]) -> bool:
         if time.monotonic() > self._until:
@@ -242,7 +257,7 @@ class Branches:
             if not self._exhaustive and self._is_known(now, float(seconds[i])):
                 continue
             if depth + 1 == len(self._levels):
-                self._best.add(self._choice(now, float(seconds[i])))
+                self._best.add(self._choice(now, float(seconds[i]), int(needed[i])))
             elif not self._descend(depth + 1, here.at(int(i)), now):
                 return False
         return True
@@ -261,11 +276,11 @@ class Branches:
             return False
         return seconds >= self._best.known(key_of(self._placement, chosen)) * (1 - SLACK)
 
-    def _choice(self, chosen: dict[str, RoleOption | EngineOption], seconds: float) -> Choice:
+    def _choice(self, chosen: dict[str, RoleOption | EngineOption], seconds: float, needed: int) -> Choice:
         roles = {name: chosen[name] for name in self._placement if name != ENGINE}
         engine = chosen[ENGINE]
         assert isinstance(engine, EngineOption), "the engine is chosen"
-        return Choice(self._placement, roles, engine, seconds)  # type: ignore[arg-type]  # all others are roles
+        return Choice(self._placement, roles, engine, seconds, needed)  # type: ignore[arg-type]  # all others are roles
 
     # ---------------------------------------------------------------------------------------- levels
 
@@ -279,16 +294,8 @@ class Branches:
         return Cells(self._placement, stages)
 
     def _level(self, name: str) -> _Level:
-        if name in self._known_levels:
-            return self._known_levels[name]
         count = len(self._placement[name])
-        level = self._engine_level(count) if name == ENGINE else self._role_level(name, count)
-        self._known_levels[name] = level
-        return level
-
-    @cached_property
-    def _known_levels(self) -> dict[str, _Level]:
-        return {}
+        return self._engine_level(count) if name == ENGINE else self._role_level(name, count)
 
     def _role_level(self, name: str, count: int) -> _Level:
         options = self._options.of_role(name, count)

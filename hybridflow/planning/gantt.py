@@ -9,7 +9,8 @@ from hybridflow.planning.timeline import Span
 
 WIDTH, LEFT, RIGHT, TOP = 1080, 130, 20, 86  # pixels
 ROW, GAP, BAR = 46, 10, 30
-CHARACTER = 6.7  # pixels of one at 12 px, taken wide
+CHARACTER = 6.7  # pixels of one at 12 px, taken wide; of labels in bars, at 11 px, less
+LABEL_CHARACTER = 6.1
 LEAST_PIXELS = 1.5  # of a span that is drawn
 COLOURS = {  # of roles; dark enough for white letters
     "actor": "#1f5fa8",
@@ -84,7 +85,7 @@ def _bars(row: _Row, top: float, scale: float) -> list[str]:
         text = _fitting(span, width)
         if text:
             parts.append(
-                f'<text x="{x + width / 2:.1f}" y="{y + 19:.1f}" text-anchor="middle" fill="#ffffff" '
+                f'<text x="{x + width / 2:.1f}" y="{y + 19:.1f}" text-anchor="middle" fill="#ffffff" font-size="11" '
                 f'pointer-events="none">{escape(text)}</text>'
             )
     return parts
@@ -94,7 +95,7 @@ def _fitting(span: Span, width: float) -> str:
     """The longest label that goes into a bar; "" where none does."""
     name = span.phase.replace("_", " ")
     for text in (f"{name} {span.seconds:.3g} s", name, f"{span.seconds:.2g}"):
-        if len(text) * CHARACTER + 6 <= width:
+        if len(text) * LABEL_CHARACTER + 4 <= width:
             return text
     return ""
 

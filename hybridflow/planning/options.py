@@ -115,6 +115,7 @@ class Options:
         self.device, self._cuda = Device(profile), cuda
         self._across = config.tensor_parallel_across_hosts
         self._roles: dict[tuple[str, int], list[RoleOption]] = {}
+        self._least: dict[tuple[str, int], tuple[float, float, float] | None] = {}
         self._engines: dict[int, list[EngineOption]] = {}
         self._scored = set(scoring_order(config, config.roles()))
 
@@ -133,6 +134,21 @@ class Options:
             found.sort(key=lambda option: (option.alone + option.scoring + option.updating, *option.sizes))
             self._roles[name, num_ranks] = found
         return self._roles[name, num_ranks]
+
+    def least(self, name: str, num_ranks: int) -> tuple[float, float, float] | None:
+        """(alone, scoring, updating) that no option is below; None where there is none. Of the engine: generating."""
+        if (name, num_ranks) not in self._least:
+            self._least[name, num_ranks] = self._find_least(name, num_ranks)
+        return self._least[name, num_ranks]
+
+    def _find_least(self, name: str, num_ranks: int) -> tuple[float, float, float] | None:
+        if name == ENGINE:
+            engines = self.of_engine(num_ranks)
+            return (engines[0].generating, 0.0, 0.0) if engines else None
+        options = self.of_role(name, num_ranks)
+        if not options:
+            return None
+        return min(o.alone for o in options), min(o.scoring for o in options), min(o.updating for o in options)
 
     def _layouts(self, name: str, num_ranks: int) -> Iterator[tuple[RoleConfig, Layout]]:
         given = self.config.roles()[name]

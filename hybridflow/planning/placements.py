@@ -88,9 +88,15 @@ def _placed(groups: Sequence[tuple[str, ...]], counts: Sequence[int], names: Seq
     ranks: dict[str, Ranks] = {}
     first = 0
     for group, count in sorted(zip(groups, counts, strict=True), key=lambda pair: -pair[1]):
-        ranks |= dict.fromkeys(group, tuple(range(first, first + count)))
+        ranks |= dict.fromkeys(group, _interval(first, count))
         first += count
     return Placement({name: ranks[name] for name in names})
+
+
+@lru_cache(maxsize=None)
+def _interval(first: int, count: int) -> Ranks:
+    """Shared by all placements that have it."""
+    return tuple(range(first, first + count))
 
 
 def given_placement(layout_ranks: Mapping[str, Ranks], engine: Ranks | None) -> Placement:
