@@ -120,7 +120,7 @@ def why_nothing_fits(request: Request, least: Least, what: str) -> list[str]:
     room = gib(request.memory_bytes)
     lines = [f"no layout fits on {request.world_size} ranks of {what} with room for {room} GiB a rank"]
     if least.plan is None:
-        lines.append("nor with 64 times the memory: sizes of the model or of the batch do not go up in the ranks")
+        lines.append("nor with any memory: sizes of the model or of the batch do not go up in the ranks")
     else:
         fullest = least.plan.fullest
         kinds = sorted(

@@ -12,7 +12,7 @@ and the least of each role to come, is more than there is.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
@@ -61,10 +61,10 @@ def key_of(placement: Placement, chosen: Mapping[str, RoleOption | EngineOption]
 
 
 class Best:
-    """The `most` fastest choices that are known, each of another key."""
+    """The `most` fastest choices that are known, each of another key. first: the first that is found will do."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, most: int, *, first: bool = False) -> None:
+        self.most, self._first = most, first
         self._found: dict[Key, Choice] = {}
         self.limit = float("inf")  # what is no faster is of no interest
 
@@ -75,7 +75,9 @@ class Best:
         self._found[choice.key] = choice
         if len(self._found) > self.most:
             del self._found[max(self._found, key=lambda key: self._found[key].seconds)]
-        if len(self._found) == self.most:
+        if self._first:
+            self.limit = -float("inf")
+        elif len(self._found) == self.most:
             self.limit = max(choice.seconds for choice in self._found.values())
 
     def known(self, key: Key) -> float:
@@ -203,9 +205,17 @@ class Branches:
     @cached_property
     def bound(self) -> float:
         """Seconds that no choice is below, whatever the memory; infinite where a role has no option."""
+        return self._bound(self._options.least)
+
+    @cached_property
+    def floor(self) -> float:
+        """What `bound` is not below, found without looking at any role's options."""
+        return self._bound(self._options.floor)
+
+    def _bound(self, of: Callable[[str, int], tuple[float, float, float] | None]) -> float:
         least = {}
         for name, ranks in self._placement.items():
-            found = self._options.least(name, len(ranks))
+            found = of(name, len(ranks))
             if found is None:
                 return float("inf")
             least[name] = found

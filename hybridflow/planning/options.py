@@ -10,7 +10,7 @@ and memory that do not depend on what is offloaded are computed once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 from typing import Any
@@ -29,18 +29,22 @@ from hybridflow.planning.footprint import Footprint
 from hybridflow.planning.forecast import resting, role_memory
 from hybridflow.planning.generation_time import generation_cost
 from hybridflow.planning.placed import BLOCK_TOKENS, KVCacheSize, PlacedModel, gib_of, size_kv_cache
+from hybridflow.planning.role_time import Model, Rows
 from hybridflow.planning.timing import (
     Work,
     offload_cost,
     scoring_cost,
+    scored_rows,
     scoring_order,
     share_of_responses,
     training_cost,
+    updated_rows,
 )
 from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout
 
 GIB = 1 << 30
 MOST_STAGES = 32
+ROUNDED = 1 - 1e-9  # a sum in another order may be as much less
 MODEL_CHUNKS = (1, 2, 4)  # a stage
 SEQUENCES = (1, 2, 4, 8, 16, 32)  # of the longest, that micro_batch_tokens holds
 CACHES = (1.0, 0.75, 0.5, 0.375, 0.25, 0.125, 0.0625)  # of what the batch takes
@@ -150,6 +154,39 @@ class Options:
             return None
         return min(o.alone for o in options), min(o.scoring for o in options), min(o.updating for o in options)
 
+    def floor(self, name: str, num_ranks: int) -> tuple[float, float, float] | None:
+        """As `least`, and no more than that, without looking at any option: products and attention at their best rate,
+        shared evenly by all ranks."""
+        if name == ENGINE:
+            return self.least(name, num_ranks)
+        role, spec = self.config.roles()[name], self.specs[name]
+        scoring, updating = self._whole[name]
+        seconds = [0.0, 0.0]
+        if name in self._scored:
+            seconds[0] = self._fastest(spec, role, name, scoring)
+        if isinstance(role, TrainedRoleConfig):
+            forward, backward = (self._fastest(spec, role, name, updating, backward=each) for each in (False, True))
+            seconds[1] = forward + backward
+        return 0.0, ROUNDED * seconds[0] / num_ranks, ROUNDED * seconds[1] / num_ranks
+
+    @cached_property
+    def _whole(self) -> dict[str, tuple[Rows, Rows]]:
+        """By role: the rows of an iteration that it scores, and that it is updated by."""
+        rows, steps = updated_rows(self.config, self.work)
+        updating = replace(rows, number=rows.number * steps)
+        return {name: (scored_rows(name, self.work), updating) for name in self.config.roles()}
+
+    def _fastest(self, spec: ModelSpec, role: RoleConfig, name: str, rows: Rows, *, backward: bool = False) -> float:
+        """Seconds of one rank."""
+        profile = self.device.profile
+        model = Model(spec, 1, role.dtype, _head(name), False, self.device)
+        in_layer = sum(2 * k * n for k, n in model.matrices)
+        at_end = 2 * spec.hidden_size * spec.padded_vocab_size if model.head == "lm" else 0
+        products = (2 if backward else 1) * (rows.tokens * in_layer * spec.num_layers + rows.outputs * at_end)
+        attention = 4 * rows.pairs * spec.num_heads * spec.head_dim * spec.num_layers * (2.5 if backward else 1.0)
+        rate = profile.attention_backward if backward else profile.attention_forward
+        return products / profile.product_rates(role.dtype).best + attention / rate
+
     def _layouts(self, name: str, num_ranks: int) -> Iterator[tuple[RoleConfig, Layout]]:
         given = self.config.roles()[name]
         ranks = tuple(range(num_ranks))
@@ -230,8 +267,7 @@ class Options:
         return min(self.config.mini_batch_size, fewest)
 
     def _option(self, name: str, config: RoleConfig, layout: Layout) -> RoleOption:
-        head: Head = "lm" if name in ("actor", "reference") else "score"
-        model = PlacedModel(name, config, self.specs[name], layout, head)
+        model = PlacedModel(name, config, self.specs[name], layout, _head(name))
         footprints = self._footprints(model)
         rest = tuple(resting(each, config).total for each in footprints)
         scoring, updating = self._seconds(model)
@@ -350,6 +386,10 @@ class Options:
         )
         hosts = max(1, rollout.tp * rollout.pp * replicas // self.work.ranks_per_host)
         return EngineOption(rollout.tp, rollout.pp, gib, cache, self._at_once(cost, max(1, replicas // hosts)))
+
+
+def _head(name: str) -> Head:
+    return "lm" if name in ("actor", "reference") else "score"
 
 
 def undominated(options: Sequence[RoleOption]) -> list[RoleOption]:

@@ -51,6 +51,7 @@ class Request:
     placement: Placement | None = None  # None: every one
     seconds: float = float("inf")  # to search
     shown: int = SHOWN
+    first: bool = False  # the first that fits will do
 
     @property
     def iteration(self) -> Work:
@@ -116,7 +117,7 @@ class _Search:
             # what was left out takes as long as the last that was kept, or longer
             shown = plans[: self.request.shown]
             closed = not unseen and (best.limit == float("inf") or self._proven(shown, best))
-            if closed or kept >= MOST_KEPT or time.monotonic() > self.until:
+            if closed or self.request.first or kept >= MOST_KEPT or time.monotonic() > self.until:
                 break
             kept *= 2
         given, why_not = self._given()
@@ -162,21 +163,24 @@ class _Search:
         return found
 
     def _bounded(self) -> list[Branches]:
-        """By their bounds; those that cannot be are left out."""
+        """By what they take at least, as far as it is known without a look at any role's options."""
         engines = EngineMemory(self.options)
         found = [Branches(self.options, each, self.request.memory_bytes, engines) for each in self._placements()]
-        possible = [each for each in found if each.bound < float("inf")]
-        return sorted(possible, key=lambda each: each.bound)
+        return sorted(found, key=lambda each: each.floor)
 
     def _searched(self, branches: list[Branches], kept: int) -> tuple[Best, int, int]:
         """The best choices by their bounds; placements that were not looked into for time, and for their bound."""
-        best = Best(kept)
+        best, bounded = Best(kept, first=self.request.first), 0
         for i, each in enumerate(branches):
+            if each.floor >= best.limit and not self.exhaustive:
+                return best, 0, bounded + len(branches) - i
+            if time.monotonic() > self.until:
+                return best, len(branches) - i, bounded
             if each.bound >= best.limit and not self.exhaustive:
-                return best, 0, len(branches) - i
-            if not each.search(best, self.counts, exhaustive=self.exhaustive, until=self.until):
-                return best, len(branches) - i, 0
-        return best, 0, 0
+                bounded += 1
+            elif not each.search(best, self.counts, exhaustive=self.exhaustive, until=self.until):
+                return best, len(branches) - i, bounded
+        return best, 0, bounded
 
     def _timed(self, best: Best) -> list[Plan]:
         """In the order of their predicted seconds."""
@@ -274,22 +278,18 @@ class Least:
     ranks: int | None
 
 
-MOST_DOUBLINGS, MEMORY_STEPS = 6, 8
+MOST_DOUBLINGS, PRECISION = 6, 128
+UNBOUNDED = 1 << 60  # bytes
+SECONDS_OF_ONE = 6.0  # to find one that fits
 
 
 def least_that_fits(request: Request) -> Least:
-    """For a request that nothing fits: memory to 1 part in 256, ranks by doubling."""
-    high, plan = request.memory_bytes, None
-    for _ in range(MOST_DOUBLINGS):
-        high *= 2
-        plan = _any(replace(request, memory_bytes=high))
-        if plan is not None:
-            break
-    low, high = high // 2, high if plan is None else plan.fullest.bytes
-    for _ in range(MEMORY_STEPS if plan is not None else 0):
-        middle = (low + high) // 2
-        found = _any(replace(request, memory_bytes=middle))
-        low, high, plan = (middle, high, plan) if found is None else (low, found.fullest.bytes, found)
+    """For a request that nothing fits: memory to 1 part in 128, ranks by doubling."""
+    plan = _any(replace(request, memory_bytes=UNBOUNDED))
+    low, high = request.memory_bytes, 0 if plan is None else plan.fullest.bytes
+    while plan is not None and high - low > high // PRECISION:
+        found = _any(replace(request, memory_bytes=(low + high) // 2))
+        low, high, plan = ((low + high) // 2, high, plan) if found is None else (low, found.fullest.bytes, found)
     ranks: int | None = None
     for doublings in range(1, MOST_DOUBLINGS + 1 if request.placement is None else 1):
         more = replace(request, world_size=request.world_size << doublings)
@@ -301,5 +301,5 @@ def least_that_fits(request: Request) -> Least:
 
 def _any(request: Request) -> Plan | None:
     """One that fits."""
-    found = search(replace(request, shown=1, seconds=min(request.seconds, 10.0)))
+    found = search(replace(request, shown=1, seconds=min(request.seconds, SECONDS_OF_ONE), first=True))
     return found.plans[0] if found.plans else None

@@ -148,16 +148,25 @@ def _scored(model: PlacedModel, work: Work, device: Device) -> Iterator[Operatio
 
 def scoring_cost(model: PlacedModel, work: Work, device: Device) -> Cost:
     """Of one replica, its share of an iteration's rows."""
-    whole = model.name.startswith("reward")
-    rows = Rows(work.sequences, work.prompt, work.mean, work.samples, whole).split(model.layout.dp)
+    rows = scored_rows(model.name, work).split(model.layout.dp)
     return forward_cost(model.spec, model.layout, model.config, rows, device, head=model.head)
 
 
 def training_cost(model: PlacedModel, config: ExperimentConfig, work: Work, device: Device) -> Cost:
     """All optimizer steps of an iteration."""
-    rows = Rows(_mini_batch(config, work), work.prompt, work.mean, _together(config, work))
-    steps = config.algorithm.update.epochs * ceil(work.sequences / _mini_batch(config, work))
+    rows, steps = updated_rows(config, work)
     return _updated(model, rows, steps, device).cost
+
+
+def scored_rows(name: str, work: Work) -> Rows:
+    """Of an iteration, by the model's config key."""
+    return Rows(work.sequences, work.prompt, work.mean, work.samples, whole=name.startswith("reward"))
+
+
+def updated_rows(config: ExperimentConfig, work: Work) -> tuple[Rows, int]:
+    """(rows of an optimizer step, steps of an iteration)."""
+    rows = Rows(_mini_batch(config, work), work.prompt, work.mean, _together(config, work))
+    return rows, config.algorithm.update.epochs * ceil(work.sequences / _mini_batch(config, work))
 
 
 def _updated(model: PlacedModel, rows: Rows, steps: int, device: Device) -> Operation:

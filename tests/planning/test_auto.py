@@ -143,9 +143,7 @@ def test_another_error_of_the_config_is_told_before() -> None:
 # ------------------------------------------------------------------------------------------------ commands
 
 
-def test_plan_takes_such_a_config_and_tells_what_it_chose(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_takes_such_a_config_and_tells_what_it_chose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "auto.yaml").write_text(yaml.safe_dump(tree(**AUTO)))
     (tmp_path / "device.json").write_text(DEVICE.model_dump_json())
     how = ["auto.yaml", "--world-size", "2", "--profile", "device.json", "--memory-gib", "6"]
