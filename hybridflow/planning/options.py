@@ -33,8 +33,8 @@ from hybridflow.planning.role_time import Model, Rows
 from hybridflow.planning.timing import (
     Work,
     offload_cost,
-    scoring_cost,
     scored_rows,
+    scoring_cost,
     scoring_order,
     share_of_responses,
     training_cost,

@@ -8,7 +8,7 @@ uses the actor's memory, or on others. Of the divisions those are left out that 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from hybridflow.auto_values import ENGINE
 from hybridflow.placement import Ranks
@@ -93,7 +93,7 @@ def _placed(groups: Sequence[tuple[str, ...]], counts: Sequence[int], names: Seq
     return Placement({name: ranks[name] for name in names})
 
 
-@lru_cache(maxsize=None)
+@cache
 def _interval(first: int, count: int) -> Ranks:
     """Shared by all placements that have it."""
     return tuple(range(first, first + count))

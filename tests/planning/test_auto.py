@@ -1,4 +1,4 @@
-"""`auto`: which keys, what is chosen, and runs on CPU ranks that choose, end, and choose anew on another number of ranks."""
+"""`auto`: which keys, what is chosen, and runs on CPU ranks that choose, end, and choose anew on fewer ranks."""
 
 import csv
 import json
@@ -17,6 +17,7 @@ from hybridflow.planning.auto import Facts, resolve
 from hybridflow.planning.device import load_profile
 from hybridflow.planning.forecast import fullest
 from hybridflow.planning.placed import place
+from hybridflow.planning.placements import given_placement
 from hybridflow.planning.search import Request, search
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks
@@ -87,8 +88,6 @@ def test_what_is_chosen_is_the_best_and_all_else_stays() -> None:
                 assert dumped == value or key == "optimizer"
     base = ExperimentConfig.from_tree(with_neutral(tree(**AUTO)), "x.yaml")
     none: frozenset[str] = frozenset()
-    from hybridflow.planning.placements import given_placement
-
     whole = (0, 1, 2, 3)
     placement = given_placement(dict.fromkeys(base.roles(), whole), whole)
     wanted = Request(base, 4, DEVICE, ENOUGH, free={n: free.get(n, none) for n in placement}, placement=placement)
@@ -134,7 +133,7 @@ def test_what_does_not_fit_is_an_error_with_the_least_that_would() -> None:
 
 
 def test_another_error_of_the_config_is_told_before() -> None:
-    with pytest.raises(ConfigError, match="x.yaml: seed"):
+    with pytest.raises(ConfigError, match=r"x\.yaml: seed"):
         resolve(tree(**AUTO) | {"seed": -1}, "x.yaml", 2, facts())
     with pytest.raises(ConfigError, match=r"critic.ranks names rank 5, the run has 2 ranks"):
         resolve(tree(**AUTO | {"critic": {"ranks": "5"}}), "x.yaml", 2, facts())

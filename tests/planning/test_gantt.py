@@ -1,4 +1,4 @@
-"""The picture of an iteration: its rows and bars by hand, and that no text leaves its place, as a browser lays it out."""
+"""The picture of an iteration: rows and bars by hand, and that no text leaves its place, as a browser lays it out."""
 
 import re
 from pathlib import Path
