@@ -88,7 +88,12 @@ def predict(run: PlacedRun | PlacedFixed, profile: DeviceProfile, work: Work | N
     """One iteration. work: None: `work_of` the config. Errors: ConfigError where the profile lacks a dtype."""
     work, device = work or work_of(run, profile), Device(profile)
     found = _fixed(run, work, device) if isinstance(run, PlacedFixed) else _generated(run, work, device)
-    spans = schedule(tuple(found), ranks_per_host=work.ranks_per_host, shared=profile.shared is not None)
+    spans = schedule(
+        tuple(found),
+        ranks_per_host=work.ranks_per_host,
+        shared=profile.shared is not None,
+        crowded=lambda busy, role: profile.crowded(busy, engine=role == "engine"),
+    )
     spans = tuple(span for span in spans if span.seconds)
     seconds = max(span.begin + span.seconds for span in spans)
     busy = busy_seconds(spans)

@@ -40,8 +40,8 @@ Row = tuple[int, int, int, float]
 
 
 def product_table(dtype: str, device: torch.device) -> Iterator[Row]:
-    """(m, k, n, FLOP/s) of x W^T with a weight that is in no cache, as in a model of many layers, and of the products of
-    a weight's gradient."""
+    """(m, k, n, FLOP/s) of x W^T with a weight that is in no cache, as in a model of many layers; and of the products
+    of a weight's gradient."""
     for k, n in COLUMNS[device.type]:
         size = k * n * DTYPES[dtype].itemsize
         count = min(max(1, CACHE_BYTES[device.type] // size), MOST_WEIGHTS)

@@ -94,7 +94,7 @@ def _step(generator: Generator, sequences: int) -> float:
         for _ in range(2):  # the first time compiles
             clock = [time.perf_counter()]
             for _ in generator.engine.stream(
-                requests, generator._params["sampled"], stepped=lambda clock=clock: clock.append(time.perf_counter())
+                requests, generator.params["sampled"], stepped=lambda clock=clock: clock.append(time.perf_counter())
             ):
                 pass
     steps = [end - begin for begin, end in itertools.pairwise(clock)]

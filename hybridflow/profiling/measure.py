@@ -21,6 +21,7 @@ from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.platform import Platform
 from hybridflow.planning.device import DeviceProfile, Overheads, ProductRates, Shared
 from hybridflow.profiling import arithmetic, groups
+from hybridflow.profiling.crowds import crowding
 from hybridflow.profiling.engine import engine_overheads
 from hybridflow.profiling.layers import elementwise_bandwidths, layer_overheads
 from hybridflow.roles.base import World
@@ -56,6 +57,9 @@ def measure_profile(name: str, *, tell: Tell) -> DeviceProfile:
         tell("the engine")
         overheads |= asdict(engine_overheads(directory, world, profile))
         profile = _with(profile, platform, overheads=Overheads(**overheads))
+        if profile.shared is not None and platform.world_size > 1:
+            tell("many ranks at once")
+            profile = _with(profile, platform, crowding=crowding(directory, world, profile.shared))
         tell(f"measured in {time.monotonic() - began:.0f} s")
         dist.barrier(group=dist.group.WORLD)
     return profile

@@ -2,12 +2,12 @@
 
     python -m tests.bench.plan_times [--layouts NAME ...] [--ranks 2 4 8] [--iterations 3] [--profile FILE]
 
-Measures the machine (`hybridflow.plan --profile-device`, as many ranks as the largest layout has) unless a profile is
+Measures the machine (`hybridflow.plan --profile-device`, with as many ranks as the largest layout) unless a profile is
 given, then runs PPO with four random Llama models in every layout of `LAYOUTS` and in two sizes, layout after layout:
-32 prompts x (32 + 48) tokens, 2 mini-batches. An iteration's seconds are the median of those measured, after one that is
-not. Prints the seconds of each phase, foretold and measured, Kendall's tau of the iterations over all layouts of a size,
-and how far the foretold winner is from the measured best. --json FILE keeps the measured seconds; with --measured FILE
-they are taken from there and nothing runs.
+32 prompts x (32 + 48) tokens, 2 mini-batches. An iteration's seconds are the median of those measured, after one that
+is not. Prints the seconds of each phase, foretold and measured, Kendall's tau of the iterations over all layouts of a
+size, and how far the foretold winner is from the measured best. --json FILE keeps the measured seconds; with
+--measured FILE they are taken from there and nothing runs.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Scoring and updates by hand: a layer, the pipeline's bubble, bytes of gradients, a step; and rows in micro-batches."""
+"""Scoring and updates by hand: a layer, the pipeline's bubble, bytes of gradients, a step; rows in micro-batches."""
 
 from typing import Any
 
