@@ -33,8 +33,8 @@ class Generator:
     """Building it is collective over the world. A rank outside the rollout has no engine, but takes part in all calls.
 
     why_eager: the reason for which the engine runs without CUDA graphs, where the config lets it have them; else None.
-    params: vLLM's sampling parameters of `sampled` and `greedy` responses. costs: of the reshards since somebody emptied
-    the list. own_bytes: weights of the engine outside the trainer's memory, while it has them.
+    params: vLLM's sampling parameters of `sampled` and `greedy` responses. costs: of the reshards since somebody
+    emptied the list. own_bytes: weights of the engine outside the trainer's memory, while it has them.
     """
 
     def __init__(

@@ -67,7 +67,10 @@ def test_the_tables_say_what_bounds_each_phase(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("--profile", "none.json"), "profile none.json: no such file, and none of that name is shipped: a100-80gb-sxm"),
+        (
+            ("--profile", "none.json"),
+            "profile none.json: no such file, and none of that name is shipped: a100-80gb-sxm",
+        ),
         (("--response-tokens", "9"), "--response-tokens 9: responses have 4 tokens at most"),
     ],
 )

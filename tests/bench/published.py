@@ -3,8 +3,8 @@
     python -m tests.bench.published
 
 Each is laid out as its source says, with a shipped profile that nobody measured; the factor is published / foretold.
-Of NeMo RL's runs the source has tokens/s/GPU, seconds and the mean response: prompts are what is left. Rows are taken to
-be packed in budgets of one longest sequence, and a reference to be scored, as in the recipes' defaults.
+Of NeMo RL's runs the source has tokens/s/GPU, seconds and the mean response: prompts are what is left. Rows are taken
+to be packed in budgets of one longest sequence, and a reference to be scored, as in the recipes' defaults.
 """
 
 import json

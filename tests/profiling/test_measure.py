@@ -1,4 +1,4 @@
-"""A profile is measured by two ranks, is the same on both, and can be planned with. Nothing here asks how fast it is."""
+"""A profile is measured by two ranks and is the same on both. Nothing here asks how fast it is."""
 
 import json
 from pathlib import Path
@@ -24,6 +24,8 @@ def test_two_ranks_measure_one_profile(tmp_path: Path) -> None:
     assert shapes == {(m, k, k) for m in (1, 64) for k in (64, 256)} | {(64, 64, 64), (256, 64, 256)}
     assert set(profile.products) == {"float32", "bfloat16"}
     assert [one.ranks for one in profile.collectives] == [2]
+    assert [row.ranks for row in profile.crowding] == [1, 2]
+    assert profile.crowding[0].engine == 1.0
     assert profile.shared is not None
     assert 1 <= profile.shared.products <= 2.5  # two ranks do twice as much at most, but for noise
     assert profile.overheads.layer_backward + profile.overheads.layer_forward > 0
