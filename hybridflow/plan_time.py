@@ -1,4 +1,4 @@
-"""The tables of `hybridflow.plan --time`, and the profile that `hybridflow.plan --profile-device` measures and writes."""
+"""The tables of `hybridflow.plan --time`, and the file that `hybridflow.plan --profile-device` measures and writes."""
 
 import sys
 import time

@@ -27,7 +27,8 @@ from hybridflow.planning.forecast import engine_bytes, kept_by_sampler, storage_
 from hybridflow.planning.options import EngineOption, Float, Int, Options, RoleOption, engine_layout
 from hybridflow.planning.placements import Placement
 from hybridflow.planning.reshard import EngineHoldings
-from hybridflow.reshard.groups import engine_stages, rollout_layout
+from hybridflow.planning.waiting import blocks_within
+from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout
 from hybridflow.reshard.plan import plan_reshard
 
 SLACK = 1e-9  # of the bound: sums in another order round otherwise
@@ -198,9 +199,10 @@ class Branches:
 
     def __init__(self, options: Options, placement: Placement, budget: int, engines: "EngineMemory") -> None:
         self._options, self._placement, self._budget, self._engines = options, placement, budget, engines
-        names = [name for name in ("actor", "critic") if name in placement]
-        rest = [name for name in placement if name not in (*names, ENGINE)]
-        self._names = [*names, ENGINE, *rest]
+        # the critic after the engine, which says whether it scores early
+        first = [name for name in ("actor", ENGINE, "critic") if name in placement]
+        self._names = [*first, *(name for name in placement if name not in first)]
+        self._blocks: dict[tuple[object, ...], bool] = {}
 
     @cached_property
     def bound(self) -> float:
@@ -252,6 +254,8 @@ class Branches:
             level = self._engine_on(level, chosen)
         elif level.name == "reference" and self._options.reference_follows:
             level = self._like_actor(level, chosen)
+        if level.name not in ("actor", ENGINE):
+            level = self._while_waiting(level, chosen)
         here = sums.plus(level)
         whole = here.plus(self._left[depth + 1])
         seconds, needed = whole.seconds, whole.most_bytes
@@ -347,15 +351,46 @@ class Branches:
         actor = chosen["actor"]
         assert isinstance(actor, RoleOption), "the actor is no engine"
         ranks, colocated = self._placement[ENGINE], self._placement[ENGINE] == self._placement["actor"]
-        alone, resting = level.alone.copy(), level.resting.copy()
+        alone, scoring, resting = level.alone.copy(), level.scoring.copy(), level.resting.copy()
         for i, option in enumerate(level.options):
             assert isinstance(option, EngineOption), "an engine's options"
             memory = self._engines.of(actor.layout, option, ranks, colocated=colocated)
             if memory is None:
                 alone[i] = np.inf
             else:
+                if self._options.may_wait("actor"):
+                    more = self._more(actor, {**chosen, ENGINE: option})
+                    scoring[i] = more * self._cells.spread("actor", [1])
                 resting[i] = self._cells.spread("actor" if colocated else ENGINE, memory)
-        return replace(level, alone=alone, resting=resting)
+        return replace(level, alone=alone, scoring=scoring, resting=resting)
+
+    def _while_waiting(self, level: _Level, chosen: Mapping[str, RoleOption | EngineOption]) -> _Level:
+        """With the seconds of options that score before the rollout is whole, as `planning.waiting` has it."""
+        if not self._options.may_wait(level.name):
+            return level
+        more = [self._more(each, chosen) for each in level.options if isinstance(each, RoleOption)]
+        there = self._cells.spread(level.name, [1])
+        return replace(level, scoring=level.scoring + np.outer(more, there))
+
+    def _more(self, option: RoleOption, chosen: Mapping[str, RoleOption | EngineOption]) -> float:
+        """Seconds beyond those of scoring the whole rollout."""
+        actor, engine = chosen["actor"], chosen[ENGINE]
+        assert isinstance(actor, RoleOption) and isinstance(engine, EngineOption), "they are chosen first"
+        ranks, own = self._placement[ENGINE], self._placement[option.name]
+        if len(ranks) == engine.tp * engine.pp:
+            return 0.0  # one replica
+        colocated = ranks == self._placement["actor"]
+        train = (actor.layout.tp, actor.layout.pp) if colocated else ()
+        key = (option.name, option.layout.tp, option.layout.pp, engine.sizes, train)
+        if key not in self._blocks:
+            lies = replace(actor.layout, ranks=ranks) if colocated else None
+            rollout = (
+                standalone_layout(ranks, engine.tp, engine.pp)
+                if lies is None
+                else rollout_layout(lies, engine.tp, engine.pp)
+            )
+            self._blocks[key] = bool(blocks_within(replace(option.layout, ranks=own), rollout))
+        return option.early - option.scoring if self._blocks[key] else 0.0
 
     def _like_actor(self, level: _Level, chosen: Mapping[str, RoleOption | EngineOption]) -> _Level:
         """Infinite seconds where a reference that becomes the actor would not lie as that does."""

@@ -97,6 +97,15 @@ class Shared(Section):
     overhead: Annotated[float, Field(ge=1.0)]
 
 
+class Crowding(Section):
+    """How many times longer than `Shared` says work takes while so many ranks of a host are busy: what they lose to
+    each other's caches and to changing places. training: passes of models; engine: decode steps."""
+
+    ranks: PositiveInt
+    training: Annotated[float, Field(ge=1.0)]
+    engine: Annotated[float, Field(ge=1.0)]
+
+
 class Overheads(Section):
     """Seconds that go by whatever the sizes are."""
 
@@ -139,6 +148,7 @@ class DeviceProfile(Section):
     host_bandwidth: PositiveFloat  # device to host memory
     disk_bandwidth: PositiveFloat  # of a host, all ranks together
     shared: Shared | None = None  # None: each rank has a device of its own
+    crowding: tuple[Crowding, ...] = ()  # by ranks, ascending; only where they share
     ranks_per_host: PositiveInt = 8
 
     @model_validator(mode="after")
@@ -153,6 +163,16 @@ class DeviceProfile(Section):
         if unknown:
             raise ValueError(f"sources: {unknown[0]} is no field of a profile")
         return self
+
+    def crowded(self, busy: float, *, engine: bool) -> float:
+        """How many times longer, with so many busy ranks on a host: on the straight line between measured numbers."""
+        before, factor = 0.0, 1.0
+        for row in self.crowding:
+            at = row.engine if engine else row.training
+            if busy <= row.ranks:
+                return factor + (at - factor) * (busy - before) / (row.ranks - before)
+            before, factor = row.ranks, at
+        return factor
 
     def product_rates(self, dtype: str) -> ProductRates:
         """Errors: ConfigError where the profile has none for this dtype."""

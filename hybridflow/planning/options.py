@@ -40,6 +40,7 @@ from hybridflow.planning.timing import (
     training_cost,
     updated_rows,
 )
+from hybridflow.planning.waiting import asks_for
 from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout
 
 GIB = 1 << 30
@@ -63,6 +64,7 @@ class RoleOption:
     layout: Layout
     alone: float  # seconds in which all ranks of the run wait: optimizer state on its way to and from host memory
     scoring: float
+    early: float  # no less than `scoring`: where the role may begin before the rollout is whole
     updating: float
     held: tuple[int, ...]  # while models train, without activations
     activations: tuple[int, ...]
@@ -75,7 +77,7 @@ class RoleOption:
     @property
     def numbers(self) -> tuple[float, ...]:
         """All in which less is better."""
-        return (self.alone, self.scoring, self.updating, *self.held, *self.activations, *self.resting)
+        return (self.alone, self.scoring, self.early, self.updating, *self.held, *self.activations, *self.resting)
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,10 @@ class Options:
         if not options:
             return None
         return min(o.alone for o in options), min(o.scoring for o in options), min(o.updating for o in options)
+
+    def may_wait(self, name: str) -> bool:
+        """Whether the flow asks for what this role scores before the rollout is whole, were its ranks such."""
+        return name in self._scored and self.config.rollout.score_while_waiting and asks_for(self.config, name)
 
     def floor(self, name: str, num_ranks: int) -> tuple[float, float, float] | None:
         """As `least`, and no more than that, without looking at any option: products and attention at their best rate,
@@ -270,11 +276,20 @@ class Options:
         model = PlacedModel(name, config, self.specs[name], layout, _head(name))
         footprints = self._footprints(model)
         rest = tuple(resting(each, config).total for each in footprints)
-        scoring, updating = self._seconds(model)
+        scoring, early, updating = self._seconds(model)
         alone = offload_cost(model, self.device).on_share(1.0)
         held = tuple(each.total - each.activations for each in footprints)
         return RoleOption(
-            name, config, layout, alone, scoring, updating, held, tuple(each.activations for each in footprints), rest
+            name,
+            config,
+            layout,
+            alone,
+            scoring,
+            early,
+            updating,
+            held,
+            tuple(each.activations for each in footprints),
+            rest,
         )
 
     def _footprints(self, model: PlacedModel) -> tuple[Footprint, ...]:
@@ -288,7 +303,7 @@ class Options:
         return {}
 
     @cached_property
-    def _known_seconds(self) -> dict[tuple[Any, ...], tuple[float, float]]:
+    def _known_seconds(self) -> dict[tuple[Any, ...], tuple[float, float, float]]:
         return {}
 
     @staticmethod
@@ -298,16 +313,20 @@ class Options:
         sizes = (layout.tp, layout.pp, layout.vpp, len(layout.ranks))
         return (model.name, *sizes, config.sequence_parallel, config.micro_batch_tokens, recompute)
 
-    def _seconds(self, model: PlacedModel) -> tuple[float, float]:
-        """(scoring, updating) of an iteration."""
+    def _seconds(self, model: PlacedModel) -> tuple[float, float, float]:
+        """(scoring, early, updating) of an iteration, see `RoleOption`."""
         key = self._without_offloading(model)
         if key not in self._known_seconds:
-            scoring = updating = 0.0
+            scoring = early = updating = 0.0
             if model.name in self._scored:
-                scoring = self._at_once(scoring_cost(model, self.work, self.device), model.layout.dp, model.layout)
+                cost = scoring_cost(model, self.work, self.device)
+                early = scoring = self._at_once(cost, model.layout.dp, model.layout)
+            if self.may_wait(model.name):
+                cost = scoring_cost(model, self.work, self.device, in_units=True)
+                early = max(scoring, self._at_once(cost, model.layout.dp, model.layout))
             if isinstance(model.config, TrainedRoleConfig):
                 updating = training_cost(model, self.config, self.work, self.device).on_share(1.0)
-            self._known_seconds[key] = scoring, updating
+            self._known_seconds[key] = scoring, early, updating
         return self._known_seconds[key]
 
     def _at_once(self, cost: Cost, count: int, layout: Layout | None = None) -> float:

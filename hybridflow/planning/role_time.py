@@ -11,7 +11,7 @@ With m micro-batches on p stages of v chunks, and t_s the seconds of one on stag
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from hybridflow.architecture.spec import Head, ModelSpec
@@ -209,10 +209,11 @@ def model_of(
 
 
 def forward_cost(
-    spec: ModelSpec, layout: Layout, config: RoleConfig, rows: Rows, device: Device, *, head: Head
+    spec: ModelSpec, layout: Layout, config: RoleConfig, rows: Rows, device: Device, *, head: Head, units: int = 1
 ) -> Cost:
-    """One replica scores `rows`. Loads are of one replica."""
-    count, mb = passes(rows, config.micro_batch_tokens)
+    """One replica scores `rows`, each of so many units of them in micro-batches of its own. Loads are of a replica."""
+    count, mb = passes(replace(rows, number=rows.number / units), config.micro_batch_tokens)
+    count *= units
     if not count:
         return Cost()
     model = model_of(spec, layout, config, device, head=head)

@@ -70,7 +70,7 @@ def largest_batch(run: PlacedRun | PlacedFixed, profile: DeviceProfile, *, cuda:
     key: that of the config. rows: None where not even the least fits. is_bound: whether more rows would not fit; else
     memory does not grow with them any more. room: bytes of a device that are counted on.
     """
-    room = profile.memory_bytes - (OWN_DEVICE_MARGIN if cuda else 0)
+    room = max(0, profile.memory_bytes - (OWN_DEVICE_MARGIN if cuda else 0))
     fixed = isinstance(run, PlacedFixed)
     config, step = run.config, 1
     if isinstance(config, ExperimentConfig):

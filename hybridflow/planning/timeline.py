@@ -4,7 +4,7 @@ An operation begins when it is the next of every one of its ranks. On devices of
 a host whose processors are shared, and asked for more than they have, each operation has its part of them; see `Cost`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybridflow.planning.cost import Bound, Cost
@@ -30,9 +30,14 @@ class Span:
     bound: Bound
 
 
-def schedule(operations: Sequence[Operation], *, ranks_per_host: int, shared: bool) -> tuple[Span, ...]:
+Crowded = Callable[[float, str], float]  # how many times longer with so many busy ranks on a host, by role
+
+
+def schedule(
+    operations: Sequence[Operation], *, ranks_per_host: int, shared: bool, crowded: Crowded = lambda busy, role: 1.0
+) -> tuple[Span, ...]:
     """In the order in which they were given. shared: whether ranks of a host share its processors."""
-    times = _sharing(operations, ranks_per_host) if shared else _alone(operations)
+    times = _sharing(operations, ranks_per_host, crowded) if shared else _alone(operations)
     return tuple(
         Span(each.phase, each.role, each.ranks, begin, end - begin, each.cost.bound)
         for each, (begin, end) in zip(operations, times, strict=True)
@@ -55,14 +60,14 @@ class _Active:
     """An operation under way: what is left of it, from 1 to 0."""
 
     number: int
-    cost: Cost
+    operation: Operation
     hosts: tuple[int, ...]
     begin: float
     left: float = 1.0
     seconds: float = field(default=0.0)  # of the whole of it, at the share that it has now
 
 
-def _sharing(operations: Sequence[Operation], ranks_per_host: int) -> list[tuple[float, float]]:
+def _sharing(operations: Sequence[Operation], ranks_per_host: int, crowded: Crowded) -> list[tuple[float, float]]:
     """From one begin or end to the next."""
     queues: dict[int, list[int]] = {}
     for number, each in enumerate(operations):
@@ -82,10 +87,10 @@ def _sharing(operations: Sequence[Operation], ranks_per_host: int) -> list[tuple
                 if not waiting[number]:
                     each = operations[number]
                     hosts = tuple(sorted({rank // ranks_per_host for rank in each.ranks}))
-                    active.append(_Active(number, each.cost, hosts, now))
+                    active.append(_Active(number, each, hosts, now))
         if not active:
             break
-        _share_out(active)
+        _share_out(active, crowded)
         step = min(one.left * one.seconds for one in active)
         now += step
         done = [one for one in active if one.left * one.seconds <= step * (1 + 1e-12)]
@@ -101,16 +106,20 @@ def _sharing(operations: Sequence[Operation], ranks_per_host: int) -> list[tuple
     return found
 
 
-def _share_out(active: Sequence[_Active]) -> None:
+def _share_out(active: Sequence[_Active], crowded: Crowded) -> None:
     """Seconds of each at the share of its hosts that it has: what the others leave, or its part of what all ask for."""
     asked: dict[int, float] = {}
+    busy: dict[int, float] = {}
     for one in active:
         for host in one.hosts:
-            asked[host] = asked.get(host, 0.0) + one.cost.load / len(one.hosts)
+            asked[host] = asked.get(host, 0.0) + one.operation.cost.load / len(one.hosts)
+            busy[host] = busy.get(host, 0.0) + len(one.operation.ranks) / len(one.hosts)
     for one in active:
-        own = one.cost.load / len(one.hosts)
+        cost = one.operation.cost
+        own = cost.load / len(one.hosts)
         share = min((_share(own, asked[host]) for host in one.hosts), default=1.0)
-        one.seconds = one.cost.on_share(share * len(one.hosts))
+        most = max((busy[host] for host in one.hosts), default=0.0)
+        one.seconds = cost.on_share(share * len(one.hosts)) * crowded(most, one.operation.role)
 
 
 def _share(own: float, asked: float) -> float:

@@ -23,6 +23,7 @@ from hybridflow.planning.placed import KVCacheSize, PlacedFixed, PlacedModel, Pl
 from hybridflow.planning.role_time import Rows, forward_cost, update_cost
 from hybridflow.planning.saving import written_bytes
 from hybridflow.planning.timeline import Operation, Span, busy_seconds, schedule
+from hybridflow.planning.waiting import UNITS_PER_BLOCK, models_that_wait
 from hybridflow.reshard.plan import ReshardPlan, plan_reshard
 
 SCORING_PHASES = {"actor": "log_probs", "reference": "reference", "critic": "values"}
@@ -88,7 +89,12 @@ def predict(run: PlacedRun | PlacedFixed, profile: DeviceProfile, work: Work | N
     """One iteration. work: None: `work_of` the config. Errors: ConfigError where the profile lacks a dtype."""
     work, device = work or work_of(run, profile), Device(profile)
     found = _fixed(run, work, device) if isinstance(run, PlacedFixed) else _generated(run, work, device)
-    spans = schedule(tuple(found), ranks_per_host=work.ranks_per_host, shared=profile.shared is not None)
+    spans = schedule(
+        tuple(found),
+        ranks_per_host=work.ranks_per_host,
+        shared=profile.shared is not None,
+        crowded=lambda busy, role: profile.crowded(busy, engine=role == "engine"),
+    )
     spans = tuple(span for span in spans if span.seconds)
     seconds = max(span.begin + span.seconds for span in spans)
     busy = busy_seconds(spans)
@@ -104,6 +110,7 @@ def _generated(run: PlacedRun, work: Work, device: Device) -> Iterator[Operation
     config, world = run.config, tuple(range(run.world_size))
     hosts = ceil(run.world_size / work.ranks_per_host)
     exchange = exchange_cost(work.tokens, run.world_size, device, hosts=hosts)
+    note = exchange_cost(0, run.world_size, device, hosts=hosts)  # lengths, who has done what, whether to stop
     reshard = reshard_cost(run.actor, run.rollout, device, work.ranks_per_host, _bucket_elements(run))
     waits = total((reshard, *(offload_cost(model, device) for model in run.models.values())))
     yield Operation("reshard", "actor", world, waits)
@@ -117,15 +124,16 @@ def _generated(run: PlacedRun, work: Work, device: Device) -> Iterator[Operation
     )
     for replica in run.rollout.replicas:
         yield Operation("generate", "engine", tuple(sorted(replica)), generated)
-    yield Operation("exchange", "", world, exchange.times(3))
+    yield Operation("exchange", "", world, total((exchange.times(2), note.times(3))))
+    waiting = models_that_wait(run)
     for name in scoring_order(config, run.models):
-        yield from _scored(run.models[name], work, device)
-    yield Operation("exchange", "", world, exchange)
+        yield from _scored(run.models[name], work, device, in_units=name in waiting)
+    yield Operation("exchange", "", world, exchange + note.times(3))
     for name in ("critic", "actor"):
         if name in run.models:
             cost = training_cost(run.models[name], config, work, device)
             yield Operation(f"{name}_update", name, run.models[name].layout.ranks, cost)
-    yield Operation("exchange", "", world, exchange_cost(0, run.world_size, device, hosts=hosts))
+    yield Operation("exchange", "", world, note.times(4))
     yield from _saved(run, device, work)
 
 
@@ -138,18 +146,23 @@ def scoring_order(config: ExperimentConfig, models: Collection[str]) -> list[str
     return asked + [name for name in ("reference", "critic") if name in models]
 
 
-def _scored(model: PlacedModel, work: Work, device: Device) -> Iterator[Operation]:
+def _scored(model: PlacedModel, work: Work, device: Device, *, in_units: bool) -> Iterator[Operation]:
     """Each replica its share of the rows."""
-    cost = scoring_cost(model, work, device)
+    cost = scoring_cost(model, work, device, in_units=in_units)
     whole = model.name.startswith("reward")
     for block in model.layout.groups("tp", "pp"):
         yield Operation("reward" if whole else SCORING_PHASES[model.name], model.name, block, cost)
 
 
-def scoring_cost(model: PlacedModel, work: Work, device: Device) -> Cost:
-    """Of one replica, its share of an iteration's rows."""
+def scoring_cost(model: PlacedModel, work: Work, device: Device, *, in_units: bool = False) -> Cost:
+    """Of one replica, its share of an iteration's rows.
+
+    in_units: the model may score before the rollout is whole (`planning.waiting`): then each unit of the rows has
+    micro-batches of its own, also of those that are scored later.
+    """
     rows = scored_rows(model.name, work).split(model.layout.dp)
-    return forward_cost(model.spec, model.layout, model.config, rows, device, head=model.head)
+    units = min(UNITS_PER_BLOCK, max(1, rows.number // rows.samples)) if in_units else 1
+    return forward_cost(model.spec, model.layout, model.config, rows, device, head=model.head, units=int(units))
 
 
 def training_cost(model: PlacedModel, config: ExperimentConfig, work: Work, device: Device) -> Cost:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -40,8 +41,8 @@ Row = tuple[int, int, int, float]
 
 
 def product_table(dtype: str, device: torch.device) -> Iterator[Row]:
-    """(m, k, n, FLOP/s) of x W^T with a weight that is in no cache, as in a model of many layers, and of the products of
-    a weight's gradient."""
+    """(m, k, n, FLOP/s) of x W^T with a weight that is in no cache, as in a model of many layers; and of the products
+    of a weight's gradient."""
     for k, n in COLUMNS[device.type]:
         size = k * n * DTYPES[dtype].itemsize
         count = min(max(1, CACHE_BYTES[device.type] // size), MOST_WEIGHTS)
@@ -49,12 +50,16 @@ def product_table(dtype: str, device: torch.device) -> Iterator[Row]:
         for m in ROWS[device.type]:
             x = torch.randn(m, k, dtype=DTYPES[dtype], device=device)
             turn = itertools.cycle(weights)
-            seconds = seconds_of(lambda x=x, turn=turn: linear(x, next(turn)), least=0.01, device=device)
+            seconds = seconds_of(partial(_product, x, turn), least=0.01, device=device)
             yield m, k, n, 2.0 * m * k * n / seconds
         for m in GRADIENT_OF:
-            x, grad = (torch.randn(m, size, dtype=DTYPES[dtype], device=device) for size in (k, n))
-            seconds = seconds_of(lambda x=x, grad=grad: grad.t() @ x, least=0.01, device=device)
+            x, grad = (torch.randn(m, width, dtype=DTYPES[dtype], device=device) for width in (k, n))
+            seconds = seconds_of(partial(torch.mm, grad.t(), x), least=0.01, device=device)
             yield n, m, k, 2.0 * m * k * n / seconds
+
+
+def _product(x: torch.Tensor, weights: Iterator[torch.Tensor]) -> torch.Tensor:
+    return linear(x, next(weights))
 
 
 def stream_bandwidth(device: torch.device) -> float:

@@ -8,6 +8,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +18,10 @@ from hybridflow.planning.device import DeviceProfile
 from hybridflow.profiling.tiny import PROMPT, VOCAB_SIZE, make_model, placed_run
 from hybridflow.roles.base import World
 from hybridflow.roles.policy import Actor
-from hybridflow.rollout.engine import Request
+from hybridflow.rollout.engine import Request, RolloutEngine
+
+if TYPE_CHECKING:  # vLLM is imported when its settings stand
+    from vllm import SamplingParams
 
 HIDDEN, FEW, MANY = 64, 2, 10  # layers
 TOKENS = 40
@@ -93,9 +97,14 @@ def _step(generator: Generator, sequences: int) -> float:
     with generator.resharded(), generator.awake():
         for _ in range(2):  # the first time compiles
             clock = [time.perf_counter()]
-            for _ in generator.engine.stream(
-                requests, generator._params["sampled"], stepped=lambda clock=clock: clock.append(time.perf_counter())
-            ):
-                pass
+            _generate(generator.engine, requests, generator.params["sampled"], clock)
     steps = [end - begin for begin, end in itertools.pairwise(clock)]
     return statistics.median(steps[3:])
+
+
+def _generate(
+    engine: RolloutEngine, requests: list[Request], params: "list[SamplingParams]", clock: list[float]
+) -> None:
+    """clock: the end of each step is added."""
+    for _ in engine.stream(requests, params, stepped=lambda: clock.append(time.perf_counter())):
+        pass

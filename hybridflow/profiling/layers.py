@@ -96,12 +96,13 @@ def elementwise_bandwidths(directory: Path, world: World, profile: DeviceProfile
     if not actor.grid.inside:
         return 1.0, 1.0
     some, device = batch(rows, response), Device(without_elementwise(profile))
-    role = actor.spec, actor.grid.layout, run.actor.config, Rows(rows, PROMPT, response), device
+    config = run.config.actor
+    role = actor.spec, actor.grid.layout, config, Rows(rows, PROMPT, response), device
     forward = _median(lambda: actor.log_probs(some), world)
     both = _median(lambda: actor.accumulate(some, negative_log_likelihood()), world)
     known = forward_cost(*role, head="lm").seconds
     known_both = gradient_cost(*role, head="lm").seconds
-    model_of_role = model_of(actor.spec, actor.grid.layout, run.actor.config, device, head="lm")
+    model_of_role = model_of(actor.spec, actor.grid.layout, config, device, head="lm")
     num_bytes = layers * tokens * model_of_role.elementwise_bytes()
     return (
         num_bytes / max(forward - known, LEAST_SHARE * forward),

@@ -3,12 +3,13 @@
 profile = measure_profile("our machine", tell=print)        # on every rank that torchrun has started, or alone
 """
 
+import os
 import platform as machine
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.platform import Platform
 from hybridflow.planning.device import DeviceProfile, Overheads, ProductRates, Shared
 from hybridflow.profiling import arithmetic, groups
+from hybridflow.profiling.crowds import crowding
 from hybridflow.profiling.engine import engine_overheads
 from hybridflow.profiling.layers import elementwise_bandwidths, layer_overheads
 from hybridflow.roles.base import World
@@ -56,6 +58,9 @@ def measure_profile(name: str, *, tell: Tell) -> DeviceProfile:
         tell("the engine")
         overheads |= asdict(engine_overheads(directory, world, profile))
         profile = _with(profile, platform, overheads=Overheads(**overheads))
+        if profile.shared is not None and platform.world_size > 1:
+            tell("many ranks at once")
+            profile = _with(profile, platform, crowding=crowding(directory, world, profile.shared))
         tell(f"measured in {time.monotonic() - began:.0f} s")
         dist.barrier(group=dist.group.WORLD)
     return profile
@@ -69,25 +74,38 @@ def _world(platform: Platform) -> World:
     return World(platform, ProcessGroups(), exchange, bucket_bytes=24 << 20)
 
 
+@dataclass(frozen=True)
+class _Alone:
+    """What the first rank measures by itself, in FLOP/s, logits/s, bytes/s and seconds."""
+
+    attention: tuple[float, float]
+    logits: tuple[float, float]
+    stream: float
+    host: float
+    disk: float
+    operation: float
+
+
+def _alone(device: torch.device, group: dist.ProcessGroup, directory: Path) -> _Alone:
+    return _Alone(
+        arithmetic.attention_rates("float32" if device.type == "cpu" else "bfloat16", device),
+        arithmetic.logit_rates(device, group),
+        arithmetic.stream_bandwidth(device),
+        arithmetic.host_bandwidth(device),
+        _disk_bandwidth(directory),
+        arithmetic.operation_seconds(device),
+    )
+
+
 def _raw(name: str, platform: Platform, own_groups: ProcessGroups, directory: Path, tell: Tell) -> DeviceProfile:
     """All but what the trainer's own models and engine take."""
     device, is_first = platform.device, platform.rank == 0
     alone = own_groups.own((rank,) for rank in range(platform.world_size))
+    assert alone is not None, "every rank is in a group"
     tell("matrix products by shape")
     tables = {dtype: tuple(arithmetic.product_table(dtype, device)) if is_first else () for dtype in DTYPES}
     tell("attention, log-probs, memory, disk")
-    found = (
-        {
-            "attention": arithmetic.attention_rates("float32" if device.type == "cpu" else "bfloat16", device),
-            "logits": arithmetic.logit_rates(device, alone),
-            "stream": arithmetic.stream_bandwidth(device),
-            "host": arithmetic.host_bandwidth(device),
-            "operation": arithmetic.operation_seconds(device),
-            "disk": _disk_bandwidth(directory),
-        }
-        if is_first
-        else {}
-    )
+    found = _alone(device, alone, directory) if is_first else None
     tell("ranks at once")
     shared = _shared(platform) if device.type == "cpu" else None
     tell("messages between ranks")
@@ -96,24 +114,25 @@ def _raw(name: str, platform: Platform, own_groups: ProcessGroups, directory: Pa
     box = [(tables, found)]
     dist.broadcast_object_list(box, src=0, group=dist.group.WORLD)
     tables, found = box[0]
+    assert found is not None, "the first rank has measured"
     where = f"measured on {machine.machine()}, {_processor(device)}, with {platform.world_size} ranks"
     fields = {
         "name": name,
         "measured": True,
         "memory_bytes": _memory(platform),
         "products": {dtype: ProductRates(table=table) for dtype, table in tables.items()},
-        "attention_forward": found["attention"][0],
-        "attention_backward": found["attention"][1],
-        "memory_bandwidth": found["stream"],
-        "elementwise_bandwidth": found["stream"],
-        "logits_forward": found["logits"][0],
-        "logits_backward": found["logits"][1],
+        "attention_forward": found.attention[0],
+        "attention_backward": found.attention[1],
+        "memory_bandwidth": found.stream,
+        "elementwise_bandwidth": found.stream,
+        "logits_forward": found.logits[0],
+        "logits_backward": found.logits[1],
         "inside": link,
         "between": link,
         "collectives": tuple(messages),
-        "overheads": Overheads(**NO_OVERHEADS | {"operation": found["operation"]}),
-        "host_bandwidth": found["host"],
-        "disk_bandwidth": found["disk"],
+        "overheads": Overheads(**NO_OVERHEADS | {"operation": found.operation}),
+        "host_bandwidth": found.host,
+        "disk_bandwidth": found.disk,
         "shared": shared,
         "ranks_per_host": platform.world_size,
     }
@@ -143,8 +162,6 @@ def _shared(platform: Platform) -> Shared:
 
 def _disk_bandwidth(directory: Path) -> float:
     """Of one file, until it lies on the disk."""
-    import os
-
     data = bytes(DISK_BYTES)
     begin = time.perf_counter()
     with (directory / "disk").open("wb") as file:

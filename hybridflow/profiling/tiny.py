@@ -1,4 +1,4 @@
-"""Llama models of random weights in directories of their own, and batches for them: what overheads are measured with."""
+"""Llama models of random weights, and batches for them: what overheads are measured with."""
 
 from pathlib import Path
 
@@ -32,8 +32,10 @@ def make_model(directory: Path, *, hidden: int, layers: int, positions: int, voc
     return directory
 
 
-def placed_run(model: Path, *, tp: int, dtype: str, length: int, budget: int, output_dir: Path) -> PlacedRun:
-    """An actor and its engine on the first `tp` ranks, with an optimizer without weight in it: sizes are all it has."""
+def placed_run(
+    model: Path, *, tp: int = 1, dp: int = 1, dtype: str, length: int, budget: int, output_dir: Path
+) -> PlacedRun:
+    """An actor and its engine on the first tp x dp ranks."""
     config = ExperimentConfig.model_validate(
         {
             "name": "profile",
@@ -53,7 +55,7 @@ def placed_run(model: Path, *, tp: int, dtype: str, length: int, budget: int, ou
             "rollout": {"kv_cache_gib": 0.0625, "score_while_waiting": False},
         }
     )
-    return place(config, tp)
+    return place(config, tp * dp)
 
 
 def batch(rows: int, response: int) -> RolloutBatch:

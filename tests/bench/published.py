@@ -3,8 +3,8 @@
     python -m tests.bench.published
 
 Each is laid out as its source says, with a shipped profile that nobody measured; the factor is published / foretold.
-What the sources leave open: prompts of NeMo RL's runs (2 a G-Average Seq len and tokens/s/GPU x step time / samples tell
-their mean length), and whether rows are packed, which is taken to be so, in budgets of one longest sequence.
+Of NeMo RL's runs the source has tokens/s/GPU, seconds and the mean response: prompts are what is left. Rows are taken
+to be packed in budgets of one longest sequence, and a reference to be scored, as in the recipes' defaults.
 """
 
 import json

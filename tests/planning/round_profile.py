@@ -12,7 +12,7 @@ FIELDS: dict[str, Any] = {
     "name": "round",
     "measured": False,
     "sources": dict.fromkeys(("memory_bytes", "products", "memory_bandwidth", "inside", "between"), "made up"),
-    "memory_bytes": 1 << 30,
+    "memory_bytes": 8 << 30,
     "products": {"float32": {"peak": 1e6}, "bfloat16": {"peak": 2e6}},
     "attention_forward": 1e5,
     "attention_backward": 5e4,

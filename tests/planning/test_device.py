@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hybridflow.errors import ConfigError
-from hybridflow.planning.device import PROFILES, ProductRates, load_profile, shipped_profiles
+from hybridflow.planning.device import PROFILES, DeviceProfile, ProductRates, load_profile, shipped_profiles
 from tests.planning.round_profile import FIELDS
 
 
@@ -32,6 +32,13 @@ def test_a_peak_is_reached_by_large_products_and_half_at_half_size() -> None:
     assert rates.rate(10, 99, 99) == pytest.approx(400.0)
     assert rates.rate(99, 99, 1e9) == pytest.approx(800.0 * 99 / 109)
     assert rates.rate(1e9, 1e9, 1e9) == pytest.approx(800.0)
+
+
+def test_crowding_is_on_straight_lines_between_what_was_measured() -> None:
+    rows = [{"ranks": 2, "training": 1.0, "engine": 1.5}, {"ranks": 6, "training": 3.0, "engine": 2.5}]
+    profile = DeviceProfile.model_validate(FIELDS | {"crowding": rows})
+    assert [profile.crowded(busy, engine=False) for busy in (1, 2, 4, 6, 9)] == [1.0, 1.0, 2.0, 3.0, 3.0]
+    assert [profile.crowded(busy, engine=True) for busy in (0, 1, 2, 4)] == [1.0, 1.25, 1.5, 2.0]
 
 
 def test_every_shipped_profile_loads_and_says_that_it_was_not_measured_here() -> None:

@@ -1,4 +1,4 @@
-"""Scoring and updates by hand: a layer, the pipeline's bubble, bytes of gradients, a step; and rows in micro-batches."""
+"""Scoring and updates by hand: a layer, the pipeline's bubble, bytes of gradients, a step; rows in micro-batches."""
 
 from typing import Any
 
@@ -131,6 +131,11 @@ def test_a_replica_scores_its_micro_batches() -> None:
     config = role(micro_batch_tokens=20)
     found = forward_cost(small_spec(), layout(), config, rows, own.device, head="lm")
     assert found.seconds == pytest.approx(expected)
+    # of four units each has a micro-batch of its own
+    found = forward_cost(small_spec(), layout(), config, rows, own.device, head="lm", units=4)
+    alone = Pass(10, 5, 50)
+    each = 2 * own.forward_layer(alone).seconds + own.output(alone).seconds + 0.25
+    assert found.seconds == pytest.approx(4 * each)
     # two stages of a layer each: they send 20 x 8 x 4 bytes
     sent = 0.5 + 640 / 1e4
     first, last = own.forward_layer(one).seconds + 0.25 + sent, 0.25 + sent

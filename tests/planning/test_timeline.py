@@ -38,6 +38,15 @@ def test_who_asks_for_less_than_there_is_gets_it() -> None:
     assert times(three, shared=True) == dict.fromkeys("abc", (0.0, 1.5))
 
 
+def test_many_busy_ranks_lose_to_each_other() -> None:
+    operations = [work("a", (0, 1), 1.0, 0.5), work("b", (2,), 2.0, 0.25)]
+    crowded = {3: 2.0, 1: 1.0}
+    spans = schedule(operations, ranks_per_host=8, shared=True, crowded=lambda busy, role: crowded[int(busy)])
+    ends = {span.phase: span.begin + span.seconds for span in spans}
+    # three ranks: both take twice as long; after 2 s one second of b is left, which is then alone
+    assert ends == {"a": pytest.approx(2.0), "b": pytest.approx(3.0)}
+
+
 def test_other_hosts_share_nothing() -> None:
     found = times([work("a", (0,), 1.0, 1.0), work("b", (1,), 3.0, 1.0)], shared=True, ranks_per_host=1)
     assert found == {"a": (0.0, 1.0), "b": (0.0, 3.0)}

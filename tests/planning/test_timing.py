@@ -57,6 +57,7 @@ def test_an_iteration_generates_scores_and_updates_in_the_order_of_the_flow() ->
     found = predict(placed(2), profile())
     order = list(dict.fromkeys((span.phase, span.role) for span in found.spans))
     assert order == [
+        ("reshard", "actor"),  # queries, keys and values are put in the engine's order
         ("generate", "engine"),
         ("exchange", ""),
         ("reward", "reward.models.0"),
@@ -99,7 +100,7 @@ def test_what_the_algorithm_does_not_ask_for_takes_no_time() -> None:
     assert "reference" in found.phases
     groups = ("critic=null", "reference=null", "sampling.samples_per_prompt=2")
     found = predict(placed(1, *groups, "algorithm={name: grpo, kl: {use: none}}"), profile())
-    assert set(found.phases) == {"generate", "reward", "log_probs", "actor_update"}
+    assert set(found.phases) == {"reshard", "generate", "reward", "log_probs", "actor_update"}
 
 
 def test_the_reshard_moves_what_the_plan_counts_over_the_link_between() -> None:
