@@ -159,14 +159,16 @@ def _resolved(options: argparse.Namespace, world_size: int | None) -> AnyConfig:
     else:
         facts = None
     for count in [world_size] if world_size else TRIED:
-        with contextlib.ExitStack() as stack:
-            if count != TRIED[-1] and world_size is None:
-                stack.enter_context(contextlib.suppress(ConfigError))
+        try:
             config, lines = resolved_for(tree, options.config, count, facts)
-            if not (options.json or options.smallest or options.for_launch):
-                print("\n".join(lines) + "\n")
-            options.world_size = None if options.hosts else count
-            return config
+        except ConfigError:
+            if world_size or count == TRIED[-1]:
+                raise
+            continue
+        if not (options.json or options.smallest or options.for_launch):
+            print("\n".join(lines) + "\n")
+        options.world_size = None if options.hosts else count
+        return config
     raise AssertionError("the last that is tried tells why it does not fit")
 
 

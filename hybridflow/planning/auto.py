@@ -20,6 +20,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.fixed_config import AnyConfig, FixedDataConfig, config_class
 from hybridflow.planning.device import DeviceProfile
+from hybridflow.planning.explained import memory_words
 from hybridflow.planning.placements import given_placement
 from hybridflow.planning.search import Found, Least, Request, gib, least_that_fits, search
 
@@ -123,12 +124,8 @@ def why_nothing_fits(request: Request, least: Least, what: str) -> list[str]:
         lines.append("nor with any memory: sizes of the model or of the batch do not go up in the ranks")
     else:
         fullest = least.plan.fullest
-        kinds = sorted(
-            ((size, f"{name} {kind}") for name, held in fullest.roles.items() for kind, size in vars(held).items()),
-            reverse=True,
-        )
-        told = ", ".join(f"{kind} {gib(size)}" for size, kind in kinds[:4] if size)
-        lines.append(f"the least is {gib(fullest.bytes)} GiB, on rank {fullest.rank} in {fullest.moment}: {told} GiB")
+        told = memory_words(fullest.roles, 4)
+        lines.append(f"the least is {gib(fullest.bytes)} GiB, on rank {fullest.rank} in {fullest.moment}: {told}")
     if least.ranks is not None:
         lines.append(f"with {room} GiB a rank it fits on {least.ranks} ranks")
     return lines

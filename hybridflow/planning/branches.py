@@ -13,23 +13,18 @@ and the least of each role to come, is more than there is.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import gcd
 
 import numpy as np
 
 from hybridflow.auto_values import ENGINE
-from hybridflow.parallel.layout import Layout, RolloutLayout
-from hybridflow.placement import Ranks
-from hybridflow.planning.footprint import ITEM_BYTES
-from hybridflow.planning.forecast import engine_bytes, kept_by_sampler, storage_elements
-from hybridflow.planning.options import EngineOption, Float, Int, Options, RoleOption, engine_layout
+from hybridflow.planning.cells import Cells, Float, Int, within
+from hybridflow.planning.engine_memory import EngineMemory
+from hybridflow.planning.options import EngineOption, Options, RoleOption
 from hybridflow.planning.placements import Placement
-from hybridflow.planning.reshard import EngineHoldings
 from hybridflow.planning.waiting import blocks_within
-from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout
-from hybridflow.reshard.plan import plan_reshard
+from hybridflow.reshard.groups import rollout_layout, standalone_layout
 
 SLACK = 1e-9  # of the bound: sums in another order round otherwise
 # of a reference that becomes the actor, and of that
@@ -99,48 +94,6 @@ class Counts:
     least_bytes: int | None = None  # of a rank: the least memory that any choice would need, as far as was looked
 
 
-# ------------------------------------------------------------------------------------------------ cells
-
-
-class Cells:
-    """The ranks of a run, those together that no pipeline stage of any option tells apart."""
-
-    def __init__(self, placement: Placement, stages: Mapping[str, set[int]]) -> None:
-        """stages: of each role, the numbers of pipeline stages that it may have."""
-        size = 0
-        for name, ranks in placement.items():
-            bounds = {ranks[0], ranks[-1] + 1} if _contiguous(ranks) else set(ranks)
-            for bound in bounds:
-                size = gcd(size, bound)
-            for pp in stages.get(name, ()):
-                size = gcd(size, len(ranks) // pp)
-        contiguous = all(_contiguous(ranks) for ranks in placement.values())
-        self.size = max(1, size) if contiguous else 1
-        last = max(ranks[-1] for ranks in placement.values())
-        self.count = (last + 1) // self.size
-        self._first = {name: [rank for rank in ranks if rank % self.size == 0] for name, ranks in placement.items()}
-        self._ranks = placement
-
-    def spread(self, name: str, of_stages: Sequence[float]) -> Float | Int:
-        """By cell: the value of the stage that lies there, 0 where the role does not."""
-        found = np.zeros(self.count, dtype=np.asarray(of_stages).dtype)
-        ranks = self._ranks[name]
-        cells = [rank // self.size for rank in self._first[name]]
-        stages = np.arange(len(cells)) * self.size * len(of_stages) // len(ranks)
-        found[cells] = np.asarray(of_stages)[stages]
-        return found
-
-
-def _within(ranks: Ranks, others: Ranks) -> bool:
-    if ranks is others or ranks[0] < others[0] or ranks[-1] > others[-1]:
-        return ranks is others
-    return _contiguous(others) or set(ranks) <= set(others)
-
-
-def _contiguous(ranks: Sequence[int]) -> bool:
-    return ranks[-1] - ranks[0] + 1 == len(ranks)
-
-
 # ------------------------------------------------------------------------------------------------ one placement
 
 
@@ -197,7 +150,7 @@ class _Sums:
 class Branches:
     """All choices on one placement."""
 
-    def __init__(self, options: Options, placement: Placement, budget: int, engines: "EngineMemory") -> None:
+    def __init__(self, options: Options, placement: Placement, budget: int, engines: EngineMemory) -> None:
         self._options, self._placement, self._budget, self._engines = options, placement, budget, engines
         # the critic after the engine, which says whether it scores early
         first = [name for name in ("actor", ENGINE, "critic") if name in placement]
@@ -223,7 +176,7 @@ class Branches:
             least[name] = found
         # the roles that lie on the same ranks
         sums = [
-            [least[other] for other, others in self._placement.items() if _within(ranks, others)]
+            [least[other] for other, others in self._placement.items() if within(ranks, others)]
             for ranks in dict.fromkeys(self._placement.values())
         ]
         scoring, updating = (max(sum(each[kind] for each in together) for together in sums) for kind in (1, 2))
@@ -415,103 +368,4 @@ def _least(level: _Level) -> _Sums:
         level.held.min(axis=0),
         level.activations.min(axis=0),
         level.resting.min(axis=0),
-    )
-
-
-# ------------------------------------------------------------------------------------------------ the engine's memory
-
-
-@dataclass
-class EngineMemory:
-    """What an engine adds on each pipeline stage of the actor, or on ranks of its own. What is known is kept."""
-
-    options: Options
-    _known: dict[tuple[object, ...], list[tuple[int, int, int]] | None] = field(default_factory=dict)
-
-    def least(self, option: EngineOption) -> int:
-        """On a rank, whichever the actor's layout."""
-        return self._beside(option)
-
-    def awake(self, option: EngineOption) -> int:
-        """While models train."""
-        config = self.options.config
-        if config.rollout.sleep_level != 0:
-            return 0
-        return option.kv_cache.whole + kept_by_sampler(config, self.options.specs["actor"], pp=option.pp)
-
-    def _beside(self, option: EngineOption) -> int:
-        return engine_bytes(self.options.config, self.options.specs["actor"], tp=option.tp, pp=option.pp)
-
-    def of(
-        self, train: Layout, option: EngineOption, ranks: Sequence[int], *, colocated: bool
-    ) -> tuple[int, ...] | None:
-        """By stage, of the rank with most; None where a tensor-parallel group would leave its host, or is none."""
-        config = self.options.config
-        if config.rollout.tensor_parallel_size is None and "tensor_parallel_size" not in self.options.free[ENGINE]:
-            if option.tp != train.tp:
-                return None
-        key = (train.tp, train.pp, train.dp, train.vpp, option.sizes, tuple(ranks[:1]), len(ranks), colocated)
-        if key not in self._known:
-            self._known[key] = self._shards(train, option, ranks, colocated=colocated)
-        shards = self._known[key]
-        if shards is None:
-            return None
-        # a stage of the engine has its part of the cache by its layers
-        most = max(layers for _, _, layers in shards)
-        beside = self._beside(option)
-        by_stage: dict[int, int] = {}
-        for stage, size, layers in shards:
-            needed = size + option.kv_cache.whole * layers // most + beside
-            by_stage[stage] = max(by_stage.get(stage, 0), needed)
-        return tuple(by_stage[stage] for stage in sorted(by_stage))
-
-    def _shards(
-        self, train: Layout, option: EngineOption, ranks: Sequence[int], *, colocated: bool
-    ) -> list[tuple[int, int, int]] | None:
-        """(stage, the engine's own weights less what is released, layers of the engine's stage), each once."""
-        spec, config = self.options.specs["actor"], self.options.config
-        if not colocated:
-            train = Layout(1, 1, 1, (0,))
-            rollout = RolloutLayout(option.tp, option.pp, (tuple(range(1, 1 + option.tp * option.pp)),))
-        else:
-            if not self._on_one_host(engine_layout(train, option, colocated=True), ranks):
-                return None
-            train = _one_of_each(train, option)
-            rollout = rollout_layout(train, option.tp, option.pp)
-        bucket_elements = config.rollout.bucket_bytes(cuda=True) // ITEM_BYTES[config.actor.dtype]
-        plan = plan_reshard(spec, train, rollout, bucket_elements=bucket_elements)
-        holdings = EngineHoldings(
-            plan, spec, itemsize=ITEM_BYTES[config.actor.dtype], bucket_elements=storage_elements(config)
-        )
-        stages = engine_stages(spec.num_layers, train, rollout)
-        found = set()
-        for rank in rollout.ranks:
-            own, released = holdings.of(rank)
-            engine = rollout.coordinates(rank)
-            stage = train.coordinates(rank).pp if colocated else engine.pp
-            found.add((stage if colocated else 0, own - released, len(stages[engine.pp])))
-        return sorted(found)
-
-    def _on_one_host(self, rollout: RolloutLayout, ranks: Sequence[int]) -> bool:
-        if self.options.config.tensor_parallel_across_hosts:
-            return True
-        per_host = self.options.work.ranks_per_host
-        return all(len({ranks[rank] // per_host for rank in group}) == 1 for group in rollout.tp_groups())
-
-
-def _one_of_each(train: Layout, option: EngineOption) -> Layout:
-    """With only as many replicas as an engine replica reaches over: the others are alike."""
-    tp, pp = min(option.tp, train.tp), min(option.pp, train.pp)
-    if max(option.tp, train.tp) % tp or max(option.pp, train.pp) % pp:
-        return train  # an engine of neighbours, wherever they lie
-    for_tp = gcd(option.tp // tp, train.dp)
-    dp = for_tp * gcd(option.pp // pp, train.dp // for_tp)
-    return Layout(
-        train.tp,
-        train.pp,
-        dp,
-        tuple(range(train.tp * train.pp * dp)),
-        vpp=train.vpp,
-        first_stage_layers=train.first_stage_layers,
-        last_stage_layers=train.last_stage_layers,
     )

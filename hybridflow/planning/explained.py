@@ -5,6 +5,7 @@ from typing import Any
 
 from hybridflow.auto_values import sections
 from hybridflow.config import ExperimentConfig
+from hybridflow.planning.footprint import Footprint
 from hybridflow.planning.search import Plan
 
 LEAST_SHARE = 0.002  # of an iteration: of a difference that is told
@@ -75,13 +76,15 @@ def why(plan: Plan, other: Plan, name: str) -> list[str]:
     return lines
 
 
-def memory_words(roles: Mapping[str, Any], most: int = 3) -> str:
-    """What takes most on a rank."""
+def memory_words(roles: Mapping[str, Footprint], most: int = 3) -> str:
+    """What takes most on a rank. Models take turns to compute: of their activations the largest are there."""
+    largest = max(held.activations for held in roles.values())
     kinds = sorted(
         (
             (size, f"{name} {kind.replace('_', ' ')}")
             for name, held in roles.items()
             for kind, size in vars(held).items()
+            if kind != "activations" or size == largest
         ),
         reverse=True,
     )

@@ -16,7 +16,6 @@ from math import ceil
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.auto_values import ENGINE, ENGINE_KEYS, ROLE_KEYS, SIZES, TRAINED_KEYS
@@ -51,8 +50,6 @@ SEQUENCES = (1, 2, 4, 8, 16, 32)  # of the longest, that micro_batch_tokens hold
 CACHES = (1.0, 0.75, 0.5, 0.375, 0.25, 0.125, 0.0625)  # of what the batch takes
 
 Free = Mapping[str, frozenset[str]]  # role, or `engine` -> its keys that may be chosen
-Int = npt.NDArray[np.int64]
-Float = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)

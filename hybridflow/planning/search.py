@@ -25,8 +25,9 @@ from hybridflow.auto_values import ENGINE
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.device import uses_cuda
-from hybridflow.planning.branches import Best, Branches, Choice, Counts, EngineMemory
+from hybridflow.planning.branches import Best, Branches, Choice, Counts
 from hybridflow.planning.device import DeviceProfile
+from hybridflow.planning.engine_memory import EngineMemory
 from hybridflow.planning.forecast import Fullest, fullest
 from hybridflow.planning.hosts import HostRanks, check_hosts
 from hybridflow.planning.options import Free, Options, everything
