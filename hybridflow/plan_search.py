@@ -116,6 +116,8 @@ def _distinguished(found: "Found") -> list[str]:
 
 
 def _phases_table(found: "Found") -> Table:
+    from hybridflow.planning.explained import stages
+
     others = {"first": found.plans[0]}
     if len(found.plans) > 1:
         others["second"] = found.plans[1]
@@ -128,6 +130,9 @@ def _phases_table(found: "Found") -> Table:
     phases = dict.fromkeys(phase for plan in others.values() for phase in plan.prediction.phases)
     for phase in phases:
         table.add_row(phase, *(f"{plan.prediction.phases.get(phase, 0.0):.3f}" for plan in others.values()))
+    table.add_section()
+    for stage in ("generation", "scoring", "updates"):
+        table.add_row(f"{stage}, whole", *(f"{stages(plan).get(stage, 0.0):.3f}" for plan in others.values()))
     table.add_section()
     table.add_row("iteration", *(f"{plan.seconds:.3f}" for plan in others.values()), style="bold")
     table.add_row("idle, mean of the ranks", *(_idle(plan) for plan in others.values()))

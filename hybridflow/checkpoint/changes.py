@@ -235,6 +235,7 @@ TABLE: tuple[Rule, ...] = (
         "an adaptive controller goes on from the coefficient it has reached",
     ),
     _rule("nonfinite.*", NOTICED, NOTICED, ""),
+    _rule("stop_when stop_when.*", FREE, FREE, "when a run ends, not what it computes"),
 )
 
 # of `data.digests.run_digests`; what one side lacks is told by the config

@@ -7,7 +7,11 @@ from hybridflow.auto_values import sections
 from hybridflow.config import ExperimentConfig
 from hybridflow.planning.footprint import Footprint
 from hybridflow.planning.search import Plan
+from hybridflow.planning.timing import SCORING_PHASES
 
+GENERATION = ("reshard", "generate")
+SCORING = ("reward", *SCORING_PHASES.values())
+UPDATES = ("critic_update", "actor_update")
 LEAST_SHARE = 0.002  # of an iteration: of a difference that is told
 
 
@@ -64,13 +68,25 @@ def phase_changes(plan: Plan, other: Plan) -> dict[str, tuple[float, float]]:
     return dict(sorted(told.items(), key=lambda item: item[1][0] - item[1][1]))
 
 
+def stages(plan: Plan) -> dict[str, float]:
+    """Seconds from the first begin to the last end of what roles do side by side."""
+    found = {}
+    for name, of in (("generation", GENERATION), ("scoring", SCORING), ("updates", UPDATES)):
+        spans = [span for span in plan.prediction.spans if span.phase in of]
+        if spans:
+            found[name] = max(span.begin + span.seconds for span in spans) - min(span.begin for span in spans)
+    return found
+
+
 def why(plan: Plan, other: Plan, name: str) -> list[str]:
     """A sentence on which phases make the difference, and one on the keys."""
     share = 1 - plan.seconds / other.seconds
     gain = f"{plan.seconds:.4g} s against {other.seconds:.4g} s ({share:.1%} less)"
+    mine, others = stages(plan), stages(other)
+    whole = ", ".join(f"{name} {others[name]:.4g} -> {mine[name]:.4g} s" for name in mine if name in others)
     phases = [f"{phase} {b:.3g} -> {a:.3g} s" for phase, (a, b) in phase_changes(plan, other).items()]
     keys = [f"{key} {b} -> {a}" for key, (a, b) in differences(plan.config, other.config).items()]
-    lines = [f"Against {name}: {gain}. {'; '.join(phases) or 'No phase differs by more than a hair'}."]
+    lines = [f"Against {name}: {gain}: {whole}. By phase: {'; '.join(phases) or 'none differs by more than a hair'}."]
     if keys:
         lines.append(f"  What differs: {', '.join(keys)}.")
     return lines
