@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from hybridflow.auto_values import ENGINE
-from hybridflow.planning.cells import Cells, Float, Int, within
+from hybridflow.planning.cells import Cells, Float, Int, contiguous, within
 from hybridflow.planning.engine_memory import EngineMemory
 from hybridflow.planning.options import EngineOption, Options, RoleOption
 from hybridflow.planning.placements import Placement
@@ -155,7 +155,6 @@ class Branches:
         # the critic after the engine, which says whether it scores early
         first = [name for name in ("actor", ENGINE, "critic") if name in placement]
         self._names = [*first, *(name for name in placement if name not in first)]
-        self._blocks: dict[tuple[object, ...], bool] = {}
 
     @cached_property
     def bound(self) -> float:
@@ -334,16 +333,16 @@ class Branches:
             return 0.0  # one replica
         colocated = ranks == self._placement["actor"]
         train = (actor.layout.tp, actor.layout.pp) if colocated else ()
-        key = (option.name, option.layout.tp, option.layout.pp, engine.sizes, train)
-        if key not in self._blocks:
-            lies = replace(actor.layout, ranks=ranks) if colocated else None
-            rollout = (
-                standalone_layout(ranks, engine.tp, engine.pp)
-                if lies is None
-                else rollout_layout(lies, engine.tp, engine.pp)
-            )
-            self._blocks[key] = bool(blocks_within(replace(option.layout, ranks=own), rollout))
-        return option.early - option.scoring if self._blocks[key] else 0.0
+        lie = (own[0] - ranks[0], len(own), len(ranks)) if contiguous(own) and contiguous(ranks) else (own, ranks)
+        key: tuple[object, ...] = (lie, option.sizes, engine.sizes, train)
+        if key not in self._engines.blocks:
+            on_actor = replace(actor.layout, ranks=ranks) if colocated else None
+            if on_actor is None:
+                rollout = standalone_layout(ranks, engine.tp, engine.pp)
+            else:
+                rollout = rollout_layout(on_actor, engine.tp, engine.pp)
+            self._engines.blocks[key] = bool(blocks_within(replace(option.layout, ranks=own), rollout))
+        return option.early - option.scoring if self._engines.blocks[key] else 0.0
 
     def _like_actor(self, level: _Level, chosen: Mapping[str, RoleOption | EngineOption]) -> _Level:
         """Infinite seconds where a reference that becomes the actor would not lie as that does."""

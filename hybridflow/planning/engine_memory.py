@@ -8,7 +8,7 @@ from hybridflow.auto_values import ENGINE
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.planning.footprint import ITEM_BYTES
 from hybridflow.planning.forecast import engine_bytes, kept_by_sampler, storage_elements
-from hybridflow.planning.options import EngineOption, Options, engine_layout
+from hybridflow.planning.options import EngineOption, Options
 from hybridflow.planning.reshard import EngineHoldings
 from hybridflow.reshard.groups import engine_stages, rollout_layout
 from hybridflow.reshard.plan import plan_reshard
@@ -19,7 +19,9 @@ class EngineMemory:
     """What an engine adds on each pipeline stage of the actor, or on ranks of its own. What is known is kept."""
 
     options: Options
-    _known: dict[tuple[object, ...], list[tuple[int, int, int]] | None] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], list[tuple[int, int, int]]] = field(default_factory=dict)
+    _on_hosts: dict[tuple[object, ...], bool] = field(default_factory=dict)
+    blocks: dict[tuple[object, ...], bool] = field(default_factory=dict)  # see `Branches`
 
     def least(self, option: EngineOption) -> int:
         """On a rank, whichever the actor's layout."""
@@ -43,12 +45,13 @@ class EngineMemory:
         if config.rollout.tensor_parallel_size is None and "tensor_parallel_size" not in self.options.free[ENGINE]:
             if option.tp != train.tp:
                 return None
-        key = (train.tp, train.pp, train.dp, train.vpp, option.sizes, tuple(ranks[:1]), len(ranks), colocated)
-        if key not in self._known:
-            self._known[key] = self._shards(train, option, ranks, colocated=colocated)
-        shards = self._known[key]
-        if shards is None:
+        if colocated and not self._on_one_host(train, option, ranks):
             return None
+        corner = _one_of_each(train, option) if colocated else Layout(1, 1, 1, (0,))
+        key = (corner, option.sizes, colocated)
+        if key not in self._known:
+            self._known[key] = self._shards(corner, option, colocated=colocated)
+        shards = self._known[key]
         # a stage of the engine has its part of the cache by its layers
         most = max(layers for _, _, layers in shards)
         beside = self._beside(option)
@@ -58,19 +61,12 @@ class EngineMemory:
             by_stage[stage] = max(by_stage.get(stage, 0), needed)
         return tuple(by_stage[stage] for stage in sorted(by_stage))
 
-    def _shards(
-        self, train: Layout, option: EngineOption, ranks: Sequence[int], *, colocated: bool
-    ) -> list[tuple[int, int, int]] | None:
+    def _shards(self, train: Layout, option: EngineOption, *, colocated: bool) -> list[tuple[int, int, int]]:
         """(stage, the engine's own weights less what is released, layers of the engine's stage), each once."""
         spec, config = self.options.specs["actor"], self.options.config
-        if not colocated:
-            train = Layout(1, 1, 1, (0,))
-            rollout = RolloutLayout(option.tp, option.pp, (tuple(range(1, 1 + option.tp * option.pp)),))
-        else:
-            if not self._on_one_host(engine_layout(train, option, colocated=True), ranks):
-                return None
-            train = _one_of_each(train, option)
-            rollout = rollout_layout(train, option.tp, option.pp)
+        beside = tuple(range(1, 1 + option.tp * option.pp))
+        alone = RolloutLayout(option.tp, option.pp, (beside,))
+        rollout = rollout_layout(train, option.tp, option.pp) if colocated else alone
         bucket_elements = config.rollout.bucket_bytes(cuda=True) // ITEM_BYTES[config.actor.dtype]
         plan = plan_reshard(spec, train, rollout, bucket_elements=bucket_elements)
         holdings = EngineHoldings(
@@ -85,11 +81,16 @@ class EngineMemory:
             found.add((stage if colocated else 0, own - released, len(stages[engine.pp])))
         return sorted(found)
 
-    def _on_one_host(self, rollout: RolloutLayout, ranks: Sequence[int]) -> bool:
-        if self.options.config.tensor_parallel_across_hosts:
-            return True
+    def _on_one_host(self, train: Layout, option: EngineOption, ranks: Sequence[int]) -> bool:
+        """Whether each tensor-parallel group of the engine does."""
         per_host = self.options.work.ranks_per_host
-        return all(len({ranks[rank] // per_host for rank in group}) == 1 for group in rollout.tp_groups())
+        if self.options.config.tensor_parallel_across_hosts or ranks[-1] < per_host:
+            return True
+        key = (train.tp, train.pp, train.dp, option.sizes, ranks[0] % per_host)
+        if key not in self._on_hosts:
+            groups = rollout_layout(train, option.tp, option.pp).tp_groups()
+            self._on_hosts[key] = all(len({ranks[rank] // per_host for rank in group}) == 1 for group in groups)
+        return self._on_hosts[key]
 
 
 def _one_of_each(train: Layout, option: EngineOption) -> Layout:

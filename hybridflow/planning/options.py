@@ -40,7 +40,7 @@ from hybridflow.planning.timing import (
     updated_rows,
 )
 from hybridflow.planning.waiting import asks_for
-from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout
+from hybridflow.reshard.groups import engine_stages, standalone_layout
 
 GIB = 1 << 30
 MOST_STAGES = 32
@@ -425,13 +425,6 @@ def divides(spec: ModelSpec, tp: int) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def engine_layout(train: Layout, option: EngineOption, *, colocated: bool) -> RolloutLayout:
-    """Over the actor's ranks, or over as many others of its own that begin at 0."""
-    if colocated:
-        return rollout_layout(train, option.tp, option.pp)
-    return standalone_layout(train.ranks, option.tp, option.pp)
 
 
 def _by_sizes(options: Iterable[RoleOption]) -> list[list[RoleOption]]:

@@ -35,7 +35,8 @@ def main(out: Path, num_iterations: int, configs: list[Path]) -> None:
         trainer.fit(num_iterations)
         found = report(trainer) | {"first": first + 1}
         (out / f"{config.stem}_{trainer.platform.rank}.json").write_text(json.dumps(found))
-        trainer.generator.engine.close()
+        if trainer.generator.engine is not None:  # a winner may have it on one rank alone
+            trainer.generator.engine.close()
     platforms.stop()
 
 
