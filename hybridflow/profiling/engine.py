@@ -8,7 +8,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -19,9 +19,6 @@ from hybridflow.profiling.tiny import PROMPT, VOCAB_SIZE, make_model, placed_run
 from hybridflow.roles.base import World
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.engine import Request, RolloutEngine
-
-if TYPE_CHECKING:  # vLLM is imported when its settings stand
-    from vllm import SamplingParams
 
 HIDDEN, FEW, MANY = 64, 2, 10  # layers
 TOKENS = 40
@@ -102,9 +99,7 @@ def _step(generator: Generator, sequences: int) -> float:
     return statistics.median(steps[3:])
 
 
-def _generate(
-    engine: RolloutEngine, requests: list[Request], params: "list[SamplingParams]", clock: list[float]
-) -> None:
+def _generate(engine: RolloutEngine, requests: list[Request], params: list[Any], clock: list[float]) -> None:
     """clock: the end of each step is added."""
     for _ in engine.stream(requests, params, stepped=lambda: clock.append(time.perf_counter())):
         pass
