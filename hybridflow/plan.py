@@ -2,6 +2,8 @@
 
     python -m hybridflow.plan configs/quickstart.yaml [section.key=value ...] [--world-size N] [--json | --smallest]
     python -m hybridflow.plan configs/x.yaml --hosts worker-0=8,worker-1=8        and which grid lies on which host
+    python -m hybridflow.plan configs/x.yaml --time [--profile NAME_OR_FILE]      and seconds of each phase
+    torchrun --nproc-per-node 8 -m hybridflow.plan --profile-device [--output F]  measures the machine for --time
 
 No process is started and no weights are read: of each model its config.json is enough. The roles are those of the
 config's algorithm. Without --world-size the smallest number of ranks that fits is taken. Where a run cannot work,
@@ -34,7 +36,9 @@ from hybridflow.user_code import search_beside
 
 if TYPE_CHECKING:
     from hybridflow.planning.forecast import Report
+    from hybridflow.planning.placed import PlacedFixed, PlacedRun
 
+DEFAULT_PROFILE = "h100-sxm"  # of --time
 WIDTH = 112  # columns of a pipe
 FEW = 24  # characters of ranks that are shown whole
 GIB = 1 << 30
@@ -44,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=program("hybridflow.plan"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("config", metavar="CONFIG", help="the experiment's YAML file")
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="the experiment's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--world-size", type=_positive, default=None, metavar="N", help="ranks of the run")
@@ -53,10 +57,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--for-launch", action="store_true", help=argparse.SUPPRESS)  # launch/experiment.py
     parser.add_argument("--smallest", action="store_true", help="print the smallest number of ranks, nothing else")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--time", action="store_true", help="also foretell the seconds of an iteration")
+    parser.add_argument("--profile", metavar="FILE|NAME", help=f"what a device can do (default {DEFAULT_PROFILE})")
+    parser.add_argument("--prompt-tokens", type=_positive, metavar="N", help="of the mean prompt; default: the longest")
+    parser.add_argument("--response-tokens", type=_positive, metavar="N", help="of the mean response")
+    parser.add_argument("--profile-device", action="store_true", help="measure this machine's profile, with all ranks")
+    parser.add_argument("--output", metavar="FILE", default="profile.json", help="where --profile-device writes")
     parser.add_argument("--version", action="version", version=__version__)
     options = parser.parse_intermixed_args(arguments)
+    if options.config is None and not options.profile_device:
+        parser.error("the following arguments are required: CONFIG")
     try:
-        _plan(options)
+        if options.profile_device:
+            from hybridflow.plan_time import measure
+
+            measure(options.output)
+        else:
+            _plan(options)
     except UserError as error:
         for line in str(error).splitlines():
             print(f"hybridflow.plan: error: {line}", file=sys.stderr)
@@ -107,10 +124,27 @@ def _plan(options: argparse.Namespace) -> None:
         plan["placement"] = placement_lines(placed, hosts)
     plan |= forecast(placed)
     plan["checkpoint"] |= _disk(config)
+    if options.time:
+        plan["time"] = _timed(placed, options)
     if options.json:
         print(json.dumps(plan, indent=2))
     else:
         print_plan(plan, Console() if sys.stdout.isatty() else Console(width=WIDTH))
+
+
+def _timed(placed: "PlacedRun | PlacedFixed", options: argparse.Namespace) -> "Report":
+    from dataclasses import replace
+
+    from hybridflow.planning.device import load_profile
+    from hybridflow.planning.time_report import time_report
+    from hybridflow.planning.timing import work_of
+
+    profile = load_profile(options.profile or DEFAULT_PROFILE)
+    work = work_of(placed, profile)
+    mean = options.response_tokens or work.mean
+    if mean > work.longest:
+        raise ConfigError(f"--response-tokens {mean:g}: responses have {work.longest:g} tokens at most")
+    return time_report(placed, profile, replace(work, prompt=options.prompt_tokens or work.prompt, mean=mean))
 
 
 def smallest_world_size(config: AnyConfig) -> int:
@@ -161,6 +195,10 @@ def print_plan(plan: "Report", console: Console) -> None:
         console.print(table)
         for note in notes:
             console.print(Text(note))
+    if "time" in plan:
+        from hybridflow.plan_time import print_time
+
+        print_time(plan["time"], console)
 
 
 def _table(title: str, columns: Iterable[str], num_left: int = 1) -> Table:

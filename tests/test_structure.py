@@ -44,9 +44,20 @@ FLOORS: dict[int, list[str]] = {
     4: ["recording", "recording.*", "planning", "planning.*"],
     5: ["roles", "roles.*", "reporting", "reporting.*"],
     6: ["rewards", "rewards.*", "data", "data.*", "checkpoint", "checkpoint.*", "generator"],
-    7: ["flows", "flows.*", "inspection", "inspection.*"],
+    7: ["flows", "flows.*", "inspection", "inspection.*", "profiling", "profiling.*"],
     8: ["loop", "trainer", "fixed_trainer"],
-    9: ["front", "front_inputs", "front_models", "train", "plan", "checkpoints", "health", "report", "samples"],
+    9: [
+        "front",
+        "front_inputs",
+        "front_models",
+        "train",
+        "plan",
+        "plan_time",
+        "checkpoints",
+        "health",
+        "report",
+        "samples",
+    ],
 }
 ENTRY_FLOOR = 9  # hybridflow itself, whose __getattr__ imports the front
 OUTER_FLOOR = 10  # tools and launch: nothing in hybridflow imports them
