@@ -440,6 +440,7 @@ class RunConfig(Section):
     platform: PlatformName = "auto"  # auto: CUDA where torch is built for it, and an error where it then sees no device
     output_dir: str = "runs"
     environment: Annotated[dict[str, str], BeforeValidator(_environment)] = {}  # NCCL_*, GLOO_*, HF_*, where not set
+    device_profile: str | None = None  # what `auto` goes by: a shipped profile or a file; None: by the device's name
     tensor_parallel_across_hosts: bool = False  # else each tensor-parallel group has to lie on one host
     nonfinite: NonFiniteConfig = NonFiniteConfig()
     stop_when: StopConfig | None = None  # None: after all iterations

@@ -41,6 +41,11 @@ class ProductRates(Section):
             raise ValueError("give either a table of measured shapes or a peak")
         return self
 
+    @property
+    def best(self) -> float:
+        """FLOP/s that no shape is above."""
+        return max((row[3] for row in self.table), default=(self.peak or 0.0) * self.efficiency)
+
     def rate(self, m: float, k: float, n: float) -> float:
         """FLOP/s at a shape: of a table the mean of the logarithms at the nearest shapes, by inverse square distance.
 

@@ -3,7 +3,7 @@
 forecast(place_either(config, 64))    all that `hybridflow.plan` prints, as lists and dicts for JSON; bytes throughout
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
@@ -68,10 +68,7 @@ class RoleMemory:
     @cached_property
     def training(self) -> tuple[Footprint, ...]:
         """Of each stage, while models train."""
-        return self.with_elements(stage_elements(self.model.spec, self.model.head, self.model.layout))
-
-    def with_elements(self, elements: Sequence[int]) -> tuple[Footprint, ...]:
-        """`training`, where the elements of each stage are known."""
+        elements = stage_elements(self.model.spec, self.model.head, self.model.layout)
         return tuple(self._training(stage, count) for stage, count in enumerate(elements))
 
     def _training(self, stage: int, elements: int) -> Footprint:
@@ -230,6 +227,29 @@ def role_memory(config: ExperimentConfig, model: PlacedModel) -> RoleMemory:
     trained = isinstance(model.config, TrainedRoleConfig)
     rows = config.mini_batch_size if trained else config.batch_size
     return RoleMemory(model, config.max_sequence_length, ceil(rows / model.layout.dp))
+
+
+@dataclass(frozen=True)
+class Fullest:
+    """The rank with most bytes at a time, the moment of it, and what takes them by role."""
+
+    rank: int
+    moment: str
+    roles: Mapping[str, Footprint]
+
+    @property
+    def bytes(self) -> int:
+        return together(list(self.roles.values())).total
+
+
+def fullest(run: PlacedRun | PlacedFixed) -> Fullest:
+    """The first of those alike, as in the table of `hybridflow.plan`."""
+    found = [
+        Fullest(rank, moment, rows(rank))
+        for moment, rows in memory_of(run).moments().items()
+        for rank in range(run.world_size)
+    ]
+    return max(found, key=lambda each: each.bytes)
 
 
 # ------------------------------------------------------------------------------------------------ reports

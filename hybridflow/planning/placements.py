@@ -8,11 +8,11 @@ uses the actor's memory, or on others. Of the divisions those are left out that 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
+from hybridflow.auto_values import ENGINE
 from hybridflow.placement import Ranks
 
-ENGINE = "engine"
 MOST_UNITS = 16  # that the ranks are divided in
 
 
@@ -88,9 +88,15 @@ def _placed(groups: Sequence[tuple[str, ...]], counts: Sequence[int], names: Seq
     ranks: dict[str, Ranks] = {}
     first = 0
     for group, count in sorted(zip(groups, counts, strict=True), key=lambda pair: -pair[1]):
-        ranks |= dict.fromkeys(group, tuple(range(first, first + count)))
+        ranks |= dict.fromkeys(group, _interval(first, count))
         first += count
     return Placement({name: ranks[name] for name in names})
+
+
+@cache
+def _interval(first: int, count: int) -> Ranks:
+    """Shared by all placements that have it."""
+    return tuple(range(first, first + count))
 
 
 def given_placement(layout_ranks: Mapping[str, Ranks], engine: Ranks | None) -> Placement:

@@ -183,7 +183,7 @@ def _is_released(storage: list[tuple[str, int]], operations: Mapping[str, Operat
 
 
 class EngineHoldings:
-    """Of `ReshardMemory` what stays while the engine generates, without what travels: for a search of many layouts."""
+    """Of `ReshardMemory` what stays while the engine generates, and not what travels: for a search of many layouts."""
 
     def __init__(self, plan: ReshardPlan, spec: ModelSpec, *, itemsize: int, bucket_elements: int) -> None:
         self._plan, self._spec, self._itemsize, self._bucket_elements = plan, spec, itemsize, bucket_elements

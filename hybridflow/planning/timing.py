@@ -160,17 +160,26 @@ def scoring_cost(model: PlacedModel, work: Work, device: Device, *, in_units: bo
     in_units: the model may score before the rollout is whole (`planning.waiting`): then each unit of the rows has
     micro-batches of its own, also of those that are scored later.
     """
-    whole = model.name.startswith("reward")
-    rows = Rows(work.sequences, work.prompt, work.mean, work.samples, whole).split(model.layout.dp)
+    rows = scored_rows(model.name, work).split(model.layout.dp)
     units = min(UNITS_PER_BLOCK, max(1, rows.number // rows.samples)) if in_units else 1
     return forward_cost(model.spec, model.layout, model.config, rows, device, head=model.head, units=int(units))
 
 
 def training_cost(model: PlacedModel, config: ExperimentConfig, work: Work, device: Device) -> Cost:
     """All optimizer steps of an iteration."""
-    rows = Rows(_mini_batch(config, work), work.prompt, work.mean, _together(config, work))
-    steps = config.algorithm.update.epochs * ceil(work.sequences / _mini_batch(config, work))
+    rows, steps = updated_rows(config, work)
     return _updated(model, rows, steps, device).cost
+
+
+def scored_rows(name: str, work: Work) -> Rows:
+    """Of an iteration, by the model's config key."""
+    return Rows(work.sequences, work.prompt, work.mean, work.samples, whole=name.startswith("reward"))
+
+
+def updated_rows(config: ExperimentConfig, work: Work) -> tuple[Rows, int]:
+    """(rows of an optimizer step, steps of an iteration)."""
+    rows = Rows(_mini_batch(config, work), work.prompt, work.mean, _together(config, work))
+    return rows, config.algorithm.update.epochs * ceil(work.sequences / _mini_batch(config, work))
 
 
 def _updated(model: PlacedModel, rows: Rows, steps: int, device: Device) -> Operation:
