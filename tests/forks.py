@@ -68,7 +68,13 @@ def servers() -> tuple[Server, ...]:
 
 
 def run_forks(
-    num_ranks: int, module: str, arguments: Sequence[str], *, seconds: float, restarts: int = 0
+    num_ranks: int,
+    module: str,
+    arguments: Sequence[str],
+    *,
+    seconds: float,
+    restarts: int = 0,
+    environment: dict[str, str] | None = None,
 ) -> tuple[int | None, str, str]:
     """Exit status, output, errors. Status 1: a rank has failed. None: no end in time, the errors have every stack.
 
@@ -82,8 +88,8 @@ def run_forks(
         try:
             for rank in range(num_ranks):
                 server = servers()[rank % len(HASH_SEEDS)]
-                environment = environment_of(rank, num_ranks, store.port, restarts)
-                pid = server.fork({"environment": environment, **files})
+                own = environment_of(rank, num_ranks, store.port, restarts) | (environment or {})
+                pid = server.fork({"environment": own, **files})
                 running[pid] = server
             status = wait_for(running, seconds)
         finally:

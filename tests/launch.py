@@ -22,7 +22,12 @@ MARKED: ContextVar[bool] = ContextVar("MARKED", default=True)  # conftest: wheth
 
 
 def run_ranks(
-    num_ranks: int, module: str, *arguments: object, check: bool = True, restarts: int = 0
+    num_ranks: int,
+    module: str,
+    *arguments: object,
+    check: bool = True,
+    restarts: int = 0,
+    environment: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m MODULE ARGUMENTS` on `num_ranks` ranks of this machine; output as text.
 
@@ -32,10 +37,11 @@ def run_ranks(
     """
     if torch.version.cuda is not None:
         assert not restarts, "torchrun counts its restarts itself"
-        return torchrun(num_ranks, "-m", module, *arguments, check=check)
+        return torchrun(num_ranks, "-m", module, *arguments, check=check, environment=environment)
     assert_marked()
     command = [f"{num_ranks} x {module}", *map(str, arguments)]
-    status, out, error = run_forks(num_ranks, module, command[1:], seconds=SECONDS, restarts=restarts)
+    more = {"restarts": restarts, "environment": environment}
+    status, out, error = run_forks(num_ranks, module, command[1:], seconds=SECONDS, **more)
     if status is None:
         raise hang(command, SECONDS, out, error)
     return checked(subprocess.CompletedProcess(command, status, out, error), check)

@@ -19,16 +19,24 @@ import sys
 from typing import Any
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "glm", "opt", "mixtral", "qwen3_moe")
+ENGINE_MODELS = (*(name for name in FAMILIES if name != "glm"), "transformers")  # GLM-4 runs by transformers' class
 MODULES = (
     "hybridflow.trainer",
     "vllm",  # whatever an engine loads when it is built
+    "vllm.entrypoints.llm",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.plugins.lora_resolvers.filesystem_resolver",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
-    "vllm.model_executor.models.llama",
-    "vllm.model_executor.models.qwen2",
+    *(f"vllm.model_executor.models.{name}" for name in ENGINE_MODELS),
+    "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.optimizer.distrib_optimizer",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen2.modeling_qwen2",
+    *(f"transformers.models.{name}.modeling_{name}" for name in FAMILIES),
 )
 
 
@@ -45,10 +53,21 @@ def prepare() -> None:
     prepare_imports("auto")
     for name in MODULES:
         importlib.import_module(name)
+    patch_vllm()
     gc.collect()
     gc.freeze()  # what is there would be searched for garbage by every rank, and its memory be copied
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a fork has one thread, this process {len(threads)}: locks of the others stay locked"
+
+
+def patch_vllm() -> None:
+    """What every engine asks for first, and every rank would do anew: the search for kernels takes longest."""
+    from vllm.platforms import current_platform
+
+    from hybridflow.rollout.patches import prepare_vllm
+
+    prepare_vllm()
+    current_platform.register_triton_kernel_overrides()
 
 
 def serve() -> dict[str, Any] | None:

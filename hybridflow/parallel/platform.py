@@ -9,6 +9,7 @@ module stays untouched.
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import logging
 import os
@@ -373,6 +374,17 @@ def adapt_megatron() -> None:
     check_version("megatron-core", megatron.core.__version__)
     if uses_cuda():
         return
+    _adapt_modules(len(sys.modules))
+    if torch.Tensor.cuda is not _stay:
+        for name, method in {"cuda": _stay, "type": _type_for_megatron(torch.Tensor.type)}.items():
+            setattr(torch.Tensor, name, method)
+
+
+@functools.lru_cache(maxsize=1)
+def _adapt_modules(num_modules: int) -> None:
+    """Of `num_modules` loaded ones those of megatron. As long as none is added nothing is left to do: every model and
+    every optimizer asks, and going through thousands of names takes milliseconds.
+    """
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and module.__dict__.get("torch") is torch:
             module.__dict__["torch"] = _TORCH
@@ -381,9 +393,6 @@ def adapt_megatron() -> None:
         random.__dict__["_get_cuda_rng_state"] = _get_rng_state
         random.__dict__["_set_cuda_rng_state"] = _set_rng_state
         logging.getLogger(random.__name__).setLevel(logging.ERROR)  # it warns that the CPU state changed
-    if torch.Tensor.cuda is not _stay:
-        for name, method in {"cuda": _stay, "type": _type_for_megatron(torch.Tensor.type)}.items():
-            setattr(torch.Tensor, name, method)
 
 
 @contextlib.contextmanager

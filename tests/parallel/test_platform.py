@@ -5,6 +5,8 @@ And what stands before a process group is made: how long its collectives wait, w
 
 import gc
 import os
+import sys
+import types
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -234,3 +236,16 @@ def test_objects_that_stay_are_left_out_of_the_search_for_garbage_on_cuda(device
         assert device == "cpu" or garbage() is None
     finally:
         gc.unfreeze()
+
+
+def test_a_module_of_megatron_that_comes_later_is_adapted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none is looked for where no module has come: each model and each optimizer asks."""
+    platforms.adapt_megatron()
+    later = types.ModuleType("megatron.core.later")
+    later.torch = torch
+    monkeypatch.setitem(sys.modules, later.__name__, later)
+    platforms.adapt_megatron()
+    assert later.torch is platforms._TORCH
+    later.torch = torch
+    platforms.adapt_megatron()
+    assert later.torch is torch

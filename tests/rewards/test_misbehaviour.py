@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.tiny_experiment import make_inputs, write_config
-from tests.launch import SECONDS, finish, start_torchrun
+from tests.launch import SECONDS, run_ranks, start_torchrun
 from tests.rewards.misbehaving import WAYS
 
 pytestmark = pytest.mark.distributed
@@ -97,10 +97,8 @@ def test_a_run_goes_on_whatever_its_functions_do(inputs: Path, tmp_path: Path) -
     config = experiment(tmp_path, inputs, rows, reward)
     overrides = [f"data.heldout={heldout}", *EVALUATION]
     mark, environment = marked()
-    run = start_torchrun(2, "-m", "hybridflow.train", config, *overrides, environment=environment)
-    done = finish(run, SECONDS)
+    done = run_ranks(2, "hybridflow.train", config, *overrides, environment=environment)
     output = done.stdout + done.stderr
-    assert done.returncode == 0, output
     assert_none_left(mark)
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert [sample["parts"]["misbehaves"] for sample in samples] == [0.5 if how in GOES_ON else -1.0 for how in ways]
@@ -159,7 +157,7 @@ def test_a_run_stops_where_it_is_told_to(inputs: Path, tmp_path: Path) -> None:
         tmp_path, inputs, rows, {"functions": [{"function": f"{FUNCTIONS}:misbehaves"}], "timeout_seconds": 1.0}
     )
     mark, environment = marked()
-    done = finish(start_torchrun(2, "-m", "hybridflow.train", config, environment=environment), SECONDS)
+    done = run_ranks(2, "hybridflow.train", config, check=False, environment=environment)
     assert done.returncode == 1
     expected = (
         "hybridflow: error: reward function tests.rewards.misbehaving:misbehaves: row 3: took longer than "
