@@ -8,6 +8,7 @@ Every line of its input is a request, every line of its output the answer:
 """
 
 import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -53,21 +54,20 @@ def prepare() -> None:
     prepare_imports("auto")
     for name in MODULES:
         importlib.import_module(name)
-    patch_vllm()
+    register_kernels()
     gc.collect()
     gc.freeze()  # what is there would be searched for garbage by every rank, and its memory be copied
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a fork has one thread, this process {len(threads)}: locks of the others stay locked"
 
 
-def patch_vllm() -> None:
-    """What every engine asks for first, and every rank would do anew: the search for kernels takes longest."""
+def register_kernels() -> None:
+    """What vLLM does in every process that builds an engine, and again for each; it looks through all modules."""
     from vllm.platforms import current_platform
 
-    from hybridflow.rollout.patches import prepare_vllm
-
-    prepare_vllm()
-    current_platform.register_triton_kernel_overrides()
+    once = functools.cache(current_platform.register_triton_kernel_overrides)
+    once()
+    type(current_platform).register_triton_kernel_overrides = staticmethod(once)
 
 
 def serve() -> dict[str, Any] | None:
