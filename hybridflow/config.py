@@ -357,6 +357,32 @@ class MetricsConfig(Section):
     num_samples: NonNegativeInt = 4  # responses per iteration written to samples.jsonl
 
 
+class StopConfig(Section):
+    """A run ends after the first iteration whose metric is so low or so high, before it has done all iterations."""
+
+    metric: str  # of the run, such as eval/loss; one of eval/ is known every metrics.eval_interval iterations
+    at_most: float | None = None  # this or the next one
+    at_least: float | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.at_most is None) == (self.at_least is None):
+            raise ValueError(f"at_most = {self.at_most}, at_least = {self.at_least}: give one of the two")
+        return self
+
+    def holds(self, value: float) -> bool:
+        """Whether a value of the metric is the end; never of one that is not a number."""
+        if self.at_most is not None:
+            return value <= self.at_most
+        assert self.at_least is not None, "one of the two is given"
+        return value >= self.at_least
+
+    def told(self, value: float) -> str:
+        """That it holds, for a person."""
+        rule = f"at most {self.at_most:g}" if self.at_most is not None else f"at least {self.at_least:g}"
+        return f"{self.metric} = {value:.6g} is {rule} (stop_when)"
+
+
 class CheckpointConfig(Section):
     """What a run saves so that it can go on, and when it ends early."""
 
@@ -414,11 +440,20 @@ class RunConfig(Section):
     platform: PlatformName = "auto"  # auto: CUDA where torch is built for it, and an error where it then sees no device
     output_dir: str = "runs"
     environment: Annotated[dict[str, str], BeforeValidator(_environment)] = {}  # NCCL_*, GLOO_*, HF_*, where not set
+    device_profile: str | None = None  # what `auto` goes by: a shipped profile or a file; None: by the device's name
     tensor_parallel_across_hosts: bool = False  # else each tensor-parallel group has to lie on one host
     nonfinite: NonFiniteConfig = NonFiniteConfig()
+    stop_when: StopConfig | None = None  # None: after all iterations
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     metrics: MetricsConfig = MetricsConfig()
+
+    @model_validator(mode="after")
+    def _check_stop(self) -> Self:
+        stop = self.stop_when
+        if stop is not None and stop.metric.startswith("eval/") and not self.metrics.eval_interval:
+            raise ValueError(f"stop_when.metric = {stop.metric} needs metrics.eval_interval, which is 0")
+        return self
 
     @property
     def run_dir(self) -> Path:

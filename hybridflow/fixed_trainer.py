@@ -18,7 +18,7 @@ from hybridflow.fixed_config import FixedDataConfig
 from hybridflow.flows.finite import NonFinite
 from hybridflow.flows.fixed import evaluate_fixed, fixed_flow
 from hybridflow.flows.fixed_run import FixedModels, FixedRun
-from hybridflow.loop import evaluates, keeper_of, kernels, lost, start
+from hybridflow.loop import keeper_of, kernels, lost, start, train
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.agreement import check_agreement
 from hybridflow.parallel.device import choose_platform
@@ -27,7 +27,7 @@ from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.planning.hosts import check_hosts, parse_hosts
 from hybridflow.planning.placed import PlacedFixed, place_fixed
-from hybridflow.recording.iteration import Iteration, Metrics
+from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.recorder import Recorder, RunSummary
 from hybridflow.roles.base import World
@@ -105,9 +105,7 @@ class FixedDataTrainer:
             if self.config.metrics.eval_interval and self.keeper.state is None:
                 recorder.phase("evaluating before training")
                 recorder.before_training(self.evaluate())
-            for iteration in range(self.run.state.iteration + 1, last + 1):
-                metrics = self._iterated(iteration, last, recorder)
-                self.keeper.after(self.run.state, metrics, recorder, is_last=iteration == last)
+            train(self, range(self.run.state.iteration + 1, last + 1), last, recorder)
             self.keeper.finish()
             recorder.phase("writing the trained model")
             with self.watchdog.during("save"):
@@ -122,19 +120,7 @@ class FixedDataTrainer:
             examples = heldout.examples(range(len(heldout)))
             return evaluate_fixed(self.run, self.config.algorithm, examples, self.config.data.batch_size)
 
-    def _iterated(self, iteration: int, last: int, recorder: Recorder) -> Metrics:
-        """One iteration, recorded; its metrics."""
-        done = self._iterate(iteration, last, recorder)
-        if done is None:
-            return {}
-        if evaluates(self.config.metrics.eval_interval, iteration, last):
-            recorder.phase(f"iteration {iteration}: evaluating")
-            recorder.evaluated(done, self.evaluate())
-        done.metrics["time/save_seconds"] = self.keeper.seconds()
-        recorder.iteration(done)
-        return done.metrics
-
-    def _iterate(self, iteration: int, last: int, recorder: Recorder) -> Iteration | None:
+    def iterate(self, iteration: int, last: int, recorder: Recorder) -> Iteration | None:
         """One iteration of the flow; None where it lost its step to a number that is not finite, and may."""
         before = self.run.state
         self.run.begin(iteration, last, recorder.phase)

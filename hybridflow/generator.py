@@ -33,8 +33,8 @@ class Generator:
     """Building it is collective over the world. A rank outside the rollout has no engine, but takes part in all calls.
 
     why_eager: the reason for which the engine runs without CUDA graphs, where the config lets it have them; else None.
-    costs: of the reshards since somebody emptied the list. own_bytes: weights of the engine outside the trainer's
-    memory, while it has them.
+    params: vLLM's sampling parameters of `sampled` and `greedy` responses. costs: of the reshards since somebody
+    emptied the list. own_bytes: weights of the engine outside the trainer's memory, while it has them.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class Generator:
         )
         self.costs: list[ReshardCost] = []
         self.engine: RolloutEngine | None = None
-        self.own_bytes, self._params = 0, {}
+        self.own_bytes, self.params = 0, {}
         join_groups(self.layout, placed.stages, platform.local_rank)
         with self.resharded():  # the engine takes the memory that it finds as its own
             free = -int(exchange.maximum(torch.tensor(-platform.free_bytes(), device=exchange.device)))
             if platform.rank in self.layout:
                 self.engine = self._new_engine(actor, free)
-                self._params = {
+                self.params = {
                     "sampled": self.engine.sampling_params(config.sampling, eos_token_ids),
                     "greedy": self.engine.greedy_params(config.sampling, eos_token_ids),
                 }
@@ -148,7 +148,7 @@ class Generator:
         return generate(
             self.engine,
             prompts,
-            self._params.get("greedy" if greedy else "sampled"),
+            self.params.get("greedy" if greedy else "sampled"),
             samples_per_prompt=samples_per_prompt,
             buckets=self._placed.config.sampling.buckets,
             seed=self._placed.config.seed,

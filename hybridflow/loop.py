@@ -3,8 +3,9 @@
 `hybridflow.trainer` and `hybridflow.fixed_trainer` are built on it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -19,6 +20,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.platform import Platform
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
+from hybridflow.recording.iteration import Iteration, Metrics
 from hybridflow.recording.recorder import Recorder
 
 
@@ -53,6 +55,60 @@ def keeper_of(
         restarts=platforms.restart_count(),
         saves=saves,
     )
+
+
+class HasState(Protocol):
+    """A run, of either kind."""
+
+    state: RunState
+
+
+class Trainer(Protocol):
+    """What the loop asks of a trainer."""
+
+    @property
+    def config(self) -> RunConfig: ...
+    @property
+    def keeper(self) -> Keeper: ...
+    @property
+    def run(self) -> HasState: ...
+    def iterate(self, iteration: int, last: int, recorder: Recorder, /) -> Iteration | None: ...
+    def evaluate(self) -> dict[str, float]: ...
+
+
+def train(trainer: Trainer, iterations: Iterable[int], last: int, recorder: Recorder) -> None:
+    """Iterate, evaluate where it is time to, record and save, until all is done or `stop_when` holds. Collective.
+
+    last: the run's last iteration. Errors: Stopped where the run was told to end before, and is saved; SaveError.
+    """
+    keeper = trainer.keeper
+    over = keeper.ended()
+    if over is not None:
+        recorder.message(f"the run is over: {over}; without stop_when it goes on")
+        return
+    for iteration in iterations:
+        metrics, why = _recorded(trainer, trainer.iterate(iteration, last, recorder), iteration, last, recorder)
+        keeper.after(trainer.run.state, metrics, recorder, is_last=iteration == last or why is not None)
+        if why is not None:
+            recorder.message(f"iteration {iteration} of {last} was the last: {why}")
+            return
+
+
+def _recorded(
+    trainer: Trainer, done: Iteration | None, iteration: int, last: int, recorder: Recorder
+) -> tuple[Metrics, str | None]:
+    """Its metrics, and why it is the last one by `stop_when`; an iteration that lost its step has none."""
+    if done is None:
+        return {}, None
+    interval = trainer.config.metrics.eval_interval
+    why = trainer.keeper.reached(done.metrics, recorder)
+    if evaluates(interval, iteration, last) or (interval and why is not None):
+        recorder.phase(f"iteration {iteration}: evaluating")
+        recorder.evaluated(done, trainer.evaluate())
+        why = why or trainer.keeper.reached(done.metrics, recorder)
+    done.metrics["time/save_seconds"] = trainer.keeper.seconds()
+    recorder.iteration(done)
+    return done.metrics, why
 
 
 def lost(config: RunConfig, state: RunState, found: NonFinite, recorder: Recorder) -> RunState:

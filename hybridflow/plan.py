@@ -2,6 +2,8 @@
 
     python -m hybridflow.plan configs/quickstart.yaml [section.key=value ...] [--world-size N] [--json | --smallest]
     python -m hybridflow.plan configs/x.yaml --hosts worker-0=8,worker-1=8        and which grid lies on which host
+    python -m hybridflow.plan configs/x.yaml --time [--profile NAME_OR_FILE]      and seconds of each phase
+    torchrun --nproc-per-node 8 -m hybridflow.plan --profile-device [--output F]  measures the machine for --time
 
 No process is started and no weights are read: of each model its config.json is enough. The roles are those of the
 config's algorithm. Without --world-size the smallest number of ranks that fits is taken. Where a run cannot work,
@@ -14,54 +16,160 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from hybridflow import __version__
+from hybridflow.auto_values import autos, with_neutral
 from hybridflow.checkpoint.inventory import size_of
 from hybridflow.checkpoint.store import CHECKPOINTS
 from hybridflow.command import program
-from hybridflow.config import ExperimentConfig, RoleConfig, RunConfig
+from hybridflow.config import ExperimentConfig, RoleConfig, RunConfig, read_tree
 from hybridflow.errors import ConfigError, UserError
-from hybridflow.fixed_config import AnyConfig, load_config
+from hybridflow.fixed_config import AnyConfig, config_class
 from hybridflow.placement import shown
 from hybridflow.user_code import search_beside
 
 if TYPE_CHECKING:
+    from hybridflow.planning.device import DeviceProfile
     from hybridflow.planning.forecast import Report
+    from hybridflow.planning.placed import PlacedFixed, PlacedRun
 
+DEFAULT_PROFILE = "h100-sxm"  # of --time
 WIDTH = 112  # columns of a pipe
 FEW = 24  # characters of ranks that are shown whole
 GIB = 1 << 30
+TRIED = (1, 2, 3, 4, 6, 8, 16, 32, 64)  # numbers of ranks, for a config with `auto` of which no number is given
+UNBOUNDED = 1 << 60
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=program("hybridflow.plan"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("config", metavar="CONFIG", help="the experiment's YAML file")
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="the experiment's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--world-size", type=_positive, default=None, metavar="N", help="ranks of the run")
-    size.add_argument("--hosts", metavar="NAME=N,...", help="the hosts of the run with their ranks, in order")
+    size.add_argument(
+        "--hosts", metavar="NAME=N,...", help="the hosts of the run with their ranks, in order; with --search a number"
+    )
     parser.add_argument("--least-hosts", type=_positive, default=None, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("--for-launch", action="store_true", help=argparse.SUPPRESS)  # launch/experiment.py
     parser.add_argument("--smallest", action="store_true", help="print the smallest number of ranks, nothing else")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--time", action="store_true", help="also foretell the seconds of an iteration")
+    parser.add_argument("--profile", metavar="FILE|NAME", help=f"what a device can do (default {DEFAULT_PROFILE})")
+    parser.add_argument("--prompt-tokens", type=_positive, metavar="N", help="of the mean prompt; default: the longest")
+    parser.add_argument("--response-tokens", type=_positive, metavar="N", help="of the mean response")
+    parser.add_argument("--profile-device", action="store_true", help="measure this machine's profile, with all ranks")
+    parser.add_argument("--search", action="store_true", help="look for the fastest layout on --gpus devices")
+    parser.add_argument("--gpus", type=_positive, metavar="N", help="devices to search on")
+    parser.add_argument(
+        "--memory-gib", type=_positive_float, metavar="GIB", help="of a device (default: the profile's)"
+    )
+    parser.add_argument("--minutes", type=_positive_float, default=2.0, metavar="M", help="to search (default 2)")
+    parser.add_argument("--svg", metavar="FILE", help="a picture of one iteration")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="where --profile-device writes (default profile.json), and --search the best config (best.yaml)",
+    )
     parser.add_argument("--version", action="version", version=__version__)
     options = parser.parse_intermixed_args(arguments)
+    if options.config is None and not options.profile_device:
+        parser.error("the following arguments are required: CONFIG")
     try:
-        _plan(options)
+        if options.profile_device:
+            from hybridflow.plan_time import measure
+
+            measure(options.output or "profile.json")
+        elif options.search:
+            _search(options)
+        else:
+            _plan(options)
     except UserError as error:
         for line in str(error).splitlines():
             print(f"hybridflow.plan: error: {line}", file=sys.stderr)
         return 1
     return 0
+
+
+def _search(options: argparse.Namespace) -> None:
+    if options.gpus is None:
+        raise ConfigError("--search: give --gpus, on how many devices")
+    tree = with_neutral(read_tree(options.config, options.overrides))
+    config = config_class(tree).from_tree(tree, options.config)
+    if not isinstance(config, ExperimentConfig):
+        raise ConfigError(
+            f"--search: algorithm {config.algorithm.name} trains on fixed data; it is for runs that generate"
+        )
+    search_beside(options.config)
+    # torch loads for a second: a bad config fails before
+    from hybridflow.plan_search import print_search, ranks_per_host
+    from hybridflow.planning.here import facts_by
+
+    facts = facts_by(_profile(options, tree), _memory(options))
+    per_host = ranks_per_host(options.gpus, options.hosts, facts.profile.ranks_per_host)
+    profile = facts.profile.model_copy(update={"ranks_per_host": per_host})
+    print_search(
+        config,
+        replace(facts, profile=profile),
+        options.gpus,
+        _console(),
+        minutes=options.minutes,
+        output=Path(options.output or "best.yaml"),
+        svg=None if options.svg is None else Path(options.svg),
+        source=str(options.config),
+    )
+
+
+def _profile(options: argparse.Namespace, tree: Mapping[str, Any]) -> "DeviceProfile":
+    """As asked for, or as the config says, or the default."""
+    from hybridflow.planning.device import load_profile
+
+    return load_profile(options.profile or tree.get("device_profile") or DEFAULT_PROFILE)
+
+
+def _memory(options: argparse.Namespace) -> int | None:
+    return None if options.memory_gib is None else int(options.memory_gib * GIB)
+
+
+def _console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
+
+
+def _resolved(options: argparse.Namespace, world_size: int | None) -> AnyConfig:
+    """The config, `auto` resolved for so many ranks, or for the smallest number on which something fits."""
+    tree = read_tree(options.config, options.overrides)
+    if not autos(tree):
+        return config_class(tree).from_tree(tree, options.config)
+    from hybridflow.planning.here import facts_by, resolved_for
+
+    if options.for_launch:  # the machine that starts the ranks need not be like theirs
+        facts = facts_by(_profile(options, tree), UNBOUNDED)
+    elif options.profile or options.memory_gib:
+        facts = facts_by(_profile(options, tree), _memory(options))
+    else:
+        facts = None
+    for count in [world_size] if world_size else TRIED:
+        try:
+            config, lines = resolved_for(tree, options.config, count, facts)
+        except ConfigError:
+            if world_size or count == TRIED[-1]:
+                raise
+            continue
+        if not (options.json or options.smallest or options.for_launch):
+            print("\n".join(lines) + "\n")
+        options.world_size = None if options.hosts else count
+        return config
+    raise AssertionError("the last that is tried tells why it does not fit")
 
 
 def _disk(config: RunConfig) -> "Report":
@@ -76,6 +184,22 @@ def _disk(config: RunConfig) -> "Report":
     }
 
 
+def _ranks_of(hosts: str | None) -> int | None:
+    """Of all hosts that are named."""
+    if hosts is None:
+        return None
+    from hybridflow.planning.hosts import parse_hosts
+
+    return parse_hosts(hosts)[-1].ranks.stop
+
+
+def _positive_float(text: str) -> float:
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text}: a positive number")
+    return number
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -84,17 +208,17 @@ def _positive(text: str) -> int:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    config = load_config(options.config, options.overrides)
+    chosen = options.world_size is None and options.hosts is None
+    config = _resolved(options, options.world_size or _ranks_of(options.hosts))
     search_beside(options.config)
     if options.smallest:
-        print(smallest_world_size(config))
+        print(options.world_size or smallest_world_size(config))
         return
     # torch loads for a second: a bad config fails before
     from hybridflow.planning.forecast import forecast
     from hybridflow.planning.hosts import for_launch, parse_hosts, place_on_hosts, placement_lines
     from hybridflow.planning.placed import place_either
 
-    chosen = options.world_size is None and options.hosts is None
     plan: Report = {"config": str(options.config), "smallest_that_fits": chosen}
     if options.hosts is None:
         placed = place_either(config, options.world_size or smallest_world_size(config))
@@ -107,10 +231,24 @@ def _plan(options: argparse.Namespace) -> None:
         plan["placement"] = placement_lines(placed, hosts)
     plan |= forecast(placed)
     plan["checkpoint"] |= _disk(config)
+    if options.time:
+        plan["time"] = _timed(placed, options)
     if options.json:
         print(json.dumps(plan, indent=2))
     else:
-        print_plan(plan, Console() if sys.stdout.isatty() else Console(width=WIDTH))
+        print_plan(plan, _console())
+
+
+def _timed(placed: "PlacedRun | PlacedFixed", options: argparse.Namespace) -> "Report":
+    from hybridflow.planning.time_report import time_report
+    from hybridflow.planning.timing import work_of
+
+    profile = _profile(options, {"device_profile": placed.config.device_profile})
+    work = work_of(placed, profile)
+    mean = options.response_tokens or work.mean
+    if mean > work.longest:
+        raise ConfigError(f"--response-tokens {mean:g}: responses have {work.longest:g} tokens at most")
+    return time_report(placed, profile, replace(work, prompt=options.prompt_tokens or work.prompt, mean=mean))
 
 
 def smallest_world_size(config: AnyConfig) -> int:
@@ -161,6 +299,10 @@ def print_plan(plan: "Report", console: Console) -> None:
         console.print(table)
         for note in notes:
             console.print(Text(note))
+    if "time" in plan:
+        from hybridflow.plan_time import print_time
+
+        print_time(plan["time"], console)
 
 
 def _table(title: str, columns: Iterable[str], num_left: int = 1) -> Table:

@@ -7,7 +7,8 @@ critic, reference and reward that the algorithm has. algorithm.name is ppo (if l
 reinforce, opo, maxrl, distill, or custom: a function of your own, found in the working directory or beside CONFIG. With
 sft, reward_model, dpo and kto it trains on the rows of a file: nothing is generated, and there is no sampling, rollout
 or reward. Each override replaces a value: `actor.optimizer.lr=1e-5`, `reward.models.0.weight=2`, `critic=null`. How
-many ranks fit, and what they will hold, `hybridflow.plan` tells.
+many ranks fit, and what they will hold, `hybridflow.plan` tells. Parallel sizes, budgets of tokens, recompute,
+offloading and the KV cache may be `auto`: they are then chosen for the devices that there are.
 
 A run leaves behind, in OUTPUT_DIR/NAME (runs/NAME), where an earlier run of that name has moved to NAME.1:
 
@@ -35,10 +36,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hybridflow import __version__
+from hybridflow.auto_values import autos, with_neutral
 from hybridflow.command import program
-from hybridflow.config import ExperimentConfig
+from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.errors import ConfigError, ExitStatus, Stopped, UserError
-from hybridflow.fixed_config import FixedDataConfig, load_config
+from hybridflow.fixed_config import AnyConfig, FixedDataConfig, config_class
 from hybridflow.parallel.last_words import leave
 from hybridflow.user_code import search_beside
 
@@ -74,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace) -> None:
     num_iterations = [] if options.num_iterations is None else [f"num_iterations={options.num_iterations}"]
-    config = load_config(options.config, options.overrides + num_iterations)
+    config, chosen = _config(options.config, options.overrides + num_iterations)
     fixed = isinstance(config, FixedDataConfig)
     if isinstance(config, FixedDataConfig) and (options.replay or options.rollout_only):
         given = "--replay" if options.replay else "--rollout-only"
@@ -92,6 +94,8 @@ def _train(options: argparse.Namespace) -> None:
         check_output_dir(config)
         where = f"{world_size} ranks, platform {device_name()}"
         engine = "" if options.replay or fixed else " and the engine"
+        for line in chosen:
+            print(f"{config.name}: {line}", flush=True)
         print(f"{config.name}: loading {', '.join(config.roles())}{engine}, {where}", flush=True)
     from hybridflow.parallel.stop import StopRequest
     from hybridflow.parallel.watchdog import Watchdog
@@ -111,6 +115,21 @@ def _train(options: argparse.Namespace) -> None:
         rows = summary.rows(trainer.config.run_dir, exported=trainer.writes_model)
         print_summary(f"hybridflow {trainer.config.name}", rows)
     watchdog.close()
+
+
+def _config(path: str, overrides: list[str]) -> tuple[AnyConfig, tuple[str, ...]]:
+    """The config, and what was chosen where it says `auto`: that takes torch, a config without is read without."""
+    tree = read_tree(path, overrides)
+    if not autos(tree):
+        return config_class(tree).from_tree(tree, path), ()
+    neutral = with_neutral(tree)
+    checked = config_class(neutral).from_tree(neutral, path)
+    from hybridflow.parallel.platform import prepare_imports, set_environment
+    from hybridflow.planning.here import load_for_run
+
+    set_environment(checked.environment)
+    prepare_imports(checked.platform)
+    return load_for_run(path, overrides)
 
 
 def _trainer(

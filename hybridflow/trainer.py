@@ -24,9 +24,10 @@ from hybridflow.algorithm_config import (
     Reinforce,
     ReMax,
 )
+from hybridflow.auto_values import autos
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.export import export_huggingface
-from hybridflow.config import ExperimentConfig
+from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import Inputs, load_inputs
 from hybridflow.data.same_tokens import check_same_tokens
@@ -44,7 +45,7 @@ from hybridflow.flows.replay import Replay, dumped_batches
 from hybridflow.flows.run import Run
 from hybridflow.flows.while_waiting import Waiting, WhileWaiting
 from hybridflow.generator import Generator
-from hybridflow.loop import evaluates, keeper_of, kernels, lost, start
+from hybridflow.loop import keeper_of, kernels, lost, start, train
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.agreement import check_agreement
 from hybridflow.parallel.device import choose_platform
@@ -52,10 +53,11 @@ from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.noticeboard import Noticeboard
 from hybridflow.parallel.watchdog import Watchdog
+from hybridflow.planning.here import load_for_run
 from hybridflow.planning.hosts import check_hosts, parse_hosts
 from hybridflow.planning.placed import PlacedRun, place
 from hybridflow.planning.waiting import blocks_within, models_that_wait
-from hybridflow.recording.iteration import Iteration, Metrics
+from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.recorder import Recorder, RunSummary
 from hybridflow.reward_config import ScoringConfig
@@ -128,6 +130,7 @@ def renamed(config: ExperimentConfig, *, replay: Path | None, rollout_only: bool
     return config.model_copy(
         update={
             "name": f"{config.name}-{'rollout' if rollout_only else 'replay'}",
+            "stop_when": None,
             "metrics": config.metrics.model_copy(update=metrics),
             "checkpoint": config.checkpoint.model_copy(update=checkpoint),
         }
@@ -262,9 +265,15 @@ class RLTrainer:
 
     @classmethod
     def from_yaml(cls, path: str, overrides: list[str] | tuple[str, ...] = ()) -> Self:
-        """The trainer of a config file; a user's functions may lie beside it."""
+        """The trainer of a config file, `auto` resolved; a user's functions may lie beside it."""
         search_beside(path)
-        return cls(ExperimentConfig.from_yaml(path, overrides))
+        if not autos(read_tree(path, overrides)):
+            return cls(ExperimentConfig.from_yaml(path, overrides))
+        config, lines = load_for_run(path, overrides)
+        assert isinstance(config, ExperimentConfig), "a run on fixed data has no auto"
+        if platforms.torchrun_rank()[0] == 0:
+            print("\n".join(lines), flush=True)
+        return cls(config)
 
     def fit(self, num_iterations: int | None = None) -> RunSummary:
         """Train up to iteration `num_iterations` (default: the config's) and write the run directory.
@@ -285,27 +294,13 @@ class RLTrainer:
             if self.config.metrics.eval_interval and self.keeper.state is None:
                 recorder.phase("evaluating before training")
                 recorder.before_training(self.evaluate())
-            for iteration in self._iterations(num_iterations):
-                metrics = self._iterated(iteration, num_iterations, recorder)
-                self.keeper.after(self.run.state, metrics, recorder, is_last=iteration == num_iterations)
+            train(self, self._iterations(num_iterations), num_iterations, recorder)
             self.keeper.finish()
             if self.writes_model:
                 recorder.phase("writing the trained actor")
                 with self.watchdog.during("save"):
                     export_huggingface(self.roles.actor, self.config.run_dir / "hf", report=recorder.message)
         return recorder.summary()
-
-    def _iterated(self, iteration: int, num_iterations: int, recorder: Recorder) -> Metrics:
-        """One iteration, recorded; its metrics."""
-        done = self.iterate(iteration, num_iterations, recorder)
-        if done is None:
-            return {}
-        if evaluates(self.config.metrics.eval_interval, iteration, num_iterations):
-            recorder.phase(f"iteration {iteration}: evaluating")
-            recorder.evaluated(done, self.evaluate())
-        done.metrics["time/save_seconds"] = self.keeper.seconds()
-        recorder.iteration(done)
-        return done.metrics
 
     def iterate(self, iteration: int, num_iterations: int, recorder: Recorder) -> Iteration | None:
         """One iteration of the flow; None where it lost a step to a number that is not finite, and may."""

@@ -93,6 +93,15 @@ def test_sections_of_generation_are_refused_with_what_to_remove(section: str) ->
         (tree(actor={**TRAINED, "offload_optimizer": True}), "actor.offload_optimizer = true: it waits while an engin"),
         (tree(metrics={"eval_interval": 2}), "metrics.eval_interval = 2 needs data.heldout"),
         (tree(metrics={"eval_reward": "a:b"}), "metrics.eval_reward = a:b: there are no responses to judge"),
+        (
+            tree(stop_when={"metric": "eval/loss", "at_most": 1.0}),
+            "stop_when.metric = eval/loss needs metrics.eval_interval, which is 0",
+        ),
+        (tree(stop_when={"metric": "actor/loss"}), "at_most = None, at_least = None: give one of the two"),
+        (
+            tree(stop_when={"metric": "actor/loss", "at_most": 1, "at_least": 0}),
+            "at_most = 1.0, at_least = 0.0: give one of the two",
+        ),
         (tree(checkpoint={"keep_best": 1}), "checkpoint.best_metric = reward/score_mean: there are no rewards"),
         (
             tree("kto", data={"train": "x", "batch_size": 1, "max_length": 9}),

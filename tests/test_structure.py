@@ -31,6 +31,7 @@ FLOORS: dict[int, list[str]] = {
         "parallel.layout",
         "parallel.seeds",
         "placement",
+        "auto_values",
         "algorithm_config",
         "fixed_algorithms",
         "data_config",
@@ -44,9 +45,21 @@ FLOORS: dict[int, list[str]] = {
     4: ["recording", "recording.*", "planning", "planning.*"],
     5: ["roles", "roles.*", "reporting", "reporting.*"],
     6: ["rewards", "rewards.*", "data", "data.*", "checkpoint", "checkpoint.*", "generator"],
-    7: ["flows", "flows.*", "inspection", "inspection.*"],
+    7: ["flows", "flows.*", "inspection", "inspection.*", "profiling", "profiling.*"],
     8: ["loop", "trainer", "fixed_trainer"],
-    9: ["front", "front_inputs", "front_models", "train", "plan", "checkpoints", "health", "report", "samples"],
+    9: [
+        "front",
+        "front_inputs",
+        "front_models",
+        "train",
+        "plan",
+        "plan_search",
+        "plan_time",
+        "checkpoints",
+        "health",
+        "report",
+        "samples",
+    ],
 }
 ENTRY_FLOOR = 9  # hybridflow itself, whose __getattr__ imports the front
 OUTER_FLOOR = 10  # tools and launch: nothing in hybridflow imports them

@@ -91,6 +91,7 @@ TABLE: tuple[Rule, ...] = (
         "when and where a function is called, and when a call is given up",
     ),
     _rule("rollout.*", FREE, FREE, "how the engine works; its weights come from the actor each time"),
+    _rule("device_profile", FREE, FREE, "what `auto` goes by, which is resolved at each start"),
     _rule(
         "environment environment.* tensor_parallel_across_hosts", FREE, FREE, "how ranks reach each other, and files"
     ),
@@ -234,6 +235,7 @@ TABLE: tuple[Rule, ...] = (
         "an adaptive controller goes on from the coefficient it has reached",
     ),
     _rule("nonfinite.*", NOTICED, NOTICED, ""),
+    _rule("stop_when stop_when.*", FREE, FREE, "when a run ends, not what it computes"),
 )
 
 # of `data.digests.run_digests`; what one side lacks is told by the config

@@ -7,6 +7,7 @@ keeper.after(run.state, metrics, recorder, is_last=False)  # between two iterati
 """
 
 import contextlib
+import difflib
 import os
 import shutil
 import socket
@@ -72,6 +73,7 @@ class Keeper:
         self._started, self._longest_iteration, self._longest_save = time.monotonic(), 0.0, 0.0
         self._iteration_began = self._started
         self._metrics: Mapping[str, float] = {}
+        self._may_lack = True  # whether nobody was told that the metric of stop_when is not there
         self.notes: list[str] = []
         self._may_keep_rollout = False  # whether this start generates what the one before did
         self._end_again(restarts)
@@ -140,6 +142,36 @@ class Keeper:
     def stops(self) -> bool:
         """Whether the run is to end here: told by a signal on any rank, or max_hours are nearly over. Collective."""
         return self._stop.agreed(self._group, also=self._time_is_up())
+
+    def reached(self, metrics: Metrics, recorder: Recorder) -> str | None:
+        """Why an iteration with these metrics is the last by `stop_when`; None where it is not. Collective, if given.
+
+        A metric that the first row lacks is told, once: its name may be wrong, or it comes later.
+        """
+        stop = self._config.stop_when
+        if stop is None:
+            return None
+        if stop.metric in metrics:
+            self._may_lack = False
+            value = torch.tensor(float(metrics[stop.metric]), dtype=torch.float64)
+            first = dist.get_process_group_ranks(self._group)[0]
+            dist.broadcast(value, src=first, group=self._group)  # the ranks end together, come what may
+            return stop.told(float(value)) if stop.holds(float(value)) else None
+        evaluated = any(name.startswith("eval/") for name in metrics)
+        if metrics and self._may_lack and (evaluated or not stop.metric.startswith("eval/")):
+            self._may_lack = False
+            near = difflib.get_close_matches(stop.metric, metrics) or sorted(metrics)
+            there = f"there are {', '.join(near)}"
+            recorder.message(f"warning: stop_when.metric = {stop.metric}: this iteration has no such metric; {there}")
+        return None
+
+    def ended(self) -> str | None:
+        """Why the run that is in the run directory is over by `stop_when`, as that is now; None where it is not."""
+        stop, source = self._config.stop_when, self._source
+        if stop is None or source is None or source.is_fork or stop.metric not in source.saved.metrics:
+            return None
+        value = source.saved.metrics[stop.metric]
+        return stop.told(value) if stop.holds(value) else None
 
     def seconds(self) -> float:
         """Training has waited for saving since it was last asked, the longest of any rank. Collective."""

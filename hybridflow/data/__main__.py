@@ -15,11 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybridflow import __version__
+from hybridflow.auto_values import with_neutral
 from hybridflow.command import program
+from hybridflow.config import read_tree
 from hybridflow.data.sources import open_files
 from hybridflow.data.view import columns, seen_by
 from hybridflow.errors import UserError
-from hybridflow.fixed_config import load_config
+from hybridflow.fixed_config import config_class
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,7 +47,8 @@ def _lines(file: Path, config: str | None, overrides: list[str]) -> Iterator[str
     yield from columns(open_files(file, "FILE"))
     if config is not None:
         yield ""
-        yield from seen_by(load_config(config, [*overrides, f"data.train={json.dumps(str(file))}"]))
+        tree = with_neutral(read_tree(config, [*overrides, f"data.train={json.dumps(str(file))}"]))
+        yield from seen_by(config_class(tree).from_tree(tree, config))
 
 
 if __name__ == "__main__":

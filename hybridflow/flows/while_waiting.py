@@ -26,7 +26,7 @@ from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.parallel.noticeboard import Noticeboard
-from hybridflow.planning.waiting import Block
+from hybridflow.planning.waiting import UNITS_PER_BLOCK, Block
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.rewards.calls import Group, RolloutCalls
 from hybridflow.rewards.scorer import Scorer
@@ -35,7 +35,6 @@ from hybridflow.roles.base import Role
 from hybridflow.rollout.engine import Response
 from hybridflow.rollout.generation import prompts_of_replicas, responses_to
 
-UNITS_PER_BLOCK = 4  # that the rows of a replica are cut in: one may be under way when the last response is there
 PHASE = "scored_while_waiting"
 LOOK_SECONDS = 0.05  # between two looks for somebody who waits, while this replica generates
 ASKS_PER_SECOND = 10_000  # of all replicas that wait with nothing to do, together

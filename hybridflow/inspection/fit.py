@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from hybridflow.errors import UserError
 from hybridflow.fixed_config import AnyConfig
 from hybridflow.inspection.findings import Finding, Host, counted, gigabytes
-from hybridflow.inspection.machine import GIB, LEAST_MEMORY
+from hybridflow.parallel.host_memory import LEAST_MEMORY
 from hybridflow.placement import shown
-from hybridflow.planning.footprint import together
+from hybridflow.planning.footprint import CUDA_MARGIN, together
 from hybridflow.planning.forecast import forecast, memory_of
 from hybridflow.planning.hosts import HostRanks, check_hosts
 from hybridflow.planning.placed import PlacedFixed, PlacedRun, place_either
 
 AREA = "plan"
-CUDA_MARGIN = 4 * GIB  # the CUDA context, NCCL's buffers and CUDA graphs: "several GiB", says hybridflow.plan
 LESS = "rollout.kv_cache_gib, micro_batch_tokens, offload_optimizer, or more ranks; hybridflow.plan shows what takes it"
 
 

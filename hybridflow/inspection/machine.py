@@ -4,16 +4,14 @@ import os
 import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from hybridflow.inspection.findings import Finding, counted, gigabytes
 from hybridflow.parallel.device import uses_cuda
+from hybridflow.parallel.host_memory import GIB, LEAST_MEMORY, host_memory
 
 AREA = "machine"
-GIB = 1 << 30
-LEAST_MEMORY = GIB  # a rank: what Python, torch, megatron-core and vLLM take before any model
 LEAST_SHM_CPU = 64 << 20  # vLLM leaves some 4 MiB a rank there
 LEAST_SHM_CUDA = GIB  # NCCL's buffers between the GPUs of a host; a container has 64 MiB if nobody asks for more
 FILES_BASE, FILES_PER_RANK = 512, 8  # a rank has a socket to each other one in every group that it shares with it
@@ -66,32 +64,6 @@ def _enough_devices(count: int, num_ranks: int, host: str, value: str) -> Findin
         advice = f"a rank needs a GPU of its own: start torchrun with --nproc-per-node {count} on that host"
         return Finding(AREA, "devices", host, f"{value}, {count} GPUs", "fail", advice, figures)
     return Finding(AREA, "devices", host, f"{value}, {count} GPUs", figures=figures)
-
-
-def host_memory() -> tuple[int, int]:
-    """(available, total) bytes of this host, or of the control group that limits this process."""
-    rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    known = {row[0].rstrip(":"): int(row[1]) << 10 for row in rows if len(row) > 1}
-    available, total = known["MemAvailable"], known["MemTotal"]
-    for limit, used in _group_memory():
-        available, total = min(available, max(0, limit - used)), min(total, limit)
-    return available, total
-
-
-def _group_memory() -> list[tuple[int, int]]:
-    """(limit, used) of the control group at the root that this process sees, as a container's is; none without one."""
-    found = []
-    for root, limit, used in (
-        (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
-        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            text = (root / limit).read_text().strip()
-            if text != "max":
-                found.append((int(text), int((root / used).read_text())))
-        except OSError:  # not mounted here, or the group of the whole machine, which has no limit
-            continue
-    return found
 
 
 def shared_memory() -> tuple[int, int] | None:

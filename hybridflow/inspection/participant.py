@@ -15,21 +15,24 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from hybridflow.config import RunConfig
+from hybridflow.auto_values import autos
+from hybridflow.config import RunConfig, read_tree
 from hybridflow.errors import EnvironmentProblem, UserError
-from hybridflow.fixed_config import AnyConfig, FixedDataConfig, load_config
+from hybridflow.fixed_config import AnyConfig, FixedDataConfig, config_class
 from hybridflow.inspection.attention import attention_findings, attention_in_use, is_flash_attn_available
 from hybridflow.inspection.findings import Finding
 from hybridflow.inspection.links import LINK_SECONDS, follow_link, lead_link, measure_all_reduce
-from hybridflow.inspection.machine import host_memory, machine_findings, this_device
+from hybridflow.inspection.machine import machine_findings, this_device
 from hybridflow.inspection.storage import storage_findings
 from hybridflow.inspection.versions import installed, version_findings
 from hybridflow.parallel.agreement import code_digests
 from hybridflow.parallel.device import CPU, choose_platform, uses_cuda
+from hybridflow.parallel.host_memory import host_memory
 from hybridflow.parallel.last_words import in_time
 from hybridflow.parallel.meeting import Answer, Order, doing
-from hybridflow.parallel.platform import Started, host_name, quiet
+from hybridflow.parallel.platform import Started, host_name, quiet, started
 from hybridflow.parallel.small_groups import SmallGroup
+from hybridflow.planning.here import facts_of, memory_here, resolved_for
 from hybridflow.user_code import search_beside
 
 LOOK_SECONDS = 75.0  # for all areas of a host together
@@ -203,7 +206,14 @@ def _read_config(
     if config is None or isinstance(config, RunConfig):
         return config, None
     try:
-        read = load_config(config, overrides)
+        tree = read_tree(config, overrides)
+        if autos(tree):  # each rank by its own devices: a run takes what its rank 0 chooses
+            choose_platform(tree.get("platform", "auto"))
+            per_rank = started()
+            facts = facts_of(tree, memory_here(per_rank.local_world_size))
+            read, _ = resolved_for(tree, config, per_rank.world_size, facts)
+        else:
+            read = config_class(tree).from_tree(tree, config)
     except UserError as error:
         return None, str(error)
     search_beside(config)

@@ -7,20 +7,22 @@ what fills the last page (2 MiB) of each bucket that the engine gathers; leave s
 an element, t the tokens of a micro-batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from math import ceil, prod
+from typing import NamedTuple
 
 from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.spec import Head, ModelSpec
-from hybridflow.architecture.weights import embedding, staged_weights
+from hybridflow.architecture.weights import Weight, embedding, head_weights, layer_weights, table_of
 from hybridflow.config import OptimizerConfig
 from hybridflow.parallel.layout import Layout
 from hybridflow.parallel.vocab import NUM_COPIES, rows_of_chunk
 
 MAIN_BYTES = 4  # gradients, main weights and moments are float32
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+CUDA_MARGIN = 4 << 30  # what is not counted on a GPU, taken large
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,32 @@ def stage_elements(spec: ModelSpec, head: Head, layout: Layout) -> tuple[int, ..
     The sum of `shard_shape` over the weights of the stage. Tensor-parallel ranks hold alike. A tied output layer is
     the embedding, of which the last of several stages holds a copy. Errors: ValueError as `Layout.stages`.
     """
-    elements = [0] * layout.pp
-    for weight, stage in staged_weights(spec, head, layout.stages(spec.num_layers)):
-        elements[stage] += prod(shard_shape(weight, spec, layout.tp))
-    if spec.tied and head == "lm" and layout.pp > 1:
-        elements[-1] += prod(shard_shape(embedding(spec), spec, layout.tp))
+    parts = _parts(spec, head, layout.tp)
+    elements = [parts.layer * len(layers) for layers in layout.stages(spec.num_layers)]
+    elements[0] += parts.first
+    elements[-1] += parts.last + (parts.copied if layout.pp > 1 else 0)
     return tuple(elements)
+
+
+class _Parts(NamedTuple):
+    """Elements of a tensor-parallel rank."""
+
+    first: int  # on the first stage beside its layers
+    layer: int  # all layers are alike
+    last: int
+    copied: int  # of what the last of several stages holds again
+
+
+@cache
+def _parts(spec: ModelSpec, head: Head, tp: int) -> _Parts:
+    def elements(weights: Iterable[Weight]) -> int:
+        return sum(prod(shard_shape(weight, spec, tp)) for weight in weights)
+
+    table = table_of(spec)
+    copied = [embedding(spec)] if spec.tied and head == "lm" else []
+    layer = elements(weight.for_layer(0) for weight in layer_weights(spec))
+    last = elements((*table.final, *head_weights(spec, head)))
+    return _Parts(elements(table.embeddings), layer, last, elements(copied))
 
 
 def model_elements(spec: ModelSpec, head: Head) -> int:

@@ -9,8 +9,9 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
+from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import num_parameters
-from hybridflow.config import RolloutConfig, TrainedRoleConfig
+from hybridflow.config import ExperimentConfig, RoleConfig, RolloutConfig, TrainedRoleConfig
 from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
 from hybridflow.placement import shown
 from hybridflow.planning.footprint import (
@@ -27,7 +28,7 @@ from hybridflow.planning.footprint import (
     training_activation_bytes,
 )
 from hybridflow.planning.placed import PlacedFixed, PlacedModel, PlacedRun
-from hybridflow.planning.reshard import ReshardForecast
+from hybridflow.planning.reshard import EngineHoldings, ReshardForecast
 from hybridflow.planning.saving import most_kept, written_bytes
 from hybridflow.reshard.plan import plan_reshard
 from hybridflow.rollout.runner import second_runner
@@ -104,14 +105,18 @@ class RoleMemory:
 
     def at_rest(self, stage: int) -> Footprint:
         """While the engine generates: without activations and what is offloaded."""
-        held, config = self.training[stage], self.model.config
-        if not isinstance(config, TrainedRoleConfig):
-            return Footprint(held.weights)
-        return Footprint(
-            weights=held.weights,
-            gradients=0 if config.offload_gradients else held.gradients,
-            optimizer=0 if config.offload_optimizer else held.optimizer,
-        )
+        return resting(self.training[stage], self.model.config)
+
+
+def resting(held: Footprint, config: RoleConfig) -> Footprint:
+    """Of what a role holds while models train, that which is left while the engine generates."""
+    if not isinstance(config, TrainedRoleConfig):
+        return Footprint(held.weights)
+    return Footprint(
+        weights=held.weights,
+        gradients=0 if config.offload_gradients else held.gradients,
+        optimizer=0 if config.offload_optimizer else held.optimizer,
+    )
 
 
 class FixedMemory:
@@ -135,17 +140,20 @@ class RunMemory:
 
     def __init__(self, run: PlacedRun) -> None:
         self.run, self.actor, self.rollout = run, run.actor, run.rollout
-        self.roles = {name: _role_memory(run, model) for name, model in run.models.items()}
+        self.roles = {name: role_memory(run.config, model) for name, model in run.models.items()}
         self.itemsize = ITEM_BYTES[self.actor.config.dtype]
         bucket_elements = run.config.rollout.bucket_bytes(cuda=True) // self.itemsize
         self.plan = plan_reshard(self.actor.spec, self.actor.layout, self.rollout, bucket_elements=bucket_elements)
-        optimizer = run.config.actor.optimizer
-        self.reshard = ReshardForecast(
-            self.plan,
-            self.actor.spec,
-            itemsize=self.itemsize,
-            # without ZeRO-1 each weight has a storage of its own
-            bucket_elements=bucket_elements if optimizer.zero1 and optimizer.name == "adam" else 0,
+        self.storage_elements = storage_elements(run.config)
+        self.holdings = EngineHoldings(
+            self.plan, self.actor.spec, itemsize=self.itemsize, bucket_elements=self.storage_elements
+        )
+
+    @cached_property
+    def reshard(self) -> ReshardForecast:
+        """With what is under way, which no moment has."""
+        return ReshardForecast(
+            self.plan, self.actor.spec, itemsize=self.itemsize, bucket_elements=self.storage_elements
         )
 
     def moments(self) -> Moments:
@@ -160,33 +168,48 @@ class RunMemory:
 
     def _generation(self, rank: int) -> dict[str, Footprint]:
         rows = {name: role.at_rest(stage) for name, role, stage in _on(self.roles, rank)}
-        memory, config = self.reshard.memory, self.run.config
-        if "actor" in rows:
-            held = rows["actor"]
-            rows["actor"] = Footprint(held.weights - memory[rank].released, held.gradients, held.optimizer)
         if rank in self.rollout:
+            own, released = self.holdings.of(rank)
+            if "actor" in rows:
+                held = rows["actor"]
+                rows["actor"] = Footprint(held.weights - released, held.gradients, held.optimizer)
             rows["engine"] = Footprint(
-                weights=memory[rank].own,
-                activations=engine_activation_bytes(
-                    self.actor.spec,
-                    tp=self.rollout.tp,
-                    itemsize=self.itemsize,
-                    tokens=max(config.rollout.max_num_batched_tokens, config.max_sequence_length),
-                    sequences=config.rollout.max_num_seqs,
-                )
-                + self._sampler(),
+                weights=own,
+                activations=engine_bytes(self.run.config, self.actor.spec, tp=self.rollout.tp, pp=self.rollout.pp),
                 kv_cache=self._kv_cache(rank),
             )
         return rows
 
     def _sampler(self) -> int:
-        config = self.run.config
-        if not second_runner(config.sampling, cuda=True, pp=self.rollout.pp):
-            return 0
-        return sampler_bytes(self.actor.spec, sequences=config.rollout.max_num_seqs)
+        return kept_by_sampler(self.run.config, self.actor.spec, pp=self.rollout.pp)
 
     def _kv_cache(self, rank: int) -> int:
         return self.run.kv_cache.of_stage(self.run.stages, self.rollout.coordinates(rank).pp)
+
+
+def storage_elements(config: ExperimentConfig) -> int:
+    """Of the buckets that the actor's weights lie in; 0: each weight has a storage of its own, as without ZeRO-1."""
+    optimizer = config.actor.optimizer
+    one_bucket = config.rollout.bucket_bytes(cuda=True) // ITEM_BYTES[config.actor.dtype]
+    return one_bucket if optimizer.zero1 and optimizer.name == "adam" else 0
+
+
+def engine_bytes(config: ExperimentConfig, actor: ModelSpec, *, tp: int, pp: int) -> int:
+    """What an engine rank takes beside its weights and the KV cache while it generates."""
+    activations = engine_activation_bytes(
+        actor,
+        tp=tp,
+        itemsize=ITEM_BYTES[config.actor.dtype],
+        tokens=max(config.rollout.max_num_batched_tokens, config.max_sequence_length),
+        sequences=config.rollout.max_num_seqs,
+    )
+    return activations + kept_by_sampler(config, actor, pp=pp)
+
+
+def kept_by_sampler(config: ExperimentConfig, actor: ModelSpec, *, pp: int) -> int:
+    if not second_runner(config.sampling, cuda=True, pp=pp):
+        return 0
+    return sampler_bytes(actor, sequences=config.rollout.max_num_seqs)
 
 
 def memory_of(run: PlacedRun | PlacedFixed) -> RunMemory | FixedMemory:
@@ -200,10 +223,33 @@ def _on(roles: Mapping[str, RoleMemory], rank: int) -> Iterator[tuple[str, RoleM
             yield name, role, role.model.layout.coordinates(rank).pp
 
 
-def _role_memory(run: PlacedRun, model: PlacedModel) -> RoleMemory:
-    config, trained = run.config, isinstance(model.config, TrainedRoleConfig)
+def role_memory(config: ExperimentConfig, model: PlacedModel) -> RoleMemory:
+    trained = isinstance(model.config, TrainedRoleConfig)
     rows = config.mini_batch_size if trained else config.batch_size
     return RoleMemory(model, config.max_sequence_length, ceil(rows / model.layout.dp))
+
+
+@dataclass(frozen=True)
+class Fullest:
+    """The rank with most bytes at a time, the moment of it, and what takes them by role."""
+
+    rank: int
+    moment: str
+    roles: Mapping[str, Footprint]
+
+    @property
+    def bytes(self) -> int:
+        return together(list(self.roles.values())).total
+
+
+def fullest(run: PlacedRun | PlacedFixed) -> Fullest:
+    """The first of those alike, as in the table of `hybridflow.plan`."""
+    found = [
+        Fullest(rank, moment, rows(rank))
+        for moment, rows in memory_of(run).moments().items()
+        for rank in range(run.world_size)
+    ]
+    return max(found, key=lambda each: each.bytes)
 
 
 # ------------------------------------------------------------------------------------------------ reports

@@ -132,7 +132,7 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
     if engine is not None:
         has_cuda = uses_cuda(config.platform) if cuda is None else cuda
         block_tokens = BLOCK_TOKENS["cuda" if has_cuda else "cpu"]
-        kv_cache = reasons.of(_size_kv_cache, config, specs["actor"], *engine, block_tokens=block_tokens)
+        kv_cache = reasons.of(size_kv_cache, config, specs["actor"], *engine, block_tokens=block_tokens)
     reasons.refuse()
     assert engine is not None and kv_cache is not None, "no reason, and no engine"
     models = {name: _placed(name, role, specs[name], layouts[name]) for name, role in config.roles().items()}
@@ -256,7 +256,7 @@ def _place_engine(
     return layout, engine_stages(actor.num_layers, train, layout)
 
 
-def _size_kv_cache(
+def size_kv_cache(
     config: ExperimentConfig, spec: ModelSpec, rollout: RolloutLayout, stages: Stages, *, block_tokens: int
 ) -> KVCacheSize:
     """What kv_cache_gib gives, or the batch needs, in whole blocks. It must hold one sequence.
@@ -281,12 +281,12 @@ def _size_kv_cache(
             f"data.max_prompt_length + sampling.max_response_length = {length} tokens: {num_blocks} blocks "
             f"({own_blocks} of them vLLM's own) of {block_tokens} tokens x 2 (keys and values) x {num_layers} layers x "
             f"{num_heads} key/value heads x head_dim {spec.head_dim} x {itemsize} bytes = {needed:,} bytes on an "
-            f"engine rank; the least that fits is {_gib(needed)}"
+            f"engine rank; the least that fits is {gib_of(needed)}"
         )
     return KVCacheSize(given, needed, is_given=True)
 
 
-def _gib(num_bytes: int) -> str:
+def gib_of(num_bytes: int) -> str:
     """As many GiB as a config may say, with four digits and no less than the bytes."""
     gib = num_bytes / GIB
     digits = f"{gib:.3e}"

@@ -22,7 +22,7 @@ from hybridflow.reshard.parcels import (
     is_sent_in_place,
     parcels_of,
 )
-from hybridflow.reshard.plan import Operation, ReshardPlan, Way
+from hybridflow.reshard.plan import Operation, Outline, ReshardPlan, Way
 
 SCRATCH_BYTES = 1 << 18  # of a permutation on a CPU, at most; on CUDA it needs none
 ALIGNMENT = 64  # elements: where weights begin in the engine's own memory
@@ -175,11 +175,49 @@ def _cut(held: tuple[tuple[str, int], ...], bucket_elements: int) -> list[list[t
     return storages
 
 
-def _is_released(storage: list[tuple[str, int]], operations: Mapping[str, Operation]) -> bool:
+def _is_released(storage: list[tuple[str, int]], operations: Mapping[str, Operation] | Mapping[str, Outline]) -> bool:
     """As `reshard.memory.moves`."""
     found = [operations[name] for name, _ in storage if name in operations]
     contained = len(found) == len(storage) and all(o.contains_training_shard for o in found)
     return contained and any(o.way is Way.GATHER for o in found)
+
+
+class EngineHoldings:
+    """Of `ReshardMemory` what stays while the engine generates, and not what travels: for a search of many layouts."""
+
+    def __init__(self, plan: ReshardPlan, spec: ModelSpec, *, itemsize: int, bucket_elements: int) -> None:
+        self._plan, self._spec, self._itemsize, self._bucket_elements = plan, spec, itemsize, bucket_elements
+        self._storages_of: dict[int, list[list[tuple[str, int]]]] = {}  # by pipeline stage of training
+        self._known: dict[_Kind, tuple[int, int]] = {}
+
+    def of(self, rank: int) -> tuple[int, int]:
+        """(own, released) bytes of a rank that generates."""
+        origin, engine = self._plan.origin(rank), self._plan.rollout.coordinates(rank)
+        key = (rank in self._plan.train, origin.pp, origin.tp, engine[1:])
+        if key not in self._known:
+            self._known[key] = self._count(rank)
+        return self._known[key]
+
+    def _count(self, rank: int) -> tuple[int, int]:
+        outlines = self._plan.outlines(rank)
+        released = [storage for storage in self._storages(rank) if _is_released(storage, outlines)]
+        moved = {name for storage in released for name, _ in storage}
+        own = sum(
+            -(-outline.num_elements // ALIGNMENT) * ALIGNMENT
+            for name, outline in outlines.items()
+            if outline.way is Way.GATHER or name in moved
+        )
+        return self._itemsize * own, self._itemsize * sum(size for storage in released for _, size in storage)
+
+    def _storages(self, rank: int) -> list[list[tuple[str, int]]]:
+        if rank not in self._plan.train:
+            return []
+        stage, tp = self._plan.train.coordinates(rank).pp, self._plan.train.tp
+        if stage not in self._storages_of:
+            weights = reversed(self._plan.trained_weights(rank))
+            held = tuple((weight.megatron, prod(shard_shape(weight, self._spec, tp))) for weight in weights)
+            self._storages_of[stage] = _cut(held, self._bucket_elements)
+        return self._storages_of[stage]
 
 
 # ------------------------------------------------------------------------------------------------ replay

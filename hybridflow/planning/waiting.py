@@ -10,6 +10,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.planning.placed import PlacedRun
 
+UNITS_PER_BLOCK = 4  # that the rows of a replica are cut in: one may be under way when the last response is there
 Block = tuple[int, ...]  # the ranks of one data-parallel replica of a model, ascending
 
 

@@ -57,6 +57,14 @@ class Operation:
     contains_training_shard: bool  # the rank trains this weight, and its engine shard has all of that; else False
 
 
+class Outline(NamedTuple):
+    """Of an operation what memory depends on."""
+
+    way: Way
+    num_elements: int  # of the engine's shard
+    contains_training_shard: bool
+
+
 class Message(NamedTuple):
     """What goes between two ranks in one bucket, in an order that both know."""
 
@@ -100,6 +108,7 @@ class ReshardPlan:
         self._table = table
         self._buckets = fill_buckets(table, train, rollout, bucket_elements)
         self._counts: dict[_Standing, _Counts] = {}
+        self._outlined: dict[tuple[Kind, _Standing], Outline] = {}
 
     @property
     def buckets(self) -> tuple[tuple[Weight, ...], ...]:
@@ -126,6 +135,29 @@ class ReshardPlan:
     def operations(self, rank: int) -> tuple[Operation, ...]:
         """How each of the engine's shards on `rank` comes about, in table order; none outside the rollout."""
         return tuple(self._operation(entry, rank) for entry in self._table if self._generates(rank, entry.kind))
+
+    def outlines(self, rank: int) -> dict[str, Outline]:
+        """By megatron's name of the weight: what `operations` say but for the pieces, which take long to find."""
+        engine = self._generating.get(rank)
+        at = _Standing(engine and _stage_and_tp(engine), _stage_and_tp(self.origin(rank)), rank in self.train)
+        return {
+            entry.weight.megatron: self._outline(entry.kind, at, rank)
+            for entry in self._table
+            if self._generates(rank, entry.kind)
+        }
+
+    def _outline(self, kind: Kind, at: _Standing, rank: int) -> Outline:
+        if (kind, at) not in self._outlined:
+            assert at.engine is not None, f"rank {rank} has no engine"
+            corner = (kind.matrix, self.train.tp, at.origin[1], self.rollout.tp, at.engine[1])
+            trains = self._trains(rank, kind)
+            held = training_shard(*corner[:3]).num_elements
+            self._outlined[kind, at] = Outline(
+                _way(arrangement_of(*corner) if trains else None),
+                engine_shard(kind.matrix, self.rollout.tp, at.engine[1]).num_elements,
+                trains and overlap_elements(*corner) == held,
+            )
+        return self._outlined[kind, at]
 
     def traffic(self, rank: int) -> tuple[BucketTraffic, ...]:
         """What `rank` receives and sends in each bucket. What it has itself is no part of it."""

@@ -9,13 +9,18 @@ from pathlib import Path
 from hybridflow.fixed_config import FixedDataConfig
 from hybridflow.fixed_trainer import FixedDataTrainer
 from hybridflow.parallel import platform as platforms
-from tests.checkpoint.test_fixed import FLOWS
+from tests.checkpoint.test_fixed import ENDINGS, FLOWS
 
 
 def main(directory: Path, run: str) -> None:
     for name in FLOWS:
         config = FixedDataConfig.from_yaml(directory / f"{name}.yaml", [f"name={name}-{run}"])
         FixedDataTrainer(config).fit()
+    if run == "killed":
+        for name, overrides in ENDINGS:
+            if platforms.torchrun_rank()[0] == 0:
+                print(f"---- {name}", flush=True)
+            FixedDataTrainer(FixedDataConfig.from_yaml(directory / "sft.yaml", [f"name={name}", *overrides])).fit()
     platforms.stop()
 
 

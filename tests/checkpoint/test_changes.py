@@ -98,7 +98,7 @@ def test_every_key_of_the_config_has_a_rule() -> None:
 
 def test_every_section_that_may_be_left_out_has_a_rule() -> None:
     optional = [name for name, field in ExperimentConfig.model_fields.items() if field.default is None]
-    assert optional == ["critic", "reference", "reward"]
+    assert optional == ["device_profile", "stop_when", "critic", "reference", "reward"]
     for name in [*optional, "reward.models.0", "reward.functions.0"]:
         assert rule_of(name) is not UNKNOWN, name
 

@@ -34,6 +34,15 @@ PLACES = {
     "dpo": ("hybridflow.flows.fixed_run:FixedRun.whole", "4"),  # the first is of the evaluation before training
     "kto": ("hybridflow.checkpoint.store:_write_manifest", "3"),
 }
+# runs that end by a metric, in this order; the first one is started three times
+ENDINGS: tuple[tuple[str, list[str]], ...] = (
+    ("early", ["stop_when={metric: eval/loss, at_most: 1000}"]),
+    ("early", ["stop_when={metric: eval/loss, at_most: 1000}"]),
+    ("early", []),
+    ("at-once", ["stop_when={metric: actor/loss, at_least: 0}"]),
+    ("misnamed", ["stop_when={metric: actor/los, at_least: 0}"]),
+    ("never", ["stop_when={metric: eval/loss, at_most: -1}"]),
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +58,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         arguments = ("0", place, number, "0", root / f"{name}.yaml", f"name={name}-killed")
         done = run_ranks(2, "tests.checkpoint.killed_worker", *arguments, check=False)
         assert done.returncode != 0, f"{name}: it was not killed at call {number} of {place}"
-    run_ranks(2, "tests.checkpoint.fixed_worker", root, "killed")
+    (root / "said").write_text(run_ranks(2, "tests.checkpoint.fixed_worker", root, "killed").stdout)
     return root
 
 
@@ -117,6 +126,26 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(name: str, root: Path) -> Non
     for file in ("model.safetensors", "config.json"):
         assert (killed / "hf" / file).read_bytes() == (undisturbed / "hf" / file).read_bytes()
     assert (killed / "samples.jsonl").read_text() == (undisturbed / "samples.jsonl").read_text()
+
+
+def test_a_run_ends_where_its_metric_is_reached(root: Path) -> None:
+    """It stays ended, and without the rule it goes on to what a run does that never had one."""
+    said = (root / "said").read_text().split("---- ")
+    assert [part.split()[0] for part in said[1:]] == [name for name, _ in ENDINGS]
+    first, again, on, at_once, misnamed, never = (" ".join(part.split()) for part in said[1:])
+    assert "iteration 2 of 4 was the last: eval/loss = " in first and "is at most 1000 (stop_when)" in first
+    assert "the run is over: eval/loss = " in again and "iteration 3/4" not in again
+    assert "iteration 2/4" not in on and "iteration 4/4" in on
+    undisturbed = root / "sft-undisturbed"
+    assert rows(root / "early") == rows(undisturbed)
+    assert tensors(root / "early", NUM_ITERATIONS) == tensors(undisturbed, NUM_ITERATIONS)
+    assert "iteration 1 of 4 was the last: actor/loss = " in at_once
+    [_, row] = csv.DictReader((root / "at-once" / "metrics.csv").open(newline=""))
+    assert row["eval/loss"], "the last iteration is evaluated, whichever it is"
+    assert (root / "at-once" / "checkpoints" / step_name(1)).is_dir() and (root / "at-once" / "hf").is_dir()
+    warning = "warning: stop_when.metric = actor/los: this iteration has no such metric; there are actor/loss"
+    assert misnamed.count(warning) == 1 and "iteration 4/4" in misnamed
+    assert rows(root / "never") == rows(undisturbed) and "stop_when" not in never
 
 
 @pytest.mark.parametrize("name", FLOWS)

@@ -1,0 +1,439 @@
+"""How a role may run on so many ranks: every choice of its free keys, with its seconds and its memory. Pure.
+
+    options = Options(config, specs, profile, free=ALL)
+    options.of_role("actor", 64)       each RoleOption that is valid and not worse in all than another of the same sizes
+    options.of_engine(64)              tp, pp and KV cache of the engine
+
+HybridFlow's algorithm 2 (arXiv 2409.19256, section 6) goes over tensor and pipeline parallel sizes and takes the
+fastest. Here memory decides which sizes go together, so that all are kept that are fastest for their memory. Seconds
+and memory that do not depend on what is offloaded are computed once.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from hybridflow.architecture.spec import Head, ModelSpec
+from hybridflow.auto_values import ENGINE, ENGINE_KEYS, ROLE_KEYS, SIZES, TRAINED_KEYS
+from hybridflow.config import ExperimentConfig, RoleConfig, RolloutConfig, TrainedRoleConfig
+from hybridflow.errors import ConfigError
+from hybridflow.parallel.layout import Layout, RolloutLayout
+from hybridflow.planning.cost import Cost, Device
+from hybridflow.planning.device import DeviceProfile
+from hybridflow.planning.footprint import Footprint
+from hybridflow.planning.forecast import resting, role_memory
+from hybridflow.planning.generation_time import generation_cost
+from hybridflow.planning.placed import BLOCK_TOKENS, KVCacheSize, PlacedModel, gib_of, size_kv_cache
+from hybridflow.planning.role_time import Model, Rows
+from hybridflow.planning.timing import (
+    Work,
+    offload_cost,
+    scored_rows,
+    scoring_cost,
+    scoring_order,
+    share_of_responses,
+    training_cost,
+    updated_rows,
+)
+from hybridflow.planning.waiting import asks_for
+from hybridflow.reshard.groups import engine_stages, standalone_layout
+
+GIB = 1 << 30
+MOST_STAGES = 32
+ROUNDED = 1 - 1e-9  # a sum in another order may be as much less
+MODEL_CHUNKS = (1, 2, 4)  # a stage
+SEQUENCES = (1, 2, 4, 8, 16, 32)  # of the longest, that micro_batch_tokens holds
+CACHES = (1.0, 0.75, 0.5, 0.375, 0.25, 0.125, 0.0625)  # of what the batch takes
+
+Free = Mapping[str, frozenset[str]]  # role, or `engine` -> its keys that may be chosen
+
+
+@dataclass(frozen=True)
+class RoleOption:
+    """A role with all keys chosen. Its layout lies over the ranks 0 to n - 1. Bytes are of each pipeline stage."""
+
+    name: str
+    config: RoleConfig
+    layout: Layout
+    alone: float  # seconds in which all ranks of the run wait: optimizer state on its way to and from host memory
+    scoring: float
+    early: float  # no less than `scoring`: where the role may begin before the rollout is whole
+    updating: float
+    held: tuple[int, ...]  # while models train, without activations
+    activations: tuple[int, ...]
+    resting: tuple[int, ...]  # while the engine generates
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.layout.tp, self.layout.pp
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """All in which less is better."""
+        return (self.alone, self.scoring, self.early, self.updating, *self.held, *self.activations, *self.resting)
+
+
+@dataclass(frozen=True)
+class EngineOption:
+    """The engine on n ranks, with its KV cache as a config gives it."""
+
+    tp: int
+    pp: int
+    kv_cache_gib: float | None
+    kv_cache: KVCacheSize
+    generating: float  # seconds
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.tp, self.pp
+
+
+def everything(config: ExperimentConfig) -> Free:
+    """All keys that a search may choose."""
+    roles = {
+        name: frozenset(TRAINED_KEYS if isinstance(role, TrainedRoleConfig) else ROLE_KEYS)
+        for name, role in config.roles().items()
+    }
+    return {**roles, ENGINE: frozenset(ENGINE_KEYS)}
+
+
+class Options:
+    """Of one config on one kind of device. What was asked for is kept."""
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        specs: Mapping[str, ModelSpec],
+        profile: DeviceProfile,
+        *,
+        work: Work,
+        free: Free,
+        cuda: bool,
+    ) -> None:
+        self.config, self.specs, self.free, self.work = config, specs, free, work
+        self.device, self._cuda = Device(profile), cuda
+        self._across = config.tensor_parallel_across_hosts
+        self._roles: dict[tuple[str, int], list[RoleOption]] = {}
+        self._least: dict[tuple[str, int], tuple[float, float, float] | None] = {}
+        self._engines: dict[int, list[EngineOption]] = {}
+        self._scored = set(scoring_order(config, config.roles()))
+
+    @property
+    def reference_follows(self) -> bool:
+        """Whether the reference becomes the actor now and then, and so has to lie as that does."""
+        return self.config.algorithm.kl.reset_reference_interval is not None
+
+    # ---------------------------------------------------------------------------------------- roles
+
+    def of_role(self, name: str, num_ranks: int) -> list[RoleOption]:
+        """Those that are valid on so many ranks, fastest first."""
+        if (name, num_ranks) not in self._roles:
+            found = [self._option(name, config, layout) for config, layout in self._layouts(name, num_ranks)]
+            found = [option for same in _by_sizes(found) for option in undominated(same)]
+            found.sort(key=lambda option: (option.alone + option.scoring + option.updating, *option.sizes))
+            self._roles[name, num_ranks] = found
+        return self._roles[name, num_ranks]
+
+    def least(self, name: str, num_ranks: int) -> tuple[float, float, float] | None:
+        """(alone, scoring, updating) that no option is below; None where there is none. Of the engine: generating."""
+        if (name, num_ranks) not in self._least:
+            self._least[name, num_ranks] = self._find_least(name, num_ranks)
+        return self._least[name, num_ranks]
+
+    def _find_least(self, name: str, num_ranks: int) -> tuple[float, float, float] | None:
+        if name == ENGINE:
+            engines = self.of_engine(num_ranks)
+            return (engines[0].generating, 0.0, 0.0) if engines else None
+        options = self.of_role(name, num_ranks)
+        if not options:
+            return None
+        return min(o.alone for o in options), min(o.scoring for o in options), min(o.updating for o in options)
+
+    def may_wait(self, name: str) -> bool:
+        """Whether the flow asks for what this role scores before the rollout is whole, were its ranks such."""
+        return name in self._scored and self.config.rollout.score_while_waiting and asks_for(self.config, name)
+
+    def floor(self, name: str, num_ranks: int) -> tuple[float, float, float] | None:
+        """As `least`, and no more than that, without looking at any option: products and attention at their best rate,
+        shared evenly by all ranks."""
+        if name == ENGINE:
+            return self.least(name, num_ranks)
+        role, spec = self.config.roles()[name], self.specs[name]
+        scoring, updating = self._whole[name]
+        seconds = [0.0, 0.0]
+        if name in self._scored:
+            seconds[0] = self._fastest(spec, role, name, scoring)
+        if isinstance(role, TrainedRoleConfig):
+            forward, backward = (self._fastest(spec, role, name, updating, backward=each) for each in (False, True))
+            seconds[1] = forward + backward
+        return 0.0, ROUNDED * seconds[0] / num_ranks, ROUNDED * seconds[1] / num_ranks
+
+    @cached_property
+    def _whole(self) -> dict[str, tuple[Rows, Rows]]:
+        """By role: the rows of an iteration that it scores, and that it is updated by."""
+        rows, steps = updated_rows(self.config, self.work)
+        updating = replace(rows, number=rows.number * steps)
+        return {name: (scored_rows(name, self.work), updating) for name in self.config.roles()}
+
+    def _fastest(self, spec: ModelSpec, role: RoleConfig, name: str, rows: Rows, *, backward: bool = False) -> float:
+        """Seconds of one rank."""
+        profile = self.device.profile
+        model = Model(spec, 1, role.dtype, _head(name), False, self.device)
+        in_layer = sum(2 * k * n for k, n in model.matrices)
+        at_end = 2 * spec.hidden_size * spec.padded_vocab_size if model.head == "lm" else 0
+        products = (2 if backward else 1) * (rows.tokens * in_layer * spec.num_layers + rows.outputs * at_end)
+        attention = 4 * rows.pairs * spec.num_heads * spec.head_dim * spec.num_layers * (2.5 if backward else 1.0)
+        rate = profile.attention_backward if backward else profile.attention_forward
+        return products / profile.product_rates(role.dtype).best + attention / rate
+
+    def _layouts(self, name: str, num_ranks: int) -> Iterator[tuple[RoleConfig, Layout]]:
+        given = self.config.roles()[name]
+        ranks = tuple(range(num_ranks))
+        for sizes in self._sizes(name, given, num_ranks):
+            resized = given.model_copy(update=sizes)
+            try:
+                layout = resized.layout_on(ranks)
+                layout.chunks(self.specs[name].num_layers)
+            except ValueError:  # the layers do not go up in the stages
+                continue
+            if isinstance(given, TrainedRoleConfig) and layout.dp > self._fewest_rows():
+                continue
+            for changes in self._ways(name, given, layout):
+                yield resized.model_copy(update=changes), layout
+
+    def _sizes(self, name: str, given: RoleConfig, num_ranks: int) -> Iterator[dict[str, Any]]:
+        free = self.free[name]
+        for tp in _values(free, given, "tensor_parallel_size", self._tensor_sizes(self.specs[name], num_ranks)):
+            most = min(MOST_STAGES, self.specs[name].num_layers, num_ranks // tp) if num_ranks >= tp else 0
+            for pp in _values(free, given, "pipeline_parallel_size", range(1, most + 1)):
+                if num_ranks % (tp * pp):
+                    continue
+                dp = given.data_parallel_size
+                if "data_parallel_size" not in free and dp is not None and tp * pp * dp != num_ranks:
+                    continue
+                chunks = _values(free, given, "virtual_pipeline_parallel_size", MODEL_CHUNKS)
+                for vpp in chunks if pp > 1 else [vpp for vpp in chunks if vpp == 1]:
+                    sizes = dict(zip(SIZES, (tp, pp, vpp, num_ranks // (tp * pp)), strict=True))
+                    if "data_parallel_size" not in free:
+                        sizes["data_parallel_size"] = dp
+                    if "pipeline_parallel_size" in free and pp == 1:
+                        sizes |= dict.fromkeys(
+                            ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"), None
+                        )
+                    yield sizes
+
+    def _ways(self, name: str, given: RoleConfig, layout: Layout) -> Iterator[dict[str, Any]]:
+        """Of the other keys."""
+        free = self.free[name]
+        choices: dict[str, Iterable[Any]] = {
+            "sequence_parallel": (False, True),
+            "micro_batch_tokens": self._budgets(given, layout),
+        }
+        if isinstance(given, TrainedRoleConfig):
+            choices |= {
+                "recompute": ("none", "selective", "full"),
+                "offload_optimizer": (False, True),
+                "offload_gradients": (False, True),
+            }
+        found: list[dict[str, Any]] = [{}]
+        for key, values in choices.items():
+            found = [{**one, key: value} for one in found for value in _values(free, given, key, values)]
+        for one in found:
+            if layout.tp > 1 or not one["sequence_parallel"]:
+                yield one
+
+    def _budgets(self, given: RoleConfig, layout: Layout) -> list[int]:
+        """Micro-batches of some of the longest sequences, up to all that a replica has; and what the config says."""
+        longest = self.config.max_sequence_length
+        trained = isinstance(given, TrainedRoleConfig)
+        rows = ceil((self.config.mini_batch_size if trained else self.config.batch_size) / layout.dp)
+        found = {longest * min(count, rows) for count in SEQUENCES}
+        if longest <= given.micro_batch_tokens <= longest * rows:
+            found.add(given.micro_batch_tokens)
+        return sorted(found)
+
+    def _tensor_sizes(self, spec: ModelSpec, num_ranks: int) -> list[int]:
+        """That divide the model and the ranks, and stay on a host unless the config says otherwise."""
+        most = num_ranks if self._across else min(num_ranks, self.work.ranks_per_host)
+        return [tp for tp in range(1, most + 1) if self._stays(tp) and num_ranks % tp == 0 and divides(spec, tp)]
+
+    def _stays(self, tp: int) -> bool:
+        return self._across or self.work.ranks_per_host % tp == 0
+
+    def _fewest_rows(self) -> int:
+        """As `ExperimentConfig` asks of the replicas of a trained model."""
+        fewest = self.config.data.prompts_per_iteration * min(self.config.sampling.samples.values)
+        return min(self.config.mini_batch_size, fewest)
+
+    def _option(self, name: str, config: RoleConfig, layout: Layout) -> RoleOption:
+        model = PlacedModel(name, config, self.specs[name], layout, _head(name))
+        footprints = self._footprints(model)
+        rest = tuple(resting(each, config).total for each in footprints)
+        scoring, early, updating = self._seconds(model)
+        alone = offload_cost(model, self.device).on_share(1.0)
+        held = tuple(each.total - each.activations for each in footprints)
+        return RoleOption(
+            name,
+            config,
+            layout,
+            alone,
+            scoring,
+            early,
+            updating,
+            held,
+            tuple(each.activations for each in footprints),
+            rest,
+        )
+
+    def _footprints(self, model: PlacedModel) -> tuple[Footprint, ...]:
+        key = self._without_offloading(model)
+        if key not in self._kept:
+            self._kept[key] = role_memory(self.config, model).training
+        return self._kept[key]
+
+    @cached_property
+    def _kept(self) -> dict[tuple[Any, ...], tuple[Footprint, ...]]:
+        return {}
+
+    @cached_property
+    def _known_seconds(self) -> dict[tuple[Any, ...], tuple[float, float, float]]:
+        return {}
+
+    @staticmethod
+    def _without_offloading(model: PlacedModel) -> tuple[Any, ...]:
+        config, layout = model.config, model.layout
+        recompute = config.recompute if isinstance(config, TrainedRoleConfig) else ""
+        sizes = (layout.tp, layout.pp, layout.vpp, len(layout.ranks))
+        return (model.name, *sizes, config.sequence_parallel, config.micro_batch_tokens, recompute)
+
+    def _seconds(self, model: PlacedModel) -> tuple[float, float, float]:
+        """(scoring, early, updating) of an iteration, see `RoleOption`."""
+        key = self._without_offloading(model)
+        if key not in self._known_seconds:
+            scoring = early = updating = 0.0
+            if model.name in self._scored:
+                cost = scoring_cost(model, self.work, self.device)
+                early = scoring = self._at_once(cost, model.layout.dp, model.layout)
+            if self.may_wait(model.name):
+                cost = scoring_cost(model, self.work, self.device, in_units=True)
+                early = max(scoring, self._at_once(cost, model.layout.dp, model.layout))
+            if isinstance(model.config, TrainedRoleConfig):
+                updating = training_cost(model, self.config, self.work, self.device).on_share(1.0)
+            self._known_seconds[key] = scoring, early, updating
+        return self._known_seconds[key]
+
+    def _at_once(self, cost: Cost, count: int, layout: Layout | None = None) -> float:
+        """Seconds of so many alike on one host that is shared, as `timeline` has it; else of one.
+
+        Over several hosts they are taken to be spread evenly; what else goes on at the time is left out.
+        """
+        hosts = 1 if layout is None else max(1, len(layout.ranks) // self.work.ranks_per_host)
+        here = max(1, count // hosts)
+        others = (here - 1) * cost.load
+        return cost.on_share(min(1.0, max(1 / here, 1 - others)))
+
+    # ---------------------------------------------------------------------------------------- the engine
+
+    def of_engine(self, num_ranks: int) -> list[EngineOption]:
+        """Fastest first."""
+        if num_ranks not in self._engines:
+            found = [option for sizes in self._engine_sizes(num_ranks) for option in self._caches(*sizes, num_ranks)]
+            found.sort(key=lambda option: (option.generating, option.kv_cache.whole, *option.sizes))
+            self._engines[num_ranks] = found
+        return self._engines[num_ranks]
+
+    def _engine_sizes(self, num_ranks: int) -> Iterator[tuple[int | None, int]]:
+        """tp: None for the actor's, whatever that is."""
+        free, given, actor = self.free[ENGINE], self.config.rollout, self.specs["actor"]
+        follows = "tensor_parallel_size" not in free and given.tensor_parallel_size is None
+        tps = self._tensor_sizes(actor, num_ranks) if follows else None
+        for tp in tps or _values(free, given, "tensor_parallel_size", self._tensor_sizes(actor, num_ranks)):
+            most = min(MOST_STAGES, actor.num_layers, num_ranks // tp) if num_ranks >= tp else 0
+            for pp in _values(free, given, "pipeline_parallel_size", range(1, most + 1)):
+                if num_ranks % (tp * pp) == 0:
+                    yield tp, pp
+
+    def _caches(self, tp: int | None, pp: int, num_ranks: int) -> Iterator[EngineOption]:
+        assert tp is not None, "an engine has a size"
+        actor = self.specs["actor"]
+        ranks = tuple(range(num_ranks))
+        rollout = standalone_layout(ranks, tp, pp)
+        stages = engine_stages(actor.num_layers, Layout(1, 1, num_ranks, ranks), rollout)
+        sized = self._sized(self.config.rollout.kv_cache_gib, rollout, stages)
+        if "kv_cache_gib" not in self.free[ENGINE]:
+            if sized is not None:
+                yield self._engine_option(rollout, self.config.rollout.kv_cache_gib, sized)
+            return
+        whole = self._sized(None, rollout, stages)
+        assert whole is not None, "what the batch takes holds a sequence"
+        sizes = sorted({max(int(whole.whole * part), whole.least) for part in CACHES}, reverse=True)
+        given = self.config.rollout.kv_cache_gib
+        gibs = [float(gib_of(size)) for size in sizes] + ([given] if given is not None else [])
+        for gib in dict.fromkeys(gibs):
+            sized = self._sized(gib, rollout, stages)
+            if sized is not None:
+                yield self._engine_option(rollout, gib, sized)
+
+    def _sized(self, gib: float | None, rollout: RolloutLayout, stages: Any) -> KVCacheSize | None:
+        """None: it holds no sequence."""
+        config = self.config.model_copy(
+            update={"rollout": self.config.rollout.model_copy(update={"kv_cache_gib": gib})}
+        )
+        tokens = BLOCK_TOKENS["cuda" if self._cuda else "cpu"]
+        try:
+            return size_kv_cache(config, self.specs["actor"], rollout, stages, block_tokens=tokens)
+        except ConfigError:
+            return None
+
+    def _engine_option(self, rollout: RolloutLayout, gib: float | None, cache: KVCacheSize) -> EngineOption:
+        replicas = len(rollout.replicas)
+        responses = share_of_responses(self.config, replicas, cache, self.work)
+        cost = generation_cost(
+            self.specs["actor"],
+            tp=rollout.tp,
+            pp=rollout.pp,
+            dtype=self.config.actor.dtype,
+            responses=responses,
+            device=self.device,
+        )
+        hosts = max(1, rollout.tp * rollout.pp * replicas // self.work.ranks_per_host)
+        return EngineOption(rollout.tp, rollout.pp, gib, cache, self._at_once(cost, max(1, replicas // hosts)))
+
+
+def _head(name: str) -> Head:
+    return "lm" if name in ("actor", "reference") else "score"
+
+
+def undominated(options: Sequence[RoleOption]) -> list[RoleOption]:
+    """Those that no other is at least as good as in all numbers; of those alike the first."""
+    numbers = np.array([option.numbers for option in options])
+    kept: list[int] = []
+    for i in np.lexsort(numbers.T[::-1]):  # whatever is as good in all stands before
+        if not kept or not bool((numbers[kept] <= numbers[i]).all(axis=1).any()):
+            kept.append(int(i))
+    return [options[i] for i in kept]
+
+
+def divides(spec: ModelSpec, tp: int) -> bool:
+    """Whether so many ranks can share the model."""
+    try:
+        spec.check_parallel("", tp)
+    except ConfigError:
+        return False
+    return True
+
+
+def _by_sizes(options: Iterable[RoleOption]) -> list[list[RoleOption]]:
+    found: dict[tuple[int, ...], list[RoleOption]] = {}
+    for option in options:
+        found.setdefault(option.sizes, []).append(option)
+    return list(found.values())
+
+
+def _values(free: frozenset[str], given: RoleConfig | RolloutConfig, key: str, all_values: Iterable[Any]) -> list[Any]:
+    """All where the key is free, else the config's."""
+    return list(all_values) if key in free else [getattr(given, key)]
