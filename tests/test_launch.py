@@ -1,5 +1,6 @@
 """The launchers of the distributed tests: a hang ends, and says where every rank stood; a failure ends all ranks."""
 
+import os
 import subprocess
 import sys
 import time
@@ -8,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests import launch
-from tests.forks import ROOT, run_forks
+from tests.forks import ROOT, run_forks, servers
 from tests.launch import finish, run_ranks, start_torchrun, torchrun
 
 WORKER = "tests.launch_worker"
+ENDING = "tests.ending_worker"
 
 pytestmark = pytest.mark.distributed
 
@@ -45,6 +47,22 @@ def test_the_failure_of_one_fork_ends_all(failing: str, tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid, _ in told(tmp_path))
     with pytest.raises(AssertionError, match="RuntimeError: this rank fails"):
         run_ranks(2, WORKER, tmp_path, failing)
+
+
+@pytest.mark.parametrize("how", ["return", "fail", "no-status", "3", "257", "a message"])
+def test_a_fork_ends_as_a_process_of_its_own_does(how: str, tmp_path: Path) -> None:
+    """Status and output, after its threads and what was registered for its end."""
+    alone = subprocess.run([sys.executable, "-m", ENDING, how], cwd=ROOT, capture_output=True, text=True)
+    out, error = tmp_path / "out", tmp_path / "error"
+    server = servers()[0]
+    rank = {"environment": dict(os.environ), "module": ENDING, "arguments": [how], "out": str(out), "error": str(error)}
+    pid, ended = server.fork(rank), {}
+    while not ended:
+        time.sleep(0.02)
+        ended = server.ended()
+    assert ended == {pid: alone.returncode}
+    assert out.read_text() == alone.stdout and alone.stdout.count("\n") == 3
+    assert error.read_text().splitlines()[-1:] == alone.stderr.splitlines()[-1:]
 
 
 def test_no_ranks_without_the_mark() -> None:
