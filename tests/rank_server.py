@@ -1,10 +1,12 @@
 """A process that has imported what the ranks of a test need, and becomes each of them by a fork.
 
-python -m tests.rank_server
+python -m tests.rank_server [bare]
 
 Every line of its input is a request, every line of its output the answer:
     {"environment": ..., "module": ..., "arguments": [...], "out": FILE, "error": FILE}    the pid of the new rank
     {}                                                       {pid: exit status} of the ranks that have ended since
+
+With `bare` it has imported nothing.
 
 A rank ends without Python's clearing of all modules, of which a fork has thousands more than the module that it runs
 needs: that took longer than most ranks compute. Ranks that torchrun has started end in full.
@@ -48,7 +50,8 @@ MODULES = (
 def main() -> None:
     end = End()
     atexit.register(end)  # the first one is called last: when all threads have ended, and after what others registered
-    prepare()
+    if sys.argv[1:] != ["bare"]:
+        prepare()
     rank = serve()
     if rank is not None:
         with end:

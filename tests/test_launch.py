@@ -76,7 +76,10 @@ def test_no_ranks_without_the_mark() -> None:
 
 
 def test_no_rank_is_left_when_the_tests_are_killed(tmp_path: Path) -> None:
-    code = f"from tests.forks import ROOT, run_forks; run_forks(2, {WORKER!r}, [{str(tmp_path)!r}], seconds=6000)"
+    code = (
+        "from tests.forks import Server, run_forks; bare = [Server('1', bare=True), Server('2', bare=True)]; "
+        f"run_forks(2, {WORKER!r}, [{str(tmp_path)!r}], seconds=6000, of=bare)"
+    )
     tests = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     while not all((tmp_path / rank).exists() for rank in ("0", "1")):
         assert tests.poll() is None
