@@ -88,6 +88,7 @@ def prepare() -> None:
     for name in MODULES:
         importlib.import_module(name)
     register_kernels()
+    configure_logging()
     gc.collect()
     gc.freeze()  # what is there would be searched for garbage by every rank, and its memory be copied
     threads = os.listdir("/proc/self/task")
@@ -101,6 +102,14 @@ def register_kernels() -> None:
     once = functools.cache(current_platform.register_triton_kernel_overrides)
     once()
     type(current_platform).register_triton_kernel_overrides = staticmethod(once)
+
+
+def configure_logging() -> None:
+    """What the first engine of a process does, with the level that ours set; another level is set anew."""
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging
+
+    configure_logging(LoggingConfig(log_level="ERROR"))
 
 
 def serve() -> dict[str, Any] | None:
