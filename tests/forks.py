@@ -27,12 +27,12 @@ PATIENCE = 30.0  # seconds between SIGTERM and SIGKILL, as torchrun has it
 
 
 class Server:
-    """A process to be forked."""
+    """A process to be forked. bare: it has imported nothing, for ranks that need nothing."""
 
-    def __init__(self, hash_seed: str) -> None:
+    def __init__(self, hash_seed: str, *, bare: bool = False) -> None:
         settings = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONHASHSEED": hash_seed}
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "tests.rank_server"],
+            [sys.executable, "-u", "-m", "tests.rank_server", *["bare"] * bare],
             cwd=ROOT,
             env={**os.environ, **settings},
             stdin=subprocess.PIPE,
@@ -75,11 +75,13 @@ def run_forks(
     seconds: float,
     restarts: int = 0,
     environment: dict[str, str] | None = None,
+    of: Sequence[Server] = (),
 ) -> tuple[int | None, str, str]:
     """Exit status, output, errors. Status 1: a rank has failed. None: no end in time, the errors have every stack.
 
-    restarts: how often torchrun would have restarted them.
+    restarts: how often torchrun would have restarted them. of: what is forked, by default `servers`.
     """
+    of = of or servers()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     with tempfile.TemporaryDirectory() as directory:
         out, error = Path(directory, "out"), Path(directory, "error")
@@ -87,7 +89,7 @@ def run_forks(
         running: dict[int, Server] = {}
         try:
             for rank in range(num_ranks):
-                server = servers()[rank % len(HASH_SEEDS)]
+                server = of[rank % len(of)]
                 own = environment_of(rank, num_ranks, store.port, restarts) | (environment or {})
                 pid = server.fork({"environment": own, **files})
                 running[pid] = server

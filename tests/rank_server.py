@@ -1,12 +1,18 @@
 """A process that has imported what the ranks of a test need, and becomes each of them by a fork.
 
-python -m tests.rank_server
+python -m tests.rank_server [bare]
 
 Every line of its input is a request, every line of its output the answer:
     {"environment": ..., "module": ..., "arguments": [...], "out": FILE, "error": FILE}    the pid of the new rank
     {}                                                       {pid: exit status} of the ranks that have ended since
+
+With `bare` it has imported nothing.
+
+A rank ends without Python's clearing of all modules, of which a fork has thousands more than the module that it runs
+needs: that took longer than most ranks compute. Ranks that torchrun has started end in full.
 """
 
+import atexit
 import ctypes
 import functools
 import gc
@@ -42,10 +48,37 @@ MODULES = (
 
 
 def main() -> None:
-    prepare()
+    end = End()
+    atexit.register(end)  # the first one is called last: when all threads have ended, and after what others registered
+    if sys.argv[1:] != ["bare"]:
+        prepare()
     rank = serve()
     if rank is not None:
-        become(rank)
+        with end:
+            become(rank)
+
+
+class End:
+    """The end of this process, with the status that what runs within the block leaves it with."""
+
+    def __init__(self) -> None:
+        self._status = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, SystemExit):
+            code = 0 if error.code is None else error.code
+            self._status = code & 0xFF if isinstance(code, int) else 1
+        elif kind is not None:
+            self._status = 1
+
+    def __call__(self) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        ctypes.CDLL(None).fflush(None)
+        os._exit(self._status)
 
 
 def prepare() -> None:
@@ -55,6 +88,7 @@ def prepare() -> None:
     for name in MODULES:
         importlib.import_module(name)
     register_kernels()
+    configure_logging()
     gc.collect()
     gc.freeze()  # what is there would be searched for garbage by every rank, and its memory be copied
     threads = os.listdir("/proc/self/task")
@@ -68,6 +102,14 @@ def register_kernels() -> None:
     once = functools.cache(current_platform.register_triton_kernel_overrides)
     once()
     type(current_platform).register_triton_kernel_overrides = staticmethod(once)
+
+
+def configure_logging() -> None:
+    """What the first engine of a process does, with the level that ours set; another level is set anew."""
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging
+
+    configure_logging(LoggingConfig(log_level="ERROR"))
 
 
 def serve() -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """The launchers of the distributed tests: a hang ends, and says where every rank stood; a failure ends all ranks."""
 
+import os
 import subprocess
 import sys
 import time
@@ -8,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests import launch
-from tests.forks import ROOT, run_forks
+from tests.forks import ROOT, run_forks, servers
 from tests.launch import finish, run_ranks, start_torchrun, torchrun
 
 WORKER = "tests.launch_worker"
+ENDING = "tests.ending_worker"
 
 pytestmark = pytest.mark.distributed
 
@@ -47,6 +49,22 @@ def test_the_failure_of_one_fork_ends_all(failing: str, tmp_path: Path) -> None:
         run_ranks(2, WORKER, tmp_path, failing)
 
 
+@pytest.mark.parametrize("how", ["return", "fail", "no-status", "3", "257", "a message"])
+def test_a_fork_ends_as_a_process_of_its_own_does(how: str, tmp_path: Path) -> None:
+    """Status and output, after its threads and what was registered for its end."""
+    alone = subprocess.run([sys.executable, "-m", ENDING, how], cwd=ROOT, capture_output=True, text=True)
+    out, error = tmp_path / "out", tmp_path / "error"
+    server = servers()[0]
+    rank = {"environment": dict(os.environ), "module": ENDING, "arguments": [how], "out": str(out), "error": str(error)}
+    pid, ended = server.fork(rank), {}
+    while not ended:
+        time.sleep(0.02)
+        ended = server.ended()
+    assert ended == {pid: alone.returncode}
+    assert out.read_text() == alone.stdout and alone.stdout.count("\n") == 3
+    assert error.read_text().splitlines()[-1:] == alone.stderr.splitlines()[-1:]
+
+
 def test_no_ranks_without_the_mark() -> None:
     token = launch.MARKED.set(False)
     try:
@@ -58,7 +76,10 @@ def test_no_ranks_without_the_mark() -> None:
 
 
 def test_no_rank_is_left_when_the_tests_are_killed(tmp_path: Path) -> None:
-    code = f"from tests.forks import ROOT, run_forks; run_forks(2, {WORKER!r}, [{str(tmp_path)!r}], seconds=6000)"
+    code = (
+        "from tests.forks import Server, run_forks; bare = [Server('1', bare=True), Server('2', bare=True)]; "
+        f"run_forks(2, {WORKER!r}, [{str(tmp_path)!r}], seconds=6000, of=bare)"
+    )
     tests = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     while not all((tmp_path / rank).exists() for rank in ("0", "1")):
         assert tests.poll() is None

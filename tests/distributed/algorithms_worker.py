@@ -19,7 +19,7 @@ from hybridflow.flows.models import Roles
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
-from hybridflow.roles.base import TrainedRole, World
+from hybridflow.roles.base import World
 from hybridflow.roles.objectives import PolicyObjective, ValueObjective
 from hybridflow.trainer import flow_of
 from tests.distributed.algorithm_cases import (
@@ -34,8 +34,8 @@ from tests.distributed.algorithm_cases import (
 )
 from tests.distributed.cases import Case
 from tests.distributed.gather import whole
-from tests.distributed.given import given_roles, given_run
-from tests.distributed.parity_worker import BUCKET_BYTES, keep_gradients
+from tests.distributed.given import given_roles, given_run, trained_weights
+from tests.distributed.parity_worker import BUCKET_BYTES, gradients_kept
 
 
 def main(models: Path, out: Path) -> None:
@@ -43,12 +43,11 @@ def main(models: Path, out: Path) -> None:
     world = World(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
     for case, budget in layouts_for(platform.world_size).items():
         roles = given_roles(experiment({"name": "ppo"}, case, models, budget), world)
-        first = {role.name: [x.clone() for x in weights(role)] for role in roles.trained()}
+        first = [x.clone() for x in trained_weights(roles)]
         results: dict[str, Tensor] = {}
         for name, compared in ALGORITHMS.items():
-            for role in roles.trained():
-                for own, saved in zip(weights(role), first[role.name], strict=True):
-                    own.copy_(saved)
+            for own, saved in zip(trained_weights(roles), first, strict=True):
+                own.copy_(saved)
             config = experiment(compared.section, case, models, budget, by_length=compared.by_length)
             for policy in (roles.actor, roles.reference):
                 policy.temperature = config.sampling.temperatures
@@ -61,10 +60,6 @@ def main(models: Path, out: Path) -> None:
     platforms.stop()
 
 
-def weights(role: TrainedRole) -> list[Tensor]:
-    return [p.data for chunk in role.chunks for p in chunk.parameters()]
-
-
 def one_iteration(config: ExperimentConfig, rollout: RolloutBatch, all_roles: Roles, world: World) -> dict[str, Tensor]:
     """What the flow computes, the gradient of its one step before it is clipped, and the weights after it."""
     roles = all_roles
@@ -75,12 +70,9 @@ def one_iteration(config: ExperimentConfig, rollout: RolloutBatch, all_roles: Ro
     run = given_run(config, rollout, world, greedy=make_greedy(), roles=roles)
     run.begin(1, 1, lambda text: None)
     results: dict[str, Tensor] = {}
-    steps = {role.name: role.trained.step for role in roles.trained()}
+    with gradients_kept(roles.trained(), results):
+        done = run.finished(flow_of(config.algorithm)(run))
     for role in roles.trained():
-        keep_gradients(role, results)
-    done = run.finished(flow_of(config.algorithm)(run))
-    for role in roles.trained():
-        role.trained.step = steps[role.name]
         results |= {f"{role.name}_sgd/{n}": x for n, x in whole(role, lambda p: p.data).items()}
     results |= {name: x for name, x in vars(done.batch).items()}
     return results | {f"stat/{name}": torch.tensor(float(x)) for name, x in done.metrics.items()}

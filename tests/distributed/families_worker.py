@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.architecture.spec import ModelSpec, read_spec
+from hybridflow.config import ExperimentConfig
 from hybridflow.models import pipeline
 from hybridflow.models.build import build_model
 from hybridflow.parallel import platform as platforms
@@ -39,7 +40,7 @@ def main(checkpoints: Path, prompts: Path, out: Path) -> None:
     for family in NEW_FAMILIES:
         for kind, models in (("huggingface", family), ("converted", f"{family}-converted")):
             rollout = ROLLOUTS["in place" if kind == "huggingface" else "gathered"]
-            trainer = RLTrainer(config(checkpoints / models, prompts, LAYOUTS, rollout))
+            trainer = RLTrainer(once(config(checkpoints / models, prompts, LAYOUTS, rollout)))
             results[f"{family}/{kind}"] = [run(trainer, iteration) for iteration in (1, 2)]
             trainer.generator.engine.close()
             del trainer
@@ -47,6 +48,12 @@ def main(checkpoints: Path, prompts: Path, out: Path) -> None:
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))
     platforms.stop()
+
+
+def once(config: ExperimentConfig) -> ExperimentConfig:
+    """With one epoch an iteration, of two mini-batches: the second step's ratios are not one any more."""
+    update = config.algorithm.update.model_copy(update={"epochs": 1})
+    return config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"update": update})})
 
 
 def logits(checkpoints: Path, family: str, platform: Platform) -> dict[str, float]:

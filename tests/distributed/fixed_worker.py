@@ -41,7 +41,7 @@ from tests.distributed.fixed_cases import (
     layouts_for,
 )
 from tests.distributed.gather import whole
-from tests.distributed.parity_worker import BUCKET_BYTES, keep_gradients
+from tests.distributed.parity_worker import BUCKET_BYTES, gradients_kept
 
 
 class GivenExamples:
@@ -99,15 +99,13 @@ def one_iteration(config: FixedDataConfig, models: FixedModels, world: World) ->
     run = FixedRun(config, models, GivenExamples(rows), exchange=world.exchange, watch=world.watch, watchdog=watchdog)
     results: dict[str, Tensor] = {}
     trained = models.trained
-    step = trained.trained.step
     before = whole(trained, lambda p: p.data)
     if "score.weight" in before:
         results["score_before"] = before["score.weight"]
     told = evaluate_fixed(run, config.algorithm, rows, NUM_ROWS)
     run.begin(1, 1, lambda text: None)
-    keep_gradients(trained, results)
-    done = run.finished(fixed_flow(run, config.algorithm))
-    trained.trained.step = step
+    with gradients_kept([trained], results):
+        done = run.finished(fixed_flow(run, config.algorithm))
     results = {name.replace(f"{trained.name}_grad", "grad"): x for name, x in results.items()}
     results |= {f"sgd/{n}": x for n, x in whole(trained, lambda p: p.data).items()}
     metrics = {name: torch.tensor(float(x)) for name, x in (done.metrics | told).items()}

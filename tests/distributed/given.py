@@ -4,6 +4,7 @@ import contextlib
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config import ExperimentConfig
@@ -72,6 +73,11 @@ def given_roles(config: ExperimentConfig, world: World) -> Roles:
     pool = Pool(specs, pool_limits(config.reward, num_ranks)) if specs else None
     caller = FunctionCaller(lambda ids: " ".join(map(str, ids)), world.platform.rank, num_ranks, pool)
     return build_roles(place(config, world.platform.world_size), world, caller)
+
+
+def trained_weights(roles: Roles) -> list[Tensor]:
+    """All that their steps change, without main weights and states of an optimizer: plain SGD in float32 has none."""
+    return [p.data for role in roles.trained() for chunk in role.chunks for p in chunk.parameters()]
 
 
 def nobody_waits(world: World) -> WhileWaiting:

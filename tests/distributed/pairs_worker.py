@@ -5,6 +5,7 @@ torchrun --nproc-per-node N -m tests.distributed.pairs_worker CHECKPOINTS OUT [N
 For each pair: two optimizer steps, a reshard, one more step, a reshard. Every rank tells what its replica generated.
 """
 
+import functools
 import gc
 import importlib.util
 import json
@@ -12,6 +13,7 @@ import sys
 import time
 from itertools import groupby
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -80,8 +82,10 @@ class Run:
 
     def __init__(self, model: Path, world: World) -> None:
         self.world, self.model = world, model
-        self.reference: PreTrainedModel = untouched_class(model).from_pretrained(model)
-        self.reference.generation_config.eos_token_id = None  # as ignore_eos
+        self.reference: PreTrainedModel | None = None
+        if world.platform.rank == 0:
+            self.reference = untouched_class(model).from_pretrained(model)
+            self.reference.generation_config.eos_token_id = None  # as ignore_eos
         self.actor: Actor | None = None
         self.batch = make_train_batch()
 
@@ -186,9 +190,10 @@ class Run:
 
     def _expected(self) -> list[list[int]]:
         """HuggingFace's greedy tokens with the actor's weights, the same on every rank."""
-        tensors = by_model_name(whole(self.actor, lambda p: p.data), self.actor.spec.family)
+        tensors = whole(self.actor, lambda p: p.data)
         box = [None]
-        if self.world.platform.rank == 0:
+        if self.reference is not None:
+            tensors = by_model_name(tensors, self.actor.spec.family)
             self.reference.load_state_dict(tensors, strict=not self.reference.config.tie_word_embeddings)
             with torch.no_grad():
                 out = self.reference.generate(
@@ -205,12 +210,17 @@ class Run:
 def untouched_class(model: Path) -> type[PreTrainedModel]:
     """The model's class from a copy of its module: vLLM changes those classes that it runs itself."""
     config = AutoConfig.from_pretrained(model)
-    module = importlib.import_module(type(config).__module__.replace("configuration", "modeling"))
+    return getattr(untouched(type(config).__module__.replace("configuration", "modeling")), config.architectures[0])
+
+
+@functools.cache
+def untouched(name: str) -> ModuleType:
+    module = importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(module.__name__ + "_untouched", module.__file__)
     copy = importlib.util.module_from_spec(spec)
     sys.modules[copy.__name__] = copy
     spec.loader.exec_module(copy)
-    return getattr(copy, config.architectures[0])
+    return copy
 
 
 def prompts() -> Tensor:

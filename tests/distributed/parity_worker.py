@@ -5,8 +5,9 @@ torchrun --nproc-per-node N -m tests.distributed.parity_worker CHECKPOINTS OUT
 """
 
 import contextlib
+import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,13 +18,14 @@ from torch import Tensor
 from hybridflow.algorithm_config import GRPO, PPO
 from hybridflow.batch import RolloutBatch
 from hybridflow.config import ExperimentConfig, OptimizerConfig
-from hybridflow.flows.run import Run
+from hybridflow.flows.models import Roles
 from hybridflow.models import pipeline
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
+from hybridflow.planning.placed import place
 from hybridflow.roles.base import TrainedRole, World
-from hybridflow.roles.objectives import policy_loss
+from hybridflow.roles.policy import Actor
 from hybridflow.trainer import flow_of
 from tests.distributed.cases import (
     ADAM,
@@ -41,7 +43,7 @@ from tests.distributed.cases import (
     make_rollout,
 )
 from tests.distributed.gather import whole
-from tests.distributed.given import given_run
+from tests.distributed.given import given_roles, given_run, trained_weights
 
 BUCKET_BYTES = 1 << 14  # several storages a model
 
@@ -51,23 +53,38 @@ def main(checkpoints: Path, out: Path) -> None:
     world = World(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
     for case in cases_for(platform.world_size):
         for family in [family for family in FAMILIES if applies(case, family)]:
-            result = run_case(case, checkpoints / family, world)
-            if family in GROUPED:
-                result |= one_iteration(GROUPS, make_groups(), case, checkpoints / family, world, "grpo")
+            result = run_case(case, checkpoints / family, world, groups=family in GROUPED)
             if platform.rank == 0:
                 torch.save(result, out / f"{case.name}-{family}.pt")
     platforms.stop()
 
 
-def run_case(case: Case, models: Path, world: World) -> dict[str, Tensor]:
-    results = {}
-    for budget in BUDGETS if case.all_budgets else BUDGETS[:1]:
-        results |= one_iteration(ALGORITHM, make_rollout(), case, models, world, str(budget), budget=budget)
-    results |= two_adam_steps(case, models, world)
+def run_case(case: Case, models: Path, world: World, *, groups: bool) -> dict[str, Tensor]:
+    """Models are built once for each budget: those of the first are GRPO's, too, and its batch is Adam's."""
+    results: dict[str, Tensor] = {}
+    for budget in BUDGETS[1:] if case.all_budgets else ():
+        config = experiment(ALGORITHM, case, models, SGD, budget)
+        results |= one_iteration(config, make_rollout(), given_roles(config, world), world, str(budget))[1]
+    config = experiment(ALGORITHM, case, models, SGD, BUDGETS[0])
+    roles = given_roles(config, world)
+    first = [x.clone() for x in trained_weights(roles)]
+    batch, found = one_iteration(config, make_rollout(), roles, world, str(BUDGETS[0]))
+    results |= found | adam_steps(case, models, batch, world)
+    if groups:
+        for own, saved in zip(trained_weights(roles), first, strict=True):
+            own.copy_(saved)
+        config = experiment(GROUPS, case, models, SGD, BUDGETS[0])
+        results |= one_iteration(config, make_groups(), replace(roles, critic=None), world, "grpo")[1]
+    return results
+
+
+def adam_steps(case: Case, models: Path, batch: RolloutBatch, world: World) -> dict[str, Tensor]:
+    """And with the sums over replicas under way while the backward pass goes on, where there are any."""
+    results = two_adam_steps(case, models, batch, world)
     if case.dp == 1:
         return results
     with looked_at(under_way := []):
-        overlapped = two_adam_steps(case, models, replace(world, overlap=True))
+        overlapped = two_adam_steps(case, models, batch, replace(world, overlap=True))
     results |= {f"overlapped/{name}": x for name, x in overlapped.items()}
     return results | {"overlapped/under_way": torch.tensor(under_way)}
 
@@ -90,50 +107,50 @@ def looked_at(under_way: list[bool]) -> Iterator[None]:
 
 
 def one_iteration(
-    algorithm: PPO | GRPO,
-    rollout: RolloutBatch,
-    case: Case,
-    models: Path,
-    world: World,
-    prefix: str,
-    *,
-    budget: int = BUDGETS[0],
-) -> dict[str, Tensor]:
-    """What the flow computes, the gradients of its one step before they are clipped, and the weights after it."""
-    run = given_run(experiment(algorithm, case, models, SGD, budget), rollout, world)
+    config: ExperimentConfig, rollout: RolloutBatch, roles: Roles, world: World, prefix: str
+) -> tuple[RolloutBatch, dict[str, Tensor]]:
+    """The flow's batch. What it computes, the gradients of its one step before they are clipped, the weights after."""
+    run = given_run(config, rollout, world, roles=roles)
     run.begin(1, 1, lambda text: None)
     results: dict[str, Tensor] = {}
-    trained = [run.actor, *([run.critic] if algorithm.name == "ppo" else [])]
-    for role in trained:
-        keep_gradients(role, results)
-    done = run.finished(flow_of(algorithm)(run))
+    with gradients_kept(roles.trained(), results):
+        done = run.finished(flow_of(config.algorithm)(run))
     results |= {name: x for name, x in vars(done.batch).items() if name not in vars(rollout)}
     results["scores"] = done.batch.raw_scores
     results |= {f"stat/{name}": torch.tensor(float(x)) for name, x in done.metrics.items()}
-    for role in trained:
+    for role in roles.trained():
         results |= {f"{role.name}_sgd/{n}": x for n, x in whole(role, lambda p: p.data).items()}
-    return {f"{prefix}/{name}": x for name, x in results.items()}
+    return done.batch, {f"{prefix}/{name}": x for name, x in results.items()}
 
 
-def keep_gradients(role: TrainedRole, results: dict[str, Tensor]) -> None:
+@contextlib.contextmanager
+def gradients_kept(trained: Sequence[TrainedRole], results: dict[str, Tensor]) -> Iterator[None]:
     """Note the gradients that each step finds. All ranks are in every role's grid, so that all gather them."""
-    step: Callable[[float], float] = role.trained.step
+    steps = [role.trained.step for role in trained]
+    for role, step in zip(trained, steps, strict=True):
+        role.trained.step = functools.partial(_note_and_step, role, step, results)
+    try:
+        yield
+    finally:
+        for role, step in zip(trained, steps, strict=True):
+            role.trained.step = step
 
-    def noting(lr: float) -> float:
-        results.update({f"{role.name}_grad/{n}": x for n, x in whole(role, lambda p: p.main_grad).items()})
-        return step(lr)
 
-    role.trained.step = noting
+def _note_and_step(role: TrainedRole, step: Callable[[float], float], results: dict[str, Tensor], lr: float) -> float:
+    results.update({f"{role.name}_grad/{n}": x for n, x in whole(role, lambda p: p.main_grad).items()})
+    return step(lr)
 
 
-def two_adam_steps(case: Case, models: Path, world: World) -> dict[str, Tensor]:
-    """ZeRO-1, on the batch of the first iteration."""
-    run: Run = given_run(experiment(ALGORITHM, case, models, ADAM, BUDGETS[0]), make_rollout(), world)
+def two_adam_steps(case: Case, models: Path, batch: RolloutBatch, world: World) -> dict[str, Tensor]:
+    """ZeRO-1, of a new actor on a batch that one with its weights has estimated."""
+    config = experiment(ALGORITHM, case, models, ADAM, BUDGETS[0])
+    placed = place(config, world.platform.world_size).actor
+    actor = Actor(placed, temperature=config.sampling.temperatures, world=world)
+    run = given_run(config, batch, world, roles=Roles(actor, critic=None, reference=None, scorer=None))
     run.begin(1, 1, lambda text: None)
-    run.critic.lr = 0.0
-    batch = flow_of(ALGORITHM)(run)
-    run.actor.update(batch, policy_loss(ALGORITHM.policy, run.kl))
-    return {f"actor_adam/{n}": x for n, x in whole(run.actor, lambda p: p.data).items()}
+    for _ in range(2):
+        actor.update(batch, run.policy_loss(ALGORITHM.policy))
+    return {f"actor_adam/{n}": x for n, x in whole(actor, lambda p: p.data).items()}
 
 
 def experiment(
