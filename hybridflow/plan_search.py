@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
+from hybridflow.fixed_config import AnyConfig
 
 if TYPE_CHECKING:
     from hybridflow.planning.auto import Facts
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 FIRST_SHARE = 0.6  # of the minutes: the search itself; what is left is for the two questions after it
 GIB = 1 << 30
+TOLD = ("actor", "critic", "reward_model", "engine")  # columns of the table, those that there are
+OF_OTHERS = ("actor", "reward_model", "engine")  # that are told of other clusters
+STAGES = ("generation", "scoring", "updates")
 
 
 def ranks_per_host(world_size: int, hosts: str | None, of_profile: int) -> int:
@@ -37,7 +40,7 @@ def ranks_per_host(world_size: int, hosts: str | None, of_profile: int) -> int:
 
 
 def print_search(
-    config: ExperimentConfig,
+    config: AnyConfig,
     facts: "Facts",
     world_size: int,
     console: Console,
@@ -84,11 +87,10 @@ def _plans_table(found: "Found") -> Table:
     from hybridflow.planning.explained import groups, summary
 
     table = Table(title="The fastest that fit, by the model of time", title_justify="left")
-    for column in ("", "s", "tokens/s/GPU", "GiB", "placement", "actor", "critic", "engine"):
+    roles = [name for name in TOLD if name in summary(found.plans[0])]
+    for column in ("", "s", "tokens/s/GPU", "GiB", "placement", *roles):
         right = column in ("", "s", "tokens/s/GPU", "GiB")
         table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=right)
-    if "critic" not in found.plans[0].placed.models:
-        table.columns.pop(-2)
     for i, plan in enumerate(found.plans, 1):
         words = summary(plan)
         cells = [
@@ -97,9 +99,7 @@ def _plans_table(found: "Found") -> Table:
             f"{plan.prediction.tokens_per_second_per_device:,.0f}",
             f"{plan.fullest.bytes / GIB:.4g}",
             groups(plan),
-            words["actor"],
-            *([words["critic"]] if "critic" in words else []),
-            words["engine"],
+            *(words[name] for name in roles),
         ]
         table.add_row(*cells)
     return table
@@ -131,8 +131,9 @@ def _phases_table(found: "Found") -> Table:
     for phase in phases:
         table.add_row(phase, *(f"{plan.prediction.phases.get(phase, 0.0):.3f}" for plan in others.values()))
     table.add_section()
-    for stage in ("generation", "scoring", "updates"):
-        table.add_row(f"{stage}, whole", *(f"{stages(plan).get(stage, 0.0):.3f}" for plan in others.values()))
+    there = [stages(plan) for plan in others.values()]
+    for stage in [each for each in STAGES if any(each in one for one in there)]:
+        table.add_row(f"{stage}, whole", *(f"{one.get(stage, 0.0):.3f}" for one in there))
     table.add_section()
     table.add_row("iteration", *(f"{plan.seconds:.3f}" for plan in others.values()), style="bold")
     table.add_row("idle, mean of the ranks", *(_idle(plan) for plan in others.values()))
@@ -197,7 +198,7 @@ def _otherwise(request: "Request", best: "Plan", seconds: float) -> list[str]:
             lines.append(f"{what}: nothing {'was found in the time' if found.unseen else 'fits'}.")
             continue
         plan = found.plans[0]
-        words = ", ".join(f"{name} {text}" for name, text in summary(plan).items() if name in ("actor", "engine"))
+        words = ", ".join(f"{name} {text}" for name, text in summary(plan).items() if name in OF_OTHERS)
         ratio = f"{best.seconds / plan.seconds:.2f} times as fast"
         lines.append(f"{what}: {plan.seconds:.4g} s, {ratio}{ended}; {groups(plan)}, {words}.")
     return lines

@@ -21,7 +21,8 @@ import numpy as np
 from hybridflow.auto_values import ENGINE
 from hybridflow.planning.cells import Cells, Float, Int, contiguous, within
 from hybridflow.planning.engine_memory import EngineMemory
-from hybridflow.planning.options import EngineOption, Options, RoleOption
+from hybridflow.planning.engine_options import EngineOption
+from hybridflow.planning.options import Options, RoleOption
 from hybridflow.planning.placements import Placement
 from hybridflow.planning.waiting import blocks_within
 from hybridflow.reshard.groups import rollout_layout, standalone_layout
@@ -32,6 +33,7 @@ SAME = (
     *("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_parallel_size"),
     *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
 )
+TOLD = ("actor", ENGINE, "critic", "reward_model")  # of which other sizes make another choice
 Key = tuple[object, ...]
 
 
@@ -41,19 +43,19 @@ class Choice:
 
     placement: Placement
     roles: Mapping[str, RoleOption]
-    engine: EngineOption
+    engine: EngineOption | None  # None: of a run on fixed data
     seconds: float
     bytes: int
 
     @property
     def key(self) -> Key:
-        return key_of(self.placement, {**self.roles, ENGINE: self.engine})
+        engine = {} if self.engine is None else {ENGINE: self.engine}
+        return key_of(self.placement, {**self.roles, **engine})
 
 
 def key_of(placement: Placement, chosen: Mapping[str, RoleOption | EngineOption]) -> Key:
     """In what two choices have to differ to be told apart: where roles lie, and the sizes of the largest of them."""
-    told = ("actor", "critic", ENGINE)
-    return (*placement.values(), *(chosen[name].sizes for name in told if name in chosen))
+    return (*placement.values(), *(chosen[name].sizes for name in TOLD if name in chosen))
 
 
 class Best:
@@ -153,7 +155,7 @@ class Branches:
     def __init__(self, options: Options, placement: Placement, budget: int, engines: EngineMemory) -> None:
         self._options, self._placement, self._budget, self._engines = options, placement, budget, engines
         # the critic after the engine, which says whether it scores early
-        first = [name for name in ("actor", ENGINE, "critic") if name in placement]
+        first = [name for name in TOLD if name in placement]
         self._names = [*first, *(name for name in placement if name not in first)]
 
     @cached_property
@@ -238,14 +240,14 @@ class Branches:
 
     def _is_known(self, chosen: dict[str, RoleOption | EngineOption], seconds: float) -> bool:
         """Whether all that tells choices apart is chosen, and a choice like it is known that is as fast."""
-        if ENGINE not in chosen:
+        if any(name in self._placement and name not in chosen for name in TOLD):
             return False
         return seconds >= self._best.known(key_of(self._placement, chosen)) * (1 - SLACK)
 
     def _choice(self, chosen: dict[str, RoleOption | EngineOption], seconds: float, needed: int) -> Choice:
         roles = {name: chosen[name] for name in self._placement if name != ENGINE}
-        engine = chosen[ENGINE]
-        assert isinstance(engine, EngineOption), "the engine is chosen"
+        engine = chosen.get(ENGINE)
+        assert engine is None or isinstance(engine, EngineOption), "the engine's options"
         return Choice(self._placement, roles, engine, seconds, needed)  # type: ignore[arg-type]  # all others are roles
 
     # ---------------------------------------------------------------------------------------- levels

@@ -6,9 +6,10 @@ from math import gcd
 
 from hybridflow.auto_values import ENGINE
 from hybridflow.parallel.layout import Layout, RolloutLayout
+from hybridflow.planning.engine_options import EngineOption
 from hybridflow.planning.footprint import ITEM_BYTES
 from hybridflow.planning.forecast import engine_bytes, kept_by_sampler, storage_elements
-from hybridflow.planning.options import EngineOption, Options
+from hybridflow.planning.options import Options
 from hybridflow.planning.reshard import EngineHoldings
 from hybridflow.reshard.groups import engine_stages, rollout_layout
 from hybridflow.reshard.plan import plan_reshard
@@ -29,19 +30,19 @@ class EngineMemory:
 
     def awake(self, option: EngineOption) -> int:
         """While models train."""
-        config = self.options.config
+        config = self.options.generating
         if config.rollout.sleep_level != 0:
             return 0
         return option.kv_cache.whole + kept_by_sampler(config, self.options.specs["actor"], pp=option.pp)
 
     def _beside(self, option: EngineOption) -> int:
-        return engine_bytes(self.options.config, self.options.specs["actor"], tp=option.tp, pp=option.pp)
+        return engine_bytes(self.options.generating, self.options.specs["actor"], tp=option.tp, pp=option.pp)
 
     def of(
         self, train: Layout, option: EngineOption, ranks: Sequence[int], *, colocated: bool
     ) -> tuple[int, ...] | None:
         """By stage, of the rank with most; None where a tensor-parallel group would leave its host, or is none."""
-        config = self.options.config
+        config = self.options.generating
         if config.rollout.tensor_parallel_size is None and "tensor_parallel_size" not in self.options.free[ENGINE]:
             if option.tp != train.tp:
                 return None
@@ -63,7 +64,7 @@ class EngineMemory:
 
     def _shards(self, train: Layout, option: EngineOption, *, colocated: bool) -> list[tuple[int, int, int]]:
         """(stage, the engine's own weights less what is released, layers of the engine's stage), each once."""
-        spec, config = self.options.specs["actor"], self.options.config
+        spec, config = self.options.specs["actor"], self.options.generating
         beside = tuple(range(1, 1 + option.tp * option.pp))
         alone = RolloutLayout(option.tp, option.pp, (beside,))
         rollout = rollout_layout(train, option.tp, option.pp) if colocated else alone
@@ -84,7 +85,7 @@ class EngineMemory:
     def _on_one_host(self, train: Layout, option: EngineOption, ranks: Sequence[int]) -> bool:
         """Whether each tensor-parallel group of the engine does."""
         per_host = self.options.work.ranks_per_host
-        if self.options.config.tensor_parallel_across_hosts or ranks[-1] < per_host:
+        if self.options.generating.tensor_parallel_across_hosts or ranks[-1] < per_host:
             return True
         key = (train.tp, train.pp, train.dp, option.sizes, ranks[0] % per_host)
         if key not in self._on_hosts:

@@ -12,6 +12,7 @@ from typing import Any
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import num_parameters
 from hybridflow.config import ExperimentConfig, RoleConfig, RolloutConfig, TrainedRoleConfig
+from hybridflow.fixed_config import AnyConfig, FixedDataConfig
 from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
 from hybridflow.placement import shown
 from hybridflow.planning.footprint import (
@@ -123,10 +124,7 @@ class FixedMemory:
     """What lies on every rank of a run on fixed data: there is no moment but training."""
 
     def __init__(self, run: PlacedFixed) -> None:
-        rows, longest = run.config.sequences_per_step, run.config.data.max_length
-        self.roles = {
-            name: RoleMemory(model, longest, ceil(rows / model.layout.dp)) for name, model in run.models.items()
-        }
+        self.roles = {name: role_memory(run.config, model) for name, model in run.models.items()}
 
     def moments(self) -> Moments:
         return {"training": self._training}
@@ -223,10 +221,21 @@ def _on(roles: Mapping[str, RoleMemory], rank: int) -> Iterator[tuple[str, RoleM
             yield name, role, role.model.layout.coordinates(rank).pp
 
 
-def role_memory(config: ExperimentConfig, model: PlacedModel) -> RoleMemory:
-    trained = isinstance(model.config, TrainedRoleConfig)
-    rows = config.mini_batch_size if trained else config.batch_size
-    return RoleMemory(model, config.max_sequence_length, ceil(rows / model.layout.dp))
+def role_memory(config: AnyConfig, model: PlacedModel) -> RoleMemory:
+    rows = rows_together(config, model.config)
+    return RoleMemory(model, longest_sequence(config), ceil(rows / model.layout.dp))
+
+
+def rows_together(config: AnyConfig, role: RoleConfig) -> int:
+    """Most sequences that all replicas of a role compute in one go: of an optimizer step, or of an iteration."""
+    if isinstance(config, FixedDataConfig):
+        return config.sequences_per_step
+    return config.mini_batch_size if isinstance(role, TrainedRoleConfig) else config.batch_size
+
+
+def longest_sequence(config: AnyConfig) -> int:
+    """Tokens."""
+    return config.data.max_length if isinstance(config, FixedDataConfig) else config.max_sequence_length
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,16 @@ from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.auto_values import ENGINE
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
+from hybridflow.fixed_config import AnyConfig, FixedDataConfig
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.planning.branches import Best, Branches, Choice, Counts
 from hybridflow.planning.device import DeviceProfile
 from hybridflow.planning.engine_memory import EngineMemory
+from hybridflow.planning.engine_options import EngineOption
 from hybridflow.planning.forecast import Fullest, fullest
 from hybridflow.planning.hosts import HostRanks, check_hosts
 from hybridflow.planning.options import Free, Options, everything
-from hybridflow.planning.placed import PlacedRun, place
+from hybridflow.planning.placed import PlacedFixed, PlacedRun, place_either
 from hybridflow.planning.placements import Placement, placements
 from hybridflow.planning.timing import Prediction, Work, predict, work_of_config
 
@@ -43,7 +45,7 @@ MOST_KEPT = 320  # choices that are timed in full, at most
 class Request:
     """What is asked for. memory_bytes: of a rank, that the memory table may fill."""
 
-    config: ExperimentConfig
+    config: AnyConfig
     world_size: int
     profile: DeviceProfile
     memory_bytes: int
@@ -69,8 +71,8 @@ class Request:
 class Plan:
     """A config that fits, with what it is foretold to take."""
 
-    config: ExperimentConfig
-    placed: PlacedRun
+    config: AnyConfig
+    placed: PlacedRun | PlacedFixed
     prediction: Prediction
     fullest: Fullest
     choice: Choice | None = None  # None: the config as given
@@ -156,9 +158,9 @@ class _Search:
         request = self.request
         if request.placement is not None:
             return [request.placement]
-        found = placements(
-            (*request.config.roles(), ENGINE), request.world_size, ranks_per_host=request.iteration.ranks_per_host
-        )
+        engine = () if isinstance(request.config, FixedDataConfig) else (ENGINE,)
+        names = (*request.config.roles(), *engine)
+        found = placements(names, request.world_size, ranks_per_host=request.iteration.ranks_per_host)
         if self.options.reference_follows:
             return [each for each in found if each["reference"] == each["actor"]]
         return found
@@ -218,20 +220,20 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / (1 << 30):.3g}"
 
 
-def specs_of(config: ExperimentConfig) -> dict[str, ModelSpec]:
+def specs_of(config: AnyConfig) -> dict[str, ModelSpec]:
     """By role. Errors: CheckpointError where a model has no config.json."""
     read = {path: read_spec(path) for path in dict.fromkeys(role.model for role in config.roles().values())}
     return {name: read[role.model] for name, role in config.roles().items()}
 
 
-def plan_of(config: ExperimentConfig, request: Request, choice: Choice | None) -> Plan:
+def plan_of(config: AnyConfig, request: Request, choice: Choice | None) -> Plan:
     """Errors: ConfigError where it cannot be placed on the ranks or hosts."""
-    placed = place(config, request.world_size)
+    placed = place_either(config, request.world_size)
     check_hosts(placed, request.hosts)
     return Plan(config, placed, predict(placed, request.profile, request.iteration), fullest(placed), choice)
 
 
-def config_of(request: Request, choice: Choice) -> ExperimentConfig:
+def config_of(request: Request, choice: Choice) -> AnyConfig:
     """The config with the chosen values, checked like any other. Errors: ConfigError."""
     tree: dict[str, Any] = request.config.model_dump(mode="json")
     whole = tuple(range(request.world_size))
@@ -240,18 +242,27 @@ def config_of(request: Request, choice: Choice) -> ExperimentConfig:
         if request.placement is None:
             own = own.model_copy(update={"ranks": None if choice.placement[name] == whole else choice.placement[name]})
         _section(tree, name).update(own.model_dump(mode="json"))
-    engine, free = choice.engine, (request.free or everything(request.config))[ENGINE]
+    if choice.engine is not None:
+        assert isinstance(request.config, ExperimentConfig), "a run on fixed data has no engine"
+        tree["rollout"].update(_engine_keys(request, request.config, choice.placement, choice.engine))
+    return type(request.config).from_tree(tree, "the search")
+
+
+def _engine_keys(
+    request: Request, config: ExperimentConfig, placement: Placement, engine: EngineOption
+) -> dict[str, Any]:
+    """Of the section rollout: those that were chosen."""
+    free = (request.free or everything(config))[ENGINE]
     chosen = {
         "tensor_parallel_size": engine.tp,
         "pipeline_parallel_size": engine.pp,
         "kv_cache_gib": engine.kv_cache_gib,
     }
-    tree["rollout"].update({key: value for key, value in chosen.items() if key in free})
+    found: dict[str, Any] = {key: value for key, value in chosen.items() if key in free}
     if request.placement is None:
-        ranks = choice.placement[ENGINE]
-        apart = replace_ranks(request.config, None if ranks == choice.placement["actor"] else ranks)
-        tree["rollout"]["ranks"] = apart
-    return ExperimentConfig.from_tree(tree, "the search")
+        ranks = placement[ENGINE]
+        found["ranks"] = replace_ranks(config, None if ranks == placement["actor"] else ranks)
+    return found
 
 
 def replace_ranks(config: ExperimentConfig, ranks: tuple[int, ...] | None) -> Any:
