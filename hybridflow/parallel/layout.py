@@ -63,10 +63,11 @@ class Layout:
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """The groups of ranks that differ in `axes` ("tp", "dp", "pp") alone; all ascending, every rank in one."""
+        kept = [i for i, axis in enumerate(TrainingCoordinates._fields) if axis not in axes]
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in self.ranks:
-            at = self.coordinates(rank)._asdict()
-            found.setdefault(tuple(at[axis] for axis in at if axis not in axes), []).append(rank)
+            at = self.coordinates(rank)
+            found.setdefault(tuple(at[i] for i in kept), []).append(rank)
         return [tuple(ranks) for ranks in found.values()]
 
     @property
@@ -88,6 +89,10 @@ class Layout:
                 start += count
         assert start == num_layers, f"{start} layers placed, the model has {num_layers}"
         return tuple(tuple(chunks) for chunks in stages)
+
+    def layers_per_stage(self, num_layers: int) -> list[int]:
+        """How many each pipeline stage has. Errors: as `chunks`."""
+        return [count * self.vpp for count in self._layers_per_chunk(num_layers)]
 
     def stages(self, num_layers: int) -> Stages:
         """The layers of each pipeline stage, all its chunks together."""

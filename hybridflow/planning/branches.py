@@ -4,11 +4,13 @@ A choice of an option for each role takes, of an iteration,
 
     sum of what all ranks wait for + generating + max over ranks of scoring + max over ranks of updating     (seconds)
 
-which is what `timing.predict` has but for the reshard and saves, which it leaves out: a lower bound. A rank holds,
+which is what `timing.predict` has but for exchanges, saves and part of the reshard, which it leaves out: a lower bound.
+A rank holds,
 while models train, what its roles hold and the largest of their activations; while the engine generates, what rests and
 the engine. Ranks alike are one cell. Roles get their options one after another; a branch is left where the seconds so
 far, and the least of each role to come, are no less than the best so many that are known, or where the memory so far,
-and the least of each role to come, is more than there is.
+and the least of each role to come, is more than there is. The least of the roles to come is also taken together: the
+fastest options of these that the memory of a cell still holds, see `frontier`.
 """
 
 import time
@@ -22,6 +24,7 @@ from hybridflow.auto_values import ENGINE
 from hybridflow.planning.cells import Cells, Float, Int, contiguous, within
 from hybridflow.planning.engine_memory import EngineMemory
 from hybridflow.planning.engine_options import EngineOption
+from hybridflow.planning.frontier import Frontier
 from hybridflow.planning.options import Options, RoleOption
 from hybridflow.planning.placements import Placement
 from hybridflow.planning.waiting import blocks_within
@@ -93,7 +96,6 @@ class Counts:
 
     branches: int = 0
     tight: int = 0  # that do not fit
-    least_bytes: int | None = None  # of a rank: the least memory that any choice would need, as far as was looked
 
 
 # ------------------------------------------------------------------------------------------------ one placement
@@ -149,6 +151,29 @@ class _Sums:
         return found
 
 
+@dataclass(frozen=True)
+class _Ahead:
+    """Of one cell: the least seconds of the roles to come, by the memory that is left while models train, and while
+    the engine generates."""
+
+    cell: int
+    training: Frontier
+    generating: Frontier
+
+    def plus(self, level: _Level) -> "_Ahead":
+        seconds = level.alone + level.scoring[:, self.cell] + level.updating[:, self.cell]
+        held, resting = level.held[:, self.cell], level.resting[:, self.cell]
+        return _Ahead(self.cell, self.training.plus(held, seconds), self.generating.plus(resting, seconds))
+
+    def bound(self, here: _Sums, budget: int) -> Float:
+        """Seconds of this cell, for each option; infinite where it cannot hold what is to come."""
+        of_cell = {name: getattr(here, name)[:, self.cell] for name in here.__dataclass_fields__ if name != "alone"}
+        training = self.training.within(budget - of_cell["held"] - of_cell["activations"])
+        generating = self.generating.within(budget - of_cell["resting"])
+        known: Float = here.alone + of_cell["scoring"] + of_cell["updating"]
+        return known + np.maximum(training, generating)
+
+
 class Branches:
     """All choices on one placement."""
 
@@ -194,11 +219,19 @@ class Branches:
         left = [_zeros(self._cells.count)]
         for level in reversed(levels):
             left.append(left[-1].plus(_least(level)))
-        self._levels, self._left = levels, left[::-1]
+        self._levels, self._left, self._frontiers = levels, left[::-1], self._frontiers_of(levels)
         self._best, self._counts, self._exhaustive, self._until = best, counts, exhaustive, until
         ended = self._descend(0, _zeros(self._cells.count), {})
-        self._levels, self._left = [], []  # large, and there are many placements
+        self._levels, self._left, self._frontiers = [], [], []  # large, and there are many placements
         return ended
+
+    def _frontiers_of(self, levels: Sequence[_Level]) -> list[list[_Ahead]]:
+        """By depth: of the levels from there on, on some cells."""
+        cells = sorted({cell for ranks in self._placement.values() for cell in self._cells.ends(ranks)})
+        found = [[_Ahead(cell, Frontier.nothing(), Frontier.nothing()) for cell in cells]]
+        for level in reversed(levels):
+            found.append([ahead.plus(level) for ahead in found[-1]])
+        return found[::-1]
 
     def _descend(self, depth: int, sums: _Sums, chosen: dict[str, RoleOption | EngineOption]) -> bool:
         if time.monotonic() > self._until:
@@ -213,30 +246,37 @@ class Branches:
         here = sums.plus(level)
         whole = here.plus(self._left[depth + 1])
         seconds, needed = whole.seconds, whole.most_bytes
+        for ahead in self._frontiers[depth + 1]:
+            seconds = np.maximum(seconds, ahead.bound(here, self._budget))
         self._counts.branches += len(level.options)
         fits = (needed <= self._budget) & np.isfinite(seconds)
-        self._count_tight(seconds, needed, fits)
+        self._counts.tight += int((~fits).sum())
         for i in np.argsort(seconds, kind="stable"):
             if not fits[i]:
                 continue
             if not self._exhaustive and seconds[i] >= self._best.limit * (1 - SLACK):
                 break
-            now = {**chosen, level.name: level.options[i]}
+            now, after = {**chosen, level.name: level.options[i]}, here.at(int(i))
             if not self._exhaustive and self._is_known(now, float(seconds[i])):
                 continue
+            if level.name == ENGINE:
+                beside = self._engine_beside(now)
+                if beside is None:
+                    continue
+                handed, resting = beside
+                after = replace(after, alone=after.alone + handed, resting=sums.resting + resting)
+                seconds[i] += handed
+                needed[i] = after.plus(self._left[depth + 1]).most_bytes
+                if needed[i] > self._budget:
+                    self._counts.tight += 1
+                    continue
+                if not self._exhaustive and seconds[i] >= self._best.limit * (1 - SLACK):
+                    continue
             if depth + 1 == len(self._levels):
                 self._best.add(self._choice(now, float(seconds[i]), int(needed[i])))
-            elif not self._descend(depth + 1, here.at(int(i)), now):
+            elif not self._descend(depth + 1, after, now):
                 return False
         return True
-
-    def _count_tight(self, seconds: Float, needed: Int, fits: "np.typing.NDArray[np.bool_]") -> None:
-        self._counts.tight += int((~fits).sum())
-        possible = needed[np.isfinite(seconds)]
-        if len(possible) and not fits.any():
-            least = int(possible.min())
-            known = self._counts.least_bytes
-            self._counts.least_bytes = least if known is None else min(known, least)
 
     def _is_known(self, chosen: dict[str, RoleOption | EngineOption], seconds: float) -> bool:
         """Whether all that tells choices apart is chosen, and a choice like it is known that is as fast."""
@@ -301,22 +341,25 @@ class Branches:
         return _Level(ENGINE, options, generating, none, none, held, no_bytes, resting)
 
     def _engine_on(self, level: _Level, chosen: Mapping[str, RoleOption | EngineOption]) -> _Level:
-        """With the memory that the engine takes beside the chosen actor; infinite seconds where it cannot lie so."""
+        """With what the actor's scoring takes longer where it may begin before the rollout is whole."""
+        if not self._options.may_wait("actor"):
+            return level
         actor = chosen["actor"]
         assert isinstance(actor, RoleOption), "the actor is no engine"
+        more = [self._more(actor, {**chosen, ENGINE: option}) for option in level.options]
+        return replace(level, scoring=np.outer(more, self._cells.spread("actor", [1])))
+
+    def _engine_beside(self, chosen: Mapping[str, RoleOption | EngineOption]) -> tuple[float, Int] | None:
+        """What the engine takes beside the chosen actor: seconds of the hand-off at least; bytes by cell while it
+        generates. None where it cannot lie so."""
+        actor, option = chosen["actor"], chosen[ENGINE]
+        assert isinstance(actor, RoleOption) and isinstance(option, EngineOption), "they are chosen"
         ranks, colocated = self._placement[ENGINE], self._placement[ENGINE] == self._placement["actor"]
-        alone, scoring, resting = level.alone.copy(), level.scoring.copy(), level.resting.copy()
-        for i, option in enumerate(level.options):
-            assert isinstance(option, EngineOption), "an engine's options"
-            memory = self._engines.of(actor.layout, option, ranks, colocated=colocated)
-            if memory is None:
-                alone[i] = np.inf
-            else:
-                if self._options.may_wait("actor"):
-                    more = self._more(actor, {**chosen, ENGINE: option})
-                    scoring[i] = more * self._cells.spread("actor", [1])
-                resting[i] = self._cells.spread("actor" if colocated else ENGINE, memory)
-        return replace(level, alone=alone, scoring=scoring, resting=resting)
+        memory = self._engines.of(actor.layout, option, ranks, colocated=colocated)
+        if memory is None:
+            return None
+        handed = self._engines.seconds(actor.layout, option, ranks, self._placement["actor"])
+        return handed, self._cells.spread("actor" if colocated else ENGINE, memory).astype(np.int64)
 
     def _while_waiting(self, level: _Level, chosen: Mapping[str, RoleOption | EngineOption]) -> _Level:
         """With the seconds of options that score before the rollout is whole, as `planning.waiting` has it."""

@@ -63,7 +63,7 @@ def stage_elements(spec: ModelSpec, head: Head, layout: Layout) -> tuple[int, ..
     the embedding, of which the last of several stages holds a copy. Errors: ValueError as `Layout.stages`.
     """
     parts = _parts(spec, head, layout.tp)
-    elements = [parts.layer * len(layers) for layers in layout.stages(spec.num_layers)]
+    elements = [parts.layer * layers for layers in layout.layers_per_stage(spec.num_layers)]
     elements[0] += parts.first
     elements[-1] += parts.last + (parts.copied if layout.pp > 1 else 0)
     return tuple(elements)
@@ -173,7 +173,7 @@ def training_activation_bytes(
     tokens: of a micro-batch; replica_tokens: of all micro-batches of a replica, which bounds what is in flight.
     """
     one_layer = partial(layer_bytes, spec, tp=layout.tp, sequence_parallel=sequence_parallel, itemsize=itemsize)
-    num_layers = len(layout.stages(spec.num_layers)[stage])
+    num_layers = layout.layers_per_stage(spec.num_layers)[stage]
     in_flight = min(chunks_in_flight(layout, stage) * tokens / layout.vpp, replica_tokens)
     kept = in_flight * num_layers * one_layer(recompute=recompute)
     again = tokens * one_layer(recompute="none") if recompute == "full" else 0

@@ -162,15 +162,21 @@ class Options:
         shared evenly by all ranks."""
         if name == ENGINE:
             return self.least(name, num_ranks)
+        scoring, updating = self._of_one_rank[name]
+        return 0.0, ROUNDED * scoring / num_ranks, ROUNDED * updating / num_ranks
+
+    @cached_property
+    def _of_one_rank(self) -> dict[str, tuple[float, float]]:
+        """By role: seconds of scoring and updating, of products and attention at their best rate."""
+        return {name: self._at_best_rate(name) for name in self.config.roles()}
+
+    def _at_best_rate(self, name: str) -> tuple[float, float]:
         role, spec = self.config.roles()[name], self.specs[name]
         scoring, updating = self._whole[name]
-        seconds = [0.0, 0.0]
-        if name in self._scored:
-            seconds[0] = self._fastest(spec, role, name, scoring)
-        if isinstance(role, TrainedRoleConfig):
-            forward, backward = (self._fastest(spec, role, name, updating, backward=each) for each in (False, True))
-            seconds[1] = forward + backward
-        return 0.0, ROUNDED * seconds[0] / num_ranks, ROUNDED * seconds[1] / num_ranks
+        scores = self._fastest(spec, role, name, scoring) if name in self._scored else 0.0
+        if not isinstance(role, TrainedRoleConfig):
+            return scores, 0.0
+        return scores, sum(self._fastest(spec, role, name, updating, backward=each) for each in (False, True))
 
     @cached_property
     def _whole(self) -> dict[str, tuple[Rows, Rows]]:

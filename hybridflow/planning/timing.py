@@ -11,10 +11,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
+from typing import Self
 
 from hybridflow.config import ExperimentConfig, TrainedRoleConfig
 from hybridflow.fixed_config import AnyConfig, FixedDataConfig
-from hybridflow.parallel.layout import RolloutLayout
+from hybridflow.parallel.layout import RolloutLayout, TrainingCoordinates
 from hybridflow.planning.cost import Cost, Device, total
 from hybridflow.planning.device import DeviceProfile
 from hybridflow.planning.footprint import ITEM_BYTES, optimizer_bytes, stage_elements
@@ -241,17 +242,32 @@ def reshard_cost(
     """From training to engine shards: what the busiest rank receives or sends, over the slowest link that it comes by;
     what it permutes in place, there and back."""
     plan = plan_reshard(actor.spec, actor.layout, rollout, bucket_elements=bucket_elements)
-    itemsize = ITEM_BYTES[actor.config.dtype]
-    received = max(plan.received_elements(rank) for rank in rollout.ranks)
-    sent = max(plan.sent_elements(rank) for rank in actor.layout.ranks)
-    permuted = max(plan.permuted_elements(rank) for rank in rollout.ranks)
-    busy = len(rollout.ranks)
-    moved = device.memory(2 * 2 * itemsize * permuted, busy=busy)
-    if not received:
-        return moved
     hosts = 2 if _crosses_hosts(plan, ranks_per_host) else 1
-    messages = device.send(itemsize * max(received, sent), hosts=hosts).times(1, busy=busy)
-    return messages + moved
+    return moving_cost(Moved.of(plan, ITEM_BYTES[actor.config.dtype]), device, hosts=hosts, busy=len(rollout.ranks))
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes of a reshard, each of the rank that has most."""
+
+    received: int
+    sent: int
+    permuted: int
+
+    @classmethod
+    def of(cls, plan: ReshardPlan, itemsize: int) -> Self:
+        received = max(plan.received_elements(rank) for rank in plan.rollout.ranks)
+        sent = max(plan.sent_elements(rank) for rank in plan.train.ranks)
+        permuted = max(plan.permuted_elements(rank) for rank in plan.rollout.ranks)
+        return cls(itemsize * received, itemsize * sent, itemsize * permuted)
+
+
+def moving_cost(moved: Moved, device: Device, *, hosts: int, busy: int) -> Cost:
+    """Messages over a link of so many hosts; what is permuted is read and written, there and back."""
+    permuting = device.memory(2 * 2 * moved.permuted, busy=busy)
+    if not moved.received:
+        return permuting
+    return device.send(max(moved.received, moved.sent), hosts=hosts).times(1, busy=busy) + permuting
 
 
 def _crosses_hosts(plan: ReshardPlan, ranks_per_host: int) -> bool:
@@ -260,7 +276,8 @@ def _crosses_hosts(plan: ReshardPlan, ranks_per_host: int) -> bool:
     if len({rank // ranks_per_host for rank in ranks}) == 1:
         return False
     first = plan.rollout.ranks[0]
-    sources = {source for operation in plan.operations(first) for source, _ in operation.pieces}
+    dp = plan.origin(first).dp
+    sources = (plan.train.rank_at(TrainingCoordinates(tp, dp, pp)) for pp, tp in plan.sources(first))
     return any(source // ranks_per_host != first // ranks_per_host for source in sources)
 
 
