@@ -14,6 +14,7 @@ from hybridflow.fixed_config import AnyConfig
 
 if TYPE_CHECKING:
     from hybridflow.planning.auto import Facts
+    from hybridflow.planning.engine_memory import EngineMemory
     from hybridflow.planning.search import Found, Plan, Request
 
 FIRST_SHARE = 0.6  # of the minutes: the search itself; what is left is for the two questions after it
@@ -52,12 +53,13 @@ def print_search(
 ) -> None:
     """Errors: ConfigError where nothing fits, with the least that would, and where a file cannot be written."""
     from hybridflow.planning.auto import why_nothing_fits
-    from hybridflow.planning.search import Request, least_that_fits, search
+    from hybridflow.planning.search import Request, known_of, least_that_fits, search
 
     began, seconds = time.monotonic(), 60 * minutes
     room = facts.memory_bytes - facts.margin_bytes
     request = Request(config, world_size, facts.profile, room, seconds=FIRST_SHARE * seconds)
-    found = search(request)
+    known = known_of(request)
+    found = search(request, known=known)
     if not found.plans:
         raise ConfigError("\n".join(why_nothing_fits(request, least_that_fits(request), facts.what)))
     console.print(Text(f"{source}: {config.name} on {world_size} x {_device(facts)}\n"))
@@ -69,7 +71,7 @@ def print_search(
     for line in (*_why(found), *_looked(found)):
         console.print(Text(line))
     console.print()
-    for line in _otherwise(request, found.plans[0], seconds - (time.monotonic() - began)):
+    for line in _otherwise(request, known, found.plans[0], seconds - (time.monotonic() - began)):
         console.print(Text(line))
     _written(found.plans[0], output, svg, source, console)
 
@@ -179,7 +181,7 @@ def _looked(found: "Found") -> list[str]:
     return lines
 
 
-def _otherwise(request: "Request", best: "Plan", seconds: float) -> list[str]:
+def _otherwise(request: "Request", known: "EngineMemory", best: "Plan", seconds: float) -> list[str]:
     """With twice the devices, and with half the memory."""
     from hybridflow.planning.explained import groups, summary
     from hybridflow.planning.search import search
@@ -192,7 +194,7 @@ def _otherwise(request: "Request", best: "Plan", seconds: float) -> list[str]:
     }
     lines = []
     for what, asked in rooms.items():
-        found = search(replace(asked, shown=1, seconds=max(5.0, seconds / len(rooms))))
+        found = search(replace(asked, shown=1, seconds=max(5.0, seconds / len(rooms))), known=known)
         ended = " (time ran out)" if found.unseen else ""
         if not found.plans:
             lines.append(f"{what}: nothing {'was found in the time' if found.unseen else 'fits'}.")

@@ -1,4 +1,4 @@
-"""What the engine takes beside the roles on each of the actor's layouts: memory, and the seconds of its hand-off. Pure."""
+"""What the engine takes beside the roles on each of the actor's layouts: memory, and seconds of the hand-off. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

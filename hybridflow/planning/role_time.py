@@ -228,6 +228,15 @@ def forward_cost(
     spec: ModelSpec, layout: Layout, config: RoleConfig, rows: Rows, device: Device, *, head: Head, units: int = 1
 ) -> Cost:
     """One replica scores `rows`, each of so many units of them in micro-batches of its own. Loads are of a replica."""
+    grid = (layout.tp, layout.pp, layout.vpp, layout.first_stage_layers, layout.last_stage_layers)
+    how = (config.dtype, config.sequence_parallel, config.micro_batch_tokens)
+    key = ("score", spec, *grid, *how, rows, head, units)  # the same of an actor and of a reference like it
+    return device.known(key, lambda: _forward_cost(spec, layout, config, rows, device, head=head, units=units))
+
+
+def _forward_cost(
+    spec: ModelSpec, layout: Layout, config: RoleConfig, rows: Rows, device: Device, *, head: Head, units: int
+) -> Cost:
     count, mb = passes(replace(rows, number=rows.number / units), config.micro_batch_tokens)
     count *= units
     if not count:

@@ -17,7 +17,6 @@ take the longest of them, as there, but what all ranks wait for is added up; bra
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from hybridflow.architecture.spec import ModelSpec, read_spec
@@ -98,14 +97,31 @@ class Found:
     seconds: float = 0.0
 
 
-def search(request: Request, *, exhaustive: bool = False) -> Found:
-    """The best plans, the config as given among them where it fits: never worse than that. No plan where none fits."""
-    return _Search(request, exhaustive=exhaustive).run()
+def search(request: Request, *, known: EngineMemory | None = None, exhaustive: bool = False) -> Found:
+    """The best plans, the config as given among them where it fits: never worse than that. No plan where none fits.
+
+    known: `known_of` a request that differs in its ranks or memory alone: what is found of options serves both.
+    """
+    return _Search(request, known=known, exhaustive=exhaustive).run()
+
+
+def known_of(request: Request) -> EngineMemory:
+    """What searches of one config on one kind of device can share, whatever their ranks and their memory."""
+    options = Options(
+        request.config,
+        specs_of(request.config),
+        request.profile,
+        work=request.iteration,
+        free=request.free or everything(request.config),
+        cuda=uses_cuda(request.config.platform),
+    )
+    return EngineMemory(options)
 
 
 class _Search:
-    def __init__(self, request: Request, *, exhaustive: bool) -> None:
+    def __init__(self, request: Request, *, known: EngineMemory | None = None, exhaustive: bool) -> None:
         self.request, self.exhaustive = request, exhaustive
+        self.engines = known or known_of(request)
         self.begun = time.monotonic()
         self.until = self.begun + request.seconds
         self.counts = Counts()
@@ -113,7 +129,7 @@ class _Search:
 
     def run(self) -> Found:
         branches = self._bounded()
-        kept = 2 * self.request.shown
+        kept = self.request.shown + max(2, self.request.shown // 4)
         while True:
             best, unseen, bounded = self._searched(branches, kept)
             plans = self._timed(best)
@@ -142,17 +158,9 @@ class _Search:
     def _proven(self, shown: list[Plan], best: Best) -> bool:
         return len(shown) == self.request.shown and shown[-1].seconds <= best.limit
 
-    @cached_property
+    @property
     def options(self) -> Options:
-        request = self.request
-        return Options(
-            request.config,
-            specs_of(request.config),
-            request.profile,
-            work=request.iteration,
-            free=request.free or everything(request.config),
-            cuda=uses_cuda(request.config.platform),
-        )
+        return self.engines.options
 
     def _placements(self) -> Iterable[Placement]:
         request = self.request
@@ -167,8 +175,8 @@ class _Search:
 
     def _bounded(self) -> list[Branches]:
         """By what they take at least, as far as it is known without a look at any role's options."""
-        engines = EngineMemory(self.options)
-        found = [Branches(self.options, each, self.request.memory_bytes, engines) for each in self._placements()]
+        budget = self.request.memory_bytes
+        found = [Branches(self.options, each, budget, self.engines) for each in self._placements()]
         return sorted(found, key=lambda each: each.floor)
 
     def _searched(self, branches: list[Branches], kept: int) -> tuple[Best, int, int]:
@@ -297,21 +305,22 @@ SECONDS_OF_ONE = 6.0  # to find one that fits
 
 def least_that_fits(request: Request) -> Least:
     """For a request that nothing fits: memory to 1 part in 128, ranks by doubling."""
-    plan = _any(replace(request, memory_bytes=UNBOUNDED))
+    known = known_of(request)
+    plan = _any(replace(request, memory_bytes=UNBOUNDED), known)
     low, high = request.memory_bytes, 0 if plan is None else plan.fullest.bytes
     while plan is not None and high - low > high // PRECISION:
-        found = _any(replace(request, memory_bytes=(low + high) // 2))
+        found = _any(replace(request, memory_bytes=(low + high) // 2), known)
         low, high, plan = ((low + high) // 2, high, plan) if found is None else (low, found.fullest.bytes, found)
     ranks: int | None = None
     for doublings in range(1, MOST_DOUBLINGS + 1 if request.placement is None else 1):
         more = replace(request, world_size=request.world_size << doublings)
-        if _any(more) is not None:
+        if _any(more, known) is not None:
             ranks = more.world_size
             break
     return Least(None if plan is None else plan.fullest.bytes, plan, ranks)
 
 
-def _any(request: Request) -> Plan | None:
+def _any(request: Request, known: EngineMemory) -> Plan | None:
     """One that fits."""
-    found = search(replace(request, shown=1, seconds=min(request.seconds, SECONDS_OF_ONE), first=True))
+    found = search(replace(request, shown=1, seconds=min(request.seconds, SECONDS_OF_ONE), first=True), known=known)
     return found.plans[0] if found.plans else None
