@@ -237,9 +237,7 @@ class Branches:
         if time.monotonic() > self._until:
             return False
         level = self._levels[depth]
-        if level.name == ENGINE:
-            level = self._engine_on(level, chosen)
-        elif level.name == "reference" and self._options.reference_follows:
+        if level.name == "reference" and self._options.reference_follows:
             level = self._like_actor(level, chosen)
         if level.name not in ("actor", ENGINE):
             level = self._while_waiting(level, chosen)
@@ -263,10 +261,11 @@ class Branches:
                 beside = self._engine_beside(now)
                 if beside is None:
                     continue
-                handed, resting = beside
-                after = replace(after, alone=after.alone + handed, resting=sums.resting + resting)
-                seconds[i] += handed
-                needed[i] = after.plus(self._left[depth + 1]).most_bytes
+                resting, alone, scoring = beside
+                resting, alone, scoring = sums.resting + resting, after.alone + alone, after.scoring + scoring
+                after = replace(after, resting=resting, alone=alone, scoring=scoring)
+                whole_of_it = after.plus(self._left[depth + 1])
+                needed[i], seconds[i] = whole_of_it.most_bytes, max(seconds[i], whole_of_it.seconds)
                 if needed[i] > self._budget:
                     self._counts.tight += 1
                     continue
@@ -340,42 +339,42 @@ class Branches:
         generating = np.array([option.generating for option in options], dtype=np.float64)
         return _Level(ENGINE, options, generating, none, none, held, no_bytes, resting)
 
-    def _engine_on(self, level: _Level, chosen: Mapping[str, RoleOption | EngineOption]) -> _Level:
-        """With what the actor's scoring takes longer where it may begin before the rollout is whole."""
-        if not self._options.may_wait("actor"):
-            return level
-        actor = chosen["actor"]
-        assert isinstance(actor, RoleOption), "the actor is no engine"
-        more = [self._more(actor, {**chosen, ENGINE: option}) for option in level.options]
-        return replace(level, scoring=np.outer(more, self._cells.spread("actor", [1])))
-
-    def _engine_beside(self, chosen: Mapping[str, RoleOption | EngineOption]) -> tuple[float, Int] | None:
-        """What the engine takes beside the chosen actor: seconds of the hand-off at least; bytes by cell while it
-        generates. None where it cannot lie so."""
+    def _engine_beside(self, chosen: Mapping[str, RoleOption | EngineOption]) -> tuple[Int, float, Float] | None:
+        """What the engine takes beside the chosen actor: bytes by cell while it generates; seconds of the hand-off, at
+        least; and by cell those that the actor's scoring then takes longer. None where it cannot lie so."""
         actor, option = chosen["actor"], chosen[ENGINE]
         assert isinstance(actor, RoleOption) and isinstance(option, EngineOption), "they are chosen"
         ranks, colocated = self._placement[ENGINE], self._placement[ENGINE] == self._placement["actor"]
         memory = self._engines.of(actor.layout, option, ranks, colocated=colocated)
         if memory is None:
             return None
+        resting = self._cells.spread("actor" if colocated else ENGINE, memory).astype(np.int64)
         handed = self._engines.seconds(actor.layout, option, ranks, self._placement["actor"])
-        return handed, self._cells.spread("actor" if colocated else ENGINE, memory).astype(np.int64)
+        more = self._more(actor, chosen) if self._options.may_wait("actor") else 0.0
+        return resting, handed, more * self._cells.spread("actor", [1])
 
     def _while_waiting(self, level: _Level, chosen: Mapping[str, RoleOption | EngineOption]) -> _Level:
         """With the seconds of options that score before the rollout is whole, as `planning.waiting` has it."""
         if not self._options.may_wait(level.name):
             return level
-        more = [self._more(each, chosen) for each in level.options if isinstance(each, RoleOption)]
+        early = {each.sizes: each for each in level.options if isinstance(each, RoleOption)}
+        begins = {sizes: self._begins_early(each, chosen) for sizes, each in early.items()}
+        of_role = [each for each in level.options if isinstance(each, RoleOption)]
+        more = [each.early - each.scoring if begins[each.sizes] else 0.0 for each in of_role]
         there = self._cells.spread(level.name, [1])
         return replace(level, scoring=level.scoring + np.outer(more, there))
 
     def _more(self, option: RoleOption, chosen: Mapping[str, RoleOption | EngineOption]) -> float:
         """Seconds beyond those of scoring the whole rollout."""
+        return option.early - option.scoring if self._begins_early(option, chosen) else 0.0
+
+    def _begins_early(self, option: RoleOption, chosen: Mapping[str, RoleOption | EngineOption]) -> bool:
+        """Whether some replica of the engine has a whole one of the role, and another replica is there to wait for."""
         actor, engine = chosen["actor"], chosen[ENGINE]
         assert isinstance(actor, RoleOption) and isinstance(engine, EngineOption), "they are chosen first"
         ranks, own = self._placement[ENGINE], self._placement[option.name]
         if len(ranks) == engine.tp * engine.pp:
-            return 0.0  # one replica
+            return False  # one replica
         colocated = ranks == self._placement["actor"]
         train = (actor.layout.tp, actor.layout.pp) if colocated else ()
         lie = (own[0] - ranks[0], len(own), len(ranks)) if contiguous(own) and contiguous(ranks) else (own, ranks)
@@ -387,7 +386,7 @@ class Branches:
             else:
                 rollout = rollout_layout(on_actor, engine.tp, engine.pp)
             self._engines.blocks[key] = bool(blocks_within(replace(option.layout, ranks=own), rollout))
-        return option.early - option.scoring if self._engines.blocks[key] else 0.0
+        return self._engines.blocks[key]
 
     def _like_actor(self, level: _Level, chosen: Mapping[str, RoleOption | EngineOption]) -> _Level:
         """Infinite seconds where a reference that becomes the actor would not lie as that does."""
