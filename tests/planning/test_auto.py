@@ -163,6 +163,7 @@ def test_plan_takes_such_a_config_and_tells_what_it_chose(tmp_path: Path, capsys
 
 PADDING = 64 * 4  # bytes a parameter, and the buckets', see test_footprint
 MOST_PARAMETERS = 40
+OF_FIRST_PASS = 40_000  # bytes that are kept once, whatever the tokens: tables of the rotary embedding
 
 
 @pytest.fixture(scope="module")
@@ -229,4 +230,17 @@ def test_winners_of_a_search_hold_what_it_has_counted(runs: Path, name: str) -> 
                 slack = MOST_PARAMETERS * PADDING * 3 + 4096
                 assert size <= found["held"][kind] <= size + slack, (rank, role, kind)
                 seen += 1
+            for each in found["activations"]:
+                least = 0.94 * (each["counted"] - each["outputs"])
+                assert least <= each["kept"] <= 1.03 * each["counted"] + OF_FIRST_PASS, (rank, role, each)
     assert seen >= 6
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["first", "loose", "tight"])
+def test_the_engines_cache_is_as_large_as_counted(runs: Path, name: str) -> None:
+    """Up to what is left of a block: keys and values of 128 tokens of both layers, 4 heads of 32 at most."""
+    found = [read(runs, name, rank)["kv_cache"] for rank in (0, 1) if "kv_cache" in read(runs, name, rank)]
+    assert found
+    for each in found:
+        assert each["counted"] - 128 * 2 * 2 * 4 * 32 * 4 < each["held"] <= each["counted"]
