@@ -170,8 +170,8 @@ class _Ahead:
         of_cell = {name: getattr(here, name)[:, self.cell] for name in here.__dataclass_fields__ if name != "alone"}
         training = self.training.within(budget - of_cell["held"] - of_cell["activations"])
         generating = self.generating.within(budget - of_cell["resting"])
-        known: Float = here.alone + of_cell["scoring"] + of_cell["updating"]
-        return known + np.maximum(training, generating)
+        found: Float = here.alone + of_cell["scoring"] + of_cell["updating"] + np.maximum(training, generating)
+        return found
 
 
 class Branches:
@@ -261,9 +261,7 @@ class Branches:
                 beside = self._engine_beside(now)
                 if beside is None:
                     continue
-                resting, alone, scoring = beside
-                resting, alone, scoring = sums.resting + resting, after.alone + alone, after.scoring + scoring
-                after = replace(after, resting=resting, alone=alone, scoring=scoring)
+                after = replace(after, resting=sums.resting).plus(beside)
                 whole_of_it = after.plus(self._left[depth + 1])
                 needed[i], seconds[i] = whole_of_it.most_bytes, max(seconds[i], whole_of_it.seconds)
                 if needed[i] > self._budget:
@@ -339,19 +337,21 @@ class Branches:
         generating = np.array([option.generating for option in options], dtype=np.float64)
         return _Level(ENGINE, options, generating, none, none, held, no_bytes, resting)
 
-    def _engine_beside(self, chosen: Mapping[str, RoleOption | EngineOption]) -> tuple[Int, float, Float] | None:
-        """What the engine takes beside the chosen actor: bytes by cell while it generates; seconds of the hand-off, at
-        least; and by cell those that the actor's scoring then takes longer. None where it cannot lie so."""
+    def _engine_beside(self, chosen: Mapping[str, RoleOption | EngineOption]) -> _Sums | None:
+        """What the engine takes on the chosen actor beyond its level, and in the place of what that has of resting:
+        seconds of the hand-off, at least, and those that the actor's scoring takes longer. None: it cannot lie so."""
         actor, option = chosen["actor"], chosen[ENGINE]
         assert isinstance(actor, RoleOption) and isinstance(option, EngineOption), "they are chosen"
         ranks, colocated = self._placement[ENGINE], self._placement[ENGINE] == self._placement["actor"]
         memory = self._engines.of(actor.layout, option, ranks, colocated=colocated)
         if memory is None:
             return None
-        resting = self._cells.spread("actor" if colocated else ENGINE, memory).astype(np.int64)
         handed = self._engines.seconds(actor.layout, option, ranks, self._placement["actor"])
         more = self._more(actor, chosen) if self._options.may_wait("actor") else 0.0
-        return resting, handed, more * self._cells.spread("actor", [1])
+        scoring = more * self._cells.spread("actor", [1.0])
+        resting = self._cells.spread("actor" if colocated else ENGINE, memory).astype(np.int64)
+        none = _zeros(self._cells.count)
+        return replace(none, alone=np.asarray(handed), scoring=scoring.astype(np.float64), resting=resting)
 
     def _while_waiting(self, level: _Level, chosen: Mapping[str, RoleOption | EngineOption]) -> _Level:
         """With the seconds of options that score before the rollout is whole, as `planning.waiting` has it."""

@@ -171,7 +171,8 @@ def training_activation_bytes(
     on the last stage and of one layer run again: the outputs are gone by then.
 
     After the layers come the last norm's input and output, 2 h / sp, the whole state that sequence-parallel ranks
-    gather, h, and `output_bytes`. Of embeddings that are projected, those that the first stage keeps for the matrix's gradient, too.
+    gather, h, and `output_bytes`. Of embeddings that are projected, those that the first stage keeps for the matrix's
+    gradient, too.
     tokens: of a micro-batch; replica_tokens: of all micro-batches of a replica, which bounds what is in flight.
     """
     one_layer = partial(layer_bytes, spec, tp=layout.tp, sequence_parallel=sequence_parallel, itemsize=itemsize)
