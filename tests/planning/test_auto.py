@@ -163,7 +163,6 @@ def test_plan_takes_such_a_config_and_tells_what_it_chose(tmp_path: Path, capsys
 
 PADDING = 64 * 4  # bytes a parameter, and the buckets', see test_footprint
 MOST_PARAMETERS = 40
-OF_FIRST_PASS = 40_000  # bytes that are kept once, whatever the tokens: tables of the rotary embedding
 
 
 @pytest.fixture(scope="module")
@@ -231,9 +230,11 @@ def test_winners_of_a_search_hold_what_it_has_counted(runs: Path, name: str) -> 
                 assert size <= found["held"][kind] <= size + slack, (rank, role, kind)
                 seen += 1
             for each in found["activations"]:
-                least = 0.94 * (each["counted"] - each["outputs"])
-                assert least <= each["kept"] <= 1.03 * each["counted"] + OF_FIRST_PASS, (rank, role, each)
-    assert seen >= 6
+                # outputs are counted of all tokens; the first pass keeps a hidden state more than those after it
+                least = 0.9 * (each["counted"] - each["outputs"])
+                assert least <= each["kept"] <= 1.05 * each["counted"], (rank, role, each)
+                seen += 1
+    assert seen >= 8
 
 
 @pytest.mark.distributed

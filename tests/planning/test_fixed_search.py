@@ -218,4 +218,4 @@ def test_autograd_keeps_what_the_table_has_for_as_many_tokens(name: str, runs: P
         assert seen
         for each in seen:
             # the table has outputs of all tokens, and float32 copies that autograd does not keep
-            assert 0.94 * (each["counted"] - each["outputs"]) <= each["kept"] <= 1.03 * each["counted"], (rank, each)
+            assert 0.9 * (each["counted"] - each["outputs"]) <= each["kept"] <= 1.05 * each["counted"], (rank, each)
