@@ -9,15 +9,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
+from hybridflow.fixed_config import AnyConfig
 
 if TYPE_CHECKING:
     from hybridflow.planning.auto import Facts
+    from hybridflow.planning.engine_memory import EngineMemory
     from hybridflow.planning.search import Found, Plan, Request
 
 FIRST_SHARE = 0.6  # of the minutes: the search itself; what is left is for the two questions after it
 GIB = 1 << 30
+TOLD = ("actor", "critic", "reward_model", "engine")  # columns of the table, those that there are
+OF_OTHERS = ("actor", "reward_model", "engine")  # that are told of other clusters
+STAGES = ("generation", "scoring", "updates")
 
 
 def ranks_per_host(world_size: int, hosts: str | None, of_profile: int) -> int:
@@ -37,7 +41,7 @@ def ranks_per_host(world_size: int, hosts: str | None, of_profile: int) -> int:
 
 
 def print_search(
-    config: ExperimentConfig,
+    config: AnyConfig,
     facts: "Facts",
     world_size: int,
     console: Console,
@@ -49,12 +53,13 @@ def print_search(
 ) -> None:
     """Errors: ConfigError where nothing fits, with the least that would, and where a file cannot be written."""
     from hybridflow.planning.auto import why_nothing_fits
-    from hybridflow.planning.search import Request, least_that_fits, search
+    from hybridflow.planning.search import Request, known_of, least_that_fits, search
 
     began, seconds = time.monotonic(), 60 * minutes
     room = facts.memory_bytes - facts.margin_bytes
     request = Request(config, world_size, facts.profile, room, seconds=FIRST_SHARE * seconds)
-    found = search(request)
+    known = known_of(request)
+    found = search(request, known=known)
     if not found.plans:
         raise ConfigError("\n".join(why_nothing_fits(request, least_that_fits(request), facts.what)))
     console.print(Text(f"{source}: {config.name} on {world_size} x {_device(facts)}\n"))
@@ -66,7 +71,7 @@ def print_search(
     for line in (*_why(found), *_looked(found)):
         console.print(Text(line))
     console.print()
-    for line in _otherwise(request, found.plans[0], seconds - (time.monotonic() - began)):
+    for line in _otherwise(request, known, found.plans[0], seconds - (time.monotonic() - began)):
         console.print(Text(line))
     _written(found.plans[0], output, svg, source, console)
 
@@ -84,11 +89,10 @@ def _plans_table(found: "Found") -> Table:
     from hybridflow.planning.explained import groups, summary
 
     table = Table(title="The fastest that fit, by the model of time", title_justify="left")
-    for column in ("", "s", "tokens/s/GPU", "GiB", "placement", "actor", "critic", "engine"):
+    roles = [name for name in TOLD if name in summary(found.plans[0])]
+    for column in ("", "s", "tokens/s/GPU", "GiB", "placement", *roles):
         right = column in ("", "s", "tokens/s/GPU", "GiB")
         table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=right)
-    if "critic" not in found.plans[0].placed.models:
-        table.columns.pop(-2)
     for i, plan in enumerate(found.plans, 1):
         words = summary(plan)
         cells = [
@@ -97,9 +101,7 @@ def _plans_table(found: "Found") -> Table:
             f"{plan.prediction.tokens_per_second_per_device:,.0f}",
             f"{plan.fullest.bytes / GIB:.4g}",
             groups(plan),
-            words["actor"],
-            *([words["critic"]] if "critic" in words else []),
-            words["engine"],
+            *(words[name] for name in roles),
         ]
         table.add_row(*cells)
     return table
@@ -131,8 +133,9 @@ def _phases_table(found: "Found") -> Table:
     for phase in phases:
         table.add_row(phase, *(f"{plan.prediction.phases.get(phase, 0.0):.3f}" for plan in others.values()))
     table.add_section()
-    for stage in ("generation", "scoring", "updates"):
-        table.add_row(f"{stage}, whole", *(f"{stages(plan).get(stage, 0.0):.3f}" for plan in others.values()))
+    there = [stages(plan) for plan in others.values()]
+    for stage in [each for each in STAGES if any(each in one for one in there)]:
+        table.add_row(f"{stage}, whole", *(f"{one.get(stage, 0.0):.3f}" for one in there))
     table.add_section()
     table.add_row("iteration", *(f"{plan.seconds:.3f}" for plan in others.values()), style="bold")
     table.add_row("idle, mean of the ranks", *(_idle(plan) for plan in others.values()))
@@ -178,7 +181,7 @@ def _looked(found: "Found") -> list[str]:
     return lines
 
 
-def _otherwise(request: "Request", best: "Plan", seconds: float) -> list[str]:
+def _otherwise(request: "Request", known: "EngineMemory", best: "Plan", seconds: float) -> list[str]:
     """With twice the devices, and with half the memory."""
     from hybridflow.planning.explained import groups, summary
     from hybridflow.planning.search import search
@@ -191,13 +194,13 @@ def _otherwise(request: "Request", best: "Plan", seconds: float) -> list[str]:
     }
     lines = []
     for what, asked in rooms.items():
-        found = search(replace(asked, shown=1, seconds=max(5.0, seconds / len(rooms))))
+        found = search(replace(asked, shown=1, seconds=max(5.0, seconds / len(rooms))), known=known)
         ended = " (time ran out)" if found.unseen else ""
         if not found.plans:
             lines.append(f"{what}: nothing {'was found in the time' if found.unseen else 'fits'}.")
             continue
         plan = found.plans[0]
-        words = ", ".join(f"{name} {text}" for name, text in summary(plan).items() if name in ("actor", "engine"))
+        words = ", ".join(f"{name} {text}" for name, text in summary(plan).items() if name in OF_OTHERS)
         ratio = f"{best.seconds / plan.seconds:.2f} times as fast"
         lines.append(f"{what}: {plan.seconds:.4g} s, {ratio}{ended}; {groups(plan)}, {words}.")
     return lines

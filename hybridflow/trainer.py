@@ -270,7 +270,7 @@ class RLTrainer:
         if not autos(read_tree(path, overrides)):
             return cls(ExperimentConfig.from_yaml(path, overrides))
         config, lines = load_for_run(path, overrides)
-        assert isinstance(config, ExperimentConfig), "a run on fixed data has no auto"
+        assert isinstance(config, ExperimentConfig), f"{path}: trains on fixed data"
         if platforms.torchrun_rank()[0] == 0:
             print("\n".join(lines), flush=True)
         return cls(config)

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from hybridflow import health
+from hybridflow.config import read_tree
+from hybridflow.inspection import participant
 from hybridflow.inspection.findings import HealthReport
+from hybridflow.parallel.host_memory import LEAST_MEMORY
+from hybridflow.planning.forecast import fullest
+from hybridflow.planning.here import resolved_for
+from hybridflow.planning.placed import place
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.inspection.health_worker import NAMES
 from tests.launch import finish, free_port, run_ranks, start_torchrun
@@ -117,6 +123,27 @@ def test_from_python_it_is_the_same_and_may_be_called_again(config: Path) -> Non
     assert found.figures["needed_bytes"] > 100_000 << 30
     assert failing(health.run(config, [ALONE])) == []
     assert HealthReport.from_dict(json.loads(json.dumps(report.as_dict()))) == report
+
+
+AUTO = ("actor.tensor_parallel_size=auto", "actor.micro_batch_tokens=auto", "rollout.kv_cache_gib=auto")
+
+
+def test_auto_is_chosen_before_the_config_is_looked_at(config: Path) -> None:
+    report = health.run(config, AUTO)
+    assert failing(report) == []
+    needed = next(f for f in report.findings if (f.area, f.name) == ("plan", "memory")).figures["needed_bytes"]
+    chosen, lines = resolved_for(read_tree(config, AUTO), config, 1)
+    assert chosen.rollout.kv_cache_gib > 0 and any(line.endswith("(auto)") for line in lines)
+    assert needed == fullest(place(chosen, 1)).bytes
+    given = health.run(config, [ALONE, "rollout.kv_cache_gib=7"])
+    assert next(f for f in given.findings if f.name == "memory" and f.area == "plan").figures["needed_bytes"] > needed
+
+
+def test_where_no_choice_fits_that_is_a_line_of_the_host(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(participant, "memory_here", lambda ranks: LEAST_MEMORY + 1000)
+    [found] = [f for f in health.run(config, AUTO).findings if f.status == "fail"]
+    assert (found.area, found.name, found.host) == ("inputs", "config", "here")
+    assert "no layout fits on 1 ranks of a CPU" in found.value and "the least is" in found.value
 
 
 # ------------------------------------------------------------------------------------------------ several

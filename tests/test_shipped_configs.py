@@ -19,6 +19,8 @@ WORLD_SIZES = {
     "best_of_n": 2,
     "llama3_8b_8gpus": 8,
     "qwen2_72b_64gpus": 64,
+    "qwen2_72b_256gpus": 256,
+    "qwen2_72b_1024gpus": 1024,
     "quickstart": 2,
     "quickstart_3d": 8,
     "quickstart_dapo": 2,
@@ -84,7 +86,10 @@ def test_every_shipped_config_plans(plan, path: Path) -> None:
     assert reshard["received_bytes"]["total"] == reshard["sent_bytes"]["total"]
 
 
-@pytest.mark.parametrize("name", ["llama3_8b_8gpus", "qwen2_72b_64gpus"])
+REAL = ("llama3_8b_8gpus", "qwen2_72b_64gpus", "qwen2_72b_256gpus", "qwen2_72b_1024gpus")
+
+
+@pytest.mark.parametrize("name", REAL)
 def test_real_models_fit_80_gb(plan, name: str) -> None:
     memory, extra = plan(name)["memory"], plan(name)["reshard"]["peak_extra_bytes"]["max"]
     for moment in ("training", "generation"):

@@ -10,6 +10,7 @@ outnumber them; and where a weight has an `engine_split`.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from hybridflow.architecture.shards import Split
@@ -325,12 +326,17 @@ def model_weights(spec: ModelSpec, head: Head) -> Iterator[Weight]:
 
 def staged_weights(spec: ModelSpec, head: Head, stages: Sequence[Sequence[int]]) -> Iterator[tuple[Weight, int]]:
     """`model_weights` with the first pipeline stage that holds each; stages: the layers of every stage."""
-    table, in_layer = table_of(spec), layer_weights(spec)
+    table, in_layers = table_of(spec), _weights_of_layers(layer_weights(spec), spec.num_layers)
     stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     yield from ((weight, 0) for weight in table.embeddings)
-    for layer in range(spec.num_layers):
-        yield from ((weight.for_layer(layer), stage_of[layer]) for weight in in_layer)
+    for layer, in_layer in enumerate(in_layers):
+        yield from ((weight, stage_of[layer]) for weight in in_layer)
     yield from ((weight, len(stages) - 1) for weight in (*table.final, *head_weights(spec, head)))
+
+
+@lru_cache(maxsize=16)  # a search asks for many stages of few models
+def _weights_of_layers(in_layer: tuple[Weight, ...], num_layers: int) -> tuple[tuple[Weight, ...], ...]:
+    return tuple(tuple(weight.for_layer(layer) for weight in in_layer) for layer in range(num_layers))
 
 
 def num_parameters(spec: ModelSpec, head: Head) -> int:

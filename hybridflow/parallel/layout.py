@@ -6,6 +6,7 @@ apart. What a rank holds follows from its coordinates alone, on every rank alike
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Literal, NamedTuple
 
 PlatformName = Literal["auto", "cuda", "cpu"]  # what the ranks compute on; auto: see `device`
@@ -63,11 +64,15 @@ class Layout:
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """The groups of ranks that differ in `axes` ("tp", "dp", "pp") alone; all ascending, every rank in one."""
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in self.ranks:
-            at = self.coordinates(rank)._asdict()
-            found.setdefault(tuple(at[axis] for axis in at if axis not in axes), []).append(rank)
-        return [tuple(ranks) for ranks in found.values()]
+        steps = {"pp": self.dp * self.tp, "dp": self.tp, "tp": 1}  # from a rank to the next one of an axis
+
+        def offsets(of: list[str]) -> list[int]:
+            along = [range(0, getattr(self, axis) * steps[axis], steps[axis]) for axis in of]
+            return [sum(each) for each in product(*along)]
+
+        within = offsets([axis for axis in steps if axis in axes])
+        first = offsets([axis for axis in steps if axis not in axes])
+        return [tuple(self.ranks[i + offset] for offset in within) for i in first]
 
     @property
     def contributing_ranks(self) -> tuple[int, ...]:
@@ -88,6 +93,10 @@ class Layout:
                 start += count
         assert start == num_layers, f"{start} layers placed, the model has {num_layers}"
         return tuple(tuple(chunks) for chunks in stages)
+
+    def layers_per_stage(self, num_layers: int) -> list[int]:
+        """How many each pipeline stage has. Errors: as `chunks`."""
+        return [count * self.vpp for count in self._layers_per_chunk(num_layers)]
 
     def stages(self, num_layers: int) -> Stages:
         """The layers of each pipeline stage, all its chunks together."""

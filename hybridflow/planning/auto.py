@@ -18,7 +18,7 @@ from typing import Any
 from hybridflow.auto_values import ENGINE, Tree, autos, sections, with_neutral
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError, Reasons
-from hybridflow.fixed_config import AnyConfig, FixedDataConfig, config_class
+from hybridflow.fixed_config import AnyConfig, config_class
 from hybridflow.planning.device import DeviceProfile
 from hybridflow.planning.explained import memory_words
 from hybridflow.planning.placements import given_placement
@@ -57,9 +57,6 @@ def config_of_tree(tree: Mapping[str, Any], source: object) -> AnyConfig:
 def resolve(tree: Mapping[str, Any], source: object, world_size: int, facts: Facts) -> Resolved:
     """Errors: ConfigError where the rest of the config is wrong, or nothing fits, with the least that would."""
     free, config = autos(tree), config_of_tree(tree, source)
-    if isinstance(config, FixedDataConfig):
-        keys = ", ".join(sorted(f"{name}.{key}" for name, found in free.items() for key in found))
-        raise ConfigError(f"{source}: {keys} = auto: of runs that generate alone; give a number")
     request = request_of(config, free, world_size, facts)
     found = search(request)
     if not found.plans:
@@ -75,14 +72,13 @@ def resolve(tree: Mapping[str, Any], source: object, world_size: int, facts: Fac
     return Resolved(resolved, (*lines, *reasons_of(found, facts)))
 
 
-def request_of(config: ExperimentConfig, free: Mapping[str, frozenset[str]], world_size: int, facts: Facts) -> Request:
+def request_of(config: AnyConfig, free: Mapping[str, frozenset[str]], world_size: int, facts: Facts) -> Request:
     """Of the keys that are free, on the ranks that the config gives its roles."""
     reasons, whole = Reasons(), tuple(range(world_size))
     reasons.of(_check_ranks, config, world_size)
     reasons.refuse()
-    placement = given_placement(
-        {name: role.ranks or whole for name, role in config.roles().items()}, config.rollout_ranks(world_size)
-    )
+    engine = config.rollout_ranks(world_size) if isinstance(config, ExperimentConfig) else None
+    placement = given_placement({name: role.ranks or whole for name, role in config.roles().items()}, engine)
     none: frozenset[str] = frozenset()
     return Request(
         config,
@@ -95,8 +91,11 @@ def request_of(config: ExperimentConfig, free: Mapping[str, frozenset[str]], wor
     )
 
 
-def _check_ranks(config: ExperimentConfig, world_size: int) -> None:
-    for name, ranks in [("rollout", config.rollout.ranks), *((n, role.ranks) for n, role in config.roles().items())]:
+def _check_ranks(config: AnyConfig, world_size: int) -> None:
+    lie = {name: role.ranks for name, role in config.roles().items()}
+    if isinstance(config, ExperimentConfig):
+        lie = {"rollout": config.rollout.ranks, **lie}
+    for name, ranks in lie.items():
         if ranks is not None and ranks[-1] >= world_size:
             raise ConfigError(f"{name}.ranks names rank {ranks[-1]}, the run has {world_size} ranks")
 

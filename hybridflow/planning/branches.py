@@ -4,11 +4,13 @@ A choice of an option for each role takes, of an iteration,
 
     sum of what all ranks wait for + generating + max over ranks of scoring + max over ranks of updating     (seconds)
 
-which is what `timing.predict` has but for the reshard and saves, which it leaves out: a lower bound. A rank holds,
+which is what `timing.predict` has but for exchanges, saves and part of the reshard, which it leaves out: a lower bound.
+A rank holds,
 while models train, what its roles hold and the largest of their activations; while the engine generates, what rests and
 the engine. Ranks alike are one cell. Roles get their options one after another; a branch is left where the seconds so
 far, and the least of each role to come, are no less than the best so many that are known, or where the memory so far,
-and the least of each role to come, is more than there is.
+and the least of each role to come, is more than there is. The least of the roles to come is also taken together: the
+fastest options of these that the memory of a cell still holds, see `frontier`.
 """
 
 import time
@@ -21,7 +23,9 @@ import numpy as np
 from hybridflow.auto_values import ENGINE
 from hybridflow.planning.cells import Cells, Float, Int, contiguous, within
 from hybridflow.planning.engine_memory import EngineMemory
-from hybridflow.planning.options import EngineOption, Options, RoleOption
+from hybridflow.planning.engine_options import EngineOption
+from hybridflow.planning.frontier import Frontier
+from hybridflow.planning.options import Options, RoleOption
 from hybridflow.planning.placements import Placement
 from hybridflow.planning.waiting import blocks_within
 from hybridflow.reshard.groups import rollout_layout, standalone_layout
@@ -32,6 +36,7 @@ SAME = (
     *("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_parallel_size"),
     *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
 )
+TOLD = ("actor", ENGINE, "critic", "reward_model")  # of which other sizes make another choice
 Key = tuple[object, ...]
 
 
@@ -41,19 +46,19 @@ class Choice:
 
     placement: Placement
     roles: Mapping[str, RoleOption]
-    engine: EngineOption
+    engine: EngineOption | None  # None: of a run on fixed data
     seconds: float
     bytes: int
 
     @property
     def key(self) -> Key:
-        return key_of(self.placement, {**self.roles, ENGINE: self.engine})
+        engine = {} if self.engine is None else {ENGINE: self.engine}
+        return key_of(self.placement, {**self.roles, **engine})
 
 
 def key_of(placement: Placement, chosen: Mapping[str, RoleOption | EngineOption]) -> Key:
     """In what two choices have to differ to be told apart: where roles lie, and the sizes of the largest of them."""
-    told = ("actor", "critic", ENGINE)
-    return (*placement.values(), *(chosen[name].sizes for name in told if name in chosen))
+    return (*placement.values(), *(chosen[name].sizes for name in TOLD if name in chosen))
 
 
 class Best:
@@ -91,7 +96,6 @@ class Counts:
 
     branches: int = 0
     tight: int = 0  # that do not fit
-    least_bytes: int | None = None  # of a rank: the least memory that any choice would need, as far as was looked
 
 
 # ------------------------------------------------------------------------------------------------ one placement
@@ -147,13 +151,36 @@ class _Sums:
         return found
 
 
+@dataclass(frozen=True)
+class _Ahead:
+    """Of one cell: the least seconds of the roles to come, by the memory that is left while models train, and while
+    the engine generates."""
+
+    cell: int
+    training: Frontier
+    generating: Frontier
+
+    def plus(self, level: _Level) -> "_Ahead":
+        seconds = level.alone + level.scoring[:, self.cell] + level.updating[:, self.cell]
+        held, resting = level.held[:, self.cell], level.resting[:, self.cell]
+        return _Ahead(self.cell, self.training.plus(held, seconds), self.generating.plus(resting, seconds))
+
+    def bound(self, here: _Sums, budget: int) -> Float:
+        """Seconds of this cell, for each option; infinite where it cannot hold what is to come."""
+        of_cell = {name: getattr(here, name)[:, self.cell] for name in here.__dataclass_fields__ if name != "alone"}
+        training = self.training.within(budget - of_cell["held"] - of_cell["activations"])
+        generating = self.generating.within(budget - of_cell["resting"])
+        found: Float = here.alone + of_cell["scoring"] + of_cell["updating"] + np.maximum(training, generating)
+        return found
+
+
 class Branches:
     """All choices on one placement."""
 
     def __init__(self, options: Options, placement: Placement, budget: int, engines: EngineMemory) -> None:
         self._options, self._placement, self._budget, self._engines = options, placement, budget, engines
         # the critic after the engine, which says whether it scores early
-        first = [name for name in ("actor", ENGINE, "critic") if name in placement]
+        first = [name for name in TOLD if name in placement]
         self._names = [*first, *(name for name in placement if name not in first)]
 
     @cached_property
@@ -192,60 +219,72 @@ class Branches:
         left = [_zeros(self._cells.count)]
         for level in reversed(levels):
             left.append(left[-1].plus(_least(level)))
-        self._levels, self._left = levels, left[::-1]
+        self._levels, self._left, self._frontiers = levels, left[::-1], self._frontiers_of(levels)
         self._best, self._counts, self._exhaustive, self._until = best, counts, exhaustive, until
         ended = self._descend(0, _zeros(self._cells.count), {})
-        self._levels, self._left = [], []  # large, and there are many placements
+        self._levels, self._left, self._frontiers = [], [], []  # large, and there are many placements
         return ended
+
+    def _frontiers_of(self, levels: Sequence[_Level]) -> list[list[_Ahead]]:
+        """By depth: of the levels from there on, on some cells."""
+        cells = sorted({cell for ranks in self._placement.values() for cell in self._cells.ends(ranks)})
+        found = [[_Ahead(cell, Frontier.nothing(), Frontier.nothing()) for cell in cells]]
+        for level in reversed(levels):
+            found.append([ahead.plus(level) for ahead in found[-1]])
+        return found[::-1]
 
     def _descend(self, depth: int, sums: _Sums, chosen: dict[str, RoleOption | EngineOption]) -> bool:
         if time.monotonic() > self._until:
             return False
         level = self._levels[depth]
-        if level.name == ENGINE:
-            level = self._engine_on(level, chosen)
-        elif level.name == "reference" and self._options.reference_follows:
+        if level.name == "reference" and self._options.reference_follows:
             level = self._like_actor(level, chosen)
         if level.name not in ("actor", ENGINE):
             level = self._while_waiting(level, chosen)
         here = sums.plus(level)
         whole = here.plus(self._left[depth + 1])
         seconds, needed = whole.seconds, whole.most_bytes
+        for ahead in self._frontiers[depth + 1]:
+            seconds = np.maximum(seconds, ahead.bound(here, self._budget))
         self._counts.branches += len(level.options)
         fits = (needed <= self._budget) & np.isfinite(seconds)
-        self._count_tight(seconds, needed, fits)
+        self._counts.tight += int((~fits).sum())
         for i in np.argsort(seconds, kind="stable"):
             if not fits[i]:
                 continue
             if not self._exhaustive and seconds[i] >= self._best.limit * (1 - SLACK):
                 break
-            now = {**chosen, level.name: level.options[i]}
+            now, after = {**chosen, level.name: level.options[i]}, here.at(int(i))
             if not self._exhaustive and self._is_known(now, float(seconds[i])):
                 continue
+            if level.name == ENGINE:
+                beside = self._engine_beside(now)
+                if beside is None:
+                    continue
+                after = replace(after, resting=sums.resting).plus(beside)
+                whole_of_it = after.plus(self._left[depth + 1])
+                needed[i], seconds[i] = whole_of_it.most_bytes, max(seconds[i], whole_of_it.seconds)
+                if needed[i] > self._budget:
+                    self._counts.tight += 1
+                    continue
+                if not self._exhaustive and seconds[i] >= self._best.limit * (1 - SLACK):
+                    continue
             if depth + 1 == len(self._levels):
                 self._best.add(self._choice(now, float(seconds[i]), int(needed[i])))
-            elif not self._descend(depth + 1, here.at(int(i)), now):
+            elif not self._descend(depth + 1, after, now):
                 return False
         return True
 
-    def _count_tight(self, seconds: Float, needed: Int, fits: "np.typing.NDArray[np.bool_]") -> None:
-        self._counts.tight += int((~fits).sum())
-        possible = needed[np.isfinite(seconds)]
-        if len(possible) and not fits.any():
-            least = int(possible.min())
-            known = self._counts.least_bytes
-            self._counts.least_bytes = least if known is None else min(known, least)
-
     def _is_known(self, chosen: dict[str, RoleOption | EngineOption], seconds: float) -> bool:
         """Whether all that tells choices apart is chosen, and a choice like it is known that is as fast."""
-        if ENGINE not in chosen:
+        if any(name in self._placement and name not in chosen for name in TOLD):
             return False
         return seconds >= self._best.known(key_of(self._placement, chosen)) * (1 - SLACK)
 
     def _choice(self, chosen: dict[str, RoleOption | EngineOption], seconds: float, needed: int) -> Choice:
         roles = {name: chosen[name] for name in self._placement if name != ENGINE}
-        engine = chosen[ENGINE]
-        assert isinstance(engine, EngineOption), "the engine is chosen"
+        engine = chosen.get(ENGINE)
+        assert engine is None or isinstance(engine, EngineOption), "the engine's options"
         return Choice(self._placement, roles, engine, seconds, needed)  # type: ignore[arg-type]  # all others are roles
 
     # ---------------------------------------------------------------------------------------- levels
@@ -298,39 +337,44 @@ class Branches:
         generating = np.array([option.generating for option in options], dtype=np.float64)
         return _Level(ENGINE, options, generating, none, none, held, no_bytes, resting)
 
-    def _engine_on(self, level: _Level, chosen: Mapping[str, RoleOption | EngineOption]) -> _Level:
-        """With the memory that the engine takes beside the chosen actor; infinite seconds where it cannot lie so."""
-        actor = chosen["actor"]
-        assert isinstance(actor, RoleOption), "the actor is no engine"
+    def _engine_beside(self, chosen: Mapping[str, RoleOption | EngineOption]) -> _Sums | None:
+        """What the engine takes on the chosen actor beyond its level, and in the place of what that has of resting:
+        seconds of the hand-off, at least, and those that the actor's scoring takes longer. None: it cannot lie so."""
+        actor, option = chosen["actor"], chosen[ENGINE]
+        assert isinstance(actor, RoleOption) and isinstance(option, EngineOption), "they are chosen"
         ranks, colocated = self._placement[ENGINE], self._placement[ENGINE] == self._placement["actor"]
-        alone, scoring, resting = level.alone.copy(), level.scoring.copy(), level.resting.copy()
-        for i, option in enumerate(level.options):
-            assert isinstance(option, EngineOption), "an engine's options"
-            memory = self._engines.of(actor.layout, option, ranks, colocated=colocated)
-            if memory is None:
-                alone[i] = np.inf
-            else:
-                if self._options.may_wait("actor"):
-                    more = self._more(actor, {**chosen, ENGINE: option})
-                    scoring[i] = more * self._cells.spread("actor", [1])
-                resting[i] = self._cells.spread("actor" if colocated else ENGINE, memory)
-        return replace(level, alone=alone, scoring=scoring, resting=resting)
+        memory = self._engines.of(actor.layout, option, ranks, colocated=colocated)
+        if memory is None:
+            return None
+        handed = self._engines.seconds(actor.layout, option, ranks, self._placement["actor"])
+        more = self._more(actor, chosen) if self._options.may_wait("actor") else 0.0
+        scoring = more * self._cells.spread("actor", [1.0])
+        resting = self._cells.spread("actor" if colocated else ENGINE, memory).astype(np.int64)
+        none = _zeros(self._cells.count)
+        return replace(none, alone=np.asarray(handed), scoring=scoring.astype(np.float64), resting=resting)
 
     def _while_waiting(self, level: _Level, chosen: Mapping[str, RoleOption | EngineOption]) -> _Level:
         """With the seconds of options that score before the rollout is whole, as `planning.waiting` has it."""
         if not self._options.may_wait(level.name):
             return level
-        more = [self._more(each, chosen) for each in level.options if isinstance(each, RoleOption)]
+        early = {each.sizes: each for each in level.options if isinstance(each, RoleOption)}
+        begins = {sizes: self._begins_early(each, chosen) for sizes, each in early.items()}
+        of_role = [each for each in level.options if isinstance(each, RoleOption)]
+        more = [each.early - each.scoring if begins[each.sizes] else 0.0 for each in of_role]
         there = self._cells.spread(level.name, [1])
         return replace(level, scoring=level.scoring + np.outer(more, there))
 
     def _more(self, option: RoleOption, chosen: Mapping[str, RoleOption | EngineOption]) -> float:
         """Seconds beyond those of scoring the whole rollout."""
+        return option.early - option.scoring if self._begins_early(option, chosen) else 0.0
+
+    def _begins_early(self, option: RoleOption, chosen: Mapping[str, RoleOption | EngineOption]) -> bool:
+        """Whether some replica of the engine has a whole one of the role, and another replica is there to wait for."""
         actor, engine = chosen["actor"], chosen[ENGINE]
         assert isinstance(actor, RoleOption) and isinstance(engine, EngineOption), "they are chosen first"
         ranks, own = self._placement[ENGINE], self._placement[option.name]
         if len(ranks) == engine.tp * engine.pp:
-            return 0.0  # one replica
+            return False  # one replica
         colocated = ranks == self._placement["actor"]
         train = (actor.layout.tp, actor.layout.pp) if colocated else ()
         lie = (own[0] - ranks[0], len(own), len(ranks)) if contiguous(own) and contiguous(ranks) else (own, ranks)
@@ -342,7 +386,7 @@ class Branches:
             else:
                 rollout = rollout_layout(on_actor, engine.tp, engine.pp)
             self._engines.blocks[key] = bool(blocks_within(replace(option.layout, ranks=own), rollout))
-        return option.early - option.scoring if self._engines.blocks[key] else 0.0
+        return self._engines.blocks[key]
 
     def _like_actor(self, level: _Level, chosen: Mapping[str, RoleOption | EngineOption]) -> _Level:
         """Infinite seconds where a reference that becomes the actor would not lie as that does."""

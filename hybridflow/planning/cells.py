@@ -32,6 +32,10 @@ class Cells:
         self._first = {name: [rank for rank in ranks if rank % self.size == 0] for name, ranks in placement.items()}
         self._ranks = placement
 
+    def ends(self, ranks: Ranks) -> tuple[int, int]:
+        """The first cell and the last of some ranks: the first stage of a pipeline holds most, or the last."""
+        return ranks[0] // self.size, ranks[-1] // self.size
+
     def spread(self, name: str, of_stages: Sequence[float]) -> Float | Int:
         """By cell: the value of the stage that lies there, 0 where the role does not."""
         found = np.zeros(self.count, dtype=np.asarray(of_stages).dtype)

@@ -8,7 +8,7 @@ the share of them that the part keeps busy at full speed, 0 on devices of one's 
 `Device` turns sizes into parts with the numbers of a profile.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, log2
@@ -78,11 +78,18 @@ def total(costs: Iterable[Cost]) -> Cost:
 
 
 class Device:
-    """A profile, asked for the cost of operations on `busy` ranks at once. Rates that were asked for are kept."""
+    """A profile, asked for the cost of operations on `busy` ranks at once. What was asked for is kept."""
 
     def __init__(self, profile: DeviceProfile) -> None:
         self.profile = profile
         self._rates: dict[tuple[str, float, float, float], float] = {}
+        self._known: dict[Hashable, Cost] = {}
+
+    def known(self, key: Hashable, find: Callable[[], Cost]) -> Cost:
+        """The cost that was found for this key before, else what `find` says."""
+        if key not in self._known:
+            self._known[key] = find()
+        return self._known[key]
 
     # ---- on a rank
 

@@ -4,18 +4,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.auto_values import sections
-from hybridflow.config import ExperimentConfig
+from hybridflow.fixed_config import AnyConfig
 from hybridflow.planning.footprint import Footprint
+from hybridflow.planning.placed import PlacedFixed, PlacedRun
 from hybridflow.planning.search import Plan
 from hybridflow.planning.timing import SCORING_PHASES
 
 GENERATION = ("reshard", "generate")
 SCORING = ("reward", *SCORING_PHASES.values())
-UPDATES = ("critic_update", "actor_update")
+UPDATES = ("critic_update", "actor_update", "reward_model_update")
 LEAST_SHARE = 0.002  # of an iteration: of a difference that is told
 
 
-def chosen_values(config: ExperimentConfig) -> dict[str, Any]:
+def chosen_values(config: AnyConfig) -> dict[str, Any]:
     """What a search chooses, by the keys of the config."""
     tree = config.model_dump(mode="json")
     found: dict[str, Any] = {}
@@ -25,7 +26,7 @@ def chosen_values(config: ExperimentConfig) -> dict[str, Any]:
     return found
 
 
-def differences(config: ExperimentConfig, other: ExperimentConfig) -> dict[str, tuple[Any, Any]]:
+def differences(config: AnyConfig, other: AnyConfig) -> dict[str, tuple[Any, Any]]:
     """Keys that a search chooses -> both values, where they differ. The number of replicas follows from the rest."""
     mine, others = chosen_values(config), chosen_values(other)
     return {
@@ -43,6 +44,8 @@ def summary(plan: Plan) -> dict[str, str]:
         chunks = f" (vpp {layout.vpp})" if layout.vpp > 1 else ""
         split = " sp" if config.sequence_parallel else ""
         found[name] = f"tp {layout.tp}{split} x pp {layout.pp}{chunks} x dp {layout.dp}"
+    if isinstance(plan.placed, PlacedFixed):
+        return found
     rollout = plan.placed.rollout
     found["engine"] = f"{len(rollout.replicas)} of tp {rollout.tp} x pp {rollout.pp}"
     return found
@@ -53,7 +56,8 @@ def groups(plan: Plan) -> str:
     lie: dict[tuple[int, ...], list[str]] = {}
     for name, model in plan.placed.models.items():
         lie.setdefault(model.layout.ranks, []).append(name)
-    lie.setdefault(plan.placed.rollout.ranks, []).append("engine")
+    if isinstance(plan.placed, PlacedRun):
+        lie.setdefault(plan.placed.rollout.ranks, []).append("engine")
     if len(lie) == 1:
         return f"all on {plan.placed.world_size}"
     return " | ".join(f"{' + '.join(names)} on {len(ranks)}" for ranks, names in sorted(lie.items()))

@@ -63,7 +63,7 @@ def stage_elements(spec: ModelSpec, head: Head, layout: Layout) -> tuple[int, ..
     the embedding, of which the last of several stages holds a copy. Errors: ValueError as `Layout.stages`.
     """
     parts = _parts(spec, head, layout.tp)
-    elements = [parts.layer * len(layers) for layers in layout.stages(spec.num_layers)]
+    elements = [parts.layer * layers for layers in layout.layers_per_stage(spec.num_layers)]
     elements[0] += parts.first
     elements[-1] += parts.last + (parts.copied if layout.pp > 1 else 0)
     return tuple(elements)
@@ -167,20 +167,24 @@ def training_activation_bytes(
     tokens: int,
     replica_tokens: int,
 ) -> int:
-    """Estimate: layers of the stage x micro-batches in flight x `layer_bytes`, one layer run again, and the outputs.
+    """Estimate: layers of the stage x micro-batches in flight x `layer_bytes`, and the larger of what comes after them
+    on the last stage and of one layer run again: the outputs are gone by then.
 
-    Of embeddings that are projected, those that the first stage keeps for the matrix's gradient, too.
+    After the layers come the last norm's input and output, 2 h / sp, the whole state that sequence-parallel ranks
+    gather, h, and `output_bytes`. Of embeddings that are projected, those that the first stage keeps for the matrix's
+    gradient, too.
     tokens: of a micro-batch; replica_tokens: of all micro-batches of a replica, which bounds what is in flight.
     """
     one_layer = partial(layer_bytes, spec, tp=layout.tp, sequence_parallel=sequence_parallel, itemsize=itemsize)
-    num_layers = len(layout.stages(spec.num_layers)[stage])
+    num_layers = layout.layers_per_stage(spec.num_layers)[stage]
     in_flight = min(chunks_in_flight(layout, stage) * tokens / layout.vpp, replica_tokens)
     kept = in_flight * num_layers * one_layer(recompute=recompute)
     again = tokens * one_layer(recompute="none") if recompute == "full" else 0
     last = stage == layout.pp - 1
-    outputs = output_bytes(spec, head, tp=layout.tp, itemsize=itemsize, rows=tokens) if last else 0
+    gathered = (2 / layout.tp + 1 if sequence_parallel and layout.tp > 1 else 2) * spec.hidden_size * itemsize
+    ends = tokens * gathered + output_bytes(spec, head, tp=layout.tp, itemsize=itemsize, rows=tokens) if last else 0
     embedded = in_flight * itemsize * (spec.projected_size or 0) if stage == 0 else 0
-    return ceil(embedded + kept + again + outputs)
+    return ceil(embedded + kept + max(again, ends))
 
 
 def forward_activation_bytes(

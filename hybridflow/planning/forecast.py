@@ -3,7 +3,7 @@
 forecast(place_either(config, 64))    all that `hybridflow.plan` prints, as lists and dicts for JSON; bytes throughout
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
@@ -12,6 +12,7 @@ from typing import Any
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import num_parameters
 from hybridflow.config import ExperimentConfig, RoleConfig, RolloutConfig, TrainedRoleConfig
+from hybridflow.fixed_config import AnyConfig, FixedDataConfig
 from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
 from hybridflow.placement import shown
 from hybridflow.planning.footprint import (
@@ -123,10 +124,12 @@ class FixedMemory:
     """What lies on every rank of a run on fixed data: there is no moment but training."""
 
     def __init__(self, run: PlacedFixed) -> None:
-        rows, longest = run.config.sequences_per_step, run.config.data.max_length
-        self.roles = {
-            name: RoleMemory(model, longest, ceil(rows / model.layout.dp)) for name, model in run.models.items()
-        }
+        self._world_size = run.world_size
+        self.roles = {name: role_memory(run.config, model) for name, model in run.models.items()}
+
+    def one_of_each(self) -> list[int]:
+        """Ranks such that each other one holds what one of them does."""
+        return one_of_each(self._world_size, lambda rank: _stages(self.roles, rank))
 
     def moments(self) -> Moments:
         return {"training": self._training}
@@ -155,6 +158,15 @@ class RunMemory:
         return ReshardForecast(
             self.plan, self.actor.spec, itemsize=self.itemsize, bucket_elements=self.storage_elements
         )
+
+    def one_of_each(self) -> list[int]:
+        """Ranks such that each other one holds what one of them does."""
+
+        def standing(rank: int) -> Hashable:
+            engine = self.holdings.standing(rank) if rank in self.rollout else None
+            return *_stages(self.roles, rank), engine
+
+        return one_of_each(self.run.world_size, standing)
 
     def moments(self) -> Moments:
         """What lies on a rank in each moment, by role."""
@@ -223,10 +235,26 @@ def _on(roles: Mapping[str, RoleMemory], rank: int) -> Iterator[tuple[str, RoleM
             yield name, role, role.model.layout.coordinates(rank).pp
 
 
-def role_memory(config: ExperimentConfig, model: PlacedModel) -> RoleMemory:
-    trained = isinstance(model.config, TrainedRoleConfig)
-    rows = config.mini_batch_size if trained else config.batch_size
-    return RoleMemory(model, config.max_sequence_length, ceil(rows / model.layout.dp))
+def _stages(roles: Mapping[str, RoleMemory], rank: int) -> tuple[tuple[str, int], ...]:
+    """(name, pipeline stage) of what lies on a rank."""
+    return tuple((name, stage) for name, _, stage in _on(roles, rank))
+
+
+def role_memory(config: AnyConfig, model: PlacedModel) -> RoleMemory:
+    rows = rows_together(config, model.config)
+    return RoleMemory(model, longest_sequence(config), ceil(rows / model.layout.dp))
+
+
+def rows_together(config: AnyConfig, role: RoleConfig) -> int:
+    """Most sequences that all replicas of a role compute in one go: of an optimizer step, or of an iteration."""
+    if isinstance(config, FixedDataConfig):
+        return config.sequences_per_step
+    return config.mini_batch_size if isinstance(role, TrainedRoleConfig) else config.batch_size
+
+
+def longest_sequence(config: AnyConfig) -> int:
+    """Tokens."""
+    return config.data.max_length if isinstance(config, FixedDataConfig) else config.max_sequence_length
 
 
 @dataclass(frozen=True)
@@ -244,12 +272,18 @@ class Fullest:
 
 def fullest(run: PlacedRun | PlacedFixed) -> Fullest:
     """The first of those alike, as in the table of `hybridflow.plan`."""
-    found = [
-        Fullest(rank, moment, rows(rank))
-        for moment, rows in memory_of(run).moments().items()
-        for rank in range(run.world_size)
-    ]
+    memory = memory_of(run)
+    ranks = memory.one_of_each()
+    found = [Fullest(rank, moment, rows(rank)) for moment, rows in memory.moments().items() for rank in ranks]
     return max(found, key=lambda each: each.bytes)
+
+
+def one_of_each(world_size: int, standing: Callable[[int], Hashable]) -> list[int]:
+    """The first rank of each standing, ascending."""
+    found: dict[Hashable, int] = {}
+    for rank in range(world_size):
+        found.setdefault(standing(rank), rank)
+    return list(found.values())
 
 
 # ------------------------------------------------------------------------------------------------ reports

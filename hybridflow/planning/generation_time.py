@@ -34,6 +34,11 @@ class Responses:
 
 def generation_cost(spec: ModelSpec, *, tp: int, pp: int, dtype: str, responses: Responses, device: Device) -> Cost:
     """One replica of tp x pp ranks. Its stages work one after another: a step waits for the token of the one before."""
+    key = ("generate", spec, tp, pp, dtype, responses)
+    return device.known(key, lambda: _generation_cost(spec, tp, pp, dtype, responses, device))
+
+
+def _generation_cost(spec: ModelSpec, tp: int, pp: int, dtype: str, responses: Responses, device: Device) -> Cost:
     model = Model(spec, tp, dtype, "lm", sequence_parallel=False, device=device)
     wakes = device.overhead(device.profile.overheads.engine_wake, busy=tp * pp)
     return total((wakes, prefill_cost(model, pp, responses), decode_cost(model, pp, responses)))

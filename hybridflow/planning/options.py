@@ -19,35 +19,32 @@ import numpy as np
 
 from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.auto_values import ENGINE, ENGINE_KEYS, ROLE_KEYS, SIZES, TRAINED_KEYS
-from hybridflow.config import ExperimentConfig, RoleConfig, RolloutConfig, TrainedRoleConfig
-from hybridflow.errors import ConfigError
-from hybridflow.parallel.layout import Layout, RolloutLayout
-from hybridflow.planning.cost import Cost, Device
+from hybridflow.config import ExperimentConfig, RoleConfig, TrainedRoleConfig
+from hybridflow.fixed_config import AnyConfig, FixedDataConfig
+from hybridflow.parallel.layout import Layout
+from hybridflow.planning.cost import Device
 from hybridflow.planning.device import DeviceProfile
+from hybridflow.planning.engine_options import EngineOption, EngineOptions
 from hybridflow.planning.footprint import Footprint
-from hybridflow.planning.forecast import resting, role_memory
-from hybridflow.planning.generation_time import generation_cost
-from hybridflow.planning.placed import BLOCK_TOKENS, KVCacheSize, PlacedModel, gib_of, size_kv_cache
+from hybridflow.planning.forecast import longest_sequence, resting, role_memory, rows_together
+from hybridflow.planning.placed import PlacedModel
 from hybridflow.planning.role_time import Model, Rows
+from hybridflow.planning.sizes import at_once, stage_counts, tensor_sizes, values
 from hybridflow.planning.timing import (
     Work,
     offload_cost,
     scored_rows,
     scoring_cost,
     scoring_order,
-    share_of_responses,
     training_cost,
     updated_rows,
 )
 from hybridflow.planning.waiting import asks_for
-from hybridflow.reshard.groups import engine_stages, standalone_layout
 
 GIB = 1 << 30
-MOST_STAGES = 32
 ROUNDED = 1 - 1e-9  # a sum in another order may be as much less
 MODEL_CHUNKS = (1, 2, 4)  # a stage
 SEQUENCES = (1, 2, 4, 8, 16, 32)  # of the longest, that micro_batch_tokens holds
-CACHES = (1.0, 0.75, 0.5, 0.375, 0.25, 0.125, 0.0625)  # of what the batch takes
 
 Free = Mapping[str, frozenset[str]]  # role, or `engine` -> its keys that may be chosen
 
@@ -77,28 +74,13 @@ class RoleOption:
         return (self.alone, self.scoring, self.early, self.updating, *self.held, *self.activations, *self.resting)
 
 
-@dataclass(frozen=True)
-class EngineOption:
-    """The engine on n ranks, with its KV cache as a config gives it."""
-
-    tp: int
-    pp: int
-    kv_cache_gib: float | None
-    kv_cache: KVCacheSize
-    generating: float  # seconds
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return self.tp, self.pp
-
-
-def everything(config: ExperimentConfig) -> Free:
+def everything(config: AnyConfig) -> Free:
     """All keys that a search may choose."""
     roles = {
         name: frozenset(TRAINED_KEYS if isinstance(role, TrainedRoleConfig) else ROLE_KEYS)
         for name, role in config.roles().items()
     }
-    return {**roles, ENGINE: frozenset(ENGINE_KEYS)}
+    return roles if isinstance(config, FixedDataConfig) else {**roles, ENGINE: frozenset(ENGINE_KEYS)}
 
 
 class Options:
@@ -106,7 +88,7 @@ class Options:
 
     def __init__(
         self,
-        config: ExperimentConfig,
+        config: AnyConfig,
         specs: Mapping[str, ModelSpec],
         profile: DeviceProfile,
         *,
@@ -116,16 +98,22 @@ class Options:
     ) -> None:
         self.config, self.specs, self.free, self.work = config, specs, free, work
         self.device, self._cuda = Device(profile), cuda
-        self._across = config.tensor_parallel_across_hosts
         self._roles: dict[tuple[str, int], list[RoleOption]] = {}
         self._least: dict[tuple[str, int], tuple[float, float, float] | None] = {}
         self._engines: dict[int, list[EngineOption]] = {}
         self._scored = set(scoring_order(config, config.roles()))
 
     @property
+    def generating(self) -> ExperimentConfig:
+        """The config, of a run that has an engine."""
+        assert isinstance(self.config, ExperimentConfig), "a run on fixed data has no engine"
+        return self.config
+
+    @property
     def reference_follows(self) -> bool:
         """Whether the reference becomes the actor now and then, and so has to lie as that does."""
-        return self.config.algorithm.kl.reset_reference_interval is not None
+        config = self.config
+        return isinstance(config, ExperimentConfig) and config.algorithm.kl.reset_reference_interval is not None
 
     # ---------------------------------------------------------------------------------------- roles
 
@@ -137,6 +125,15 @@ class Options:
             found.sort(key=lambda option: (option.alone + option.scoring + option.updating, *option.sizes))
             self._roles[name, num_ranks] = found
         return self._roles[name, num_ranks]
+
+    def of_engine(self, num_ranks: int) -> list[EngineOption]:
+        """Fastest first."""
+        if num_ranks not in self._engines:
+            found = EngineOptions(
+                self.generating, self.specs["actor"], self.work, self.free[ENGINE], self.device, self._cuda
+            )
+            self._engines[num_ranks] = found.on(num_ranks)
+        return self._engines[num_ranks]
 
     def least(self, name: str, num_ranks: int) -> tuple[float, float, float] | None:
         """(alone, scoring, updating) that no option is below; None where there is none. Of the engine: generating."""
@@ -155,29 +152,40 @@ class Options:
 
     def may_wait(self, name: str) -> bool:
         """Whether the flow asks for what this role scores before the rollout is whole, were its ranks such."""
-        return name in self._scored and self.config.rollout.score_while_waiting and asks_for(self.config, name)
+        config = self.config
+        if not isinstance(config, ExperimentConfig):
+            return False
+        return name in self._scored and config.rollout.score_while_waiting and asks_for(config, name)
 
     def floor(self, name: str, num_ranks: int) -> tuple[float, float, float] | None:
         """As `least`, and no more than that, without looking at any option: products and attention at their best rate,
         shared evenly by all ranks."""
         if name == ENGINE:
             return self.least(name, num_ranks)
+        scoring, updating = self._of_one_rank[name]
+        return 0.0, ROUNDED * scoring / num_ranks, ROUNDED * updating / num_ranks
+
+    @cached_property
+    def _of_one_rank(self) -> dict[str, tuple[float, float]]:
+        """By role: seconds of scoring and updating, of products and attention at their best rate."""
+        return {name: self._at_best_rate(name) for name in self.config.roles()}
+
+    def _at_best_rate(self, name: str) -> tuple[float, float]:
         role, spec = self.config.roles()[name], self.specs[name]
         scoring, updating = self._whole[name]
-        seconds = [0.0, 0.0]
-        if name in self._scored:
-            seconds[0] = self._fastest(spec, role, name, scoring)
-        if isinstance(role, TrainedRoleConfig):
-            forward, backward = (self._fastest(spec, role, name, updating, backward=each) for each in (False, True))
-            seconds[1] = forward + backward
-        return 0.0, ROUNDED * seconds[0] / num_ranks, ROUNDED * seconds[1] / num_ranks
+        scores = self._fastest(spec, role, name, scoring) if name in self._scored else 0.0
+        if not isinstance(role, TrainedRoleConfig):
+            return scores, 0.0
+        return scores, sum(self._fastest(spec, role, name, updating, backward=each) for each in (False, True))
 
     @cached_property
     def _whole(self) -> dict[str, tuple[Rows, Rows]]:
         """By role: the rows of an iteration that it scores, and that it is updated by."""
-        rows, steps = updated_rows(self.config, self.work)
-        updating = replace(rows, number=rows.number * steps)
-        return {name: (scored_rows(name, self.work), updating) for name in self.config.roles()}
+        found = {}
+        for name in self.config.roles():
+            rows, steps = updated_rows(name, self.config, self.work)
+            found[name] = scored_rows(name, self.work), replace(rows, number=rows.number * steps)
+        return found
 
     def _fastest(self, spec: ModelSpec, role: RoleConfig, name: str, rows: Rows, *, backward: bool = False) -> float:
         """Seconds of one rank."""
@@ -207,15 +215,16 @@ class Options:
 
     def _sizes(self, name: str, given: RoleConfig, num_ranks: int) -> Iterator[dict[str, Any]]:
         free = self.free[name]
-        for tp in _values(free, given, "tensor_parallel_size", self._tensor_sizes(self.specs[name], num_ranks)):
-            most = min(MOST_STAGES, self.specs[name].num_layers, num_ranks // tp) if num_ranks >= tp else 0
-            for pp in _values(free, given, "pipeline_parallel_size", range(1, most + 1)):
+        across = self.config.tensor_parallel_across_hosts
+        tps = tensor_sizes(self.specs[name], num_ranks, self.work.ranks_per_host, across=across)
+        for tp in values(free, given, "tensor_parallel_size", tps):
+            for pp in values(free, given, "pipeline_parallel_size", stage_counts(self.specs[name], num_ranks, tp)):
                 if num_ranks % (tp * pp):
                     continue
                 dp = given.data_parallel_size
                 if "data_parallel_size" not in free and dp is not None and tp * pp * dp != num_ranks:
                     continue
-                chunks = _values(free, given, "virtual_pipeline_parallel_size", MODEL_CHUNKS)
+                chunks = values(free, given, "virtual_pipeline_parallel_size", MODEL_CHUNKS)
                 for vpp in chunks if pp > 1 else [vpp for vpp in chunks if vpp == 1]:
                     sizes = dict(zip(SIZES, (tp, pp, vpp, num_ranks // (tp * pp)), strict=True))
                     if "data_parallel_size" not in free:
@@ -236,38 +245,35 @@ class Options:
         if isinstance(given, TrainedRoleConfig):
             choices |= {
                 "recompute": ("none", "selective", "full"),
-                "offload_optimizer": (False, True),
-                "offload_gradients": (False, True),
+                "offload_optimizer": (False, True) if self._generates else (False,),  # it waits while an engine works
+                "offload_gradients": (False, True) if self._generates else (False,),
             }
         found: list[dict[str, Any]] = [{}]
-        for key, values in choices.items():
-            found = [{**one, key: value} for one in found for value in _values(free, given, key, values)]
+        for key, all_values in choices.items():
+            found = [{**one, key: value} for one in found for value in values(free, given, key, all_values)]
         for one in found:
             if layout.tp > 1 or not one["sequence_parallel"]:
                 yield one
 
     def _budgets(self, given: RoleConfig, layout: Layout) -> list[int]:
         """Micro-batches of some of the longest sequences, up to all that a replica has; and what the config says."""
-        longest = self.config.max_sequence_length
-        trained = isinstance(given, TrainedRoleConfig)
-        rows = ceil((self.config.mini_batch_size if trained else self.config.batch_size) / layout.dp)
+        longest = longest_sequence(self.config)
+        rows = ceil(rows_together(self.config, given) / layout.dp)
         found = {longest * min(count, rows) for count in SEQUENCES}
         if longest <= given.micro_batch_tokens <= longest * rows:
             found.add(given.micro_batch_tokens)
         return sorted(found)
 
-    def _tensor_sizes(self, spec: ModelSpec, num_ranks: int) -> list[int]:
-        """That divide the model and the ranks, and stay on a host unless the config says otherwise."""
-        most = num_ranks if self._across else min(num_ranks, self.work.ranks_per_host)
-        return [tp for tp in range(1, most + 1) if self._stays(tp) and num_ranks % tp == 0 and divides(spec, tp)]
-
-    def _stays(self, tp: int) -> bool:
-        return self._across or self.work.ranks_per_host % tp == 0
-
     def _fewest_rows(self) -> int:
-        """As `ExperimentConfig` asks of the replicas of a trained model."""
-        fewest = self.config.data.prompts_per_iteration * min(self.config.sampling.samples.values)
-        return min(self.config.mini_batch_size, fewest)
+        """As the config asks of the replicas of a trained model."""
+        config = self.config
+        if isinstance(config, FixedDataConfig):
+            return config.data.batch_size
+        return min(config.mini_batch_size, config.data.prompts_per_iteration * min(config.sampling.samples.values))
+
+    @property
+    def _generates(self) -> bool:
+        return isinstance(self.config, ExperimentConfig)
 
     def _option(self, name: str, config: RoleConfig, layout: Layout) -> RoleOption:
         model = PlacedModel(name, config, self.specs[name], layout, _head(name))
@@ -315,93 +321,17 @@ class Options:
         key = self._without_offloading(model)
         if key not in self._known_seconds:
             scoring = early = updating = 0.0
+            hosts = len(model.layout.ranks) // self.work.ranks_per_host
             if model.name in self._scored:
                 cost = scoring_cost(model, self.work, self.device)
-                early = scoring = self._at_once(cost, model.layout.dp, model.layout)
+                early = scoring = at_once(cost, model.layout.dp, hosts=hosts)
             if self.may_wait(model.name):
                 cost = scoring_cost(model, self.work, self.device, in_units=True)
-                early = max(scoring, self._at_once(cost, model.layout.dp, model.layout))
+                early = max(scoring, at_once(cost, model.layout.dp, hosts=hosts))
             if isinstance(model.config, TrainedRoleConfig):
                 updating = training_cost(model, self.config, self.work, self.device).on_share(1.0)
             self._known_seconds[key] = scoring, early, updating
         return self._known_seconds[key]
-
-    def _at_once(self, cost: Cost, count: int, layout: Layout | None = None) -> float:
-        """Seconds of so many alike on one host that is shared, as `timeline` has it; else of one.
-
-        Over several hosts they are taken to be spread evenly; what else goes on at the time is left out.
-        """
-        hosts = 1 if layout is None else max(1, len(layout.ranks) // self.work.ranks_per_host)
-        here = max(1, count // hosts)
-        others = (here - 1) * cost.load
-        return cost.on_share(min(1.0, max(1 / here, 1 - others)))
-
-    # ---------------------------------------------------------------------------------------- the engine
-
-    def of_engine(self, num_ranks: int) -> list[EngineOption]:
-        """Fastest first."""
-        if num_ranks not in self._engines:
-            found = [option for sizes in self._engine_sizes(num_ranks) for option in self._caches(*sizes, num_ranks)]
-            found.sort(key=lambda option: (option.generating, option.kv_cache.whole, *option.sizes))
-            self._engines[num_ranks] = found
-        return self._engines[num_ranks]
-
-    def _engine_sizes(self, num_ranks: int) -> Iterator[tuple[int | None, int]]:
-        """tp: None for the actor's, whatever that is."""
-        free, given, actor = self.free[ENGINE], self.config.rollout, self.specs["actor"]
-        follows = "tensor_parallel_size" not in free and given.tensor_parallel_size is None
-        tps = self._tensor_sizes(actor, num_ranks) if follows else None
-        for tp in tps or _values(free, given, "tensor_parallel_size", self._tensor_sizes(actor, num_ranks)):
-            most = min(MOST_STAGES, actor.num_layers, num_ranks // tp) if num_ranks >= tp else 0
-            for pp in _values(free, given, "pipeline_parallel_size", range(1, most + 1)):
-                if num_ranks % (tp * pp) == 0:
-                    yield tp, pp
-
-    def _caches(self, tp: int | None, pp: int, num_ranks: int) -> Iterator[EngineOption]:
-        assert tp is not None, "an engine has a size"
-        actor = self.specs["actor"]
-        ranks = tuple(range(num_ranks))
-        rollout = standalone_layout(ranks, tp, pp)
-        stages = engine_stages(actor.num_layers, Layout(1, 1, num_ranks, ranks), rollout)
-        sized = self._sized(self.config.rollout.kv_cache_gib, rollout, stages)
-        if "kv_cache_gib" not in self.free[ENGINE]:
-            if sized is not None:
-                yield self._engine_option(rollout, self.config.rollout.kv_cache_gib, sized)
-            return
-        whole = self._sized(None, rollout, stages)
-        assert whole is not None, "what the batch takes holds a sequence"
-        sizes = sorted({max(int(whole.whole * part), whole.least) for part in CACHES}, reverse=True)
-        given = self.config.rollout.kv_cache_gib
-        gibs = [float(gib_of(size)) for size in sizes] + ([given] if given is not None else [])
-        for gib in dict.fromkeys(gibs):
-            sized = self._sized(gib, rollout, stages)
-            if sized is not None:
-                yield self._engine_option(rollout, gib, sized)
-
-    def _sized(self, gib: float | None, rollout: RolloutLayout, stages: Any) -> KVCacheSize | None:
-        """None: it holds no sequence."""
-        config = self.config.model_copy(
-            update={"rollout": self.config.rollout.model_copy(update={"kv_cache_gib": gib})}
-        )
-        tokens = BLOCK_TOKENS["cuda" if self._cuda else "cpu"]
-        try:
-            return size_kv_cache(config, self.specs["actor"], rollout, stages, block_tokens=tokens)
-        except ConfigError:
-            return None
-
-    def _engine_option(self, rollout: RolloutLayout, gib: float | None, cache: KVCacheSize) -> EngineOption:
-        replicas = len(rollout.replicas)
-        responses = share_of_responses(self.config, replicas, cache, self.work)
-        cost = generation_cost(
-            self.specs["actor"],
-            tp=rollout.tp,
-            pp=rollout.pp,
-            dtype=self.config.actor.dtype,
-            responses=responses,
-            device=self.device,
-        )
-        hosts = max(1, rollout.tp * rollout.pp * replicas // self.work.ranks_per_host)
-        return EngineOption(rollout.tp, rollout.pp, gib, cache, self._at_once(cost, max(1, replicas // hosts)))
 
 
 def _head(name: str) -> Head:
@@ -418,22 +348,8 @@ def undominated(options: Sequence[RoleOption]) -> list[RoleOption]:
     return [options[i] for i in kept]
 
 
-def divides(spec: ModelSpec, tp: int) -> bool:
-    """Whether so many ranks can share the model."""
-    try:
-        spec.check_parallel("", tp)
-    except ConfigError:
-        return False
-    return True
-
-
 def _by_sizes(options: Iterable[RoleOption]) -> list[list[RoleOption]]:
     found: dict[tuple[int, ...], list[RoleOption]] = {}
     for option in options:
         found.setdefault(option.sizes, []).append(option)
     return list(found.values())
-
-
-def _values(free: frozenset[str], given: RoleConfig | RolloutConfig, key: str, all_values: Iterable[Any]) -> list[Any]:
-    """All where the key is free, else the config's."""
-    return list(all_values) if key in free else [getattr(given, key)]

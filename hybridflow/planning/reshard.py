@@ -192,14 +192,20 @@ class EngineHoldings:
 
     def of(self, rank: int) -> tuple[int, int]:
         """(own, released) bytes of a rank that generates."""
-        origin, engine = self._plan.origin(rank), self._plan.rollout.coordinates(rank)
-        key = (rank in self._plan.train, origin.pp, origin.tp, engine[1:])
+        key = self.standing(rank)
         if key not in self._known:
             self._known[key] = self._count(rank)
         return self._known[key]
 
+    def standing(self, rank: int) -> _Kind:
+        """All that `of` depends on."""
+        origin, engine = self._plan.origin(rank), self._plan.rollout.coordinates(rank)
+        return rank in self._plan.train, origin.pp, origin.tp, engine[1:]
+
     def _count(self, rank: int) -> tuple[int, int]:
         outlines = self._plan.outlines(rank)
+        if all(outline.way is not Way.GATHER for outline in outlines.values()):
+            return 0, 0  # nothing is the engine's own, and nothing released
         released = [storage for storage in self._storages(rank) if _is_released(storage, outlines)]
         moved = {name for storage in released for name, _ in storage}
         own = sum(

@@ -10,8 +10,10 @@ With m micro-batches on p stages of v chunks, and t_s the seconds of one on stag
 (Narayanan et al. 2021, arXiv 2104.04473, section 2.2, where all t are alike: the bubble is (p - 1) t / v).
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 
 from hybridflow.architecture.spec import Head, ModelSpec
@@ -113,12 +115,18 @@ class Model:
 
     def forward_layer(self, mb: Pass) -> Cost:
         """A layer forward on one rank; tp ranks of a group keep their host busy together."""
+        return self.device.known(("forward", *self._key, mb), lambda: self._forward_layer(mb))
+
+    def _forward_layer(self, mb: Pass) -> Cost:
         products = total(self._product(mb.tokens, k, n) for k, n in self.matrices)
         work = total((products, *self._besides(mb, 1.0, backward=False)))
         return self.device.launched(work, self.device.profile.overheads.layer_forward, busy=self.tp)
 
     def backward_layer(self, mb: Pass, recompute: str) -> Cost:
         """Its gradients: two products for each of forward; what is not kept runs again."""
+        return self.device.known(("backward", *self._key, mb, recompute), lambda: self._backward_layer(mb, recompute))
+
+    def _backward_layer(self, mb: Pass, recompute: str) -> Cost:
         backward = total(self._product(mb.tokens, n, k) + self._product(n, mb.tokens, k) for k, n in self.matrices)
         parts = [backward, *self._besides(mb, 2.0, backward=True)]
         if recompute == "selective":
@@ -126,7 +134,12 @@ class Model:
         work = self.device.launched(total(parts), self.device.profile.overheads.layer_backward, busy=self.tp)
         return work + self.forward_layer(mb) if recompute == "full" else work
 
-    @property
+    @cached_property
+    def _key(self) -> tuple[Hashable, ...]:
+        """All that a cost depends on beside a micro-batch."""
+        return self.spec, self.tp, self.dtype, self.head, self.sequence_parallel, self.hosts
+
+    @cached_property
     def matrices(self) -> list[tuple[float, float]]:
         """(k, n) of a layer's products on a rank, by token: those of a token's experts are so many narrow ones."""
         spec, tp = self.spec, self.tp
@@ -188,6 +201,9 @@ class Model:
 
     def output(self, mb: Pass, *, backward: bool = False) -> Cost:
         """The head over the wanted rows, and log-probs of its logits."""
+        return self.device.known(("output", *self._key, mb.outputs, backward), lambda: self._output(mb, backward))
+
+    def _output(self, mb: Pass, backward: bool) -> Cost:
         if self.head == "score":
             return self.device.memory(mb.outputs * self.spec.hidden_size * 4, busy=self.tp)
         k, n = self.spec.hidden_size, self.spec.padded_vocab_size / self.tp
@@ -212,6 +228,15 @@ def forward_cost(
     spec: ModelSpec, layout: Layout, config: RoleConfig, rows: Rows, device: Device, *, head: Head, units: int = 1
 ) -> Cost:
     """One replica scores `rows`, each of so many units of them in micro-batches of its own. Loads are of a replica."""
+    grid = (layout.tp, layout.pp, layout.vpp, layout.first_stage_layers, layout.last_stage_layers)
+    how = (config.dtype, config.sequence_parallel, config.micro_batch_tokens)
+    key = ("score", spec, *grid, *how, rows, head, units)  # the same of an actor and of a reference like it
+    return device.known(key, lambda: _forward_cost(spec, layout, config, rows, device, head=head, units=units))
+
+
+def _forward_cost(
+    spec: ModelSpec, layout: Layout, config: RoleConfig, rows: Rows, device: Device, *, head: Head, units: int
+) -> Cost:
     count, mb = passes(replace(rows, number=rows.number / units), config.micro_batch_tokens)
     count *= units
     if not count:
@@ -219,11 +244,11 @@ def forward_cost(
     model = model_of(spec, layout, config, device, head=head)
     overhead = device.overhead(device.profile.overheads.micro_batch, busy=layout.tp)
     layer, message = model.forward_layer(mb), _between_stages(model, layout, mb)
-    stages = [
-        total((layer.times(layers), overhead, message, model.output(mb) if is_last else Cost()))
-        for layers, is_last in _stages(spec, layout)
-    ]
-    return pipelined(stages, count, chunks=layout.vpp)
+    stages = {
+        (layers, is_last): total((layer.times(layers), overhead, message, model.output(mb) if is_last else Cost()))
+        for layers, is_last in dict.fromkeys(_stages(spec, layout))
+    }
+    return pipelined([stages[stage] for stage in _stages(spec, layout)], count, chunks=layout.vpp)
 
 
 def update_cost(
@@ -249,11 +274,11 @@ def gradient_cost(
     layer = model.forward_layer(mb) + model.backward_layer(mb, config.recompute)
     ends = model.output(mb) + model.output(mb, backward=True)
     message = _between_stages(model, layout, mb).times(2)
-    stages = [
-        total((layer.times(layers), overhead, message, ends if is_last else Cost()))
-        for layers, is_last in _stages(spec, layout)
-    ]
-    return pipelined(stages, max(count, 1), chunks=layout.vpp)
+    stages = {
+        (layers, is_last): total((layer.times(layers), overhead, message, ends if is_last else Cost()))
+        for layers, is_last in dict.fromkeys(_stages(spec, layout))
+    }
+    return pipelined([stages[stage] for stage in _stages(spec, layout)], max(count, 1), chunks=layout.vpp)
 
 
 def reduction_cost(spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, device: Device, *, head: Head) -> Cost:
@@ -297,7 +322,8 @@ def pipelined(stages: Sequence[Cost], count: int, *, chunks: int) -> Cost:
     whole = sum(stage.seconds for stage in stages)
     if not whole:
         return Cost()
-    alone = [stage.times(1 / chunks) for stage in stages]  # while the pipeline fills and empties
+    alike = Counter(stages)
+    alone = [stage.times(number / chunks) for stage, number in alike.items()]  # while the pipeline fills and empties
     rounds = count - 1 / chunks
     busy = rounds and (count * whole - whole / chunks) / (rounds * longest.seconds)
     return total((*alone, longest.times(rounds, busy=busy)))
@@ -305,7 +331,7 @@ def pipelined(stages: Sequence[Cost], count: int, *, chunks: int) -> Cost:
 
 def _stages(spec: ModelSpec, layout: Layout) -> list[tuple[int, bool]]:
     """(layers, whether it is the last) of each stage."""
-    return [(len(layers), i == layout.pp - 1) for i, layers in enumerate(layout.stages(spec.num_layers))]
+    return [(layers, i == layout.pp - 1) for i, layers in enumerate(layout.layers_per_stage(spec.num_layers))]
 
 
 def _between_stages(model: Model, layout: Layout, mb: Pass) -> Cost:

@@ -17,21 +17,22 @@ take the longest of them, as there, but what all ranks wait for is added up; bra
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.auto_values import ENGINE
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
+from hybridflow.fixed_config import AnyConfig, FixedDataConfig
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.planning.branches import Best, Branches, Choice, Counts
 from hybridflow.planning.device import DeviceProfile
 from hybridflow.planning.engine_memory import EngineMemory
+from hybridflow.planning.engine_options import EngineOption
 from hybridflow.planning.forecast import Fullest, fullest
 from hybridflow.planning.hosts import HostRanks, check_hosts
 from hybridflow.planning.options import Free, Options, everything
-from hybridflow.planning.placed import PlacedRun, place
+from hybridflow.planning.placed import PlacedFixed, PlacedRun, place_either
 from hybridflow.planning.placements import Placement, placements
 from hybridflow.planning.timing import Prediction, Work, predict, work_of_config
 
@@ -43,7 +44,7 @@ MOST_KEPT = 320  # choices that are timed in full, at most
 class Request:
     """What is asked for. memory_bytes: of a rank, that the memory table may fill."""
 
-    config: ExperimentConfig
+    config: AnyConfig
     world_size: int
     profile: DeviceProfile
     memory_bytes: int
@@ -69,8 +70,8 @@ class Request:
 class Plan:
     """A config that fits, with what it is foretold to take."""
 
-    config: ExperimentConfig
-    placed: PlacedRun
+    config: AnyConfig
+    placed: PlacedRun | PlacedFixed
     prediction: Prediction
     fullest: Fullest
     choice: Choice | None = None  # None: the config as given
@@ -96,14 +97,31 @@ class Found:
     seconds: float = 0.0
 
 
-def search(request: Request, *, exhaustive: bool = False) -> Found:
-    """The best plans, the config as given among them where it fits: never worse than that. No plan where none fits."""
-    return _Search(request, exhaustive=exhaustive).run()
+def search(request: Request, *, known: EngineMemory | None = None, exhaustive: bool = False) -> Found:
+    """The best plans, the config as given among them where it fits: never worse than that. No plan where none fits.
+
+    known: `known_of` a request that differs in its ranks or memory alone: what is found of options serves both.
+    """
+    return _Search(request, known=known, exhaustive=exhaustive).run()
+
+
+def known_of(request: Request) -> EngineMemory:
+    """What searches of one config on one kind of device can share, whatever their ranks and their memory."""
+    options = Options(
+        request.config,
+        specs_of(request.config),
+        request.profile,
+        work=request.iteration,
+        free=request.free or everything(request.config),
+        cuda=uses_cuda(request.config.platform),
+    )
+    return EngineMemory(options)
 
 
 class _Search:
-    def __init__(self, request: Request, *, exhaustive: bool) -> None:
+    def __init__(self, request: Request, *, known: EngineMemory | None = None, exhaustive: bool) -> None:
         self.request, self.exhaustive = request, exhaustive
+        self.engines = known or known_of(request)
         self.begun = time.monotonic()
         self.until = self.begun + request.seconds
         self.counts = Counts()
@@ -111,7 +129,7 @@ class _Search:
 
     def run(self) -> Found:
         branches = self._bounded()
-        kept = 2 * self.request.shown
+        kept = self.request.shown + max(2, self.request.shown // 4)
         while True:
             best, unseen, bounded = self._searched(branches, kept)
             plans = self._timed(best)
@@ -140,33 +158,25 @@ class _Search:
     def _proven(self, shown: list[Plan], best: Best) -> bool:
         return len(shown) == self.request.shown and shown[-1].seconds <= best.limit
 
-    @cached_property
+    @property
     def options(self) -> Options:
-        request = self.request
-        return Options(
-            request.config,
-            specs_of(request.config),
-            request.profile,
-            work=request.iteration,
-            free=request.free or everything(request.config),
-            cuda=uses_cuda(request.config.platform),
-        )
+        return self.engines.options
 
     def _placements(self) -> Iterable[Placement]:
         request = self.request
         if request.placement is not None:
             return [request.placement]
-        found = placements(
-            (*request.config.roles(), ENGINE), request.world_size, ranks_per_host=request.iteration.ranks_per_host
-        )
+        engine = () if isinstance(request.config, FixedDataConfig) else (ENGINE,)
+        names = (*request.config.roles(), *engine)
+        found = placements(names, request.world_size, ranks_per_host=request.iteration.ranks_per_host)
         if self.options.reference_follows:
             return [each for each in found if each["reference"] == each["actor"]]
         return found
 
     def _bounded(self) -> list[Branches]:
         """By what they take at least, as far as it is known without a look at any role's options."""
-        engines = EngineMemory(self.options)
-        found = [Branches(self.options, each, self.request.memory_bytes, engines) for each in self._placements()]
+        budget = self.request.memory_bytes
+        found = [Branches(self.options, each, budget, self.engines) for each in self._placements()]
         return sorted(found, key=lambda each: each.floor)
 
     def _searched(self, branches: list[Branches], kept: int) -> tuple[Best, int, int]:
@@ -218,20 +228,20 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / (1 << 30):.3g}"
 
 
-def specs_of(config: ExperimentConfig) -> dict[str, ModelSpec]:
+def specs_of(config: AnyConfig) -> dict[str, ModelSpec]:
     """By role. Errors: CheckpointError where a model has no config.json."""
     read = {path: read_spec(path) for path in dict.fromkeys(role.model for role in config.roles().values())}
     return {name: read[role.model] for name, role in config.roles().items()}
 
 
-def plan_of(config: ExperimentConfig, request: Request, choice: Choice | None) -> Plan:
+def plan_of(config: AnyConfig, request: Request, choice: Choice | None) -> Plan:
     """Errors: ConfigError where it cannot be placed on the ranks or hosts."""
-    placed = place(config, request.world_size)
+    placed = place_either(config, request.world_size)
     check_hosts(placed, request.hosts)
     return Plan(config, placed, predict(placed, request.profile, request.iteration), fullest(placed), choice)
 
 
-def config_of(request: Request, choice: Choice) -> ExperimentConfig:
+def config_of(request: Request, choice: Choice) -> AnyConfig:
     """The config with the chosen values, checked like any other. Errors: ConfigError."""
     tree: dict[str, Any] = request.config.model_dump(mode="json")
     whole = tuple(range(request.world_size))
@@ -240,18 +250,27 @@ def config_of(request: Request, choice: Choice) -> ExperimentConfig:
         if request.placement is None:
             own = own.model_copy(update={"ranks": None if choice.placement[name] == whole else choice.placement[name]})
         _section(tree, name).update(own.model_dump(mode="json"))
-    engine, free = choice.engine, (request.free or everything(request.config))[ENGINE]
+    if choice.engine is not None:
+        assert isinstance(request.config, ExperimentConfig), "a run on fixed data has no engine"
+        tree["rollout"].update(_engine_keys(request, request.config, choice.placement, choice.engine))
+    return type(request.config).from_tree(tree, "the search")
+
+
+def _engine_keys(
+    request: Request, config: ExperimentConfig, placement: Placement, engine: EngineOption
+) -> dict[str, Any]:
+    """Of the section rollout: those that were chosen."""
+    free = (request.free or everything(config))[ENGINE]
     chosen = {
         "tensor_parallel_size": engine.tp,
         "pipeline_parallel_size": engine.pp,
         "kv_cache_gib": engine.kv_cache_gib,
     }
-    tree["rollout"].update({key: value for key, value in chosen.items() if key in free})
+    found: dict[str, Any] = {key: value for key, value in chosen.items() if key in free}
     if request.placement is None:
-        ranks = choice.placement[ENGINE]
-        apart = replace_ranks(request.config, None if ranks == choice.placement["actor"] else ranks)
-        tree["rollout"]["ranks"] = apart
-    return ExperimentConfig.from_tree(tree, "the search")
+        ranks = placement[ENGINE]
+        found["ranks"] = replace_ranks(config, None if ranks == placement["actor"] else ranks)
+    return found
 
 
 def replace_ranks(config: ExperimentConfig, ranks: tuple[int, ...] | None) -> Any:
@@ -286,21 +305,22 @@ SECONDS_OF_ONE = 6.0  # to find one that fits
 
 def least_that_fits(request: Request) -> Least:
     """For a request that nothing fits: memory to 1 part in 128, ranks by doubling."""
-    plan = _any(replace(request, memory_bytes=UNBOUNDED))
+    known = known_of(request)
+    plan = _any(replace(request, memory_bytes=UNBOUNDED), known)
     low, high = request.memory_bytes, 0 if plan is None else plan.fullest.bytes
     while plan is not None and high - low > high // PRECISION:
-        found = _any(replace(request, memory_bytes=(low + high) // 2))
+        found = _any(replace(request, memory_bytes=(low + high) // 2), known)
         low, high, plan = ((low + high) // 2, high, plan) if found is None else (low, found.fullest.bytes, found)
     ranks: int | None = None
     for doublings in range(1, MOST_DOUBLINGS + 1 if request.placement is None else 1):
         more = replace(request, world_size=request.world_size << doublings)
-        if _any(more) is not None:
+        if _any(more, known) is not None:
             ranks = more.world_size
             break
     return Least(None if plan is None else plan.fullest.bytes, plan, ranks)
 
 
-def _any(request: Request) -> Plan | None:
+def _any(request: Request, known: EngineMemory) -> Plan | None:
     """One that fits."""
-    found = search(replace(request, shown=1, seconds=min(request.seconds, SECONDS_OF_ONE), first=True))
+    found = search(replace(request, shown=1, seconds=min(request.seconds, SECONDS_OF_ONE), first=True), known=known)
     return found.plans[0] if found.plans else None

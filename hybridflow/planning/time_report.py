@@ -1,7 +1,7 @@
 """What `hybridflow.plan --time` tells, as lists and dicts for JSON; seconds and bytes throughout. Pure."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from hybridflow.config import ExperimentConfig
@@ -9,8 +9,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.fixed_config import AnyConfig
 from hybridflow.placement import shown
 from hybridflow.planning.device import DeviceProfile
-from hybridflow.planning.footprint import together
-from hybridflow.planning.forecast import memory_of
+from hybridflow.planning.forecast import fullest
 from hybridflow.planning.placed import PlacedFixed, PlacedRun, place_either
 from hybridflow.planning.timing import Prediction, Work, predict, work_of
 
@@ -116,5 +115,4 @@ def _with_rows(config: AnyConfig, rows: int) -> AnyConfig:
 
 def _peak(run: PlacedRun | PlacedFixed) -> int:
     """Most bytes on any rank at any moment."""
-    moments: Mapping[str, Callable[[int], Mapping[str, Any]]] = memory_of(run).moments()
-    return max(together(list(rows(rank).values())).total for rows in moments.values() for rank in range(run.world_size))
+    return fullest(run).bytes

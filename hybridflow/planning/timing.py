@@ -11,10 +11,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
+from typing import Self
 
 from hybridflow.config import ExperimentConfig, TrainedRoleConfig
 from hybridflow.fixed_config import AnyConfig, FixedDataConfig
-from hybridflow.parallel.layout import RolloutLayout
+from hybridflow.parallel.layout import RolloutLayout, TrainingCoordinates
 from hybridflow.planning.cost import Cost, Device, total
 from hybridflow.planning.device import DeviceProfile
 from hybridflow.planning.footprint import ITEM_BYTES, optimizer_bytes, stage_elements
@@ -26,7 +27,7 @@ from hybridflow.planning.timeline import Operation, Span, busy_seconds, schedule
 from hybridflow.planning.waiting import UNITS_PER_BLOCK, models_that_wait
 from hybridflow.reshard.plan import ReshardPlan, plan_reshard
 
-SCORING_PHASES = {"actor": "log_probs", "reference": "reference", "critic": "values"}
+SCORING_PHASES = {"actor": "log_probs", "reference": "reference", "critic": "values", "reward_model": "scores"}
 EXCHANGED_BYTES = 4  # of a token
 
 
@@ -137,8 +138,10 @@ def _generated(run: PlacedRun, work: Work, device: Device) -> Iterator[Operation
     yield from _saved(run, device, work)
 
 
-def scoring_order(config: ExperimentConfig, models: Collection[str]) -> list[str]:
-    """As the flows ask: reward models, the actor's log-probs, the reference's, values."""
+def scoring_order(config: AnyConfig, models: Collection[str]) -> list[str]:
+    """As the flows ask: reward models, the actor's log-probs, the reference's, values; on fixed data all or none."""
+    if isinstance(config, FixedDataConfig):
+        return [] if config.algorithm.kind == "sft" else list(models)
     trainer = getattr(config.algorithm, "policy", None)
     asked = [name for name in models if name.startswith("reward")]
     if trainer is None or trainer.old_log_probs == "trainer":
@@ -149,9 +152,9 @@ def scoring_order(config: ExperimentConfig, models: Collection[str]) -> list[str
 def _scored(model: PlacedModel, work: Work, device: Device, *, in_units: bool) -> Iterator[Operation]:
     """Each replica its share of the rows."""
     cost = scoring_cost(model, work, device, in_units=in_units)
-    whole = model.name.startswith("reward")
+    phase = SCORING_PHASES.get(model.name, "reward")
     for block in model.layout.groups("tp", "pp"):
-        yield Operation("reward" if whole else SCORING_PHASES[model.name], model.name, block, cost)
+        yield Operation(phase, model.name, block, cost)
 
 
 def scoring_cost(model: PlacedModel, work: Work, device: Device, *, in_units: bool = False) -> Cost:
@@ -165,10 +168,11 @@ def scoring_cost(model: PlacedModel, work: Work, device: Device, *, in_units: bo
     return forward_cost(model.spec, model.layout, model.config, rows, device, head=model.head, units=int(units))
 
 
-def training_cost(model: PlacedModel, config: ExperimentConfig, work: Work, device: Device) -> Cost:
+def training_cost(model: PlacedModel, config: AnyConfig, work: Work, device: Device) -> Cost:
     """All optimizer steps of an iteration."""
-    rows, steps = updated_rows(config, work)
-    return _updated(model, rows, steps, device).cost
+    assert isinstance(model.config, TrainedRoleConfig), f"{model.name} has no optimizer"
+    rows, steps = updated_rows(model.name, config, work)
+    return update_cost(model.spec, model.layout, model.config, rows, device, head=model.head).times(steps)
 
 
 def scored_rows(name: str, work: Work) -> Rows:
@@ -176,16 +180,12 @@ def scored_rows(name: str, work: Work) -> Rows:
     return Rows(work.sequences, work.prompt, work.mean, work.samples, whole=name.startswith("reward"))
 
 
-def updated_rows(config: ExperimentConfig, work: Work) -> tuple[Rows, int]:
+def updated_rows(name: str, config: AnyConfig, work: Work) -> tuple[Rows, int]:
     """(rows of an optimizer step, steps of an iteration)."""
+    if isinstance(config, FixedDataConfig):
+        return scored_rows(name, work), 1
     rows = Rows(_mini_batch(config, work), work.prompt, work.mean, _together(config, work))
     return rows, config.algorithm.update.epochs * ceil(work.sequences / _mini_batch(config, work))
-
-
-def _updated(model: PlacedModel, rows: Rows, steps: int, device: Device) -> Operation:
-    assert isinstance(model.config, TrainedRoleConfig), f"{model.name} has no optimizer"
-    cost = update_cost(model.spec, model.layout, model.config, rows, device, head=model.head)
-    return Operation(f"{model.name}_update", model.name, model.layout.ranks, cost.times(steps))
 
 
 def _saved(run: PlacedRun | PlacedFixed, device: Device, work: Work) -> Iterator[Operation]:
@@ -199,17 +199,14 @@ def _saved(run: PlacedRun | PlacedFixed, device: Device, work: Work) -> Iterator
 def _fixed(run: PlacedFixed, work: Work, device: Device) -> Iterator[Operation]:
     """In the order of `flows.fixed`: what the loss asks of the models, then a step."""
     world, trained = tuple(range(run.world_size)), run.trained
-    scores = trained.name == "reward_model"
-    rows = Rows(work.sequences, work.prompt, work.mean, work.samples, whole=scores)
     exchange = exchange_cost(work.tokens, run.world_size, device, hosts=ceil(run.world_size / work.ranks_per_host))
-    if run.config.algorithm.kind != "sft":
-        for name, model in run.models.items():
-            own = rows.split(model.layout.dp)
-            cost = forward_cost(model.spec, model.layout, model.config, own, device, head=model.head)
-            for block in model.layout.groups("tp", "pp"):
-                yield Operation("scores" if scores else SCORING_PHASES[name], name, block, cost)
+    scored = scoring_order(run.config, run.models)
+    for name in scored:
+        yield from _scored(run.models[name], work, device, in_units=False)
+    if scored:
         yield Operation("exchange", "", world, exchange)
-    yield _updated(trained, rows, 1, device)
+    cost = training_cost(trained, run.config, work, device)
+    yield Operation(f"{trained.name}_update", trained.name, trained.layout.ranks, cost)
     yield Operation("exchange", "", world, exchange_cost(0, run.world_size, device))
     yield from _saved(run, device, work)
 
@@ -245,17 +242,32 @@ def reshard_cost(
     """From training to engine shards: what the busiest rank receives or sends, over the slowest link that it comes by;
     what it permutes in place, there and back."""
     plan = plan_reshard(actor.spec, actor.layout, rollout, bucket_elements=bucket_elements)
-    itemsize = ITEM_BYTES[actor.config.dtype]
-    received = max(plan.received_elements(rank) for rank in rollout.ranks)
-    sent = max(plan.sent_elements(rank) for rank in actor.layout.ranks)
-    permuted = max(plan.permuted_elements(rank) for rank in rollout.ranks)
-    busy = len(rollout.ranks)
-    moved = device.memory(2 * 2 * itemsize * permuted, busy=busy)
-    if not received:
-        return moved
     hosts = 2 if _crosses_hosts(plan, ranks_per_host) else 1
-    messages = device.send(itemsize * max(received, sent), hosts=hosts).times(1, busy=busy)
-    return messages + moved
+    return moving_cost(Moved.of(plan, ITEM_BYTES[actor.config.dtype]), device, hosts=hosts, busy=len(rollout.ranks))
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes of a reshard, each of the rank that has most."""
+
+    received: int
+    sent: int
+    permuted: int
+
+    @classmethod
+    def of(cls, plan: ReshardPlan, itemsize: int) -> Self:
+        received = max(plan.received_elements(rank) for rank in plan.rollout.ranks)
+        sent = max(plan.sent_elements(rank) for rank in plan.train.ranks)
+        permuted = max(plan.permuted_elements(rank) for rank in plan.rollout.ranks)
+        return cls(itemsize * received, itemsize * sent, itemsize * permuted)
+
+
+def moving_cost(moved: Moved, device: Device, *, hosts: int, busy: int) -> Cost:
+    """Messages over a link of so many hosts; what is permuted is read and written, there and back."""
+    permuting = device.memory(2 * 2 * moved.permuted, busy=busy)
+    if not moved.received:
+        return permuting
+    return device.send(max(moved.received, moved.sent), hosts=hosts).times(1, busy=busy) + permuting
 
 
 def _crosses_hosts(plan: ReshardPlan, ranks_per_host: int) -> bool:
@@ -264,7 +276,8 @@ def _crosses_hosts(plan: ReshardPlan, ranks_per_host: int) -> bool:
     if len({rank // ranks_per_host for rank in ranks}) == 1:
         return False
     first = plan.rollout.ranks[0]
-    sources = {source for operation in plan.operations(first) for source, _ in operation.pieces}
+    dp = plan.origin(first).dp
+    sources = (plan.train.rank_at(TrainingCoordinates(tp, dp, pp)) for pp, tp in plan.sources(first))
     return any(source // ranks_per_host != first // ranks_per_host for source in sources)
 
 

@@ -11,7 +11,7 @@ over all ranks and weights are counted by kind of weight and by standing, never 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -106,9 +106,13 @@ class ReshardPlan:
     ) -> None:
         self.train, self.rollout = train, rollout
         self._table = table
-        self._buckets = fill_buckets(table, train, rollout, bucket_elements)
+        self._bucket_elements = bucket_elements
         self._counts: dict[_Standing, _Counts] = {}
         self._outlined: dict[tuple[Kind, _Standing], Outline] = {}
+
+    @cached_property
+    def _buckets(self) -> tuple[tuple[PlannedWeight, ...], ...]:
+        return fill_buckets(self._table, self.train, self.rollout, self._bucket_elements)
 
     @property
     def buckets(self) -> tuple[tuple[Weight, ...], ...]:
@@ -140,11 +144,19 @@ class ReshardPlan:
         """By megatron's name of the weight: what `operations` say but for the pieces, which take long to find."""
         engine = self._generating.get(rank)
         at = _Standing(engine and _stage_and_tp(engine), _stage_and_tp(self.origin(rank)), rank in self.train)
-        return {
-            entry.weight.megatron: self._outline(entry.kind, at, rank)
-            for entry in self._table
-            if self._generates(rank, entry.kind)
-        }
+        found: dict[str, Outline] = {}
+        for kind, names in self._names.get(-1 if engine is None else engine.pp, {}).items():
+            found |= dict.fromkeys(names, self._outline(kind, at, rank))
+        return found
+
+    @cached_property
+    def _names(self) -> Mapping[int, Mapping[Kind, list[str]]]:
+        """By engine stage: megatron's names of the weights that it needs, by kind."""
+        found: dict[int, dict[Kind, list[str]]] = {}
+        for weight, kind in self._table:
+            for stage in kind.engine:
+                found.setdefault(stage, {}).setdefault(kind, []).append(weight.megatron)
+        return found
 
     def _outline(self, kind: Kind, at: _Standing, rank: int) -> Outline:
         if (kind, at) not in self._outlined:
@@ -176,6 +188,10 @@ class ReshardPlan:
         """Of the pieces that other ranks send."""
         sources = self._count(rank).sources
         return sum(sources.values()) - (sources.get(_stage_and_tp(self.origin(rank)), 0) if rank in self.train else 0)
+
+    def sources(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """(pp, tp) in training of all that the engine's shards of `rank` come from, itself too if it has some."""
+        return tuple(self._count(rank).sources)
 
     def sent_elements(self, rank: int) -> int:
         return self._sent_elements[rank]

@@ -29,9 +29,13 @@ class PlannedWeight(NamedTuple):
 def weight_table(spec: ModelSpec, training: Stages, engine: Stages) -> tuple[PlannedWeight, ...]:
     """Every weight of the language model, as `model_weights` orders them, and the stages it is on."""
 
+    matrices: dict[tuple[object, ...], tuple[Matrix, bool]] = {}  # layers are alike
+
     def entry(weight: Weight, training_stages: tuple[int, ...], engine_stages: tuple[int, ...]) -> PlannedWeight:
-        is_vector = len(weight.shapes(spec)[0]) == 1
-        return PlannedWeight(weight, Kind(matrix_of(weight, spec), is_vector, training_stages, engine_stages))
+        key = (weight.split, weight.part_shapes, weight.experts, weight.engine_split)
+        if key not in matrices:
+            matrices[key] = matrix_of(weight, spec), len(weight.shapes(spec)[0]) == 1
+        return PlannedWeight(weight, Kind(*matrices[key], training_stages, engine_stages))
 
     # tied, the output layer of the last stage is the embedding
     ends = [(0, len(stages) - 1) if spec.tied and len(stages) > 1 else (0,) for stages in (training, engine)]

@@ -6,36 +6,124 @@ torchrun --nproc-per-node 2 -m tests.planning.auto_worker OUT NUM_ITERATIONS CON
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from hybridflow.config import TrainedRoleConfig, read_tree
+from hybridflow.fixed_config import FixedDataConfig, config_class
+from hybridflow.fixed_trainer import FixedDataTrainer
+from hybridflow.models import pipeline
+from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.parallel import platform as platforms
 from hybridflow.planning.explained import chosen_values
-from hybridflow.planning.forecast import memory_of
+from hybridflow.planning.footprint import ITEM_BYTES, output_bytes, training_activation_bytes
+from hybridflow.planning.forecast import RoleMemory, memory_of
+from hybridflow.roles.base import TrainedRole
 from hybridflow.trainer import RLTrainer
+from tests.planning.kept import KeptBytes
 
 
-def report(trainer: RLTrainer) -> dict[str, object]:
+def report(trainer: RLTrainer | FixedDataTrainer, passes: dict[int, list[dict[str, int]]]) -> dict[str, object]:
     rank, memory = trainer.platform.rank, memory_of(trainer.placed)
     found: dict[str, object] = {"chosen": chosen_values(trainer.config), "first": trainer.run.state.iteration}
-    for name, role in (("actor", trainer.roles.actor), ("critic", trainer.roles.critic)):
+    for name, role in trained(trainer).items():
         layout = trainer.placed.models[name].layout
         if role is None or rank not in layout:
             continue
-        counted = memory.roles[name].training[layout.coordinates(rank).pp]
+        stage = layout.coordinates(rank).pp
+        counted = memory.roles[name].training[stage]
         found[name] = {
             "held": role.trained.memory_bytes(),
             "counted": {kind: getattr(counted, kind) for kind in ("weights", "gradients", "optimizer")},
+            "activations": activations(memory.roles[name], stage, passes[id(role.chunks)]),
         }
+    if isinstance(trainer, RLTrainer) and trainer.generator.engine is not None:
+        counted = memory.moments()["generation"](rank)["engine"]
+        held = sum(storage.nbytes() for storage in cache_storages(trainer))
+        found["kv_cache"] = {"held": held, "counted": counted.kv_cache}
     return found
 
 
+def cache_storages(trainer: RLTrainer) -> list[torch.UntypedStorage]:
+    """Of vLLM's own tensors, taken back."""
+    engine = trainer.generator.engine
+    assert engine is not None
+    engine.kv_cache.restore()
+    runner = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    found = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in runner.kv_caches}
+    return list(found.values())
+
+
+def activations(role: RoleMemory, stage: int, seen: list[dict[str, int]]) -> list[dict[str, int]]:
+    """Of each gradient that was taken: bytes that autograd kept, and those that the table has for as many tokens."""
+    model, config = role.model, role.model.config
+    assert isinstance(config, TrainedRoleConfig)
+    return [
+        {
+            **each,
+            "outputs": output_bytes(
+                model.spec,
+                model.head,
+                tp=model.layout.tp,
+                itemsize=ITEM_BYTES[config.dtype],
+                rows=each["tokens"] if stage == model.layout.pp - 1 else 0,
+            ),
+            "counted": training_activation_bytes(
+                model.spec,
+                model.layout,
+                stage,
+                head=model.head,
+                itemsize=ITEM_BYTES[config.dtype],
+                sequence_parallel=config.sequence_parallel,
+                recompute=config.recompute,
+                tokens=each["tokens"],
+                replica_tokens=each["replica_tokens"],
+            ),
+        }
+        for each in seen
+    ]
+
+
+def note_passes(seen: dict[int, list[dict[str, int]]]) -> None:
+    """From here on, of each gradient: what autograd keeps at most, tokens of the largest micro-batch, and of all."""
+    plain = pipeline.forward_backward
+
+    def noted(chunks: Any, grid: Any, micro_batches: list[MicroBatch], loss: Any) -> Any:
+        weights = [weight for chunk in chunks for weight in chunk.parameters()]
+        with KeptBytes(weights) as kept:
+            done = plain(chunks, grid, micro_batches, loss)
+        tokens = [len(mb.input_ids) for mb in micro_batches]
+        own = {"kept": kept.peak, "tokens": max(tokens), "replica_tokens": sum(tokens)}
+        seen.setdefault(id(chunks), []).append(own)
+        return done
+
+    pipeline.forward_backward = noted
+
+
+def trained(trainer: RLTrainer | FixedDataTrainer) -> dict[str, TrainedRole | None]:
+    if isinstance(trainer, FixedDataTrainer):
+        return {trainer.config.trained_name: trainer.models.trained}
+    return {"actor": trainer.roles.actor, "critic": trainer.roles.critic}
+
+
+def start(config: Path) -> RLTrainer | FixedDataTrainer:
+    fixed = config_class(read_tree(config, ())) is FixedDataConfig
+    return FixedDataTrainer.from_yaml(config) if fixed else RLTrainer.from_yaml(str(config))
+
+
 def main(out: Path, num_iterations: int, configs: list[Path]) -> None:
+    passes: dict[int, list[dict[str, int]]] = {}
+    note_passes(passes)
     for config in configs:
-        trainer = RLTrainer.from_yaml(str(config))
+        passes.clear()
+        trainer = start(config)
         first = trainer.run.state.iteration
         trainer.fit(num_iterations)
-        found = report(trainer) | {"first": first + 1}
+        found = report(trainer, passes) | {"first": first + 1}
         (out / f"{config.stem}_{trainer.platform.rank}.json").write_text(json.dumps(found))
-        if trainer.generator.engine is not None:  # a winner may have it on one rank alone
+        # a winner may have its engine on one rank alone
+        if isinstance(trainer, RLTrainer) and trainer.generator.engine is not None:
             trainer.generator.engine.close()
     platforms.stop()
 

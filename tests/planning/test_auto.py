@@ -229,4 +229,19 @@ def test_winners_of_a_search_hold_what_it_has_counted(runs: Path, name: str) -> 
                 slack = MOST_PARAMETERS * PADDING * 3 + 4096
                 assert size <= found["held"][kind] <= size + slack, (rank, role, kind)
                 seen += 1
-    assert seen >= 6
+            for each in found["activations"]:
+                # outputs are counted of all tokens; the first pass keeps a hidden state more than those after it
+                least = 0.9 * (each["counted"] - each["outputs"])
+                assert least <= each["kept"] <= 1.05 * each["counted"], (rank, role, each)
+                seen += 1
+    assert seen >= 8
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["first", "loose", "tight"])
+def test_the_engines_cache_is_as_large_as_counted(runs: Path, name: str) -> None:
+    """Up to what is left of a block: keys and values of 128 tokens of both layers, 4 heads of 32 at most."""
+    found = [read(runs, name, rank)["kv_cache"] for rank in (0, 1) if "kv_cache" in read(runs, name, rank)]
+    assert found
+    for each in found:
+        assert each["counted"] - 128 * 2 * 2 * 4 * 32 * 4 < each["held"] <= each["counted"]

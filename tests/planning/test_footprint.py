@@ -254,9 +254,13 @@ def activations(stage: int, *, recompute: str = "none", replica_tokens: int = 10
 
 def test_training_activations_by_hand() -> None:
     assert activations(0) == 2 * 10 * 264  # two micro-batches of 10 tokens, one layer
-    # one, and the logits, of which three float32 copies
-    assert activations(1) == 10 * 264 + 10 * 2 * (8 + 64) + 3 * 4 * 10 * 64
-    assert activations(1, head="score") == 10 * 264 + 10 * (2 * 8 + 4 * 8 + 4)  # the rows in float32 too
+    # one, the last norm's input and output, and the logits, of which three float32 copies
+    norm = 10 * 2 * 2 * 8
+    assert activations(1) == 10 * 264 + norm + 10 * 2 * (8 + 64) + 3 * 4 * 10 * 64
+    assert activations(1, head="score") == 10 * 264 + norm + 10 * (2 * 8 + 4 * 8 + 4)  # the rows in float32 too
+    # run again when the outputs are gone: the larger of the two
+    assert activations(1, head="score", recompute="full") == 10 * 16 + 10 * 264
+    assert activations(1, recompute="full") == 10 * 16 + norm + 10 * 2 * (8 + 64) + 3 * 4 * 10 * 64
     assert output_bytes(small_spec(), "score", tp=2, itemsize=4, rows=10) == 10 * (4 * 8 + 4)
     assert activations(0, replica_tokens=15) == 15 * 264  # there are no two full micro-batches
     assert activations(0, recompute="full") == 2 * 10 * 16 + 10 * 264

@@ -191,10 +191,23 @@ def test_memory_leaves_nothing_that_is_larger() -> None:
 # ------------------------------------------------------------------------------------------------ what it promises
 
 
-@pytest.mark.parametrize("name", ["llama3_8b_8gpus"])
-def test_never_worse_than_a_shipped_config_by_its_own_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks", [64, 256, 1024])
+def test_a_shipped_layout_is_among_those_that_are_looked_at(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With parallel sizes, placement and cache free, which is quick: all others as the config has them."""
     monkeypatch.chdir(ROOT)
-    config = config_of(f"configs/{name}.yaml")
+    config, device, room = config_of(f"configs/qwen2_72b_{ranks}gpus.yaml"), load_profile("h100-sxm"), 76 << 30
+    sizes = {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "kv_cache_gib"}
+    free = {name: keys & sizes for name, keys in everything(config).items()}
+    found = search(Request(config, ranks, device, room, free=free, seconds=240.0, shown=1))
+    assert found.closed and not found.unseen
+    given = place(config, ranks)
+    assert fullest(given).bytes <= room >= found.plans[0].fullest.bytes
+    assert found.plans[0].seconds <= predict(given, device).seconds
+
+
+def test_never_worse_than_a_shipped_config_by_its_own_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = config_of("configs/llama3_8b_8gpus.yaml")
     found = search(Request(config, 8, load_profile("h100-sxm"), 76 << 30, seconds=240.0, shown=3))
     assert found.given is not None and found.plans[0].seconds <= found.given.seconds
     assert found.plans[0].fullest.bytes <= 76 << 30 and found.closed and not found.unseen
