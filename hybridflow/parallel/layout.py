@@ -74,6 +74,15 @@ class Layout:
         first = offsets([axis for axis in steps if axis not in axes])
         return [tuple(self.ranks[i + offset] for offset in within) for i in first]
 
+    def crosses_hosts(self, axis: Literal["tp", "dp", "pp"], ranks_per_host: int) -> bool:
+        """Whether messages along an axis leave a host; a host's ranks are neighbours, its first a multiple of them."""
+        hosts = [rank // ranks_per_host for rank in self.ranks]
+        stage = self.tp * self.dp
+        if axis == "pp":
+            return any(own != following for own, following in zip(hosts, hosts[stage:], strict=False))
+        size = self.tp if axis == "tp" else stage
+        return size > 1 and any(hosts[i] != hosts[i + size - 1] for i in range(0, len(hosts), size))
+
     @property
     def contributing_ranks(self) -> tuple[int, ...]:
         """One rank of each replica, on the last pipeline stage: these tell what the model computed."""

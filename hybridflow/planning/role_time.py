@@ -15,6 +15,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
+from typing import Literal
 
 from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.config import RoleConfig, TrainedRoleConfig
@@ -215,10 +216,14 @@ class Model:
         return total((product, logits, messages if backward else messages.times(2)))
 
 
-def model_of(
-    spec: ModelSpec, layout: Layout, config: RoleConfig, device: Device, *, head: Head, hosts: int = 1
-) -> Model:
+def model_of(spec: ModelSpec, layout: Layout, config: RoleConfig, device: Device, *, head: Head) -> Model:
+    hosts = _hosts(layout, "tp", device)
     return Model(spec, layout.tp, config.dtype, head, config.sequence_parallel, device, hosts)
+
+
+def _hosts(layout: Layout, axis: Literal["tp", "dp", "pp"], device: Device) -> int:
+    """That a group along the axis lies on; 2 stands for more, as the slower link is the same."""
+    return 2 if layout.crosses_hosts(axis, device.profile.ranks_per_host) else 1
 
 
 # ------------------------------------------------------------------------------------------------ on a grid
@@ -230,7 +235,8 @@ def forward_cost(
     """One replica scores `rows`, each of so many units of them in micro-batches of its own. Loads are of a replica."""
     grid = (layout.tp, layout.pp, layout.vpp, layout.first_stage_layers, layout.last_stage_layers)
     how = (config.dtype, config.sequence_parallel, config.micro_batch_tokens)
-    key = ("score", spec, *grid, *how, rows, head, units)  # the same of an actor and of a reference like it
+    where = (_hosts(layout, "tp", device), _hosts(layout, "pp", device))
+    key = ("score", spec, *grid, *how, *where, rows, head, units)  # the same of an actor and of a reference like it
     return device.known(key, lambda: _forward_cost(spec, layout, config, rows, device, head=head, units=units))
 
 
@@ -284,12 +290,16 @@ def gradient_cost(
 def reduction_cost(spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, device: Device, *, head: Head) -> Cost:
     """The sum of the gradients over dp replicas, on the largest stage: 4 n bytes, which are float32; all-reduced, or
     with ZeRO-1 reduce-scattered."""
-    size, groups = MAIN_BYTES * max(stage_elements(spec, head, layout)), layout.tp * layout.pp
     if layout.dp == 1:
         return Cost()
-    if _zero1(config):
-        return device.reduce_scatter(size, layout.dp, groups=groups)
-    return device.all_reduce(size, layout.dp, groups=groups)
+    size, hosts = MAIN_BYTES * max(stage_elements(spec, head, layout)), _hosts(layout, "dp", device)
+    reduce = device.reduce_scatter if _zero1(config) else device.all_reduce
+    return reduce(size, layout.dp, hosts=hosts, groups=_side_by_side(layout, hosts))
+
+
+def _side_by_side(layout: Layout, hosts: int) -> int:
+    """Groups of replicas that send over the same links: of those that leave their hosts the ones of a stage."""
+    return layout.tp if hosts > 1 else layout.tp * layout.pp
 
 
 def step_cost(spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, device: Device, *, head: Head) -> Cost:
@@ -305,8 +315,8 @@ def step_cost(spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, device
         device.overhead(overheads.step + layers * overheads.step_layer, busy=busy),
     ]
     if layout.dp > 1 and _zero1(config):
-        size = device.itemsize(config.dtype) * elements
-        costs.append(device.all_gather(size, layout.dp, groups=layout.tp * layout.pp))
+        size, hosts = device.itemsize(config.dtype) * elements, _hosts(layout, "dp", device)
+        costs.append(device.all_gather(size, layout.dp, hosts=hosts, groups=_side_by_side(layout, hosts)))
     return total(costs)
 
 
@@ -340,4 +350,5 @@ def _between_stages(model: Model, layout: Layout, mb: Pass) -> Cost:
         return Cost()
     split = layout.tp if model.sequence_parallel else 1
     size = mb.tokens * model.spec.hidden_size * model.device.itemsize(model.dtype) / split
-    return model.device.send(size).times(layout.vpp, busy=layout.tp)
+    sent = model.device.send(size, hosts=_hosts(layout, "pp", model.device))
+    return sent.times(layout.vpp, busy=layout.tp)

@@ -37,6 +37,17 @@ def test_ranks_that_are_no_neighbours() -> None:
     assert 3 in APART and 2 not in APART
 
 
+def test_axes_that_leave_a_host() -> None:
+    wide = Layout(2, 2, 4, tuple(range(16)))
+    assert [wide.crosses_hosts(axis, 8) for axis in ("tp", "dp", "pp")] == [False, False, True]
+    assert [wide.crosses_hosts(axis, 4) for axis in ("tp", "dp", "pp")] == [False, True, True]
+    assert [wide.crosses_hosts(axis, 1) for axis in ("tp", "dp", "pp")] == [True, True, True]
+    assert [wide.crosses_hosts(axis, 16) for axis in ("tp", "dp", "pp")] == [False, False, False]
+    shifted = Layout(1, 1, 4, (2, 3, 4, 5))
+    assert shifted.crosses_hosts("dp", 4) and not shifted.crosses_hosts("dp", 8)
+    assert not any(shifted.crosses_hosts(axis, 1) for axis in ("tp", "pp")), "groups of one rank"
+
+
 @pytest.mark.parametrize("ranks", [(0, 1, 2), tuple(range(8))])
 def test_ranks_fill_the_layout(ranks: tuple[int, ...]) -> None:
     with pytest.raises(AssertionError, match=f"tp x pp x dp = 2 x 2 x 1 does not fill {len(ranks)} ranks"):

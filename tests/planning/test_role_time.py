@@ -7,6 +7,7 @@ import pytest
 from hybridflow.config import RoleConfig, TrainedRoleConfig
 from hybridflow.parallel.layout import Layout
 from hybridflow.planning.cost import Cost, Part
+from hybridflow.planning.footprint import stage_elements
 from hybridflow.planning.role_time import (
     Model,
     Pass,
@@ -151,6 +152,29 @@ def test_gradients_are_four_bytes_scattered_or_reduced() -> None:
     whole = trained(optimizer={"lr": 0.1, "zero1": False})
     assert reduction_cost(small_spec(), layout(dp=2), whole, costs[0], head="lm").seconds == pytest.approx(2 * half)
     assert reduction_cost(small_spec(), layout(tp=2), trained(), costs[0], head="lm").seconds == 0
+
+
+def test_what_leaves_a_host_takes_the_link_between_hosts() -> None:
+    """Two ranks a host. Of eight replicas of two ranks, both groups of a stage share their host's adapter."""
+    own, replicas = device(ranks_per_host=2), layout(tp=2, dp=8)
+    size = 4 * stage_elements(small_spec(), "lm", replicas)[0]
+    scattered = 3 * 2.0 + 7 / 8 * size * 2 / 1e3
+    assert reduction_cost(small_spec(), replicas, trained(), own, head="lm").seconds == pytest.approx(scattered)
+    inside, between = (step_cost(small_spec(), replicas, trained(), each, head="lm") for each in (device(), own))
+    within = 3 * 0.5 + 7 / 8 * size / 1e4
+    alone = step_cost(small_spec(), replicas, trained(), device(ranks_per_host=16), head="lm").seconds
+    assert between.seconds - alone == pytest.approx(scattered - within)
+    assert inside.seconds == pytest.approx(between.seconds), "sixteen ranks lie on two hosts of eight as well"
+
+
+def test_a_stage_on_another_host_is_sent_to_over_the_link_between_hosts() -> None:
+    arguments = (trained(micro_batch_tokens=30), Rows(1, 10, 20))
+    one, two = (
+        forward_cost(small_spec(), layout(pp=2), *arguments, device(ranks_per_host=number), head="lm").seconds
+        for number in (2, 1)
+    )
+    sent = 29 * 8 * 4  # the last token is not run
+    assert two - one == pytest.approx(2 * (2.0 + sent / 1e3 - 0.5 - sent / 1e4))
 
 
 def test_a_step_passes_over_its_share_of_the_state_and_gathers_the_weights() -> None:
