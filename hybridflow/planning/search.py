@@ -25,7 +25,8 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
 from hybridflow.fixed_config import AnyConfig, FixedDataConfig
 from hybridflow.parallel.device import uses_cuda
-from hybridflow.planning.branches import Best, Branches, Choice, Counts
+from hybridflow.planning.branches import Branches
+from hybridflow.planning.choices import Best, Choice, Counts
 from hybridflow.planning.device import DeviceProfile
 from hybridflow.planning.engine_memory import EngineMemory
 from hybridflow.planning.engine_options import EngineOption

@@ -15,7 +15,8 @@ from hybridflow.fixed_config import load_config
 from hybridflow.parallel.layout import Layout
 from hybridflow.plan import main
 from hybridflow.plan_search import ranks_per_host
-from hybridflow.planning.branches import Best, Branches, Counts
+from hybridflow.planning.branches import Branches
+from hybridflow.planning.choices import Best, Counts
 from hybridflow.planning.device import load_profile
 from hybridflow.planning.engine_memory import EngineMemory
 from hybridflow.planning.explained import differences, phase_changes
