@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 
 import hybridflow
-from hybridflow.architecture import parts, shards
+from hybridflow.architecture import parts, shards, weights
 from hybridflow.architecture.parts import read_shard, shard_shape
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weight_files import open_checkpoint
@@ -130,7 +130,7 @@ def test_a_rank_builds_its_table_of_weights_once(tmp_path: Path, fake_distribute
 
 def operations(work: Callable[[], object]) -> int:
     """How many bytecode instructions of hybridflow's own functions ran, with nothing remembered from before."""
-    for remembering in (parts._blocks, shards.training_shard):
+    for remembering in (parts._blocks, shards.training_shard, weights._weights_of_layers):
         remembering.cache_clear()
     count, ours = 0, dict[CodeType, bool]()
 
