@@ -300,6 +300,7 @@ class Run:
         if self._trains:
             self._reset_reference()
         metrics |= self._cost_metrics(batch)
+        self._ahead.forget()  # how much each rank computed ahead is a matter of timing: nobody holds it any longer
         return Iteration(self.iteration, self.prompts, batch, metrics, score_parts=self.score_parts)
 
     def abandon(self, state: RunState) -> None:

@@ -18,6 +18,8 @@ EARLY, LATE = 3, 31
 # The main heap grows by 64 MiB at once, which `parallel.platform` asks of glibc, and that once in the first iterations
 # or after them; half as much again for heaps of threads. A thread a save, each with a heap of its own, took 250 MiB.
 ALLOWED_BYTES = 96 << 20
+# vLLM keeps what it sampled its last step by: some tensors of a number a request, now one more, now one fewer
+OF_A_STEP = 256
 KEYS = (
     f"num_iterations={LATE}",
     "sampling.logit_bias={2: -100}",  # no response ends before its limit
@@ -46,10 +48,12 @@ def test_what_a_run_holds_does_not_grow(root: Path) -> None:
     for rank in range(2):
         held = json.loads((root / f"held.{rank}").read_text())
         early, late = held[str(EARLY)], held[str(LATE)]
-        for kind in ("tensors", "tensor bytes", "threads", "descriptors"):
+        for kind in ("threads", "descriptors"):
             assert late[kind] == early[kind], kind
         assert early["tensors"] > 100 and early["tensor bytes"] > 10 << 20, "there is a model"
-        assert late["objects"] - early["objects"] < LATE - EARLY  # fewer than one an iteration
+        for kind in ("tensors", "objects"):
+            assert late[kind] - early[kind] < LATE - EARLY, f"{kind}: one an iteration"
+        assert abs(late["tensor bytes"] - early["tensor bytes"]) <= OF_A_STEP
         assert late["resident"] - early["resident"] < ALLOWED_BYTES
 
 
