@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from hybridflow.auto_values import autos
 from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.checkpoint.keeper import Keeper
-from hybridflow.config import RolloutConfig, read_tree
+from hybridflow.config import RolloutConfig
 from hybridflow.data.digests import fixed_digests
 from hybridflow.data.fixed_inputs import FixedInputs, load_fixed_inputs
 from hybridflow.errors import ConfigError, Stopped
@@ -26,7 +25,7 @@ from hybridflow.parallel.device import choose_platform
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.watchdog import Watchdog
-from hybridflow.planning.here import load_for_run
+from hybridflow.planning.here import read_for_run
 from hybridflow.planning.hosts import check_hosts, parse_hosts
 from hybridflow.planning.placed import PlacedFixed, place_fixed
 from hybridflow.recording.iteration import Iteration
@@ -89,13 +88,7 @@ class FixedDataTrainer:
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Self:
         """The trainer of a config file, `auto` resolved."""
-        if not autos(read_tree(path, overrides)):
-            return cls(FixedDataConfig.from_yaml(path, overrides))
-        config, lines = load_for_run(path, overrides)
-        assert isinstance(config, FixedDataConfig), f"{path}: trains on what it generates"
-        if platforms.torchrun_rank()[0] == 0:
-            print("\n".join(lines), flush=True)
-        return cls(config)
+        return cls(read_for_run(FixedDataConfig, path, overrides))
 
     def fit(self, num_iterations: int | None = None) -> RunSummary:
         """Train up to iteration `num_iterations` (default: the config's) and write the run directory.

@@ -24,10 +24,9 @@ from hybridflow.algorithm_config import (
     Reinforce,
     ReMax,
 )
-from hybridflow.auto_values import autos
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.export import export_huggingface
-from hybridflow.config import ExperimentConfig, read_tree
+from hybridflow.config import ExperimentConfig
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import Inputs, load_inputs
 from hybridflow.data.same_tokens import check_same_tokens
@@ -53,7 +52,7 @@ from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.noticeboard import Noticeboard
 from hybridflow.parallel.watchdog import Watchdog
-from hybridflow.planning.here import load_for_run
+from hybridflow.planning.here import read_for_run
 from hybridflow.planning.hosts import check_hosts, parse_hosts
 from hybridflow.planning.placed import PlacedRun, place
 from hybridflow.planning.waiting import blocks_within, models_that_wait
@@ -267,13 +266,7 @@ class RLTrainer:
     def from_yaml(cls, path: str, overrides: list[str] | tuple[str, ...] = ()) -> Self:
         """The trainer of a config file, `auto` resolved; a user's functions may lie beside it."""
         search_beside(path)
-        if not autos(read_tree(path, overrides)):
-            return cls(ExperimentConfig.from_yaml(path, overrides))
-        config, lines = load_for_run(path, overrides)
-        assert isinstance(config, ExperimentConfig), f"{path}: trains on fixed data"
-        if platforms.torchrun_rank()[0] == 0:
-            print("\n".join(lines), flush=True)
-        return cls(config)
+        return cls(read_for_run(ExperimentConfig, path, overrides))
 
     def fit(self, num_iterations: int | None = None) -> RunSummary:
         """Train up to iteration `num_iterations` (default: the config's) and write the run directory.

@@ -10,14 +10,14 @@ import json
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from hybridflow.auto_values import autos
-from hybridflow.config import read_tree
+from hybridflow.auto_values import autos, with_neutral
+from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.errors import ConfigError, UserError
-from hybridflow.fixed_config import AnyConfig, config_class
+from hybridflow.fixed_config import AnyConfig, FixedDataConfig, config_class
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.device import choose_platform, uses_cuda
 from hybridflow.parallel.host_memory import LEAST_MEMORY, host_memory
@@ -26,6 +26,7 @@ from hybridflow.planning.device import DeviceProfile, load_profile
 from hybridflow.planning.footprint import CUDA_MARGIN
 from hybridflow.planning.hosts import parse_hosts
 
+Kind = TypeVar("Kind", ExperimentConfig, FixedDataConfig)
 WAIT = timedelta(minutes=10)  # for rank 0, which may search for a minute
 CPU_PROFILE, GPU_PROFILE = "cpu", "a100-80gb-sxm"  # where nothing is known of the device
 # part of the name that CUDA has for a device -> profile; the first that is in it
@@ -53,6 +54,19 @@ def load_for_run(path: str | Path, overrides: Sequence[str] = ()) -> tuple[AnyCo
     if "error" in told:
         raise ConfigError(told["error"])
     return config_class(told["tree"]).from_tree(told["tree"], path), tuple(told["lines"])
+
+
+def read_for_run(kind: type[Kind], path: str | Path, overrides: Sequence[str] = ()) -> Kind:
+    """The config of a file that is to be of this kind; what was chosen is told by rank 0. Errors: as `load_for_run`."""
+    tree = read_tree(path, tuple(overrides))
+    if not autos(tree):
+        return kind.from_tree(tree, path)
+    kind.from_tree(with_neutral(tree), path)  # one of the other kind is refused before any rank waits
+    config, lines = load_for_run(path, overrides)
+    assert isinstance(config, kind), f"read as {kind.__name__}, resolved to {type(config).__name__}"
+    if platforms.torchrun_rank()[0] == 0:
+        print("\n".join(lines), flush=True)
+    return config
 
 
 def resolved_for(

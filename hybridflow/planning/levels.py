@@ -32,20 +32,6 @@ SAME = (
 Chosen = Mapping[str, RoleOption | EngineOption]
 
 
-@dataclass
-class Level:
-    """A role with all its options: arrays of (options,) or (options, cells)."""
-
-    name: str
-    options: Sequence[RoleOption | EngineOption]
-    alone: Float
-    scoring: Float
-    updating: Float
-    held: Int
-    activations: Int
-    resting: Int
-
-
 @dataclass(frozen=True)
 class Sums:
     """Of what is chosen so far; arrays of (cells,), or of (options, cells)."""
@@ -60,14 +46,14 @@ class Sums:
     def at(self, i: int) -> "Sums":
         return Sums(*(np.asarray(getattr(self, name)[i]) for name in self.__dataclass_fields__))
 
-    def plus(self, level: "Level | Sums") -> "Sums":
+    def plus(self, other: "Sums") -> "Sums":
         return Sums(
-            self.alone + level.alone,
-            self.scoring + level.scoring,
-            self.updating + level.updating,
-            self.held + level.held,
-            np.maximum(self.activations, level.activations),
-            self.resting + level.resting,
+            self.alone + other.alone,
+            self.scoring + other.scoring,
+            self.updating + other.updating,
+            self.held + other.held,
+            np.maximum(self.activations, other.activations),
+            self.resting + other.resting,
         )
 
     @property
@@ -80,6 +66,14 @@ class Sums:
         """Of the fullest cell in its fullest moment."""
         found: Int = np.maximum(self.held + self.activations, self.resting).max(axis=-1)
         return found
+
+
+@dataclass(frozen=True)
+class Level(Sums):
+    """A role with all its options, and what each of these adds: arrays of (options,) or (options, cells)."""
+
+    name: str
+    options: Sequence[RoleOption | EngineOption]
 
 
 @dataclass(frozen=True)
@@ -161,14 +155,14 @@ class Levels:
 
         alone = np.array([option.alone for option in options], dtype=np.float64)
         return Level(
-            name,
-            options,
             alone,
             seconds("scoring"),
             seconds("updating"),
             of("held"),
             of("activations"),
             of("resting"),
+            name=name,
+            options=options,
         )
 
     def _engine_level(self, count: int) -> Level:
@@ -180,7 +174,7 @@ class Levels:
         none, no_bytes = np.zeros(shape), np.zeros(shape, dtype=np.int64)
         held = np.array([self._engines.awake(option) * there for option in options], dtype=np.int64).reshape(shape)
         generating = np.array([option.generating for option in options], dtype=np.float64)
-        return Level(ENGINE, options, generating, none, none, held, no_bytes, resting)
+        return Level(generating, none, none, held, no_bytes, resting, name=ENGINE, options=options)
 
     def engine_beside(self, chosen: Chosen) -> Sums | None:
         """What the engine takes on the chosen actor beyond its level, and in the place of what that has of resting:
@@ -202,9 +196,9 @@ class Levels:
         """With the seconds of options that score before the rollout is whole, as `planning.waiting` has it."""
         if not self._options.may_wait(level.name):
             return level
-        early = {each.sizes: each for each in level.options if isinstance(each, RoleOption)}
-        begins = {sizes: self._begins_early(each, chosen) for sizes, each in early.items()}
         of_role = [each for each in level.options if isinstance(each, RoleOption)]
+        early = {each.sizes: each for each in of_role}
+        begins = {sizes: self._begins_early(each, chosen) for sizes, each in early.items()}
         more = [each.early - each.scoring if begins[each.sizes] else 0.0 for each in of_role]
         there = self.cells.spread(level.name, [1])
         return replace(level, scoring=level.scoring + np.outer(more, there))

@@ -12,6 +12,7 @@ import yaml
 from hybridflow.auto_values import autos, with_neutral
 from hybridflow.errors import ConfigError
 from hybridflow.fixed_config import FixedDataConfig, load_config
+from hybridflow.fixed_trainer import FixedDataTrainer
 from hybridflow.plan import main
 from hybridflow.planning.auto import Facts, resolve
 from hybridflow.planning.device import load_profile
@@ -20,6 +21,7 @@ from hybridflow.planning.options import everything
 from hybridflow.planning.placed import place_fixed
 from hybridflow.planning.search import Request, _Search, search
 from hybridflow.planning.timing import predict
+from hybridflow.trainer import RLTrainer
 from tests.checkpoint.test_fixed import write_rows
 from tests.launch import run_ranks
 from tests.planning.test_auto import MOST_PARAMETERS, PADDING
@@ -157,6 +159,15 @@ def test_what_auto_stands_for_is_the_best_and_all_else_stays() -> None:
         resolve(given, "x.yaml", 4, Facts(DEVICE, 1000, 0, "round devices"))
     with pytest.raises(ConfigError, match=r"reward_model.ranks names rank 9, the run has 4 ranks"):
         resolve(tree("reward_model", reward_model=AUTO | {"ranks": "9"}), "x", 4, Facts(DEVICE, ENOUGH, 0, ""))
+
+
+def test_a_config_of_the_other_kind_is_refused_before_any_rank_waits(tmp_path: Path) -> None:
+    """With `auto` as without it."""
+    (tmp_path / "fixed.yaml").write_text(json.dumps(tree("dpo", actor=AUTO)))
+    with pytest.raises(ConfigError, match=r"dpo.*it trains on fixed data"):
+        RLTrainer.from_yaml(str(tmp_path / "fixed.yaml"))
+    with pytest.raises(ConfigError, match=r"this algorithm trains on fixed data"):
+        FixedDataTrainer.from_yaml(ROOT / "configs/quickstart.yaml", ["actor.tensor_parallel_size=auto"])
 
 
 # ------------------------------------------------------------------------------------------------ a real run
