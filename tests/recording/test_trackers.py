@@ -178,7 +178,10 @@ def rows_of(file: Path) -> list[tuple[int, dict]]:
 
 
 def leveldb_records(data: bytes, start: int) -> Iterator[bytes]:
-    """Blocks of 32 KiB; a record's parts have checksum, length and kind: whole, first, middle or last."""
+    """Blocks of 32 KiB; a record's parts have checksum, length and kind: whole, first, middle or last.
+
+    The file may be read while it is written: a part that is not there to its end is not there yet.
+    """
     at, record = start, b""
     while at + 7 <= len(data):
         left = 32768 - at % 32768
@@ -186,6 +189,8 @@ def leveldb_records(data: bytes, start: int) -> Iterator[bytes]:
             at += left
             continue
         length, kind = struct.unpack_from("<HB", data, at + 4)
+        if at + 7 + length > len(data):
+            return
         record += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):
