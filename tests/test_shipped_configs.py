@@ -10,7 +10,7 @@ import pytest
 from hybridflow.architecture.spec import read_spec
 from hybridflow.architecture.weights import num_parameters
 from hybridflow.plan import main
-from tools.tiny_training import Settings
+from tools.tiny_models import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))  # those of configs/recipes: test_recipes.py
@@ -43,10 +43,10 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """configs/, and the config.json of the quickstart's models as tools.make_tiny and quickstart_sft make them."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     settings = Settings()
-    for name, architecture, num_layers in (
-        ("data/tiny/policy", "LlamaForCausalLM", settings.num_layers),
-        ("data/tiny/reward", "LlamaForSequenceClassification", settings.reward_layers),
-        ("runs/quickstart_sft/hf", "LlamaForCausalLM", settings.num_layers),
+    for name, architecture in (
+        ("data/tiny/policy", "LlamaForCausalLM"),
+        ("data/tiny/reward", "LlamaForSequenceClassification"),
+        ("runs/quickstart_sft/hf", "LlamaForCausalLM"),
     ):
         (tmp_path / name).mkdir(parents=True)
         shape = {
@@ -54,7 +54,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "model_type": "llama",
             "hidden_size": settings.hidden_size,
             "intermediate_size": settings.intermediate_size,
-            "num_hidden_layers": num_layers,
+            "num_hidden_layers": settings.num_layers,
             "num_attention_heads": settings.num_heads,
             "num_key_value_heads": settings.num_key_value_heads,
             "vocab_size": 20,

@@ -1,13 +1,15 @@
-"""The task of the tiny quickstart: two-digit addition, its prompts, right and wrong responses, its tokenizer.
+"""The task of the tiny quickstart: four digits backwards, its prompts, right and wrong answers, its tokenizer.
 
-A prompt is "47+85=", the right response is "132" and then the end token. The answer can be checked, a CPU
-learns it in seconds, and a half-trained model makes a graded variety of mistakes (carries, single digits,
-length), which is the head-room that reinforcement learning then uses.
+A prompt is "4729=", the right answer is "9274" and then the end token. The answer can be checked, a CPU learns it in
+seconds, and a half-trained model makes a graded variety of mistakes (single digits, order, length), which is the
+head-room that reinforcement learning then uses. Whether a digit is right depends on one digit of the prompt alone:
+that is what a score at the last token can teach a small reward model in minutes.
 
-Everything here is strings and `random.Random`; what needs a network lives in `make_tiny.py`.
+Everything here is strings and `random.Random`; what needs a network lives in `tiny_models.py`.
 """
 
 import io
+import itertools
 import json
 import random
 import string
@@ -18,7 +20,7 @@ from pathlib import Path
 import sentencepiece
 from transformers import LlamaTokenizer
 
-LOW, HIGH = 10, 99  # operands, inclusive
+LENGTH = 4  # digits
 CHARACTERS = string.digits + "+-*/=()<>.,:;?!'\"%@#$&_" + string.ascii_lowercase
 SPECIAL_PIECES = {
     "unk": 0,
@@ -26,217 +28,165 @@ SPECIAL_PIECES = {
     "eos": 2,
     "pad": 3,
 }  # pad differs from eos: a padded row keeps its end token
-MAX_RAMBLE = 8  # characters of the longest made-up response
+MAX_RAMBLE = 8  # characters of the longest made-up answer
 
 
 @dataclass(frozen=True)
 class Problem:
-    left: int
-    right: int
+    digits: str
 
     @property
     def prompt(self) -> str:
-        return f"{self.left}+{self.right}="
+        return f"{self.digits}="
 
     @property
     def answer(self) -> str:
-        return str(self.left + self.right)
-
-
-@dataclass(frozen=True)
-class Response:
-    """What a policy wrote; `ended` is False where the length limit cut it off before an end token."""
-
-    text: str
-    ended: bool = True
-
-    def __str__(self) -> str:
-        return f"{self.text}</s>" if self.ended else self.text
+        return self.digits[::-1]
 
 
 @dataclass(frozen=True)
 class Split:
-    """Disjoint sets of problems; a+b and b+a are never in two of them."""
+    """Disjoint sets of problems; digits and their mirror are never in two of them."""
 
     train: list[Problem]
     validation: list[Problem]
     heldout: list[Problem]
 
 
-def is_right(response: str, answer: str) -> bool:
-    return response.strip() == answer
+def is_right(text: str, answer: str) -> bool:
+    return text.strip() == answer
 
 
 def split_problems(source: random.Random, *, num_validation: int, num_heldout: int) -> Split:
-    pairs = [(a, b) for a in range(LOW, HIGH + 1) for b in range(a, HIGH + 1)]
-    source.shuffle(pairs)
+    every = map("".join, itertools.product(string.digits, repeat=LENGTH))
+    mirrored = sorted({min(digits, digits[::-1]) for digits in every})
+    source.shuffle(mirrored)
     num_reserved = num_validation + num_heldout
-    assert num_reserved < len(pairs) // 2, f"{num_reserved} of {len(pairs)} reserved: too few to train on"
-    reserved = [Problem(*source.choice([(a, b), (b, a)])) for a, b in pairs[:num_reserved]]
-    train = [Problem(a, b) for pair in pairs[num_reserved:] for a, b in sorted({pair, pair[::-1]})]
+    assert num_reserved < len(mirrored) // 2, f"{num_reserved} of {len(mirrored)} reserved: too few to train on"
+    reserved = [Problem(source.choice([digits, digits[::-1]])) for digits in mirrored[:num_reserved]]
+    train = [Problem(one) for digits in mirrored[num_reserved:] for one in sorted({digits, digits[::-1]})]
     source.shuffle(train)
     return Split(train, reserved[:num_validation], reserved[num_validation:])
 
 
-def write_prompts(path: Path, problems: list[Problem]) -> None:
+def write_prompts(path: Path, problems: Sequence[Problem]) -> None:
     write_lines(path, [{"prompt": problem.prompt, "answer": problem.answer} for problem in problems])
 
 
-def write_pairs(path: Path, problems: list[Problem], wrong: list[Response]) -> None:
-    """Both responses with "</s>" where they ended, which the tokenizer reads as the end token."""
-    rows = [
-        {"prompt": problem.prompt, "chosen": str(Response(problem.answer)), "rejected": str(response)}
-        for problem, response in zip(problems, wrong, strict=True)
+def write_answers(path: Path, problems: Sequence[Problem]) -> None:
+    write_lines(path, [{"prompt": problem.prompt, "completion": problem.answer} for problem in problems])
+
+
+def write_judged(directory: Path, name: str, problems: Sequence[Problem], wrong: Sequence[str]) -> None:
+    """preferencesNAME.jsonl, and labelledNAME.jsonl, where every other completion is wrong. wrong: one a problem."""
+    both = list(zip(problems, wrong, strict=True))
+    pairs = [{"prompt": problem.prompt, "chosen": problem.answer, "rejected": text} for problem, text in both]
+    labelled: list[dict[str, str | bool]] = [
+        {"prompt": problem.prompt, "completion": problem.answer if i % 2 else text, "label": i % 2 == 1}
+        for i, (problem, text) in enumerate(both)
     ]
-    write_lines(path, rows)
-
-
-def write_fixed_data(directory: Path, split: Split, source: random.Random) -> None:
-    """What the quickstarts on fixed data train on: sft.jsonl, preferences.jsonl and labelled.jsonl, and held-out ones.
-
-    A row of the last two has a wrong completion that is another text than the right one: the end token, which these
-    files leave to the trainer, tells no two of them apart. Of labelled completions every other one is wrong.
-    """
-    for suffix, problems in (("", split.train), ("_heldout", split.heldout)):
-        right = [{"prompt": problem.prompt, "completion": problem.answer} for problem in problems]
-        wrong = [_wrong_text(source, problem.answer) for problem in problems]
-        pairs = [
-            {"prompt": row["prompt"], "chosen": row["completion"], "rejected": text}
-            for row, text in zip(right, wrong, strict=True)
-        ]
-        labelled: list[dict[str, str | bool]] = [
-            {"prompt": row["prompt"], "completion": row["completion"] if i % 2 else text, "label": i % 2 == 1}
-            for i, (row, text) in enumerate(zip(right, wrong, strict=True))
-        ]
-        write_lines(directory / f"sft{suffix}.jsonl", right)
-        write_lines(directory / f"preferences{suffix}.jsonl", pairs)
-        write_lines(directory / f"labelled{suffix}.jsonl", labelled)
-
-
-def _wrong_text(source: random.Random, answer: str) -> str:
-    while True:
-        text = wrong_response(source, answer).text
-        if text and not is_right(text, answer):
-            return text
+    write_lines(directory / f"preferences{name}.jsonl", pairs)
+    write_lines(directory / f"labelled{name}.jsonl", labelled)
 
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, str | bool]]) -> None:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
-# Wrong responses. Each maker covers one way to fail, or to please a reward model without being right.
+# Wrong answers. Each maker covers one way to fail, or to please a reward model without being right.
 
 
-def _one_digit_off(source: random.Random, answer: str) -> Response:
+def _one_digit_off(source: random.Random, answer: str) -> str:
     place = source.randrange(len(answer))
     digit = source.choice([d for d in string.digits if d != answer[place]])
-    return Response(answer[:place] + digit + answer[place + 1 :])
+    return answer[:place] + digit + answer[place + 1 :]
 
 
-def _two_digits_off(source: random.Random, answer: str) -> Response:
-    first, second = source.sample(range(len(answer)), 2)
-    digits = list(answer)
-    for place in (first, second):
-        digits[place] = source.choice([d for d in string.digits if d != answer[place]])
-    return Response("".join(digits))
+def _two_digits_off(source: random.Random, answer: str) -> str:
+    return _one_digit_off(source, _one_digit_off(source, answer))
 
 
-def _carry_error(source: random.Random, answer: str) -> Response:
-    return Response(str(abs(int(answer) + source.choice([-100, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 100]))))
+def _neighbours_swapped(source: random.Random, answer: str) -> str:
+    place = source.randrange(len(answer) - 1)
+    return answer[:place] + answer[place + 1] + answer[place] + answer[place + 2 :]
 
 
-def _swapped_digits(source: random.Random, answer: str) -> Response:
-    return Response(answer[::-1])
+def _not_reversed(source: random.Random, answer: str) -> str:
+    return answer[::-1]
 
 
-def _digit_lost(source: random.Random, answer: str) -> Response:
+def _digit_lost(source: random.Random, answer: str) -> str:
     place = source.randrange(len(answer))
-    return Response(answer[:place] + answer[place + 1 :])
+    return answer[:place] + answer[place + 1 :]
 
 
-def _digit_added(source: random.Random, answer: str) -> Response:
+def _digit_added(source: random.Random, answer: str) -> str:
     place = source.randrange(len(answer) + 1)
-    return Response(answer[:place] + source.choice(string.digits) + answer[place:])
+    return answer[:place] + source.choice(string.digits) + answer[place:]
 
 
-def _leading_zeros(source: random.Random, answer: str) -> Response:
-    return Response("0" * source.randint(1, 2) + answer)
+def _random_digits(source: random.Random, answer: str) -> str:
+    return "".join(source.choices(string.digits, k=source.randint(1, 6)))
 
 
-def _random_number(source: random.Random, answer: str) -> Response:
-    return Response("".join(source.choices(string.digits, k=source.randint(1, 4))))
+def _text_after(source: random.Random, answer: str) -> str:
+    tail = source.choice(["=", f"={answer}", answer, f" {answer}"] + list(CHARACTERS))
+    return (answer + tail * source.randint(1, 3))[:MAX_RAMBLE]
 
 
-def _empty(source: random.Random, answer: str) -> Response:
-    return Response("", ended=source.random() < 0.8)
+def _text_before(source: random.Random, answer: str) -> str:
+    return source.choice(CHARACTERS) + answer
 
 
-def _text_after(source: random.Random, answer: str) -> Response:
-    tail = source.choice(["=", "+", f"={answer}", f"+{answer}", answer, f" {answer}"] + list(CHARACTERS))
-    return Response((answer + tail * source.randint(1, 3))[:MAX_RAMBLE], ended=source.random() < 0.5)
-
-
-def _text_before(source: random.Random, answer: str) -> Response:
-    return Response(source.choice(CHARACTERS.replace("0", "")) + answer)
-
-
-def _never_ended(source: random.Random, answer: str) -> Response:
-    """Right so far, or more digits than fit: what stands at the limit of the response length."""
-    tail = "".join(source.choices(string.digits, k=source.choice([0, 0, 1, 2, 3, 5])))
-    return Response(answer + tail, ended=False)
-
-
-def _repetition(source: random.Random, answer: str) -> Response:
+def _repetition(source: random.Random, answer: str) -> str:
     unit = source.choice([answer, answer[0], answer[-1], source.choice(CHARACTERS)])
-    return Response((unit * MAX_RAMBLE)[: source.randint(1, MAX_RAMBLE)], ended=source.random() < 0.5)
+    return (unit * MAX_RAMBLE)[: source.randint(1, MAX_RAMBLE)]
 
 
-def _rambling(source: random.Random, answer: str) -> Response:
-    text = "".join(source.choices(CHARACTERS, k=source.randint(1, MAX_RAMBLE)))
-    return Response(text, ended=source.random() < 0.5)
+def _rambling(source: random.Random, answer: str) -> str:
+    return "".join(source.choices(CHARACTERS, k=source.randint(1, MAX_RAMBLE)))
 
 
-MISTAKES: dict[str, Callable[[random.Random, str], Response]] = {
+MISTAKES: dict[str, Callable[[random.Random, str], str]] = {
     "one_digit_off": _one_digit_off,
     "two_digits_off": _two_digits_off,
-    "carry_error": _carry_error,
-    "swapped_digits": _swapped_digits,
+    "neighbours_swapped": _neighbours_swapped,
+    "not_reversed": _not_reversed,
     "digit_lost": _digit_lost,
     "digit_added": _digit_added,
-    "leading_zeros": _leading_zeros,
-    "random_number": _random_number,
-    "empty": _empty,
+    "random_digits": _random_digits,
     "text_after": _text_after,
     "text_before": _text_before,
-    "never_ended": _never_ended,
     "repetition": _repetition,
     "rambling": _rambling,
 }
-# Wrong numbers are hard to tell from right ones, wrong forms are easy: the former are shown more often.
-MISTAKE_WEIGHTS = [6, 2, 6, 1, 1, 1, 1, 2, 1, 1, 1, 2, 1, 1]
+# Wrong digits are hard to tell from right ones, wrong forms are easy: the former are shown more often.
+MISTAKE_WEIGHTS = [8, 2, 2, 1, 1, 1, 2, 1, 1, 1, 1]
 
 
-def is_wrong(response: Response, answer: str) -> bool:
-    """A right number without its end token counts as wrong: a policy must not be paid for never stopping."""
-    return not (response.ended and is_right(response.text, answer))
-
-
-def wrong_response(source: random.Random, answer: str) -> Response:
-    """A made-up wrong response, never the right one (a maker that hits it by chance is asked again)."""
+def wrong_answer(source: random.Random, answer: str) -> str:
+    """A made-up wrong one, never the right one (a maker that hits it by chance is asked again)."""
     while True:
         (make,) = source.choices(list(MISTAKES.values()), MISTAKE_WEIGHTS)
-        response = make(source, answer)
-        if is_wrong(response, answer):
-            return response
+        text = make(source, answer)
+        if not is_right(text, answer):
+            return text
+
+
+def draw_wrong(source: random.Random, problem: Problem, written: Mapping[Problem, Sequence[str]]) -> str:
+    """Of `written`, what a policy wrote that is wrong, and made-up ones, in equal shares."""
+    if written.get(problem) and source.random() < 0.5:
+        return source.choice(written[problem])
+    return wrong_answer(source, problem.answer)
 
 
 # The tokenizer.
 
 
 def _corpus(source: random.Random) -> Iterator[str]:
-    """Sums, and now and then a line of every character, so that people may type other prompts."""
+    """Digits, and now and then a line of every character, so that people may type other prompts."""
     for index in range(2000):
-        problem = Problem(source.randint(LOW, HIGH), source.randint(LOW, HIGH))
+        problem = Problem("".join(source.choices(string.digits, k=LENGTH)))
         yield problem.prompt + problem.answer
         if index % 40 == 0:
             yield " ".join(CHARACTERS)
@@ -246,7 +196,7 @@ def write_tokenizer(directory: Path, source: random.Random) -> None:
     """Train sentencepiece (tokenizer.model) and write its fast twin (tokenizer.json, tokenizer_config.json).
 
     One piece a character: the vocabulary has room for the characters and the special pieces and for no merge.
-    The tokenizer adds no bos: with and without special tokens, "12+34=" is the same six ids.
+    The tokenizer adds no bos: with and without special tokens, "4729=" is the same five ids.
     """
     directory.mkdir(parents=True, exist_ok=True)
     model = io.BytesIO()

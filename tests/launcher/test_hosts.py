@@ -19,7 +19,8 @@ from tests.forks import ROOT
 from tests.launch import run_ranks
 from tests.launcher.jobs import Job, kill
 from tests.launcher.network import Network, network
-from tests.tools.test_make_tiny import SMALLEST
+from tests.tools.runs import BRIEF, in_forks
+from tests.tools.test_make_tiny import SMALL
 from tools import make_tiny
 
 pytestmark = pytest.mark.distributed
@@ -39,7 +40,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config["checkpoint"] = {"grace_seconds": 20.0}
     (directory / "config.yaml").write_text(json.dumps(config))
     torch.set_num_threads(1)
-    make_tiny.make(directory / "data" / "tiny", SMALLEST, 3)
+    make_tiny.make(directory / "data" / "tiny", SMALL, seed=3, train=in_forks, overrides=BRIEF)
     shutil.copytree(ROOT / "configs", directory / "configs")
     return directory
 

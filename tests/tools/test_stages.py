@@ -9,15 +9,11 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.launch import run_ranks
-from tools.stages import Reached, StageFailed, Stages, main, table
+from tests.tools.runs import BRIEF, in_forks
+from tools.stages import Reached, Stages, main, table
+from tools.tiny_runs import RunFailed
 
 pytestmark = pytest.mark.distributed
-BRIEF = ("num_epochs=null", "num_iterations=2", "metrics.eval_interval=2", "stop_when=null")
-
-
-def in_forks(arguments: list[str]) -> int:
-    return run_ranks(2, "hybridflow.train", *arguments).returncode
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +21,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reached]:
     directory = tmp_path_factory.mktemp("stages") / "seed_5"
     (directory / "runs").mkdir(parents=True)
     (directory / "runs" / "old").write_text("of an earlier start")
-    return directory, Stages(directory, 5, in_forks).run(*BRIEF)
+    return directory, Stages(directory, 5, in_forks, BRIEF).run()
 
 
 def test_each_stage_begins_with_the_one_before(made: tuple[Path, Reached]) -> None:
@@ -41,21 +37,21 @@ def test_each_stage_begins_with_the_one_before(made: tuple[Path, Reached]) -> No
     assert float(before["eval/loss"]) == pytest.approx(0.6931472, abs=1e-6), "log 2: the actor is the reference"
 
 
-def test_no_stage_has_seen_a_held_out_sum(made: tuple[Path, Reached]) -> None:
+def test_no_stage_has_seen_a_held_out_prompt(made: tuple[Path, Reached]) -> None:
     directory, _ = made
     prompts = {
         file.stem: {json.loads(line)["prompt"] for line in file.open()} for file in sorted(directory.glob("*.jsonl"))
     }
-    heldout = prompts["sft_heldout"]
-    assert len(heldout) == 256 and heldout == prompts["preferences_heldout"]
-    seen = prompts["sft"] | prompts["sft_validation"] | prompts["preferences"]
+    heldout = prompts["preferences_heldout"]
+    assert len(heldout) == 256
+    seen = prompts["sft"] | prompts["validation"] | prompts["preferences"]
     assert not seen & heldout
-    assert not prompts["sft_validation"] & prompts["sft"]
+    assert not prompts["validation"] & prompts["sft"]
 
 
 def test_what_is_told_is_what_the_models_do(made: tuple[Path, Reached]) -> None:
     directory, reached = made
-    rows = [json.loads(line) for line in (directory / "sft_heldout.jsonl").open()]
+    rows = [json.loads(line) for line in (directory / "preferences_heldout.jsonl").open()]
     for name, told in (("start", reached.start), ("runs/sft/hf", reached.sft), ("runs/dpo/hf", reached.dpo)):
         tokenizer = AutoTokenizer.from_pretrained(directory / name)
         model = AutoModelForCausalLM.from_pretrained(directory / name)
@@ -63,7 +59,7 @@ def test_what_is_told_is_what_the_models_do(made: tuple[Path, Reached]) -> None:
         with torch.no_grad():
             ids = model.generate(**prompts, do_sample=False, max_new_tokens=8)[:, prompts["input_ids"].shape[1] :]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        right = sum(text.strip() == row["completion"] for text, row in zip(texts, rows, strict=True))
+        right = sum(text.strip() == row["chosen"] for text, row in zip(texts, rows, strict=True))
         assert right / len(rows) == told
     *_, last = csv.DictReader((directory / "runs" / "reward_model" / "metrics.csv").open(newline=""))
     assert float(last["eval/reward_accuracy"]) == reached.pairs
@@ -79,7 +75,7 @@ def test_the_table(capsys: pytest.CaptureFixture) -> None:
 def test_a_stage_that_fails_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    with pytest.raises(StageFailed, match="seed 5: sft has ended with status 3"):
+    with pytest.raises(RunFailed, match="seed 5: sft has ended with status 3"):
         Stages(tmp_path / "seed_5", 5, lambda arguments: 3).run()
     monkeypatch.setattr("tools.stages.by_torchrun", lambda arguments: 4)
     assert main([str(tmp_path / "all"), "--seeds", "2"]) == 1
