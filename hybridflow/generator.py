@@ -46,7 +46,7 @@ class Generator:
         platform: Platform,
         exchange: Exchange,
     ) -> None:
-        self._placed, self._platform, self._exchange = placed, platform, exchange
+        self._placed, self._actor, self._platform, self._exchange = placed, actor, platform, exchange
         self.layout, config = placed.rollout, placed.config
         dtype = DTYPES[config.actor.dtype]
         bucket_elements = config.rollout.bucket_bytes(cuda=platform.has_cuda) // dtype.itemsize
@@ -102,6 +102,7 @@ class Generator:
     @contextlib.contextmanager
     def resharded(self) -> Iterator[None]:
         """Within the block the engine has the actor's weights; after it the trainer has them, bitwise as before."""
+        self._actor.wait_for_weights()
         self.costs.append(self.reshard.to_engine())
         try:
             yield

@@ -2,12 +2,13 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup, _ParamAndGradBuffer
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -29,6 +30,9 @@ class BucketedDataParallel(DistributedDataParallel):
 
     megatron 0.16.1 puts everything into one bucket unless gradients are reduced during the backward pass (`overlap`).
     We need several, because a bucket's parameters live in one storage, and a reshard releases them storage by storage.
+
+    With `overlap` and ZeRO-1 parameters are gathered too while others are computed with: a step starts all gathers, and
+    a layer's forward pass waits for its own. Whoever else reads weights calls `wait_for_parameters` before.
     """
 
     def __init__(
@@ -36,12 +40,39 @@ class BucketedDataParallel(DistributedDataParallel):
     ) -> None:
         self.__dict__["_bucket_elements"] = bucket_elements
         config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=zero1, overlap_grad_reduce=overlap
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=zero1,
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=overlap and zero1,
         )
         super().__init__(model.config, config, model, pg_collection=grid.groups)
         if bucket_elements is not None:
             for buffer in self.flat_buffers():
                 _split_storage(buffer)
+        if config.overlap_param_gather:
+            self._wait_by_layer(model)
+
+    def _wait_by_layer(self, model: PackedModel) -> None:
+        """In place of megatron's hooks, which know of a weight only where its own module is called."""
+        self.disable_forward_pre_hook(param_sync=False)
+        layers = [*model.decoder.layers]
+        of_layers = {parameter for layer in layers for parameter in layer.parameters()}
+        others = [parameter for parameter in model.parameters() if parameter not in of_layers]
+        for module, parameters in [(model, others), *((layer, [*layer.parameters()]) for layer in layers)]:
+            groups = list(dict.fromkeys(self.param_to_bucket_group[parameter] for parameter in parameters))
+            module.register_forward_pre_hook(lambda module, arguments, groups=groups: _wait(groups))
+
+    def gather_parameters(self) -> None:
+        """Start all gathers where they overlap, in the order in which a forward pass waits for them."""
+        if self.ddp_config.overlap_param_gather:
+            for group in reversed(self._groups()):
+                group.start_param_sync()
+
+    def wait_for_parameters(self) -> None:
+        _wait(self._groups())
+
+    def _groups(self) -> list[_ParamAndGradBucketGroup]:
+        return [*self.bucket_groups, *self.expert_parallel_bucket_groups]
 
     @property
     def bucket_size(self) -> int | None:
@@ -58,6 +89,14 @@ class BucketedDataParallel(DistributedDataParallel):
         """megatron's `buffers`, which hide the method of torch by that name."""
         found: list[_ParamAndGradBuffer] = self.__dict__["buffers"]
         return found
+
+
+def _wait(groups: Iterable[_ParamAndGradBucketGroup]) -> None:
+    for group in groups:
+        handle: Any = group.param_gather_handle  # megatron's class says that it is None for ever
+        if handle is not None:
+            handle.wait()
+            group.param_gather_handle = None
 
 
 def _split_storage(buffer: _ParamAndGradBuffer) -> None:
@@ -135,7 +174,14 @@ class TrainedModel:
         if math.isfinite(norm):
             self._clip(norm)
             self.optimizer.step_with_ready_grads()
+            for chunk in self.chunks:
+                chunk.gather_parameters()
         return norm
+
+    def wait_for_parameters(self) -> None:
+        """Until the last step's weights are there whole, before they are read other than by a forward pass."""
+        for chunk in self.chunks:
+            chunk.wait_for_parameters()
 
     def _clip(self, norm: float) -> None:
         if self.config.clip_grad == 0:

@@ -47,7 +47,7 @@ class World:
     exchange: Exchange
     bucket_bytes: int  # the actor's weights live and travel in buckets of about this size
     watch: Stopwatch = field(default_factory=Stopwatch)
-    overlap: bool = field(default_factory=uses_cuda)  # sum gradients over replicas while the backward pass goes on
+    overlap: bool = field(default_factory=uses_cuda)  # what replicas exchange travels while they compute
 
 
 class Role:
@@ -195,9 +195,15 @@ class TrainedRole(Role):
         self.steps = []
 
     def weights(self) -> dict[str, tuple[Weight, Tensor]]:
-        """This rank's live weights by megatron name."""
+        """This rank's live weights by megatron name, after the last step."""
+        self.wait_for_weights()
         found = named_weights(self.chunks, self.spec, head=self.head)
         return {weight.megatron: (weight, parameter.data) for weight, parameter in found}
+
+    def wait_for_weights(self) -> None:
+        """Until the last step's are there whole: before they are read other than by this role's forward pass."""
+        if self.trained is not None:
+            self.trained.wait_for_parameters()
 
     def offloaded(self) -> contextlib.AbstractContextManager[None]:
         """Within the block what the config says is out of device memory: gradients, optimizer state."""

@@ -79,14 +79,14 @@ def run_case(case: Case, models: Path, world: World, *, groups: bool) -> dict[st
 
 
 def adam_steps(case: Case, models: Path, batch: RolloutBatch, world: World) -> dict[str, Tensor]:
-    """And with the sums over replicas under way while the backward pass goes on, where there are any."""
-    results = two_adam_steps(case, models, batch, world)
+    """And, where there are replicas, with what they exchange under way while they compute."""
+    results, _ = two_adam_steps(case, models, batch, world)
     if case.dp == 1:
         return results
     with looked_at(under_way := []):
-        overlapped = two_adam_steps(case, models, batch, replace(world, overlap=True))
+        overlapped, gathering = two_adam_steps(case, models, batch, replace(world, overlap=True))
     results |= {f"overlapped/{name}": x for name, x in overlapped.items()}
-    return results | {"overlapped/under_way": torch.tensor(under_way)}
+    return results | {"overlapped/under_way": torch.tensor(under_way), "overlapped/gathering": torch.tensor(gathering)}
 
 
 @contextlib.contextmanager
@@ -141,16 +141,24 @@ def _note_and_step(role: TrainedRole, step: Callable[[float], float], results: d
     return step(lr)
 
 
-def two_adam_steps(case: Case, models: Path, batch: RolloutBatch, world: World) -> dict[str, Tensor]:
-    """ZeRO-1, of a new actor on a batch that one with its weights has estimated."""
+def two_adam_steps(case: Case, models: Path, batch: RolloutBatch, world: World) -> tuple[dict[str, Tensor], list[bool]]:
+    """ZeRO-1, of a new actor on a batch that one with its weights has estimated.
+
+    The weights; of the time after each step, and after the weights were asked for, whether all gathers are under way.
+    """
     config = experiment(ALGORITHM, case, models, ADAM, BUDGETS[0])
     placed = place(config, world.platform.world_size).actor
     actor = Actor(placed, temperature=config.sampling.temperatures, world=world)
     run = given_run(config, batch, world, roles=Roles(actor, critic=None, reference=None, scorer=None))
     run.begin(1, 1, lambda text: None)
+    groups = [group for chunk in actor.chunks for group in chunk.bucket_groups]
+    gathering = []
     for _ in range(2):
         actor.update(batch, run.policy_loss(ALGORITHM.policy))
-    return {f"actor_adam/{n}": x for n, x in whole(actor, lambda p: p.data).items()}
+        gathering.append(all(group.param_gather_handle is not None for group in groups))
+    actor.weights()
+    gathering.append(any(group.param_gather_handle is not None for group in groups))
+    return {f"actor_adam/{n}": x for n, x in whole(actor, lambda p: p.data).items()}, gathering
 
 
 def experiment(

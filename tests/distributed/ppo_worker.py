@@ -5,14 +5,17 @@ torchrun --nproc-per-node N -m tests.distributed.ppo_worker CHECKPOINTS PROMPTS 
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from hybridflow import trainer as trainers
 from hybridflow.config import ExperimentConfig
 from hybridflow.parallel import platform as platforms
 from hybridflow.recording.recorder import Recorder
+from hybridflow.roles.base import World
 from hybridflow.trainer import RLTrainer
 from tests.distributed.engine_weights import differs_from_export, wrong_parameters
 
@@ -72,6 +75,7 @@ PLACEMENTS: dict[str, tuple[int, dict, dict]] = {
 
 HALF = {"dtype": "bfloat16", "optimizer": {"lr": 1e-3}}  # Adam with main weights, split by ZeRO-1
 AWAY = {"offload_optimizer": True, "offload_gradients": True}
+OVERLAPPED = "bfloat16, overlapped"  # what replicas exchange travels while they compute, as on GPUs
 PLACEMENTS |= {
     "bfloat16": (4, {"actor": layout(2, 1, 2, **HALF)}, {"tensor_parallel_size": 1, "reshard_bucket_mib": 0.25}),
     "bfloat16, offloaded": (
@@ -79,6 +83,7 @@ PLACEMENTS |= {
         {"actor": layout(2, 1, 2, **HALF, **AWAY), "critic": AWAY},
         {"tensor_parallel_size": 1, "reshard_bucket_mib": 0.25},
     ),
+    OVERLAPPED: (4, {"actor": layout(2, 1, 2, **HALF)}, {"tensor_parallel_size": 1, "reshard_bucket_mib": 0.25}),
 }
 
 
@@ -87,17 +92,41 @@ def main(checkpoints: Path, prompts: Path, out: Path) -> None:
     results: dict[str, list[dict[str, Any]]] = {}
     for name, (num_ranks, layouts, rollout) in PLACEMENTS.items():
         if num_ranks == world_size:
+            trainers.World = partial(World, overlap=name == OVERLAPPED)
             trainer = RLTrainer(config(checkpoints, prompts, layouts, rollout))
+            handed_over = noted_hand_offs(trainer)
             results[name] = [
                 run(trainer, iteration) | {"wrong_parameters": wrong_parameters(trainer)}
                 for iteration in range(1, NUM_ITERATIONS + 1)
             ]
-            results[name][-1] |= trainer.evaluate()
+            results[name][-1] |= trainer.evaluate() | {"gathering": handed_over}
             if name == "bfloat16":
                 results[name][-1]["differs_from_export"] = differs_from_export(trainer, out.with_suffix(".export"))
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))
     platforms.stop()
+
+
+def noted_hand_offs(trainer: RLTrainer) -> list[list[bool]]:
+    """Of each hand-off from here on: whether a gather of parameters had been under way, and whether one still is."""
+    found: list[list[bool]] = []
+    actor, reshard = trainer.roles.actor, trainer.generator.reshard
+    groups = [group for chunk in actor.trained.chunks for group in chunk.bucket_groups] if actor.trained else []
+    wait, hand_over = actor.wait_for_weights, reshard.to_engine
+
+    def under_way() -> bool:
+        return any(group.param_gather_handle is not None for group in groups)
+
+    def waited() -> None:
+        found.append([under_way()])
+        wait()
+
+    def handed_over() -> object:
+        found[-1].append(under_way())
+        return hand_over()
+
+    actor.wait_for_weights, reshard.to_engine = waited, handed_over
+    return found
 
 
 def run(trainer: RLTrainer, iteration: int) -> dict[str, float]:

@@ -186,6 +186,7 @@ def test_gradients_summed_during_the_backward_pass_are_the_same(case, family, re
         assert_close(found[f"overlapped/{name}"], found[name], name, 0 if case.dp == 2 else 1e-7)
     if case.dp > 1:
         assert found["overlapped/under_way"].tolist() == [False, True], "the actor's first step, and its second"
+        assert found["overlapped/gathering"].tolist() == [True, True, False], "after each, and when weights are read"
 
 
 @every_case

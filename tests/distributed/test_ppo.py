@@ -82,6 +82,17 @@ def test_offloading_beside_a_gathering_hand_off_changes_nothing(results: dict) -
         assert [found[name] for name in METRICS] == [expected[name] for name in METRICS]
 
 
+def test_parameters_gathered_while_others_compute_change_nothing(results: dict) -> None:
+    """The hand-off waits for what the last step has started."""
+    overlapped, expected = results["bfloat16, overlapped"], results["bfloat16"]
+    for found, same in zip(overlapped, expected, strict=True):
+        assert [found[name] for name in METRICS] == [same[name] for name in METRICS]
+    first, *others = overlapped[-1]["gathering"]
+    assert first == [False, False] and len(others) >= NUM_ITERATIONS - 1
+    assert all(still is False for _, still in others) and sum(before for before, _ in others) == NUM_ITERATIONS
+    assert not any(before for before, *_ in expected[-1]["gathering"])
+
+
 def test_training_moves(results: dict) -> None:
     """Else the comparison would prove little."""
     first, *_, last = results["single"]
