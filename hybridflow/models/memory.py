@@ -14,9 +14,7 @@ from torch import Tensor
 
 from hybridflow.parallel.device import uses_cuda
 
-# linux/mman.h; Python's mmap names them for its own mappings alone
-MADV_DONTNEED, MADV_HUGEPAGE = 4, 14
-HUGE_PAGE = 2 << 20
+MADV_DONTNEED = 4  # linux/mman.h; Python's mmap names it for its own mappings alone
 
 
 def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
@@ -30,18 +28,6 @@ def live_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages(tensors))
 
 
-def refill(storage: torch.UntypedStorage, size: int) -> None:
-    """Give an empty storage `size` bytes, all of which will be written.
-
-    On a CPU in large pages, where the kernel has such: each page is taken and cleared when it is first touched, which
-    costs several times the writing where there are 512 times as many.
-    """
-    storage.resize_(size)
-    if storage.device.type == "cpu" and size >= HUGE_PAGE:
-        head = -storage.data_ptr() % mmap.PAGESIZE
-        _advised(storage.data_ptr() + head, size - head - (size - head) % mmap.PAGESIZE, MADV_HUGEPAGE)
-
-
 def refill_with_zeros(storage: torch.UntypedStorage, size: int) -> None:
     """Give an empty storage `size` bytes of zeros.
 
@@ -52,21 +38,22 @@ def refill_with_zeros(storage: torch.UntypedStorage, size: int) -> None:
     memory = bytes_of(storage)
     head = -storage.data_ptr() % mmap.PAGESIZE
     tail = max(size - head, 0) % mmap.PAGESIZE
-    # of memory that is private and anonymous, as that of torch's allocator is, the next reading then gives zeros
-    fresh = storage.device.type == "cpu" and _advised(storage.data_ptr() + head, size - head - tail, MADV_DONTNEED)
-    if not fresh:
+    if storage.device.type != "cpu" or not _fresh_pages(storage.data_ptr() + head, size - head - tail):
         memory.zero_()
         return
     memory[:head].zero_()
     memory[size - tail :].zero_()
 
 
-def _advised(start: int, size: int, advice: int) -> bool:
-    """Whether the kernel took the advice on these whole pages: madvise(2)."""
+def _fresh_pages(start: int, size: int) -> bool:
+    """Whether these whole pages could be given back to the kernel. There they stand, as before, but empty.
+
+    Of memory that is private and anonymous, as that of torch's allocator is, the next reading gives zeros: madvise(2).
+    """
     if sys.platform != "linux" or size <= 0:
         return False
-    done = ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)
-    return bool(done == 0)  # not so, for instance, for locked pages that are to be fresh
+    advised = ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), MADV_DONTNEED)
+    return bool(advised == 0)  # not so for locked pages
 
 
 class Released:
@@ -134,7 +121,7 @@ class Offloaded:
     def restore(self) -> None:
         """Bit for bit as before."""
         for storage, size in self._storages:
-            refill(storage, size)
+            storage.resize_(size)
         for memory, copy in self._pieces():
             memory.copy_(copy, non_blocking=True)
         _arrived()

@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hybridflow.models.memory import bytes_of, refill
+from hybridflow.models.memory import bytes_of
 from hybridflow.reshard.plan import Operation, Way
 from hybridflow.reshard.reserved import AddressSpace, Reserved
 
@@ -23,7 +23,7 @@ class Resized:
         self._storage, self.size = torch.UntypedStorage(num_bytes, device=device), num_bytes
 
     def map(self) -> None:
-        refill(self._storage, self.size)
+        self._storage.resize_(self.size)
 
     def unmap(self) -> None:
         self._storage.resize_(0)
@@ -83,7 +83,7 @@ class Move:
 
     def allocate(self) -> int:
         """Bytes more. What lies between the weights is zero, as it was; the weights are for others to fill."""
-        refill(self._storage, self._size)
+        self._storage.resize_(self._size)
         for gap in self._gaps:
             gap.zero_()
         return self._size

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridflow.models.memory import HostMemory, Offloaded, Released, live_bytes, refill, refill_with_zeros, storages
+from hybridflow.models.memory import HostMemory, Offloaded, Released, live_bytes, refill_with_zeros, storages
 
 BITS = torch.tensor(
     [0x7FC01234, -1, 0, 1, -0x80000000, 0x7F800001], dtype=torch.int32
@@ -52,39 +52,6 @@ def test_pages_that_nobody_touches_are_not_there() -> None:
     assert with_pages - resident() > 250 << 20
     memory[123_456_789] = 3
     assert int(memory[123_456_789]) == 3 and int(memory[123_456_788]) == 0
-
-
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no large pages")
-def test_memory_that_will_be_written_is_asked_for_in_large_pages() -> None:
-    memory = torch.full((40 << 20,), 255, dtype=torch.uint8)
-    storage = memory.untyped_storage()
-    storage.resize_(0)
-    refill(storage, 40 << 20)
-    memory.fill_(7)
-    assert storage.nbytes() == 40 << 20 and int(memory.sum()) == 7 * (40 << 20)
-    assert "hg" in flags_of_the_mapping(storage.data_ptr() + (20 << 20)), "MADV_HUGEPAGE: proc_pid_smaps(5)"
-
-
-@pytest.mark.parametrize("size", [0, 1, 4096, (2 << 20) + 5])
-def test_memory_of_any_size_can_be_taken_again(size: int) -> None:
-    memory = torch.ones(size, dtype=torch.uint8)
-    storage = memory.untyped_storage()
-    storage.resize_(0)
-    refill(storage, size)
-    memory.fill_(3)
-    assert storage.nbytes() == size and int(memory.sum()) == 3 * size
-
-
-def flags_of_the_mapping(address: int) -> list[str]:
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, *values = line.split()
-        if "-" in name:
-            start, stop = (int(edge, 16) for edge in name.split("-"))
-            inside = start <= address < stop
-        elif inside and name == "VmFlags:":
-            return values
-    raise AssertionError(f"nothing is mapped at {address:#x}")
 
 
 def resident() -> int:
