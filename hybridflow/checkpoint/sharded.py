@@ -102,8 +102,8 @@ def _sharded(role: SavedRole) -> dict[str, Any]:
     trained, grid = role.trained if isinstance(role, TrainedRole) else None, role.grid
     if not role.chunks:
         return {}
-    if isinstance(role, TrainedRole):
-        role.wait_for_weights()
+    if trained is not None:
+        trained.wait_for_parameters()
     weights = list(named_weights(role.chunks, role.spec, head=role.head))
     own = balanced_partition([parameter.numel() for _, parameter in weights], grid.dp)[grid.dp_rank]
     states = {} if trained is None else {id(state.parameter): state for state in owned_states(trained)}

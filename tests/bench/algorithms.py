@@ -3,7 +3,7 @@
     python -m tests.bench.algorithms [--seeds 1 2 3] [--only grpo rloo] [--svg docs/algorithms.svg]
 
 Each run is what `bash launch/quickstart.sh CONFIG` starts, and stays in runs/algorithms; one that is whole there is not
-made again. All together take half an hour on two cores.
+made again. All together take about an hour on two cores.
 """
 
 import argparse
