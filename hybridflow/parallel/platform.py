@@ -31,6 +31,7 @@ from torch.distributed.rendezvous import rendezvous
 from hybridflow.errors import EnvironmentProblem
 from hybridflow.parallel.collectives import Collectives
 from hybridflow.parallel.device import CPU, choose_platform, uses_cuda
+from hybridflow.parallel.gloo import use_one_thread
 from hybridflow.parallel.layout import PlatformName
 from hybridflow.parallel.products import use_fast_products
 from hybridflow.parallel.versions import check_version
@@ -99,6 +100,7 @@ def start(seed: int, platform: PlatformName = "auto", *, longest_phase_seconds: 
         device, backend = CPU, "gloo"
     _single_process_defaults()
     _prepare_diagnosis()
+    use_one_thread()
     timeout = _set_default_timeouts(longest_phase_seconds)
     if not dist.is_initialized():
         join_world(backend, timeout)

@@ -8,7 +8,7 @@ import os
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.parallel import platform as platforms
+from hybridflow.parallel.gloo import use_one_thread
+from hybridflow.parallel.small_groups import SmallGroup
 
 
 class Store:
@@ -86,6 +88,31 @@ def test_a_group_made_without_a_time_out_waits_for_longer_than_a_phase_may_take(
     finally:
         dist.destroy_process_group()
     assert dist.distributed_c10d._get_default_timeout("nccl") == timeout
+
+
+@pytest.fixture
+def gloo_of_torch() -> Iterator[None]:
+    own = dist.ProcessGroupGloo.__init__
+    yield
+    dist.ProcessGroupGloo.__init__ = own
+
+
+@pytest.mark.usefixtures("gloo_of_torch")
+def test_a_group_of_gloo_has_one_thread() -> None:
+    """torch's two free the same memory twice where collectives overlap."""
+    use_one_thread()
+    timeout = timedelta(seconds=77)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        groups = [dist.group.WORLD, dist.new_group([0], timeout=timeout)]
+        options = [group._get_backend(torch.device("cpu")).options for group in groups]
+        alone = SmallGroup(dist.HashStore(), "alone", rank=0, size=1, timeout=timeout)
+        assert [(o._threads, o._timeout) for o in [*options, alone._gloo.options]] == [(1, timeout)] * 3
+        whole, own = torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])
+        dist.all_gather_into_tensor(whole, own)
+        assert whole.tolist() == [1.0, 2.0, 3.0]
+    finally:
+        dist.destroy_process_group()
 
 
 NCCL = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT")
