@@ -140,7 +140,7 @@ class FixedDataTrainer:
 
     def _notes(self, last: int) -> list[str]:
         """What the user should know of the choices that were made."""
-        notes = [kernels(self.config)] if self.platform.has_cuda else []
+        notes = [kernels(self.config, self.platform)]
         if self.run.state.iteration >= last:
             notes.append(f"all {last} iterations are done; checkpoint.load=none starts anew")
         epochs, rows = self.config.num_epochs, len(self.inputs.train)

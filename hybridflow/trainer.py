@@ -346,8 +346,7 @@ class RLTrainer:
             )
         elif not self.writes_model:
             notes.append("rollout only: nothing is trained, and no model is written")
-        if self.platform.has_cuda:
-            notes.append(kernels(self.config))
+        notes.append(kernels(self.config, self.platform))
         if self.generator.why_eager is not None:
             notes.append(f"rollout: the engine runs without CUDA graphs: {self.generator.why_eager}")
         changed = self.config.sampling.changed_distribution()

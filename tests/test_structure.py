@@ -39,7 +39,7 @@ FLOORS: dict[int, list[str]] = {
         "config",
         "fixed_config",
     ],
-    1: ["parallel", "parallel.*", "formats", "formats.*"],
+    1: ["parallel", "parallel.*", "formats", "formats.*", "native", "native.*"],
     2: ["architecture", "architecture.*"],
     3: ["models", "models.*", "reshard", "reshard.*", "rollout", "rollout.*"],
     4: ["recording", "recording.*", "planning", "planning.*"],

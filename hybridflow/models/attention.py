@@ -1,13 +1,14 @@
 """Core attention over packed sequences, rotary embedding included.
 
-On CUDA: torch's variable-length flash attention. On a CPU: scaled_dot_product_attention, once for every run of
-sequences of equal length (micro-batches are ordered by length, so a run is a plain view and nothing is padded). Where
-responses share a prompt: `shared_prompt`.
+On CUDA: torch's variable-length flash attention. On a CPU: a kernel of ours in C (`native/attention.py`), shared
+prompts included. Where that one cannot be had: scaled_dot_product_attention, once for every run of sequences of equal
+length (micro-batches are ordered by length, so a run is a plain view and nothing is padded), and where responses share
+a prompt, as on CUDA: `shared_prompt`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, groupby, islice
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hybridflow.models.shared_prompt import SharedPrompts, Spans, bounds, shared_prompt_attention
+from hybridflow.native import attention as native
+from hybridflow.native.attention import Items
 
 
 @dataclass
@@ -35,6 +38,7 @@ class PackedSequences(PackedSeqParams):
 
     lengths: tuple[int, ...] = ()
     shared: SharedPrompts | None = None  # None: no sequence attends to another
+    items: Items | None = None  # the same for the kernel on CPUs
     cos: Tensor | None = None  # (t, 1, rotary dimensions / 2); None: positions are learned
     sin: Tensor | None = None
 
@@ -50,6 +54,7 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_kv=longest,
             lengths=lengths,
             shared=shared,
+            items=items_of(lengths, shared) if device.type == "cpu" else None,
         )
 
     @property
@@ -65,6 +70,18 @@ class PackedSequences(PackedSeqParams):
     def runs(self) -> list[tuple[int, int]]:
         """(count, length) of neighbouring sequences of equal length."""
         return [(len(list(run)), length) for length, run in groupby(self.lengths)]
+
+
+def items_of(lengths: tuple[int, ...], shared: SharedPrompts | None) -> Items:
+    """Sequences by themselves, and prompts with what follows them, as they lie one after another."""
+    stretches = [(stop - length, length) for stop, length in zip(accumulate(lengths), lengths, strict=True)]
+    if shared is None:
+        return Items.of(stretches)
+    prompts = iter([x for x in stretches if shared.prompts.start <= x[0] < shared.prompts.stop])
+    responses = iter([x for x in stretches if shared.responses.start <= x[0] < shared.responses.stop])
+    groups = [[next(prompts), *islice(responses, len(followers))] for _, followers in shared.lengths]
+    alone = [x for x in stretches if not shared.prompts.start <= x[0] < shared.responses.stop]
+    return Items.of(alone, groups)
 
 
 class PackedAttention(MegatronModule):
@@ -176,6 +193,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
 
 def attention(query: Tensor, key: Tensor, value: Tensor, *, packed: PackedSequences, scale: float) -> Tensor:
     """(tokens, heads, head_dim) from query and grouped key, value: causal, on what `packed` says."""
+    if packed.items is not None and native.takes(query, key, value):
+        return native.attend(query, key, value, packed.items, scale=scale)
     if packed.shared is not None:
         return shared_prompt_attention(query, key, value, own=packed.own, shared=packed.shared, scale=scale)
     attend = varlen_attention if query.is_cuda else attention_by_length

@@ -1,6 +1,7 @@
-"""Which fused kernels training takes on a GPU, for people: one line when a run starts, with what was not taken and why.
+"""Which kernels training takes, for people: one line when a run starts, with what was not taken and why.
 
-What decides is elsewhere: `build` (layers, gradient accumulation), `attention`, and megatron's optimizer.
+What decides is elsewhere: `build` (layers, gradient accumulation), `attention`, and megatron's optimizer; but for those
+in C for CPUs, on which ranks agree here.
 """
 
 import importlib
@@ -10,11 +11,32 @@ from typing import Literal
 
 import megatron.core.optimizer as megatron_optimizer
 import torch
+import torch.distributed as dist
 from torch.nn.attention import current_flash_attention_impl
 
+from hybridflow.native import library as native
+from hybridflow.parallel.agreement import failures
 from hybridflow.parallel.device import FIRST_WITH_FLASH
 
 OptimizerSource = Literal["Transformer Engine", "apex", "torch"]
+
+
+def agree_on_native_kernels(group: dist.ProcessGroup) -> None:
+    """All ranks compute with the kernels in C for CPUs, or none does: results must not depend on who computed them.
+
+    Collective over `group`, which must take tensors on the CPU.
+    """
+    missing = failures(native.why_not(), group)
+    if missing:
+        native.do_without("; ".join(missing))
+
+
+def native_kernel_line() -> str:
+    """On CPUs."""
+    missing = native.why_not()
+    if missing is None:
+        return "kernels for training: attention in C, compiled for this CPU"
+    return f"kernels for training: attention by torch, slower than in C, for which a compiler is needed ({missing})"
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ KINDS = {  # by the beginning of an operator's name, the first that fits
     "attention": (
         "aten::scaled_dot_product",
         "aten::_scaled_dot_product",
+        "NativeAttention",
         "_C::cpu_att",
         "_C_cache_ops::",
         "vllm::uni",

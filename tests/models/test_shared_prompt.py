@@ -15,6 +15,7 @@ from hybridflow.models.shared_prompt import (
     varlen_backward,
     varlen_forward,
 )
+from hybridflow.native import attention as native
 
 CPU = torch.device("cpu")
 SCALE = 0.3
@@ -86,6 +87,7 @@ def merged(case: str) -> Callable[..., Tensor]:
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (3, 1)])
 @every_case
@@ -115,6 +117,7 @@ def test_the_fallback_equals_it_too(case: str) -> None:
         torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("changed", ["prompt", "response"])
 def test_a_group_does_not_reach_another(changed: str) -> None:
     """Nor a response its neighbour: only the prompt reaches all that follow it."""
@@ -138,11 +141,19 @@ def test_a_merge_by_hand() -> None:
     torch.testing.assert_close(lse, torch.tensor([[4.0]]).log())
 
 
-def test_where_nothing_is_shared_the_kernel_is_called_as_ever() -> None:
+def test_where_nothing_is_shared_torchs_kernel_is_called_as_ever() -> None:
+    """In float64, which ours does not take."""
     packed = PackedSequences.of((5, 3, 3), CPU)
-    q, k, v = (torch.randn(11, 2, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    q, k, v = (torch.randn(11, 2, 8, generator=torch.Generator().manual_seed(i)).double() for i in range(3))
     expected = attention_by_length(q, k, v, packed=packed, scale=SCALE)
     assert torch.equal(attention(q, k, v, packed=packed, scale=SCALE), expected)
+
+
+@pytest.fixture(params=["in C", "torch"])
+def kernel(request, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no compiler, torch's is called twice and merged."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "library", lambda: None)
 
 
 def test_shared_prompts_by_hand() -> None:

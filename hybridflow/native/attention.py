@@ -1,0 +1,129 @@
+"""Causal attention over packed sequences on a CPU, forward and backward: `attention.c`, called.
+
+Flash attention (Dao et al. 2022) with all scores of 32 queries at once. What follows a prompt that several responses
+share attends to the prompt and to itself in one softmax. bfloat16 is read and written, sums are float32. A head of a
+sequence is computed by one thread, so that results do not depend on how many there are.
+"""
+
+import ctypes
+import functools
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.native.library import library
+
+DTYPES = (torch.float32, torch.bfloat16)
+Stretch = tuple[int, int]  # first token, length
+
+
+class Arguments(ctypes.Structure):
+    """`Attention` of attention.c."""
+
+    POINTERS = (
+        *("query", "key", "value", "out", "grad", "query_grad", "key_grad", "value_grad"),
+        *("lse", "stretches", "items", "next"),
+    )
+    NUMBERS = (
+        *("num_items", "heads", "kv_heads", "dims"),
+        *("query_token", "query_head", "key_token", "key_head", "value_token", "value_head"),
+        *("bfloat16", "backward"),
+    )
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_int64) for name in NUMBERS),
+        ("scale", ctypes.c_float),
+    ]
+
+
+@dataclass(frozen=True)
+class Items:
+    """What can be computed by itself: sequences, and prompts with all that follow them."""
+
+    stretches: Tensor  # (stretches, 3) int64: first token, length, place of its first key among those of its item
+    items: Tensor  # (items, 4) int64: first stretch, how many, whether the others follow the first, all their tokens
+
+    @classmethod
+    def of(cls, alone: Iterable[Stretch], groups: Iterable[Sequence[Stretch]] = ()) -> "Items":
+        """alone: attends to itself. groups: a prompt, then what follows it, which attends to the prompt as well."""
+        stretches: list[tuple[int, int, int]] = []
+        items: list[tuple[int, int, int, int]] = []
+        for group in (*([stretch] for stretch in alone), *groups):
+            items.append((len(stretches), len(group), int(len(group) > 1), sum(length for _, length in group)))
+            place = 0
+            for start, length in group:
+                stretches.append((start, length, place))
+                place += length
+        return cls(torch.tensor(stretches, dtype=torch.int64), torch.tensor(items, dtype=torch.int64))
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether these can be computed with here."""
+    dtype = tensors[0].dtype
+    return dtype in DTYPES and all(x.is_cpu and x.dtype == dtype for x in tensors) and library() is not None
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, items: Items, *, scale: float) -> Tensor:
+    """(tokens, heads, head_dim) from query and grouped key, value (tokens, kv_heads, head_dim). For what it `takes`.
+
+    Every token must lie in exactly one stretch of `items`.
+    """
+    out: Tensor = NativeAttention.apply(query, key, value, items, scale)
+    return out
+
+
+class NativeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, items: Items, scale: float) -> Tensor:
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        out = query.new_empty(query.shape)
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        _run(query, key, value, items, scale, out, lse)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.items, ctx.scale = items, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        grads = [x.new_empty(x.shape) for x in (query, key, value)]
+        _run(query, key, value, ctx.items, ctx.scale, out, lse, (grad.contiguous(), *grads))
+        return *grads, None, None
+
+
+def _run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    items: Items,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    grads: Sequence[Tensor] = (),
+) -> None:
+    """Forward, into `out` and `lse`; or backward from them and the first of `grads` into the others."""
+    kernels = library()
+    assert kernels is not None, "asked of `takes` before"
+    taken = torch.zeros(1, dtype=torch.int64)  # the next piece of work, which threads count on
+    given: Sequence[Tensor | None] = grads or [None] * 4
+    pointers = [query, key, value, out, *given, lse, items.stretches, items.items, taken]
+    strides = [stride for x in (query, key, value) for stride in x.stride()[:2]]
+    heads = [query.shape[1], key.shape[1], query.shape[2]]
+    numbers = [len(items.items), *heads, *strides, query.dtype == torch.bfloat16, bool(grads)]
+    arguments = Arguments(*(None if x is None else x.data_ptr() for x in pointers), *numbers, scale)
+    call = functools.partial(kernels.hybridflow_attention, ctypes.byref(arguments))
+    count = min(torch.get_num_threads(), len(items.items) * key.shape[1])
+    others = [_threads(os.getpid(), count - 1).submit(call) for _ in range(count - 1)] if count > 1 else []
+    if any([call(), *(other.result() for other in others)]):
+        raise MemoryError("attention on the CPU: no memory for the keys and scores of a sequence")
+
+
+@functools.lru_cache(maxsize=1)
+def _threads(process: int, count: int) -> ThreadPoolExecutor:
+    """process: a fork has none of its parent's threads."""
+    return ThreadPoolExecutor(count, "attention")

@@ -1,0 +1,105 @@
+"""The compiled kernels: made by the C compiler of this machine, in a second, and kept for the next process.
+
+Where there is none, or no AVX2, torch's operations do the same work, slower. Results then differ by the order of sums,
+so the ranks of a run agree: they all have the kernels, or all do without (`models/kernels.py`).
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+SOURCES = ("vectors.h", "attention.h", "attention.c")
+# no -ffast-math: its start-up code has the whole process flush small numbers to zero
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC")
+COMPILERS = ("cc", "gcc", "clang")
+SECONDS = 120.0  # that compiling may take
+
+_given_up: list[str] = []  # why this process does without kernels that it could have
+
+
+def library() -> ctypes.CDLL | None:
+    """The kernels, or None. The first call of a process may compile them."""
+    return None if _given_up else _found()[0]
+
+
+def why_not() -> str | None:
+    """Why there are none; None where there are."""
+    return _given_up[0] if _given_up else _found()[1]
+
+
+def do_without(reason: str) -> None:
+    """From now on this process has none."""
+    _given_up.append(reason)
+
+
+@functools.cache
+def _found() -> tuple[ctypes.CDLL | None, str | None]:
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return None, f"this CPU has no AVX2 ({torch.backends.cpu.get_cpu_capability()})"
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        return None, f"there is no C compiler ({', '.join(COMPILERS)})"
+    try:
+        return ctypes.CDLL(str(compiled(compiler, _cache()))), None
+    except (OSError, subprocess.SubprocessError) as error:
+        said = str(getattr(error, "stderr", None) or error).strip().splitlines()
+        return None, f"{compiler}: {next((line for line in said if 'error' in line), said[0] if said else error)}"
+
+
+def compiled(compiler: str, directory: Path, flags: Sequence[str] = ()) -> Path:
+    """The file of the kernels as `compiler` makes them for this CPU, in `directory`: an old one, or a new one.
+
+    Errors: OSError, subprocess.SubprocessError.
+    """
+    target = directory / f"{_digest(compiler, flags)}.so"
+    with _alone(directory):
+        if not target.exists():
+            handle, part = tempfile.mkstemp(dir=directory, suffix=".part")
+            os.close(handle)
+            try:
+                command = [compiler, *FLAGS, *flags, str(HERE / "attention.c"), "-o", part, "-lm"]
+                subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
+                Path(part).chmod(0o755)
+                Path(part).replace(target)
+            finally:
+                Path(part).unlink(missing_ok=True)
+    return target
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """The ranks of a host come at once, and one compiles for all."""
+    with (directory / "lock").open("w") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks: each compiles
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _cache() -> Path:
+    """A directory that stays, or one of this process alone where the home cannot be written to."""
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home
+        directory = Path.home() / ".cache" / "hybridflow"
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "lock").touch()
+        return directory
+    return Path(tempfile.mkdtemp(prefix="hybridflow-kernels-"))
+
+
+def _digest(compiler: str, flags: Sequence[str]) -> str:
+    """Of all that decides the machine code: sources, compiler, flags, and what the CPU can do."""
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True, timeout=SECONDS)
+    cpu = Path("/proc/cpuinfo").read_text().splitlines()
+    features = sorted({line for line in cpu if line.startswith(("flags", "vendor_id", "cpu family", "model"))})
+    parts = [*((HERE / name).read_text() for name in SOURCES), version.stdout, *FLAGS, *flags, *features]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

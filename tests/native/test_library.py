@@ -1,0 +1,162 @@
+"""Where the kernels come from, and what stands where they cannot be had."""
+
+import ctypes
+import os
+import stat
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridflow.models import kernels
+from hybridflow.models.attention import PackedSequences, attention, attention_by_length
+from hybridflow.native import library as libraries
+
+NEEDED = pytest.mark.skipif(libraries.why_not() is not None, reason=f"no kernels: {libraries.why_not()}")
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A process that has not looked for kernels, with a home of its own."""
+    monkeypatch.setattr(libraries, "_given_up", [])
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    libraries._found.cache_clear()
+    yield tmp_path
+    libraries._found.cache_clear()
+
+
+def program(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def computes_as_torch() -> bool:
+    """In float32, bit for bit: so it was torch."""
+    packed = PackedSequences.of((20, 7), torch.device("cpu"))
+    qkv = torch.randn(3, 27, 2, 16, generator=torch.Generator().manual_seed(0))
+    ours = attention(*qkv, packed=packed, scale=0.3)
+    return torch.equal(ours, attention_by_length(*qkv, packed=packed, scale=0.3))
+
+
+@NEEDED
+def test_it_is_compiled_once_and_kept(fresh: Path) -> None:
+    assert libraries.library() is not None and libraries.why_not() is None
+    (made,) = (fresh / "home" / ".cache" / "hybridflow").glob("*.so")
+    before = made.stat().st_mtime_ns
+    libraries._found.cache_clear()
+    assert libraries.library() is not None
+    assert made.stat().st_mtime_ns == before
+    assert not list(made.parent.glob("*.part"))
+
+
+@NEEDED
+def test_many_come_at_once_and_one_compiles(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    real = next(path for path in map(libraries.shutil.which, libraries.COMPILERS) if path)
+    counting = program(tmp_path / "counting-cc", f'[ "$1" = --version ] || echo compiled >> {calls}\nexec {real} "$@"')
+    with ThreadPoolExecutor(4) as pool:
+        made = set(pool.map(lambda _: libraries.compiled(str(counting), tmp_path), range(4)))
+    assert len(made) == 1 and ctypes.CDLL(str(*made)).hybridflow_attention
+    assert calls.read_text() == "compiled\n"
+
+
+@NEEDED
+def test_another_compiler_or_flag_is_another_file(tmp_path: Path) -> None:
+    real = next(path for path in map(libraries.shutil.which, libraries.COMPILERS) if path)
+    own = program(tmp_path / "cc", f'[ "$1" = --version ] && echo "another 1.0" || exec {real} "$@"')
+    files = [libraries.compiled(real, tmp_path), libraries.compiled(str(own), tmp_path)]
+    files.append(libraries.compiled(real, tmp_path, ["-mno-avx512f"]))
+    assert len({*files}) == 3
+
+
+def test_without_a_compiler_torch_computes(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(fresh))
+    assert libraries.library() is None
+    assert libraries.why_not() == "there is no C compiler (cc, gcc, clang)"
+    assert computes_as_torch()
+
+
+def test_a_compiler_that_fails_says_why(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first line with an error; and nothing is left behind."""
+    text = (
+        '[ "$1" = --version ] && exit 0\necho "In file included" >&2\necho "x.h:1: error: no such header" >&2\nexit 1'
+    )
+    broken = program(fresh / "cc", text)
+    monkeypatch.setenv("PATH", str(fresh))
+    assert libraries.library() is None
+    assert libraries.why_not() == f"{broken}: x.h:1: error: no such header"
+    assert [path.name for path in (fresh / "home" / ".cache" / "hybridflow").iterdir()] == ["lock"]
+    assert computes_as_torch()
+
+
+def test_a_file_that_is_no_library_says_so(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(
+        fresh / "cc", '[ "$1" = --version ] && exit 0\nfor x; do [ "$last" = -o ] && echo text > "$x"; last=$x; done'
+    )
+    monkeypatch.setenv("PATH", f"{fresh}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    assert libraries.library() is None
+    assert "file too short" in libraries.why_not() or "invalid ELF header" in libraries.why_not()
+
+
+@NEEDED
+def test_a_home_that_cannot_be_written_to(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (fresh / "home").write_text("a file")
+    assert libraries.library() is not None
+
+
+def test_a_cpu_without_avx2(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert libraries.why_not() == "this CPU has no AVX2 (DEFAULT)"
+
+
+@pytest.fixture
+def alone() -> dist.ProcessGroup:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_where_one_rank_has_none_all_do_without(
+    fresh: Path, alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "failures", lambda own, group: ["rank 3: there is no C compiler (cc, gcc, clang)"])
+    kernels.agree_on_native_kernels(alone)
+    assert libraries.library() is None and computes_as_torch()
+    assert kernels.native_kernel_line() == (
+        "kernels for training: attention by torch, slower than in C, for which a compiler is needed "
+        "(rank 3: there is no C compiler (cc, gcc, clang))"
+    )
+
+
+@NEEDED
+def test_where_all_have_them_they_are_used(fresh: Path, alone: dist.ProcessGroup) -> None:
+    kernels.agree_on_native_kernels(alone)
+    assert libraries.library() is not None and not computes_as_torch()
+    assert kernels.native_kernel_line() == "kernels for training: attention in C, compiled for this CPU"
+
+
+@NEEDED
+def test_small_numbers_stay_what_they_are(fresh: Path) -> None:
+    """The start-up code of -ffast-math would have the whole process flush them to zero."""
+    assert libraries.library() is not None
+    assert (torch.tensor([1e-40]) * 1.0).item() > 0.0
+
+
+@NEEDED
+def test_the_sources_compile_without_a_warning(tmp_path: Path) -> None:
+    compiler = next(path for path in map(libraries.shutil.which, libraries.COMPILERS) if path)
+    for flags in ([], ["-mno-avx512f"]):
+        command = [
+            compiler,
+            *libraries.FLAGS,
+            *flags,
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            str(libraries.HERE / "attention.c"),
+        ]
+        subprocess.run([*command, "-o", str(tmp_path / "x.so"), "-lm"], check=True)
