@@ -24,6 +24,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from hybridflow.models.shared_prompt import SharedPrompts, Spans, bounds, shared_prompt_attention
 from hybridflow.native import attention as native
 from hybridflow.native.attention import Items
+from hybridflow.native.layers import rotate
+from hybridflow.native.threads import takes
 
 
 @dataclass
@@ -182,6 +184,8 @@ class Rotate(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
+    if pairs is halves and takes(x, cos, sin):
+        return rotate(x, cos, sin)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     turning = 2 * cos.shape[-1]
     (a, b), (out_a, out_b) = pairs(x[..., :turning]), pairs(out[..., :turning])
@@ -193,7 +197,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
 
 def attention(query: Tensor, key: Tensor, value: Tensor, *, packed: PackedSequences, scale: float) -> Tensor:
     """(tokens, heads, head_dim) from query and grouped key, value: causal, on what `packed` says."""
-    if packed.items is not None and native.takes(query, key, value):
+    if packed.items is not None and takes(query, key, value):
         return native.attend(query, key, value, packed.items, scale=scale)
     if packed.shared is not None:
         return shared_prompt_attention(query, key, value, own=packed.own, shared=packed.shared, scale=scale)

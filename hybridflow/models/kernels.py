@@ -35,8 +35,9 @@ def native_kernel_line() -> str:
     """On CPUs."""
     missing = native.why_not()
     if missing is None:
-        return "kernels for training: attention in C, compiled for this CPU"
-    return f"kernels for training: attention by torch, slower than in C, for which a compiler is needed ({missing})"
+        return "kernels for training: attention, norms, activations and rotary embedding in C, compiled for this CPU"
+    needs = f"slower than in C, which needs a compiler ({missing})"
+    return f"kernels for training: attention, norms, activations and rotary embedding by torch, {needs}"
 
 
 @dataclass(frozen=True)

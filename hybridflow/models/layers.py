@@ -1,8 +1,8 @@
 """Norms and activations for megatron's local layers, where Transformer Engine's fused ones are not to be had.
 
-RMSNorm and SwiGLU are each one autograd function that keeps only its input and passes over memory about half as often
-as the chain of elementwise operations that autograd would record. On a CPU these passes take as long as the matrix
-products.
+RMSNorm and SwiGLU are each one autograd function that keeps only its input. On a CPU, where passes over memory take as
+long as matrix products, they are kernels of ours in C (`native/layers.py`); else torch's operations, about half as many
+as autograd would record.
 """
 
 from typing import Any
@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+
+from hybridflow.native import layers as native
+from hybridflow.native.threads import takes
 
 
 def mark(parameter: nn.Parameter, **marks: bool | int) -> None:
@@ -40,6 +43,10 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if takes(x, weight):
+            out, r = native.rms_norm(x, weight, eps)
+            ctx.save_for_backward(x, weight, r.view(*x.shape[:-1], 1))
+            return out
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         r = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, r)
@@ -49,6 +56,8 @@ class RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, r = ctx.saved_tensors
+        if takes(x, weight, grad):
+            return *native.rms_norm_backward(grad, x, weight, r.view(-1, 1)), None
         n = x * r  # float32
         products = grad * n
         mean = (products @ weight.float()).unsqueeze(-1).div_(x.shape[-1])
@@ -90,12 +99,16 @@ class SwiGLUFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
+        if takes(x):
+            return native.swiglu(x)
         gate, up = x.chunk(2, dim=-1)
         return nn.functional.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
+        if takes(x, grad):
+            return native.swiglu_backward(grad, x)
         gate, up = x.chunk(2, dim=-1)
         grad_x = torch.empty_like(x)
         grad_gate, grad_up = grad_x.chunk(2, dim=-1)

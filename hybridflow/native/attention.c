@@ -2,7 +2,7 @@
 
 #include <math.h>
 
-#include "vectors.h"
+#include "products.h"
 
 #define ROWS 32  // queries at a time: two vectors, and few scores beyond the diagonal
 
@@ -70,26 +70,8 @@ static void softmax_backward(float *scores, float *grads, i64 prompt, i64 first,
     }
 }
 
-#define T float
-#define LOAD load_float
-#define STORE store_float
-#define ONE one_float
-#define PUT put_float
-#define NAME(x) x##_float
-#include "attention.h"
-#undef T
-#undef LOAD
-#undef STORE
-#undef ONE
-#undef PUT
-#undef NAME
-#define T bfloat16
-#define LOAD load_bfloat16
-#define STORE store_bfloat16
-#define ONE one_bfloat16
-#define PUT put_bfloat16
-#define NAME(x) x##_bfloat16
-#include "attention.h"
+#define BODY "attention.h"
+#include "both_types.h"
 
 static __thread struct {
     float *memory;

@@ -1,5 +1,4 @@
-// Attention over stretches of tokens, for one type of elements: included once for each. T, LOAD, STORE, ONE, PUT and
-// NAME say which.
+// Attention over stretches of tokens, for one type of elements: see both_types.h.
 //
 // Work is cut into items: a key/value head of a sequence, or of a prompt with all that follow it. What an item writes
 // no other does, so that sums do not depend on the number of threads. Scores lie turned, a row for each key, so that
@@ -9,19 +8,14 @@
 // zeros follow up to `padded`.
 static void NAME(take)(const T *from, i64 stride, i64 count, i64 padded, i64 dims, float factor, float *to, i64 width) {
     for (i64 t = 0; t < count; t++, from += stride, to += width) {
-        i64 d = 0;
-        for (; d + LANES <= dims; d += LANES) store_float(to + d, LOAD(from + d) * factor);
-        for (; d < dims; d++) to[d] = ONE(from + d) * factor;
-        for (; d < width; d++) to[d] = 0.0f;
+        for (i64 d = 0; d < width; d += LANES) store_float(to + d, NAME(some)(from + d, dims - d) * factor);
     }
     memset(to, 0, 4 * width * (padded - count));
 }
 
 static void NAME(give)(const float *from, i64 width, i64 count, i64 dims, T *to, i64 stride) {
     for (i64 t = 0; t < count; t++, from += width, to += stride) {
-        i64 d = 0;
-        for (; d + LANES <= dims; d += LANES) STORE(to + d, load_float(from + d));
-        for (; d < dims; d++) PUT(to + d, from[d]);
+        for (i64 d = 0; d < dims; d += LANES) NAME(put_some)(to + d, load_float(from + d), dims - d);
     }
 }
 

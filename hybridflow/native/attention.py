@@ -6,10 +6,7 @@ sequence is computed by one thread, so that results do not depend on how many th
 """
 
 import ctypes
-import functools
-import os
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,28 +14,26 @@ import torch
 from torch import Tensor
 
 from hybridflow.native.library import library
+from hybridflow.native.threads import fields, run
 
-DTYPES = (torch.float32, torch.bfloat16)
 Stretch = tuple[int, int]  # first token, length
 
 
 class Arguments(ctypes.Structure):
     """`Attention` of attention.c."""
 
-    POINTERS = (
-        *("query", "key", "value", "out", "grad", "query_grad", "key_grad", "value_grad"),
-        *("lse", "stretches", "items", "next"),
+    _fields_ = fields(
+        [
+            *("query", "key", "value", "out", "grad", "query_grad", "key_grad", "value_grad"),
+            *("lse", "stretches", "items", "next"),
+        ],
+        [
+            *("num_items", "heads", "kv_heads", "dims"),
+            *("query_token", "query_head", "key_token", "key_head", "value_token", "value_head"),
+            *("bfloat16", "backward"),
+        ],
+        "scale",
     )
-    NUMBERS = (
-        *("num_items", "heads", "kv_heads", "dims"),
-        *("query_token", "query_head", "key_token", "key_head", "value_token", "value_head"),
-        *("bfloat16", "backward"),
-    )
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in POINTERS),
-        *((name, ctypes.c_int64) for name in NUMBERS),
-        ("scale", ctypes.c_float),
-    ]
 
 
 @dataclass(frozen=True)
@@ -62,16 +57,10 @@ class Items:
         return cls(torch.tensor(stretches, dtype=torch.int64), torch.tensor(items, dtype=torch.int64))
 
 
-def takes(*tensors: Tensor) -> bool:
-    """Whether these can be computed with here."""
-    dtype = tensors[0].dtype
-    return dtype in DTYPES and all(x.is_cpu and x.dtype == dtype for x in tensors) and library() is not None
-
-
 def attend(query: Tensor, key: Tensor, value: Tensor, items: Items, *, scale: float) -> Tensor:
-    """(tokens, heads, head_dim) from query and grouped key, value (tokens, kv_heads, head_dim). For what it `takes`.
+    """(tokens, heads, head_dim) from query and grouped key, value (tokens, kv_heads, head_dim).
 
-    Every token must lie in exactly one stretch of `items`.
+    For what `takes` says yes to. Every token must lie in exactly one stretch of `items`.
     """
     out: Tensor = NativeAttention.apply(query, key, value, items, scale)
     return out
@@ -109,21 +98,10 @@ def _run(
     """Forward, into `out` and `lse`; or backward from them and the first of `grads` into the others."""
     kernels = library()
     assert kernels is not None, "asked of `takes` before"
-    taken = torch.zeros(1, dtype=torch.int64)  # the next piece of work, which threads count on
     given: Sequence[Tensor | None] = grads or [None] * 4
-    pointers = [query, key, value, out, *given, lse, items.stretches, items.items, taken]
+    pointers = [query, key, value, out, *given, lse, items.stretches, items.items, None]
     strides = [stride for x in (query, key, value) for stride in x.stride()[:2]]
     heads = [query.shape[1], key.shape[1], query.shape[2]]
     numbers = [len(items.items), *heads, *strides, query.dtype == torch.bfloat16, bool(grads)]
     arguments = Arguments(*(None if x is None else x.data_ptr() for x in pointers), *numbers, scale)
-    call = functools.partial(kernels.hybridflow_attention, ctypes.byref(arguments))
-    count = min(torch.get_num_threads(), len(items.items) * key.shape[1])
-    others = [_threads(os.getpid(), count - 1).submit(call) for _ in range(count - 1)] if count > 1 else []
-    if any([call(), *(other.result() for other in others)]):
-        raise MemoryError("attention on the CPU: no memory for the keys and scores of a sequence")
-
-
-@functools.lru_cache(maxsize=1)
-def _threads(process: int, count: int) -> ThreadPoolExecutor:
-    """process: a fork has none of its parent's threads."""
-    return ThreadPoolExecutor(count, "attention")
+    run(kernels.hybridflow_attention, arguments, len(items.items) * key.shape[1])

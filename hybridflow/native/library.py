@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
-SOURCES = ("vectors.h", "attention.h", "attention.c")
+SOURCES = ("attention.c", "layers.c")
 # no -ffast-math: its start-up code has the whole process flush small numbers to zero
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
@@ -68,7 +68,7 @@ def compiled(compiler: str, directory: Path, flags: Sequence[str] = ()) -> Path:
             handle, part = tempfile.mkstemp(dir=directory, suffix=".part")
             os.close(handle)
             try:
-                command = [compiler, *FLAGS, *flags, str(HERE / "attention.c"), "-o", part, "-lm"]
+                command = [compiler, *FLAGS, *flags, *(str(HERE / name) for name in SOURCES), "-o", part, "-lm"]
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
                 Path(part).chmod(0o755)
                 Path(part).replace(target)
@@ -101,5 +101,5 @@ def _digest(compiler: str, flags: Sequence[str]) -> str:
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True, timeout=SECONDS)
     cpu = Path("/proc/cpuinfo").read_text().splitlines()
     features = sorted({line for line in cpu if line.startswith(("flags", "vendor_id", "cpu family", "model"))})
-    parts = [*((HERE / name).read_text() for name in SOURCES), version.stdout, *FLAGS, *flags, *features]
+    parts = [*(path.read_text() for path in sorted(HERE.glob("*.[ch]"))), version.stdout, *FLAGS, *flags, *features]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -36,7 +36,7 @@ KINDS = {  # by the beginning of an operator's name, the first that fits
     "optimizer": ("Optimizer.step",),
     "exchange": ("kind:exchange", "c10d::"),
     "waiting": ("kind:waiting",),
-    "elementwise": ("aten::", "_C::", "vllm::"),
+    "elementwise": ("aten::", "_C::", "vllm::", "RMSNormFunction", "SwiGLUFunction", "Rotate"),
 }
 COLUMNS = (*list(KINDS), ENGINE, REST)
 INNERMOST = {"elementwise", "optimizer", "vocabulary"}  # what these hold of other kinds is of those

@@ -7,6 +7,13 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hybridflow.models.layers import RMSNorm, RMSNormFunction, SwiGLU
+from hybridflow.native import threads
+
+
+@pytest.fixture(autouse=True, params=["in C", "torch"])
+def kernels(request, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch":
+        monkeypatch.setattr(threads, "library", lambda: None)
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -15,7 +15,7 @@ from hybridflow.models.shared_prompt import (
     varlen_backward,
     varlen_forward,
 )
-from hybridflow.native import attention as native
+from hybridflow.native import threads
 
 CPU = torch.device("cpu")
 SCALE = 0.3
@@ -153,7 +153,7 @@ def test_where_nothing_is_shared_torchs_kernel_is_called_as_ever() -> None:
 def kernel(request, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no compiler, torch's is called twice and merged."""
     if request.param == "torch":
-        monkeypatch.setattr(native, "library", lambda: None)
+        monkeypatch.setattr(threads, "library", lambda: None)
 
 
 def test_shared_prompts_by_hand() -> None:

@@ -1,8 +1,6 @@
 """The kernel in C against a softmax written out in float64, forward and backward, for both widths of vectors."""
 
-import ctypes
 import functools
-import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -11,8 +9,8 @@ from torch import Tensor
 
 from hybridflow.models.attention import PackedSequences, attention, items_of
 from hybridflow.models.shared_prompt import SharedPrompts
-from hybridflow.native import attention as native
 from hybridflow.native import library as libraries
+from hybridflow.native.threads import takes
 
 CPU = torch.device("cpu")
 SCALE = 0.3
@@ -32,20 +30,6 @@ CASES: dict[str, tuple[tuple[int, ...], Groups, tuple[int, ...]]] = {
     "with others and padding": ((7, 40), [(32, (32, 8)), (3, (1, 1, 1))], (5,)),
 }
 TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 1e-2}  # relative to the largest value; scores are as large as 15
-
-
-@pytest.fixture(scope="module")
-def narrow(tmp_path_factory) -> ctypes.CDLL:
-    """As a CPU without AVX-512 has it."""
-    compiler = next(filter(None, map(shutil.which, libraries.COMPILERS)))
-    return ctypes.CDLL(str(libraries.compiled(compiler, tmp_path_factory.mktemp("narrow"), ["-mno-avx512f"])))
-
-
-@pytest.fixture(params=["native", "avx2"])
-def kernels(request, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "avx2":
-        narrow = request.getfixturevalue("narrow")
-        monkeypatch.setattr(native, "library", lambda: narrow)
 
 
 def packed_of(case: str) -> PackedSequences:
@@ -108,7 +92,7 @@ def ours(case: str):
 def test_equals_a_softmax_written_out(case: str, heads: int, kv_heads: int, dims: int, dtype: torch.dtype) -> None:
     """Outputs, and gradients of queries, keys and values."""
     tensors = inputs(case, heads, kv_heads, dims, dtype)
-    assert native.takes(*tensors)
+    assert takes(*tensors)
     mine = outputs_and_gradients(ours(case), tensors)
     expected = outputs_and_gradients(functools.partial(written_out, case), [x.double() for x in tensors])
     scale = float(expected[0].abs().max())  # of one token the gradients of query and key are zero
@@ -226,5 +210,5 @@ def test_items_by_hand() -> None:
     ],
 )
 def test_what_it_takes(dtypes: tuple[torch.dtype, ...], taken: bool) -> None:
-    assert native.takes(*(torch.empty(1, dtype=dtype) for dtype in dtypes)) is taken
-    assert not native.takes(*(torch.empty(1, dtype=dtype, device="meta") for dtype in dtypes))
+    assert takes(*(torch.empty(1, dtype=dtype) for dtype in dtypes)) is taken
+    assert not takes(*(torch.empty(1, dtype=dtype, device="meta") for dtype in dtypes))

@@ -127,8 +127,8 @@ def test_where_one_rank_has_none_all_do_without(
     kernels.agree_on_native_kernels(alone)
     assert libraries.library() is None and computes_as_torch()
     assert kernels.native_kernel_line() == (
-        "kernels for training: attention by torch, slower than in C, for which a compiler is needed "
-        "(rank 3: there is no C compiler (cc, gcc, clang))"
+        "kernels for training: attention, norms, activations and rotary embedding by torch, slower than in C, which "
+        "needs a compiler (rank 3: there is no C compiler (cc, gcc, clang))"
     )
 
 
@@ -136,7 +136,10 @@ def test_where_one_rank_has_none_all_do_without(
 def test_where_all_have_them_they_are_used(fresh: Path, alone: dist.ProcessGroup) -> None:
     kernels.agree_on_native_kernels(alone)
     assert libraries.library() is not None and not computes_as_torch()
-    assert kernels.native_kernel_line() == "kernels for training: attention in C, compiled for this CPU"
+    assert (
+        kernels.native_kernel_line()
+        == "kernels for training: attention, norms, activations and rotary embedding in C, compiled for this CPU"
+    )
 
 
 @NEEDED
@@ -157,6 +160,6 @@ def test_the_sources_compile_without_a_warning(tmp_path: Path) -> None:
             "-Wall",
             "-Wextra",
             "-Werror",
-            str(libraries.HERE / "attention.c"),
+            *(str(libraries.HERE / name) for name in libraries.SOURCES),
         ]
         subprocess.run([*command, "-o", str(tmp_path / "x.so"), "-lm"], check=True)

@@ -1,0 +1,80 @@
+"""RMSNorm, SwiGLU and rotary embedding on a CPU, each in one pass over memory: `layers.c`, called.
+
+For what `takes` says yes to. bfloat16 is read and written, all between is float32; but for what HuggingFace rounds in the forward pass. Sums do not
+depend on the number of threads.
+"""
+
+import ctypes
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hybridflow.native.library import library
+from hybridflow.native.threads import fields, run
+
+BLOCK = 64  # rows that a thread takes at a time: of layers.c
+RMS_NORM, RMS_NORM_BACKWARD, SWIGLU, SWIGLU_BACKWARD, ROTATE = range(5)
+
+
+class Rows(ctypes.Structure):
+    """That of layers.c."""
+
+    _fields_ = fields(
+        ["x", "weight", "grad", "cos", "sin", "y", "grad_x", "r", "grad_weight", "next"],
+        ["rows", "columns", "what", "bfloat16", "heads", "turning", "x_token", "x_head"],
+        "eps",
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(y, r): y = w x r with r = 1 / sqrt(mean(x^2) + eps) over the last dimension; r (rows, 1) float32."""
+    x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    r = torch.empty(x.numel() // x.shape[-1], 1)
+    _call(RMS_NORM, r.shape[0], x.shape[-1], eps=eps, x=x, weight=weight, y=y, r=r)
+    return y, r
+
+
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x and weight. With n = x r:  dw = sum(dy n),  dx = r (w dy - n mean(w dy n))."""
+    grad, x, grad_x = grad.contiguous(), x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    parts = torch.empty(-(-r.shape[0] // BLOCK), x.shape[-1])
+    rows, columns = r.shape[0], x.shape[-1]
+    _call(RMS_NORM_BACKWARD, rows, columns, grad=grad, x=x, weight=weight, r=r, grad_x=grad_x, grad_weight=parts)
+    return grad_x, parts.sum(0).to(weight.dtype)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) up of x, whose last dimension is [gate; up]."""
+    columns = x.shape[-1] // 2
+    x, y = x.contiguous(), torch.empty((*x.shape[:-1], columns), dtype=x.dtype)
+    _call(SWIGLU, y.numel() // columns, columns, x=x, y=y)
+    return y
+
+
+def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """With s = sigmoid(gate):  d gate = dy up (s + gate s (1 - s)),  d up = dy gate s."""
+    columns = x.shape[-1] // 2
+    grad, x, grad_x = grad.contiguous(), x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    _call(SWIGLU_BACKWARD, grad.numel() // columns, columns, grad=grad, x=x, grad_x=grad_x)
+    return grad_x
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (t, heads, head_dim), cos and sin (t, 1, n): dimensions i and i + n turn together, those from 2 n on stay."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    (tokens, heads, columns), y = x.shape, torch.empty(x.shape, dtype=x.dtype)
+    numbers = {"heads": heads, "turning": cos.shape[-1], "x_token": x.stride(0), "x_head": x.stride(1)}
+    _call(ROTATE, tokens, columns, numbers, x=x, cos=cos.contiguous(), sin=sin.contiguous(), y=y)
+    return y
+
+
+def _call(
+    what: int, rows: int, columns: int, numbers: Mapping[str, int] | None = None, *, eps: float = 0.0, **tensors: Tensor
+) -> None:
+    kernels = library()
+    assert kernels is not None, "asked of `takes` before"
+    pointers = {name: x.data_ptr() for name, x in tensors.items()}
+    in_bfloat16 = tensors["x"].dtype == torch.bfloat16
+    arguments = Rows(**pointers, rows=rows, columns=columns, what=what, bfloat16=in_bfloat16, eps=eps, **numbers or {})
+    run(kernels.hybridflow_rows, arguments, -(-rows // BLOCK))

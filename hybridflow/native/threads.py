@@ -1,0 +1,46 @@
+"""What the kernels take, and how they are called."""
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from hybridflow.native.library import library
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether these can be computed with here."""
+    dtype = tensors[0].dtype
+    return dtype in DTYPES and all(x.is_cpu and x.dtype == dtype for x in tensors) and library() is not None
+
+
+def fields(pointers: list[str], numbers: list[str], scalar: str) -> list[tuple[str, type]]:
+    """Of a struct as the C files have them: pointers, 64-bit integers, then a float."""
+    return [
+        *((name, ctypes.c_void_p) for name in pointers),
+        *((name, ctypes.c_int64) for name in numbers),
+        (scalar, ctypes.c_float),
+    ]
+
+
+def run(kernel: Callable[..., int], arguments: ctypes.Structure, pieces: int) -> None:
+    """Call it by as many threads as torch has, at most one for each of the pieces that its work is in."""
+    taken = ctypes.c_int64(0)  # the next piece, which the threads count on
+    setattr(arguments, "next", ctypes.addressof(taken))  # noqa: B010
+    call = functools.partial(kernel, ctypes.byref(arguments))
+    count = min(torch.get_num_threads(), pieces)
+    others = [_threads(os.getpid(), count - 1).submit(call) for _ in range(count - 1)] if count > 1 else []
+    if any([call(), *(other.result() for other in others)]):
+        raise MemoryError("a kernel on the CPU found no memory to compute in")
+
+
+@functools.lru_cache(maxsize=1)
+def _threads(process: int, count: int) -> ThreadPoolExecutor:
+    """process: a fork has none of its parent's threads."""
+    return ThreadPoolExecutor(count, "kernels")
