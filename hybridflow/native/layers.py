@@ -1,7 +1,7 @@
 """RMSNorm, SwiGLU and rotary embedding on a CPU, each in one pass over memory: `layers.c`, called.
 
-For what `takes` says yes to. bfloat16 is read and written, all between is float32; but for what HuggingFace rounds in the forward pass. Sums do not
-depend on the number of threads.
+For what `takes` says yes to. bfloat16 is read and written, all between is float32; but for what HuggingFace rounds in
+the forward pass. Sums do not depend on the number of threads.
 """
 
 import ctypes
