@@ -43,10 +43,13 @@ from tools.tiny_task import (
 )
 
 ABLE = ("num_epochs=null", "num_iterations=150", "actor.optimizer={lr: 1.0e-3, schedule: cosine}")
+# At 1e-3, or with rows of 64, some 5% of the pairs stay wrong on one machine and 1% on another, whose sums have another
+# order; of a reward model that is wrong so often PPO learns next to nothing.
 REWARD = (
     "num_epochs=null",
-    "num_iterations=450",
-    "reward_model.optimizer={lr: 1.0e-3, schedule: cosine, warmup_iterations: 20}",
+    "num_iterations=300",
+    "data.batch_size=128",
+    "reward_model.optimizer={lr: 6.0e-4, schedule: cosine, warmup_iterations: 20}",
 )
 
 

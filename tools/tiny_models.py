@@ -21,7 +21,7 @@ class Settings:
     num_heads: int = 4  # of 32 elements each, the least that vLLM takes
     num_key_value_heads: int = 2
     accuracy_range: tuple[float, float] = (0.2, 0.6)  # of the policy
-    least_pair_accuracy: float = 0.95  # of the reward model; three seeds reached 0.98 to 0.996
+    least_pair_accuracy: float = 0.98  # of the reward model; see make_tiny's REWARD
     num_policy_samples: int = 4096
     max_answer_tokens: int = 8
     num_validation: int = 512
