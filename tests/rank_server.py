@@ -82,6 +82,7 @@ class End:
 
 
 def prepare() -> None:
+    from hybridflow.native.library import library
     from hybridflow.parallel.platform import prepare_imports
 
     prepare_imports("auto")
@@ -89,6 +90,7 @@ def prepare() -> None:
         importlib.import_module(name)
     register_kernels()
     configure_logging()
+    library()  # asks the compiler for its version
     gc.collect()
     gc.freeze()  # what is there would be searched for garbage by every rank, and its memory be copied
     threads = os.listdir("/proc/self/task")

@@ -51,7 +51,8 @@ def _found() -> tuple[ctypes.CDLL | None, str | None]:
     if compiler is None:
         return None, f"there is no C compiler ({', '.join(COMPILERS)})"
     try:
-        return ctypes.CDLL(str(compiled(compiler, _cache()))), None
+        with _cache() as directory:
+            return ctypes.CDLL(str(compiled(compiler, directory))), None
     except (OSError, subprocess.SubprocessError) as error:
         said = str(getattr(error, "stderr", None) or error).strip().splitlines()
         return None, f"{compiler}: {next((line for line in said if 'error' in line), said[0] if said else error)}"
@@ -86,14 +87,17 @@ def _alone(directory: Path) -> Iterator[None]:
         yield
 
 
-def _cache() -> Path:
-    """A directory that stays, or one of this process alone where the home cannot be written to."""
-    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home
-        directory = Path.home() / ".cache" / "hybridflow"
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "lock").touch()
-        return directory
-    return Path(tempfile.mkdtemp(prefix="hybridflow-kernels-"))
+@contextlib.contextmanager
+def _cache() -> Iterator[Path]:
+    """A directory that stays, or where the home cannot be written to one for this time: what is loaded needs no file."""
+    with contextlib.ExitStack() as stack:
+        try:
+            directory = Path.home() / ".cache" / "hybridflow"
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "lock").touch()
+        except (OSError, RuntimeError):  # RuntimeError: there is no home
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hybridflow-kernels-")))
+        yield directory
 
 
 def _digest(compiler: str, flags: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ import ctypes
 import os
 import stat
 import subprocess
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -105,7 +106,9 @@ def test_a_file_that_is_no_library_says_so(fresh: Path, monkeypatch: pytest.Monk
 @NEEDED
 def test_a_home_that_cannot_be_written_to(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (fresh / "home").write_text("a file")
-    assert libraries.library() is not None
+    monkeypatch.setattr(tempfile, "tempdir", str(fresh))
+    assert libraries.library() is not None and not computes_as_torch()
+    assert [path.name for path in fresh.iterdir()] == ["home"]
 
 
 def test_a_cpu_without_avx2(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
