@@ -26,7 +26,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {  # name: config, what differs from it
     "ppo": ("quickstart_rule.yaml",),
     "vapo": (
         "quickstart_rule.yaml",
-        "num_iterations=150",
+        "num_iterations=250",
         "algorithm.value_gae_lambda=1.0",
         "algorithm.length_adaptive_alpha=0.05",
         "algorithm.positive_nll_coef=0.1",
