@@ -89,7 +89,7 @@ def _alone(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _cache() -> Iterator[Path]:
-    """A directory that stays, or where the home cannot be written to one for this time: what is loaded needs no file."""
+    """One that stays; where the home cannot be written to one for this time: what is loaded needs its file no more."""
     with contextlib.ExitStack() as stack:
         try:
             directory = Path.home() / ".cache" / "hybridflow"
