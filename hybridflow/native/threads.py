@@ -32,7 +32,7 @@ def fields(pointers: list[str], numbers: list[str], scalar: str) -> list[tuple[s
 def run(kernel: Callable[..., int], arguments: ctypes.Structure, pieces: int) -> None:
     """Call it by as many threads as torch has, at most one for each of the pieces that its work is in."""
     taken = ctypes.c_int64(0)  # the next piece, which the threads count on
-    setattr(arguments, "next", ctypes.addressof(taken))  # noqa: B010
+    arguments.next = ctypes.addressof(taken)
     call = functools.partial(kernel, ctypes.byref(arguments))
     count = min(torch.get_num_threads(), pieces)
     others = [_threads(os.getpid(), count - 1).submit(call) for _ in range(count - 1)] if count > 1 else []

@@ -69,6 +69,7 @@ INLINE float sum(vf x) {
     for (int i = 0; i < LANES; i++) total += x[i];
     return total;
 }
+
 // e^x for x <= 88, to 2 units in the last place; 1e-38 below -87. e^x = 2^n e^r with |r| <= ln(2) / 2, and e^r by its
 // Taylor series up to r^7 / 7!, whose rest is below 4e-9. A NaN stays one.
 INLINE vf exponential(vf x) {

@@ -1,8 +1,8 @@
 """gloo's process groups with one thread each.
 
 torch 2.13 gives a group two, and both write into its status, without a lock, the name of the collective that they have
-ended. A name of over 15 characters is on the heap, and freed twice where two such collectives end at once: with two
-ranks that had six gathers of ZeRO-1 under way, as megatron coalesces them, memory was corrupted after 1,000 to 20,000.
+ended. A name of over 15 characters is on the heap, and freed twice where two such collectives end at once: two ranks
+that had six gathers of ZeRO-1 under way, as megatron coalesces them, died within 2,000 rounds of them, or 20,000.
 With one thread a group's collectives run in the order of their calls.
 """
 
