@@ -6,11 +6,11 @@
 
 #define BLOCK 64  // rows at a time, whose part of the weight's gradient is one row
 
-enum { RMS_NORM, RMS_NORM_BACKWARD, SWIGLU, SWIGLU_BACKWARD, ROTATE };
+enum { RMS_NORM, ADD_RMS_NORM, RMS_NORM_BACKWARD, SWIGLU, SWIGLU_BACKWARD, ROTATE };
 
 typedef struct {
     const void *x, *weight, *grad, *cos, *sin;
-    void *y, *grad_x;
+    void *y, *grad_x, *sum;
     float *r;            // (rows,): 1 / sqrt(mean(x^2) + eps)
     float *grad_weight;  // (blocks, columns)
     i64 *next;           // the block that no thread has taken yet
@@ -24,8 +24,9 @@ typedef struct {
 
 // Called by as many threads as there are, with one `next`.
 int hybridflow_rows(const Rows *a) {
-    static void (*const all[5][2])(const Rows *, i64, i64) = {
+    static void (*const all[6][2])(const Rows *, i64, i64) = {
         [RMS_NORM] = {rms_norm_float, rms_norm_bfloat16},
+        [ADD_RMS_NORM] = {add_rms_norm_float, add_rms_norm_bfloat16},
         [RMS_NORM_BACKWARD] = {rms_norm_backward_float, rms_norm_backward_bfloat16},
         [SWIGLU] = {swiglu_float, swiglu_bfloat16},
         [SWIGLU_BACKWARD] = {swiglu_backward_float, swiglu_backward_bfloat16},

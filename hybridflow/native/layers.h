@@ -20,6 +20,20 @@ static void NAME(rms_norm)(const Rows *a, i64 first, i64 last) {
     }
 }
 
+// sum += x, of which y is the norm.
+static void NAME(add_rms_norm)(const Rows *a, i64 first, i64 last) {
+    const i64 columns = a->columns;
+    Rows of_sum = *a;
+    of_sum.x = a->sum;
+    for (i64 row = first; row < last; row++) {
+        const T *x = (const T *)a->x + row * columns;
+        T *sum = (T *)a->sum + row * columns;
+        for (i64 d = 0; d < columns; d += LANES)
+            NAME(put_some)(sum + d, NAME(some)(sum + d, columns - d) + NAME(some)(x + d, columns - d), columns - d);
+        NAME(rms_norm)(&of_sum, row, row + 1);
+    }
+}
+
 static void NAME(rms_norm_backward)(const Rows *a, i64 first, i64 last) {
     const i64 columns = a->columns;
     float *of_weight = a->grad_weight + first / BLOCK * columns;

@@ -14,14 +14,14 @@ from hybridflow.native.library import library
 from hybridflow.native.threads import fields, run
 
 BLOCK = 64  # rows that a thread takes at a time: of layers.c
-RMS_NORM, RMS_NORM_BACKWARD, SWIGLU, SWIGLU_BACKWARD, ROTATE = range(5)
+RMS_NORM, ADD_RMS_NORM, RMS_NORM_BACKWARD, SWIGLU, SWIGLU_BACKWARD, ROTATE = range(6)
 
 
 class Rows(ctypes.Structure):
     """That of layers.c."""
 
     _fields_ = fields(
-        ["x", "weight", "grad", "cos", "sin", "y", "grad_x", "r", "grad_weight", "next"],
+        ["x", "weight", "grad", "cos", "sin", "y", "grad_x", "sum", "r", "grad_weight", "next"],
         ["rows", "columns", "what", "bfloat16", "heads", "turning", "x_token", "x_head"],
         "eps",
     )
@@ -33,6 +33,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     r = torch.empty(x.numel() // x.shape[-1], 1)
     _call(RMS_NORM, r.shape[0], x.shape[-1], eps=eps, x=x, weight=weight, y=y, r=r)
     return y, r
+
+
+def add_rms_norm(x: Tensor, total: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """total += x, in place, and its RMSNorm. total: contiguous, of x's shape."""
+    x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    r = torch.empty(x.numel() // x.shape[-1], 1)
+    _call(ADD_RMS_NORM, r.shape[0], x.shape[-1], eps=eps, x=x, sum=total, weight=weight, y=y, r=r)
+    return y
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:

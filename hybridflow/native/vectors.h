@@ -30,11 +30,12 @@ INLINE void store_float(float *to, vf x) { *(vf *)to = x; }
 INLINE vf load_bfloat16(const bfloat16 *from) {
     return (vf)(__builtin_convertvector(*(const vh *)from, vu) << 16);
 }
-INLINE void store_bfloat16(bfloat16 *to, vf x) {
-    vu bits = (vu)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    vu nan = (vu)(x != x);  // all ones where there is none
-    *(vh *)to = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), vh);
+// The bits of float32 whose upper half is x in bfloat16; the lower half is anything.
+INLINE vu nearest_bfloat16(vf x) {
+    vu bits = (vu)x, nan = (vu)(x != x);  // all ones where there is none
+    return ((bits + 0x7fff + ((bits >> 16) & 1)) & ~nan) | (nan & 0x7fc00000);
 }
+INLINE void store_bfloat16(bfloat16 *to, vf x) { *(vh *)to = __builtin_convertvector(nearest_bfloat16(x) >> 16, vh); }
 
 // `count` elements: zeros stand for those beyond.
 #define SOME(type)                                                                                                     \
@@ -55,11 +56,7 @@ SOME(bfloat16)
 
 // What is left of a number that is written and read again.
 INLINE vf rounded_float(vf x) { return x; }
-INLINE vf rounded_bfloat16(vf x) {
-    bfloat16 written[LANES];
-    store_bfloat16(written, x);
-    return load_bfloat16(written);
-}
+INLINE vf rounded_bfloat16(vf x) { return (vf)(nearest_bfloat16(x) & 0xffff0000); }
 
 INLINE vf either(vi where, vf yes, vf no) { return (vf)((where & (vi)yes) | (~where & (vi)no)); }
 INLINE vf larger(vf a, vf b) { return either(a > b, a, b); }

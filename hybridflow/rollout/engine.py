@@ -23,7 +23,6 @@ from hybridflow.rollout.runner import choose_runner
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import CompletionOutput, SamplingParams
-    from vllm.logprobs import Logprob
 
 
 class BesideATrainer(TypedDict, total=False):
@@ -248,6 +247,7 @@ def _sampling_params(
         min_tokens=sampling.min_response_length,
         max_tokens=sampling.max_response_length,
         logprobs=0,  # of the sampled token alone
+        flat_logprobs=True,  # in one list, not a dictionary a token
         detokenize=needs_text,
         skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -255,12 +255,9 @@ def _sampling_params(
 
 
 def _response(output: "CompletionOutput") -> Response:
-    token_ids = list(output.token_ids)
-    assert output.logprobs is not None, "log-probs were asked for"
-    log_probs = [_log_prob(step, token) for step, token in zip(output.logprobs, token_ids, strict=True)]
-    return Response(token_ids, log_probs, truncated=output.finish_reason == "length")
+    from vllm.logprobs import FlatLogprobs
 
-
-def _log_prob(step: "dict[int, Logprob] | None", token: int) -> float:
-    assert step is not None, "every sampled token has its log-prob"
-    return step[token].logprob
+    token_ids, log_probs = list(output.token_ids), output.logprobs
+    assert isinstance(log_probs, FlatLogprobs), "log-probs were asked for, in one list"
+    assert log_probs.token_ids == token_ids, "every sampled token has its log-prob, and no other has"
+    return Response(token_ids, log_probs.logprobs, truncated=output.finish_reason == "length")

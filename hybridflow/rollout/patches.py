@@ -15,6 +15,7 @@ from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.parallel.platform import world_group
 from hybridflow.parallel.versions import SEEN, check_version
+from hybridflow.rollout.cpu_kernels import attention_in_c, norm_in_c, swiglu_in_c
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -84,6 +85,7 @@ def _patch_once() -> None:
         _read_live_experts()
         _wait_without_spinning()
         _register_kernels_once()
+        _compute_as_the_trainer()
         warnings.filterwarnings("ignore", message="The given buffer is not writable")  # in talk between stages
 
 
@@ -169,6 +171,17 @@ def _wait_without_spinning() -> None:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
     replace_in(CpuCommunicator, _all_group_ranks_share_shm_group_name=lambda self: False)
+
+
+def _compute_as_the_trainer() -> None:
+    """By the kernels in C, where this process has them when a layer is asked."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    replace_in(CPUAttentionBackendImpl, **attention_in_c(CPUAttentionBackendImpl))
+    replace_in(RMSNorm, **norm_in_c(RMSNorm))
+    replace_in(SiluAndMul, **swiglu_in_c(SiluAndMul))
 
 
 def _register_kernels_once() -> None:

@@ -66,6 +66,18 @@ def test_rms_norm_equals_its_equation(rows: int, columns: int, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("rows", ROWS)
+def test_a_sum_and_its_norm_are_the_bits_of_one_after_the_other(rows: int, columns: int, dtype: torch.dtype) -> None:
+    x, total = (drawn(rows, columns, seed=seed, dtype=dtype) for seed in (1, 2))
+    weight, expected = drawn(columns, seed=3, dtype=dtype), x + total
+    y = layers.add_rms_norm(x, total, weight, EPS)
+    assert torch.equal(total, expected)
+    assert torch.equal(y, layers.rms_norm(expected, weight, EPS)[0])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("rows", ROWS)
 def test_swiglu_equals_its_equation(rows: int, columns: int, dtype: torch.dtype) -> None:
     compare(SwiGLUFunction.apply, exact_swiglu, [3.0 * drawn(rows, 2 * columns, seed=rows, dtype=dtype)])
 

@@ -1,0 +1,163 @@
+// Attention over a cache in blocks, for one type of elements: see both_types.h.
+//
+// A head of a block is its keys, a row a token, and then its values. One thread computes a head of a sequence.
+
+#include "rows.h"
+
+static void NAME(paged_store)(const Paged *x, i64 first, i64 last) {
+    for (i64 t = first; t < last; t++) {
+        const i64 slot = x->slots[t], size = x->block_size, dims = x->dims;
+        if (slot < 0) continue;
+        T *to = (T *)x->cache + slot / size * x->cache_block + slot % size * dims;
+        for (i64 head = 0; head < x->kv_heads; head++, to += x->cache_head) {
+            memcpy(to, (const T *)x->key + t * x->key_token + head * x->key_head, dims * sizeof(T));
+            memcpy(to + size * dims, (const T *)x->value + t * x->value_token + head * x->value_head, dims * sizeof(T));
+        }
+    }
+}
+
+// A machine fetches ahead to the end of a page alone.
+INLINE void NAME(fetch)(const T *from) { __builtin_prefetch((const char *)from + AHEAD); }
+
+// scores[r, j] of R queries (R, dims) and `count` keys, rounded up to LANES.
+#define SCORES(R)                                                                                                      \
+    static void NAME(scores_##R)(const float *queries, const T *keys, i64 dims, i64 count, float *scores, i64 row) {   \
+        for (i64 j = 0; j < count; j += LANES) {                                                                       \
+            vf dots[R][LANES];                                                                                         \
+            for (int l = 0; l < LANES; l++) {                                                                          \
+                vf sums[R];                                                                                            \
+                for (int r = 0; r < R; r++) sums[r] = all(0.0f);                                                       \
+                for (i64 d = 0; d < dims; d += LANES) {                                                                \
+                    const T *key = keys + (j + l) * dims + d;                                                          \
+                    NAME(fetch)(key);                                                                                  \
+                    for (int r = 0; r < R; r++) sums[r] += NAME(load)(key) * load_float(queries + r * dims + d);       \
+                }                                                                                                      \
+                for (int r = 0; r < R; r++) dots[r][l] = sums[r];                                                      \
+            }                                                                                                          \
+            for (int r = 0; r < R; r++) store_float(scores + r * row + j, sums_of(dots[r]));                           \
+        }                                                                                                              \
+    }
+
+// V vectors of outputs (R, dims) (+)= scores (R, count) values (count, dims).
+#define OUTPUTS(R, V)                                                                                                  \
+    INLINE void NAME(outputs_##R##_##V)(const float *scores, i64 row, const T *values, i64 dims, i64 count,            \
+                                        float *outputs, int add) {                                                     \
+        vf sums[R][V];                                                                                                 \
+        for (int r = 0; r < R; r++)                                                                                    \
+            for (int v = 0; v < V; v++) sums[r][v] = add ? load_float(outputs + r * dims + v * LANES) : all(0.0f);     \
+        for (i64 j = 0; j < count; j++)                                                                                \
+            for (int v = 0; v < V; v++) {                                                                              \
+                const T *value = values + j * dims + v * LANES;                                                        \
+                NAME(fetch)(value);                                                                                    \
+                for (int r = 0; r < R; r++) sums[r][v] += scores[r * row + j] * NAME(load)(value);                     \
+            }                                                                                                          \
+        for (int r = 0; r < R; r++)                                                                                    \
+            for (int v = 0; v < V; v++) store_float(outputs + r * dims + v * LANES, sums[r][v]);                       \
+    }
+#define QUERIES(R)                                                                                                     \
+    SCORES(R)                                                                                                          \
+    OUTPUTS(R, 1)                                                                                                      \
+    OUTPUTS(R, 2)                                                                                                      \
+    OUTPUTS(R, 4)                                                                                                      \
+    static void NAME(outputs_##R)(const float *scores, i64 row, const T *values, i64 dims, i64 count, float *outputs,  \
+                                  int add) {                                                                           \
+        i64 d = 0;                                                                                                     \
+        for (; PANEL == 4 && d + 4 * LANES <= dims; d += 4 * LANES)                                                    \
+            NAME(outputs_##R##_4)(scores, row, values + d, dims, count, outputs + d, add);                             \
+        for (; d + 2 * LANES <= dims; d += 2 * LANES)                                                                  \
+            NAME(outputs_##R##_2)(scores, row, values + d, dims, count, outputs + d, add);                             \
+        for (; d < dims; d += LANES)                                                                                   \
+            NAME(outputs_##R##_1)(scores, row, values + d, dims, count, outputs + d, add);                             \
+    }
+QUERIES(6)
+QUERIES(3)
+QUERIES(2)
+QUERIES(1)
+#undef QUERIES
+#undef OUTPUTS
+#undef SCORES
+
+// Where the keys of a block lie; its values lie block_size x dims behind.
+static const T *NAME(keys_of)(const Paged *x, i64 sequence, i64 at, i64 kv) {
+    return (const T *)x->cache + x->table[sequence * x->table_row + at / x->block_size] * x->cache_block +
+           kv * x->cache_head;
+}
+
+// Few queries, each with the keys that it shares with the others read once.
+static void NAME(paged_few)(const Paged *x, i64 sequence, i64 kv, float *scratch) {
+    static const struct {
+        int rows;
+        void (*scores)(const float *, const T *, i64, i64, float *, i64);
+        void (*outputs)(const float *, i64, const T *, i64, i64, float *, int);
+    } of[4] = {{6, NAME(scores_6), NAME(outputs_6)},
+               {3, NAME(scores_3), NAME(outputs_3)},
+               {2, NAME(scores_2), NAME(outputs_2)},
+               {1, NAME(scores_1), NAME(outputs_1)}};
+    const i64 dims = x->dims, size = x->block_size, group = x->heads / x->kv_heads, row = up(x->longest, size);
+    const i64 start = x->starts[sequence], tokens = x->starts[sequence + 1] - start;
+    const i64 before = x->lengths[sequence] - tokens;  // keys of tokens that are no queries
+    float *scores = scratch, *queries = scores + FEW * row, *outputs = queries + FEW * dims, factors[FEW];
+    for (i64 first = 0; first < tokens * group; first += FEW) {
+        const i64 rows = least(FEW, tokens * group - first), seen = before + (first + rows - 1) / group + 1;
+        for (i64 r = 0; r < rows; r++)
+            NAME(take)((const T *)x->query + (start + (first + r) / group) * x->query_token +
+                           (kv * group + (first + r) % group) * x->query_head,
+                       0, 1, 1, dims, x->scale, queries + r * dims, dims);
+        for (i64 at = 0; at < seen; at += size) {
+            const T *keys = NAME(keys_of)(x, sequence, at, kv);
+            i64 r = 0;
+            for (int i = 0; i < 4; i++)
+                for (; r + of[i].rows <= rows; r += of[i].rows)
+                    of[i].scores(queries + r * dims, keys, dims, least(size, seen - at), scores + r * row + at, row);
+        }
+        for (i64 r = 0; r < rows; r++)
+            factors[r] = softmax_of_row(scores + r * row, before + (first + r) / group + 1, up(seen, LANES));
+        for (i64 at = 0; at < seen; at += size) {
+            const T *values = NAME(keys_of)(x, sequence, at, kv) + size * dims;
+            i64 r = 0;
+            for (int i = 0; i < 4; i++)
+                for (; r + of[i].rows <= rows; r += of[i].rows)
+                    of[i].outputs(scores + r * row + at, row, values, dims, least(size, seen - at), outputs + r * dims,
+                                  at > 0);
+        }
+        for (i64 r = 0; r < rows; r++) {
+            T *out = (T *)x->out + (start + (first + r) / group) * x->out_token +
+                     (kv * group + (first + r) % group) * x->out_head;
+            for (i64 d = 0; d < dims; d += LANES)
+                NAME(store)(out + d, load_float(outputs + r * dims + d) * factors[r]);
+        }
+    }
+}
+
+// Many queries: products of matrices, as in attention.h.
+static void NAME(paged_many)(const Paged *x, i64 sequence, i64 kv, float *scratch) {
+    const i64 dims = x->dims, size = x->block_size, group = x->heads / x->kv_heads;
+    const i64 start = x->starts[sequence], tokens = x->starts[sequence + 1] - start;
+    const i64 before = x->lengths[sequence] - tokens;
+    float *block = scratch, *queries = block + size * dims, *turned = queries + ROWS * dims;
+    float *outputs = turned + ROWS * dims, *scores = outputs + ROWS * dims, factors[ROWS], lse[ROWS];
+    for (i64 head = kv * group; head < (kv + 1) * group; head++)
+        for (i64 first = 0; first < tokens; first += ROWS) {
+            const i64 count = least(ROWS, tokens - first), lanes = up(count, 16), seen = before + first + count;
+            NAME(take)((const T *)x->query + (start + first) * x->query_token + head * x->query_head, x->query_token,
+                       count, lanes, dims, x->scale, queries, dims);
+            turn(queries, turned, lanes, dims);
+            for (i64 at = 0; at < seen; at += size) {
+                const i64 keys = least(size, seen - at);
+                product(NAME(as_floats)(NAME(keys_of)(x, sequence, at, kv), block, keys * dims), dims, 1, turned, lanes,
+                        scores + at * lanes, lanes, keys, dims, lanes, 0);
+            }
+            softmax(scores, before, first, count, lanes, factors, lse, 1);
+            for (i64 at = 0; at < seen; at += size) {
+                const i64 keys = least(size, seen - at);
+                product(scores + at * lanes, 1, lanes,
+                        NAME(as_floats)(NAME(keys_of)(x, sequence, at, kv) + size * dims, block, keys * dims), dims,
+                        outputs, dims, count, keys, dims, at > 0);
+            }
+            for (i64 r = 0; r < count; r++)
+                for (i64 d = 0; d < dims; d += LANES)
+                    store_float(outputs + r * dims + d, load_float(outputs + r * dims + d) * factors[r]);
+            NAME(give)(outputs, dims, count, dims, (T *)x->out + (start + first) * x->out_token + head * x->out_head,
+                       x->out_token);
+        }
+}

@@ -1,0 +1,102 @@
+"""The engine computes on a CPU with the trainer's kernels in C: attention, RMSNorm and SwiGLU.
+
+vLLM 0.32.0's attention lays keys out by dimension, so that each number of a new token's key is written to a line of
+memory of its own; its norms and activations there are chains of torch's operations. What the kernels do not know
+(windows, sinks, other families' layers) stays vLLM's.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from hybridflow.native.layers import add_rms_norm, rms_norm, swiglu
+from hybridflow.native.library import library
+from hybridflow.native.paged import STEP, attend, store
+from hybridflow.native.threads import DTYPES, takes
+
+MATRIX_UNITS = "amx"  # what vLLM calls its attention on them, in bfloat16
+Methods = dict[str, Callable[..., Any]]
+
+
+def attention_in_c(theirs: type) -> Methods:
+    """For vLLM's attention on CPUs, which now asks of each of its layers whether the kernels can do it."""
+    their_update, their_forward = vars(theirs)["do_kv_cache_update"], vars(theirs)["forward"]
+
+    def update(self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        if _is_ours(self, layer, kv_cache):
+            store(key, value, kv_cache, slot_mapping)
+        else:
+            their_update(self, layer, key, value, kv_cache, slot_mapping)
+
+    def forward(
+        self: Any,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if attn_metadata is None or not _is_ours(self, layer, kv_cache):
+            return their_forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        assert attn_metadata.causal and attn_metadata.dynamic_causal is None, "a decoder's attention is causal"
+        attend(
+            query,
+            kv_cache,
+            output,
+            table=attn_metadata.block_table,
+            starts=attn_metadata.query_start_loc,
+            lengths=attn_metadata.seq_lens,
+            longest=attn_metadata.max_seq_len,
+            scale=self.scale,
+        )
+        return output
+
+    return {"do_kv_cache_update": update, "forward": forward}
+
+
+def norm_in_c(theirs: type) -> Methods:
+    """For vLLM's RMSNorm: of the sum as it is kept, as the trainer's, where vLLM takes it before it is rounded."""
+    their_norm = vars(theirs)["forward_native"]
+
+    def norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+        if not self.has_weight or self.variance_size_override is not None or not takes(x, self.weight):
+            return their_norm(self, x, residual)
+        if residual is None:
+            return rms_norm(x, self.weight, self.variance_epsilon)[0]
+        residual = residual.contiguous()
+        return add_rms_norm(x, residual, self.weight, self.variance_epsilon), residual
+
+    return {"forward_native": norm, "forward_cpu": norm}
+
+
+def swiglu_in_c(theirs: type) -> Methods:
+    their_swiglu = vars(theirs)["forward_cpu"]
+
+    def gated(self: Any, x: Tensor) -> Any:
+        return swiglu(x) if takes(x) else their_swiglu(self, x)
+
+    return {"forward_cpu": gated}
+
+
+def _is_ours(attention: Any, layer: Any, kv_cache: Tensor) -> bool:
+    """The answer to a layer's first question is that to all: its cache is laid out for who has written into it."""
+    ours: bool | None = vars(attention).get("is_ours")
+    if ours is None:
+        ours = attention.is_ours = (
+            library() is not None
+            and layer.isa != MATRIX_UNITS
+            and kv_cache.dtype in DTYPES
+            and attention.kv_cache_dtype == "auto"
+            and attention.attn_type == "decoder"
+            and attention.head_size % STEP == 0
+            and attention.alibi_slopes is None
+            and attention.sliding_window == -1
+            and attention.logits_soft_cap == 0
+            and attention.sinks is None
+        )
+    return ours
