@@ -70,7 +70,7 @@ INLINE void NAME(fetch)(const T *from) { __builtin_prefetch((const char *)from +
             NAME(outputs_##R##_1)(scores, row, values + d, dims, count, outputs + d, add);                             \
     }
 QUERIES(6)
-QUERIES(3)
+QUERIES(4)
 QUERIES(2)
 QUERIES(1)
 #undef QUERIES
@@ -90,7 +90,7 @@ static void NAME(paged_few)(const Paged *x, i64 sequence, i64 kv, float *scratch
         void (*scores)(const float *, const T *, i64, i64, float *, i64);
         void (*outputs)(const float *, i64, const T *, i64, i64, float *, int);
     } of[4] = {{6, NAME(scores_6), NAME(outputs_6)},
-               {3, NAME(scores_3), NAME(outputs_3)},
+               {4, NAME(scores_4), NAME(outputs_4)},
                {2, NAME(scores_2), NAME(outputs_2)},
                {1, NAME(scores_1), NAME(outputs_1)}};
     const i64 dims = x->dims, size = x->block_size, group = x->heads / x->kv_heads, row = up(x->longest, size);
