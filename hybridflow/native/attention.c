@@ -1,5 +1,6 @@
 // Causal attention over packed sequences on a CPU, forward and backward; `attention.py` says what is passed.
 
+#include "scratch.h"
 #include "softmax.h"
 
 typedef struct {
@@ -39,11 +40,6 @@ static void softmax_backward(float *scores, float *grads, i64 prompt, i64 first,
 #define BODY "attention.h"
 #include "both_types.h"
 
-static __thread struct {
-    float *memory;
-    i64 size;
-} scratch;  // kept: fresh memory would be taken page by page in every layer
-
 // Floats that the largest item needs.
 static i64 needed(const Attention *x) {
     i64 keys = 0, width = up(x->dims, 16);
@@ -54,20 +50,14 @@ static i64 needed(const Attention *x) {
 
 // Called by as many threads as there are, with one `next`. 0, or 1 where there is no memory.
 int hybridflow_attention(const Attention *x) {
-    const i64 size = needed(x);
-    if (size > scratch.size) {
-        free(scratch.memory);
-        scratch.size = 0;
-        scratch.memory = aligned_alloc(64, up(4 * size, 64));
-        if (!scratch.memory) return 1;
-        scratch.size = size;
-    }
+    float *const scratch = scratch_of(needed(x));
+    if (!scratch) return 1;
     void (*const run)(const Attention *, const i64 *, i64, float *) =
         x->backward ? (x->bfloat16 ? backward_item_bfloat16 : backward_item_float)
                     : (x->bfloat16 ? forward_item_bfloat16 : forward_item_float);
     for (;;) {
         const i64 work = __atomic_fetch_add(x->next, 1, __ATOMIC_RELAXED);
         if (work >= x->num_items * x->kv_heads) return 0;
-        run(x, x->items + 4 * (work / x->kv_heads), work % x->kv_heads, scratch.memory);
+        run(x, x->items + 4 * (work / x->kv_heads), work % x->kv_heads, scratch);
     }
 }

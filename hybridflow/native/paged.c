@@ -1,6 +1,7 @@
 // Attention of an engine over its cache of keys and values, in blocks, and what writes into the cache (Kwon et al. 2023);
 // `paged.py` says what is passed.
 
+#include "scratch.h"
 #include "softmax.h"
 
 #define FEW 12      // queries at a time: of the heads that share a key, then of the tokens after
@@ -59,11 +60,6 @@ INLINE const float *as_floats_bfloat16(const bfloat16 *from, float *to, i64 coun
 #define BODY "paged.h"
 #include "both_types.h"
 
-static __thread struct {
-    float *memory;
-    i64 size;
-} scratch;  // kept: fresh memory would be taken page by page in every layer
-
 // Both are called by as many threads as there are, with one `next`. 0, or 1 where there is no memory.
 int hybridflow_paged_store(const Paged *x) {
     for (;;) {
@@ -77,19 +73,14 @@ int hybridflow_paged_attention(const Paged *x) {
     static void (*const of[2][2])(const Paged *, i64, i64, float *) = {{paged_few_float, paged_few_bfloat16},
                                                                         {paged_many_float, paged_many_bfloat16}};
     const i64 size = ROWS * (up(x->longest, x->block_size) + 3 * x->dims) + x->block_size * x->dims;
-    if (size > scratch.size) {
-        free(scratch.memory);
-        scratch.size = 0;
-        scratch.memory = aligned_alloc(64, up(4 * size, 64));
-        if (!scratch.memory) return 1;
-        scratch.size = size;
-    }
+    float *const scratch = scratch_of(size);
+    if (!scratch) return 1;
     // samples of one prompt are neighbours: a head of the prompt's keys stays near while they are computed
     for (;;) {
         const i64 work = __atomic_fetch_add(x->next, 1, __ATOMIC_RELAXED);
         if (work >= x->sequences * x->kv_heads) return 0;
         const i64 sequence = work % x->sequences;
-        of[x->starts[sequence + 1] - x->starts[sequence] >= MANY][x->bfloat16](x, sequence, work / x->sequences,
-                                                                               scratch.memory);
+        const i64 many = x->starts[sequence + 1] - x->starts[sequence] >= MANY;
+        of[many][x->bfloat16](x, sequence, work / x->sequences, scratch);
     }
 }

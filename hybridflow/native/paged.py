@@ -32,13 +32,15 @@ class Paged(ctypes.Structure):
 
 
 def store(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Write the keys and values of tokens (tokens, kv_heads, head_dim) into the cache.
+    """Write the keys and values of tokens (tokens, kv_heads, head_dim), of the cache's dtype, into the cache.
 
     cache: (blocks, kv_heads, block_size, 2 head_dim), dense within a head of a block. slots: (tokens,) int64, block x
     block_size + the place in it; negative for none.
     """
     kernels = library()
     assert kernels is not None, "asked of `takes` before"
+    assert slots.dtype == torch.int64 and key.dtype == value.dtype == cache.dtype, "as the kernel reads them"
+    assert key.stride(-1) == value.stride(-1) == 1, "as the kernel reads them"
     tokens = len(slots)
     arguments = Paged(
         key=key.data_ptr(),
@@ -74,6 +76,10 @@ def attend(
     """
     kernels = library()
     assert kernels is not None, "asked of `takes` before"
+    assert table.dtype == starts.dtype == lengths.dtype == torch.int32, "as the kernel reads them"
+    assert query.dtype == out.dtype == cache.dtype and query.stride(-1) == out.stride(-1) == 1, (
+        "as the kernel reads them"
+    )
     arguments = Paged(
         query=query.data_ptr(),
         cache=cache.data_ptr(),

@@ -1,6 +1,8 @@
 // Vectors of float32 as wide as the machine's registers, and rows of float32 or bfloat16 that are read into them.
 // GCC's and clang's vector types; bfloat16 is float32 without its lower half, rounded to the nearest even.
 
+#pragma once
+
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

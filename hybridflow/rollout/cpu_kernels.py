@@ -64,7 +64,8 @@ def norm_in_c(theirs: type) -> Methods:
     their_norm = vars(theirs)["forward_native"]
 
     def norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
-        if not self.has_weight or self.variance_size_override is not None or not takes(x, self.weight):
+        given = (x, self.weight) if residual is None else (x, self.weight, residual)
+        if not self.has_weight or self.variance_size_override is not None or not takes(*given):
             return their_norm(self, x, residual)
         if residual is None:
             return rms_norm(x, self.weight, self.variance_epsilon)[0]

@@ -137,7 +137,7 @@ def test_what_the_kernels_do_not_know_stays_vllms(field: str, value: object) -> 
 @pytest.mark.usefixtures("vllm_config")
 @pytest.mark.parametrize("with_sum", [False, True])
 def test_norms_are_vllms(with_sum: bool) -> None:
-    """To the order of sums in float32. vLLM's own function is taken before an engine has replaced it."""
+    """To the order of sums in float32; beside the operations that vLLM's layer calls."""
     from vllm import ir
 
     weight, x = drawn(48, seed=1, dtype=torch.float32), drawn(5, 48, seed=2, dtype=torch.float32)
@@ -163,6 +163,13 @@ def test_in_bfloat16_the_norm_is_of_the_sum_that_is_kept() -> None:
     assert total.tolist() == [[1.0, 1.0]]
     assert y.tolist() == [[1.0, 1.0]]
     assert total.data_ptr() == kept.data_ptr()
+
+
+def test_a_sum_of_another_type_stays_vllms() -> None:
+    weight = torch.ones(16, dtype=torch.bfloat16)
+    layer = SimpleNamespace(has_weight=True, variance_size_override=None, weight=weight, variance_epsilon=0.0)
+    norm = norm_in_c(type("Theirs", (), {"forward_native": lambda *args: "theirs"}))["forward_native"]
+    assert norm(layer, torch.ones(1, 16, dtype=torch.bfloat16), torch.ones(1, 16)) == "theirs"
 
 
 def test_swiglu_is_vllms() -> None:
