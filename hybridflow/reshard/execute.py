@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridflow.architecture.weights import EMBEDDING, LM_HEAD, Weight
 from hybridflow.models.memory import storages
-from hybridflow.reshard.kernel import Copy, copy_pieces, permute_blocks
+from hybridflow.reshard.kernel import Copy, Order, copy_pieces, permute_blocks
 from hybridflow.reshard.memory import OwnMemory, moves
 from hybridflow.reshard.parcels import Content, content, parcels_of
 from hybridflow.reshard.plan import BucketTraffic, Message, Operation, ReshardPlan, Way, inverse
@@ -63,10 +63,12 @@ class WeightReshard:
         operations = {operation.weight.megatron: operation for operation in plan.operations(rank)}
         self._moves = moves(self._weights, operations)
         moved = {name for move in self._moves for name in move.names}
-        self._steps = [
+        steps = (
             self._step([operations[w.megatron] for w in bucket if w.megatron in operations], bucket, traffic, moved)
             for bucket, traffic in zip(plan.buckets, plan.traffic(rank), strict=True)
-        ]
+        )
+        self._steps = [step for step in steps if step.memory.operations or step.receives or step.sends]
+        self._permuted = [o for o in operations.values() if o.way is Way.PERMUTE and o.weight.megatron not in moved]
         self._own = {name: tensor for step in self._steps for name, tensor in step.memory.tensors.items()}
         assert moved <= self._own.keys(), "the engine has a view of a training storage that is released meanwhile"
         self._engine = {o.weight.engine: self._engine_tensor(o) for o in operations.values()}
@@ -107,9 +109,8 @@ class WeightReshard:
             for message in traffic.receives
             for parcel in parcels_of(message.pieces)
         ]
-        permuted = [o for o in operations if o.way is Way.PERMUTE and o.weight.megatron not in moved]
         memory.release()
-        return _Step([weight.megatron for weight in bucket], memory, permuted, receives, contents, sends)
+        return _Step([weight.megatron for weight in bucket], memory, receives, contents, sends)
 
     def _engine_tensor(self, operation: Operation) -> Tensor:
         name, view = operation.weight.megatron, operation.view
@@ -127,8 +128,6 @@ class WeightReshard:
             self._changed(step.memory.allocate())
             copy_pieces([copy for o in step.memory.operations for copy in self._own_copies(o)])
             received, sent = self._exchange(step)
-            scratch = [permute_blocks(self._weights[o.weight.megatron], o.order) for o in step.permuted]
-            self._peak = max(self._peak, self._live + max(scratch, default=0))
             for move in [move for move in pending if pending[move] & set(step.names)]:
                 pending[move] -= set(step.names)
                 if not pending[move]:
@@ -137,10 +136,10 @@ class WeightReshard:
                 cost,
                 bytes_received=cost.bytes_received + received,
                 bytes_sent=cost.bytes_sent + sent,
-                bytes_permuted=cost.bytes_permuted + self._bytes(step.permuted),
             )
         assert not any(pending.values()), f"weights in no bucket: {pending}"
-        return cost
+        self._permute([o.order for o in self._permuted])  # last: other ranks get rows in the trainer's order
+        return replace(cost, bytes_permuted=self._bytes(self._permuted))
 
     def _restore_trainer(self) -> ReshardCost:
         needed = {name for move in self._moves for name in move.names}
@@ -153,10 +152,13 @@ class WeightReshard:
             needed -= set(move.names)
             waiting = self._release_unneeded(waiting, needed)
         assert not waiting, "engine memory that nothing was restored from"
-        permuted = [o for step in self._steps for o in step.permuted]
-        scratch = [permute_blocks(self._weights[o.weight.megatron], inverse(o.order)) for o in permuted]
-        self._peak = max(self._peak, self._live + max(scratch, default=0))
-        return ReshardCost(0.0, bytes_permuted=self._bytes(permuted))
+        self._permute([inverse(o.order) for o in self._permuted])
+        return ReshardCost(0.0, bytes_permuted=self._bytes(self._permuted))
+
+    def _permute(self, orders: list[Order]) -> None:
+        """Those that are permuted in place."""
+        weights = [self._weights[o.weight.megatron] for o in self._permuted]
+        self._peak = max(self._peak, self._live + permute_blocks(zip(weights, orders, strict=True)))
 
     def _release_unneeded(self, steps: list["_Step"], needed: set[str]) -> list["_Step"]:
         """Release the engine's memory of the steps that no training storage is to be restored from; the others."""
@@ -236,7 +238,6 @@ class _Step:
 
     names: list[str]
     memory: OwnMemory
-    permuted: list[Operation]  # in place
     receives: list[tuple[int, list[Tensor]]]  # (peer, where it goes)
     contents: list[list[Tensor]]  # what is sent
     sends: list[tuple[int, int]]  # (peer, which content)

@@ -4,7 +4,8 @@ permute_blocks: block i becomes the former block order[i]; blocks that stay are 
 without scratch: a program owns one fibre (the same few elements of every block), loads it of up to LANES blocks and
 stores it permuted. No two programs touch the same element. More blocks than that are permuted in rounds of LANES, each
 a permutation of its own (see `rounds`): what a program holds in registers does not grow with the blocks. On a CPU the
-cycles of the permutation are followed, a stretch of the blocks at a time, with that stretch as scratch.
+cycles of the permutation are followed, a stretch of the blocks at a time, with that stretch as scratch: in C for all
+weights alike at once, or by torch.
 
 copy_pieces: many small strided copies. On CUDA one Triton kernel for all of them, that reads addresses and strides from
 a table: a program owns one tile of one copy.
@@ -12,7 +13,7 @@ a table: a program owns one tile of one copy.
 Elements move as integers of their width, so any dtype arrives, NaN payloads included.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from math import gcd
@@ -20,6 +21,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from hybridflow.native.library import library
+from hybridflow.native.moves import Move, move_blocks
 
 try:
     import triton
@@ -36,23 +40,34 @@ COPY_BYTES = 8  # the widest element that copies move
 COPY_FIELDS = 7  # of a row of the table, see `copy_table`
 
 Copy = tuple[Tensor, Tensor]  # destination, source
-Move = tuple[int, int]  # to block, from block
+Order = tuple[int, ...]
 
 
 # ------------------------------------------------------------------------------------------------------ permute
 
 
-def permute_blocks(x: Tensor, order: tuple[int, ...]) -> int:
-    """Permute `x` in place; the bytes of scratch it took: on CUDA none, on a CPU one block, SCRATCH_BYTES at most.
+def permute_blocks(weights: Iterable[tuple[Tensor, Order]]) -> int:
+    """Permute each of (x, order) in place; the bytes of scratch it took.
 
+    On CUDA none; on a CPU one block, SCRATCH_BYTES at most, for each thread that computes.
     x: (len(order) x block_rows, columns) or (len(order) x block_rows,), contiguous, of 1, 2 or 4 byte elements.
-    Errors: ValueError for any other.
+    Errors: ValueError for any other, and nothing is permuted.
     """
-    blocks = as_blocks(x, len(order))
-    if x.is_cuda:
+    alike: dict[tuple[Order, torch.Size, torch.dtype], list[Tensor]] = {}
+    for x, order in weights:
+        blocks = as_blocks(x, len(order))
+        alike.setdefault((order, blocks.shape, blocks.dtype), []).append(blocks)
+    return max((_permute(stacks, order) for (order, *_), stacks in alike.items()), default=0)
+
+
+def _permute(stacks: list[Tensor], order: Order) -> int:
+    if not stacks[0].is_cuda and library() is not None:
+        return move_blocks(stacks, _moves(order), SCRATCH_BYTES)
+    if not stacks[0].is_cuda:
+        return max(permute_cycles(blocks, order) for blocks in stacks)
+    for blocks in stacks:
         permute_triton(blocks, order)
-        return 0
-    return permute_cycles(blocks, order)
+    return 0
 
 
 def as_blocks(x: Tensor, num_blocks: int) -> Tensor:
@@ -64,8 +79,10 @@ def as_blocks(x: Tensor, num_blocks: int) -> Tensor:
     return x.detach().view(INTEGERS[x.element_size()]).view(num_blocks, x.shape[0] // num_blocks, -1)
 
 
-def permute_cycles(blocks: Tensor, order: tuple[int, ...]) -> int:
+def permute_cycles(blocks: Tensor, order: Order) -> int:
     """Follow the cycles of `order`, as long a stretch of each block at a time as scratch holds. Bytes of scratch."""
+    if not _moves(order):
+        return 0
     stretches = blocks.flatten(1).split(SCRATCH_BYTES // blocks.element_size(), dim=1)
     scratch = torch.empty_like(stretches[0][0])
     for stretch in stretches:
@@ -76,14 +93,14 @@ def permute_cycles(blocks: Tensor, order: tuple[int, ...]) -> int:
 
 
 @lru_cache(maxsize=1 << 10)  # layers are alike
-def _moves(order: tuple[int, ...]) -> tuple[Move, ...]:
+def _moves(order: Order) -> tuple[Move, ...]:
     """What is copied in turn; len(order) is the scratch. Of each cycle one block is set aside, the others move once."""
     scratch = len(order)
     chains = ((scratch, *cycle, scratch) for cycle in _cycles(order))
     return tuple(move for chain in chains for move in pairwise(chain))
 
 
-def _cycles(order: tuple[int, ...]) -> Iterator[list[int]]:
+def _cycles(order: Order) -> Iterator[list[int]]:
     """Those of more than one block: each block becomes the one after it in the list, the last one the first."""
     seen = [source == i for i, source in enumerate(order)]
     for start in range(len(order)):
@@ -96,7 +113,7 @@ def _cycles(order: tuple[int, ...]) -> Iterator[list[int]]:
             yield cycle
 
 
-def permute_triton(blocks: Tensor, order: tuple[int, ...]) -> None:
+def permute_triton(blocks: Tensor, order: Order) -> None:
     """The same by the Triton kernel (on CUDA, or on a CPU in Triton's interpreter)."""
     table, block_elements = _round_table(order, blocks.device), blocks[0].numel()
     num_rounds, _, lanes = table.shape
@@ -112,7 +129,7 @@ def fibre_elements(lanes: int, element_bytes: int) -> int:
 
 
 @lru_cache(maxsize=1 << 6)  # layers are alike
-def _round_table(order: tuple[int, ...], device: torch.device) -> Tensor:
+def _round_table(order: Order, device: torch.device) -> Tensor:
     """(rounds, 2, lanes) int32: the destinations and the sources of each round, -1 for a lane without any."""
     moves = rounds(order)
     lanes = 1 << (max(map(len, moves), default=1) - 1).bit_length()
@@ -122,7 +139,7 @@ def _round_table(order: tuple[int, ...], device: torch.device) -> Tensor:
     return table.to(device)
 
 
-def rounds(order: tuple[int, ...], lanes: int = LANES) -> list[list[Move]]:
+def rounds(order: Order, lanes: int = LANES) -> list[list[Move]]:
     """Permutations of at most `lanes` blocks each that one after the other make `order`.
 
     A cycle that does not fit is cut in two that share a block: (a b c d) is (a b) and then (b c d). The first leaves in

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hybridflow.native import library as libraries
 from hybridflow.reshard import kernel
 from hybridflow.reshard.kernel import (
     COPY_COLUMNS,
@@ -32,7 +33,6 @@ from hybridflow.reshard.kernel import (
     copy_triton,
     fibre_elements,
     permute_blocks,
-    permute_cycles,
     permute_triton,
     rounds,
     triton,
@@ -118,6 +118,10 @@ def check_permutation(shape: Shape, dtype: torch.dtype, permute: Permute, device
     assert torch.equal(bits(flat), before), f"{shape} {dtype}: the inverse does not restore"
 
 
+def permute(x: Tensor, order: tuple[int, ...]) -> int:
+    return permute_blocks([(x, order)])
+
+
 def triton_permute(x: Tensor, order: tuple[int, ...]) -> None:
     permute_triton(as_blocks(x, len(order)), order)
 
@@ -125,16 +129,33 @@ def triton_permute(x: Tensor, order: tuple[int, ...]) -> None:
 # ------------------------------------------------------------------------------------------------ on a CPU
 
 
+@pytest.fixture(params=["C", "torch"])
+def on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if request.param == "torch":
+        monkeypatch.setattr(kernel, "library", lambda: None)
+    elif libraries.why_not() is not None:
+        pytest.skip(f"no kernels in C: {libraries.why_not()}")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+EACH_WAY = pytest.mark.usefixtures("on_a_cpu")
+
+
+@EACH_WAY
 @EACH_SHAPE
 @EACH_DTYPE
 def test_cycles_equal_index_select_bitwise(shape: Shape, dtype: torch.dtype) -> None:
-    check_permutation(shape, dtype, permute_blocks)
+    check_permutation(shape, dtype, permute)
 
 
+@EACH_WAY
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 3, 2), (1, 2, 3, 0), (3, 0, 2, 1), (2, 3, 1, 0)])
 def test_cycles_of_any_permutation_by_hand(order: tuple[int, ...]) -> None:
     x = torch.tensor([[0.0, 1.0], [10.0, 11.0], [20.0, 21.0], [30.0, 31.0]])
-    permute_blocks(x, order)
+    permute(x, order)
     assert x.tolist() == [[10.0 * i, 10.0 * i + 1] for i in order]
 
 
@@ -169,11 +190,40 @@ def test_rounds_one_after_the_other_make_the_order(num_blocks: int, seed: int) -
     assert moved <= num_blocks * LANES / (LANES - 1) + 1  # a block too many for each cut
 
 
+@EACH_WAY
+def test_weights_of_many_kinds_are_permuted_at_once() -> None:
+    """Those alike by one call, the others each with its order."""
+    kinds = [((4, 2, 3, 5), torch.float32), ((6, 2, 2, 1), torch.int8), ((4, 2, 3, 5), torch.bfloat16)]
+    cases = [weight_in_buffer(shape, dtype) for shape, dtype in kinds * 3]
+    expected = [permuted_reference(flat, order) for flat, _, order in cases]
+    assert permute_blocks([(weight, order) for _, weight, order in cases]) == 3 * 5 * 4  # a head of the largest
+    for (flat, *_), right in zip(cases, expected, strict=True):
+        assert torch.equal(bits(flat), right)
+    assert permute_blocks([]) == 0
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_threads_share_the_blocks_and_each_has_its_scratch(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if libraries.why_not() is not None:
+        pytest.skip(f"no kernels in C: {libraries.why_not()}")
+    shape = (8, 4, 2, 128)
+    monkeypatch.setattr(kernel, "SCRATCH_BYTES", 96)  # of the 1,024 bytes of a block
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        check_permutation(shape, torch.float32, permute)
+        _, weight, order = weight_in_buffer(shape, torch.float32)
+        assert permute(weight, order) == 96 * num_threads
+    finally:
+        torch.set_num_threads(before)
+
+
+@EACH_WAY
 def test_nan_payloads_survive() -> None:
     payloads = [0x7FC00001, 0x7F800001, 0x7FFFFFFF, 0x7FABCDEF]  # quiet and signalling
     x = torch.tensor(payloads, dtype=torch.int32).view(torch.float32)
     assert x.isnan().all()
-    permute_blocks(x, (3, 0, 1, 2))
+    permute(x, (3, 0, 1, 2))
     assert x.view(torch.int32).tolist() == [payloads[i] for i in (3, 0, 1, 2)]
 
 
@@ -192,31 +242,39 @@ class Allocations(TorchDispatchMode):
         return out
 
 
+@EACH_WAY
 @EACH_SHAPE
 def test_scratch_is_one_block(shape: Shape) -> None:
     _, weight, order = weight_in_buffer(shape, torch.float32)
-    one_block = shape[2] * (shape[3] or 1) * 4
+    scratch = block_bytes(shape) if shape[1] > 1 else 0  # of one key/value head nothing moves
     with Allocations() as allocations:
-        returned = permute_blocks(weight, order)
-    assert returned == one_block
-    assert allocations.sizes == [one_block]
+        returned = permute(weight, order)
+    assert returned == scratch
+    assert allocations.sizes == [scratch] * (scratch > 0)
 
 
+def block_bytes(shape: Shape) -> int:
+    """Of float32."""
+    return shape[2] * (shape[3] or 1) * 4
+
+
+@EACH_WAY
 @EACH_SHAPE
 @pytest.mark.parametrize("limit", [4, 12, 16])
 def test_scratch_is_bounded_and_the_result_the_same(shape: Shape, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "SCRATCH_BYTES", limit)
-    check_permutation(shape, torch.float32, permute_blocks)
+    check_permutation(shape, torch.float32, permute)
     _, weight, order = weight_in_buffer(shape, torch.float32)
     with Allocations() as allocations:
-        returned = permute_blocks(weight, order)
-    assert returned == min(limit, shape[2] * (shape[3] or 1) * 4)
-    assert allocations.sizes == [returned]
+        returned = permute(weight, order)
+    assert returned == (min(limit, block_bytes(shape)) if shape[1] > 1 else 0)
+    assert allocations.sizes == [returned] * (returned > 0)
 
 
+@EACH_WAY
 def test_the_bound_is_a_quarter_of_a_mebibyte() -> None:
     x = torch.arange(2 * 600 * 500, dtype=torch.int32).view(-1, 500)  # two blocks of 1.2 MB
-    assert permute_blocks(x, (1, 0)) == 1 << 18
+    assert permute(x, (1, 0)) == 1 << 18
     assert torch.equal(x.flatten(), torch.arange(600_000, dtype=torch.int32).roll(300_000))
 
 
@@ -232,7 +290,7 @@ def test_blocks_that_stay_are_not_written() -> None:
             return func(*args, **(kwargs or {}))
 
     with Writes():
-        permute_cycles(blocks, (0, 2, 1, 3))
+        kernel.permute_cycles(blocks, (0, 2, 1, 3))
     assert [block for block in written if 0 <= block < 4] == [1, 2]
     assert len(written) == 3  # one more, to the scratch
 
@@ -337,7 +395,14 @@ def test_copies_that_are_refused(destination: Tensor, source: Tensor, message: s
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64])
 def test_dtypes_of_eight_bytes_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=re.escape(f"dtype {dtype} has 8 bytes; 1, 2 and 4 are supported")):
-        permute_blocks(torch.zeros(4, dtype=dtype), (1, 0))
+        permute(torch.zeros(4, dtype=dtype), (1, 0))
+
+
+def test_nothing_is_permuted_where_one_is_refused() -> None:
+    x = torch.arange(4.0)
+    with pytest.raises(ValueError, match="no contiguous stack"):
+        permute_blocks([(x, (1, 0)), (torch.zeros(5), (1, 0))])
+    assert x.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -350,7 +415,7 @@ def test_dtypes_of_eight_bytes_are_refused(dtype: torch.dtype) -> None:
 )
 def test_what_is_no_contiguous_stack_of_blocks_is_refused(x: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{message} is no contiguous stack of 2 blocks")):
-        permute_blocks(x, (1, 0))
+        permute(x, (1, 0))
 
 
 # ------------------------------------------------------------------------------------------ Triton's kernel
@@ -384,7 +449,7 @@ def test_the_triton_kernel_equals_index_select_on_a_gpu() -> None:
     real = [(32, 8, 128, 4096), (28, 4, 128, 3584), (16, 8, 64, 1000), (256, 128, 64, 512), (8192, 4096, 2, 256)]
     cases = [(shape, dtype) for shape in SHAPES for dtype in DTYPES]
     for shape, dtype in cases + [(shape, torch.bfloat16) for shape in real] * 5:  # a race shows now and then
-        check_permutation(shape, dtype, permute_blocks, device="cuda")
+        check_permutation(shape, dtype, permute, device="cuda")
 
 
 @pytest.mark.gpu
