@@ -63,6 +63,7 @@ class Generator:
             device=platform.device,
             group=world_group(),
             space=space,
+            reads=True,
         )
         self.costs: list[ReshardCost] = []
         self.engine: RolloutEngine | None = None

@@ -20,6 +20,7 @@ from hybridflow.reshard.kernel import Copy, Order, copy_pieces, permute_blocks
 from hybridflow.reshard.memory import OwnMemory, moves
 from hybridflow.reshard.parcels import Content, content, parcels_of
 from hybridflow.reshard.plan import BucketTraffic, Message, Operation, ReshardPlan, Way, inverse
+from hybridflow.reshard.reads import Parts, Reads, Traffic
 from hybridflow.reshard.reserved import AddressSpace
 from hybridflow.reshard.slices import Piece
 
@@ -42,6 +43,7 @@ class WeightReshard:
     the ranks of both layouts, which `group` knows by their global ranks; `to_trainer` is local.
     space: where the engine's own memory is reserved, so that no tensor of the engine ever lies elsewhere; None: with
     torch, which gives it other addresses each time.
+    reads: on CPUs, whether ranks read in each other's memory where they can; all ranks say the same.
     with_engine: whether they are in the engine's layout.
     """
 
@@ -55,6 +57,7 @@ class WeightReshard:
         device: torch.device,
         group: dist.ProcessGroup,
         space: AddressSpace | None = None,
+        reads: bool = False,
     ) -> None:
         self._rank, self._group, self._space = rank, group, space
         # the experts of a layer stand one below the other
@@ -68,6 +71,7 @@ class WeightReshard:
             for bucket, traffic in zip(plan.buckets, plan.traffic(rank), strict=True)
         )
         self._steps = [step for step in steps if step.memory.operations or step.receives or step.sends]
+        self._reads = Reads([step.traffic for step in self._steps], group) if reads and device.type == "cpu" else None
         self._permuted = [o for o in operations.values() if o.way is Way.PERMUTE and o.weight.megatron not in moved]
         self._own = {name: tensor for step in self._steps for name, tensor in step.memory.tensors.items()}
         assert moved <= self._own.keys(), "the engine has a view of a training storage that is released meanwhile"
@@ -124,6 +128,8 @@ class WeightReshard:
 
     def _fill_engine(self) -> ReshardCost:
         cost, pending = ReshardCost(0.0), {move: set(move.names) for move in self._moves}
+        if self._reads is not None:
+            self._reads.begin()
         for step in self._steps:
             self._changed(step.memory.allocate())
             copy_pieces([copy for o in step.memory.operations for copy in self._own_copies(o)])
@@ -180,22 +186,34 @@ class WeightReshard:
 
     def _exchange(self, step: "_Step") -> tuple[int, int]:
         """Send and receive what is due in a bucket; bytes received, bytes sent."""
-        if not step.receives and not step.sends:
+        if self._reads is None:
+            return self._exchange_messages(step.receives, step.contents, step.sends)
+        sends = [(peer, i) for peer, i in step.sends if peer not in self._reads.readers]
+        receives = [(peer, parts) for peer, parts in step.receives if peer not in self._reads.sources]
+        messages = self._exchange_messages(receives, step.contents, sends)
+        read = self._reads.read(step.traffic)
+        return messages[0] + read[0], messages[1] + read[1]
+
+    def _exchange_messages(
+        self, receives: list[Parts], contents: list[list[Tensor]], sends: list[tuple[int, int]]
+    ) -> tuple[int, int]:
+        """receives: (peer, where it goes). sends: (peer, which of `contents`). Bytes received, bytes sent."""
+        if not receives and not sends:
             return 0, 0
-        outgoing = [_contiguous(parts) for parts in step.contents]
-        incoming = [_contiguous_target(parts) for _, parts in step.receives]
-        staged = sum(x.nbytes for x, parts in zip(outgoing, step.contents, strict=True) if x is not parts[0])
-        staged += sum(x.nbytes for x, (_, parts) in zip(incoming, step.receives, strict=True) if x is not parts[0])
+        outgoing = {i: _contiguous(contents[i]) for i in dict.fromkeys(i for _, i in sends)}
+        incoming = [_contiguous_target(parts) for _, parts in receives]
+        staged = sum(x.nbytes for i, x in outgoing.items() if x is not contents[i][0])
+        staged += sum(x.nbytes for x, (_, parts) in zip(incoming, receives, strict=True) if x is not parts[0])
         self._changed(staged)
-        operations = [dist.P2POp(dist.isend, outgoing[i], peer, self._group) for peer, i in step.sends]
+        operations = [dist.P2POp(dist.isend, outgoing[i], peer, self._group) for peer, i in sends]
         operations += [
-            dist.P2POp(dist.irecv, x, peer, self._group) for x, (peer, _) in zip(incoming, step.receives, strict=True)
+            dist.P2POp(dist.irecv, x, peer, self._group) for x, (peer, _) in zip(incoming, receives, strict=True)
         ]
         for request in dist.batch_isend_irecv(operations):
             request.wait()
-        staged_parts = [(x, parts) for x, (_, parts) in zip(incoming, step.receives, strict=True) if x is not parts[0]]
+        staged_parts = [(x, parts) for x, (_, parts) in zip(incoming, receives, strict=True) if x is not parts[0]]
         copy_pieces([copy for x, parts in staged_parts for copy in zip(parts, _packed(x, parts), strict=True)])
-        received, sent = sum(x.nbytes for x in incoming), sum(outgoing[i].nbytes for _, i in step.sends)
+        received, sent = sum(x.nbytes for x in incoming), sum(outgoing[i].nbytes for _, i in sends)
         del operations, outgoing, incoming, staged_parts
         self._changed(-staged)
         return received, sent
@@ -238,9 +256,13 @@ class _Step:
 
     names: list[str]
     memory: OwnMemory
-    receives: list[tuple[int, list[Tensor]]]  # (peer, where it goes)
+    receives: list[Parts]  # (peer, where it goes)
     contents: list[list[Tensor]]  # what is sent
     sends: list[tuple[int, int]]  # (peer, which content)
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(self.receives, [(peer, self.contents[i]) for peer, i in self.sends])
 
 
 def _target(x: Tensor, piece: Piece) -> Tensor:

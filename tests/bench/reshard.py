@@ -231,6 +231,7 @@ class Comparison:
             device=world.platform.device,
             group=dist.group.WORLD,
             watch=self.watch,
+            reads=True,
         )
         stages = engine_stages(spec.num_layers, train, self.layout)
         join_groups(self.layout, stages, world.platform.local_rank)

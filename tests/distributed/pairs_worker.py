@@ -2,7 +2,9 @@
 
 torchrun --nproc-per-node N -m tests.distributed.pairs_worker CHECKPOINTS OUT [NAME ...]
 
-For each pair: two optimizer steps, a reshard, one more step, a reshard. Every rank tells what its replica generated.
+For each pair: two optimizer steps, a reshard in which ranks read each other's memory, but for the last, which gets
+messages as if it were on another host; one more step, a reshard by messages alone. Every rank tells what its replica
+generated.
 """
 
 import functools
@@ -23,6 +25,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.config import OptimizerConfig, RolloutConfig, SamplingConfig, TrainedRoleConfig
+from hybridflow.parallel import peer_memory
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
@@ -57,6 +60,8 @@ def main(checkpoints: Path, out: Path, names: list[str]) -> None:
     platform = platforms.start(seed=0)
     exchange = Exchange(dist.group.WORLD, platform.device)
     world = World(platform, ProcessGroups(), exchange, bucket_bytes=BUCKET_BYTES)
+    if platform.rank == platform.world_size - 1:
+        peer_memory.can_read = lambda introduction: False
     pairs = [p for p in PAIRS if p.num_ranks == platform.world_size and (not names or p.name in names)]
     import vllm  # noqa: F401 (what is imported later would be searched for garbage again and again)
 
@@ -118,6 +123,7 @@ class Run:
             device=self.world.platform.device,
             group=dist.group.WORLD,
             watch=watch,
+            reads=True,
         )
         engine = self._engine(reshard, layout, spec, train)
         records = []
@@ -127,6 +133,8 @@ class Run:
                 self.actor.update(self.batch, policy_loss(ALGORITHM.policy, KLTerm(ALGORITHM.kl, HYPER.kl_coef)))
             record = self._reshard_and_generate(reshard, engine, weights, watch)
             record["in_place"] = plan.is_in_place
+            record["read"] = reshard.num_read
+            reshard.by_messages()  # the second time
             record["planned"] = {
                 "received": 4 * plan.received_elements(rank),
                 "sent": 4 * plan.sent_elements(rank),
@@ -260,6 +268,14 @@ class WatchedReshard(WeightReshard):
     def __init__(self, *arguments: Any, watch: Watch, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._watch = watch
+
+    @property
+    def num_read(self) -> int:
+        """Peers in whose memory this rank has read."""
+        return 0 if self._reads is None else len(self._reads.sources)
+
+    def by_messages(self) -> None:
+        self._reads = None
 
     def _changed(self, num_bytes: int) -> None:
         super()._changed(num_bytes)

@@ -82,6 +82,17 @@ def test_one_copy_of_the_weights(pair: Pair, results: dict) -> None:
             assert measured <= counted <= storage + bucket
 
 
+def test_ranks_read_in_each_others_memory_or_send_messages(results: dict) -> None:
+    """Both ways are compared with HuggingFace: the first hand-off, but for the last rank, is by reading."""
+    for *ranks, last in results.values():
+        for first, _ in ranks:
+            assert (first["read"] > 0) == (first["cost"]["bytes_received"] > 0)
+        for first, second in (*ranks, last):
+            assert second["read"] == 0 and second["cost"]["bytes_received"] == first["cost"]["bytes_received"]
+        assert last[0]["read"] == 0
+    assert any(last[0]["cost"]["bytes_received"] for *_, last in results.values())
+
+
 def test_most_pairs_need_more_than_the_trainers_memory(results: dict) -> None:
     """Else little was tested."""
     moved = [pair for pair in PAIRS if not all(record["in_place"] for record in hand_offs(results, pair))]
