@@ -44,8 +44,6 @@ class BucketedDataParallel(DistributedDataParallel):
             use_distributed_optimizer=zero1,
             overlap_grad_reduce=overlap,
             overlap_param_gather=overlap and zero1,
-            # by an all-to-all, its parts added in the ranks' order: gloo adds all gradients up on every rank
-            reduce_scatter_with_fp32_accumulation=not uses_cuda(),
         )
         super().__init__(model.config, config, model, pg_collection=grid.groups)
         if bucket_elements is not None:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from hybridflow.parallel import peer_memory
 from hybridflow.parallel.collectives import COLLECTIVES
 from hybridflow.recording.measure import Stopwatch
 
@@ -132,6 +133,7 @@ def ranges(clock: Clock) -> Iterator[None]:
         replaced(Sampler, "forward", in_range(Sampler.forward, "kind:vocabulary"))
         for name in COLLECTIVES:
             replaced(dist.ProcessGroup, name, met(getattr(dist.ProcessGroup, name), dist.ProcessGroup.barrier))
+        replaced(peer_memory, "read", in_range(peer_memory.read, "kind:exchange"))
         replaced(dist.Work, "wait", in_range(dist.Work.wait, "kind:exchange"))
         yield
 

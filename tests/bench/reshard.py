@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 4 -m tests.bench.reshard [--size small] [--dtype float32] [--pairs tp4-tp1] [--repeats 9]
 
-ours       WeightReshard on a real actor (megatron, ZeRO-1): to the engine's layout, and back
+ours       WeightReshard on a real actor (megatron, ZeRO-1): to the engine's layout, and back; ranks on CPUs read in each
+           other's memory, where the raw collective sends messages
 floor      no bytes between ranks: every element that is to be permuted (QKV; with a smaller tp in training gate and up
            too) read and written once, in place (bitwise_not_)
            else a raw collective of what the plan has each rank receive, between buffers that are there already: one
@@ -506,7 +507,7 @@ def why(r: Result) -> str:
     """Where the time above the floor goes, from what was measured beside it."""
     more = f"{(r.ratio - 1) * r.floor * MS:.1f} ms above the floor"
     if r.floor_name == "in place":
-        return f"{more}, in small copies through scratch where the floor is one pass over each weight"
+        return f"{more}, in copies of blocks where the floor is one pass over each weight"
     return f"{more}, where fresh memory of the engine's size takes {r.times['touch'] * MS:.1f} ms to allocate and write"
 
 
