@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 -m tests.bench.reshard [--size small] [--dtype float32] [--pairs tp4-tp1] [--repeats 9]
 
-ours       WeightReshard on a real actor (megatron, ZeRO-1): to the engine's layout, and back; ranks on CPUs read in each
-           other's memory, where the raw collective sends messages
+ours       WeightReshard on a real actor (megatron, ZeRO-1): to the engine's layout, and back; on CPUs ranks read in
+           each other's memory, where the raw collective sends messages
 floor      no bytes between ranks: every element that is to be permuted (QKV; with a smaller tp in training gate and up
            too) read and written once, in place (bitwise_not_)
            else a raw collective of what the plan has each rank receive, between buffers that are there already: one
