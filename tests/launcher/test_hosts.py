@@ -67,12 +67,15 @@ def metrics(run: Path) -> list[dict[str, str]]:
     return [{name: row[name] for name in compared} for row in rows]
 
 
+STAGED = "reshard/peak_extra_bytes"  # messages between hosts are packed, where ranks of one read what they need
+
+
 def assert_same(rows: list[dict[str, str]], others: list[dict[str, str]]) -> None:
     assert len(rows) == len(others)
     for row, other in zip(rows, others, strict=True):
         assert row.keys() == other.keys()
         for name, value in row.items():
-            if value:
+            if value and name != STAGED:
                 assert float(value) == pytest.approx(float(other[name]), rel=1e-5, abs=1e-6), name
 
 
