@@ -22,7 +22,7 @@ _processes: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]]" = we
 
 def all_gather_into_tensor(output: Tensor, own: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> Any:
     """output: the `own` of all ranks in their order, contiguous; `own` may be this rank's part of it."""
-    processes = () if async_op else _readable(group)
+    processes = () if async_op or group.size() == 1 else _readable(group)
     if not processes:
         return dist.all_gather_into_tensor(output, own, group=group, async_op=async_op)
     parts, rank = output.view(-1).chunk(len(processes)), group.rank()
@@ -38,7 +38,7 @@ def reduce_scatter_tensor(
     output: Tensor, whole: Tensor, *, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, async_op: bool
 ) -> Any:
     """output: of the sum of the ranks' `whole` this rank's part; it may be that part of `whole`. Contiguous."""
-    if async_op or op != dist.ReduceOp.SUM:
+    if async_op or op != dist.ReduceOp.SUM or group.size() == 1:
         return dist.reduce_scatter_tensor(output, whole, op=op, group=group, async_op=async_op)
     processes, rank, parts = _readable(group), group.rank(), whole.view(-1).chunk(group.size())
     if not processes:

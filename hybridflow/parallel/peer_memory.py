@@ -66,12 +66,14 @@ def read(process: int, pieces: Sequence[Piece]) -> None:
         x = piece.target if piece.target.dim() == 2 else piece.target.unsqueeze(0)
         assert x.is_cpu and (x.shape[1] == 1 or x.stride(1) == 1), "a row's elements are neighbours"
         rows, width, stride = x.shape[0], x.shape[1] * x.element_size(), x.stride(0) * x.element_size()
+        if rows * width == 0:
+            continue
         if rows == 1 or stride == piece.row_bytes == width:
             for start in range(0, rows * width, MAX_BYTES):
                 size = min(MAX_BYTES, rows * width - start)
                 _read(process, _run(piece.address + start, 1, 0, size), _run(x.data_ptr() + start, 1, 0, size))
             continue
-        at_once = max(1, min(MAX_RUNS, MAX_BYTES // max(1, width)))
+        at_once = max(1, min(MAX_RUNS, MAX_BYTES // width))
         for row in range(0, rows, at_once):
             count = min(at_once, rows - row)
             theirs = _run(piece.address + row * piece.row_bytes, count, piece.row_bytes, width)

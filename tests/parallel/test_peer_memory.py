@@ -53,9 +53,14 @@ def test_a_call_takes_no_more_than_its_limit(limit: int, monkeypatch: pytest.Mon
         assert torch.equal(source, target)
 
 
-def test_nothing_is_read_of_nothing() -> None:
+def test_nothing_is_read_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(peer_memory, "_read", lambda *arguments: calls.append(arguments))
+    peer_memory.read(os.getpid(), [Piece(8, 8, torch.zeros(1, 1))])
+    assert len(calls) == 1
     peer_memory.read(os.getpid(), [])
     peer_memory.read(os.getpid(), [Piece(0, 0, torch.empty(0)), Piece(0, 8, torch.empty(3, 0))])
+    assert len(calls) == 1
 
 
 def test_another_process_is_read_and_when_it_is_gone_the_error_says_so() -> None:
