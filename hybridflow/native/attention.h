@@ -30,7 +30,7 @@ static void NAME(forward_item)(const Attention *x, const i64 *item, i64 kv, floa
                 const i64 count = least(ROWS, length - first), lanes = up(count, 16), seen = first + count;
                 NAME(take)((const T *)x->query + (start + first) * x->query_token + head * x->query_head,
                            x->query_token, count, lanes, dims, x->scale, queries, width);
-                turn(queries, turned, lanes, width);
+                turn(queries, width, turned, lanes, width, 0);
                 product(keys, width, 1, turned, lanes, scores, lanes, prompt, width, lanes, 0);
                 product(keys + own, width, 1, turned, lanes, scores + prompt * lanes, lanes, seen, width, lanes, 0);
                 float factors[ROWS];
@@ -68,8 +68,8 @@ static void NAME(backward_item)(const Attention *x, const i64 *item, i64 kv, flo
                            lanes, dims, x->scale, queries, width);
                 NAME(take)((const T *)x->grad + flat, stride, count, lanes, dims, 1.0f, grads, width);
                 NAME(take)((const T *)x->out + flat, stride, count, count, dims, 1.0f, outputs, width);
-                turn(queries, queries_turned, lanes, width);
-                turn(grads, grads_turned, lanes, width);
+                turn(queries, width, queries_turned, lanes, width, 0);
+                turn(grads, width, grads_turned, lanes, width, 0);
                 float lse[ROWS] = {0}, delta[ROWS] = {0};
                 for (i64 r = 0; r < count; r++) {
                     vf dots = all(0.0f);

@@ -25,13 +25,6 @@ typedef struct {
     float scale;
 } Paged;
 
-// x[l] -> the vector of their sums. Each step adds the halves of two vectors and shuffles them into one.
-INLINE vf sums_of(vf x[LANES]) {
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int l = 0; l < half; l++) x[l] = LOW(x[l], x[l + half]) + HIGH(x[l], x[l + half]);
-    return x[0];
-}
-
 // scores (count) of one query -> e^(score - maximum), zeros up to `padded`; one over their sum.
 static float softmax_of_row(float *scores, i64 count, i64 padded) {
     for (i64 j = count; j < padded; j++) scores[j] = -INFINITY;

@@ -141,7 +141,7 @@ static void NAME(paged_many)(const Paged *x, i64 sequence, i64 kv, float *scratc
             const i64 count = least(ROWS, tokens - first), lanes = up(count, 16), seen = before + first + count;
             NAME(take)((const T *)x->query + (start + first) * x->query_token + head * x->query_head, x->query_token,
                        count, lanes, dims, x->scale, queries, dims);
-            turn(queries, turned, lanes, dims);
+            turn(queries, dims, turned, lanes, dims, 0);
             for (i64 at = 0; at < seen; at += size) {
                 const i64 keys = least(size, seen - at);
                 product(NAME(as_floats)(NAME(keys_of)(x, sequence, at, kv), block, keys * dims), dims, 1, turned, lanes,

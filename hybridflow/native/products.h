@@ -21,7 +21,7 @@
             for (int v = 0; v < V; v++) store_float(c + r * ldc + v * LANES, sums[r][v]);                              \
     }
 typedef void (*tile)(const float *, i64, i64, const float *, i64, float *, i64, i64, int);
-#define SMALL(V) TILE(6, V) TILE(3, V) TILE(2, V) TILE(1, V)
+#define SMALL(V) TILE(6, V) TILE(4, V) TILE(3, V) TILE(2, V) TILE(1, V)
 SMALL(1)
 SMALL(2)
 #if PANEL == 4  // as many accumulators as leave room for the operands in 32 registers
@@ -29,19 +29,22 @@ SMALL(3)
 SMALL(4)
 TILE(12, 1)
 TILE(12, 2)
-#define LARGE(V) tile_12_##V
+TILE(8, 1)
+TILE(8, 2)
+#define LARGE(V) tile_12_##V, tile_8_##V
 #else
-#define LARGE(V) NULL
+#define LARGE(V) NULL, NULL
 #endif
-static const tile tiles[PANEL][5] = {  // by vectors; of 12, 6, 3, 2 and 1 rows
-    {LARGE(1), tile_6_1, tile_3_1, tile_2_1, tile_1_1},
-    {LARGE(2), tile_6_2, tile_3_2, tile_2_2, tile_1_2},
+#define OF(V) tile_6_##V, tile_4_##V, tile_3_##V, tile_2_##V, tile_1_##V
+static const i64 heights[7] = {12, 8, 6, 4, 3, 2, 1};
+static const tile tiles[PANEL][7] = {  // by vectors; of so many rows
+    {LARGE(1), OF(1)},
+    {LARGE(2), OF(2)},
 #if PANEL == 4
-    {NULL, tile_6_3, tile_3_3, tile_2_3, tile_1_3},
-    {NULL, tile_6_4, tile_3_4, tile_2_4, tile_1_4},
+    {NULL, NULL, OF(3)},
+    {NULL, NULL, OF(4)},
 #endif
 };
-static const i64 heights[5] = {12, 6, 3, 2, 1};
 
 // C[rows, columns] (+)= A[rows, inner] B[inner, columns]; columns a multiple of 16.
 static void product(const float *a, i64 row, i64 column, const float *b, i64 ldb, float *c, i64 ldc, i64 rows,
@@ -49,7 +52,7 @@ static void product(const float *a, i64 row, i64 column, const float *b, i64 ldb
     for (i64 j = 0; j < columns; j += PANEL * LANES) {
         const tile *of = tiles[least(PANEL, (columns - j) / LANES) - 1];
         i64 i = 0;
-        for (int h = 0; h < 5; h++)
+        for (int h = 0; h < 7; h++)
             for (; of[h] && i + heights[h] <= rows; i += heights[h])
                 of[h](a + i * row, row, column, b + j, ldb, c + i * ldc + j, ldc, inner, add);
     }
@@ -63,27 +66,68 @@ static void product(const float *a, i64 row, i64 column, const float *b, i64 ldb
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
 #endif
 #if LANES == 16
-#define LOW(a, b) SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
-#define HIGH(a, b) SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#define LOW(a, b) SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
+#define HIGH(a, b) SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31)
+#define LOW_PAIRS(a, b) SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+#define HIGH_PAIRS(a, b) SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+#define EVEN_FOURS(a, b) SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
+#define ODD_FOURS(a, b) SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
 #else
-#define LOW(a, b) SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
-#define HIGH(a, b) SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#define LOW(a, b) SHUFFLE(a, b, 0, 8, 1, 9, 4, 12, 5, 13)
+#define HIGH(a, b) SHUFFLE(a, b, 2, 10, 3, 11, 6, 14, 7, 15)
+#define LOW_PAIRS(a, b) SHUFFLE(a, b, 0, 1, 8, 9, 4, 5, 12, 13)
+#define HIGH_PAIRS(a, b) SHUFFLE(a, b, 2, 3, 10, 11, 6, 7, 14, 15)
+#define EVEN_FOURS(a, b) SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11)
+#define ODD_FOURS(a, b) SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15)
 #endif
 
-// rows (count, width) -> turned (width, count); both multiples of LANES. A perfect shuffle of the rows, log2(LANES)
-// times, turns a square.
-static void turn(const float *rows, float *turned, i64 count, i64 width) {
+// A square of LANES rows, turned: within fours of four rows each, then the fours.
+INLINE void turn_square(vf *x) {
+    for (int i = 0; i < LANES; i += 4) {
+        const vf a = LOW(x[i], x[i + 1]), b = HIGH(x[i], x[i + 1]);
+        const vf c = LOW(x[i + 2], x[i + 3]), d = HIGH(x[i + 2], x[i + 3]);
+        x[i] = LOW_PAIRS(a, c);
+        x[i + 1] = HIGH_PAIRS(a, c);
+        x[i + 2] = LOW_PAIRS(b, d);
+        x[i + 3] = HIGH_PAIRS(b, d);
+    }
+    for (int j = 0; j < 4; j++) {
+        const vf even = EVEN_FOURS(x[j], x[j + 4]), odd = ODD_FOURS(x[j], x[j + 4]);
+#if LANES == 16
+        const vf more_even = EVEN_FOURS(x[j + 8], x[j + 12]), more_odd = ODD_FOURS(x[j + 8], x[j + 12]);
+        x[j] = EVEN_FOURS(even, more_even);
+        x[j + 4] = EVEN_FOURS(odd, more_odd);
+        x[j + 8] = ODD_FOURS(even, more_even);
+        x[j + 12] = ODD_FOURS(odd, more_odd);
+#else
+        x[j] = even;
+        x[j + 4] = odd;
+#endif
+    }
+}
+
+// x[l] -> the vector of their sums. Each step adds the halves of vectors, side by side.
+INLINE vf sums_of(vf *x) {
+    for (int i = 0; i < LANES; i += 4) {
+        const vf a = LOW(x[i], x[i + 2]) + HIGH(x[i], x[i + 2]), b = LOW(x[i + 1], x[i + 3]) + HIGH(x[i + 1], x[i + 3]);
+        x[i / 4] = LOW(a, b) + HIGH(a, b);
+    }
+    for (int count = LANES / 8; count; count /= 2)
+        for (int i = 0; i < count; i++)
+            x[i] = EVEN_FOURS(x[2 * i], x[2 * i + 1]) + ODD_FOURS(x[2 * i], x[2 * i + 1]);
+    return x[0];
+}
+
+// rows (count, width), `stride` floats apart -> turned (width, count); both multiples of LANES. What lies `ahead` floats
+// further is fetched for a later call.
+static void turn(const float *rows, i64 stride, float *turned, i64 count, i64 width, i64 ahead) {
     for (i64 i = 0; i < count; i += LANES)
         for (i64 d = 0; d < width; d += LANES) {
-            vf x[LANES], y[LANES];
-            for (int l = 0; l < LANES; l++) x[l] = load_float(rows + (i + l) * width + d);
-            for (int step = LANES; step > 1; step /= 2) {
-                for (int l = 0; l < LANES / 2; l++) {
-                    y[2 * l] = LOW(x[l], x[l + LANES / 2]);
-                    y[2 * l + 1] = HIGH(x[l], x[l + LANES / 2]);
-                }
-                for (int l = 0; l < LANES; l++) x[l] = y[l];
-            }
+            vf x[LANES];
+            for (int l = 0; l < LANES; l++) x[l] = load_float(rows + (i + l) * stride + d);
+            if (ahead)
+                for (int l = 0; l < LANES; l++) __builtin_prefetch(rows + (i + l) * stride + d + ahead);
+            turn_square(x);
             for (int l = 0; l < LANES; l++) store_float(turned + (d + l) * count + i, x[l]);
         }
 }

@@ -22,7 +22,7 @@ WORTH_IT = 1 << 21  # multiplications: below, what oneDNN does around a product 
 @functools.cache
 def use_fast_products() -> bool:
     """Whether products of this process, from now on, go to oneDNN."""
-    if not _mkl_is_slow():
+    if not mkl_is_slow():
         return False
     library = torch.library.Library("aten", "IMPL")
     mm, addmm = (torch.library.get_kernel(f"aten::{name}", "CPU") for name in ("mm", "addmm"))
@@ -82,7 +82,7 @@ def _has_no_gaps(b: Tensor) -> bool:
     return b.is_contiguous() or b.t().is_contiguous()
 
 
-def _mkl_is_slow() -> bool:
+def mkl_is_slow() -> bool:
     return (
         torch.backends.mkl.is_available()
         and torch.backends.mkldnn.is_available()

@@ -1,19 +1,23 @@
-"""The engine computes on a CPU with the trainer's kernels in C: attention, RMSNorm and SwiGLU.
+"""The engine computes on a CPU with kernels in C: the trainer's RMSNorm and SwiGLU, and attention and linear layers.
 
 vLLM 0.32.0's attention lays keys out by dimension, so that each number of a new token's key is written to a line of
 memory of its own; its norms and activations there are chains of torch's operations. What the kernels do not know
 (windows, sinks, other families' layers) stays vLLM's.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hybridflow.native.layers import add_rms_norm, rms_norm, swiglu
 from hybridflow.native.library import library
+from hybridflow.native.linear import linear
 from hybridflow.native.paged import STEP, attend, store
 from hybridflow.native.threads import DTYPES, takes
+from hybridflow.parallel.products import mkl_is_slow
 
 MATRIX_UNITS = "amx"  # what vLLM calls its attention on them, in bfloat16
 Methods = dict[str, Callable[..., Any]]
@@ -82,6 +86,21 @@ def swiglu_in_c(theirs: type) -> Methods:
         return swiglu(x) if takes(x) else their_swiglu(self, x)
 
     return {"forward_cpu": gated}
+
+
+def linear_in_c(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x w^T + b for the engine's linear layers, from the weight as it lies."""
+    if x.dim() == 2 and 0 < len(x) <= most_rows(x.dtype) and takes(x, weight):
+        return linear(x, weight, bias)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+@functools.cache
+def most_rows(dtype: torch.dtype) -> int:
+    """For which a linear layer is the kernel's: with more the libraries win (tests.bench.few_rows)."""
+    if dtype == torch.bfloat16:
+        return 0 if torch.cpu._is_amx_tile_supported() else 32
+    return 128 if mkl_is_slow() else 16
 
 
 def _is_ours(attention: Any, layer: Any, kv_cache: Tensor) -> bool:

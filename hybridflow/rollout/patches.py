@@ -15,7 +15,7 @@ from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.parallel.platform import world_group
 from hybridflow.parallel.versions import SEEN, check_version
-from hybridflow.rollout.cpu_kernels import attention_in_c, norm_in_c, swiglu_in_c
+from hybridflow.rollout.cpu_kernels import attention_in_c, linear_in_c, norm_in_c, swiglu_in_c
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -126,7 +126,7 @@ def _read_live_weights() -> None:
     import vllm.model_executor.layers.utils as utils
 
     def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.__dict__["cpu_linear"] = torch.nn.functional.linear
+        layer.__dict__["cpu_linear"] = linear_in_c
 
     replace_in(utils, dispatch_cpu_unquantized_gemm=dispatch)
 

@@ -30,7 +30,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print(f"{cpu()}; oneDNN is used: {'yes' if products._mkl_is_slow() else 'no'}")
+    print(f"{cpu()}; oneDNN is used: {'yes' if products.mkl_is_slow() else 'no'}")
     table = Table(title="GFLOP/s, medians")
     for column in ("tokens x inputs x outputs", "product", "torch", "oneDNN", "ratio"):
         table.add_column(column, justify="right")

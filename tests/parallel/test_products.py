@@ -76,13 +76,13 @@ def test_what_is_left_to_torch(m: int, k: int, n: int, lies: str, dtype: torch.d
 def test_where_it_is_used(cpu: str, intel: bool, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: cpu)
     monkeypatch.setattr(products, "_is_intel", lambda: intel)
-    assert products._mkl_is_slow() is expected
+    assert products.mkl_is_slow() is expected
 
 
 WHOLE_PROCESS = """
 import torch
 from hybridflow.parallel import products
-products._mkl_is_slow = lambda: True
+products.mkl_is_slow = lambda: True
 assert products.use_fast_products() and products.use_fast_products()
 calls = []
 linear = products._linear

@@ -1,0 +1,55 @@
+"""Products of few rows with a weight on a CPU: `linear.c`, called.
+
+Libraries turn a weight (outputs, inner) around before they multiply, or wait for each of its lines. With few rows the
+product then takes two to three times as long as it takes to read the weight.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from hybridflow.native.library import library
+from hybridflow.native.threads import fields, run
+
+BLOCK = 64  # outputs that a thread takes at a time: of linear.c
+
+
+class Linear(ctypes.Structure):
+    """That of linear.c."""
+
+    _fields_ = fields(
+        ["x", "weight", "bias", "y", "next"], ["rows", "inner", "outputs", "x_row", "weight_row", "bfloat16"]
+    )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x w^T + b of x (rows, inner), weight (outputs, inner) and bias (outputs,), all that `takes` says yes to.
+
+    Sums do not depend on the number of threads. Up to 16 rows, and in bfloat16 with any number, the bits of a row do
+    not depend on the others.
+    """
+    kernels = library()
+    assert kernels is not None, "asked of `takes` before"
+    assert bias is None or (bias.is_contiguous() and bias.dtype == x.dtype), "as the kernel reads it"
+    x, weight = _by_rows(x), _by_rows(weight)
+    (rows, inner), outputs = x.shape, weight.shape[0]
+    y = torch.empty(rows, outputs, dtype=x.dtype)
+    arguments = Linear(
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        y=y.data_ptr(),
+        rows=rows,
+        inner=inner,
+        outputs=outputs,
+        x_row=x.stride(0),
+        weight_row=weight.stride(0),
+        bfloat16=x.dtype == torch.bfloat16,
+    )
+    run(kernels.hybridflow_linear, arguments, -(-outputs // BLOCK))
+    return y
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
