@@ -90,17 +90,19 @@ def swiglu_in_c(theirs: type) -> Methods:
 
 def linear_in_c(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x w^T + b for the engine's linear layers, from the weight as it lies."""
-    if x.dim() == 2 and 0 < len(x) <= most_rows(x.dtype) and takes(x, weight):
+    if x.dim() == 2 and 0 < len(x) <= most_rows(x.dtype, x.shape[1]) and takes(x, weight):
         return linear(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)
 
 
 @functools.cache
-def most_rows(dtype: torch.dtype) -> int:
-    """For which a linear layer is the kernel's: with more the libraries win (tests.bench.few_rows)."""
+def most_rows(dtype: torch.dtype, inner: int) -> int:
+    """For which a linear layer is the kernel's. With more, or several threads, the libraries win (bench.few_rows)."""
+    if torch.get_num_threads() > 1 or dtype not in DTYPES:
+        return 0
     if dtype == torch.bfloat16:
-        return 0 if torch.cpu._is_amx_tile_supported() else 32
-    return 128 if mkl_is_slow() else 16
+        return 0 if torch.cpu._is_amx_tile_supported() else 16
+    return 64 if mkl_is_slow() and inner <= 1024 else 8
 
 
 def _is_ours(attention: Any, layer: Any, kv_cache: Tensor) -> bool:

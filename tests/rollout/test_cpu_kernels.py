@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hybridflow.native import library as libraries
-from hybridflow.rollout.cpu_kernels import attention_in_c, norm_in_c, swiglu_in_c
+from hybridflow.rollout import cpu_kernels
+from hybridflow.rollout.cpu_kernels import attention_in_c, linear_in_c, most_rows, norm_in_c, swiglu_in_c
 
 pytestmark = pytest.mark.skipif(libraries.why_not() is not None, reason=f"no kernels: {libraries.why_not()}")
 
@@ -177,3 +178,50 @@ def test_swiglu_is_vllms() -> None:
     gated = swiglu_in_c(type("Theirs", (), {"forward_cpu": None}))["forward_cpu"]
     expected = torch.nn.functional.silu(x[:, :24]) * x[:, 24:]
     assert torch.allclose(gated(None, x), expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_few_rows_are_multiplied_by_the_kernel_and_many_by_torch(
+    with_bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    theirs = cpu_kernels.linear
+    monkeypatch.setattr(cpu_kernels, "linear", lambda x, *args: calls.append(len(x)) or theirs(x, *args))
+    monkeypatch.setattr(cpu_kernels, "most_rows", lambda *args: 16)
+    weight, bias = drawn(64, 48, seed=1, dtype=dtype), drawn(64, seed=2, dtype=dtype) if with_bias else None
+    tolerance = 2e-6 if dtype == torch.float32 else 8e-3  # of the largest value; both round once to bfloat16
+    for rows in (1, 16, 17, 40):
+        x = drawn(rows, 48, seed=3, dtype=dtype)
+        expected = torch.nn.functional.linear(x, weight, bias)
+        y = linear_in_c(x, weight, bias)
+        assert (y - expected).abs().max() <= tolerance * expected.abs().max()
+        assert torch.equal(y, expected) or rows <= 16
+    assert calls == [1, 16]
+
+
+@pytest.mark.parametrize(
+    ("amx", "mkl_is_slow", "threads", "expected"),
+    [
+        (False, True, 1, (64, 8, 16, 16)),
+        (True, False, 1, (8, 8, 0, 0)),
+        (False, False, 1, (8, 8, 16, 16)),
+        (False, True, 2, (0, 0, 0, 0)),
+    ],
+)
+def test_rows_that_are_few(amx: bool, mkl_is_slow: bool, threads: int, expected: tuple[int, ...], monkeypatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(cpu_kernels, "mkl_is_slow", lambda: mkl_is_slow)
+    most_rows.cache_clear()
+    found = tuple(most_rows(dtype, inner) for dtype in (torch.float32, torch.bfloat16) for inner in (1024, 4096))
+    most_rows.cache_clear()
+    assert found == expected
+
+
+def test_a_layer_without_rows_and_other_types_stay_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernels, "linear", None)
+    weight = torch.ones(4, 3, dtype=torch.float64)
+    assert linear_in_c(torch.ones(2, 3, dtype=torch.float64), weight).tolist() == [[3.0] * 4] * 2
+    assert linear_in_c(torch.ones(0, 3), weight.float()).shape == (0, 4)
+    assert linear_in_c(torch.ones(1, 2, 3), weight.float()).tolist() == [[[3.0] * 4] * 2]
