@@ -21,10 +21,20 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from hybridflow.parallel import peer_memory
 from hybridflow.parallel.collectives import COLLECTIVES
 from hybridflow.recording.measure import Stopwatch
+from hybridflow.rollout import cpu_kernels
 
 REST, ENGINE = "Python and small operations", "engine step"
 KINDS = {  # by the beginning of an operator's name, the first that fits
-    "products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::matmul", "mkldnn::"),
+    "products": (
+        "kind:products",
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::linear",
+        "aten::matmul",
+        "mkldnn::",
+    ),
     "attention": (
         "aten::scaled_dot_product",
         "aten::_scaled_dot_product",
@@ -37,11 +47,17 @@ KINDS = {  # by the beginning of an operator's name, the first that fits
     "optimizer": ("Optimizer.step",),
     "exchange": ("kind:exchange", "c10d::"),
     "waiting": ("kind:waiting",),
-    "elementwise": ("aten::", "_C::", "vllm::", "RMSNormFunction", "SwiGLUFunction", "Rotate"),
+    "elementwise": ("kind:elementwise", "aten::", "_C::", "vllm::", "RMSNormFunction", "SwiGLUFunction", "Rotate"),
 }
 COLUMNS = (*list(KINDS), ENGINE, REST)
 INNERMOST = {"elementwise", "optimizer", "vocabulary"}  # what these hold of other kinds is of those
 WITHIN = {"vocabulary": {"elementwise"}, "optimizer": {"elementwise"}}  # but not of these
+OF_THE_ENGINE = {  # its kernels in C that no operator of torch calls
+    "linear": "kind:products",
+    "rms_norm": "kind:elementwise",
+    "add_rms_norm": "kind:elementwise",
+    "swiglu": "kind:elementwise",
+}
 PHASE = "phase:"
 Cells = dict[tuple[str, str, str], float]  # seconds by phase, kind, and the operator that is of that kind
 
@@ -131,6 +147,8 @@ def ranges(clock: Clock) -> Iterator[None]:
 
         replaced(Stopwatch, "phase", named_phase(Stopwatch.phase, clock))
         replaced(Sampler, "forward", in_range(Sampler.forward, "kind:vocabulary"))
+        for name, kind in OF_THE_ENGINE.items():
+            replaced(cpu_kernels, name, in_range(getattr(cpu_kernels, name), kind))
         for name in COLLECTIVES:
             replaced(dist.ProcessGroup, name, met(getattr(dist.ProcessGroup, name), dist.ProcessGroup.barrier))
         replaced(peer_memory, "read", in_range(peer_memory.read, "kind:exchange"))
