@@ -1,11 +1,11 @@
-"""The linear layers of one step of the engine, on one thread of a CPU, by torch and by our kernel in C, in turns.
+"""The linear layers of one step of the engine, on a CPU, by torch and by our kernel in C, in turns.
 
-    python -m tests.bench.few_rows [--rounds 30] [--dtype float32 bfloat16]
+    python -m tests.bench.few_rows [--rounds 30] [--dtype float32 bfloat16] [--threads 1]
 
-All weights of the models of tests.bench.iteration, one after the other as in a step that decodes: milliseconds,
-medians, and how fast the kernel reads the weights. Between two measurements other memory is written, as much as in a
-step (--between), so that not all weights are still in the processor's caches. `used` says up to how many rows the
-engine takes the kernel on this machine, with one thread.
+All weights of the models of tests.bench.iteration, and of one wide layer, one after the other as in a step that
+decodes: milliseconds, medians, and how fast the kernel reads the weights. Between two measurements other memory is
+written, as much as in a step (--between), so that not all weights are still in the processor's caches. `used` says up
+to how many rows the engine takes the kernel for a model on this machine.
 """
 
 import argparse
@@ -17,13 +17,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from hybridflow.native import library
 from hybridflow.native.linear import linear
-from hybridflow.parallel.platform import prepare_cpu
 from hybridflow.rollout.cpu_kernels import most_rows
 from tests.bench.iteration import SIZES, VOCAB_SIZE
-from tests.bench.shared_prompt import cpu
+from tests.bench.kernels import on_one_thread
 
+MODELS = SIZES | {"wide": (2048, 5504, 1, 16)}
 WAYS = (torch.nn.functional.linear, linear)
 
 
@@ -33,20 +32,18 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--between", type=int, default=16, help="MB that are written between two measurements")
+    parser.add_argument("--size", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    if library.why_not() is not None:
-        raise SystemExit(f"there are no kernels: {library.why_not()}")
-    prepare_cpu()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    print(cpu())
+    on_one_thread()
+    torch.set_num_threads(options.threads)
     between = torch.zeros(options.between << 18)
     for name in options.dtype:
         dtype = getattr(torch, name)
-        table = Table(title=f"{name}, milliseconds a step; used: up to {most_rows(dtype, SIZES['small'][0])} rows")
-        for column in ("model", "rows", "torch", "in C", "times", "GB/s", "GFLOP/s"):
+        table = Table(title=f"{name}, milliseconds a step, {options.threads} threads")
+        for column in ("model", "used", "rows", "torch", "in C", "times", "GB/s", "GFLOP/s"):
             table.add_column(column, justify="right")
-        for size in SIZES:
+        for size in options.size:
             weights = layers(size, dtype)
             count = sum(w.numel() for w in weights)
             for rows in options.rows:
@@ -58,13 +55,14 @@ def main() -> None:
                     f"{theirs / ours:.2f}",
                     *(f"{x:.0f}" for x in speeds),
                 )
-                table.add_row(size, str(rows), *cells, end_section=rows == options.rows[-1])
+                used = str(most_rows(dtype, MODELS[size][0]))
+                table.add_row(size, used, str(rows), *cells, end_section=rows == options.rows[-1])
         Console(width=90).print(table)
 
 
 def layers(size: str, dtype: torch.dtype) -> list[Tensor]:
     """In the order of a step, in one piece of memory, as the trainer has them."""
-    hidden, ffn, num_layers, _ = SIZES[size]
+    hidden, ffn, num_layers, _ = MODELS[size]
     shapes = [(3 * hidden, hidden), (hidden, hidden), (2 * ffn, hidden), (hidden, ffn)] * num_layers
     shapes.append((VOCAB_SIZE, hidden))
     flat = torch.randn(sum(a * b for a, b in shapes)).to(dtype)

@@ -38,17 +38,22 @@ SHAPES: dict[str, tuple[tuple[int, ...], Groups]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="measured, after one that is not")
-    parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
-    options = parser.parse_args()
+def on_one_thread() -> None:
+    """As the trainer prepares a process, with kernels; SystemExit where there are none."""
     if library.why_not() is not None:
         raise SystemExit(f"there are no kernels: {library.why_not()}")
     prepare_cpu()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print(cpu())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="measured, after one that is not")
+    parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    options = parser.parse_args()
+    on_one_thread()
     for name in options.dtype:
         dtype = getattr(torch, name)
         table = Table(title=f"{name}, milliseconds, medians of {options.rounds} rounds")
