@@ -2,22 +2,9 @@
 
 #include <math.h>
 
-#include "vectors.h"
+#include "calls.h"
 
 #define BLOCK 64  // rows at a time, whose part of the weight's gradient is one row
-
-enum { RMS_NORM, ADD_RMS_NORM, RMS_NORM_BACKWARD, SWIGLU, SWIGLU_BACKWARD, ROTATE };
-
-typedef struct {
-    const void *x, *weight, *grad, *cos, *sin;
-    void *y, *grad_x, *sum;
-    float *r;            // (rows,): 1 / sqrt(mean(x^2) + eps)
-    float *grad_weight;  // (blocks, columns)
-    i64 *next;           // the block that no thread has taken yet
-    i64 rows, columns, what, bfloat16;
-    i64 heads, turning, x_token, x_head;  // of rotary embedding, where a row is a token; strides in elements
-    float eps;
-} Rows;
 
 #define BODY "layers.h"
 #include "both_types.h"

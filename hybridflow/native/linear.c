@@ -2,6 +2,7 @@
 
 #include <immintrin.h>
 
+#include "calls.h"
 #include "products.h"
 #include "scratch.h"
 
@@ -10,13 +11,6 @@
 #define MANY 17   // rows for which it pays to turn the weight
 #define WIDE 32   // outputs and
 #define DEEP 256  // inner dimensions of it that are turned at a time, and stay in the innermost cache
-
-typedef struct {
-    const void *x, *weight, *bias;  // bias: or NULL
-    void *y;                        // (rows, outputs)
-    i64 *next;                      // the block that no thread has taken yet
-    i64 rows, inner, outputs, x_row, weight_row, bfloat16;  // strides in elements
-} Linear;
 
 // Always in one instruction: what a compiler makes of a sum and a product depends on what stands around them.
 #if LANES == 16

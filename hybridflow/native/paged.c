@@ -1,6 +1,7 @@
 // Attention of an engine over its cache of keys and values, in blocks, and what writes into the cache (Kwon et al. 2023);
 // `paged.py` says what is passed.
 
+#include "calls.h"
 #include "scratch.h"
 #include "softmax.h"
 
@@ -8,22 +9,6 @@
 #define MANY 16     // tokens of a sequence, from which on they are multiplied as a matrix
 #define TOKENS 16   // that a thread writes into the cache at a time
 #define AHEAD 8192  // bytes that are fetched before they are needed
-
-typedef struct {
-    const void *query, *key, *value;
-    void *cache, *out;
-    const int32_t *table;    // (sequences, table_row): the blocks of each sequence in the cache
-    const int32_t *starts;   // (sequences + 1,): where the queries of each begin
-    const int32_t *lengths;  // (sequences,): keys of each, up to its last query's own
-    const i64 *slots;        // (tokens,): block x block_size + place in it, negative for none
-    i64 *next;               // the work that no thread has taken yet
-    i64 sequences, tokens, longest, table_row;
-    i64 heads, kv_heads, dims, block_size;
-    i64 query_token, query_head, key_token, key_head, value_token, value_head, out_token, out_head;  // strides,
-    i64 cache_block, cache_head;                                                                     // in elements
-    i64 bfloat16;
-    float scale;
-} Paged;
 
 // scores (count) of one query -> e^(score - maximum), zeros up to `padded`; one over their sum.
 static float softmax_of_row(float *scores, i64 count, i64 padded) {

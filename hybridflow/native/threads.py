@@ -20,12 +20,12 @@ def takes(*tensors: Tensor) -> bool:
     return dtype in DTYPES and all(x.is_cpu and x.dtype == dtype for x in tensors) and library() is not None
 
 
-def fields(pointers: list[str], numbers: list[str], scalar: str | None = None) -> list[tuple[str, type]]:
-    """Of a struct as the C files have them: pointers, 64-bit integers, then a float where there is one."""
+def fields(pointers: list[str], numbers: list[str], *scalars: str) -> list[tuple[str, type]]:
+    """Of a struct as the C files have them: pointers, 64-bit integers, then floats."""
     return [
         *((name, ctypes.c_void_p) for name in pointers),
         *((name, ctypes.c_int64) for name in numbers),
-        *([(scalar, ctypes.c_float)] if scalar else []),
+        *((name, ctypes.c_float) for name in scalars),
     ]
 
 

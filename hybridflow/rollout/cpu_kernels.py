@@ -28,7 +28,7 @@ def attention_in_c(theirs: type) -> Methods:
     their_update, their_forward = vars(theirs)["do_kv_cache_update"], vars(theirs)["forward"]
 
     def update(self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        if _is_ours(self, layer, kv_cache):
+        if is_ours(self, layer, kv_cache):
             store(key, value, kv_cache, slot_mapping)
         else:
             their_update(self, layer, key, value, kv_cache, slot_mapping)
@@ -45,7 +45,7 @@ def attention_in_c(theirs: type) -> Methods:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if attn_metadata is None or not _is_ours(self, layer, kv_cache):
+        if attn_metadata is None or not is_ours(self, layer, kv_cache):
             return their_forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
         assert attn_metadata.causal and attn_metadata.dynamic_causal is None, "a decoder's attention is causal"
         attend(
@@ -101,11 +101,11 @@ def most_rows(dtype: torch.dtype, inner: int) -> int:
     if torch.get_num_threads() > 1 or dtype not in DTYPES:
         return 0
     if dtype == torch.bfloat16:
-        return 0 if torch.cpu._is_amx_tile_supported() else 16
+        return 0 if torch.cpu._is_amx_tile_supported() else 32
     return 64 if mkl_is_slow() and inner <= 1024 else 8
 
 
-def _is_ours(attention: Any, layer: Any, kv_cache: Tensor) -> bool:
+def is_ours(attention: Any, layer: Any, kv_cache: Tensor) -> bool:
     """The answer to a layer's first question is that to all: its cache is laid out for who has written into it."""
     ours: bool | None = vars(attention).get("is_ours")
     if ours is None:

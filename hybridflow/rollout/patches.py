@@ -16,6 +16,8 @@ from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.parallel.platform import world_group
 from hybridflow.parallel.versions import SEEN, check_version
 from hybridflow.rollout.cpu_kernels import attention_in_c, linear_in_c, norm_in_c, swiglu_in_c
+from hybridflow.rollout.decoder import decoder_in_c
+from hybridflow.rollout.sampling import sampler_in_c
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -177,11 +179,19 @@ def _compute_as_the_trainer() -> None:
     """By the kernels in C, where this process has them when a layer is asked."""
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.models.llama import LlamaDecoderLayer
+    from vllm.model_executor.models.mistral import MistralDecoderLayer
+    from vllm.model_executor.models.qwen2 import Qwen2DecoderLayer
+    from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+    from vllm.v1.sample.sampler import Sampler
 
     replace_in(CPUAttentionBackendImpl, **attention_in_c(CPUAttentionBackendImpl))
     replace_in(RMSNorm, **norm_in_c(RMSNorm))
     replace_in(SiluAndMul, **swiglu_in_c(SiluAndMul))
+    for layer in (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer):
+        replace_in(layer, **decoder_in_c(layer))
+    replace_in(Sampler, **sampler_in_c(Sampler))
 
 
 def _register_kernels_once() -> None:

@@ -6,10 +6,11 @@ which all of its ranks meet, so that waiting for the slowest is told apart from 
 """
 
 import contextlib
+import ctypes
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from hybridflow.native.decoder import KINDS as KINDS_OF_A_LAYER
+from hybridflow.native.decoder import DecoderLayer
 from hybridflow.parallel import peer_memory
 from hybridflow.parallel.collectives import COLLECTIVES
 from hybridflow.recording.measure import Stopwatch
@@ -39,6 +42,7 @@ KINDS = {  # by the beginning of an operator's name, the first that fits
         "aten::scaled_dot_product",
         "aten::_scaled_dot_product",
         "NativeAttention",
+        "kind:attention",
         "_C::cpu_att",
         "_C_cache_ops::",
         "vllm::uni",
@@ -58,19 +62,33 @@ OF_THE_ENGINE = {  # its kernels in C that no operator of torch calls
     "add_rms_norm": "kind:elementwise",
     "swiglu": "kind:elementwise",
 }
+LAYER = "layer of the engine"  # one call, of kinds whose seconds it tells
 PHASE = "phase:"
+Event = tuple[str, float, float]  # name, start and end in microseconds
 Cells = dict[tuple[str, str, str], float]  # seconds by phase, kind, and the operator that is of that kind
 
 
 def profiled(work: Callable[[], Any]) -> tuple[Cells, dict[str, float]]:
     """Seconds of what this rank did within `work`, by innermost phase, and those phases by a clock. Collective."""
-    clock = Clock()
-    with ranges(clock), profile(activities=[ProfilerActivity.CPU]) as recorded:
+    clock, layers = Clock(), list[Sequence[float]]()
+    with ranges(clock, layers), profile(activities=[ProfilerActivity.CPU]) as recorded:
         work()
     events = [event for event in recorded.events() if not event.is_async]
     main = next(event.thread for event in events if event.name.startswith(PHASE))
-    cells = charged((e.name, e.time_range.start, e.time_range.end) for e in events if e.thread == main)
-    return cells, dict(clock.seconds)
+    own = ((e.name, e.time_range.start, e.time_range.end) for e in events if e.thread == main)
+    return charged(told_apart(own, layers)), dict(clock.seconds)
+
+
+def told_apart(events: Iterable[Event], layers: Sequence[Sequence[float]]) -> Iterator[Event]:
+    """The same events; each layer of the engine as its kinds, one after the other, of the seconds that it has told."""
+    seconds = iter(layers)
+    for name, start, end in sorted(events, key=lambda event: event[1]):
+        if name != LAYER:
+            yield name, start, end
+            continue
+        for kind, part in zip(KINDS_OF_A_LAYER, next(seconds), strict=True):
+            yield f"kind:{kind}", start, start + 1e6 * part
+            start += 1e6 * part
 
 
 class Clock:
@@ -90,8 +108,8 @@ class Clock:
         self.within[-1] += passed
 
 
-def charged(events: Iterable[tuple[str, float, float]]) -> Cells:
-    """(name, start, end) in microseconds, nested: each instant goes to its innermost event. Seconds, within phases."""
+def charged(events: Iterable[Event]) -> Cells:
+    """Of nested events: each instant goes to its innermost event. Seconds, within phases."""
     cells: Cells = defaultdict(float)
     stack: list[tuple[float, str, str, str]] = [(float("inf"), "", "", "")]  # end, phase, kind, operator
     now = 0.0
@@ -137,7 +155,8 @@ def kind_of(name: str) -> str:
 
 
 @contextlib.contextmanager
-def ranges(clock: Clock) -> Iterator[None]:
+def ranges(clock: Clock, layers: list[Sequence[float]]) -> Iterator[None]:
+    """layers: what each layer of the engine tells is added."""
     from vllm.v1.sample.sampler import Sampler
 
     with contextlib.ExitStack() as stack:
@@ -149,6 +168,7 @@ def ranges(clock: Clock) -> Iterator[None]:
         replaced(Sampler, "forward", in_range(Sampler.forward, "kind:vocabulary"))
         for name, kind in OF_THE_ENGINE.items():
             replaced(cpu_kernels, name, in_range(getattr(cpu_kernels, name), kind))
+        replaced(DecoderLayer, "__call__", telling(DecoderLayer.__call__, layers))
         for name in COLLECTIVES:
             replaced(dist.ProcessGroup, name, met(getattr(dist.ProcessGroup, name), dist.ProcessGroup.barrier))
         replaced(peer_memory, "read", in_range(peer_memory.read, "kind:exchange"))
@@ -172,6 +192,16 @@ def in_range(function: Callable, name: str) -> Callable:
             return function(*args, **kwargs)
 
     return within
+
+
+def telling(layer: Callable, layers: list[Sequence[float]]) -> Callable:
+    @functools.wraps(layer)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        layers.append((ctypes.c_double * len(KINDS_OF_A_LAYER))())
+        with record_function(LAYER):
+            return layer(*args, **kwargs, seconds=layers[-1])
+
+    return told
 
 
 def met(collective: Callable, barrier: Callable) -> Callable:

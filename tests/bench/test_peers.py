@@ -5,10 +5,19 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
 
-from tests.bench.operators import ENGINE, REST, charged
+from tests.bench.operators import ENGINE, LAYER, REST, charged, told_apart
 from tests.bench.peer_programs.inputs import count_down, llama_config, make_prompts, response_lengths
 from tests.bench.peer_programs.report import Work
 from tests.bench.peer_programs.workload import END, SIZES, WORKLOADS, Size, prompt_ids
+
+
+def test_a_layer_of_the_engine_is_told_apart_by_kind() -> None:
+    """The second is 10 s long, of which 9 are told, and the rest is the engine's step."""
+    events = [("phase:generate", 0, 100), (LAYER, 50, 60), ("aten::mm", 5, 6), (LAYER, 10, 14)]
+    layers = [(1.0, 2.0, 0.5), (4.0, 3.0, 2.0)]
+    cells = charged(told_apart([(name, start * 1e6, end * 1e6) for name, start, end in events], layers))
+    kinds = {kind: seconds for (_, kind, name), seconds in cells.items() if name != "aten::mm"}
+    assert kinds == {"products": 5.0, "attention": 5.0, "elementwise": 2.5, ENGINE: 86.5}
 
 
 def test_every_instant_belongs_to_the_innermost_operator() -> None:

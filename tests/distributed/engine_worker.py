@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hybridflow.config import RolloutConfig, SamplingConfig
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.layout import RolloutLayout, Stages
-from hybridflow.rollout.engine import Request, RolloutEngine
+from hybridflow.rollout import decoder, sampling
+from hybridflow.rollout.engine import Request, Response, RolloutEngine
 from hybridflow.rollout.patches import join_groups
 from tests.distributed.engine_weights import EngineShards, vllms_own_loader
 
@@ -125,6 +126,7 @@ def check(case: Case, checkpoints: Path, platform: platforms.Platform) -> dict:
         sampled = engine.generate(requests, engine.sampling_params(SAMPLING, ()))
     record["waits"] = wait.call_count
     record["sampled"] = [drawn.token_ids for drawn in sampled]
+    record |= beside_vllms_own_layers(engine, requests, sampled)
     if case.dtype == "float32":
         record |= against_huggingface(huggingface(checkpoints, case.model, case.dtype), requests, greedy, sampled)
     record |= sleep_and_wake(engine, requests, [response.token_ids for response in greedy])
@@ -172,6 +174,30 @@ def greedy_tokens(model: PreTrainedModel, prompt: tuple[int, ...]) -> list[int]:
         eos_token_id=None,
     )
     return tokens[0, len(prompt) :].tolist()
+
+
+def beside_vllms_own_layers(engine: RolloutEngine, requests: list[Request], sampled: list[Response]) -> dict:
+    """The same again, counting layers that are one call; then with vLLM's layers and sampler in their place."""
+    params, calls = engine.sampling_params(SAMPLING, ()), []
+    call, take = decoder.DecoderLayer.__call__, sampling.draw
+    with (
+        mock.patch.object(decoder.DecoderLayer, "__call__", lambda *a, **k: calls.append("layer") or call(*a, **k)),
+        mock.patch.object(sampling, "draw", lambda *a: calls.append("draw") or take(*a)),
+    ):
+        again = engine.generate(requests, params)
+    with (
+        mock.patch.object(decoder, "_prepared", lambda *args: None),
+        mock.patch.object(sampling, "_draws_from_all", lambda *args: False),
+    ):
+        theirs = engine.generate(requests, params)
+    pairs = [pair for a, b in zip(sampled, theirs, strict=True) for pair in zip(a.log_probs, b.log_probs, strict=True)]
+    return {
+        "again": again == sampled,
+        "layer_calls": calls.count("layer"),
+        "draws": calls.count("draw"),
+        "vllms_tokens": [response.token_ids for response in theirs],
+        "from_vllms": max(abs(a - b) for a, b in pairs),
+    }
 
 
 def sleep_and_wake(engine: RolloutEngine, requests: list[Request], tokens: list[list[int]]) -> dict:

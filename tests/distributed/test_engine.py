@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.native import library as libraries
 from tests.distributed.engine_worker import CASES, KV_CACHE_GIB, MAX_LENGTH, NUM_LAYERS, NUM_PROMPTS, NUM_RANKS
 from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints
@@ -63,6 +64,20 @@ def test_the_config_that_code_is_compiled_by_knows_the_strides_of_the_weights(ra
 def test_sampled_log_probs_are_huggingfaces_on_every_rank(ranks, name):
     for record in records(ranks, name).values():
         assert record["difference"] < 1e-4
+
+
+@pytest.mark.skipif(libraries.why_not() is not None, reason=f"no kernels in C: {libraries.why_not()}")
+@pytest.mark.parametrize("name", CASES)
+def test_layers_and_draws_in_c_give_what_vllms_own_give(ranks, name):
+    """Twelve tokens, of which all but the first are few enough; layers that are cut over ranks stay vLLM's."""
+    case = CASES[name]
+    for rank, record in records(ranks, name).items():
+        assert record["again"]
+        assert record["vllms_tokens"] == record["sampled"]
+        assert record["from_vllms"] < (1e-4 if case.dtype == "float32" else 0.05)
+        assert record["draws"] >= 12
+        own_layers = len(case.stages[case.layout.coordinates(rank).pp])
+        assert (record["layer_calls"] >= 11 * own_layers) if case.tp == 1 else record["layer_calls"] == 0
 
 
 def test_bfloat16_responses_are_those_of_an_engine_that_vllm_loads(ranks):
