@@ -46,6 +46,19 @@ NAMES = {
     "vllm.model_executor.layers.vocab_parallel_embedding": ("UnquantizedEmbeddingMethod.create_weights",),
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": ("UnquantizedFusedMoEMethod.create_weights",),
     "vllm.utils.torch_utils": ("set_default_torch_dtype", "current_stream"),
+    # rollout/decoder.py
+    **{
+        f"vllm.model_executor.models.{family.lower()}": (f"{family}DecoderLayer.forward",)
+        for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
+    },
+    "vllm.model_executor.layers.rotary_embedding.base": (
+        "RotaryEmbedding.forward_cpu",
+        "RotaryEmbedding._match_cos_sin_cache_dtype",
+    ),
+    "vllm.model_executor.layers.attention.attention": ("get_attention_context",),
+    # rollout/sampling.py
+    "vllm.v1.sample.sampler": (*("Sampler.forward", "Sampler.apply_logits_processors", "Sampler.apply_temperature"),),
+    "vllm.v1.outputs": ("LogprobsTensors", "SamplerOutput"),
     # rollout/engine.py
     "vllm.triton_utils": ("HAS_TRITON",),
 }

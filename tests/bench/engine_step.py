@@ -1,0 +1,110 @@
+"""A decode step of the engine on CPUs with its layers and draws as kernels in C, and with vLLM's own, in turns.
+
+    torchrun --nproc-per-node 2 -m tests.bench.engine_step [--sequences 1 8 32] [--dtype float32 bfloat16] [--rounds 5]
+
+Each rank has an engine of its own over the same random Llama. Milliseconds a step, medians of the steps of a generation
+and of the rounds, of rank 0. In both ways single products, norms and attention are the kernels that they otherwise are.
+"""
+
+import argparse
+import contextlib
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from hybridflow.generator import Generator
+from hybridflow.parallel import platform as platforms
+from hybridflow.parallel.exchange import Exchange
+from hybridflow.parallel.grid import ProcessGroups
+from hybridflow.profiling.tiny import PROMPT, make_model, placed_run
+from hybridflow.roles.base import World
+from hybridflow.roles.policy import Actor
+from hybridflow.rollout import decoder, sampling
+from hybridflow.rollout.engine import Request
+from hybridflow.rollout.patches import prepare_vllm
+from tests.bench.shared_prompt import cpu
+
+HIDDEN, LAYERS, VOCABULARY = 256, 5, 4096  # 7.3 M parameters
+TOKENS = 128
+WAYS = ("vLLM's", "in C")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    parser.add_argument("--rounds", type=int, default=5, help="measured, after one that is not")
+    options = parser.parse_args()
+    platform = platforms.start(seed=0)
+    prepare_vllm()
+    world = World(platform, ProcessGroups(), Exchange(platforms.world_group(), platform.device), bucket_bytes=24 << 20)
+    table = Table(title=f"milliseconds a step, {platform.world_size} ranks; {cpu()}")
+    for column in ("dtype", "sequences", *WAYS, "times"):
+        table.add_column(column, justify="right")
+    with directory_of_all() as directory:
+        for dtype in options.dtype:
+            generator = engine(directory, dtype, world)
+            for sequences in options.sequences:
+                theirs, ours = in_turns(generator, sequences, options.rounds)
+                row = (dtype, str(sequences), f"{1e3 * theirs:.2f}", f"{1e3 * ours:.2f}", f"{theirs / ours:.2f}")
+                table.add_row(*row)
+            generator.engine.close()
+    if platform.rank == 0:
+        Console(width=100).print(table)
+    platforms.stop()
+
+
+@contextlib.contextmanager
+def directory_of_all() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as own:
+        box = [own]
+        dist.broadcast_object_list(box, src=0, group=dist.group.WORLD)
+        yield Path(box[0])
+        dist.barrier(group=dist.group.WORLD)
+
+
+def engine(directory: Path, dtype: str, world: World) -> Generator:
+    model, size, length = directory / "model", world.platform.world_size, PROMPT + TOKENS
+    if world.platform.rank == 0 and not model.exists():
+        make_model(model, hidden=HIDDEN, layers=LAYERS, positions=length, vocabulary=VOCABULARY)
+    dist.barrier(group=dist.group.WORLD)
+    run = placed_run(model, dp=size, dtype=dtype, length=length, budget=1024, output_dir=directory)
+    actor = Actor(run.actor, temperature=1.0, world=world)
+    return Generator(run, actor, eos_token_ids=(), platform=world.platform, exchange=world.exchange)
+
+
+def in_turns(generator: Generator, sequences: int, rounds: int) -> list[float]:
+    """Seconds of a step, by each way."""
+    times: list[list[float]] = [[], []]
+    for _ in range(rounds + 1):
+        for way, found in zip(WAYS, times, strict=True):
+            with contextlib.ExitStack() as stack:
+                if way == "vLLM's":
+                    stack.enter_context(mock.patch.object(decoder, "_prepared", lambda *args: None))
+                    stack.enter_context(mock.patch.object(sampling, "_draws_from_all", lambda *args: False))
+                found.append(step(generator, sequences))
+    return [statistics.median(found[1:]) for found in times]
+
+
+def step(generator: Generator, sequences: int) -> float:
+    requests = [Request([1 + i] * PROMPT, seed=i) for i in range(sequences)]
+    dist.barrier(group=dist.group.WORLD)
+    with generator.resharded(), generator.awake():
+        clock = [time.perf_counter()]
+        for _ in generator.engine.stream(
+            requests, generator.params["sampled"], stepped=lambda: clock.append(time.perf_counter())
+        ):
+            pass
+    return statistics.median([end - begin for begin, end in itertools.pairwise(clock)][3:])
+
+
+if __name__ == "__main__":
+    main()
