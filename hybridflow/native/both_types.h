@@ -11,3 +11,4 @@
 #include BODY
 #undef T
 #undef NAME
+#undef BODY

@@ -22,6 +22,7 @@ typedef struct {
     void *y;                        // (rows, outputs)
     i64 *next;                      // the block that no thread has taken yet
     i64 rows, inner, outputs, x_row, weight_row, bfloat16;  // strides in elements
+    i64 units;                      // whether the matrix units multiply
 } Linear;
 
 typedef struct {

@@ -21,7 +21,7 @@ typedef struct {
     const void *second_norm, *gate_up, *gate_up_bias, *down, *down_bias;
     double *seconds;  // (KINDS,), to which is added; or NULL
     i64 rows, first, width, heads, kv_heads, dims, turning, hidden;  // hidden: of the MLP
-    i64 sequences, longest, table_row, block_size, cache_block, cache_head, bfloat16;
+    i64 sequences, longest, table_row, block_size, cache_block, cache_head, bfloat16, units;
     float eps, scale;
 } Decoder;
 
@@ -41,7 +41,7 @@ static int norm(const Decoder *a, i64 what, const void *x, const void *weight, v
 static int linear(const Decoder *a, const void *x, const void *weight, const void *bias, void *y, i64 inner, i64 outputs) {
     i64 next = 0;
     const Linear of = {.x = x, .weight = weight, .bias = bias, .y = y, .next = &next, .rows = a->rows, .inner = inner,
-                       .outputs = outputs, .x_row = inner, .weight_row = inner, .bfloat16 = a->bfloat16};
+                       .outputs = outputs, .x_row = inner, .weight_row = inner, .bfloat16 = a->bfloat16, .units = a->units};
     return hybridflow_linear(&of);
 }
 

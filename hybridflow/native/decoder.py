@@ -4,8 +4,8 @@
     residual += out(attention(rotated q, rotated k, v))            with (q, k, v) = qkv(norm(residual))
     y = down(swiglu(gate_up(norm(residual))))
 
-by the kernels of `layers.py`, `linear.py` and `paged.py`, one after the other, in this thread. With few tokens Python
-and torch take as long between these as they take themselves.
+by the kernels of `layers.py`, `linear.py` and `paged.py`, one after the other, in this thread: with few tokens, what
+Python and torch do between these is no small part of a step.
 """
 
 import ctypes
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.native.library import library
+from hybridflow.native.linear import units_pay
 from hybridflow.native.threads import fields
 
 KINDS = ("products", "attention", "elementwise")  # of work, whose seconds decoder.c tells apart
@@ -35,7 +36,7 @@ class Decoder(ctypes.Structure):
         ],
         [
             *("rows", "first", "width", "heads", "kv_heads", "dims", "turning", "hidden"),
-            *("sequences", "longest", "table_row", "block_size", "cache_block", "cache_head", "bfloat16"),
+            *("sequences", "longest", "table_row", "block_size", "cache_block", "cache_head", "bfloat16", "units"),
         ],
         *("eps", "scale"),
     )
@@ -112,6 +113,7 @@ class DecoderLayer:
         a.block_size = keys.cache.shape[2]
         a.starts, a.lengths, a.slots = keys.starts.data_ptr(), keys.lengths.data_ptr(), keys.slots.data_ptr()
         a.sequences, a.longest = len(keys.lengths), keys.longest
+        a.units = units_pay(len(x), self._dtype)
         for name in WEIGHTS:
             weight = weights.get(name)
             setattr(a, name, None if weight is None else weight.data_ptr())

@@ -3,8 +3,8 @@
 #include <immintrin.h>
 
 #include "calls.h"
-#include "products.h"
 #include "scratch.h"
+#include "tiles.h"
 
 #define BLOCK 64  // outputs that a thread takes at a time
 #define AHEAD 2   // tiles of outputs that are fetched before they are needed: the weight comes from memory, once
@@ -65,9 +65,115 @@ static int linear_turned(const Linear *a, i64 first, i64 last) {
     return 0;
 }
 
+#ifdef MATRIX_UNITS
+
+BLOCK_OF(3, 3, 16)
+BLOCK_OF(3, 3, 32)
+BLOCK_OF(1, 1, 16)
+BLOCK_OF(1, 1, 32)
+
+// A block of 32 outputs whose weights are read where they lie.
+#define LYING(n)                                                                                                       \
+    static void lying_##n(const bfloat16 *weight, i64 row, i64 ahead, const char *b, i64 steps, float *sums) {         \
+        TILE_ZERO(0);                                                                                                  \
+        TILE_ZERO(1);                                                                                                  \
+        TILE_ZERO(2);                                                                                                  \
+        TILE_ZERO(3);                                                                                                  \
+        for (; steps; steps--, weight += STEP, b += 2 * TILE_BYTES) {                                                  \
+            TILE_LOAD(4, weight, 2 * row);                                                                             \
+            TILE_LOAD(5, weight + 16 * row, 2 * row);                                                                  \
+            RIGHT_##n(0) DOTS_##n                                                                                      \
+            if (ahead)                                                                                                 \
+                for (int i = 0; i < SIDE; i++) __builtin_prefetch(weight + i * row + ahead);                           \
+        }                                                                                                              \
+        TILE_STORE(0, sums, 4 * SIDE);                                                                                 \
+        TILE_STORE(2, sums + 16 * SIDE, 4 * SIDE);                                                                     \
+        if (n == 32) TILE_STORE(1, sums + 16, 4 * SIDE);                                                               \
+        if (n == 32) TILE_STORE(3, sums + 16 * SIDE + 16, 4 * SIDE);                                                   \
+    }
+LYING(16)
+LYING(32)
+
+// 32 outputs of a weight, packed; what lies `ahead` is fetched for a later call.
+static void pack_outputs(const float *weight, i64 row, i64 outputs, i64 inner, i64 ahead, char *to) {
+    for (i64 d = 0; d < inner; d += STEP, to += 2 * TILE_BYTES * PIECES_float) {
+        for (int i = 0; ahead && i < SIDE; i++) {
+            __builtin_prefetch(weight + i * row + d + ahead);
+            __builtin_prefetch(weight + i * row + d + ahead + 16);
+        }
+        pack_left_float(weight + d, row, 1, outputs, least(STEP, inner - d), to);
+    }
+}
+
+// Sums (outputs, rows) + biases -> y (rows, outputs).
+static void give_outputs(const Linear *a, const float *sums, i64 first, i64 outputs, i64 row, i64 rows) {
+    for (i64 o = 0; o < outputs; o += LANES)
+        for (i64 r = 0; r < rows; r += LANES) {
+            const i64 count = least(LANES, outputs - o);
+            vf square[LANES], bias = all(0.0f);
+            if (a->bias)
+                bias = a->bfloat16 ? some_bfloat16((const bfloat16 *)a->bias + first + o, count)
+                                   : some_float((const float *)a->bias + first + o, count);
+            for (int l = 0; l < LANES; l++) square[l] = load_float(sums + (o + l) * SIDE + r);
+            turn_square(square);
+            for (int l = 0; l < least(LANES, rows - r); l++) {
+                const i64 at = (row + r + l) * a->outputs + first + o;
+                if (a->bfloat16) put_some_bfloat16((bfloat16 *)a->y + at, square[l] + bias, count);
+                else put_some_float((float *)a->y + at, square[l] + bias, count);
+            }
+        }
+}
+
+// By the matrix units: the weight is the left operand, as it lies along the inner dimension; rows are packed, once.
+static int linear_by_units(const Linear *a) {
+    const i64 steps = (a->inner + STEP - 1) / STEP, pieces = a->bfloat16 ? PIECES_bfloat16 : PIECES_float;
+    const i64 of_rows = 2 * TILE_BYTES * pieces * steps;  // bytes of 32 rows, or outputs
+    const block blocks[2][2] = {{block_3_3_16, block_3_3_32}, {block_1_1_16, block_1_1_32}};
+    char *const left = (char *)scratch_of((of_rows * ((a->rows + SIDE - 1) / SIDE + 1) + 4 * SIDE * SIDE) / 4);
+    if (!left) return 1;
+    char *const right = left + of_rows;
+    float *const sums = (float *)(right + of_rows * ((a->rows + SIDE - 1) / SIDE));
+    if (a->bfloat16) pack_right_bfloat16(a->x, a->x_row, 1, a->rows, a->inner, right);
+    else pack_right_float(a->x, a->x_row, 1, a->rows, a->inner, right);
+    take_units();
+    for (;;) {
+        const i64 first = BLOCK * __atomic_fetch_add(a->next, 1, __ATOMIC_RELAXED);
+        if (first >= a->outputs) break;
+        for (i64 o = first; o < least(first + BLOCK, a->outputs); o += SIDE) {
+            const i64 outputs = least(SIDE, a->outputs - o);
+            const i64 ahead = o + 2 * SIDE <= a->outputs ? SIDE * a->weight_row : 0;
+            const int lies = a->bfloat16 && outputs == SIDE && a->inner % STEP == 0;
+            const bfloat16 *weight = (const bfloat16 *)a->weight + o * a->weight_row;
+            if (!lies && a->bfloat16) pack_left_bfloat16(weight, a->weight_row, 1, outputs, a->inner, left);
+            if (!a->bfloat16)
+                pack_outputs((const float *)a->weight + o * a->weight_row, a->weight_row, outputs, a->inner, ahead, left);
+            for (i64 r = 0; r < a->rows; r += SIDE) {
+                const i64 rows = least(SIDE, a->rows - r);
+                const char *of = right + r / SIDE * of_rows;
+                if (lies) {
+                    (rows > 16 ? lying_32 : lying_16)(weight, a->weight_row, r ? 0 : ahead, of, steps, sums);
+                } else {
+                    blocks[a->bfloat16][rows > 16](left, of, steps, NULL, sums, SIDE);
+                }
+                give_outputs(a, sums, o, outputs, r, rows);
+            }
+        }
+    }
+    leave_units();
+    return 0;
+}
+
+#else
+static int linear_by_units(const Linear *a) {
+    (void)a;
+    return 1;
+}
+#endif
+
 // Called by as many threads as there are, with one `next`.
 int hybridflow_linear(const Linear *a) {
     const int turned = !a->bfloat16 && a->rows >= MANY && a->inner % LANES == 0 && a->outputs % LANES == 0;
+    if (a->units) return linear_by_units(a);
     for (;;) {
         const i64 first = BLOCK * __atomic_fetch_add(a->next, 1, __ATOMIC_RELAXED);
         if (first >= a->outputs) return 0;

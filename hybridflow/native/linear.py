@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 
 from hybridflow.native.library import library
+from hybridflow.native.matrix import has_units
 from hybridflow.native.threads import fields, run
 
 BLOCK = 64  # outputs that a thread takes at a time: of linear.c
+FEWEST = {torch.float32: 32, torch.bfloat16: 1}  # rows for which matrix units pay (tests.bench.few_rows)
 
 
 class Linear(ctypes.Structure):
     """That of linear.c."""
 
     _fields_ = fields(
-        ["x", "weight", "bias", "y", "next"], ["rows", "inner", "outputs", "x_row", "weight_row", "bfloat16"]
+        ["x", "weight", "bias", "y", "next"], ["rows", "inner", "outputs", "x_row", "weight_row", "bfloat16", "units"]
     )
 
 
@@ -46,9 +48,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         x_row=x.stride(0),
         weight_row=weight.stride(0),
         bfloat16=x.dtype == torch.bfloat16,
+        units=units_pay(rows, x.dtype),
     )
     run(kernels.hybridflow_linear, arguments, -(-outputs // BLOCK))
     return y
+
+
+def units_pay(rows: int, dtype: torch.dtype) -> bool:
+    """Whether so many rows are multiplied by the CPU's matrix units. In float32 the weight is packed for them first."""
+    return has_units() and rows >= (FEWEST[dtype])
 
 
 def _by_rows(x: Tensor) -> Tensor:

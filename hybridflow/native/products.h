@@ -1,5 +1,7 @@
 // Products of small matrices of float32, and rows turned into columns.
 
+#pragma once
+
 #include "vectors.h"
 
 // C (+)= A B of R rows and V vectors: A[r, p] = a[r * row + p * column]; rows of B and C are contiguous.

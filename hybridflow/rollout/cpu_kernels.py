@@ -15,11 +15,11 @@ from torch import Tensor
 from hybridflow.native.layers import add_rms_norm, rms_norm, swiglu
 from hybridflow.native.library import library
 from hybridflow.native.linear import linear
+from hybridflow.native.matrix import has_units
 from hybridflow.native.paged import STEP, attend, store
 from hybridflow.native.threads import DTYPES, takes
 from hybridflow.parallel.products import mkl_is_slow
 
-MATRIX_UNITS = "amx"  # what vLLM calls its attention on them, in bfloat16
 Methods = dict[str, Callable[..., Any]]
 
 
@@ -101,8 +101,8 @@ def most_rows(dtype: torch.dtype, inner: int) -> int:
     if torch.get_num_threads() > 1 or dtype not in DTYPES:
         return 0
     if dtype == torch.bfloat16:
-        return 0 if torch.cpu._is_amx_tile_supported() else 32
-    return 64 if mkl_is_slow() and inner <= 1024 else 8
+        return 128 if has_units() else 32
+    return 64 if inner <= 1024 and (mkl_is_slow() or has_units()) else 8
 
 
 def is_ours(attention: Any, layer: Any, kv_cache: Tensor) -> bool:
@@ -111,7 +111,6 @@ def is_ours(attention: Any, layer: Any, kv_cache: Tensor) -> bool:
     if ours is None:
         ours = attention.is_ours = (
             library() is not None
-            and layer.isa != MATRIX_UNITS
             and kv_cache.dtype in DTYPES
             and attention.kv_cache_dtype == "auto"
             and attention.attn_type == "decoder"

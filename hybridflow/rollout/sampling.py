@@ -1,6 +1,6 @@
 """Next tokens on a CPU, drawn by a kernel in C: the tokens that vLLM 0.32.0 draws, and their log-probs alone.
 
-vLLM takes the log-probs of the whole vocabulary, and a tenth of a step goes into logarithms for the draws.
+vLLM takes the log-probs of the whole vocabulary, and an exponential in float64 of nearly each token to rule it out.
 """
 
 from typing import TYPE_CHECKING, Any

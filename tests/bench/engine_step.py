@@ -10,11 +10,8 @@ import argparse
 import contextlib
 import itertools
 import statistics
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import torch.distributed as dist
 from rich.console import Console
@@ -27,14 +24,15 @@ from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.profiling.tiny import PROMPT, make_model, placed_run
 from hybridflow.roles.base import World
 from hybridflow.roles.policy import Actor
-from hybridflow.rollout import decoder, sampling
 from hybridflow.rollout.engine import Request
 from hybridflow.rollout.patches import prepare_vllm
+from tests.bench.iteration import directory_of_all
 from tests.bench.shared_prompt import cpu
+from tests.distributed.engine_weights import vllms_own_layers
 
 HIDDEN, LAYERS, VOCABULARY = 256, 5, 4096  # 7.3 M parameters
 TOKENS = 128
-WAYS = ("vLLM's", "in C")
+WAYS = {"vLLM's": vllms_own_layers, "in C": contextlib.nullcontext}
 
 
 def main() -> None:
@@ -62,15 +60,6 @@ def main() -> None:
     platforms.stop()
 
 
-@contextlib.contextmanager
-def directory_of_all() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as own:
-        box = [own]
-        dist.broadcast_object_list(box, src=0, group=dist.group.WORLD)
-        yield Path(box[0])
-        dist.barrier(group=dist.group.WORLD)
-
-
 def engine(directory: Path, dtype: str, world: World) -> Generator:
     model, size, length = directory / "model", world.platform.world_size, PROMPT + TOKENS
     if world.platform.rank == 0 and not model.exists():
@@ -85,11 +74,8 @@ def in_turns(generator: Generator, sequences: int, rounds: int) -> list[float]:
     """Seconds of a step, by each way."""
     times: list[list[float]] = [[], []]
     for _ in range(rounds + 1):
-        for way, found in zip(WAYS, times, strict=True):
-            with contextlib.ExitStack() as stack:
-                if way == "vLLM's":
-                    stack.enter_context(mock.patch.object(decoder, "_prepared", lambda *args: None))
-                    stack.enter_context(mock.patch.object(sampling, "_draws_from_all", lambda *args: False))
+        for way, found in zip(WAYS.values(), times, strict=True):
+            with way():
                 found.append(step(generator, sequences))
     return [statistics.median(found[1:]) for found in times]
 

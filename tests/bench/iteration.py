@@ -95,17 +95,24 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def inputs(sizes: Sequence[str], shape: Shape) -> Iterator[Path]:
-    """DIRECTORY/SIZE, made by the first rank, gone after the block: ranks must agree on the paths of their config."""
-    platform = platforms.start(seed=0)
+def directory_of_all() -> Iterator[Path]:
+    """The first rank's, gone after the block: ranks must agree on the paths of their config."""
     with tempfile.TemporaryDirectory() as own:
         box = [own]
         dist.broadcast_object_list(box, src=0, group=dist.group.WORLD)
-        for size in sizes if platform.rank == 0 else ():
-            make_inputs(Path(box[0]) / size, size, shape)
-        dist.barrier(group=dist.group.WORLD)
         yield Path(box[0])
         dist.barrier(group=dist.group.WORLD)
+
+
+@contextlib.contextmanager
+def inputs(sizes: Sequence[str], shape: Shape) -> Iterator[Path]:
+    """DIRECTORY/SIZE, made by the first rank."""
+    platform = platforms.start(seed=0)
+    with directory_of_all() as directory:
+        for size in sizes if platform.rank == 0 else ():
+            make_inputs(directory / size, size, shape)
+        dist.barrier(group=dist.group.WORLD)
+        yield directory
 
 
 def parse() -> argparse.Namespace:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybridflow.by_length import always
 from hybridflow.checkpoint.export import export_huggingface
+from hybridflow.rollout import decoder, sampling
 from hybridflow.rollout.engine import RolloutEngine
 from hybridflow.trainer import RLTrainer
 from tests.distributed.gather import whole
@@ -117,6 +118,16 @@ def _responses(trainer: RLTrainer) -> dict[str, Tensor]:
         )
         found |= {f"{kind} {name}": getattr(rollout, name) for name in ("input_ids", "lengths", "rollout_log_probs")}
     return found
+
+
+@contextlib.contextmanager
+def vllms_own_layers() -> Iterator[None]:
+    """Within the block no layer of an engine is one call in C, and vLLM's sampler draws."""
+    with (
+        mock.patch.object(decoder, "_prepared", lambda *args: None),
+        mock.patch.object(sampling, "_draws_from_all", lambda *args: False),
+    ):
+        yield
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.rollout import decoder, sampling
 from hybridflow.rollout.engine import Request, Response, RolloutEngine
 from hybridflow.rollout.patches import join_groups
-from tests.distributed.engine_weights import EngineShards, vllms_own_loader
+from tests.distributed.engine_weights import EngineShards, vllms_own_layers, vllms_own_loader
 
 NUM_RANKS = 4
 NUM_LAYERS = 3
@@ -185,10 +185,7 @@ def beside_vllms_own_layers(engine: RolloutEngine, requests: list[Request], samp
         mock.patch.object(sampling, "draw", lambda *a: calls.append("draw") or take(*a)),
     ):
         again = engine.generate(requests, params)
-    with (
-        mock.patch.object(decoder, "_prepared", lambda *args: None),
-        mock.patch.object(sampling, "_draws_from_all", lambda *args: False),
-    ):
+    with vllms_own_layers():
         theirs = engine.generate(requests, params)
     pairs = [pair for a, b in zip(sampled, theirs, strict=True) for pair in zip(a.log_probs, b.log_probs, strict=True)]
     return {

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from hybridflow.native import attention, decoder, layers, linear, paged, sampling, threads
+from hybridflow.native import attention, decoder, layers, linear, matrix, paged, sampling, threads
 from hybridflow.native import library as libraries
 
 
@@ -20,5 +20,5 @@ def narrow(tmp_path_factory) -> ctypes.CDLL:
 def kernels(request, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "avx2":
         narrow = request.getfixturevalue("narrow")
-        for module in (attention, decoder, layers, linear, paged, sampling, threads):
+        for module in (attention, decoder, layers, linear, matrix, paged, sampling, threads):
             monkeypatch.setattr(module, "library", lambda: narrow)
