@@ -2,6 +2,7 @@
 
 #include "scratch.h"
 #include "softmax.h"
+#include "tiles.h"
 
 typedef struct {
     const void *query, *key, *value, *out, *grad;
@@ -12,7 +13,7 @@ typedef struct {
     i64 *next;             // the work that no thread has taken yet
     i64 num_items, heads, kv_heads, dims;
     i64 query_token, query_head, key_token, key_head, value_token, value_head;  // strides, in elements
-    i64 bfloat16, backward;
+    i64 bfloat16, backward, units;  // units: whether the matrix units multiply
     float scale;
 } Attention;
 
@@ -40,6 +41,64 @@ static void softmax_backward(float *scores, float *grads, i64 prompt, i64 first,
 #define BODY "attention.h"
 #include "both_types.h"
 
+#ifdef MATRIX_UNITS
+
+#define WORTH_float 96  // tokens of a stretch, in the mean of an item, from which on the units are faster
+#define WORTH_bfloat16 24
+#define PRECISE_float 3
+#define PRECISE_bfloat16 2
+BLOCK_OF(3, 3, 16)
+BLOCK_OF(3, 3, 32)
+BLOCK_OF(1, 1, 16)
+BLOCK_OF(1, 1, 32)
+BLOCK_OF(1, 2, 16)
+BLOCK_OF(1, 2, 32)
+BLOCK_OF(2, 1, 32)
+static const block of_scores_float[2] = {block_3_3_16, block_3_3_32}, by_scores_float[2] = {block_3_3_16, block_3_3_32};
+static const block of_scores_bfloat16[2] = {block_1_1_16, block_1_1_32};
+static const block by_scores_bfloat16[2] = {block_1_2_16, block_1_2_32};
+#define from_scores_float block_3_3_32
+#define from_scores_bfloat16 block_2_1_32
+
+// Which keys `count` queries see, the first of which is number `first` of its stretch: a prompt's, in blocks that are
+// filled up to `own` rows of scores, and of its own those up to itself.
+typedef struct {
+    i64 prompt, own, first, count, rows;
+} Seen;
+enum { NONE_OF, SOME_OF, ALL };  // of the queries in a vector
+
+static int seen_by(const Seen *seen, i64 row, i64 lane) {
+    if (row < seen->own) return row < seen->prompt ? ALL : NONE_OF;
+    const i64 after = row - seen->own - seen->first - lane;  // the first query of the vector
+    return after <= 0 ? ALL : after < LANES ? SOME_OF : NONE_OF;
+}
+INLINE vi lanes_of(const Seen *seen, i64 row, i64 lane) { return lanes_from(row - seen->own - seen->first - lane); }
+
+// Blocks of 32 keys of an item.
+static i64 key_blocks(const Attention *x, const i64 *item) {
+    i64 blocks = 0;
+    for (i64 s = item[0]; s < item[0] + item[1]; s++) blocks += (x->stretches[3 * s + 1] + SIDE - 1) / SIDE;
+    return blocks;
+}
+
+#define BODY "attention_units.h"
+#include "both_types.h"
+
+static i64 needed_by_units(const Attention *x) {
+    const i64 steps = (x->dims + STEP - 1) / STEP, size = x->bfloat16 ? PIECES_bfloat16 : PIECES_float;
+    const i64 operand = TILE_BYTES / 2 * size, scores = TILE_BYTES / 2 * (x->bfloat16 ? PRECISE_bfloat16 : PRECISE_float);
+    i64 blocks = 0;
+    for (i64 i = 0; i < x->num_items; i++) {
+        const i64 of_item = key_blocks(x, x->items + 4 * i);
+        blocks = of_item > blocks ? of_item : blocks;
+    }
+    return x->backward ? (3 * blocks + 4) * steps * operand + 3 * blocks * scores + 2 * blocks * SIDE * SIDE +
+                             steps * SIDE * SIDE * (1 + 2 * blocks)
+                       : (2 * blocks + 1) * steps * operand + blocks * scores + (blocks + steps) * SIDE * SIDE;
+}
+
+#endif
+
 // Floats that the largest item needs.
 static i64 needed(const Attention *x) {
     i64 keys = 0, width = up(x->dims, 16);
@@ -48,16 +107,31 @@ static i64 needed(const Attention *x) {
                        : 2 * width * keys + 3 * ROWS * width + ROWS * keys;
 }
 
+typedef void (*run_item)(const Attention *, const i64 *, i64, float *);
+
 // Called by as many threads as there are, with one `next`. 0, or 1 where there is no memory.
 int hybridflow_attention(const Attention *x) {
-    float *const scratch = scratch_of(needed(x));
-    if (!scratch) return 1;
-    void (*const run)(const Attention *, const i64 *, i64, float *) =
-        x->backward ? (x->bfloat16 ? backward_item_bfloat16 : backward_item_float)
-                    : (x->bfloat16 ? forward_item_bfloat16 : forward_item_float);
-    for (;;) {
-        const i64 work = __atomic_fetch_add(x->next, 1, __ATOMIC_RELAXED);
-        if (work >= x->num_items * x->kv_heads) return 0;
-        run(x, x->items + 4 * (work / x->kv_heads), work % x->kv_heads, scratch);
+    static const run_item of[2][2] = {{forward_item_float, forward_item_bfloat16},
+                                      {backward_item_float, backward_item_bfloat16}};
+    run_item run = of[x->backward][x->bfloat16];
+    i64 size = needed(x);
+#ifdef MATRIX_UNITS
+    static const run_item by_units[2][2] = {{forward_item_units_float, forward_item_units_bfloat16},
+                                            {backward_item_units_float, backward_item_units_bfloat16}};
+    const i64 worth = x->bfloat16 ? WORTH_bfloat16 : WORTH_float, more = needed_by_units(x);
+    size = x->units && more > size ? more : size;
+    if (x->units) take_units();
+#endif
+    float *const scratch = scratch_of(size);
+    for (i64 work; scratch && (work = __atomic_fetch_add(x->next, 1, __ATOMIC_RELAXED)) < x->num_items * x->kv_heads;) {
+        const i64 *item = x->items + 4 * (work / x->kv_heads);
+#ifdef MATRIX_UNITS
+        run = (x->units && item[3] >= worth * item[1] ? by_units : of)[x->backward][x->bfloat16];
+#endif
+        run(x, item, work % x->kv_heads, scratch);
     }
+#ifdef MATRIX_UNITS
+    if (x->units) leave_units();
+#endif
+    return !scratch;
 }

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.native.library import library
+from hybridflow.native.matrix import has_units
 from hybridflow.native.threads import fields, run
 
 Stretch = tuple[int, int]  # first token, length
@@ -30,7 +31,7 @@ class Arguments(ctypes.Structure):
         [
             *("num_items", "heads", "kv_heads", "dims"),
             *("query_token", "query_head", "key_token", "key_head", "value_token", "value_head"),
-            *("bfloat16", "backward"),
+            *("bfloat16", "backward", "units"),
         ],
         "scale",
     )
@@ -102,6 +103,6 @@ def _run(
     pointers = [query, key, value, out, *given, lse, items.stretches, items.items, None]
     strides = [stride for x in (query, key, value) for stride in x.stride()[:2]]
     heads = [query.shape[1], key.shape[1], query.shape[2]]
-    numbers = [len(items.items), *heads, *strides, query.dtype == torch.bfloat16, bool(grads)]
+    numbers = [len(items.items), *heads, *strides, query.dtype == torch.bfloat16, bool(grads), has_units()]
     arguments = Arguments(*(None if x is None else x.data_ptr() for x in pointers), *numbers, scale)
     run(kernels.hybridflow_attention, arguments, len(items.items) * key.shape[1])

@@ -40,11 +40,13 @@ static void leave_units(void) { __asm__ volatile("tilerelease" ::: "memory"); }
 
 // ------------------------------------------------------------------------------------------------ packing
 
-// x as a sum of `pieces` bfloat16, each in the upper half of its lanes.
+// x as a sum of `pieces` bfloat16, each in the upper half of its lanes; what the last one's lower half holds is no matter.
 INLINE void split(vf x, int pieces, vu *to) {
     for (int i = 0; i < pieces; i++) {
         to[i] = (vu)x;
-        if (i < 2) to[i] = (to[i] + 0x8000) & 0xffff0000;  // in the third there is nothing to round
+        if (i < 2) to[i] += 0x8000;  // in the third there is nothing to round
+        if (i == pieces - 1) break;
+        to[i] &= 0xffff0000;
         x -= (vf)to[i];
     }
 }
@@ -100,6 +102,8 @@ INLINE void across_bfloat16(const bfloat16 *first, const bfloat16 *second, i64 c
 #define STEP_3_3(n)                                                                                                    \
     LEFT(0) RIGHT_##n(2) DOTS_##n RIGHT_##n(1) DOTS_##n LEFT(1) DOTS_##n RIGHT_##n(0) DOTS_##n LEFT(2) DOTS_##n        \
     LEFT(0) DOTS_##n
+#define STEP_2_1(n) LEFT(1) RIGHT_##n(0) DOTS_##n LEFT(0) DOTS_##n
+#define STEP_1_2(n) LEFT(0) RIGHT_##n(1) DOTS_##n RIGHT_##n(0) DOTS_##n
 #define STEP_1_1(n) LEFT(0) RIGHT_##n(0) DOTS_##n
 
 // c = from (or zeros) + A B of a block, of packed steps; c (32, n), `stride` floats from row to row, as `from` is.
