@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.native import vocabulary
+from hybridflow.native.threads import takes
+
 Temperature = float | Tensor  # of all rows, or (R,)
 # logits handled at a time, by device, of which up to three float32 copies exist: on a CPU 4 MiB each, which stay in its
 # caches; on a GPU 256 MiB each: a chunk takes some twenty kernels, whose launches would else take longer than they
@@ -44,9 +47,18 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         first = group.rank() * logits.shape[1]
         columns = max(0, min(logits.shape[1], vocab_size - first))  # true columns on this rank
         local, mine = _local_targets(targets, first, columns)
-        peak = _row_max(logits, columns, temperature)
+        ctx.native = columns > 0 and takes(logits) and logits.stride(1) == 1
+        if ctx.native:
+            local = torch.where(mine, local, -1)
+            own_peak, sums = vocabulary.partial_sums(logits, columns, local, _divisors(temperature))
+            peak = own_peak.clone()
+        else:
+            peak = _row_max(logits, columns, temperature)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-        sums = _partial_sums(logits, columns, temperature, peak=peak, local=local, mine=mine)
+        if ctx.native:
+            sums = _below(peak, own_peak, sums, mine)
+        else:
+            sums = _partial_sums(logits, columns, temperature, peak=peak, local=local, mine=mine)
         dist.all_reduce(sums, group=group)
         exp_sum, weighted, target = sums  # of exp(z - m), exp(z - m)(z - m), and z_y - m
         log_norm = exp_sum.log()
@@ -61,6 +73,18 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor, None, None, None, None]:
         logits, local, mine, log_normalizer, entropy = ctx.saved_tensors
+        if ctx.native:
+            vocabulary.gradients(
+                logits,
+                ctx.columns,
+                local,
+                _divisors(ctx.temperature),
+                normalizer=log_normalizer,
+                entropy=entropy,
+                grad_log_probs=grad_log_probs,
+                grad_entropy=grad_entropy,
+            )
+            return logits, None, None, None, None
         for rows in _row_chunks(logits):
             divisor = _of_rows(ctx.temperature, rows)
             log_p = logits[rows, : ctx.columns].float().div_(divisor).sub_(log_normalizer[rows, None])
@@ -77,6 +101,18 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             logits[rows, : ctx.columns] = grad.div_(divisor).to(logits.dtype)
         logits[:, ctx.columns :] = 0
         return logits, None, None, None, None
+
+
+def _divisors(temperature: Temperature) -> Tensor:
+    return temperature.contiguous() if isinstance(temperature, Tensor) else torch.tensor([temperature])
+
+
+def _below(peak: Tensor, own: Tensor, sums: Tensor, mine: Tensor) -> Tensor:
+    """This rank's (3, R) sums of what logits are below its own maximum, below that of all ranks."""
+    exp_sum, weighted, target = sums
+    lower = own - peak
+    factor = lower.exp()
+    return torch.stack((exp_sum * factor, (weighted + exp_sum * lower) * factor, target + lower * mine))
 
 
 def _of_rows(temperature: Temperature, rows: slice) -> Temperature:
