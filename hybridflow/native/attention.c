@@ -13,7 +13,8 @@ typedef struct {
     i64 *next;             // the work that no thread has taken yet
     i64 num_items, heads, kv_heads, dims;
     i64 query_token, query_head, key_token, key_head, value_token, value_head;  // strides, in elements
-    i64 bfloat16, backward, units;  // units: whether the matrix units multiply
+    i64 bfloat16, backward;
+    i64 units;  // tokens of a stretch, in the mean of an item, from which on the matrix units multiply; 0 for none
     float scale;
 } Attention;
 
@@ -43,8 +44,6 @@ static void softmax_backward(float *scores, float *grads, i64 prompt, i64 first,
 
 #ifdef MATRIX_UNITS
 
-#define WORTH_float 96  // tokens of a stretch, in the mean of an item, from which on the units are faster
-#define WORTH_bfloat16 24
 #define PRECISE_float 3
 #define PRECISE_bfloat16 2
 BLOCK_OF(3, 3, 16)
@@ -54,7 +53,8 @@ BLOCK_OF(1, 1, 32)
 BLOCK_OF(1, 2, 16)
 BLOCK_OF(1, 2, 32)
 BLOCK_OF(2, 1, 32)
-static const block of_scores_float[2] = {block_3_3_16, block_3_3_32}, by_scores_float[2] = {block_3_3_16, block_3_3_32};
+#define of_scores_float by_scores_float
+static const block by_scores_float[2] = {block_3_3_16, block_3_3_32};
 static const block of_scores_bfloat16[2] = {block_1_1_16, block_1_1_32};
 static const block by_scores_bfloat16[2] = {block_1_2_16, block_1_2_32};
 #define from_scores_float block_3_3_32
@@ -86,7 +86,8 @@ static i64 key_blocks(const Attention *x, const i64 *item) {
 
 static i64 needed_by_units(const Attention *x) {
     const i64 steps = (x->dims + STEP - 1) / STEP, size = x->bfloat16 ? PIECES_bfloat16 : PIECES_float;
-    const i64 operand = TILE_BYTES / 2 * size, scores = TILE_BYTES / 2 * (x->bfloat16 ? PRECISE_bfloat16 : PRECISE_float);
+    const i64 precise = x->bfloat16 ? PRECISE_bfloat16 : PRECISE_float;
+    const i64 operand = TILE_BYTES / 2 * size, scores = TILE_BYTES / 2 * precise;  // floats of 32 lines
     i64 blocks = 0;
     for (i64 i = 0; i < x->num_items; i++) {
         const i64 of_item = key_blocks(x, x->items + 4 * i);
@@ -118,7 +119,7 @@ int hybridflow_attention(const Attention *x) {
 #ifdef MATRIX_UNITS
     static const run_item by_units[2][2] = {{forward_item_units_float, forward_item_units_bfloat16},
                                             {backward_item_units_float, backward_item_units_bfloat16}};
-    const i64 worth = x->bfloat16 ? WORTH_bfloat16 : WORTH_float, more = needed_by_units(x);
+    const i64 more = needed_by_units(x);
     size = x->units && more > size ? more : size;
     if (x->units) take_units();
 #endif
@@ -126,7 +127,7 @@ int hybridflow_attention(const Attention *x) {
     for (i64 work; scratch && (work = __atomic_fetch_add(x->next, 1, __ATOMIC_RELAXED)) < x->num_items * x->kv_heads;) {
         const i64 *item = x->items + 4 * (work / x->kv_heads);
 #ifdef MATRIX_UNITS
-        run = (x->units && item[3] >= worth * item[1] ? by_units : of)[x->backward][x->bfloat16];
+        run = (x->units && item[3] >= x->units * item[1] ? by_units : of)[x->backward][x->bfloat16];
 #endif
         run(x, item, work % x->kv_heads, scratch);
     }

@@ -18,6 +18,8 @@ from hybridflow.native.matrix import has_units
 from hybridflow.native.threads import fields, run
 
 Stretch = tuple[int, int]  # first token, length
+# tokens of a stretch, in the mean of an item, from which on the CPU's matrix units multiply faster (tests.bench.kernels)
+WORTH_UNITS = {torch.float32: 96, torch.bfloat16: 24}
 
 
 class Arguments(ctypes.Structure):
@@ -103,6 +105,13 @@ def _run(
     pointers = [query, key, value, out, *given, lse, items.stretches, items.items, None]
     strides = [stride for x in (query, key, value) for stride in x.stride()[:2]]
     heads = [query.shape[1], key.shape[1], query.shape[2]]
-    numbers = [len(items.items), *heads, *strides, query.dtype == torch.bfloat16, bool(grads), has_units()]
+    numbers = [
+        len(items.items),
+        *heads,
+        *strides,
+        query.dtype == torch.bfloat16,
+        bool(grads),
+        has_units() and WORTH_UNITS[query.dtype],
+    ]
     arguments = Arguments(*(None if x is None else x.data_ptr() for x in pointers), *numbers, scale)
     run(kernels.hybridflow_attention, arguments, len(items.items) * key.shape[1])

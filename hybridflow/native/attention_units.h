@@ -90,7 +90,7 @@ static void NAME(softmax_backward_units)(const Seen *seen, const float *scores, 
 }
 
 // (dims, queries), times a factor a query -> a row of elements a query.
-static void NAME(give_turned)(const float *turned, i64 width, i64 count, const float *factors, i64 dims, T *to, i64 stride) {
+static void NAME(give_turned)(const float *turned, i64 count, const float *factors, i64 dims, T *to, i64 stride) {
     for (i64 d = 0; d < dims; d += LANES)
         for (i64 r = 0; r < count; r += LANES) {
             vf square[LANES];
@@ -99,12 +99,12 @@ static void NAME(give_turned)(const float *turned, i64 width, i64 count, const f
             for (int l = 0; l < least(LANES, count - r); l++)
                 NAME(put_some)(to + (r + l) * stride + d, square[l] * factors[r + l], dims - d);
         }
-    (void)width;
 }
 
 static void NAME(forward_item_units)(const Attention *x, const i64 *item, i64 kv, float *scratch) {
     const i64 steps = up(x->dims, STEP) / STEP, group = x->heads / x->kv_heads, blocks = key_blocks(x, item);
-    char *keys = (char *)scratch, *values = keys + blocks * steps * OPERAND, *queries = values + blocks * steps * OPERAND;
+    const i64 of_keys = blocks * steps * OPERAND;
+    char *keys = (char *)scratch, *values = keys + of_keys, *queries = values + of_keys;
     char *packed = queries + steps * OPERAND;
     float *scores = (float *)(packed + blocks * SCORES), *outputs = scores + blocks * SIDE * SIDE;
     NAME(pack_stretches)(x, item, kv, steps, keys, values, NULL);
@@ -124,15 +124,16 @@ static void NAME(forward_item_units)(const Attention *x, const i64 *item, i64 kv
                     const char *of = keys + (b < before ? b : own + b - before) * steps * OPERAND;
                     NAME(of_scores)[wide](of, queries, steps, NULL, scores + b * SIDE * SIDE, SIDE);
                 }
-                NAME(softmax_units)(&seen, scores, x->scale, packed, factors, x->lse + token * x->heads + head, x->heads);
+                NAME(softmax_units)(&seen, scores, x->scale, packed, factors, x->lse + token * x->heads + head,
+                                    x->heads);
                 for (i64 d = 0; d < steps; d++) {
                     float *to = outputs + d * SIDE * SIDE;
                     if (before) NAME(by_scores)[wide](values + d * before * OPERAND, packed, before, NULL, to, SIDE);
-                    NAME(by_scores)[wide](values + (own * steps + d * own_blocks) * OPERAND, packed + before * SCORES, see,
-                                          before ? to : NULL, to, SIDE);
+                    NAME(by_scores)[wide](values + (own * steps + d * own_blocks) * OPERAND, packed + before * SCORES,
+                                          see, before ? to : NULL, to, SIDE);
                 }
-                NAME(give_turned)(outputs, SIDE, count, factors, x->dims, (T *)x->out + (token * x->heads + head) * x->dims,
-                                  x->heads * x->dims);
+                NAME(give_turned)(outputs, count, factors, x->dims,
+                                  (T *)x->out + (token * x->heads + head) * x->dims, x->heads * x->dims);
             }
     }
 }
@@ -194,10 +195,11 @@ static void NAME(backward_item_units)(const Attention *x, const i64 *item, i64 k
                                           value_grads + at, width);
                     }
                 }
-                NAME(give_turned)(outputs, SIDE, count, factors, dims, (T *)x->query_grad + flat, stride);
+                NAME(give_turned)(outputs, count, factors, dims, (T *)x->query_grad + flat, stride);
             }
     }
-    for (i64 i = 0; i < blocks * SIDE * width; i += LANES) store_float(key_grads + i, load_float(key_grads + i) * x->scale);
+    for (i64 i = 0; i < blocks * SIDE * width; i += LANES)
+        store_float(key_grads + i, load_float(key_grads + i) * x->scale);
     for (i64 s = item[0], own = 0; s < item[0] + item[1]; own += up(x->stretches[3 * s + 1], SIDE) / SIDE, s++) {
         const i64 length = x->stretches[3 * s + 1], flat = (x->stretches[3 * s] * x->kv_heads + kv) * dims;
         const i64 at = own * SIDE * width, stride = x->kv_heads * dims;

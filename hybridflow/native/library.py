@@ -19,7 +19,17 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
-SOURCES = ("attention.c", "decoder.c", "layers.c", "linear.c", "matrix.c", "moves.c", "paged.c", "sampling.c", "vocabulary.c")
+SOURCES = (
+    "attention.c",
+    "decoder.c",
+    "layers.c",
+    "linear.c",
+    "matrix.c",
+    "moves.c",
+    "paged.c",
+    "sampling.c",
+    "vocabulary.c",
+)
 # no -ffast-math: its start-up code has the whole process flush small numbers to zero
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")

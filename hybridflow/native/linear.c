@@ -146,7 +146,8 @@ static int linear_by_units(const Linear *a) {
             const bfloat16 *weight = (const bfloat16 *)a->weight + o * a->weight_row;
             if (!lies && a->bfloat16) pack_left_bfloat16(weight, a->weight_row, 1, outputs, a->inner, left);
             if (!a->bfloat16)
-                pack_outputs((const float *)a->weight + o * a->weight_row, a->weight_row, outputs, a->inner, ahead, left);
+                pack_outputs((const float *)a->weight + o * a->weight_row, a->weight_row, outputs, a->inner, ahead,
+                             left);
             for (i64 r = 0; r < a->rows; r += SIDE) {
                 const i64 rows = least(SIDE, a->rows - r);
                 const char *of = right + r / SIDE * of_rows;

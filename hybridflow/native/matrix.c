@@ -1,4 +1,4 @@
-// Products of matrices by the matrix units of a CPU; `matrix.py` says what is passed.
+// Products of float32 matrices by the matrix units of a CPU; `matrix.py` says what is passed.
 
 #define _GNU_SOURCE
 #include <sys/syscall.h>
@@ -7,23 +7,21 @@
 #include "scratch.h"
 #include "tiles.h"
 
-#define WIDTH 768               // columns at a time, and
-#define PACKED (768 * 256 * 3)  // numbers of them that are packed, in all pieces: they stay in the second cache
+#define WIDTH 768           // columns at a time, and
+#define PACKED (768 * 256)  // numbers of them that are packed: they stay in the second cache
 
 typedef struct {
-    const void *a, *b;
+    const float *a, *b;
     float *c;
     i64 *next;  // the rows that no thread has taken yet, in units of `share`
     i64 rows, inner, columns, a_row, a_inner, b_inner, b_column, c_row, c_column;  // strides, in elements
     i64 adds;   // to what is in c
     i64 share;  // rows of a thread at a time, a multiple of SIDE
-    i64 bfloat16;
 } Matrix;
 
 #ifdef MATRIX_UNITS
 
 BLOCK_OF(3, 3, 32)
-BLOCK_OF(1, 1, 32)
 
 // A block of sums to where it belongs, and from there, whose rows or columns lie side by side.
 static void put(const Matrix *x, const float *sums, i64 rows, i64 columns, float *c) {
@@ -59,35 +57,30 @@ static i64 width_of(const Matrix *x) { return least(WIDTH, up(x->columns, SIDE))
 
 // Inner numbers at a time.
 static i64 depth_of(const Matrix *x) {
-    const i64 most = PACKED / (x->bfloat16 ? PIECES_bfloat16 : PIECES_float) / width_of(x) / STEP * STEP;
+    const i64 most = PACKED / width_of(x) / STEP * STEP;
     return least(least(most, 1024), up(x->inner, STEP));
 }
 
 static void some_rows(const Matrix *x, i64 first, i64 last, char *left, char *right, float *sums) {
-    const i64 size = x->bfloat16 ? 2 : 4, most = depth_of(x), step = 2 * TILE_BYTES * (x->bfloat16 ? PIECES_bfloat16 : PIECES_float);
+    const i64 most = depth_of(x), step = 2 * TILE_BYTES * PIECES_float;
     for (i64 j = 0; j < x->columns; j += WIDTH)
         for (i64 k = 0; k < x->inner; k += most) {
             const i64 width = least(WIDTH, x->columns - j), depth = least(most, x->inner - k);
             const i64 steps = (depth + STEP - 1) / STEP;
-            const char *b = (const char *)x->b + size * (k * x->b_inner + j * x->b_column);
-            if (x->bfloat16) pack_right_bfloat16((const bfloat16 *)b, x->b_column, x->b_inner, width, depth, right);
-            else pack_right_float((const float *)b, x->b_column, x->b_inner, width, depth, right);
+            pack_right_float(x->b + k * x->b_inner + j * x->b_column, x->b_column, x->b_inner, width, depth, right);
             for (i64 i = first; i < last; i += SIDE) {
                 const i64 rows = least(SIDE, last - i);
-                const char *a = (const char *)x->a + size * (i * x->a_row + k * x->a_inner);
-                if (x->bfloat16) pack_left_bfloat16((const bfloat16 *)a, x->a_row, x->a_inner, rows, depth, left);
-                else pack_left_float((const float *)a, x->a_row, x->a_inner, rows, depth, left);
+                pack_left_float(x->a + i * x->a_row + k * x->a_inner, x->a_row, x->a_inner, rows, depth, left);
                 for (i64 n = 0; n < width; n += SIDE) {
                     const i64 columns = least(SIDE, width - n);
                     float *c = x->c + i * x->c_row + (j + n) * x->c_column;
                     const char *of = right + n / SIDE * steps * step;
                     const int adds = x->adds || k, whole = rows == SIDE && columns == SIDE && x->c_column == 1;
-                    const block blocks = x->bfloat16 ? block_1_1_32 : block_3_3_32;
                     if (whole) {
-                        blocks(left, of, steps, adds ? c : NULL, c, x->c_row);
+                        block_3_3_32(left, of, steps, adds ? c : NULL, c, x->c_row);
                     } else {
                         if (adds) get(x, c, rows, columns, sums);
-                        blocks(left, of, steps, adds ? sums : NULL, sums, SIDE);
+                        block_3_3_32(left, of, steps, adds ? sums : NULL, sums, SIDE);
                         put(x, sums, rows, columns, c);
                     }
                 }
@@ -97,8 +90,7 @@ static void some_rows(const Matrix *x, i64 first, i64 last, char *left, char *ri
 
 // Called by as many threads as there are, with one `next`. 0, or 1 where there is no memory.
 int hybridflow_matrix(const Matrix *x) {
-    const i64 pieces = x->bfloat16 ? PIECES_bfloat16 : PIECES_float;
-    const i64 wide = width_of(x), bytes = 2 * depth_of(x) * pieces;  // of a line
+    const i64 wide = width_of(x), bytes = 2 * depth_of(x) * PIECES_float;  // of a line
     char *const scratch = (char *)scratch_of(((wide + SIDE) * bytes + 4 * SIDE * SIDE) / 4);
     if (!scratch) return 1;
     take_units();

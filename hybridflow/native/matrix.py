@@ -1,4 +1,4 @@
-"""Products of matrices by the matrix units of a CPU (Intel's AMX): `matrix.c`, called.
+"""Products of float32 matrices by the matrix units of a CPU (Intel's AMX): `matrix.c`, called.
 
 A float32 product is as exact as one of float32 arithmetic, and takes some 0.6 of its time; how, `tiles.h` says. What
 such units cannot show is a number below 1e-38 (it is zero) and an infinity (it is a NaN).
@@ -25,12 +25,12 @@ class Matrix(ctypes.Structure):
         ["a", "b", "c", "next"],
         [
             *("rows", "inner", "columns", "a_row", "a_inner", "b_inner", "b_column", "c_row", "c_column"),
-            *("adds", "share", "bfloat16"),
+            *("adds", "share"),
         ],
     )
 
 
-_given_up: list[str] = []  # why this process leaves them alone
+_given_up: list[bool] = []  # whether this process leaves them alone
 
 
 def has_units() -> bool:
@@ -39,9 +39,9 @@ def has_units() -> bool:
     return kernels is not None and not _given_up and _permitted(kernels)
 
 
-def do_without(reason: str) -> None:
+def do_without() -> None:
     """From now on this process does."""
-    _given_up.append(reason)
+    _given_up.append(True)
 
 
 @functools.cache
@@ -50,7 +50,7 @@ def _permitted(kernels: ctypes.CDLL) -> bool:
 
 
 def product(a: Tensor, b: Tensor, *, to: Tensor | None = None) -> Tensor:
-    """a b of (m, k) and (k, n), both float32 or both bfloat16; float32 (m, n), contiguous, new or added to `to`.
+    """a b of float32 (m, k) and (k, n): (m, n), contiguous, new or added to `to`.
 
     Where `has_units`. Sums do not depend on the number of threads.
     """
@@ -59,8 +59,8 @@ def product(a: Tensor, b: Tensor, *, to: Tensor | None = None) -> Tensor:
     a, b = _dense(a), _dense(b)
     (rows, inner), columns = a.shape, b.shape[1]
     c = torch.empty(rows, columns) if to is None else to
-    assert a.dtype == b.dtype and c.dtype == torch.float32 and c.is_contiguous() and c.shape == (rows, columns)
-    if not inner:
+    assert a.dtype == b.dtype == c.dtype == torch.float32 and c.is_contiguous() and c.shape == (rows, columns)
+    if not inner or not c.numel():
         return c.zero_() if to is None else c
     c_strides = (columns, 1)
     if _turned(a, b, turns_c=False) > _turned(b.t(), a.t(), turns_c=True):  # c^T = b^T a^T
@@ -72,7 +72,7 @@ def product(a: Tensor, b: Tensor, *, to: Tensor | None = None) -> Tensor:
         b.data_ptr(),
         c.data_ptr(),
         None,
-        *(rows, inner, columns, *a.stride(), *b.stride(), *c_strides, to is not None, share, a.dtype == torch.bfloat16),
+        *(rows, inner, columns, *a.stride(), *b.stride(), *c_strides, to is not None, share),
     )
     run(kernels.hybridflow_matrix, arguments, -(-rows // share))
     return c

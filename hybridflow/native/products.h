@@ -49,7 +49,7 @@ static const tile tiles[PANEL][7] = {  // by vectors; of so many rows
 };
 
 // C[rows, columns] (+)= A[rows, inner] B[inner, columns]; columns a multiple of 16.
-static void product(const float *a, i64 row, i64 column, const float *b, i64 ldb, float *c, i64 ldc, i64 rows,
+SHARED void product(const float *a, i64 row, i64 column, const float *b, i64 ldb, float *c, i64 ldc, i64 rows,
                     i64 inner, i64 columns, int add) {
     for (i64 j = 0; j < columns; j += PANEL * LANES) {
         const tile *of = tiles[least(PANEL, (columns - j) / LANES) - 1];
@@ -122,7 +122,7 @@ INLINE vf sums_of(vf *x) {
 
 // rows (count, width), `stride` floats apart -> turned (width, count); both multiples of LANES. What lies `ahead` floats
 // further is fetched for a later call.
-static void turn(const float *rows, i64 stride, float *turned, i64 count, i64 width, i64 ahead) {
+SHARED void turn(const float *rows, i64 stride, float *turned, i64 count, i64 width, i64 ahead) {
     for (i64 i = 0; i < count; i += LANES)
         for (i64 d = 0; d < width; d += LANES) {
             vf x[LANES];

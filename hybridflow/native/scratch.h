@@ -8,7 +8,7 @@ static __thread struct {
 } kept;
 
 // `size` floats, of any content; NULL where there is no memory.
-static float *scratch_of(i64 size) {
+SHARED float *scratch_of(i64 size) {
     if (size > kept.size) {
         free(kept.memory);
         kept.size = 0;

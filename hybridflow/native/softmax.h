@@ -15,7 +15,8 @@ INLINE vi lanes_from(i64 first) {  // all ones in lane l where l >= first
 // scores (prompt + first + count, lanes), a row for each key and a lane for each query, the first of which is number
 // `first` of its stretch: -> e^(score - maximum) in place, 0 for keys after the query. `factors`: one over their sums;
 // `lse`: maximum + log(sum), `stride` apart.
-static void softmax(float *scores, i64 prompt, i64 first, i64 count, i64 lanes, float *factors, float *lse, i64 stride) {
+SHARED void softmax(float *scores, i64 prompt, i64 first, i64 count, i64 lanes, float *factors, float *lse,
+                    i64 stride) {
     const i64 all_see = prompt + first + 1, rows = prompt + first + count;
     for (i64 l = 0; l < lanes; l += LANES) {
         vf most = all(-INFINITY), total = all(0.0f);

@@ -40,7 +40,7 @@ static void leave_units(void) { __asm__ volatile("tilerelease" ::: "memory"); }
 
 // ------------------------------------------------------------------------------------------------ packing
 
-// x as a sum of `pieces` bfloat16, each in the upper half of its lanes; what the last one's lower half holds is no matter.
+// x as a sum of `pieces` bfloat16, each in the upper half of its lanes; the lower half of the last one is anything.
 INLINE void split(vf x, int pieces, vu *to) {
     for (int i = 0; i < pieces; i++) {
         to[i] = (vu)x;
@@ -94,9 +94,13 @@ INLINE void across_bfloat16(const bfloat16 *first, const bfloat16 *second, i64 c
 // Tiles 0 to 3 are sums, 4 and 5 of the left operand, 6 and 7 of the right. Sums of 32 rows and 32 columns, or 16.
 #define DOTS_32 TILE_DOT(0, 4, 6); TILE_DOT(1, 4, 7); TILE_DOT(2, 5, 6); TILE_DOT(3, 5, 7);
 #define DOTS_16 TILE_DOT(0, 4, 6); TILE_DOT(2, 5, 6);
-#define RIGHT_32(piece) TILE_LOAD(6, b + 2 * TILE_BYTES * piece, 64); TILE_LOAD(7, b + 2 * TILE_BYTES * piece + TILE_BYTES, 64);
+#define RIGHT_32(piece)                                                                                                \
+    TILE_LOAD(6, b + 2 * TILE_BYTES * piece, 64);                                                                      \
+    TILE_LOAD(7, b + 2 * TILE_BYTES * piece + TILE_BYTES, 64);
 #define RIGHT_16(piece) TILE_LOAD(6, b + 2 * TILE_BYTES * piece, 64);
-#define LEFT(piece) TILE_LOAD(4, a + 2 * TILE_BYTES * piece, 64); TILE_LOAD(5, a + 2 * TILE_BYTES * piece + TILE_BYTES, 64);
+#define LEFT(piece)                                                                                                    \
+    TILE_LOAD(4, a + 2 * TILE_BYTES * piece, 64);                                                                      \
+    TILE_LOAD(5, a + 2 * TILE_BYTES * piece + TILE_BYTES, 64);
 
 // Of one step, in the order in which the fewest tiles are read.
 #define STEP_3_3(n)                                                                                                    \

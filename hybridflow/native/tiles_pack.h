@@ -3,7 +3,8 @@
 
 // 16 lines, of which `lines` are there, and 32 inner numbers, of which `depth` are: `pieces` tiles, 2 TILE_BYTES apart.
 // `along`: numbers of a line lie side by side and lines `stride` apart; else the other way round.
-INLINE void NAME(pack_tile)(const T *from, i64 stride, int along, int right, i64 lines, i64 depth, int pieces, char *to) {
+INLINE void NAME(pack_tile)(const T *from, i64 stride, int along, int right, i64 lines, i64 depth, int pieces,
+                            char *to) {
     vf words[3][16];
     for (int i = 0; i < 16; i++) {
         vu of[3] = {0};
@@ -25,7 +26,8 @@ INLINE void NAME(pack_tile)(const T *from, i64 stride, int along, int right, i64
 }
 
 // lines x depth of a matrix -> [32 lines][step][piece][16 lines], as blocks take it.
-INLINE void NAME(pack_blocks)(const T *from, i64 line, i64 inner, int right, i64 lines, i64 depth, int pieces, char *to) {
+INLINE void NAME(pack_blocks)(const T *from, i64 line, i64 inner, int right, i64 lines, i64 depth, int pieces,
+                              char *to) {
     const int along = inner == 1;
     const i64 stride = along ? line : inner;
     for (i64 l = 0; l < lines; l += SIDE)
@@ -44,9 +46,9 @@ INLINE void NAME(pack_blocks)(const T *from, i64 line, i64 inner, int right, i64
                 }
             }
 }
-static void NAME(pack_left)(const T *from, i64 line, i64 inner, i64 lines, i64 depth, char *to) {
+SHARED void NAME(pack_left)(const T *from, i64 line, i64 inner, i64 lines, i64 depth, char *to) {
     NAME(pack_blocks)(from, line, inner, 0, lines, depth, NAME(PIECES), to);
 }
-static void NAME(pack_right)(const T *from, i64 line, i64 inner, i64 lines, i64 depth, char *to) {
+SHARED void NAME(pack_right)(const T *from, i64 line, i64 inner, i64 lines, i64 depth, char *to) {
     NAME(pack_blocks)(from, line, inner, 1, lines, depth, NAME(PIECES), to);
 }

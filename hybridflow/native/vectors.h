@@ -24,6 +24,7 @@ typedef uint32_t vu __attribute__((vector_size(4 * LANES), aligned(4), may_alias
 typedef uint16_t vh __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
+#define SHARED static __attribute__((unused))  // of a header, of which not every file needs all
 
 INLINE vf all(float x) { return x - (vf){}; }
 

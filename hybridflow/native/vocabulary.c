@@ -22,7 +22,8 @@ INLINE vf or_nothing(vf x) { return either(x < -87.0f, all(0.0f), exponential(x)
 
 // Called by as many threads as there are, with one `next`.
 int hybridflow_vocabulary(const Vocabulary *a) {
-    static void (*const of[2][2])(const Vocabulary *, i64) = {{sums_float, sums_bfloat16}, {grads_float, grads_bfloat16}};
+    static void (*const of[2][2])(const Vocabulary *, i64) = {{sums_float, sums_bfloat16},
+                                                              {grads_float, grads_bfloat16}};
     for (;;) {
         const i64 first = BLOCK * __atomic_fetch_add(a->next, 1, __ATOMIC_RELAXED);
         if (first >= a->rows) return 0;

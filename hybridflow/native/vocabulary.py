@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of logits on a CPU, and their gradients, in one pass over a row: `vocabulary.c`, called.
+"""Log-probabilities and entropy of logits on a CPU, and their gradients, row by row: `vocabulary.c`, called.
 
 For what `takes` says yes to; float32 within. `parallel/vocab.py` puts together what ranks have of a row.
 """
@@ -65,7 +65,9 @@ def _call(
     kernels = library()
     assert kernels is not None, "asked of `takes` before"
     assert logits.stride(1) == 1 and targets.is_contiguous() and divisors.is_contiguous(), "as they are read"
-    assert divisors.dtype == torch.float32 and all(x.dtype == torch.float32 for x in others.values()), "as they are read"
+    assert divisors.dtype == torch.float32 and all(x.dtype == torch.float32 for x in others.values()), (
+        "as they are read"
+    )
     arguments = Vocabulary(
         logits=logits.data_ptr(),
         targets=targets.data_ptr(),

@@ -1,11 +1,12 @@
-"""Both widths of vectors, on a machine that has AVX-512."""
+"""Both widths of vectors, on a machine that has AVX-512; and with and without matrix units, on one that has them."""
 
 import ctypes
 import shutil
 
 import pytest
+import torch
 
-from hybridflow.native import attention, decoder, layers, linear, matrix, paged, sampling, threads
+from hybridflow.native import attention, decoder, layers, linear, matrix, paged, sampling, threads, vocabulary
 from hybridflow.native import library as libraries
 
 
@@ -16,9 +17,19 @@ def narrow(tmp_path_factory) -> ctypes.CDLL:
     return ctypes.CDLL(str(libraries.compiled(compiler, tmp_path_factory.mktemp("narrow"), ["-mno-avx512f"])))
 
 
-@pytest.fixture(params=["native", "avx2"])
+EVERYWHERE = {torch.float32: 1, torch.bfloat16: 1}  # also where they do not pay
+
+
+@pytest.fixture(params=["native", "units everywhere", "no units", "avx2"])
 def kernels(request, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "units" in request.param and not matrix.has_units():
+        pytest.skip("this CPU has no matrix units: that is the native way")
+    if request.param == "units everywhere":
+        monkeypatch.setattr(attention, "WORTH_UNITS", EVERYWHERE)
+        monkeypatch.setattr(linear, "FEWEST", EVERYWHERE)
+    if request.param == "no units":
+        monkeypatch.setattr(matrix, "_given_up", [True])
     if request.param == "avx2":
         narrow = request.getfixturevalue("narrow")
-        for module in (attention, decoder, layers, linear, matrix, paged, sampling, threads):
+        for module in (attention, decoder, layers, linear, matrix, paged, sampling, threads, vocabulary):
             monkeypatch.setattr(module, "library", lambda: narrow)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hybridflow.models import kernels
 from hybridflow.models.attention import PackedSequences, attention, attention_by_length
 from hybridflow.native import library as libraries
+from hybridflow.native import matrix
 
 NEEDED = pytest.mark.skipif(libraries.why_not() is not None, reason=f"no kernels: {libraries.why_not()}")
 
@@ -130,8 +131,8 @@ def test_where_one_rank_has_none_all_do_without(
     kernels.agree_on_native_kernels(alone)
     assert libraries.library() is None and computes_as_torch()
     assert kernels.native_kernel_line() == (
-        "kernels for training: attention, norms, activations and rotary embedding by torch, slower than in C, which "
-        "needs a compiler (rank 3: there is no C compiler (cc, gcc, clang))"
+        f"kernels for training: {kernels.IN_C} by torch, slower than in C, which needs a compiler "
+        "(rank 3: there is no C compiler (cc, gcc, clang))"
     )
 
 
@@ -139,10 +140,28 @@ def test_where_one_rank_has_none_all_do_without(
 def test_where_all_have_them_they_are_used(fresh: Path, alone: dist.ProcessGroup) -> None:
     kernels.agree_on_native_kernels(alone)
     assert libraries.library() is not None and not computes_as_torch()
-    assert (
-        kernels.native_kernel_line()
-        == "kernels for training: attention, norms, activations and rotary embedding in C, compiled for this CPU"
-    )
+    line = f"kernels for training: {kernels.IN_C} in C, compiled for this CPU"
+    units = " and its matrix units, which multiply float32 too" if matrix.has_units() else ""
+    assert kernels.native_kernel_line() == line + units
+
+
+@NEEDED
+def test_where_one_cpu_has_no_matrix_units_none_are_used(
+    fresh: Path, alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str | None] = []
+
+    def failures(own: str | None, group: dist.ProcessGroup) -> list[str]:
+        told.append(own)
+        return [] if own is None and len(told) == 1 else ["rank 3: this CPU has no matrix units"]
+
+    monkeypatch.setattr(kernels, "failures", failures)
+    monkeypatch.setattr(matrix, "_given_up", [])
+    had_them = matrix.has_units()
+    kernels.agree_on_native_kernels(alone)
+    assert told == [None, None if had_them else "this CPU has no matrix units"]
+    assert not matrix.has_units() and not computes_as_torch()
+    assert kernels.native_kernel_line().endswith("compiled for this CPU")
 
 
 @NEEDED

@@ -1,4 +1,4 @@
-"""Products by oneDNN against float64, however the matrices lie, and who gets to it."""
+"""Products by oneDNN against float64, however the matrices lie, and who gets to it or to the matrix units."""
 
 import subprocess
 import sys
@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridflow.native import matrix
 from hybridflow.parallel import products
-from hybridflow.parallel.products import WORTH_A_COPY, WORTH_IT, product
+from hybridflow.parallel.products import WORTH_A_COPY, WORTH_IT, WORTH_TILES, product, way_of
 
 Make = Callable[[int, int], Tensor]
 LAYOUTS: dict[str, Make] = {
@@ -53,21 +54,34 @@ def test_onednn_never_sees_gaps(a_lies: str, b_lies: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("m", "k", "n", "lies", "dtype", "expected"),
+    ("m", "k", "n", "lies", "dtype", "one_dnn", "units"),
     [
-        (WORTH_IT // 64 // 64, 64, 64, "rows", torch.float32, True),
-        (WORTH_IT // 64 // 64 - 1, 64, 64, "rows", torch.float32, False),
-        (WORTH_A_COPY, 256, WORTH_IT, "columns with gaps", torch.float32, True),
-        (WORTH_A_COPY - 1, 256, WORTH_IT, "columns with gaps", torch.float32, False),
-        (WORTH_A_COPY - 1, 256, WORTH_IT, "columns", torch.float32, True),
-        (WORTH_IT, 64, 64, "rows", torch.bfloat16, False),
-        (WORTH_IT, 64, 64, "rows", torch.float64, False),
+        (WORTH_IT // 64 // 64, 64, 64, "rows", torch.float32, True, True),
+        (WORTH_IT // 64 // 64 - 1, 64, 64, "rows", torch.float32, False, False),
+        (WORTH_A_COPY, 256, WORTH_IT, "columns with gaps", torch.float32, True, True),
+        (WORTH_A_COPY - 1, 256, WORTH_IT, "columns with gaps", torch.float32, False, False),
+        (WORTH_A_COPY - 1, 256, WORTH_IT, "columns", torch.float32, True, False),
+        (WORTH_TILES, 256, WORTH_IT, "columns", torch.float32, True, True),
+        (WORTH_IT, WORTH_TILES - 1, 64, "rows", torch.float32, True, False),
+        (WORTH_IT, 64, WORTH_TILES - 1, "rows", torch.float32, True, False),
+        (WORTH_IT, 64, 64, "rows", torch.bfloat16, False, False),
+        (WORTH_IT, 64, 64, "rows", torch.float64, False, False),
     ],
 )
-def test_what_is_left_to_torch(m: int, k: int, n: int, lies: str, dtype: torch.dtype, expected: bool) -> None:
+def test_what_is_left_to_torch(
+    m: int, k: int, n: int, lies: str, dtype: torch.dtype, one_dnn: bool, units: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with torch.device("meta"):
         a, b = (x.to(dtype) for x in (LAYOUTS["rows"](m, k), LAYOUTS[lies](k, n)))
-    assert products._pays(a, b) is expected
+    for has_units, slow, expected in (
+        (True, False, products.by_units if units else None),
+        (True, True, products.by_units if units else None),
+        (False, True, product if one_dnn else None),
+        (False, False, None),
+    ):
+        monkeypatch.setattr(products, "has_units", lambda has=has_units: has)
+        monkeypatch.setattr(products, "mkl_is_slow", lambda slow=slow: slow)
+        assert way_of(a, b) is expected, (has_units, slow)
 
 
 @pytest.mark.parametrize(
@@ -76,17 +90,21 @@ def test_what_is_left_to_torch(m: int, k: int, n: int, lies: str, dtype: torch.d
 def test_where_it_is_used(cpu: str, intel: bool, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: cpu)
     monkeypatch.setattr(products, "_is_intel", lambda: intel)
-    assert products.mkl_is_slow() is expected
+    products.mkl_is_slow.cache_clear()
+    found = products.mkl_is_slow()
+    products.mkl_is_slow.cache_clear()
+    assert found is expected
 
 
 WHOLE_PROCESS = """
 import torch
 from hybridflow.parallel import products
-products.mkl_is_slow = lambda: True
+products.mkl_is_slow = lambda: WAY == "product"
+products.has_units = lambda: WAY == "by_units" and products.matrix.has_units()
 assert products.use_fast_products() and products.use_fast_products()
 calls = []
-linear = products._linear
-products._linear = lambda *tensors: (calls.append([tuple(x.shape) for x in tensors[:2]]), linear(*tensors))[1]
+way = getattr(products, WAY)
+setattr(products, WAY, lambda *tensors: (calls.append([tuple(x.shape) for x in tensors[:2]]), way(*tensors))[1])
 
 def run(dtype, tokens, bias):
     torch.manual_seed(0)
@@ -112,7 +130,12 @@ print("the same")
 """
 
 
-def test_forward_and_backward_of_a_whole_process() -> None:
+@pytest.mark.parametrize(
+    "way", ["product", pytest.param("by_units", marks=pytest.mark.skipif(not matrix.has_units(), reason="no units"))]
+)
+def test_forward_and_backward_of_a_whole_process(way: str) -> None:
     """Every product of a linear layer goes there, with and without a bias; what torch alone can do still does."""
-    done = subprocess.run([sys.executable, "-c", WHOLE_PROCESS], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", f"WAY = {way!r}\n{WHOLE_PROCESS}"], capture_output=True, text=True, timeout=300
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "the same\n", "")

@@ -117,7 +117,6 @@ class Theirs:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("isa", "amx"),
         ("kv_cache_dtype", "fp8"),
         ("attn_type", "encoder"),
         ("head_size", 40),
@@ -201,16 +200,18 @@ def test_few_rows_are_multiplied_by_the_kernel_and_many_by_torch(
 
 
 @pytest.mark.parametrize(
-    ("amx", "mkl_is_slow", "threads", "expected"),
+    ("units", "mkl_is_slow", "threads", "expected"),
     [
         (False, True, 1, (64, 8, 32, 32)),
-        (True, False, 1, (8, 8, 0, 0)),
+        (True, False, 1, (64, 8, 128, 128)),
         (False, False, 1, (8, 8, 32, 32)),
         (False, True, 2, (0, 0, 0, 0)),
     ],
 )
-def test_rows_that_are_few(amx: bool, mkl_is_slow: bool, threads: int, expected: tuple[int, ...], monkeypatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+def test_rows_that_are_few(
+    units: bool, mkl_is_slow: bool, threads: int, expected: tuple[int, ...], monkeypatch
+) -> None:
+    monkeypatch.setattr(cpu_kernels, "has_units", lambda: units)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(cpu_kernels, "mkl_is_slow", lambda: mkl_is_slow)
     most_rows.cache_clear()
