@@ -7,7 +7,7 @@ several rows share is there once, but for its last token (see `prompt_groups`):
     [rows by themselves] [prompts that are shared] [what follows the first of them] [the second] ... [padding]
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,19 @@ from hybridflow.batch import RolloutBatch, offsets, token_index
 from hybridflow.models.attention import PackedSequences
 from hybridflow.models.prompt_groups import PromptGroup, micro_batch_groups, prompt_groups
 from hybridflow.models.shared_prompt import SharedPrompts
+from hybridflow.parallel.products import repeated
+
+Padded = Callable[[int], int]  # of so many tokens: with the padding behind them
+
+
+def even(multiple: int) -> Padded:
+    """For sequence parallelism, which splits tokens evenly."""
+    return lambda tokens: tokens + -tokens % multiple
+
+
+def even_and_few(multiple: int) -> Padded:
+    """And of few numbers of tokens, where products compile a kernel for each."""
+    return lambda tokens: multiple * repeated(-(-tokens // multiple))
 
 
 @dataclass(frozen=True)
@@ -32,23 +45,23 @@ class MicroBatch:
 
 
 def prediction_micro_batches(
-    batch: RolloutBatch, rows: list[int], *, max_tokens: int, multiple: int, device: torch.device
+    batch: RolloutBatch, rows: list[int], *, max_tokens: int, padded: Padded, device: torch.device
 ) -> list[MicroBatch]:
     """Micro-batches whose outputs are one per response token: the state before it."""
     lengths = (batch.lengths - 1).tolist()
     return [
-        _prediction_micro_batch(batch, _layout(groups, lengths), multiple, device)
+        _prediction_micro_batch(batch, _layout(groups, lengths), padded, device)
         for groups in micro_batch_groups(prompt_groups(batch, rows), lengths, max_tokens)
     ]
 
 
 def sequence_micro_batches(
-    batch: RolloutBatch, rows: list[int], *, max_tokens: int, multiple: int, device: torch.device
+    batch: RolloutBatch, rows: list[int], *, max_tokens: int, padded: Padded, device: torch.device
 ) -> list[MicroBatch]:
     """Micro-batches whose outputs are one per sequence: the state after its last token."""
     lengths = batch.lengths.tolist()
     return [
-        _sequence_micro_batch(batch, _layout(groups, lengths), multiple, device)
+        _sequence_micro_batch(batch, _layout(groups, lengths), padded, device)
         for groups in micro_batch_groups(prompt_groups(batch, rows), lengths, max_tokens)
     ]
 
@@ -99,21 +112,21 @@ def _layout(groups: Sequence[PromptGroup], lengths: Sequence[int]) -> Layout:
     )
 
 
-def _prediction_micro_batch(batch: RolloutBatch, layout: Layout, multiple: int, device: torch.device) -> MicroBatch:
+def _prediction_micro_batch(batch: RolloutBatch, layout: Layout, padded: Padded, device: torch.device) -> MicroBatch:
     tokens = _tokens(batch, layout.stretches)
     predicts = batch.response_mask[tokens + 1]  # each token that is run has a successor in its sequence
     where = tokens[predicts] + 1
     rows = predicts.nonzero().squeeze(1)
-    return _micro_batch(batch, tokens, layout, rows=rows, where=where, multiple=multiple, device=device)
+    return _micro_batch(batch, tokens, layout, rows=rows, where=where, padded=padded, device=device)
 
 
-def _sequence_micro_batch(batch: RolloutBatch, layout: Layout, multiple: int, device: torch.device) -> MicroBatch:
+def _sequence_micro_batch(batch: RolloutBatch, layout: Layout, padded: Padded, device: torch.device) -> MicroBatch:
     tokens = _tokens(batch, layout.stretches)
     where = torch.tensor([stretch.row for stretch in layout.ends])
     last = torch.tensor([stretch.length for stretch in layout.stretches]).cumsum(0) - 1
     num_alone, num_prompts = len(layout.alone), len(layout.prompts)
     rows = torch.cat([last[:num_alone], last[num_alone + num_prompts :]])
-    return _micro_batch(batch, tokens, layout, rows=rows, where=where, multiple=multiple, device=device)
+    return _micro_batch(batch, tokens, layout, rows=rows, where=where, padded=padded, device=device)
 
 
 def _tokens(batch: RolloutBatch, stretches: list[Stretch]) -> Tensor:
@@ -140,13 +153,13 @@ def _micro_batch(
     *,
     rows: Tensor,
     where: Tensor,
-    multiple: int,
+    padded: Padded,
     device: torch.device,
 ) -> MicroBatch:
-    """`multiple`: sequence parallelism splits tokens evenly; what is missing becomes a sequence that nobody reads."""
+    """What `padded` adds becomes a sequence that nobody reads."""
     _, first, lengths = _columns(layout.stretches)
     positions = first.repeat_interleave(lengths) + _within(lengths)
-    input_ids, missing = batch.input_ids[tokens], -len(tokens) % multiple
+    input_ids, missing = batch.input_ids[tokens], padded(len(tokens)) - len(tokens)
     if missing:
         input_ids = torch.cat([input_ids, input_ids.new_zeros(missing)])
         positions = torch.cat([positions, torch.arange(missing)])
@@ -162,18 +175,18 @@ def _micro_batch(
     )
 
 
-def filled_up(micro_batches: list[MicroBatch], group: int, *, multiple: int, device: torch.device) -> list[MicroBatch]:
+def filled_up(micro_batches: list[MicroBatch], group: int, *, padded: Padded, device: torch.device) -> list[MicroBatch]:
     """As many micro-batches as the next multiple of `group`: those missing are fillers."""
-    return micro_batches + [filler(multiple, device)] * (-len(micro_batches) % group)
+    return micro_batches + [filler(padded, device)] * (-len(micro_batches) % group)
 
 
-def filler(multiple: int, device: torch.device) -> MicroBatch:
-    """A micro-batch of `multiple` tokens whose outputs nobody wants."""
-    nothing = torch.zeros(0, dtype=torch.int64)
+def filler(padded: Padded, device: torch.device) -> MicroBatch:
+    """A micro-batch of as few tokens as may be, whose outputs nobody wants."""
+    nothing, tokens = torch.zeros(0, dtype=torch.int64), padded(1)
     return MicroBatch(
-        input_ids=torch.zeros(multiple, dtype=torch.int64, device=device),
-        positions=torch.arange(multiple, device=device),
-        packed=PackedSequences.of((multiple,), device),
+        input_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
+        positions=torch.arange(tokens, device=device),
+        packed=PackedSequences.of((tokens,), device),
         rows=nothing.to(device),
         where=nothing,
         targets=nothing.to(device),

@@ -18,7 +18,7 @@ from hybridflow.native.matrix import has_units
 from hybridflow.native.threads import fields, run
 
 Stretch = tuple[int, int]  # first token, length
-# tokens of a stretch, in the mean of an item, from which on the CPU's matrix units multiply faster (tests.bench.kernels)
+# tokens of a stretch, in the mean of an item, from which on matrix units multiply faster (tests.bench.kernels)
 WORTH_UNITS = {torch.float32: 96, torch.bfloat16: 24}
 
 

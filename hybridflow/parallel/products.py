@@ -19,6 +19,7 @@ from torch.types import Number
 
 from hybridflow.native import matrix
 from hybridflow.native.matrix import has_units
+from hybridflow.parallel.device import uses_cuda
 
 WORTH_A_COPY = 64  # rows: with fewer, closing the gaps of a weight takes longer than it saves
 WORTH_TILES = 64  # rows, inner dimensions and columns: with fewer, more is packed than multiplied
@@ -74,6 +75,22 @@ def way_of(a: Tensor, b: Tensor) -> Way | None:
     if has_units():
         return by_units if min(*a.shape, b.shape[1]) >= WORTH_TILES else None
     return product if mkl_is_slow() and (a.shape[0] >= WORTH_A_COPY or _has_no_gaps(b)) else None
+
+
+def compiles_for_shapes(dtype: torch.dtype) -> bool:
+    """Whether products of this type compile a kernel for each shape that they meet: on CPUs by oneDNN."""
+    if uses_cuda() or not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.bfloat16 or (dtype == torch.float32 and mkl_is_slow() and not has_units())
+
+
+def repeated(rows: int) -> int:
+    """At least so many rows, by at most a 32nd more, of which there are few: 32 from each power of two to the next.
+
+    A shape that oneDNN has not met costs it 2 to 3 ms, which is more than most products take.
+    """
+    granule = 1 << max(0, rows.bit_length() - 6)
+    return -(-rows // granule) * granule
 
 
 def by_units(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

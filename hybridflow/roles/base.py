@@ -13,9 +13,11 @@ from hybridflow.architecture.weights import Weight
 from hybridflow.batch import RolloutBatch, token_index
 from hybridflow.config import TrainedRoleConfig
 from hybridflow.models import pipeline
-from hybridflow.models.build import PackedModel, build_model, named_weights
+from hybridflow.models.build import DTYPES, PackedModel, build_model, named_weights
 from hybridflow.models.micro_batch import (
     MicroBatch,
+    even,
+    even_and_few,
     filled_up,
     filler,
     prediction_micro_batches,
@@ -28,6 +30,7 @@ from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.platform import Platform
+from hybridflow.parallel.products import compiles_for_shapes
 from hybridflow.planning.placed import PlacedModel
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.roles.ahead import Ahead
@@ -100,6 +103,7 @@ class Role:
     ) -> list[MicroBatch]:
         """Each share of the rows by itself, cut by the token budget; `one` at least."""
         multiple = self.grid.tp if self._config.sequence_parallel else 1
+        padded = (even_and_few if compiles_for_shapes(DTYPES[self.dtype]) else even)(multiple)
         micro_batches = [
             micro_batch
             for rows in shares
@@ -107,14 +111,14 @@ class Role:
                 batch,
                 rows,
                 max_tokens=self._config.micro_batch_tokens,
-                multiple=multiple,
+                padded=padded,
                 device=self._platform.device,
             )
         ]
         if one and not micro_batches:
-            micro_batches = [filler(multiple, self._platform.device)]
+            micro_batches = [filler(padded, self._platform.device)]
         if self.grid.layout.vpp > 1:  # the interleaved schedule takes them in groups of pp
-            return filled_up(micro_batches, self.grid.pp, multiple=multiple, device=self._platform.device)
+            return filled_up(micro_batches, self.grid.pp, padded=padded, device=self._platform.device)
         return micro_batches
 
     def _token_results(self, batch: RolloutBatch, readout: Readout) -> Contribution:

@@ -18,7 +18,7 @@ from hybridflow.native.linear import linear
 from hybridflow.native.matrix import has_units
 from hybridflow.native.paged import STEP, attend, store
 from hybridflow.native.threads import DTYPES, takes
-from hybridflow.parallel.products import mkl_is_slow
+from hybridflow.parallel.products import compiles_for_shapes, mkl_is_slow, repeated
 
 Methods = dict[str, Callable[..., Any]]
 
@@ -92,6 +92,8 @@ def linear_in_c(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """x w^T + b for the engine's linear layers, from the weight as it lies."""
     if x.dim() == 2 and 0 < len(x) <= most_rows(x.dtype, x.shape[1]) and takes(x, weight):
         return linear(x, weight, bias)
+    if x.dim() == 2 and compiles_for_shapes(x.dtype) and (missing := repeated(len(x)) - len(x)):
+        return torch.nn.functional.linear(torch.nn.functional.pad(x, (0, 0, 0, missing)), weight, bias)[: len(x)]
     return torch.nn.functional.linear(x, weight, bias)
 
 
@@ -101,7 +103,7 @@ def most_rows(dtype: torch.dtype, inner: int) -> int:
     if torch.get_num_threads() > 1 or dtype not in DTYPES:
         return 0
     if dtype == torch.bfloat16:
-        return 128 if has_units() else 32
+        return 512 if has_units() else 32
     return 64 if inner <= 1024 and (mkl_is_slow() or has_units()) else 8
 
 
