@@ -46,6 +46,8 @@ class BucketedDataParallel(DistributedDataParallel):
             overlap_param_gather=overlap and zero1,
         )
         super().__init__(model.config, config, model, pg_collection=grid.groups)
+        if not uses_cuda():
+            _add_in_products(model)
         if bucket_elements is not None:
             for buffer in self.flat_buffers():
                 _split_storage(buffer)
@@ -89,6 +91,16 @@ class BucketedDataParallel(DistributedDataParallel):
         """megatron's `buffers`, which hide the method of torch by that name."""
         found: list[_ParamAndGradBuffer] = self.__dict__["buffers"]
         return found
+
+
+def _add_in_products(model: PackedModel) -> None:
+    """Have layers add their weights' gradients to the buffers themselves (`parallel/weight_gradients.py`).
+
+    Not one that shares its weight with the embeddings: what autograd adds up for those is the buffer's as well.
+    """
+    for module in model.modules():
+        if hasattr(module, "gradient_accumulation_fusion") and module.weight is not None:
+            module.gradient_accumulation_fusion = True
 
 
 def _wait(groups: Iterable[_ParamAndGradBucketGroup]) -> None:

@@ -1,4 +1,4 @@
-"""Products of float32 matrices by the matrix units of a CPU (Intel's AMX): `matrix.c`, called.
+"""Products of matrices by the matrix units of a CPU (Intel's AMX): `matrix.c`, called.
 
 A float32 product is as exact as one of float32 arithmetic, and takes some 0.6 of its time; how, `tiles.h` says. What
 such units cannot show is a number below 1e-38 (it is zero) and an infinity (it is a NaN).
@@ -25,7 +25,7 @@ class Matrix(ctypes.Structure):
         ["a", "b", "c", "next"],
         [
             *("rows", "inner", "columns", "a_row", "a_inner", "b_inner", "b_column", "c_row", "c_column"),
-            *("adds", "share"),
+            *("adds", "share", "bfloat16"),
         ],
     )
 
@@ -50,7 +50,7 @@ def _permitted(kernels: ctypes.CDLL) -> bool:
 
 
 def product(a: Tensor, b: Tensor, *, to: Tensor | None = None) -> Tensor:
-    """a b of float32 (m, k) and (k, n): (m, n), contiguous, new or added to `to`.
+    """a b of (m, k) and (k, n), both float32 or both bfloat16: float32 (m, n), contiguous, new or added to `to`.
 
     Where `has_units`. Sums do not depend on the number of threads.
     """
@@ -59,20 +59,19 @@ def product(a: Tensor, b: Tensor, *, to: Tensor | None = None) -> Tensor:
     a, b = _dense(a), _dense(b)
     (rows, inner), columns = a.shape, b.shape[1]
     c = torch.empty(rows, columns) if to is None else to
-    assert a.dtype == b.dtype == c.dtype == torch.float32 and c.is_contiguous() and c.shape == (rows, columns)
+    assert a.dtype == b.dtype and c.dtype == torch.float32 and c.is_contiguous() and c.shape == (rows, columns)
     if not inner or not c.numel():
         return c.zero_() if to is None else c
-    c_strides = (columns, 1)
-    if _turned(a, b, turns_c=False) > _turned(b.t(), a.t(), turns_c=True):  # c^T = b^T a^T
+    c_strides, threads = (columns, 1), torch.get_num_threads()
+    if _packing(a, b, threads) > _packing(b.t(), a.t(), threads, turns_c=True):  # c^T = b^T a^T
         a, b, rows, columns, c_strides = b.t(), a.t(), columns, rows, (1, columns)
-    threads = torch.get_num_threads()
     share = -(-rows // threads // SIDE) * SIDE or SIDE
     arguments = Matrix(
         a.data_ptr(),
         b.data_ptr(),
         c.data_ptr(),
         None,
-        *(rows, inner, columns, *a.stride(), *b.stride(), *c_strides, to is not None, share),
+        *(rows, inner, columns, *a.stride(), *b.stride(), *c_strides, to is not None, share, a.dtype == torch.bfloat16),
     )
     run(kernels.hybridflow_matrix, arguments, -(-rows // share))
     return c
@@ -83,9 +82,10 @@ def _dense(x: Tensor) -> Tensor:
     return x if 1 in x.stride() else x.contiguous()
 
 
-def _turned(a: Tensor, b: Tensor, *, turns_c: bool) -> int:
-    """Numbers that have to be turned around to multiply so: of a by columns, of b by rows."""
-    of_a = a.numel() * -(-b.shape[1] // WIDTH) if a.stride(1) != 1 else 0
-    of_b = b.numel() if b.stride(0) == 1 else 0
-    of_c = 2 * (a.shape[0] * b.shape[1]) * -(-a.shape[1] // DEPTH) if turns_c else 0
-    return of_a + of_b + of_c
+def _packing(a: Tensor, b: Tensor, threads: int, *, turns_c: bool = False) -> float:
+    """Numbers that a thread packs to multiply so; what it turns around, a by columns and b by rows, counts twice."""
+    (rows, inner), columns = a.shape, b.shape[1]
+    of_a = a.numel() * -(-columns // WIDTH) * (1 if a.stride(1) == 1 else 2)
+    of_b = b.numel() * (2 if b.stride(0) == 1 else 1)  # each thread packs all of it
+    of_c = 2 * rows * columns * -(-inner // DEPTH) if turns_c else 0
+    return (of_a + of_c) / min(threads, -(-rows // SIDE)) + of_b

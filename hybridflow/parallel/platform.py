@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from hybridflow.errors import EnvironmentProblem
-from hybridflow.parallel import flat_buffers
+from hybridflow.parallel import flat_buffers, weight_gradients
 from hybridflow.parallel.collectives import Collectives
 from hybridflow.parallel.device import CPU, choose_platform, uses_cuda
 from hybridflow.parallel.gloo import use_one_thread
@@ -395,6 +395,9 @@ def _adapt_modules(num_modules: int) -> None:
     if buffers is not None:
         buffers.__dict__["dist_all_gather_func"] = flat_buffers.all_gather_into_tensor
         buffers.__dict__["dist_reduce_scatter_func"] = flat_buffers.reduce_scatter_tensor
+    layers = sys.modules.get("megatron.core.tensor_parallel.layers")
+    if layers is not None:
+        layers.__dict__["fused_weight_gradient_mlp_cuda"] = weight_gradients
     random = sys.modules.get("megatron.core.tensor_parallel.random")
     if random is not None:
         random.__dict__["_get_cuda_rng_state"] = _get_rng_state

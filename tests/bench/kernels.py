@@ -1,13 +1,15 @@
-"""Attention, norms, activations and rotary embedding of one thread by our kernels in C and by torch's, in turns.
+"""Attention, norms, activations, rotary embedding, log-probs by our kernels in C and by torch's, one thread, in turns.
 
     python -m tests.bench.kernels [--rounds 5] [--dtype float32 bfloat16]
 
 Milliseconds of a forward and a backward pass, medians, and how many times as fast ours are. Attention: 4 heads of 64;
 GFLOP/s count what lies below the diagonal; prompts are shared. The others: 4,096 tokens of 256, as in the layers of
-tests.bench.iteration. A backward pass adds to gradients that are there.
+tests.bench.iteration, and 1,000 rows of 4,096 logits, with a copy of them. A backward pass adds to gradients that are
+there.
 """
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -24,10 +27,12 @@ from hybridflow.models.layers import RMSNormFunction, SwiGLUFunction
 from hybridflow.models.shared_prompt import SharedPrompts
 from hybridflow.native import library, threads
 from hybridflow.parallel.platform import prepare_cpu
+from hybridflow.parallel.vocab import vocab_parallel_log_probs
 from tests.bench.shared_prompt import cpu
 
 CPU = torch.device("cpu")
 HEADS, DIMS, TOKENS, HIDDEN, INNER = 4, 64, 4096, 256, 768
+ROWS, VOCABULARY = 1000, 4096
 SECONDS = 0.05  # of a measurement, at least
 Groups = list[tuple[int, tuple[int, ...]]]
 SHAPES: dict[str, tuple[tuple[int, ...], Groups]] = {
@@ -86,7 +91,20 @@ def works(dtype: torch.dtype) -> list[tuple[str, Callable[[], Tensor], list[floa
     heads, angles = leaf(dtype, TOKENS, HEADS, DIMS), torch.randn(TOKENS, 1, DIMS // 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     found.append(("rotary embedding", lambda: Rotate.apply(heads, cos, sin, halves), []))
+    logits, targets = leaf(dtype, ROWS, VOCABULARY), torch.randint(VOCABULARY, (ROWS,))
+
+    def log_probs() -> Tensor:
+        group = world_of_one()
+        return vocab_parallel_log_probs(logits * 1, targets, group=group, vocab_size=VOCABULARY, temperature=1.0)[0]
+
+    found.append(("log-probs", log_probs, []))
     return found
+
+
+@functools.cache
+def world_of_one() -> dist.ProcessGroup:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
 
 
 def bound(

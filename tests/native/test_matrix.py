@@ -29,7 +29,7 @@ SHAPES = (
     (3, 5, 17),
     (300, 48, 96),
 )
-# of |a| |b|: a float32 is rounded by 6e-8, and so are its sums
+# of |a| |b|: a float32 is rounded by 6e-8, and so are sums; products of bfloat16 are exact
 ERROR = 4e-7
 
 
@@ -46,11 +46,12 @@ def check(found: Tensor, a: Tensor, b: Tensor, before: Tensor | None = None) -> 
     assert ((found.double() - right).abs() <= ERROR * scale).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("a_lies", LAYOUTS)
 @pytest.mark.parametrize("b_lies", LAYOUTS)
-def test_any_shape_and_layout(a_lies: str, b_lies: str) -> None:
+def test_any_shape_and_layout(a_lies: str, b_lies: str, dtype: torch.dtype) -> None:
     for m, k, n in SHAPES:
-        a, b, to = LAYOUTS[a_lies](m, k), LAYOUTS[b_lies](k, n), torch.randn(m, n)
+        a, b, to = LAYOUTS[a_lies](m, k).to(dtype), LAYOUTS[b_lies](k, n).to(dtype), torch.randn(m, n)
         check(product(a, b), a, b)
         before = to.clone()
         assert product(a, b, to=to) is to
@@ -60,6 +61,7 @@ def test_any_shape_and_layout(a_lies: str, b_lies: str) -> None:
 def test_by_hand() -> None:
     a, b = torch.tensor([[1.0, 2.0], [0.5, -3.0]]), torch.tensor([[1.0, 0.0, 4.0], [2.0, -1.0, 0.25]])
     assert product(a, b).tolist() == [[5.0, -2.0, 4.5], [-5.5, 3.0, 1.25]]
+    assert product(a.bfloat16(), b.bfloat16()).tolist() == [[5.0, -2.0, 4.5], [-5.5, 3.0, 1.25]]
 
 
 def test_every_bit_of_a_number_counts() -> None:
@@ -109,8 +111,9 @@ def test_nothing_around_is_read_or_written() -> None:
     assert (to[0] == 0).all() and (to[41] == 0).all()
 
 
-def test_threads_change_no_bit() -> None:
-    a, b = torch.randn(300, 1100), torch.randn(1100, 200)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_change_no_bit(dtype: torch.dtype) -> None:
+    a, b = torch.randn(300, 1100).to(dtype), torch.randn(1100, 200).to(dtype)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
