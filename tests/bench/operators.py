@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from hybridflow.native.decoder import KINDS as KINDS_OF_A_LAYER
 from hybridflow.native.decoder import DecoderLayer
-from hybridflow.parallel import peer_memory
+from hybridflow.parallel import peer_memory, weight_gradients
 from hybridflow.parallel.collectives import COLLECTIVES
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.rollout import cpu_kernels
@@ -169,6 +169,8 @@ def ranges(clock: Clock, layers: list[Sequence[float]]) -> Iterator[None]:
         for name, kind in OF_THE_ENGINE.items():
             replaced(cpu_kernels, name, in_range(getattr(cpu_kernels, name), kind))
         replaced(DecoderLayer, "__call__", telling(DecoderLayer.__call__, layers))
+        adds = weight_gradients.wgrad_gemm_accum_fp32
+        replaced(weight_gradients, "wgrad_gemm_accum_fp32", in_range(adds, "kind:products"))
         for name in COLLECTIVES:
             replaced(dist.ProcessGroup, name, met(getattr(dist.ProcessGroup, name), dist.ProcessGroup.barrier))
         replaced(peer_memory, "read", in_range(peer_memory.read, "kind:exchange"))
