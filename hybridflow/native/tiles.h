@@ -9,7 +9,7 @@
 
 #include "products.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BW__)
+#if (defined(__AMX_BF16__) || defined(__AMXBF16__)) && defined(__AVX512BW__)  // of GCC, of old clang
 #define MATRIX_UNITS 1
 #include <immintrin.h>
 
