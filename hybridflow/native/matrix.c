@@ -60,7 +60,7 @@ static i64 width_of(const Matrix *x) { return least(WIDTH, up(x->columns, SIDE))
 // Inner numbers at a time.
 static i64 depth_of(const Matrix *x) {
     const i64 most = PACKED * (x->bfloat16 ? PIECES_float : 1) / width_of(x) / STEP * STEP;
-    return least(least(most, 1024), up(x->inner, STEP));
+    return least(least(most, 2048), up(x->inner, STEP));
 }
 
 static void some_rows(const Matrix *x, i64 first, i64 last, char *left, char *right, float *sums) {

@@ -104,7 +104,9 @@ def most_rows(dtype: torch.dtype, inner: int) -> int:
         return 0
     if dtype == torch.bfloat16:
         return 512 if has_units() else 32
-    return 64 if inner <= 1024 and (mkl_is_slow() or has_units()) else 8
+    if inner <= 1024:
+        return 64 if mkl_is_slow() or has_units() else 8
+    return 32 if has_units() else 8
 
 
 def is_ours(attention: Any, layer: Any, kv_cache: Tensor) -> bool:

@@ -94,7 +94,8 @@ def gradients(model: Path, calls: list[int]) -> Tensor:
         rollout_log_probs=torch.zeros(int(lengths.sum())),
         truncated=torch.zeros(3, dtype=torch.bool),
     )
-    micro_batches = prediction_micro_batches(batch, [0, 1, 2], max_tokens=30, padded=even(1), device=torch.device("cpu"))
+    rows, device = [0, 1, 2], torch.device("cpu")
+    micro_batches = prediction_micro_batches(batch, rows, max_tokens=30, padded=even(1), device=device)
     assert len(micro_batches) == 2
     with mock.patch.object(
         weight_gradients, "wgrad_gemm_accum_fp32", mock.Mock(wraps=weight_gradients.wgrad_gemm_accum_fp32)
