@@ -56,7 +56,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def units_pay(rows: int, dtype: torch.dtype) -> bool:
     """Whether so many rows are multiplied by the CPU's matrix units. In float32 the weight is packed for them first."""
-    return has_units() and rows >= (FEWEST[dtype])
+    return has_units() and rows >= FEWEST[dtype]
 
 
 def _by_rows(x: Tensor) -> Tensor:

@@ -62,10 +62,10 @@ def product(a: Tensor, b: Tensor, *, to: Tensor | None = None) -> Tensor:
     assert a.dtype == b.dtype and c.dtype == torch.float32 and c.is_contiguous() and c.shape == (rows, columns)
     if not inner or not c.numel():
         return c.zero_() if to is None else c
-    c_strides, threads = (columns, 1), torch.get_num_threads()
-    if _packing(a, b, threads) > _packing(b.t(), a.t(), threads, turns_c=True):  # c^T = b^T a^T
+    c_strides = (columns, 1)
+    if _packing(a, b) > _packing(b.t(), a.t(), turns_c=True):  # c^T = b^T a^T; not by threads, as sums differ
         a, b, rows, columns, c_strides = b.t(), a.t(), columns, rows, (1, columns)
-    share = -(-rows // threads // SIDE) * SIDE or SIDE
+    share = -(-rows // torch.get_num_threads() // SIDE) * SIDE
     arguments = Matrix(
         a.data_ptr(),
         b.data_ptr(),
@@ -82,10 +82,10 @@ def _dense(x: Tensor) -> Tensor:
     return x if 1 in x.stride() else x.contiguous()
 
 
-def _packing(a: Tensor, b: Tensor, threads: int, *, turns_c: bool = False) -> float:
-    """Numbers that a thread packs to multiply so; what it turns around, a by columns and b by rows, counts twice."""
+def _packing(a: Tensor, b: Tensor, *, turns_c: bool = False) -> int:
+    """Numbers that are packed to multiply so; what is turned around, a by columns and b by rows, counts twice."""
     (rows, inner), columns = a.shape, b.shape[1]
     of_a = a.numel() * -(-columns // WIDTH) * (1 if a.stride(1) == 1 else 2)
-    of_b = b.numel() * (2 if b.stride(0) == 1 else 1)  # each thread packs all of it
+    of_b = b.numel() * (2 if b.stride(0) == 1 else 1)
     of_c = 2 * rows * columns * -(-inner // DEPTH) if turns_c else 0
-    return (of_a + of_c) / min(threads, -(-rows // SIDE)) + of_b
+    return of_a + of_b + of_c

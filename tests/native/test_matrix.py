@@ -107,13 +107,15 @@ def test_nothing_around_is_read_or_written() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_threads_change_no_bit(dtype: torch.dtype) -> None:
-    a, b = torch.randn(300, 1100).to(dtype), torch.randn(1100, 200).to(dtype)
+    matrices = [torch.randn(*shape).to(dtype) for shape in ((300, 1100), (1100, 200), (40, 1100), (1100, 900))]
+    pairs = [(matrices[0], matrices[1]), (matrices[1].t(), matrices[0].t()), (matrices[2], matrices[3])]
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        alone = product(a, b), product(b.t(), a.t())
-        torch.set_num_threads(3)
-        assert torch.equal(product(a, b), alone[0]) and torch.equal(product(b.t(), a.t()), alone[1])
+        alone = [product(a, b) for a, b in pairs]
+        for threads in (2, 3, 8):
+            torch.set_num_threads(threads)
+            assert all(torch.equal(product(a, b), right) for (a, b), right in zip(pairs, alone, strict=True))
     finally:
         torch.set_num_threads(before)
 
