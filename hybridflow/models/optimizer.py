@@ -98,7 +98,8 @@ def _add_in_products(model: PackedModel) -> None:
 
     Not one that shares its weight with the embeddings: what autograd adds up for those is the buffer's as well.
     """
-    for module in model.modules():
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
         if hasattr(module, "gradient_accumulation_fusion") and module.weight is not None:
             module.gradient_accumulation_fusion = True
 
