@@ -13,9 +13,9 @@
 #define MATRIX_UNITS 1
 #include <immintrin.h>
 
-#define STEP 32       // of the inner dimension, in one product of tiles
-#define TILE_BYTES 1024     // bytes of a tile
-#define SIDE 32       // rows and columns of a block of four tiles of sums
+#define STEP 32          // of the inner dimension, in one product of tiles
+#define TILE_BYTES 1024  // 16 rows of 64
+#define SIDE 32          // rows and columns of a block of four tiles of sums
 #define PIECES_float 3
 #define PIECES_bfloat16 1
 
