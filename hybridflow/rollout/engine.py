@@ -18,6 +18,7 @@ from hybridflow.config import RolloutConfig, SamplingConfig
 from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.parallel.platform import Platform, preserved_random_state
 from hybridflow.rollout.cache import CudaKVCache, KVCache
+from hybridflow.rollout.decoding import SeveralSteps
 from hybridflow.rollout.patches import prepare_vllm
 from hybridflow.rollout.runner import choose_runner
 
@@ -121,6 +122,8 @@ class RolloutEngine:
         _check_stage(self._model_runner(), stages, pp)
         if not platform.has_cuda:
             _receive_from_earlier_stage(self._model_runner())
+            if layout.pp == 1:
+                SeveralSteps(self._engine.engine_core.engine_core.scheduler, self._model_runner())
 
     def close(self) -> None:
         """Free what the engine holds: cache, buffers, references to the trainer's memory. The groups stay.

@@ -1,16 +1,17 @@
-"""A decode step of the engine on CPUs with its layers and draws as kernels in C, and with vLLM's own, in turns.
+"""A decode step of the engine on CPUs, in turns: vLLM's own; layers and draws as kernels in C; several steps at once.
 
     torchrun --nproc-per-node 2 -m tests.bench.engine_step [--sequences 1 8 32] [--dtype float32 bfloat16] [--rounds 5]
 
-Each rank has an engine of its own over the same random Llama. Milliseconds a step, medians of the steps of a generation
-and of the rounds, of rank 0. In both ways single products, norms and attention are the kernels that they otherwise are.
+Each rank has an engine of its own over the same random Llama. Milliseconds of a step, the mean of a generation's steps
+but for that of the prompts, the median of the rounds, of rank 0. Single products, norms and attention are the kernels
+that they otherwise are.
 """
 
 import argparse
 import contextlib
-import itertools
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -28,11 +29,19 @@ from hybridflow.rollout.engine import Request
 from hybridflow.rollout.patches import prepare_vllm
 from tests.bench.iteration import directory_of_all
 from tests.bench.shared_prompt import cpu
-from tests.distributed.engine_weights import vllms_own_layers
+from tests.distributed.engine_weights import single_steps, vllms_own_layers
 
 HIDDEN, LAYERS, VOCABULARY = 256, 5, 4096  # 7.3 M parameters
 TOKENS = 128
-WAYS = {"vLLM's": vllms_own_layers, "in C": contextlib.nullcontext}
+
+
+@contextlib.contextmanager
+def vllms_own() -> Iterator[None]:
+    with vllms_own_layers(), single_steps():
+        yield
+
+
+WAYS = {"vLLM's": vllms_own, "in C": single_steps, "several": contextlib.nullcontext}
 
 
 def main() -> None:
@@ -51,9 +60,9 @@ def main() -> None:
         for dtype in options.dtype:
             generator = engine(directory, dtype, world)
             for sequences in options.sequences:
-                theirs, ours = in_turns(generator, sequences, options.rounds)
-                row = (dtype, str(sequences), f"{1e3 * theirs:.2f}", f"{1e3 * ours:.2f}", f"{theirs / ours:.2f}")
-                table.add_row(*row)
+                seconds = in_turns(generator, sequences, options.rounds)
+                shown = (f"{1e3 * each:.2f}" for each in seconds)
+                table.add_row(dtype, str(sequences), *shown, f"{seconds[0] / seconds[-1]:.2f}")
             generator.engine.close()
     if platform.rank == 0:
         Console(width=100).print(table)
@@ -72,7 +81,7 @@ def engine(directory: Path, dtype: str, world: World) -> Generator:
 
 def in_turns(generator: Generator, sequences: int, rounds: int) -> list[float]:
     """Seconds of a step, by each way."""
-    times: list[list[float]] = [[], []]
+    times: list[list[float]] = [[] for _ in WAYS]
     for _ in range(rounds + 1):
         for way, found in zip(WAYS.values(), times, strict=True):
             with way():
@@ -89,7 +98,7 @@ def step(generator: Generator, sequences: int) -> float:
             requests, generator.params["sampled"], stepped=lambda: clock.append(time.perf_counter())
         ):
             pass
-    return statistics.median([end - begin for begin, end in itertools.pairwise(clock)][3:])
+    return (clock[-1] - clock[1]) / (TOKENS - 1)  # the first step is that of the prompts
 
 
 if __name__ == "__main__":

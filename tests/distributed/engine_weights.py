@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridflow.by_length import always
 from hybridflow.checkpoint.export import export_huggingface
-from hybridflow.rollout import decoder, sampling
+from hybridflow.rollout import decoder, decoding, sampling
 from hybridflow.rollout.engine import RolloutEngine
 from hybridflow.trainer import RLTrainer
 from tests.distributed.gather import whole
@@ -128,6 +128,11 @@ def vllms_own_layers() -> Iterator[None]:
         mock.patch.object(sampling, "_draws_from_all", lambda *args: False),
     ):
         yield
+
+
+def single_steps() -> contextlib.AbstractContextManager[object]:
+    """Within the block vLLM's scheduler is asked before every step."""
+    return mock.patch.object(decoding, "MOST_STEPS", 1)
 
 
 @contextlib.contextmanager

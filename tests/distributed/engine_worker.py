@@ -23,7 +23,7 @@ from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.rollout import decoder, sampling
 from hybridflow.rollout.engine import Request, Response, RolloutEngine
 from hybridflow.rollout.patches import join_groups
-from tests.distributed.engine_weights import EngineShards, vllms_own_layers, vllms_own_loader
+from tests.distributed.engine_weights import EngineShards, single_steps, vllms_own_layers, vllms_own_loader
 
 NUM_RANKS = 4
 NUM_LAYERS = 3
@@ -34,6 +34,13 @@ WHOLE: Stages = ((0, 1, 2),)
 EARLY: Stages = ((0,), (1, 2))  # vLLM by itself would cut the other way
 LATE: Stages = ((0, 1), (2,))
 SAMPLING = SamplingConfig(max_response_length=12, temperature=0.7, ignore_eos=True)
+LONGER = SamplingConfig(max_response_length=24, temperature=0.9, ignore_eos=True)
+WAYS = {  # of sampling, for several steps at once beside single ones
+    "of one length": {},
+    "ends": {"stop_token_ids": tuple(range(4, 12)), "min_response_length": 3},
+    "penalties": {"presence_penalty": 0.5, "repetition_penalty": 1.3, "stop_token_ids": (5, 50)},
+    "likeliest": {"top_k": 5, "top_p": 0.8},
+}
 CONFIG = RolloutConfig(max_num_seqs=8, max_num_batched_tokens=256)
 KV_CACHE_GIB = 1 / 128
 NUM_REBUILDS = 10
@@ -53,6 +60,13 @@ class Case:
     def layout(self) -> RolloutLayout:
         return RolloutLayout(self.tp, self.pp, self.replicas)
 
+    @property
+    def ways(self) -> dict[str, dict]:
+        """Of sampling, for several steps at once: all of them where they are quick."""
+        if self.pp > 1:
+            return {}
+        return WAYS if self.tp == 1 else {name: WAYS[name] for name in ("of one length", "ends")}
+
 
 CASES = {
     "tp1": Case("llama", 1, 1, ((0,), (1,), (2,), (3,))),
@@ -68,6 +82,7 @@ CASES = {
     "tp2 pp2 at intervals": Case("qwen2", 2, 2, ((0, 2, 1, 3),), EARLY),
     # five blocks, one of them vLLM's own: enough to start on four prompts, not to end on them
     "pp2 full cache": Case("llama", 1, 2, ((0, 2), (1, 3)), EARLY, kv_cache_gib=5 * 2 * 2**17 / 2**30),
+    "full cache": Case("llama", 1, 1, ((0,), (1,), (2,), (3,)), kv_cache_gib=5 * 3 * 2**17 / 2**30),
     "last two ranks": Case("llama", 2, 1, ((2, 3),)),
     "odd ranks": Case("qwen2", 2, 1, ((1, 3),)),
     "one rank": Case("llama", 1, 1, ((2,),)),
@@ -127,6 +142,7 @@ def check(case: Case, checkpoints: Path, platform: platforms.Platform) -> dict:
     record["waits"] = wait.call_count
     record["sampled"] = [drawn.token_ids for drawn in sampled]
     record |= beside_vllms_own_layers(engine, requests, sampled)
+    record["steps"] = beside_single_steps(engine, case, replica)
     if case.dtype == "float32":
         record |= against_huggingface(huggingface(checkpoints, case.model, case.dtype), requests, greedy, sampled)
     record |= sleep_and_wake(engine, requests, [response.token_ids for response in greedy])
@@ -195,6 +211,27 @@ def beside_vllms_own_layers(engine: RolloutEngine, requests: list[Request], samp
         "vllms_tokens": [response.token_ids for response in theirs],
         "from_vllms": max(abs(a - b) for a, b in pairs),
     }
+
+
+def beside_single_steps(engine: RolloutEngine, case: Case, replica: int) -> dict:
+    """Of ways to sample: whether responses are the same to the bit, and how often the scheduler was asked."""
+    own = prompts()[replica : replica + NUM_PROMPTS]
+    requests = [Request(prompt, seed) for seed, prompt in enumerate(3 * own)]  # more than may run at once
+    found = {}
+    for name, changes in case.ways.items():
+        params = engine.sampling_params(LONGER.model_copy(update=changes), ())
+        responses, steps = _counted(engine, requests, params)
+        with single_steps():
+            single, of_single = _counted(engine, requests, params)
+        lengths = [len(response.token_ids) for _, response in responses]
+        found[name] = {"same": responses == single, "steps": steps, "of_single": of_single, "lengths": lengths}
+    return found
+
+
+def _counted(engine: RolloutEngine, requests: list[Request], params: list) -> tuple[list[tuple[int, Response]], int]:
+    """The responses as they finish, and the engine's steps."""
+    steps: list[None] = []
+    return list(engine.stream(requests, params, stepped=lambda: steps.append(None))), len(steps)
 
 
 def sleep_and_wake(engine: RolloutEngine, requests: list[Request], tokens: list[list[int]]) -> dict:

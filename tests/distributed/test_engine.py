@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from hybridflow.native import library as libraries
-from tests.distributed.engine_worker import CASES, KV_CACHE_GIB, MAX_LENGTH, NUM_LAYERS, NUM_PROMPTS, NUM_RANKS
+from tests.distributed.engine_worker import (
+    CASES,
+    KV_CACHE_GIB,
+    MAX_LENGTH,
+    NUM_LAYERS,
+    NUM_PROMPTS,
+    NUM_RANKS,
+)
 from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints
 
@@ -78,6 +85,25 @@ def test_layers_and_draws_in_c_give_what_vllms_own_give(ranks, name):
         assert record["draws"] >= 12
         own_layers = len(case.stages[case.layout.coordinates(rank).pp])
         assert (record["layer_calls"] >= 11 * own_layers) if case.tp == 1 else record["layer_calls"] == 0
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in STAGED])
+def test_several_steps_at_once_are_single_ones(ranks, name):
+    """Tokens and log-probs to the bit, in the order in which they finish; vLLM's scheduler is asked less often.
+
+    Twelve requests, of which eight run at once; a cache that is full has room for fewer.
+    """
+    for record in records(ranks, name).values():
+        assert list(record["steps"]) == list(CASES[name].ways)
+        for way, found in record["steps"].items():
+            assert found["same"], way
+        found = record["steps"]["of one length"]
+        assert found["lengths"] == 12 * [24]
+        assert len(set(record["steps"]["ends"]["lengths"])) > 3
+        if libraries.why_not() is not None:
+            assert found["steps"] == found["of_single"]
+        else:
+            assert found["steps"] < (1.0 if name == "full cache" else 0.25) * found["of_single"]
 
 
 def test_bfloat16_responses_are_those_of_an_engine_that_vllm_loads(ranks):
