@@ -128,20 +128,24 @@ class SeveralSteps:
 
 
 def steps_at_once(scheduler: "Scheduler") -> int:
-    """How many steps are sure to come in which those that run decode, all of them, and nobody joins."""
+    """How many steps are sure to come in which those that run decode, all of them, and nobody joins or has to leave."""
     running, (_, num_waiting) = scheduler.running, scheduler.get_request_counts()
     if not running or (num_waiting and len(running) < scheduler.max_num_running_reqs):
         return 1
-    steps, pool = MOST_STEPS, scheduler.kv_cache_manager.block_pool
+    steps = min(MOST_STEPS, scheduler.max_num_scheduled_tokens // len(running))
     for request in running:
         params = request.sampling_params
         if request.num_tokens - request.num_computed_tokens != 1 or params is None or params.stop:
             return 1
         left = min(request.max_tokens - request.num_output_tokens, scheduler.max_model_len - request.num_tokens)
         steps = min(steps, left)
-    blocks = len(running) * (1 + steps // scheduler.block_size)  # at most, of those that they do not have
-    steps = min(steps, scheduler.max_num_scheduled_tokens // len(running))
-    return steps if blocks <= pool.get_num_free_blocks() else 1
+    blocks = sum(_blocks_to_come(request.num_computed_tokens, steps, scheduler.block_size) for request in running)
+    return steps if blocks <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks() else 1
+
+
+def _blocks_to_come(num_tokens: int, more: int, block_size: int) -> int:
+    """At most: some may be there from steps that did not come."""
+    return (num_tokens + more - 1) // block_size - (num_tokens - 1) // block_size
 
 
 def _by_request(steps: "list[LogprobsLists]") -> "LogprobsLists":

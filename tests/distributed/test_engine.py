@@ -103,7 +103,7 @@ def test_several_steps_at_once_are_single_ones(ranks, name):
         if libraries.why_not() is not None:
             assert found["steps"] == found["of_single"]
         else:
-            assert found["steps"] < (1.0 if name == "full cache" else 0.25) * found["of_single"]
+            assert found["steps"] < (1.0 if name == "full cache" else 0.4) * found["of_single"]
 
 
 def test_bfloat16_responses_are_those_of_an_engine_that_vllm_loads(ranks):
