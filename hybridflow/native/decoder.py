@@ -71,8 +71,20 @@ class Keys:
     longest: int
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a call has read and written that nobody else need keep."""
+
+    x: Tensor
+    residual: Tensor
+    y: Tensor
+    rotation: Tensor
+
+
 class DecoderLayer:
     """One layer; its arguments stay from step to step."""
+
+    given: Given  # of the last call
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -98,8 +110,7 @@ class DecoderLayer:
             positions: (tokens,) int64, the rows of `rotation` (positions, 2 turning): cosines, then sines.
             seconds: of each of `KINDS`, to which what this takes is added.
         """
-        kernels, a = library(), self._arguments
-        assert kernels is not None, "asked of `takes` before"
+        a = self._arguments
         assert x.dtype == rotation.dtype == keys.cache.dtype == self._dtype and x.is_contiguous(), "as they are read"
         assert positions.dtype == keys.slots.dtype == torch.int64 and positions.is_contiguous(), "as they are read"
         assert keys.table.dtype == keys.starts.dtype == keys.lengths.dtype == torch.int32, "as they are read"
@@ -117,7 +128,19 @@ class DecoderLayer:
         for name in WEIGHTS:
             weight = weights.get(name)
             setattr(a, name, None if weight is None else weight.data_ptr())
+        self.given = Given(x, residual, y, rotation)
+        self.compute(seconds)
+        return y, residual
+
+    def again(self, longest: int) -> None:
+        """As in the call before, with what the same memory now holds; longest: as in `Keys`."""
+        self._arguments.longest = longest
+        self.compute()
+
+    def compute(self, seconds: "ctypes.Array[ctypes.c_double] | None" = None) -> None:
+        """What the arguments say."""
+        kernels, a = library(), self._arguments
+        assert kernels is not None, "asked of `takes` before"
         a.seconds = None if seconds is None else ctypes.addressof(seconds)
         if kernels.hybridflow_decoder(ctypes.byref(a)):
             raise MemoryError("a layer of a decoder on the CPU found no memory to compute in")
-        return y, residual

@@ -4,6 +4,7 @@ vLLM 0.32.0's Llama, Mistral, Qwen2 and Qwen3, not cut over tensor-parallel rank
 0.5 to 0.85 of the time (tests.bench.engine_step). What the kernel does not know stays vLLM's.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,35 @@ def decoder_in_c(theirs: type) -> Methods:
         return their_forward(self, positions, hidden_states, residual, **others)
 
     return {"forward": forward}
+
+
+def repeated(model: Any, rows: int) -> "Callable[[Tensor, int], Tensor] | None":
+    """vLLM's forward pass of `model`, for a step as the one before, of `rows` tokens in the same buffers.
+
+    A function of (rows,) token ids and the longest sequence that gives (rows, width); None where a layer was not one
+    call.
+    """
+    from vllm.model_executor.models.llama import LlamaModel
+    from vllm.model_executor.models.mistral import MistralModel
+    from vllm.model_executor.models.qwen2 import Qwen2Model
+    from vllm.model_executor.models.qwen3 import Qwen3Model
+
+    if type(model) not in (LlamaModel, MistralModel, Qwen2Model, Qwen3Model):
+        return None
+    prepared: list[Prepared | None] = [vars(layer).get("in_c") for layer in model.layers]
+    layers = [each.layer for each in prepared if each is not None and rows <= each.most_rows]
+    if len(layers) < len(prepared) or any(len(layer.given.x) != rows for layer in layers):
+        return None
+
+    def forward(token_ids: Tensor, longest: int) -> Tensor:
+        layers[0].given.x.copy_(model.embed_input_ids(token_ids))
+        for layer in layers:
+            layer.again(longest)
+        last = layers[-1].given
+        normed: Tensor = model.norm(last.y, last.residual)[0]
+        return normed
+
+    return forward
 
 
 def _prepared(layer: Any, x: Tensor) -> Prepared | None:

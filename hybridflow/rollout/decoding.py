@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from hybridflow.rollout.decoder import repeated
+
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -80,51 +82,69 @@ class SeveralSteps:
         from vllm.forward_context import override_forward_context
 
         assert self._forward is not None and output.logprobs is not None, "a step of the model, log-probs of its tokens"
-        runner, (context, inputs) = self._runner, self._forward
-        tokens, log_probs = output.sampled_token_ids, [output.logprobs]
+        runner, (context, inputs), tokens = self._runner, self._forward, output.sampled_token_ids
         states = [runner.requests[name] for name in output.req_ids]
         ends = [state.sampling_params.all_stop_token_ids for state in states]
+        log_probs, further = [output.logprobs], _Inputs(runner, context, inputs)
+        again = repeated(runner.model.model, len(tokens))
         with override_forward_context(context):
-            while len(log_probs) < self._steps and not any(
-                own[-1] in those for own, those in zip(tokens, ends, strict=True)
-            ):
-                self._advance(context, inputs, [own[-1] for own in tokens])
-                logits = runner.model.compute_logits(runner.model(**inputs))
-                drawn = runner._sample(logits, None)
-                new = drawn.sampled_token_ids.flatten().tolist()
+            while len(log_probs) < self._steps and not _one_ends(tokens, ends):
+                runner.input_batch.refresh_metadata()  # of logits processors that count tokens
+                further.advance([own[-1] for own in tokens])
+                hidden = again(inputs["input_ids"], further.longest) if again else runner.model(**inputs)
+                drawn = runner._sample(runner.model.compute_logits(hidden), None)
                 log_probs.append(drawn.logprobs_tensors.tolists())
-                self._note(new, states)
-                for own, token in zip(tokens, new, strict=True):
+                for own, state, token in zip(tokens, states, drawn.sampled_token_ids.flatten().tolist(), strict=True):
                     own.append(token)
+                    state.output_token_ids.append(token)
+        self._note([own[1:] for own in tokens])
         output.logprobs = _by_request(log_probs)
 
-    def _advance(self, context: Any, inputs: dict[str, Any], tokens: list[int]) -> None:
-        """The inputs of the next step, in place: each request is one token longer."""
-        runner, size = self._runner, len(tokens)
-        runner.input_batch.refresh_metadata()  # of logits processors that count tokens
-        inputs["input_ids"].copy_(torch.tensor(tokens))
-        inputs["positions"].add_(1)
-        for about in {id(about): about for about in context.attn_metadata.values()}.values():
-            about.seq_lens.add_(1)
-            about.max_seq_len += 1
-        runner.input_batch.block_table.compute_slot_mapping(
-            size, runner.query_start_loc.gpu[: size + 1], inputs["positions"]
-        )
-
-    def _note(self, tokens: list[int], states: list[Any]) -> None:
+    def _note(self, tokens: list[list[int]]) -> None:
         """Where the runner looks for them."""
-        batch, rows = self._runner.input_batch, np.arange(len(tokens))
-        at = batch.num_tokens_no_spec[rows]
-        batch.token_ids_cpu[rows, at] = tokens
+        batch, rows = self._runner.input_batch, np.arange(len(tokens))[:, None]
+        new = np.array(tokens)
+        at = batch.num_tokens_no_spec[rows] + np.arange(new.shape[1])
+        batch.token_ids_cpu[rows, at] = new
         batch.is_token_ids[rows, at] = True
-        batch.num_tokens_no_spec[rows] += 1
-        for state, token in zip(states, tokens, strict=True):
-            state.output_token_ids.append(token)
+        batch.num_tokens_no_spec[: len(new)] += new.shape[1]
 
     def _attention_is_ours(self) -> bool:
         """vLLM's own plans its work by the lengths of the sequences, anew in each step."""
         layers = self._runner.compilation_config.static_forward_context.values()
         return all(getattr(getattr(layer, "impl", None), "is_ours", None) for layer in layers)
+
+
+class _Inputs:
+    """Those of a step in the memory of the one before: each request is one token longer."""
+
+    def __init__(self, runner: Any, context: Any, inputs: dict[str, Any]) -> None:
+        self._ids, self._positions = inputs["input_ids"].numpy(), inputs["positions"].numpy()
+        self._rows = np.arange(len(self._ids))
+        self._tables = runner.input_batch.block_table.block_tables
+        self._about = list({id(about): about for about in context.attn_metadata.values()}.values())
+        lengths = {about.seq_lens.data_ptr(): about.seq_lens for about in self._about}  # groups of layers share them
+        self._lengths = [each.numpy() for each in lengths.values()]
+
+    @property
+    def longest(self) -> int:
+        return max(about.max_seq_len for about in self._about)
+
+    def advance(self, tokens: list[int]) -> None:
+        self._ids[:] = tokens
+        self._positions += 1
+        for lengths in self._lengths:
+            lengths += 1
+        for about in self._about:
+            about.max_seq_len += 1
+        for table in self._tables:
+            block, place = np.divmod(self._positions, table.block_size)
+            blocks = table.block_table.np[self._rows, block].astype(np.int64)
+            table.slot_mapping.np[self._rows] = blocks * table.block_size + place
+
+
+def _one_ends(tokens: list[list[int]], ends: list[set[int]]) -> bool:
+    return any(own[-1] in those for own, those in zip(tokens, ends, strict=True))
 
 
 def steps_at_once(scheduler: "Scheduler") -> int:

@@ -168,7 +168,7 @@ def ranges(clock: Clock, layers: list[Sequence[float]]) -> Iterator[None]:
         replaced(Sampler, "forward", in_range(Sampler.forward, "kind:vocabulary"))
         for name, kind in OF_THE_ENGINE.items():
             replaced(cpu_kernels, name, in_range(getattr(cpu_kernels, name), kind))
-        replaced(DecoderLayer, "__call__", telling(DecoderLayer.__call__, layers))
+        replaced(DecoderLayer, "compute", telling(DecoderLayer.compute, layers))
         adds = weight_gradients.wgrad_gemm_accum_fp32
         replaced(weight_gradients, "wgrad_gemm_accum_fp32", in_range(adds, "kind:products"))
         for name in COLLECTIVES:
@@ -196,12 +196,12 @@ def in_range(function: Callable, name: str) -> Callable:
     return within
 
 
-def telling(layer: Callable, layers: list[Sequence[float]]) -> Callable:
-    @functools.wraps(layer)
-    def told(*args: Any, **kwargs: Any) -> Any:
+def telling(compute: Callable, layers: list[Sequence[float]]) -> Callable:
+    @functools.wraps(compute)
+    def told(layer: DecoderLayer, *args: Any) -> None:
         layers.append((ctypes.c_double * len(KINDS_OF_A_LAYER))())
         with record_function(LAYER):
-            return layer(*args, **kwargs, seconds=layers[-1])
+            compute(layer, layers[-1])
 
     return told
 
