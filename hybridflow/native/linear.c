@@ -105,6 +105,48 @@ static void pack_outputs(const float *weight, i64 row, i64 outputs, i64 inner, i
     }
 }
 
+// Lines `first` to `last` of 32, of one step; what lies `ahead` is fetched for a later call.
+INLINE void pack_lines(const float *weight, i64 row, i64 ahead, int first, int last, char *to) {
+    for (int i = first; i < last; i++) {
+        vu of[3];
+        along_float(weight + i * row, STEP, 3, of);
+        if (ahead) __builtin_prefetch(weight + i * row + ahead);
+        if (ahead) __builtin_prefetch(weight + i * row + ahead + 16);
+        for (int p = 0; p < 3; p++)
+            store_float((float *)(to + 2 * TILE_BYTES * p + TILE_BYTES * (i / 16) + 64 * (i % 16)), (vf)of[p]);
+    }
+}
+
+// A block of 32 outputs. While one step of it is multiplied the next one is packed, at last the first of `next`, if
+// there is one: the units need few instructions. packed: two steps, of which the one that is `now` has been packed.
+#define PACKING(n)                                                                                                     \
+    static int packing_##n(const float *weight, const float *next, i64 row, i64 ahead, const char *b, i64 steps,       \
+                           float *sums, char *packed, int now) {                                                       \
+        TILE_ZERO(0);                                                                                                  \
+        TILE_ZERO(1);                                                                                                  \
+        TILE_ZERO(2);                                                                                                  \
+        TILE_ZERO(3);                                                                                                  \
+        for (; steps; steps--, b += 6 * TILE_BYTES, now = !now) {                                                      \
+            const float *from = steps > 1 ? weight += STEP : next;                                                     \
+            const int none = !from;                                                                                    \
+            const char *a = packed + 6 * TILE_BYTES * now;                                                             \
+            char *to = packed + 6 * TILE_BYTES * !now;                                                                 \
+            LEFT(0) RIGHT_##n(2) DOTS_##n pack_lines(from, row, ahead, 0, none ? 0 : 6, to);                           \
+            RIGHT_##n(1) DOTS_##n pack_lines(from, row, ahead, 6, none ? 0 : 11, to);                                  \
+            LEFT(1) DOTS_##n pack_lines(from, row, ahead, 11, none ? 0 : 16, to);                                      \
+            RIGHT_##n(0) DOTS_##n pack_lines(from, row, ahead, 16, none ? 0 : 22, to);                                 \
+            LEFT(2) DOTS_##n pack_lines(from, row, ahead, 22, none ? 0 : 27, to);                                      \
+            LEFT(0) DOTS_##n pack_lines(from, row, ahead, 27, none ? 0 : 32, to);                                      \
+        }                                                                                                              \
+        TILE_STORE(0, sums, 4 * SIDE);                                                                                 \
+        TILE_STORE(2, sums + 16 * SIDE, 4 * SIDE);                                                                     \
+        if (n == 32) TILE_STORE(1, sums + 16, 4 * SIDE);                                                               \
+        if (n == 32) TILE_STORE(3, sums + 16 * SIDE + 16, 4 * SIDE);                                                   \
+        return now;                                                                                                    \
+    }
+PACKING(16)
+PACKING(32)
+
 // Sums (outputs, rows) + biases -> y (rows, outputs).
 static void give_outputs(const Linear *a, const float *sums, i64 first, i64 outputs, i64 row, i64 rows) {
     for (i64 o = 0; o < outputs; o += LANES)
@@ -124,42 +166,78 @@ static void give_outputs(const Linear *a, const float *sums, i64 first, i64 outp
         }
 }
 
+// The outputs that a thread takes after those from `o` on, 32 at a time; at least `a->outputs` where there are no more.
+static i64 outputs_after(const Linear *a, i64 o) {
+    if (o >= 0 && (o + SIDE) % BLOCK && o + SIDE < a->outputs) return o + SIDE;
+    return BLOCK * __atomic_fetch_add(a->next, 1, __ATOMIC_RELAXED);
+}
+
+// What lies two blocks further on in memory, if that is of the weight.
+static i64 ahead_of(const Linear *a, i64 o) { return o + 2 * SIDE <= a->outputs ? SIDE * a->weight_row : 0; }
+
+static void lying_by_units(const Linear *a, const char *right, i64 of_rows, char *left, float *sums) {
+    const i64 steps = (a->inner + STEP - 1) / STEP;
+    for (i64 o = outputs_after(a, -1); o < a->outputs; o = outputs_after(a, o)) {
+        const bfloat16 *weight = (const bfloat16 *)a->weight + o * a->weight_row;
+        const i64 outputs = least(SIDE, a->outputs - o), ahead = ahead_of(a, o);
+        const int lies = outputs == SIDE && a->inner % STEP == 0;
+        if (!lies) pack_left_bfloat16(weight, a->weight_row, 1, outputs, a->inner, left);
+        for (i64 r = 0; r < a->rows; r += SIDE) {
+            const i64 rows = least(SIDE, a->rows - r);
+            const char *of = right + r / SIDE * of_rows;
+            if (lies) (rows > 16 ? lying_32 : lying_16)(weight, a->weight_row, r ? 0 : ahead, of, steps, sums);
+            else (rows > 16 ? block_1_1_32 : block_1_1_16)(left, of, steps, NULL, sums, SIDE);
+            give_outputs(a, sums, o, outputs, r, rows);
+        }
+    }
+}
+
+static void packed_by_units(const Linear *a, const char *right, i64 of_rows, char *left, float *sums) {
+    const i64 steps = (a->inner + STEP - 1) / STEP;
+    for (i64 o = outputs_after(a, -1); o < a->outputs; o = outputs_after(a, o)) {
+        const i64 outputs = least(SIDE, a->outputs - o);
+        pack_outputs((const float *)a->weight + o * a->weight_row, a->weight_row, outputs, a->inner, ahead_of(a, o), left);
+        for (i64 r = 0; r < a->rows; r += SIDE) {
+            const i64 rows = least(SIDE, a->rows - r);
+            (rows > 16 ? block_3_3_32 : block_3_3_16)(left, right + r / SIDE * of_rows, steps, NULL, sums, SIDE);
+            give_outputs(a, sums, o, outputs, r, rows);
+        }
+    }
+}
+
+// The same of whole blocks.
+static void packing_by_units(const Linear *a, const char *right, i64 of_rows, char *left, float *sums) {
+    const i64 row = a->weight_row;
+    int now = 0;
+    i64 o = outputs_after(a, -1);
+    if (o < a->outputs) pack_lines((const float *)a->weight + o * row, row, ahead_of(a, o), 0, 32, left);
+    while (o < a->outputs) {
+        const i64 after = outputs_after(a, o);
+        const float *const weight = (const float *)a->weight + o * row;
+        for (i64 r = 0; r < a->rows; r += SIDE) {
+            const i64 rows = least(SIDE, a->rows - r);
+            const float *const next = r + SIDE < a->rows ? weight : after < a->outputs ? weight + (after - o) * row : NULL;
+            now = (rows > 16 ? packing_32 : packing_16)(weight, next, row, r ? 0 : ahead_of(a, o), right + r / SIDE * of_rows,
+                                                        a->inner / STEP, sums, left, now);
+            give_outputs(a, sums, o, SIDE, r, rows);
+        }
+        o = after;
+    }
+}
+
 // By the matrix units: the weight is the left operand, as it lies along the inner dimension; rows are packed, once.
 static int linear_by_units(const Linear *a) {
     const i64 steps = (a->inner + STEP - 1) / STEP, pieces = a->bfloat16 ? PIECES_bfloat16 : PIECES_float;
     const i64 of_rows = 2 * TILE_BYTES * pieces * steps;  // bytes of 32 rows, or outputs
-    const block blocks[2][2] = {{block_3_3_16, block_3_3_32}, {block_1_1_16, block_1_1_32}};
-    char *const left = (char *)scratch_of((of_rows * ((a->rows + SIDE - 1) / SIDE + 1) + 4 * SIDE * SIDE) / 4);
+    char *const left = (char *)scratch_of((of_rows * ((a->rows + SIDE - 1) / SIDE + 2) + 4 * SIDE * SIDE) / 4);
     if (!left) return 1;
-    char *const right = left + of_rows;
+    char *const right = left + 2 * of_rows;
     float *const sums = (float *)(right + of_rows * ((a->rows + SIDE - 1) / SIDE));
     if (a->bfloat16) pack_right_bfloat16(a->x, a->x_row, 1, a->rows, a->inner, right);
     else pack_right_float(a->x, a->x_row, 1, a->rows, a->inner, right);
     take_units();
-    for (;;) {
-        const i64 first = BLOCK * __atomic_fetch_add(a->next, 1, __ATOMIC_RELAXED);
-        if (first >= a->outputs) break;
-        for (i64 o = first; o < least(first + BLOCK, a->outputs); o += SIDE) {
-            const i64 outputs = least(SIDE, a->outputs - o);
-            const i64 ahead = o + 2 * SIDE <= a->outputs ? SIDE * a->weight_row : 0;
-            const int lies = a->bfloat16 && outputs == SIDE && a->inner % STEP == 0;
-            const bfloat16 *weight = (const bfloat16 *)a->weight + o * a->weight_row;
-            if (!lies && a->bfloat16) pack_left_bfloat16(weight, a->weight_row, 1, outputs, a->inner, left);
-            if (!a->bfloat16)
-                pack_outputs((const float *)a->weight + o * a->weight_row, a->weight_row, outputs, a->inner, ahead,
-                             left);
-            for (i64 r = 0; r < a->rows; r += SIDE) {
-                const i64 rows = least(SIDE, a->rows - r);
-                const char *of = right + r / SIDE * of_rows;
-                if (lies) {
-                    (rows > 16 ? lying_32 : lying_16)(weight, a->weight_row, r ? 0 : ahead, of, steps, sums);
-                } else {
-                    blocks[a->bfloat16][rows > 16](left, of, steps, NULL, sums, SIDE);
-                }
-                give_outputs(a, sums, o, outputs, r, rows);
-            }
-        }
-    }
+    if (a->bfloat16) lying_by_units(a, right, of_rows, left, sums);
+    else (a->inner % STEP || a->outputs % SIDE ? packed_by_units : packing_by_units)(a, right, of_rows, left, sums);
     leave_units();
     return 0;
 }

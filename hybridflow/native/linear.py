@@ -14,7 +14,7 @@ from hybridflow.native.matrix import has_units
 from hybridflow.native.threads import fields, run
 
 BLOCK = 64  # outputs that a thread takes at a time: of linear.c
-FEWEST = {torch.float32: 32, torch.bfloat16: 1}  # rows for which matrix units pay (tests.bench.few_rows)
+FEWEST = {torch.float32: 17, torch.bfloat16: 1}  # rows for which matrix units pay (tests.bench.few_rows)
 
 
 class Linear(ctypes.Structure):
