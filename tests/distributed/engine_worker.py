@@ -195,9 +195,9 @@ def greedy_tokens(model: PreTrainedModel, prompt: tuple[int, ...]) -> list[int]:
 def beside_vllms_own_layers(engine: RolloutEngine, requests: list[Request], sampled: list[Response]) -> dict:
     """The same again, counting layers that are one call; then with vLLM's layers and sampler in their place."""
     params, calls = engine.sampling_params(SAMPLING, ()), []
-    call, take = decoder.DecoderLayer.__call__, sampling.draw
+    call, take = decoder.DecoderLayer.compute, sampling.draw
     with (
-        mock.patch.object(decoder.DecoderLayer, "__call__", lambda *a, **k: calls.append("layer") or call(*a, **k)),
+        mock.patch.object(decoder.DecoderLayer, "compute", lambda *a: calls.append("layer") or call(*a)),
         mock.patch.object(sampling, "draw", lambda *a: calls.append("draw") or take(*a)),
     ):
         again = engine.generate(requests, params)

@@ -161,6 +161,37 @@ def test_it_equals_its_equations(dtype: torch.dtype) -> None:
     assert (mine - right).abs().max() <= TOLERANCES[dtype] * right.abs().max()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("first", [True, False])
+def test_again_is_a_call_on_what_the_memory_now_holds(first: bool, dtype: torch.dtype) -> None:
+    """A token that follows, in the tensors of the one before; beside a new layer with tensors of its own."""
+    weights, rotation = weights_of(SIZES, WEIGHTS, dtype), rotation_of(SIZES, dtype)
+    table = torch.tensor([[2, 0]], dtype=torch.int32)
+    found = []
+    for anew in (True, False):
+        layer, cache = DecoderLayer(SIZES, dtype), drawn(3, SIZES.kv_heads, BLOCK, 2 * SIZES.dims, seed=5, dtype=dtype)
+        at, starts, lengths, slots = (
+            torch.tensor(numbers) for numbers in ([BLOCK - 1], [0, 1], [BLOCK], [BLOCK * 3 - 1])
+        )
+        x, residual = (
+            drawn(1, SIZES.width, seed=1, dtype=dtype),
+            None if first else drawn(1, SIZES.width, seed=2, dtype=dtype),
+        )
+        keys = Keys(cache, table, starts.int(), lengths.int(), slots, BLOCK)
+        layer(x, residual, weights, positions=at, rotation=rotation, keys=keys)
+        if anew:
+            x, layer = drawn(1, SIZES.width, seed=3, dtype=dtype), DecoderLayer(SIZES, dtype)
+            keys = Keys(cache, table, starts.int(), lengths.int() + 1, torch.tensor([0]), BLOCK + 1)
+            y, residual = layer(x, residual, weights, positions=at + 1, rotation=rotation, keys=keys)
+        else:
+            layer.given.x.copy_(drawn(1, SIZES.width, seed=3, dtype=dtype))
+            at.add_(1), keys.lengths.add_(1), slots.zero_()
+            layer.again(BLOCK + 1)
+            y, residual = layer.given.y, layer.given.residual
+        found.append((y, residual, cache))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_seconds_are_told_by_kind() -> None:
     """They add up to what the call took, but for what Python took of it."""
     weights, rotation = weights_of(SIZES, WEIGHTS, torch.float32), rotation_of(SIZES, torch.float32)

@@ -48,7 +48,7 @@ NAMES = {
     "vllm.utils.torch_utils": ("set_default_torch_dtype", "current_stream"),
     # rollout/decoder.py
     **{
-        f"vllm.model_executor.models.{family.lower()}": (f"{family}DecoderLayer.forward",)
+        f"vllm.model_executor.models.{family.lower()}": (f"{family}DecoderLayer.forward", f"{family}Model.forward")
         for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
     },
     "vllm.model_executor.layers.rotary_embedding.base": (
@@ -58,7 +58,17 @@ NAMES = {
     "vllm.model_executor.layers.attention.attention": ("get_attention_context",),
     # rollout/sampling.py
     "vllm.v1.sample.sampler": (*("Sampler.forward", "Sampler.apply_logits_processors", "Sampler.apply_temperature"),),
-    "vllm.v1.outputs": ("LogprobsTensors", "SamplerOutput"),
+    "vllm.v1.outputs": ("LogprobsTensors", "SamplerOutput", "LogprobsLists"),
+    # rollout/decoding.py
+    "vllm.v1.core.sched.scheduler": ("Scheduler.schedule", "Scheduler.get_request_counts"),
+    "vllm.v1.core.block_pool": ("BlockPool.get_num_free_blocks",),
+    "vllm.v1.request": ("Request.num_tokens", "Request.num_output_tokens"),
+    "vllm.v1.worker.cpu_model_runner": tuple(
+        f"CPUModelRunner.{name}" for name in ("execute_model", "sample_tokens", "_model_forward", "_sample")
+    ),
+    "vllm.v1.worker.gpu_input_batch": ("InputBatch.refresh_metadata",),
+    "vllm.forward_context": ("get_forward_context", "override_forward_context"),
+    "vllm.sampling_params": ("SamplingParams.all_stop_token_ids",),
     # rollout/engine.py
     "vllm.triton_utils": ("HAS_TRITON",),
 }
