@@ -35,7 +35,7 @@ from hybridflow.architecture.weight_files import open_checkpoint
 from hybridflow.architecture.weights import OUTPUT, VALUE_HEAD, Weight, canonical_name, embedding, model_weights
 from hybridflow.models.attention import GroupedSelfAttention, PackedAttention
 from hybridflow.models.experts import MixtureOfExperts
-from hybridflow.models.layers import LayerNorm, ReLU, RMSNorm, SwiGLU, mark
+from hybridflow.models.layers import LayerNorm, ReLU, RMSNorm, SummingLayer, SwiGLU, mark
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.opt import PostNormLayer, ProjectedEmbedding
 from hybridflow.parallel.device import current_device, uses_cuda
@@ -270,6 +270,8 @@ def _block_spec(spec: ModelSpec, num_layers: int) -> TransformerBlockSubmodules:
         layer = get_gpt_layer_local_spec(qk_layernorm=traits.qk_norm)
         _name_local_layers(layer, norm, SwiGLU if traits.gated else ReLU, qk_norm=traits.qk_norm)
     parts = _submodules(layer, TransformerLayerSubmodules)
+    if layer.module is TransformerLayer and norm is RMSNorm:
+        layer.module = SummingLayer
     if spec.post_norm:
         layer.module, parts.input_layernorm, parts.pre_mlp_layernorm = PostNormLayer, IdentityOp, IdentityOp
     if spec.num_experts:

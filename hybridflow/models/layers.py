@@ -5,10 +5,12 @@ long as matrix products, they are kernels of ours in C (`native/layers.py`); els
 as autograd would record.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from hybridflow.native import layers as native
@@ -66,6 +68,50 @@ class RMSNormFunction(torch.autograd.Function):
         return grad_x.addcmul_(n, mean, value=-1).mul_(r).to(x.dtype), grad_weight, None
 
 
+class SumAndNormFunction(torch.autograd.Function):
+    """(s, y): s = x + residual, y = RMSNorm(s), in one pass; the gradients of both are one in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total, y, r = native.sum_and_rms_norm(x, residual, weight, eps)
+        ctx.save_for_backward(total, weight, r)
+        return total, y
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        total, weight, r = ctx.saved_tensors
+        grad_x, grad_weight = native.rms_norm_backward(grad, total, weight, r, beside=grad_total)
+        return grad_x, grad_x, grad_weight, None
+
+
+class SummingLayer(TransformerLayer):
+    """megatron's layer; on a CPU the sum after attention and the norm of it are one kernel, where it has RMSNorms."""
+
+    _normed: Tensor | None = None  # of the sum that attention ends with, until the MLP takes it
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if not (self.recompute_pre_mlp_layernorm or self.hidden_dropout):
+            self._their_sum, self.self_attn_bda = self.self_attn_bda, lambda *given: partial(self._sum, given)
+
+    def _sum(
+        self, given: tuple[Any, ...], attended: tuple[Tensor, Tensor | None], residual: Tensor, p: float
+    ) -> Tensor:
+        (x, bias), norm = attended, self.pre_mlp_layernorm
+        if bias is not None or not takes(x, residual, norm.weight):
+            theirs: Tensor = self._their_sum(*given)(attended, residual, p)
+            return theirs
+        total: Tensor
+        total, self._normed = SumAndNormFunction.apply(x, residual, norm.weight, norm.eps)
+        return total
+
+    def _forward_pre_mlp_layernorm(self, hidden_states: Tensor) -> Tensor:
+        normed, self._normed = self._normed, None
+        if normed is None:
+            normed = super()._forward_pre_mlp_layernorm(hidden_states)
+        return normed
+
+
 class LayerNorm(nn.LayerNorm):
     """torch's, with the marks that sequence parallelism needs."""
 
@@ -94,11 +140,16 @@ class SwiGLU(nn.Module):
 
 
 class SwiGLUFunction(torch.autograd.Function):
-    """The gradients of gate and up are written where they belong: nothing is concatenated."""
+    """The gradients of gate and up are written where they belong: nothing is concatenated.
+
+    By the kernels in C over gate and up themselves where these are nobody's but the graph's; autograd is told, and
+    refuses a second backward pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
+        ctx.is_result = not x.is_leaf
         if takes(x):
             return native.swiglu(x)
         gate, up = x.chunk(2, dim=-1)
@@ -108,7 +159,9 @@ class SwiGLUFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         if takes(x, grad):
-            return native.swiglu_backward(grad, x)
+            if ctx.is_result:
+                torch.autograd.graph.increment_version(x)
+            return native.swiglu_backward(grad, x, over=ctx.is_result)
         gate, up = x.chunk(2, dim=-1)
         grad_x = torch.empty_like(x)
         grad_gate, grad_up = grad_x.chunk(2, dim=-1)

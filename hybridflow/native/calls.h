@@ -8,6 +8,7 @@ enum { RMS_NORM, ADD_RMS_NORM, RMS_NORM_BACKWARD, SWIGLU, SWIGLU_BACKWARD, ROTAT
 
 typedef struct {
     const void *x, *weight, *grad, *cos, *sin;
+    const void *beside;  // what is added to x or, in a backward pass, to the gradient; NULL: what `sum` has, or nothing
     void *y, *grad_x, *sum;
     float *r;            // (rows,): 1 / sqrt(mean(x^2) + eps)
     float *grad_weight;  // (blocks, columns)

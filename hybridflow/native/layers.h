@@ -20,7 +20,7 @@ static void NAME(rms_norm)(const Rows *a, i64 first, i64 last) {
     }
 }
 
-// sum += x, of which y is the norm.
+// sum = x + what stands beside it, or sum += x; y is its norm.
 static void NAME(add_rms_norm)(const Rows *a, i64 first, i64 last) {
     const i64 columns = a->columns;
     Rows of_sum = *a;
@@ -28,8 +28,9 @@ static void NAME(add_rms_norm)(const Rows *a, i64 first, i64 last) {
     for (i64 row = first; row < last; row++) {
         const T *x = (const T *)a->x + row * columns;
         T *sum = (T *)a->sum + row * columns;
+        const T *other = a->beside ? (const T *)a->beside + row * columns : sum;
         for (i64 d = 0; d < columns; d += LANES)
-            NAME(put_some)(sum + d, NAME(some)(sum + d, columns - d) + NAME(some)(x + d, columns - d), columns - d);
+            NAME(put_some)(sum + d, NAME(some)(other + d, columns - d) + NAME(some)(x + d, columns - d), columns - d);
         NAME(rms_norm)(&of_sum, row, row + 1);
     }
 }
@@ -49,9 +50,12 @@ static void NAME(rms_norm_backward)(const Rows *a, i64 first, i64 last) {
             dots += product * NAME(some)((const T *)a->weight + d, columns - d);
         }
         const float mean = sum(dots) / columns;
+        const T *beside = a->beside ? (const T *)a->beside + row * columns : NULL;
         for (i64 d = 0; d < columns; d += LANES) {
             vf scaled = NAME(some)(grad + d, columns - d) * NAME(some)((const T *)a->weight + d, columns - d);
-            NAME(put_some)(grad_x + d, (scaled - NAME(some)(x + d, columns - d) * (r * mean)) * r, columns - d);
+            vf of_x = (scaled - NAME(some)(x + d, columns - d) * (r * mean)) * r;
+            if (beside) of_x += NAME(some)(beside + d, columns - d);
+            NAME(put_some)(grad_x + d, of_x, columns - d);
         }
     }
 }

@@ -21,7 +21,7 @@ class Rows(ctypes.Structure):
     """That of layers.c."""
 
     _fields_ = fields(
-        ["x", "weight", "grad", "cos", "sin", "y", "grad_x", "sum", "r", "grad_weight", "next"],
+        ["x", "weight", "grad", "cos", "sin", "beside", "y", "grad_x", "sum", "r", "grad_weight", "next"],
         ["rows", "columns", "what", "bfloat16", "heads", "turning", "x_token", "x_head"],
         "eps",
     )
@@ -43,12 +43,35 @@ def add_rms_norm(x: Tensor, total: Tensor, weight: Tensor, eps: float) -> Tensor
     return y
 
 
-def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x and weight. With n = x r:  dw = sum(dy n),  dx = r (w dy - n mean(w dy n))."""
+def sum_and_rms_norm(x: Tensor, other: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(x + other, its RMSNorm, r as of `rms_norm`), of two tensors of one shape."""
+    x, other = x.contiguous(), other.contiguous()
+    total, y = (torch.empty(x.shape, dtype=x.dtype) for _ in range(2))
+    r = torch.empty(x.numel() // x.shape[-1], 1)
+    _call(ADD_RMS_NORM, r.shape[0], x.shape[-1], eps=eps, x=x, beside=other, sum=total, weight=weight, y=y, r=r)
+    return total, y, r
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, r: Tensor, *, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and weight. With n = x r:  dw = sum(dy n),  dx = r (w dy - n mean(w dy n)) + beside."""
     grad, x, grad_x = grad.contiguous(), x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
     parts = torch.empty(-(-r.shape[0] // BLOCK), x.shape[-1])
+    beside = None if beside is None else beside.contiguous()
     rows, columns = r.shape[0], x.shape[-1]
-    _call(RMS_NORM_BACKWARD, rows, columns, grad=grad, x=x, weight=weight, r=r, grad_x=grad_x, grad_weight=parts)
+    _call(
+        RMS_NORM_BACKWARD,
+        rows,
+        columns,
+        grad=grad,
+        x=x,
+        beside=beside,
+        weight=weight,
+        r=r,
+        grad_x=grad_x,
+        grad_weight=parts,
+    )
     return grad_x, parts.sum(0).to(weight.dtype)
 
 
@@ -60,10 +83,11 @@ def swiglu(x: Tensor) -> Tensor:
     return y
 
 
-def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """With s = sigmoid(gate):  d gate = dy up (s + gate s (1 - s)),  d up = dy gate s."""
+def swiglu_backward(grad: Tensor, x: Tensor, *, over: bool = False) -> Tensor:
+    """With s = sigmoid(gate):  d gate = dy up (s + gate s (1 - s)),  d up = dy gate s. over: it takes x's memory."""
     columns = x.shape[-1] // 2
-    grad, x, grad_x = grad.contiguous(), x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    grad, x = grad.contiguous(), x.contiguous()
+    grad_x = x if over else torch.empty(x.shape, dtype=x.dtype)
     _call(SWIGLU_BACKWARD, grad.numel() // columns, columns, grad=grad, x=x, grad_x=grad_x)
     return grad_x
 
@@ -78,11 +102,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _call(
-    what: int, rows: int, columns: int, numbers: Mapping[str, int] | None = None, *, eps: float = 0.0, **tensors: Tensor
+    what: int,
+    rows: int,
+    columns: int,
+    numbers: Mapping[str, int] | None = None,
+    *,
+    x: Tensor,
+    eps: float = 0.0,
+    **others: Tensor | None,
 ) -> None:
     kernels = library()
     assert kernels is not None, "asked of `takes` before"
-    pointers = {name: x.data_ptr() for name, x in tensors.items()}
-    in_bfloat16 = tensors["x"].dtype == torch.bfloat16
-    arguments = Rows(**pointers, rows=rows, columns=columns, what=what, bfloat16=in_bfloat16, eps=eps, **numbers or {})
+    pointers = {name: other.data_ptr() for name, other in {"x": x, **others}.items() if other is not None}
+    of = {"rows": rows, "columns": columns, "what": what, "bfloat16": x.dtype == torch.bfloat16, **(numbers or {})}
+    arguments = Rows(**pointers, **of, eps=eps)
     run(kernels.hybridflow_rows, arguments, -(-rows // BLOCK))

@@ -128,7 +128,7 @@ class _Inputs:
 
     @property
     def longest(self) -> int:
-        return max(about.max_seq_len for about in self._about)
+        return max(int(about.max_seq_len) for about in self._about)
 
     def advance(self, tokens: list[int]) -> None:
         self._ids[:] = tokens

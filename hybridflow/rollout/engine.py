@@ -123,7 +123,8 @@ class RolloutEngine:
         if not platform.has_cuda:
             _receive_from_earlier_stage(self._model_runner())
             if layout.pp == 1:
-                SeveralSteps(self._engine.engine_core.engine_core.scheduler, self._model_runner())
+                core: Any = self._engine.engine_core
+                SeveralSteps(core.engine_core.scheduler, self._model_runner())
 
     def close(self) -> None:
         """Free what the engine holds: cache, buffers, references to the trainer's memory. The groups stay.

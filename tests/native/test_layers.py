@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.models.attention import Rotate, halves
-from hybridflow.models.layers import RMSNormFunction, SwiGLUFunction
+from hybridflow.models.layers import RMSNormFunction, SumAndNormFunction, SwiGLUFunction
 from hybridflow.native import layers
 from hybridflow.native import library as libraries
 from hybridflow.native.threads import takes
@@ -72,6 +72,46 @@ def test_a_sum_and_its_norm_are_the_bits_of_one_after_the_other(rows: int, colum
     y = layers.add_rms_norm(x, total, weight, EPS)
     assert torch.equal(total, expected)
     assert torch.equal(y, layers.rms_norm(expected, weight, EPS)[0])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_of_a_sum_and_its_norm_both_go_on(rows: int, columns: int, dtype: torch.dtype) -> None:
+    """Forward the bits of one after the other; the gradients are those of the sum's two uses."""
+    x, residual = (drawn(rows, columns, seed=seed, dtype=dtype) for seed in (1, 2))
+    weight, factors = drawn(columns, seed=3, dtype=dtype), drawn(columns, seed=4, dtype=dtype)
+    total, y = SumAndNormFunction.apply(x, residual, weight, EPS)
+    assert torch.equal(total, x + residual) and torch.equal(y, layers.rms_norm(total, weight, EPS)[0])
+
+    def ours(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        total, y = SumAndNormFunction.apply(x, residual, weight, EPS)
+        return y + factors.to(x.dtype) * total
+
+    def exact(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        return exact_norm(x + residual, weight) + factors.to(x.dtype) * (x + residual)
+
+    compare(ours, exact, [x, residual, weight])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_the_gradient_of_swiglu_takes_the_memory_of_what_is_nobodys(columns: int, dtype: torch.dtype) -> None:
+    """The same bits; autograd refuses what would read the memory again, and a leaf stays as it is."""
+    x, weight = (drawn(65, 2 * columns, seed=seed, dtype=dtype).requires_grad_() for seed in (1, 2))
+    before, grad = x.detach().clone(), drawn(65, columns, seed=3, dtype=dtype)
+    (expected,) = torch.autograd.grad(SwiGLUFunction.apply(x), x, grad)
+    assert torch.equal(x, before)
+    both = x + 0
+    (found,) = torch.autograd.grad(out := SwiGLUFunction.apply(both), x, grad, retain_graph=True)
+    assert torch.equal(found, expected) and torch.equal(both, expected)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out, x, grad)
+    both = x + 0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad([both * weight, SwiGLUFunction.apply(both)], [x, weight], [before, grad])
 
 
 @pytest.mark.usefixtures("kernels")
