@@ -8,7 +8,8 @@
 #define FEW 12      // queries at a time: of the heads that share a key, then of the tokens after
 #define MANY 16     // tokens of a sequence, from which on they are multiplied as a matrix
 #define TOKENS 16   // that a thread writes into the cache at a time
-#define AHEAD 8192  // bytes that are fetched before they are needed
+#define FAR 8192    // bytes that are fetched before they are needed, of keys and values
+#define NEAR (256 << 10)  // more than these, which would have left the nearest caches again
 
 // scores (count) of one query -> e^(score - maximum), zeros up to `padded`; one over their sum.
 static float softmax_of_row(float *scores, i64 count, i64 padded) {

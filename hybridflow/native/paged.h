@@ -16,12 +16,13 @@ static void NAME(paged_store)(const Paged *x, i64 first, i64 last) {
     }
 }
 
-// A machine fetches ahead to the end of a page alone.
-INLINE void NAME(fetch)(const T *from) { __builtin_prefetch((const char *)from + AHEAD); }
+// What lies `ahead`, in elements, is needed soon: a machine by itself fetches ahead to the end of a page alone.
+INLINE void NAME(fetch)(const T *from, i64 ahead) { __builtin_prefetch((const char *)from + ahead * (i64)sizeof(T)); }
 
 // scores[r, j] of R queries (R, dims) and `count` keys, rounded up to LANES.
 #define SCORES(R)                                                                                                      \
-    static void NAME(scores_##R)(const float *queries, const T *keys, i64 dims, i64 count, float *scores, i64 row) {   \
+    static void NAME(scores_##R)(const float *queries, const T *keys, i64 dims, i64 count, float *scores, i64 row,     \
+                                 i64 ahead) {                                                                          \
         for (i64 j = 0; j < count; j += LANES) {                                                                       \
             vf dots[R][LANES];                                                                                         \
             for (int l = 0; l < LANES; l++) {                                                                          \
@@ -29,7 +30,7 @@ INLINE void NAME(fetch)(const T *from) { __builtin_prefetch((const char *)from +
                 for (int r = 0; r < R; r++) sums[r] = all(0.0f);                                                       \
                 for (i64 d = 0; d < dims; d += LANES) {                                                                \
                     const T *key = keys + (j + l) * dims + d;                                                          \
-                    NAME(fetch)(key);                                                                                  \
+                    NAME(fetch)(key, ahead);                                                                           \
                     for (int r = 0; r < R; r++) sums[r] += NAME(load)(key) * load_float(queries + r * dims + d);       \
                 }                                                                                                      \
                 for (int r = 0; r < R; r++) dots[r][l] = sums[r];                                                      \
@@ -41,14 +42,14 @@ INLINE void NAME(fetch)(const T *from) { __builtin_prefetch((const char *)from +
 // V vectors of outputs (R, dims) (+)= scores (R, count) values (count, dims).
 #define OUTPUTS(R, V)                                                                                                  \
     INLINE void NAME(outputs_##R##_##V)(const float *scores, i64 row, const T *values, i64 dims, i64 count,            \
-                                        float *outputs, int add) {                                                     \
+                                        float *outputs, int add, i64 ahead) {                                          \
         vf sums[R][V];                                                                                                 \
         for (int r = 0; r < R; r++)                                                                                    \
             for (int v = 0; v < V; v++) sums[r][v] = add ? load_float(outputs + r * dims + v * LANES) : all(0.0f);     \
         for (i64 j = 0; j < count; j++)                                                                                \
             for (int v = 0; v < V; v++) {                                                                              \
                 const T *value = values + j * dims + v * LANES;                                                        \
-                NAME(fetch)(value);                                                                                    \
+                NAME(fetch)(value, ahead);                                                                             \
                 for (int r = 0; r < R; r++) sums[r][v] += scores[r * row + j] * NAME(load)(value);                     \
             }                                                                                                          \
         for (int r = 0; r < R; r++)                                                                                    \
@@ -60,14 +61,14 @@ INLINE void NAME(fetch)(const T *from) { __builtin_prefetch((const char *)from +
     OUTPUTS(R, 2)                                                                                                      \
     OUTPUTS(R, 4)                                                                                                      \
     static void NAME(outputs_##R)(const float *scores, i64 row, const T *values, i64 dims, i64 count, float *outputs,  \
-                                  int add) {                                                                           \
+                                  int add, i64 ahead) {                                                                \
         i64 d = 0;                                                                                                     \
         for (; PANEL == 4 && d + 4 * LANES <= dims; d += 4 * LANES)                                                    \
-            NAME(outputs_##R##_4)(scores, row, values + d, dims, count, outputs + d, add);                             \
+            NAME(outputs_##R##_4)(scores, row, values + d, dims, count, outputs + d, add, ahead);                             \
         for (; d + 2 * LANES <= dims; d += 2 * LANES)                                                                  \
-            NAME(outputs_##R##_2)(scores, row, values + d, dims, count, outputs + d, add);                             \
+            NAME(outputs_##R##_2)(scores, row, values + d, dims, count, outputs + d, add, ahead);                             \
         for (; d < dims; d += LANES)                                                                                   \
-            NAME(outputs_##R##_1)(scores, row, values + d, dims, count, outputs + d, add);                             \
+            NAME(outputs_##R##_1)(scores, row, values + d, dims, count, outputs + d, add, ahead);                             \
     }
 QUERIES(6)
 QUERIES(4)
@@ -83,12 +84,13 @@ static const T *NAME(keys_of)(const Paged *x, i64 sequence, i64 at, i64 kv) {
            kv * x->cache_head;
 }
 
-// Few queries, each with the keys that it shares with the others read once.
+// Few queries, each with the keys that it shares with the others read once. With the keys the values are fetched, and
+// with these the keys of the head that comes after.
 static void NAME(paged_few)(const Paged *x, i64 sequence, i64 kv, float *scratch) {
     static const struct {
         int rows;
-        void (*scores)(const float *, const T *, i64, i64, float *, i64);
-        void (*outputs)(const float *, i64, const T *, i64, i64, float *, int);
+        void (*scores)(const float *, const T *, i64, i64, float *, i64, i64);
+        void (*outputs)(const float *, i64, const T *, i64, i64, float *, int, i64);
     } of[4] = {{6, NAME(scores_6), NAME(outputs_6)},
                {4, NAME(scores_4), NAME(outputs_4)},
                {2, NAME(scores_2), NAME(outputs_2)},
@@ -96,9 +98,12 @@ static void NAME(paged_few)(const Paged *x, i64 sequence, i64 kv, float *scratch
     const i64 dims = x->dims, size = x->block_size, group = x->heads / x->kv_heads, row = up(x->longest, size);
     const i64 start = x->starts[sequence], tokens = x->starts[sequence + 1] - start;
     const i64 before = x->lengths[sequence] - tokens;  // keys of tokens that are no queries
+    const int last = sequence == x->sequences - 1;
+    const i64 after = last ? 0 : sequence + 1, kv_after = last ? least(kv + 1, x->kv_heads - 1) : kv;
     float *scores = scratch, *queries = scores + FEW * row, *outputs = queries + FEW * dims, factors[FEW];
     for (i64 first = 0; first < tokens * group; first += FEW) {
         const i64 rows = least(FEW, tokens * group - first), seen = before + (first + rows - 1) / group + 1;
+        const int stay = 2 * seen * dims * (i64)sizeof(T) <= NEAR;  // what is fetched now is there when it is needed
         for (i64 r = 0; r < rows; r++)
             NAME(take)((const T *)x->query + (start + (first + r) / group) * x->query_token +
                            (kv * group + (first + r) % group) * x->query_head,
@@ -108,17 +113,20 @@ static void NAME(paged_few)(const Paged *x, i64 sequence, i64 kv, float *scratch
             i64 r = 0;
             for (int i = 0; i < 4; i++)
                 for (; r + of[i].rows <= rows; r += of[i].rows)
-                    of[i].scores(queries + r * dims, keys, dims, least(size, seen - at), scores + r * row + at, row);
+                    of[i].scores(queries + r * dims, keys, dims, least(size, seen - at), scores + r * row + at, row,
+                                 stay ? size * dims : FAR / (i64)sizeof(T));
         }
         for (i64 r = 0; r < rows; r++)
             factors[r] = softmax_of_row(scores + r * row, before + (first + r) / group + 1, up(seen, LANES));
         for (i64 at = 0; at < seen; at += size) {
             const T *values = NAME(keys_of)(x, sequence, at, kv) + size * dims;
+            const T *next = NAME(keys_of)(x, after, at < x->lengths[after] ? at : 0, kv_after);
+            const i64 ahead = stay ? next - values : FAR / (i64)sizeof(T);
             i64 r = 0;
             for (int i = 0; i < 4; i++)
                 for (; r + of[i].rows <= rows; r += of[i].rows)
                     of[i].outputs(scores + r * row + at, row, values, dims, least(size, seen - at), outputs + r * dims,
-                                  at > 0);
+                                  at > 0, ahead);
         }
         for (i64 r = 0; r < rows; r++) {
             T *out = (T *)x->out + (start + (first + r) / group) * x->out_token +
