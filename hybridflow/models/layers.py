@@ -91,7 +91,8 @@ class SummingLayer(TransformerLayer):
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        if not (self.recompute_pre_mlp_layernorm or self.hidden_dropout):
+        again = self.recompute_pre_mlp_layernorm or config.recompute_granularity == "full"  # there memory counts more
+        if not (again or self.hidden_dropout):
             self._their_sum, self.self_attn_bda = self.self_attn_bda, lambda *given: partial(self._sum, given)
 
     def _sum(

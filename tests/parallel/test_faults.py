@@ -205,17 +205,22 @@ def end_of_torchrun(case: str, directory: Path, sign: signal.Signals | None, *op
     return pid, time.monotonic() - began, done.stderr
 
 
+NOT_SEEN = "cause not seen from here"
+
+
 def root_cause(error: str) -> str:
     return error[error.index("Root Cause") :]
 
 
 @pytest.mark.parametrize("case", ["exchange", "computing"])
 def test_a_killed_rank_is_named_by_us_and_by_torchrun(case: str, tmp_path: Path) -> None:
-    """The others are inside a collective, or compute and need nobody."""
+    """The others are inside a collective, or compute and need nobody. What torchrun has reaped shows no cause."""
     pid, seconds, error = end_of_torchrun(case, tmp_path, signal.SIGKILL)
     assert seconds < 25
     [told] = [line for line in error.splitlines() if line.startswith("hybridflow:")]
-    assert re.match(rf"hybridflow: rank 1 \(pid {pid} on \S+\) ended without a word: killed by SIGKILL", told)
+    assert re.match(
+        rf"hybridflow: rank 1 \(pid {pid} on \S+\) ended without a word: (killed by SIGKILL|{NOT_SEEN})", told
+    )
     assert "faults_worker.py" not in error  # no traceback of a victim's
     assert f"(pid: {pid})" in root_cause(error) and "Signal 9 (SIGKILL)" in root_cause(error)
 
@@ -228,7 +233,9 @@ def test_a_crash_shows_where_and_is_named_each_time(tmp_path: Path) -> None:
     told = [line for line in error.splitlines() if line.startswith("hybridflow:")]
     assert len(told) == 2 and told[0] != told[1]
     for line in told:
-        assert re.match(r"hybridflow: rank 1 \(pid \d+ on \S+\) ended without a word: killed by SIGSEGV", line)
+        assert re.match(
+            rf"hybridflow: rank 1 \(pid \d+ on \S+\) ended without a word: (killed by SIGSEGV|{NOT_SEEN})", line
+        )
     assert "rank      : 1 " in root_cause(error) and "Signal 11 (SIGSEGV)" in root_cause(error)
 
 
