@@ -6,14 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.native import library as libraries
-from tests.distributed.engine_worker import (
-    CASES,
-    KV_CACHE_GIB,
-    MAX_LENGTH,
-    NUM_LAYERS,
-    NUM_PROMPTS,
-    NUM_RANKS,
-)
+from tests.distributed.engine_worker import CASES, KV_CACHE_GIB, MAX_LENGTH, NUM_LAYERS, NUM_PROMPTS, NUM_RANKS
 from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints
 

@@ -87,7 +87,7 @@ def test_of_a_sum_and_its_norm_both_go_on(rows: int, columns: int, dtype: torch.
 
     def ours(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
         total, y = SumAndNormFunction.apply(x, residual, weight, EPS)
-        return y + factors.to(x.dtype) * total
+        return y + factors * total
 
     def exact(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
         return exact_norm(x + residual, weight) + factors.to(x.dtype) * (x + residual)
