@@ -118,25 +118,34 @@ def _marks(batch_type: type[RolloutBatch]) -> Mapping[str, Per]:
 
 
 class Tokens:
-    """The per-token fields of a batch at some of its places: `tokens.advantages` is (r,), on `device`."""
+    """The per-token fields of a batch at some of its places: `tokens.advantages` is (r,), on `device`.
 
-    def __init__(self, batch: RolloutBatch, where: Tensor, device: torch.device) -> None:
-        self._batch, self._where, self._device = batch, where, device
+    where: (r,) int64, the places. given: what stands for some of the fields there, (r,) by name.
+    """
+
+    def __init__(
+        self, batch: RolloutBatch, where: Tensor, device: torch.device, given: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self._batch, self.where, self._device, self._given = batch, where, device, given or {}
 
     def __getattr__(self, name: str) -> Tensor:
         per = marks(type(self._batch)).get(name)
         if per is not Per.TOKEN:
             raise AttributeError(f"{type(self._batch).__name__} has no per-token field {name}")
-        return self.at_places(getattr(self._batch, name))
+        return self._given[name] if name in self._given else self.at_places(getattr(self._batch, name))
+
+    def with_given(self, **given: Tensor) -> "Tokens":
+        """The same, with other values of these fields."""
+        return Tokens(self._batch, self.where, self._device, {**self._given, **given})
 
     @property
     def sequences(self) -> Tensor:
         """The row of the batch that each of these tokens is of, (r,) int64. A micro-batch has whole sequences."""
-        return torch.searchsorted(self._batch.lengths.cumsum(0), self._where, right=True).to(self._device)
+        return torch.searchsorted(self._batch.lengths.cumsum(0), self.where, right=True).to(self._device)
 
     def at_places(self, values: Tensor) -> Tensor:
         """The entries of a (T,) tensor of the same batch at these places, (r,)."""
-        return values[self._where].to(self._device)
+        return values[self.where].to(self._device)
 
 
 def joined(first: RolloutBatch, second: RolloutBatch) -> RolloutBatch:

@@ -30,6 +30,7 @@ from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.usable import Dropped
 from hybridflow.errors import ConfigError, Stopped
 from hybridflow.flows.finite import check_finite
+from hybridflow.flows.first_step import FirstStep, ToCome
 from hybridflow.flows.models import Roles, training_memory_offloaded
 from hybridflow.flows.replay import Replay
 from hybridflow.flows.steps import shuffled, step_metrics
@@ -41,6 +42,7 @@ from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.platform import Platform, world_group
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.parallel.watchdog import Watchdog
+from hybridflow.planning.first_step import first_step_tells
 from hybridflow.recording.iteration import Iteration, Metrics, batch_metrics, cost_metrics, length_metrics
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.rewards.scorer import FunctionCalls, Scores, call_metrics
@@ -107,6 +109,7 @@ class Run:
         self.kept_rollout: Callable[[PromptBatch, int], RolloutBatch | None] = lambda prompts, iteration: None
         self.metrics: Metrics = {}
         self._passed_over: list[Dropped] = []  # of the iteration, by draw
+        self._first_step: FirstStep | None = None  # where it tells old log-probs
         self._told: set[str] = set()  # reasons for which rows are left out
         self.score_parts: Mapping[str, Tensor] = {}  # by name, of `rollout`
         self._calls: list[FunctionCalls] = []
@@ -154,7 +157,8 @@ class Run:
 
     def policy_loss(self, config: PolicyLoss) -> PolicyObjective:
         """What the actor minimises, with the KL and the lengths of this run."""
-        return policy_loss(config, self.kl, max_response_length=self._config.sampling.max_response_length)
+        objective = policy_loss(config, self.kl, max_response_length=self._config.sampling.max_response_length)
+        return objective if self._first_step is None else self._first_step.told(objective, self.actor)
 
     @overload
     def generate(self, how: Sampled | Greedy = Sampled()) -> RolloutBatch: ...
@@ -183,17 +187,24 @@ class Run:
             raise self._absent("reward")
         return self._roles.scorer.scores(rollout, self.prompts)
 
-    def old_log_probs(self, rollout: RolloutBatch) -> Contribution | Tensor:
-        """Those that ratios are to, of (T,): the actor's before the updates or the engine's (policy.old_log_probs)."""
+    def old_log_probs(self, rollout: RolloutBatch) -> Contribution | Tensor | ToCome:
+        """Those that ratios are to, of (T,): the actor's before the updates or the engine's (policy.old_log_probs).
+
+        In a flow of ours that reads them in ratios alone, those of the first mini-batch are NaN until its update, which
+        computes them: see `flows.first_step`.
+        """
         if self._config.algorithm.policy.old_log_probs == "engine":
             return rollout.rollout_log_probs
-        return self.actor.log_probs(rollout)
+        if not self._first_step_tells():
+            return self.actor.log_probs(rollout)
+        self._first_step = FirstStep(rollout, self._first_rows(rollout.prompt_indices))
+        return self._first_step.others(self.actor)
 
     def ref_log_probs(self, rollout: RolloutBatch) -> dict[str, Contribution]:
         """Those of the reference under the name ref_log_probs; nothing where there is no KL."""
         return {"ref_log_probs": self.reference.log_probs(rollout)} if self.has_reference else {}
 
-    def whole(self, **asked: Contribution | Scores | Tensor) -> Known:
+    def whole(self, **asked: Contribution | Scores | Tensor | ToCome) -> Known:
         """Whole tensors by name, in one exchange: it waits until all ranks have done what they can.
 
         A tensor is taken for whole as it is.
@@ -209,7 +220,7 @@ class Run:
             if isinstance(pending, Scores):
                 self._note_parts(pending, found)
         check_finite(known, self.rollout)
-        return Known(**known)
+        return Known(**known | {name: x.of(known[name]) for name, x in asked.items() if isinstance(x, ToCome)})
 
     def shaped(self, raw_scores: Tensor, rollout: RolloutBatch) -> Tensor:
         """(N,) scores as training sees them: cut responses penalised, then normalised, then clipped."""
@@ -233,11 +244,13 @@ class Run:
         self._agree_on(batch)
         self._stop_if_told()
         for epoch in range(update.epochs):
-            generator = torch.Generator().manual_seed(request_seed(self._config.seed, self.iteration, epoch))
-            order = shuffled(batch.prompt_indices, generator, whole_prompts=update.whole_prompts)
-            for rows in self._cut(order, update.mini_batch_size or max(len(batch), 1)):
+            if epoch:
+                batch = self._filled(batch)
+            for rows in self._mini_batch_rows(batch.prompt_indices, update, epoch):
                 yield batch.select(rows)
                 self._note_rows(rows)
+                if self._first_step is not None:
+                    self._first_step.taken()
 
     def draw(self) -> None:
         """The next prompts in order take the place of `prompts`. The first of an iteration are drawn when it begins."""
@@ -273,7 +286,7 @@ class Run:
         """Draw the prompts of an iteration; `show` is told what is going on."""
         self._stage_stack.close()
         self.state = replace(self.state, iteration=iteration)
-        self._passed_over = []
+        self._passed_over, self._first_step = [], None
         self.draw()
         self._show, self.metrics = show, {}
         self.score_parts, self._calls = {}, []
@@ -287,6 +300,7 @@ class Run:
     def finished(self, batch: RolloutBatch) -> Iteration:
         """The iteration's numbers. Errors: NonFinite where a gradient was not."""
         self._stage_stack.close()
+        batch = self._filled(batch)
         updates: Metrics = {}
         if self._trains:
             updates = step_metrics(self._roles.trained(), self._rows, batch, self._exchange)
@@ -342,7 +356,9 @@ class Run:
         """What is scored while others generate; of one that an earlier start has kept, in the same units."""
         rollout = self.kept_rollout(self.prompts, self.iteration)
         samples = self.samples.each(self.prompts.lengths.tolist())
-        ahead = self._ahead.begin(self.prompts, samples, generates=rollout is None)
+        ahead = self._ahead.begin(
+            self.prompts, samples, generates=rollout is None, left_out={self.actor: self._told_later(samples)}
+        )
         if rollout is None:
             with self.engine_awake(), self._watch.phase("generate"):
                 rollout = self._generate(Sampled(), ahead)
@@ -361,10 +377,34 @@ class Run:
             beside=beside,
         )
 
-    def _cut(self, order: Tensor, size: int) -> Sequence[Tensor]:
-        """In mini-batches of `size` rows; nearly equal ones, of at most that, where the rows of iterations vary."""
-        cut: Sequence[Tensor] = order.split(size)
+    def _mini_batch_rows(self, prompt_indices: Tensor, update: Update, epoch: int) -> Sequence[Tensor]:
+        """Of a batch, in random order; nearly equal ones, of at most the size, where the rows of iterations vary."""
+        generator = torch.Generator().manual_seed(request_seed(self._config.seed, self.iteration, epoch))
+        order = shuffled(prompt_indices, generator, whole_prompts=update.whole_prompts)
+        cut: Sequence[Tensor] = order.split(update.mini_batch_size or max(len(order), 1))
         return order.tensor_split(max(len(cut), 1)) if self.samples.varies else cut
+
+    def _first_step_tells(self) -> bool:
+        return self._trains and first_step_tells(self._config.algorithm, self.iteration)
+
+    def _first_rows(self, prompt_indices: Tensor) -> Tensor:
+        """Those of the first mini-batch of a batch whose rows answer these prompts."""
+        update = self._config.algorithm.update
+        return self._mini_batch_rows(prompt_indices, update, epoch=0)[0]
+
+    def _told_later(self, samples: Sequence[int]) -> list[int]:
+        """Rows of the rollout with so many responses to each prompt, whose old log-probs come with the first step."""
+        if not self._first_step_tells():
+            return []
+        return self._first_rows(torch.arange(len(samples)).repeat_interleave(torch.tensor(samples))).tolist()
+
+    def _filled(self, batch: Batch) -> Batch:
+        """With the old log-probs that the first step has told. Errors: NonFinite where one is not."""
+        if self._first_step is None:
+            return batch
+        batch = self._first_step.filled(batch, self._exchange)
+        check_finite({"log_probs": vars(batch)["log_probs"]}, batch)
+        return batch
 
     def _note_parts(self, scores: Scores, wholes: list[Tensor]) -> None:
         """Each part of the score, before its weight, of the responses that are trained on: its mean, and for samples.
@@ -437,13 +477,19 @@ class Run:
         )
 
 
-def _contributions(pending: Contribution | Scores | Tensor) -> tuple[Contribution, ...]:
-    if isinstance(pending, Tensor):
-        return ()
-    return pending.contributions if isinstance(pending, Scores) else (pending,)
+def _contributions(pending: Contribution | Scores | Tensor | ToCome) -> tuple[Contribution, ...]:
+    match pending:
+        case Tensor():
+            return ()
+        case Scores():
+            return pending.contributions
+        case ToCome():
+            return (pending.others,)
+        case _:
+            return (pending,)
 
 
-def _put_together(pending: Contribution | Scores | Tensor, wholes: list[Tensor]) -> Tensor:
+def _put_together(pending: Contribution | Scores | Tensor | ToCome, wholes: list[Tensor]) -> Tensor:
     if isinstance(pending, Tensor):
         return pending
     return pending.total(wholes) if isinstance(pending, Scores) else wholes[0]

@@ -102,15 +102,25 @@ class WhileWaiting:
         self._calls: RolloutCalls | None = None
         self._begun = False
 
-    def begin(self, prompts: PromptBatch, samples: Sequence[int], *, generates: bool) -> "WhileWaiting":
-        """The next rollout has so many responses to each of these prompts. generates: it has not been kept."""
+    def begin(
+        self,
+        prompts: PromptBatch,
+        samples: Sequence[int],
+        *,
+        generates: bool,
+        left_out: Mapping[Role, Sequence[int]] | None = None,
+    ) -> "WhileWaiting":
+        """The next rollout has so many responses to each of these prompts.
+
+        generates: it has not been kept. left_out: by model the rows that it is not asked for.
+        """
         self._prompts, self._samples, self._begun = prompts, torch.tensor(samples, dtype=torch.int64), True
         shares = prompts_of_replicas(prompts, self._samples, len(self._layout.replicas))
         costs = (prompts.lengths * self._samples).tolist()
         per_replica = UNITS_PER_BLOCK * ceil(self._num_shares / len(self._layout.replicas))
         self._units = cut_in_units(shares, samples, costs, per_replica=per_replica, num_shares=self._num_shares)
         for model in self._models:
-            model.role.ahead = Ahead(self._units)
+            model.role.ahead = Ahead(self._units.without((left_out or {}).get(model.role, ())))
         self._calls = self._scorer.call_ahead(prompts) if self._scorer is not None else None
         self._of_prompts = _by_row(self._own_prompts(shares, samples) if self._calls is not None else [])
         self._of_units: dict[int, _Unfinished] = {}
@@ -165,7 +175,7 @@ class WhileWaiting:
             with self._watch.phase(PHASE):
                 for (unit, responses), block in zip(taken, self._blocks(self._models[number]), strict=False):
                     if self._rank in block:
-                        _run(self._models[number], unit, self._batch(unit, responses))
+                        _run(self._models[number], unit, self._units.rows[unit], self._batch(unit, responses))
 
     def _next_step(self) -> Step | None:
         """What the ranks of this replica do next; None when nobody generates any more. Asked of its first rank."""
@@ -189,7 +199,8 @@ class WhileWaiting:
         assert self._board is not None, "the first rank of a replica"
         while pending and len(found) < len(self._blocks(self._models[model])):
             unit = pending.pop(0)
-            found += [unit] if self._board.take(model, unit) else []
+            wanted = self._models[model].ahead.units.rows[unit]
+            found += [unit] if wanted and self._board.take(model, unit) else []
         return found
 
     def _told(self, board: UnitBoard) -> bool:
@@ -236,9 +247,9 @@ class WhileWaiting:
         if self._calls is not None:
             parts[-1][list(self._calls.close())] = self._rank + 1
         owners = [(part - 1).tolist() for part in self._exchange.summed(done).cpu().split(sizes)]
-        tokens = tokens_of_units(rollout, self._units) if self._models else []
+        tokens = {units: tokens_of_units(rollout, units) for units in {model.ahead.units for model in self._models}}
         for model, own in zip(self._models, owners, strict=False):
-            model.ahead.settle(rollout, own, model.role.grid.dp, tokens)
+            model.ahead.settle(rollout, own, model.role.grid.dp, tokens[model.ahead.units])
         if self._calls is not None:
             self._calls.settle(rollout, owners[-1])
         if self._board is not None:
@@ -271,7 +282,11 @@ def _by_row(wanted: Sequence[tuple[int, tuple[int, ...]]]) -> dict[int, _Unfinis
     return {row: each for each in found for row in each.rows}
 
 
-def _run(model: Waiting, unit: int, batch: RolloutBatch) -> None:
+def _run(model: Waiting, unit: int, rows: Sequence[int], batch: RolloutBatch) -> None:
+    """rows: those of `batch`, all of the unit, of which the model may be asked for some alone."""
+    wanted = set(model.ahead.units.rows[unit])
+    if len(wanted) < len(rows):
+        batch = batch.select(torch.tensor([place for place, row in enumerate(rows) if row in wanted]))
     with model.role.alone():
         result = model.results(batch)
     if model.role.grid.contributes:

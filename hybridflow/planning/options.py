@@ -184,7 +184,7 @@ class Options:
         found = {}
         for name in self.config.roles():
             rows, steps = updated_rows(name, self.config, self.work)
-            found[name] = scored_rows(name, self.work), replace(rows, number=rows.number * steps)
+            found[name] = scored_rows(name, self.config, self.work), replace(rows, number=rows.number * steps)
         return found
 
     def _fastest(self, spec: ModelSpec, role: RoleConfig, name: str, rows: Rows, *, backward: bool = False) -> float:
@@ -323,10 +323,10 @@ class Options:
             scoring = early = updating = 0.0
             hosts = len(model.layout.ranks) // self.work.ranks_per_host
             if model.name in self._scored:
-                cost = scoring_cost(model, self.work, self.device)
+                cost = scoring_cost(model, self.config, self.work, self.device)
                 early = scoring = at_once(cost, model.layout.dp, hosts=hosts)
             if self.may_wait(model.name):
-                cost = scoring_cost(model, self.work, self.device, in_units=True)
+                cost = scoring_cost(model, self.config, self.work, self.device, in_units=True)
                 early = max(scoring, at_once(cost, model.layout.dp, hosts=hosts))
             if isinstance(model.config, TrainedRoleConfig):
                 updating = training_cost(model, self.config, self.work, self.device).on_share(1.0)

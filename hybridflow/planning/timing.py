@@ -8,7 +8,7 @@ and `save_cost` are here. All take a `Device`, which keeps the rates that it was
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 from typing import Self
@@ -18,6 +18,7 @@ from hybridflow.fixed_config import AnyConfig, FixedDataConfig
 from hybridflow.parallel.layout import RolloutLayout, TrainingCoordinates
 from hybridflow.planning.cost import Cost, Device, total
 from hybridflow.planning.device import DeviceProfile
+from hybridflow.planning.first_step import asks_for_log_probs, rows_told
 from hybridflow.planning.footprint import ITEM_BYTES, optimizer_bytes, stage_elements
 from hybridflow.planning.generation_time import Responses, generation_cost
 from hybridflow.planning.placed import KVCacheSize, PlacedFixed, PlacedModel, PlacedRun
@@ -128,7 +129,7 @@ def _generated(run: PlacedRun, work: Work, device: Device) -> Iterator[Operation
     yield Operation("exchange", "", world, total((exchange.times(2), note.times(3))))
     waiting = models_that_wait(run)
     for name in scoring_order(config, run.models):
-        yield from _scored(run.models[name], work, device, in_units=name in waiting)
+        yield from _scored(run.models[name], config, work, device, in_units=name in waiting)
     yield Operation("exchange", "", world, exchange + note.times(3))
     for name in ("critic", "actor"):
         if name in run.models:
@@ -142,28 +143,29 @@ def scoring_order(config: AnyConfig, models: Collection[str]) -> list[str]:
     """As the flows ask: reward models, the actor's log-probs, the reference's, values; on fixed data all or none."""
     if isinstance(config, FixedDataConfig):
         return [] if config.algorithm.kind == "sft" else list(models)
-    trainer = getattr(config.algorithm, "policy", None)
     asked = [name for name in models if name.startswith("reward")]
-    if trainer is None or trainer.old_log_probs == "trainer":
+    if asks_for_log_probs(config):
         asked.append("actor")
     return asked + [name for name in ("reference", "critic") if name in models]
 
 
-def _scored(model: PlacedModel, work: Work, device: Device, *, in_units: bool) -> Iterator[Operation]:
+def _scored(
+    model: PlacedModel, config: AnyConfig, work: Work, device: Device, *, in_units: bool
+) -> Iterator[Operation]:
     """Each replica its share of the rows."""
-    cost = scoring_cost(model, work, device, in_units=in_units)
+    cost = scoring_cost(model, config, work, device, in_units=in_units)
     phase = SCORING_PHASES.get(model.name, "reward")
     for block in model.layout.groups("tp", "pp"):
         yield Operation(phase, model.name, block, cost)
 
 
-def scoring_cost(model: PlacedModel, work: Work, device: Device, *, in_units: bool = False) -> Cost:
+def scoring_cost(model: PlacedModel, config: AnyConfig, work: Work, device: Device, *, in_units: bool = False) -> Cost:
     """Of one replica, its share of an iteration's rows.
 
     in_units: the model may score before the rollout is whole (`planning.waiting`): then each unit of the rows has
     micro-batches of its own, also of those that are scored later.
     """
-    rows = scored_rows(model.name, work).split(model.layout.dp)
+    rows = scored_rows(model.name, config, work).split(model.layout.dp)
     units = min(UNITS_PER_BLOCK, max(1, rows.number // rows.samples)) if in_units else 1
     return forward_cost(model.spec, model.layout, model.config, rows, device, head=model.head, units=int(units))
 
@@ -175,15 +177,21 @@ def training_cost(model: PlacedModel, config: AnyConfig, work: Work, device: Dev
     return update_cost(model.spec, model.layout, model.config, rows, device, head=model.head).times(steps)
 
 
-def scored_rows(name: str, work: Work) -> Rows:
-    """Of an iteration, by the model's config key."""
-    return Rows(work.sequences, work.prompt, work.mean, work.samples, whole=name.startswith("reward"))
+def scored_rows(name: str, config: AnyConfig, work: Work) -> Rows:
+    """Of an iteration, by the model's config key. The actor's without those whose log-probs come with an update."""
+    rows = Rows(work.sequences, work.prompt, work.mean, work.samples, whole=name.startswith("reward"))
+    if name != "actor" or not isinstance(config, ExperimentConfig) or not rows_told(config):
+        return rows
+    number = work.sequences - min(rows_told(config), work.sequences)
+    if config.algorithm.update.whole_prompts:
+        return replace(rows, number=number)
+    return replace(rows, number=number, samples=max(1, round(work.samples * number / work.sequences)))
 
 
 def updated_rows(name: str, config: AnyConfig, work: Work) -> tuple[Rows, int]:
     """(rows of an optimizer step, steps of an iteration)."""
     if isinstance(config, FixedDataConfig):
-        return scored_rows(name, work), 1
+        return scored_rows(name, config, work), 1
     rows = Rows(_mini_batch(config, work), work.prompt, work.mean, _together(config, work))
     return rows, config.algorithm.update.epochs * ceil(work.sequences / _mini_batch(config, work))
 
@@ -202,7 +210,7 @@ def _fixed(run: PlacedFixed, work: Work, device: Device) -> Iterator[Operation]:
     exchange = exchange_cost(work.tokens, run.world_size, device, hosts=ceil(run.world_size / work.ranks_per_host))
     scored = scoring_order(run.config, run.models)
     for name in scored:
-        yield from _scored(run.models[name], work, device, in_units=False)
+        yield from _scored(run.models[name], run.config, work, device, in_units=False)
     if scored:
         yield Operation("exchange", "", world, exchange)
     cost = training_cost(trained, run.config, work, device)

@@ -8,6 +8,7 @@ a rank that waits has given its KV cache and the engine's weights back, so that 
 from hybridflow.algorithm_config import Custom, ReMax
 from hybridflow.config import ExperimentConfig
 from hybridflow.parallel.layout import Layout, RolloutLayout
+from hybridflow.planning.first_step import asks_for_log_probs
 from hybridflow.planning.placed import PlacedRun
 
 UNITS_PER_BLOCK = 4  # that the rows of a replica are cut in: one may be under way when the last response is there
@@ -31,7 +32,7 @@ def asks_for(config: ExperimentConfig, name: str) -> bool:
     if getattr(algorithm, "dynamic_sampling", None) is not None:  # the others see the groups that are kept
         return name.startswith("reward")
     if name == "actor":
-        return not isinstance(algorithm, Custom) and algorithm.policy.old_log_probs == "trainer"
+        return not isinstance(algorithm, Custom) and asks_for_log_probs(config)
     return True
 
 

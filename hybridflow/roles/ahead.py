@@ -39,6 +39,11 @@ class Units:
     def of_replica(self, replica: int) -> list[int]:
         return [unit for unit, own in enumerate(self.replicas) if own == replica]
 
+    def without(self, rows: Sequence[int]) -> "Units":
+        """As many units, less these rows; some may have none left."""
+        left_out = set(rows)
+        return Units(tuple(tuple(row for row in unit if row not in left_out) for unit in self.rows), self.replicas)
+
 
 def cut_in_units(
     prompts_of_replicas: Sequence[Sequence[int]],
@@ -106,13 +111,16 @@ class Ahead:
         self._left = [[left[i] for i in part] for part in parts]
         self._rollout = rollout
 
-    def is_of(self, batch: RolloutBatch) -> bool:
-        """Whether this very batch is the rollout, and whole."""
-        return self._rollout is batch
+    def is_of(self, batch: RolloutBatch, some: Tensor | None = None) -> bool:
+        """Whether this very batch is the rollout, and whole, and the units are of these rows of it, or of all."""
+        if self._rollout is not batch:
+            return False
+        wanted = range(len(batch)) if some is None else some.sort().values.tolist()
+        return sorted(row for rows in self.units.rows for row in rows) == list(wanted)
 
     def found(self) -> list[tuple[Tensor, Contribution]]:
         """(the unit's rows, what was kept of it) of each unit."""
-        return [(torch.tensor(self.units.rows[unit]), kept) for unit, kept in self.known.items()]
+        return [(torch.tensor(self.units.rows[unit], dtype=torch.int64), kept) for unit, kept in self.known.items()]
 
     def left(self, dp_rank: int) -> list[list[int]]:
         """The rows of each unit that this replica has still to run."""

@@ -92,11 +92,13 @@ class Role:
         finally:
             self._watch, self._alone = watch, False
 
-    def _own_rows(self, batch: RolloutBatch) -> list[int]:
-        """This replica's, balanced by tokens over the replicas."""
-        if self._alone:
-            return list(range(len(batch)))
-        return replica_rows(batch, self.grid.dp)[self.grid.dp_rank]
+    def _own_rows(self, batch: RolloutBatch, some: Tensor | None = None) -> list[int]:
+        """This replica's, balanced by tokens over the replicas. some: of these rows of the batch alone."""
+        rows = torch.arange(len(batch)) if some is None else some
+        if not self._alone:
+            wanted = batch if some is None else batch.select(some)
+            rows = rows[replica_rows(wanted, self.grid.dp)[self.grid.dp_rank]]
+        return [int(row) for row in rows]
 
     def _micro_batches(
         self, batch: RolloutBatch, shares: list[list[int]], make: MakeMicroBatches, *, one: bool = False
@@ -121,23 +123,31 @@ class Role:
             return filled_up(micro_batches, self.grid.pp, padded=padded, device=self._platform.device)
         return micro_batches
 
-    def _token_results(self, batch: RolloutBatch, readout: Readout) -> Contribution:
-        """Of (T,) float32: `readout`'s "out" for every response token."""
-        return self._results(batch, prediction_micro_batches, _token_places, len(batch.input_ids), readout=readout)
+    def _token_results(self, batch: RolloutBatch, readout: Readout, some: Tensor | None = None) -> Contribution:
+        """Of (T,) float32: `readout`'s "out" for every response token. some: of these rows alone, others are zero."""
+        size = len(batch.input_ids)
+        return self._results(batch, prediction_micro_batches, _token_places, size, readout=readout, some=some)
 
     def _sequence_results(self, batch: RolloutBatch, readout: Readout) -> Contribution:
         """Of (N,) float32: `readout`'s "out" for every sequence."""
         return self._results(batch, sequence_micro_batches, _sequence_places, len(batch), readout=readout)
 
     def _results(
-        self, batch: RolloutBatch, make: MakeMicroBatches, places: Places, size: int, *, readout: Readout
+        self,
+        batch: RolloutBatch,
+        make: MakeMicroBatches,
+        places: Places,
+        size: int,
+        *,
+        readout: Readout,
+        some: Tensor | None = None,
     ) -> Contribution:
-        """What this replica has computed ahead, and what it computes now."""
+        """What this replica has computed ahead, whose units are of the same rows, and what it computes now."""
         sources = self.grid.layout.contributing_ranks
         if not self.grid.inside:
             return Contribution.nothing(size, sources)
-        ahead = self.ahead if self.ahead is not None and self.ahead.is_of(batch) else None
-        shares = [self._own_rows(batch)] if ahead is None else ahead.left(self.grid.dp_rank)
+        ahead = self.ahead if self.ahead is not None and self.ahead.is_of(batch, some) else None
+        shares = [self._own_rows(batch, some)] if ahead is None else ahead.left(self.grid.dp_rank)
         micro_batches = self._micro_batches(batch, shares, make)
         results = pipeline.forward(self.chunks, self.grid, micro_batches, readout)
         where, values = [], []

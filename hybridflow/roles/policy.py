@@ -48,10 +48,13 @@ class Actor(TrainedRole):
         super().__init__(placed, world=world, bucket_bytes=world.bucket_bytes)
         self.temperature = temperature
 
-    def log_probs(self, batch: RolloutBatch) -> Contribution:
-        """Of (T,): log-probs of the response tokens, at the sampling temperature."""
+    def log_probs(self, batch: RolloutBatch, some: Tensor | None = None) -> Contribution:
+        """Of (T,): log-probs of the response tokens, at the sampling temperature.
+
+        some: (n,) int64, of these rows alone; the others' are zero.
+        """
         with self._watch.phase("log_probs"):
-            return self._token_results(batch, _log_probs(self, batch))
+            return self._token_results(batch, _log_probs(self, batch), some)
 
     def update(self, batch: RolloutBatch, objective: PolicyObjective) -> Step:
         """One optimizer step on a mini-batch."""

@@ -19,6 +19,8 @@ from hybridflow.planning.timing import (
     predict,
     reshard_cost,
     save_cost,
+    scored_rows,
+    scoring_cost,
     work_of,
 )
 from hybridflow.reshard.plan import plan_reshard
@@ -100,7 +102,24 @@ def test_what_the_algorithm_does_not_ask_for_takes_no_time() -> None:
     assert "reference" in found.phases
     groups = ("critic=null", "reference=null", "sampling.samples_per_prompt=2")
     found = predict(placed(1, *groups, "algorithm={name: grpo, kl: {use: none}}"), profile())
-    assert set(found.phases) == {"reshard", "generate", "reward", "log_probs", "actor_update"}
+    assert set(found.phases) == {"reshard", "generate", "reward", "actor_update"}  # the only step tells log-probs
+
+
+@pytest.mark.parametrize("whole_prompts", [False, True])
+def test_log_probs_that_come_with_the_first_step_take_no_time(whole_prompts: bool) -> None:
+    """Of 16 rows, the first 4: the others are scored, as pairs that share a prompt or as 1.5 rows of each, so two."""
+    update = f"update: {{mini_batch_size: 4, whole_prompts: {str(whole_prompts).lower()}}}"
+    groups = ("critic=null", "reference=null", "sampling.samples_per_prompt=2")
+    run = run_of(1, *groups, f"algorithm={{name: grpo, kl: {{use: none}}, {update}}}")
+    work = work_of(run, profile())
+    rows = scored_rows("actor", run.config, work)
+    assert (work.sequences, rows.number, rows.samples) == (16, 12, 2)
+    assert scored_rows("reward.models.0", run.config, work).number == 16
+    found = predict(run, profile()).phases["log_probs"]
+    cost = scoring_cost(run.models["actor"], run.config, work, Device(profile()))
+    assert found == pytest.approx(cost.seconds)
+    all_rows = run_of(1, *groups[::2], f"algorithm={{name: rloo, {update}}}")  # its KL is taken off the score
+    assert found < predict(all_rows, profile()).phases["log_probs"]
 
 
 def test_the_reshard_moves_what_the_plan_counts_over_the_link_between() -> None:

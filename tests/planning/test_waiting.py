@@ -33,6 +33,7 @@ GROUPS = ("sampling.samples_per_prompt=2", "critic=null", *TP1[:1])
         (ALL[:1] + ALL[2:], (*TP1, "algorithm.policy.old_log_probs=engine")),
         (ALL[:3], (*TP1, "reference.tensor_parallel_size=4")),  # over several engine replicas
         (ALL[:2], (*GROUPS, "reference=null", "algorithm={name: grpo, kl: {use: none}, update: {mini_batch_size: 4}}")),
+        (ALL[:1], (*GROUPS, "reference=null", "algorithm={name: grpo, kl: {use: none}}")),  # the only step tells them
         (
             ALL[:1],  # the others are asked of the groups that are kept
             (

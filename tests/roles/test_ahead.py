@@ -54,3 +54,16 @@ def test_what_nobody_has_run_is_balanced_by_its_tokens() -> None:
     assert (ahead.left(0), ahead.left(1)) == ([[1]], [[4]])
     ahead.settle(batch, [1, 0, 0, 1], 2, tokens)
     assert ahead.left(0) == ahead.left(1) == []
+
+
+def test_units_without_some_rows_keep_their_numbers() -> None:
+    """Rows 3 and 1 are not asked for: unit 1 is empty, and nobody has anything to run for it."""
+    units = Units(rows=((0, 3), (1,), (2,), (4,)), replicas=(0, 0, 1, 1)).without([3, 1])
+    assert units == Units(rows=((0,), (), (2,), (4,)), replicas=(0, 0, 1, 1))
+    ahead, batch = Ahead(units), rollout([4, 3, 6, 1, 2])
+    tokens = tokens_of_units(batch, units)
+    assert tokens == [4, 0, 6, 2]
+    ahead.settle(batch, [NOBODY, NOBODY, NOBODY, NOBODY], 2, tokens)
+    assert sorted(row for share in (ahead.left(0), ahead.left(1)) for rows in share for row in rows) == [0, 2, 4]
+    assert ahead.is_of(batch, torch.tensor([4, 0, 2]))
+    assert not ahead.is_of(batch) and not ahead.is_of(batch, torch.tensor([0, 1, 2]))
