@@ -97,6 +97,7 @@ class Generator:
             kv_cache_bytes=self._placed.kv_cache.of_stage(
                 self._placed.stages, self.layout.coordinates(self._platform.rank).pp, free=free
             ),
+            block_tokens=self._placed.kv_cache.block_tokens,
             platform=self._platform,
         )
 

@@ -44,7 +44,7 @@ CONFIG: dict[str, Any] = {
     "reward": {"models": [{"model": "reward"}]},
     "algorithm": {"update": {"mini_batch_size": 8}},
 }
-BLOCK = 128 * 2 * 2 * 2 * 4 * 2  # of the KV cache: tokens x (keys, values) x layers x heads x head_dim x bytes
+BLOCK = 32 * 2 * 2 * 2 * 4 * 2  # of the KV cache: tokens x (keys, values) x layers x heads x head_dim x bytes
 ROLES = ("actor", "critic", "reference", "reward.models.0")
 TP2_PP2 = ("actor.tensor_parallel_size=2", "actor.pipeline_parallel_size=2", "rollout.tensor_parallel_size=1")
 

@@ -104,24 +104,30 @@ static void NAME(paged_few)(const Paged *x, i64 sequence, i64 kv, float *scratch
     for (i64 first = 0; first < tokens * group; first += FEW) {
         const i64 rows = least(FEW, tokens * group - first), seen = before + (first + rows - 1) / group + 1;
         const int stay = 2 * seen * dims * (i64)sizeof(T) <= NEAR;  // what is fetched now is there when it is needed
+        const int small = size * dims * (i64)sizeof(T) <= 2 * FAR;  // blocks, of which the next is fetched
         for (i64 r = 0; r < rows; r++)
             NAME(take)((const T *)x->query + (start + (first + r) / group) * x->query_token +
                            (kv * group + (first + r) % group) * x->query_head,
                        0, 1, 1, dims, x->scale, queries + r * dims, dims);
         for (i64 at = 0; at < seen; at += size) {
             const T *keys = NAME(keys_of)(x, sequence, at, kv);
+            const T *next = at + size < seen ? NAME(keys_of)(x, sequence, at + size, kv)
+                                             : NAME(keys_of)(x, sequence, 0, kv) + size * dims;
+            const i64 ahead = stay ? size * dims : small ? next - keys : FAR / (i64)sizeof(T);
             i64 r = 0;
             for (int i = 0; i < 4; i++)
                 for (; r + of[i].rows <= rows; r += of[i].rows)
                     of[i].scores(queries + r * dims, keys, dims, least(size, seen - at), scores + r * row + at, row,
-                                 stay ? size * dims : FAR / (i64)sizeof(T));
+                                 ahead);
         }
         for (i64 r = 0; r < rows; r++)
             factors[r] = softmax_of_row(scores + r * row, before + (first + r) / group + 1, up(seen, LANES));
         for (i64 at = 0; at < seen; at += size) {
             const T *values = NAME(keys_of)(x, sequence, at, kv) + size * dims;
             const T *next = NAME(keys_of)(x, after, at < x->lengths[after] ? at : 0, kv_after);
-            const i64 ahead = stay ? next - values : FAR / (i64)sizeof(T);
+            if (!stay) next = at + size < seen ? NAME(keys_of)(x, sequence, at + size, kv) + size * dims
+                                               : NAME(keys_of)(x, after, 0, kv_after);
+            const i64 ahead = stay || small ? next - values : FAR / (i64)sizeof(T);
             i64 r = 0;
             for (int i = 0; i < 4; i++)
                 for (; r + of[i].rows <= rows; r += of[i].rows)

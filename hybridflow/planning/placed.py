@@ -26,7 +26,9 @@ from hybridflow.reshard.groups import check_engine_stages, engine_stages, rollou
 
 GIB = 1 << 30
 HEAD_CLASSES = {head: f"*{suffix}" for suffix, head in HEADS.items()}
-BLOCK_TOKENS = {"cpu": 128, "cuda": 16}  # of the KV cache, in vLLM 0.32.0
+# of the KV cache: a prompt that samples share is kept once in whole blocks. On a CPU the least that vLLM 0.32.0 takes,
+# whose default is 128 there; on CUDA its default
+BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class KVCacheSize:
 
     whole: int
     least: int
+    block_tokens: int  # that it is handed out in
     is_given: bool  # in the config; else the batch says it
 
     def of_stage(self, stages: Stages, stage: int, *, free: int | None = None) -> int:
@@ -273,7 +276,7 @@ def size_kv_cache(
     if config.rollout.kv_cache_gib is None:
         prompts = ceil(config.data.prompts_per_iteration / len(rollout.replicas))
         sequences = min(prompts * max(config.sampling.samples.values), config.rollout.max_num_seqs)
-        return KVCacheSize((sequences * blocks_of_one + own_blocks) * block_bytes, needed, is_given=False)
+        return KVCacheSize((sequences * blocks_of_one + own_blocks) * block_bytes, needed, block_tokens, is_given=False)
     given = int(config.rollout.kv_cache_gib * GIB)
     if given < needed:
         raise ConfigError(
@@ -283,7 +286,7 @@ def size_kv_cache(
             f"{num_heads} key/value heads x head_dim {spec.head_dim} x {itemsize} bytes = {needed:,} bytes on an "
             f"engine rank; the least that fits is {gib_of(needed)}"
         )
-    return KVCacheSize(given, needed, is_given=True)
+    return KVCacheSize(given, needed, block_tokens, is_given=True)
 
 
 def gib_of(num_bytes: int) -> str:

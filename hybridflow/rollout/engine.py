@@ -65,6 +65,8 @@ class RolloutEngine:
     same `stages`). All ranks of a replica are given the same requests, and each gets every token and log-prob: the last
     pipeline stage hands its logits to the others, and all draw alike from the requests' seeds. A second engine may be
     built when the first is closed.
+
+    block_tokens: of the KV cache on a CPU; on CUDA the backend of attention says it.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class RolloutEngine:
         sampling: SamplingConfig,
         config: RolloutConfig,
         kv_cache_bytes: int,
+        block_tokens: int,
         platform: Platform,
     ) -> None:
         prepare_vllm()
@@ -112,7 +115,7 @@ class RolloutEngine:
                 enable_prefix_caching=config.enable_prefix_caching,
                 enforce_eager=config.enforce_eager or not platform.has_cuda,
                 enable_sleep_mode=self._sleeps and platform.has_cuda,  # refused on a CPU
-                **(BESIDE_A_TRAINER if platform.has_cuda else {}),
+                **(BESIDE_A_TRAINER if platform.has_cuda else {"block_size": block_tokens}),
                 logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
                 generation_config="vllm",  # sampling is what the experiment's config says, nothing else
                 seed=0,

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from hybridflow.native import library, paged
 from hybridflow.parallel.platform import prepare_cpu
+from hybridflow.planning.placed import BLOCK_TOKENS
 from hybridflow.rollout.patches import prepare_vllm
 from tests.bench.shared_prompt import cpu
 
-LAYERS, BLOCK, SCALE = 5, 128, 0.1
+LAYERS, BLOCK, SCALE = 5, BLOCK_TOKENS["cpu"], 0.1
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Seconds and tokens/s of each phase of one PPO iteration, beside what the machine's matrix products would allow.
+"""Seconds and tokens/s of each phase of one iteration, beside what the machine's matrix products would allow.
 
     torchrun --nproc-per-node 2 -m tests.bench.iteration [--size small medium] [--dtype float32 bfloat16] [--profile]
 
@@ -10,6 +10,10 @@ matrix-product rate is measured in the same run, on all ranks at once, just befo
 
 Responses of 4 to 256 tokens, 40 on average: what it takes where replicas that are done score meanwhile, and where they
 wait. The same iteration again and again, the ways in turn.
+
+    torchrun --nproc-per-node 2 -m tests.bench.iteration --prompts 8 --samples 8 [--whole-prompts] [--profile]
+
+GRPO in place of PPO: so many responses to each prompt, scored by a function, a KL in the loss.
 
 With --profile further iterations follow, with and without the profiler by turns, and a table says where their seconds
 go: of each phase what is products, attention and so on, the mean of all ranks.
@@ -72,10 +76,16 @@ class Shape:
     response_length: int
     mini_batches: int
     mean_length: int | None = None  # of responses that end by chance; None: all have the full length
+    samples: int = 1  # of a prompt; several: GRPO
+    whole_prompts: bool = False  # mini-batches have all responses of their prompts
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.samples
 
     @property
     def tokens(self) -> int:
-        return self.prompts * (self.prompt_length + self.response_length)
+        return self.sequences * (self.prompt_length + self.response_length)
 
 
 def main() -> None:
@@ -86,6 +96,8 @@ def main() -> None:
         options.response_length,
         options.mini_batches,
         options.mean_response_length,
+        options.samples,
+        options.whole_prompts,
     )
     with inputs(options.size, shape) as directory:
         for size in options.size:
@@ -127,6 +139,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size of every role and of the engine")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages of every role; the rest is data-parallel")
     parser.add_argument("--mean-response-length", type=int, help="responses end by chance, after 4 tokens at least")
+    parser.add_argument("--samples", type=int, default=1, help="responses to a prompt; several: GRPO in place of PPO")
+    parser.add_argument("--whole-prompts", action="store_true", help="mini-batches have all responses of their prompts")
     parser.add_argument("--waiting", action="store_true", help="compare with replicas that score meanwhile")
     parser.add_argument("--profile", action="store_true", help="say where the seconds go; on CPUs alone")
     return parser.parse_args()
@@ -138,10 +152,12 @@ def bench(size: str, dtype: str, shape: Shape, options: argparse.Namespace, dire
     seconds = []
     for iteration in range(1, options.iterations + 2):
         done = trainer.iterate(iteration, 10**6, Recorder())
-        seconds.append({name: float(done.metrics[f"time/{name}_seconds"]) for name in PHASES})
+        known = {name: done.metrics.get(f"time/{name}_seconds") for name in PHASES}
+        seconds.append({name: float(value) for name, value in known.items() if value is not None})
     medians = {name: statistics.median(run[name] for run in seconds[1:]) for name in seconds[0]}
     if trainer.platform.rank == 0:
-        report(size, dtype, shape, trainer.roles.actor.spec, medians, rate)
+        show = report_groups if shape.samples > 1 else report
+        show(size, dtype, shape, trainer.roles.actor.spec, medians, rate)
     if options.profile:
         profile_iterations(trainer, options.iterations, f"{size}, {dtype}")
 
@@ -249,15 +265,33 @@ def config(directory: Path, dtype: str, shape: Shape, tp: int, pp: int) -> Exper
                 "prompts_per_iteration": shape.prompts,
                 "max_prompt_length": shape.prompt_length,
             },
-            "sampling": {"max_response_length": shape.response_length, **ends(shape)},
+            "sampling": {
+                "samples_per_prompt": shape.samples,
+                "max_response_length": shape.response_length,
+                **ends(shape),
+            },
             "actor": role("policy", optimizer={"lr": 1e-6}),
-            "critic": role("reward", optimizer={"lr": 1e-6}),
             "reference": role("policy"),
-            "reward": {"models": [role("reward")]},
             "rollout": {"kv_cache_gib": 0.5},
-            "algorithm": {"update": {"mini_batch_size": shape.prompts // shape.mini_batches}},
+            **(grouped(shape) if shape.samples > 1 else with_critic(shape, role("reward"))),
         }
     )
+
+
+def with_critic(shape: Shape, reward: dict) -> dict:
+    return {
+        "critic": reward | {"optimizer": {"lr": 1e-6}},
+        "reward": {"models": [reward]},
+        "algorithm": {"name": "ppo", "update": {"mini_batch_size": shape.sequences // shape.mini_batches}},
+    }
+
+
+def grouped(shape: Shape) -> dict:
+    update = {"mini_batch_size": shape.sequences // shape.mini_batches, "whole_prompts": shape.whole_prompts}
+    return {
+        "reward": {"functions": [{"function": "tests.bench.peer_programs.scores:by_length"}]},
+        "algorithm": {"name": "grpo", "kl": {"coef": 0.05}, "update": update},
+    }
 
 
 def ends(shape: Shape) -> dict:
@@ -294,6 +328,20 @@ def forward_flops(spec: ModelSpec, tokens: int, length: int) -> float:
     layers = num_parameters(spec, spec.head) - embeddings
     attention = 4 * spec.num_layers * spec.num_heads * spec.head_dim * length / 2
     return tokens * (2 * layers + attention)
+
+
+def report_groups(size: str, dtype: str, shape: Shape, spec: ModelSpec, seconds: dict[str, float], rate: float) -> None:
+    """Prompts are run once for several responses, as far as they meet: there is no share of the rate to tell."""
+    millions = num_parameters(spec, spec.head) / 1e6
+    table = Table(title=f"{size} ({millions:.1f} M parameters), {dtype}, matrix products {rate / 1e12:.2f} TFLOP/s")
+    for column in ("phase", "seconds", "tokens/s"):
+        table.add_column(column, justify="left" if column == "phase" else "right")
+    for name, value in seconds.items():
+        tokens = shape.sequences * shape.response_length if name == "generate" else shape.tokens
+        table.add_row(name, f"{value:.3f}", f"{tokens / value:.0f}")
+    together = "of whole prompts" if shape.whole_prompts else "of any rows"
+    table.caption = f"GRPO, {shape.prompts} x {shape.samples} responses, mini-batches {together}"
+    Console(width=100).print(table)
 
 
 def report(size: str, dtype: str, shape: Shape, spec: ModelSpec, seconds: dict[str, float], rate: float) -> None:

@@ -103,6 +103,7 @@ def differs_from_export(trainer: RLTrainer, directory: Path) -> list[str]:
                 kv_cache_bytes=placed.kv_cache.of_stage(
                     placed.stages, placed.rollout.coordinates(trainer.platform.rank).pp
                 ),
+                block_tokens=placed.kv_cache.block_tokens,
                 platform=trainer.platform,
             )
     found = _responses(trainer)

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hybridflow.config import RolloutConfig, SamplingConfig
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.layout import RolloutLayout, Stages
+from hybridflow.planning.placed import BLOCK_TOKENS
 from hybridflow.rollout import decoder, sampling
 from hybridflow.rollout.engine import Request, Response, RolloutEngine
 from hybridflow.rollout.patches import join_groups
@@ -28,7 +29,7 @@ from tests.distributed.engine_weights import EngineShards, single_steps, vllms_o
 NUM_RANKS = 4
 NUM_LAYERS = 3
 NUM_PROMPTS = 4
-PROMPT_LENGTHS = (9, 120, 33, 124, 5, 140, 121)  # replica i has four from the i-th on; a block holds 128 tokens
+PROMPT_LENGTHS = (9, 120, 33, 124, 5, 140, 121)  # replica i has four from the i-th on; a block holds 32 tokens
 MAX_LENGTH = 256
 WHOLE: Stages = ((0, 1, 2),)
 EARLY: Stages = ((0,), (1, 2))  # vLLM by itself would cut the other way
@@ -80,9 +81,9 @@ CASES = {
     "pp2 next": Case("qwen2", 1, 2, ((0, 1), (2, 3)), EARLY),
     "tp2 pp2": Case("llama", 2, 2, ((0, 1, 2, 3),), LATE),
     "tp2 pp2 at intervals": Case("qwen2", 2, 2, ((0, 2, 1, 3),), EARLY),
-    # five blocks, one of them vLLM's own: enough to start on four prompts, not to end on them
-    "pp2 full cache": Case("llama", 1, 2, ((0, 2), (1, 3)), EARLY, kv_cache_gib=5 * 2 * 2**17 / 2**30),
-    "full cache": Case("llama", 1, 1, ((0,), (1,), (2,), (3,)), kv_cache_gib=5 * 3 * 2**17 / 2**30),
+    # 13 blocks, one of them vLLM's own: enough to start on four prompts, not to end on them
+    "pp2 full cache": Case("llama", 1, 2, ((0, 2), (1, 3)), EARLY, kv_cache_gib=13 * 2 * 2**15 / 2**30),
+    "full cache": Case("llama", 1, 1, ((0,), (1,), (2,), (3,)), kv_cache_gib=13 * 3 * 2**15 / 2**30),
     "last two ranks": Case("llama", 2, 1, ((2, 3),)),
     "odd ranks": Case("qwen2", 2, 1, ((1, 3),)),
     "one rank": Case("llama", 1, 1, ((2,),)),
@@ -123,6 +124,7 @@ def build(case: Case, checkpoints: Path, platform: platforms.Platform, sleep_lev
         sampling=SAMPLING,
         config=CONFIG.model_copy(update={"sleep_level": sleep_level}),
         kv_cache_bytes=int(case.kv_cache_gib * 2**30) * len(case.stages[at.pp]) // max(map(len, case.stages)),
+        block_tokens=BLOCK_TOKENS["cpu"],
         platform=platform,
     )
 
@@ -229,7 +231,8 @@ def beside_single_steps(engine: RolloutEngine, case: Case, replica: int) -> dict
 
 
 def _counted(engine: RolloutEngine, requests: list[Request], params: list) -> tuple[list[tuple[int, Response]], int]:
-    """The responses as they finish, and the engine's steps."""
+    """The responses as they finish, and the engine's steps, from an empty cache."""
+    engine.reset_prefix_cache()
     steps: list[None] = []
     return list(engine.stream(requests, params, stepped=lambda: steps.append(None))), len(steps)
 

@@ -141,7 +141,7 @@ def test_ranks_of_a_replica_have_as_many_blocks(ranks, name):
 
 def test_the_full_cache_is_small(ranks):
     """Else that case would show nothing that the others do not."""
-    assert all(record["blocks"] == 5 for record in records(ranks, "pp2 full cache").values())
+    assert all(record["blocks"] == 13 for record in records(ranks, "pp2 full cache").values())
 
 
 @pytest.mark.parametrize("name", CASES)

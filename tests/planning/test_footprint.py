@@ -206,7 +206,7 @@ def test_optimizer_bytes_by_hand(optimizer: dict, dtype: str, dp: int, expected:
 
 def test_engine_stages_share_the_cache_by_their_layers() -> None:
     stages = ((0, 1, 2, 3), (4, 5))
-    assert [KVCacheSize(1 << 30, 1, True).of_stage(stages, stage) for stage in range(2)] == [1 << 30, 1 << 29]
+    assert [KVCacheSize(1 << 30, 1, 16, True).of_stage(stages, stage) for stage in range(2)] == [1 << 30, 1 << 29]
 
 
 def test_models_of_a_rank_take_turns_to_compute() -> None:

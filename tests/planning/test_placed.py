@@ -244,13 +244,13 @@ def gib(num_bytes: int) -> str:
 @pytest.mark.parametrize(
     ("keys", "cuda", "least"),
     [
-        (TP1, False, 2 * 128 * TOKEN),
+        (TP1, False, 2 * 32 * TOKEN),
         (TP1, True, 3 * 16 * TOKEN),
         (("sampling.max_response_length=21",), True, 4 * 16 * TOKEN // 2),  # 33 tokens; two heads a rank
-        (("actor.tensor_parallel_size=4",), False, 2 * 128 * TOKEN // 4),
-        ((*TP1, "rollout.pipeline_parallel_size=2"), False, 2 * 128 * TOKEN // 2),
-        ((*TP1, "rollout.pipeline_parallel_size=4"), False, 2 * 128 * TOKEN // 3),  # stages of 2, 2, 1, 1 layers
-        ((*TP1, "actor.dtype=bfloat16"), False, 2 * 128 * TOKEN // 2),
+        (("actor.tensor_parallel_size=4",), False, 2 * 32 * TOKEN // 4),
+        ((*TP1, "rollout.pipeline_parallel_size=2"), False, 2 * 32 * TOKEN // 2),
+        ((*TP1, "rollout.pipeline_parallel_size=4"), False, 2 * 32 * TOKEN // 3),  # stages of 2, 2, 1, 1 layers
+        ((*TP1, "actor.dtype=bfloat16"), False, 2 * 32 * TOKEN // 2),
     ],
 )
 def test_a_cache_that_just_holds_one_sequence(inputs, tmp_path, keys, cuda, least):
@@ -260,26 +260,26 @@ def test_a_cache_that_just_holds_one_sequence(inputs, tmp_path, keys, cuda, leas
 
 
 def test_a_cache_too_small_for_one_sequence(inputs, tmp_path):
-    message = problem(inputs, tmp_path, *TP1, "rollout.kv_cache_gib=0.001")
+    message = problem(inputs, tmp_path, *TP1, "rollout.kv_cache_gib=0.0002")
     assert message == (
-        "rollout.kv_cache_gib = 0.001 (1,073,741 bytes) cannot hold one sequence of data.max_prompt_length + "
-        "sampling.max_response_length = 20 tokens: 2 blocks (1 of them vLLM's own) of 128 tokens x 2 (keys and values) "
-        "x 6 layers x 4 key/value heads x head_dim 32 x 4 bytes = 1,572,864 bytes on an engine rank; the least that "
-        "fits is 0.001465"
+        "rollout.kv_cache_gib = 0.0002 (214,748 bytes) cannot hold one sequence of data.max_prompt_length + "
+        "sampling.max_response_length = 20 tokens: 2 blocks (1 of them vLLM's own) of 32 tokens x 2 (keys and values) "
+        "x 6 layers x 4 key/value heads x head_dim 32 x 4 bytes = 393,216 bytes on an engine rank; the least that "
+        "fits is 0.0003663"
     )
-    load(inputs, tmp_path, *TP1, "rollout.kv_cache_gib=0.001465")
+    load(inputs, tmp_path, *TP1, "rollout.kv_cache_gib=0.0003663")
 
 
 # 4 prompts on two replicas of tp 2, one sample each, of 20 tokens: 2 sequences of one block, or of two, and vLLM's own
 @pytest.mark.parametrize(
     ("keys", "cuda", "whole"),
     [
-        ((), False, 3 * 128 * TOKEN // 2),
+        ((), False, 3 * 32 * TOKEN // 2),
         ((), True, 5 * 16 * TOKEN // 2),
-        (("sampling.samples_per_prompt=3",), False, 7 * 128 * TOKEN // 2),
-        (("sampling.samples_per_prompt=3", "rollout.max_num_seqs=5"), False, 6 * 128 * TOKEN // 2),
-        (("actor.tensor_parallel_size=4",), False, 5 * 128 * TOKEN // 4),
-        (("sampling.by_prompt_length=[{up_to: 4, samples_per_prompt: 3}]",), False, 7 * 128 * TOKEN // 2),
+        (("sampling.samples_per_prompt=3",), False, 7 * 32 * TOKEN // 2),
+        (("sampling.samples_per_prompt=3", "rollout.max_num_seqs=5"), False, 6 * 32 * TOKEN // 2),
+        (("actor.tensor_parallel_size=4",), False, 5 * 32 * TOKEN // 4),
+        (("sampling.by_prompt_length=[{up_to: 4, samples_per_prompt: 3}]",), False, 7 * 32 * TOKEN // 2),
     ],
 )
 def test_by_default_the_cache_holds_the_batch(inputs, tmp_path, keys, cuda, whole):
@@ -290,25 +290,25 @@ def test_by_default_the_cache_holds_the_batch(inputs, tmp_path, keys, cuda, whol
 
 def test_without_memory_for_one_sequence_that_is_said(inputs, tmp_path):
     run = load(inputs, tmp_path, *TP1, "rollout.kv_cache_gib=null")
-    with pytest.raises(ConfigError, match=r"half of the 3,145,727 bytes .* which takes 1,572,864: hybridflow.plan"):
-        run.kv_cache.of_stage(run.stages, 0, free=4 * 128 * TOKEN - 1)
-    given = load(inputs, tmp_path, *TP1, gib(2 * 128 * TOKEN))
-    assert given.kv_cache.of_stage(given.stages, 0, free=0) == 2 * 128 * TOKEN, "what is given is taken as it is"
+    with pytest.raises(ConfigError, match=r"half of the 786,431 bytes .* which takes 393,216: hybridflow.plan"):
+        run.kv_cache.of_stage(run.stages, 0, free=4 * 32 * TOKEN - 1)
+    given = load(inputs, tmp_path, *TP1, gib(2 * 32 * TOKEN))
+    assert given.kv_cache.of_stage(given.stages, 0, free=0) == 2 * 32 * TOKEN, "what is given is taken as it is"
 
 
 def test_ranks_that_share_a_key_value_head_hold_it_each(inputs, tmp_path):
     policy = shutil.copytree(inputs / "policy", tmp_path / "policy")
     describe(policy, num_key_value_heads=2)
     keys = (f"actor.model={policy}", "actor.tensor_parallel_size=4")
-    message = problem(inputs, tmp_path, *keys, gib(2 * 128 * TOKEN // 4 - 1))
-    assert "x 1 key/value heads x" in message and f" = {2 * 128 * TOKEN // 4:,} bytes" in message
+    message = problem(inputs, tmp_path, *keys, gib(2 * 32 * TOKEN // 4 - 1))
+    assert "x 1 key/value heads x" in message and f" = {2 * 32 * TOKEN // 4:,} bytes" in message
 
 
 def test_vllm_has_one_more_block_where_attention_has_a_window(inputs, tmp_path):
     policy = shutil.copytree(inputs / "policy", tmp_path / "policy")
     describe(policy, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=24)
-    message = problem(inputs, tmp_path, *TP1, f"actor.model={policy}", gib(3 * 128 * TOKEN - 1))
-    assert "3 blocks (2 of them vLLM's own) of 128 tokens" in message
+    message = problem(inputs, tmp_path, *TP1, f"actor.model={policy}", gib(3 * 32 * TOKEN - 1))
+    assert "3 blocks (2 of them vLLM's own) of 32 tokens" in message
 
 
 # ------------------------------------------------------------------------------------------------ the output directory
