@@ -114,7 +114,7 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         assert isinstance(packed_seq_params, PackedSequences) and attention_bias is None
-        query, key, value = (x[:, 0] for x in (query, key, value))
+        query, key, value = (x.squeeze(1) for x in (query, key, value))
         if packed_seq_params.cos is not None:
             rotary = packed_seq_params.cos, packed_seq_params.sin, self._pairs
             query, key = Rotate.apply(query, *rotary), Rotate.apply(key, *rotary)

@@ -69,8 +69,8 @@ OURS = Program(
     ours,
     2,
     "sequences packed without padding, the prompt of a group once; mini-batches of whole groups; the engine has the "
-    "actor's own weights, and a prefix cache; old log-probs take a forward pass; what replicas that are done score "
-    "while others generate counts as rollout; "
+    "actor's own weights, and a prefix cache; old log-probs take a forward pass, those of GRPO's first mini-batch come "
+    "with its update; what replicas that are done score while others generate counts as rollout; "
     "bf16: weights and activations are bf16, the optimizer's weights float32",
     is_ours=True,
 )
@@ -171,7 +171,7 @@ def our_config(job: Job) -> dict[str, object]:
         "algorithm": {
             "name": work.algorithm,
             "kl": {"coef": KL_COEF},
-            "update": {"mini_batch_size": work.mini_batch},
+            "update": {"mini_batch_size": work.mini_batch, "whole_prompts": not ppo},
         },
         "checkpoint": {"load": "none"},
         "metrics": {"tensorboard": False, "num_samples": 0},
