@@ -4,11 +4,11 @@ Ratios are to the policy before the updates, and that policy is the one that the
 pass made for the old log-probs of its rows would compute the same numbers twice. So they are left out of it, are NaN
 until the step has been taken, so that nothing reads them before, and are whole when the iteration is:
 
-    first = FirstStep(rollout, rows)                 # those of the first mini-batch
-    first.others(actor)                              # old log-probs of the other rows, for `Run.whole`
-    first.told(objective, actor)                     # takes for the old log-probs of these rows what it computes
-    first.taken()                                    # from here on batches have them
-    first.filled(batch, exchange)                    # collective
+    first = FirstStep(actor, rollout, rows)     # those of the first mini-batch
+    first.others()                              # old log-probs of the other rows, for `Run.whole`
+    first.told(objective)                       # takes for the old log-probs of these rows what it computes
+    first.taken()                               # from here on batches have them
+    first.filled(batch, exchange)               # collective
 """
 
 from collections.abc import Mapping
@@ -41,32 +41,26 @@ class ToCome:
 class FirstStep:
     """rows: (n,) int64 of the rollout, those of the first mini-batch in its order. Building it computes nothing."""
 
-    def __init__(self, rollout: RolloutBatch, rows: Tensor) -> None:
-        self._size, self._rows = len(rollout.input_ids), rows
-        self._others = _all_but(rows, len(rollout))
-        self._rollout = rollout
+    def __init__(self, actor: Actor, rollout: RolloutBatch, rows: Tensor) -> None:
+        self._actor, self._rollout, self._others = actor, rollout, _all_but(rows, len(rollout))
         tokens = token_index(rollout.lengths, rows)  # of the mini-batch, by their places in the rollout
         self._tokens, self._places = tokens, tokens[rollout.response_mask[tokens]]
         self._computed: list[tuple[Tensor, Tensor]] = []  # places in the mini-batch, log-probs
         self._is_taken = False
         self._whole: Tensor | None = None
 
-    def others(self, actor: Actor) -> ToCome:
-        sources = actor.grid.layout.contributing_ranks
-        others = Contribution.nothing(self._size, sources)
-        if len(self._others):
-            others = actor.log_probs(self._rollout, self._others)
-        self._sources = sources
-        return ToCome(others, self._places)
+    def others(self) -> ToCome:
+        some = self._actor.log_probs(self._rollout, self._others) if len(self._others) else self._nothing()
+        return ToCome(some, self._places)
 
-    def told(self, objective: PolicyObjective, actor: Actor) -> PolicyObjective:
+    def told(self, objective: PolicyObjective) -> PolicyObjective:
         """The same objective; until the step is taken, the log-probs that it is given are the old ones."""
 
         def loss(log_probs: Tensor, entropy: Tensor, tokens: Tokens) -> tuple[Tensor, Mapping[str, Tensor]]:
             if self._is_taken:
                 return objective.loss(log_probs, entropy, tokens)
             old = log_probs.detach()
-            if actor.grid.contributes:
+            if self._actor.grid.contributes:
                 self._computed.append((tokens.where, old))
             return objective.loss(log_probs, entropy, tokens.with_given(log_probs=old))
 
@@ -78,7 +72,7 @@ class FirstStep:
     def filled(self, batch: Batch, exchange: Exchange) -> Batch:
         """`batch`, of the rollout's rows, with all its old log-probs. Collective the first time."""
         if self._whole is None:
-            own = Contribution.nothing(self._size, self._sources)
+            own = self._nothing()
             if self._computed:
                 where = self._tokens[torch.cat([where for where, _ in self._computed])]
                 own = replace(own, where=where, values=torch.cat([values.float() for _, values in self._computed]))
@@ -87,6 +81,9 @@ class FirstStep:
         found = vars(batch)["log_probs"].clone()
         found[self._places] = self._whole[self._places]
         return replace(batch, **{"log_probs": found})
+
+    def _nothing(self) -> Contribution:
+        return Contribution.nothing(len(self._rollout.input_ids), self._actor.grid.layout.contributing_ranks)
 
 
 def _all_but(rows: Tensor, number: int) -> Tensor:

@@ -158,7 +158,7 @@ class Run:
     def policy_loss(self, config: PolicyLoss) -> PolicyObjective:
         """What the actor minimises, with the KL and the lengths of this run."""
         objective = policy_loss(config, self.kl, max_response_length=self._config.sampling.max_response_length)
-        return objective if self._first_step is None else self._first_step.told(objective, self.actor)
+        return objective if self._first_step is None else self._first_step.told(objective)
 
     @overload
     def generate(self, how: Sampled | Greedy = Sampled()) -> RolloutBatch: ...
@@ -197,8 +197,8 @@ class Run:
             return rollout.rollout_log_probs
         if not self._first_step_tells():
             return self.actor.log_probs(rollout)
-        self._first_step = FirstStep(rollout, self._first_rows(rollout.prompt_indices))
-        return self._first_step.others(self.actor)
+        self._first_step = FirstStep(self.actor, rollout, self._first_rows(rollout.prompt_indices))
+        return self._first_step.others()
 
     def ref_log_probs(self, rollout: RolloutBatch) -> dict[str, Contribution]:
         """Those of the reference under the name ref_log_probs; nothing where there is no KL."""
@@ -389,8 +389,7 @@ class Run:
 
     def _first_rows(self, prompt_indices: Tensor) -> Tensor:
         """Those of the first mini-batch of a batch whose rows answer these prompts."""
-        update = self._config.algorithm.update
-        return self._mini_batch_rows(prompt_indices, update, epoch=0)[0]
+        return self._mini_batch_rows(prompt_indices, self._config.algorithm.update, epoch=0)[0]
 
     def _told_later(self, samples: Sequence[int]) -> list[int]:
         """Rows of the rollout with so many responses to each prompt, whose old log-probs come with the first step."""

@@ -245,9 +245,9 @@ class TrainedModel:
 def fuse_adam(optimizer: torch.optim.Optimizer | None) -> None:
     """Let torch's Adam update in one kernel; megatron takes it where there is neither Transformer Engine's nor apex's.
 
-    Otherwise it makes temporaries as large as all it updates on a GPU, and takes seven times as long on a CPU. megatron
-    0.16.1 has no setting for that; torch reads it from the group at each step, and keeps the count of steps on the
-    device.
+    Otherwise it makes temporaries as large as all it updates on a GPU, and passes over all of it again and again on a
+    CPU. megatron 0.16.1 has no setting for that; torch reads it from the group at each step, and keeps the count of
+    steps on the device.
     """
     if isinstance(optimizer, torch.optim.Adam):
         assert not optimizer.state, "the steps were counted elsewhere"

@@ -19,10 +19,9 @@ def first_step_tells(algorithm: Algorithm, iteration: int) -> bool:
 
 def rows_told(config: ExperimentConfig) -> int:
     """Rows of an iteration after any warm-up whose old log-probs come with its first step."""
-    algorithm, warmup = config.algorithm, 0
-    if isinstance(algorithm, PPO):
-        warmup = algorithm.critic_warmup_iterations
-    if isinstance(algorithm, Custom) or not first_step_tells(algorithm, warmup + 1):
+    algorithm = config.algorithm
+    warmup = algorithm.critic_warmup_iterations if isinstance(algorithm, PPO) else 0
+    if not first_step_tells(algorithm, warmup + 1):
         return 0
     rows = _rows(config)
     return min(algorithm.update.mini_batch_size or rows, rows)
@@ -30,8 +29,7 @@ def rows_told(config: ExperimentConfig) -> int:
 
 def asks_for_log_probs(config: ExperimentConfig) -> bool:
     """Whether the actor makes a forward pass for old log-probs in an iteration after any warm-up."""
-    policy = getattr(config.algorithm, "policy", None)
-    return (policy is None or policy.old_log_probs == "trainer") and rows_told(config) < _rows(config)
+    return config.algorithm.policy.old_log_probs == "trainer" and rows_told(config) < _rows(config)
 
 
 def _rows(config: ExperimentConfig) -> int:

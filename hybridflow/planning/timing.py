@@ -180,7 +180,7 @@ def training_cost(model: PlacedModel, config: AnyConfig, work: Work, device: Dev
 def scored_rows(name: str, config: AnyConfig, work: Work) -> Rows:
     """Of an iteration, by the model's config key. The actor's without those whose log-probs come with an update."""
     rows = Rows(work.sequences, work.prompt, work.mean, work.samples, whole=name.startswith("reward"))
-    if name != "actor" or not isinstance(config, ExperimentConfig) or not rows_told(config):
+    if name != "actor" or not isinstance(config, ExperimentConfig):
         return rows
     number = work.sequences - min(rows_told(config), work.sequences)
     if config.algorithm.update.whole_prompts:

@@ -330,12 +330,17 @@ def forward_flops(spec: ModelSpec, tokens: int, length: int) -> float:
     return tokens * (2 * layers + attention)
 
 
-def report_groups(size: str, dtype: str, shape: Shape, spec: ModelSpec, seconds: dict[str, float], rate: float) -> None:
-    """Prompts are run once for several responses, as far as they meet: there is no share of the rate to tell."""
+def titled(size: str, dtype: str, spec: ModelSpec, rate: float, *columns: str) -> Table:
     millions = num_parameters(spec, spec.head) / 1e6
     table = Table(title=f"{size} ({millions:.1f} M parameters), {dtype}, matrix products {rate / 1e12:.2f} TFLOP/s")
-    for column in ("phase", "seconds", "tokens/s"):
+    for column in columns:
         table.add_column(column, justify="left" if column == "phase" else "right")
+    return table
+
+
+def report_groups(size: str, dtype: str, shape: Shape, spec: ModelSpec, seconds: dict[str, float], rate: float) -> None:
+    """Prompts are run once for several responses, as far as they meet: there is no share of the rate to tell."""
+    table = titled(size, dtype, spec, rate, "phase", "seconds", "tokens/s")
     for name, value in seconds.items():
         tokens = shape.sequences * shape.response_length if name == "generate" else shape.tokens
         table.add_row(name, f"{value:.3f}", f"{tokens / value:.0f}")
@@ -358,17 +363,14 @@ def report(size: str, dtype: str, shape: Shape, spec: ModelSpec, seconds: dict[s
         "actor_update": 3 * (body + head),
     }
     total = seconds["iteration"]
-    millions, goal = num_parameters(spec, spec.head) / 1e6, GOALS[size, dtype]
-    table = Table(title=f"{size} ({millions:.1f} M parameters), {dtype}, matrix products {rate / 1e12:.2f} TFLOP/s")
-    for column in ("phase", "seconds", "tokens/s", "share of the rate"):
-        table.add_column(column, justify="left" if column == "phase" else "right")
+    table = titled(size, dtype, spec, rate, "phase", "seconds", "tokens/s", "share of the rate")
     for name, work in flops.items():
         tokens = response_tokens if name == "generate" else shape.tokens
         share = work / seconds[name] / rate
         table.add_row(name, f"{seconds[name]:.3f}", f"{tokens / seconds[name]:.0f}", f"{share:.1%}")
     share = sum(flops.values()) / total / rate
     table.add_row("iteration", f"{total:.3f}", f"{shape.tokens / total:.0f}", f"{share:.1%}")
-    table.caption = f"goal for an iteration of the default shape on the 2-core test machine: {goal} s"
+    table.caption = f"goal for an iteration of the default shape on the 2-core test machine: {GOALS[size, dtype]} s"
     Console(width=100).print(table)
 
 

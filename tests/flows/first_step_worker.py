@@ -86,7 +86,7 @@ def main(config: Path, out: Path) -> None:
 def iterations(config: ExperimentConfig, case: str) -> dict[str, Any]:
     """What the run does, and how many tokens the actor has made a forward pass for, in each iteration."""
     trainer = RLTrainer(config)
-    found: dict[str, Any] = {"batches": [], "metrics": [], "computed": [], "weights": {}}
+    found: dict[str, Any] = {"batches": [], "metrics": [], "computed": [], "first": []}
     waiting = "all compute ahead" if case.endswith("while waiting") else "by timing alone"
     with record_run(config, NUM_ITERATIONS, rank=trainer.platform.rank, decode=trainer.inputs.decode) as recorder:
         for iteration in range(1, NUM_ITERATIONS + 1):
@@ -96,8 +96,7 @@ def iterations(config: ExperimentConfig, case: str) -> dict[str, Any]:
             found["batches"].append(dict(vars(done.batch)))
             found["metrics"].append({name: float(x) for name, x in done.metrics.items()})
             found["computed"].append(sum(gathered(trainer, float(sum(counts)))))
-            found["sizes"] = [done.batch.response_mask.sum().item(), len(done.batch)]
-            found.setdefault("first", []).append(first_mini_batch_tokens(trainer, done.batch))
+            found["first"].append(first_mini_batch_tokens(trainer, done.batch))
     found["weights"] = {name: x.clone() for name, (_, x) in trainer.roles.actor.weights().items()}
     if trainer.generator.engine is not None:
         trainer.generator.engine.close()
@@ -107,10 +106,8 @@ def iterations(config: ExperimentConfig, case: str) -> dict[str, Any]:
 def not_finite(config: ExperimentConfig) -> dict[str, Any]:
     """What is said where log-probs are NaN in the first step alone, and whether a weight has moved."""
     trainer = RLTrainer(config)
-    computed, before = (
-        policy._log_probs_and_entropy,
-        {n: x.clone() for n, (_, x) in trainer.roles.actor.weights().items()},
-    )
+    before = {name: x.clone() for name, (_, x) in trainer.roles.actor.weights().items()}
+    computed = policy._log_probs_and_entropy
 
     def poisoned(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs, entropy = computed(*args)
