@@ -12,13 +12,6 @@
 #define WIDE 32   // outputs and
 #define DEEP 256  // inner dimensions of it that are turned at a time, and stay in the innermost cache
 
-// Always in one instruction: what a compiler makes of a sum and a product depends on what stands around them.
-#if LANES == 16
-INLINE vf add_product_float(vf sum, vf a, vf b) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum); }
-#else
-INLINE vf add_product_float(vf sum, vf a, vf b) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum); }
-#endif
-
 // What of a row is multiplied at a time.
 #define step_float LANES
 typedef vf operand_float;

@@ -11,6 +11,11 @@
 #define FAR 8192    // bytes that are fetched before they are needed, of keys and values
 #define NEAR (256 << 10)  // more than these, which would have left the nearest caches again
 
+// Sequences that are computed together: one, or some of one token each whose first `shared` keys are the same memory.
+typedef struct {
+    i64 first, sequences, shared;
+} Run;
+
 // scores (count) of one query -> e^(score - maximum), zeros up to `padded`; one over their sum.
 static float softmax_of_row(float *scores, i64 count, i64 padded) {
     for (i64 j = count; j < padded; j++) scores[j] = -INFINITY;
@@ -48,18 +53,56 @@ int hybridflow_paged_store(const Paged *x) {
     }
 }
 
+static i64 tokens_of(const Paged *x, i64 sequence) { return x->starts[sequence + 1] - x->starts[sequence]; }
+
+// Whole blocks in which both sequences have the same tokens, at most `most`.
+static i64 shared_blocks(const Paged *x, i64 a, i64 b, i64 most) {
+    const int32_t *const of_a = x->table + a * x->table_row, *const of_b = x->table + b * x->table_row;
+    const i64 whole = least(most, least(x->lengths[a], x->lengths[b]) / x->block_size);
+    i64 count = 0;
+    while (count < whole && of_a[count] == of_b[count]) count++;
+    return count;
+}
+
+// Cut the sequences into runs: samples of one prompt, which are neighbours, as many as are computed at once.
+static i64 cut(const Paged *x, Run *runs) {
+    const i64 most = FEW / (x->heads / x->kv_heads);
+    i64 count = 0;
+    for (i64 s = 0; s < x->sequences;) {
+        const i64 first = s++;
+        i64 blocks = x->longest;
+        if (tokens_of(x, first) == 1)
+            for (i64 both; s < x->sequences && s - first < most && tokens_of(x, s) == 1; s++, blocks = both)
+                if (!(both = shared_blocks(x, first, s, blocks))) break;
+        runs[count++] = (Run){first, s - first, s - first > 1 ? blocks * x->block_size : 0};
+    }
+    return count;
+}
+
 int hybridflow_paged_attention(const Paged *x) {
-    static void (*const of[2][2])(const Paged *, i64, i64, float *) = {{paged_few_float, paged_few_bfloat16},
-                                                                        {paged_many_float, paged_many_bfloat16}};
-    const i64 size = ROWS * (up(x->longest, x->block_size) + 3 * x->dims) + x->block_size * x->dims;
-    float *const scratch = scratch_of(size);
+    static void (*const many[2])(const Paged *, i64, i64, float *) = {paged_many_float, paged_many_bfloat16};
+    static void (*const few[2])(const Paged *, const Run *, i64, i64, i64, i64, i64, float *) = {paged_few_float,
+                                                                                                paged_few_bfloat16};
+    const i64 row = up(x->longest, x->block_size), group = x->heads / x->kv_heads;
+    const i64 pieces = up(FEW * (row / x->block_size) * (i64)sizeof(Piece_float), 64) / 4;
+    const i64 size = up(ROWS * (row + 3 * x->dims) + x->block_size * x->dims, 16) + pieces;
+    float *const scratch = scratch_of(size + x->sequences * (i64)sizeof(Run) / 4);
     if (!scratch) return 1;
-    // samples of one prompt are neighbours: a head of the prompt's keys stays near while they are computed
+    Run *const runs = (Run *)(scratch + size);
+    const i64 count = cut(x, runs);
+    // a head of a prompt's keys stays near while one run of its samples after the other is computed
     for (;;) {
         const i64 work = __atomic_fetch_add(x->next, 1, __ATOMIC_RELAXED);
-        if (work >= x->sequences * x->kv_heads) return 0;
-        const i64 sequence = work % x->sequences;
-        const i64 many = x->starts[sequence + 1] - x->starts[sequence] >= MANY;
-        of[many][x->bfloat16](x, sequence, work / x->sequences, scratch);
+        if (work >= count * x->kv_heads) return 0;
+        const i64 kv = work / count, last = work % count == count - 1;
+        const Run *const run = runs + work % count;
+        const i64 tokens = x->starts[run->first + run->sequences] - x->starts[run->first];
+        if (run->sequences == 1 && tokens >= MANY) {
+            many[x->bfloat16](x, run->first, kv, scratch);
+            continue;
+        }
+        const i64 after = last ? 0 : run[1].first, kv_after = last ? least(kv + 1, x->kv_heads - 1) : kv;
+        for (i64 first = 0; first < tokens * group; first += FEW)
+            few[x->bfloat16](x, run, after, kv, kv_after, first, least(FEW, tokens * group - first), scratch);
     }
 }

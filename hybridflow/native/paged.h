@@ -31,7 +31,8 @@ INLINE void NAME(fetch)(const T *from, i64 ahead) { __builtin_prefetch((const ch
                 for (i64 d = 0; d < dims; d += LANES) {                                                                \
                     const T *key = keys + (j + l) * dims + d;                                                          \
                     NAME(fetch)(key, ahead);                                                                           \
-                    for (int r = 0; r < R; r++) sums[r] += NAME(load)(key) * load_float(queries + r * dims + d);       \
+                    for (int r = 0; r < R; r++)                                                                        \
+                        sums[r] = add_product_float(sums[r], NAME(load)(key), load_float(queries + r * dims + d));     \
                 }                                                                                                      \
                 for (int r = 0; r < R; r++) dots[r][l] = sums[r];                                                      \
             }                                                                                                          \
@@ -50,7 +51,8 @@ INLINE void NAME(fetch)(const T *from, i64 ahead) { __builtin_prefetch((const ch
             for (int v = 0; v < V; v++) {                                                                              \
                 const T *value = values + j * dims + v * LANES;                                                        \
                 NAME(fetch)(value, ahead);                                                                             \
-                for (int r = 0; r < R; r++) sums[r][v] += scores[r * row + j] * NAME(load)(value);                     \
+                for (int r = 0; r < R; r++)                                                                            \
+                    sums[r][v] = add_product_float(sums[r][v], all(scores[r * row + j]), NAME(load)(value));           \
             }                                                                                                          \
         for (int r = 0; r < R; r++)                                                                                    \
             for (int v = 0; v < V; v++) store_float(outputs + r * dims + v * LANES, sums[r][v]);                       \
@@ -84,9 +86,21 @@ static const T *NAME(keys_of)(const Paged *x, i64 sequence, i64 at, i64 kv) {
            kv * x->cache_head;
 }
 
-// Few queries, each with the keys that it shares with the others read once. With the keys the values are fetched, and
-// with these the keys of the head that comes after.
-static void NAME(paged_few)(const Paged *x, i64 sequence, i64 kv, float *scratch) {
+// Keys that queries see: `count` from the token `at` of a sequence on, seen by `rows` queries from number `first` on.
+typedef struct {
+    const T *keys;
+    i64 sequence, at, count, first, rows;
+} NAME(Piece);
+
+static NAME(Piece) NAME(piece)(const Paged *x, i64 kv, i64 sequence, i64 at, i64 end, i64 first, i64 rows) {
+    return (NAME(Piece)){NAME(keys_of)(x, sequence, at, kv), sequence, at, least(x->block_size, end - at), first, rows};
+}
+
+// Few queries: `rows` from number `first` on of one sequence's tokens and heads, or those of the last tokens of several,
+// which share their first blocks. Keys that queries share are read once. What is computed for one query is the same,
+// and in the same order, whichever others there are.
+static void NAME(paged_few)(const Paged *x, const Run *run, i64 after, i64 kv, i64 kv_after, i64 first, i64 rows,
+                            float *scratch) {
     static const struct {
         int rows;
         void (*scores)(const float *, const T *, i64, i64, float *, i64, i64);
@@ -96,50 +110,56 @@ static void NAME(paged_few)(const Paged *x, i64 sequence, i64 kv, float *scratch
                {2, NAME(scores_2), NAME(outputs_2)},
                {1, NAME(scores_1), NAME(outputs_1)}};
     const i64 dims = x->dims, size = x->block_size, group = x->heads / x->kv_heads, row = up(x->longest, size);
-    const i64 start = x->starts[sequence], tokens = x->starts[sequence + 1] - start;
-    const i64 before = x->lengths[sequence] - tokens;  // keys of tokens that are no queries
-    const int last = sequence == x->sequences - 1;
-    const i64 after = last ? 0 : sequence + 1, kv_after = last ? least(kv + 1, x->kv_heads - 1) : kv;
+    const i64 own = run->sequences == 1 ? rows : group, token = x->starts[run->first] + first / group;
     float *scores = scratch, *queries = scores + FEW * row, *outputs = queries + FEW * dims, factors[FEW];
-    for (i64 first = 0; first < tokens * group; first += FEW) {
-        const i64 rows = least(FEW, tokens * group - first), seen = before + (first + rows - 1) / group + 1;
-        const int stay = 2 * seen * dims * (i64)sizeof(T) <= NEAR;  // what is fetched now is there when it is needed
-        const int small = size * dims * (i64)sizeof(T) <= 2 * FAR;  // blocks, of which the next is fetched
-        for (i64 r = 0; r < rows; r++)
-            NAME(take)((const T *)x->query + (start + (first + r) / group) * x->query_token +
-                           (kv * group + (first + r) % group) * x->query_head,
-                       0, 1, 1, dims, x->scale, queries + r * dims, dims);
-        for (i64 at = 0; at < seen; at += size) {
-            const T *keys = NAME(keys_of)(x, sequence, at, kv);
-            const T *next = at + size < seen ? NAME(keys_of)(x, sequence, at + size, kv)
-                                             : NAME(keys_of)(x, sequence, 0, kv) + size * dims;
-            const i64 ahead = stay ? size * dims : small ? next - keys : FAR / (i64)sizeof(T);
-            i64 r = 0;
-            for (int i = 0; i < 4; i++)
-                for (; r + of[i].rows <= rows; r += of[i].rows)
-                    of[i].scores(queries + r * dims, keys, dims, least(size, seen - at), scores + r * row + at, row,
-                                 ahead);
+    i64 ends[FEW];  // keys that a query sees
+    for (i64 r = 0, lane = first % group; r < rows; r++, lane++) {
+        const i64 t = token + lane / group, head = kv * group + lane % group;
+        ends[r] = run->sequences > 1 ? x->lengths[run->first + r / group]
+                                     : x->lengths[run->first] - (x->starts[run->first + 1] - 1 - t);
+        NAME(take)((const T *)x->query + t * x->query_token + head * x->query_head, 0, 1, 1, dims, x->scale,
+                   queries + r * dims, dims);
+    }
+    NAME(Piece) *const pieces = (NAME(Piece) *)up((i64)(outputs + FEW * dims), 8);
+    i64 count = 0, seen = 0;
+    for (i64 at = 0; at < run->shared; at += size)
+        pieces[count++] = NAME(piece)(x, kv, run->first, at, run->shared, 0, rows);
+    for (i64 r = 0; r < rows; r += own)
+        for (i64 at = run->shared, end = ends[r + own - 1]; at < end; at += size)
+            pieces[count++] = NAME(piece)(x, kv, run->first + r / group, at, end, r, own);
+    for (i64 i = 0; i < count; i++) seen += pieces[i].count;
+    const int stay = 2 * seen * dims * (i64)sizeof(T) <= NEAR;  // what is fetched now is there when it is needed
+    const int small = size * dims * (i64)sizeof(T) <= 2 * FAR;  // blocks, of which the next is fetched
+    // with the keys the values are fetched, and with these the keys of what comes after
+    for (i64 i = 0; i < count; i++) {
+        const NAME(Piece) *p = pieces + i;
+        const T *next = i + 1 < count ? p[1].keys : pieces->keys + size * dims;
+        const i64 ahead = stay ? size * dims : small ? next - p->keys : FAR / (i64)sizeof(T);
+        i64 r = p->first;
+        for (int k = 0; k < 4; k++)
+            for (; r + of[k].rows <= p->first + p->rows; r += of[k].rows)
+                of[k].scores(queries + r * dims, p->keys, dims, p->count, scores + r * row + p->at, row, ahead);
+    }
+    for (i64 r = 0; r < rows; r++)
+        factors[r] = softmax_of_row(scores + r * row, ends[r], up(ends[r - r % own + own - 1], LANES));
+    for (i64 i = 0; i < count; i++) {
+        const NAME(Piece) *p = pieces + i;
+        const T *values = p->keys + size * dims, *next = i + 1 < count ? p[1].keys + size * dims : NULL;
+        if (stay || !next) {
+            const i64 then = least(after + p->sequence - run->first, x->sequences - 1);
+            next = NAME(keys_of)(x, then, stay && p->at < x->lengths[then] ? p->at : 0, kv_after);
         }
-        for (i64 r = 0; r < rows; r++)
-            factors[r] = softmax_of_row(scores + r * row, before + (first + r) / group + 1, up(seen, LANES));
-        for (i64 at = 0; at < seen; at += size) {
-            const T *values = NAME(keys_of)(x, sequence, at, kv) + size * dims;
-            const T *next = NAME(keys_of)(x, after, at < x->lengths[after] ? at : 0, kv_after);
-            if (!stay) next = at + size < seen ? NAME(keys_of)(x, sequence, at + size, kv) + size * dims
-                                               : NAME(keys_of)(x, after, 0, kv_after);
-            const i64 ahead = stay || small ? next - values : FAR / (i64)sizeof(T);
-            i64 r = 0;
-            for (int i = 0; i < 4; i++)
-                for (; r + of[i].rows <= rows; r += of[i].rows)
-                    of[i].outputs(scores + r * row + at, row, values, dims, least(size, seen - at), outputs + r * dims,
-                                  at > 0, ahead);
-        }
-        for (i64 r = 0; r < rows; r++) {
-            T *out = (T *)x->out + (start + (first + r) / group) * x->out_token +
-                     (kv * group + (first + r) % group) * x->out_head;
-            for (i64 d = 0; d < dims; d += LANES)
-                NAME(store)(out + d, load_float(outputs + r * dims + d) * factors[r]);
-        }
+        const i64 ahead = stay || small ? next - values : FAR / (i64)sizeof(T);
+        i64 r = p->first;
+        for (int k = 0; k < 4; k++)
+            for (; r + of[k].rows <= p->first + p->rows; r += of[k].rows)
+                of[k].outputs(scores + r * row + p->at, row, values, dims, p->count, outputs + r * dims, p->at > 0,
+                              ahead);
+    }
+    for (i64 r = 0, lane = first % group; r < rows; r++, lane++) {
+        T *out = (T *)x->out + (token + lane / group) * x->out_token + (kv * group + lane % group) * x->out_head;
+        for (i64 d = 0; d < dims; d += LANES)
+            NAME(store)(out + d, load_float(outputs + r * dims + d) * factors[r]);
     }
 }
 

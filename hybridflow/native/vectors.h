@@ -74,6 +74,14 @@ INLINE vf larger(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE vf larger(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
 #endif
 
+// Always in one instruction: what a compiler makes of a sum and a product depends on what stands around them, and
+// a query or a row would have other bits among others.
+#if LANES == 16
+INLINE vf add_product_float(vf sum, vf a, vf b) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum); }
+#else
+INLINE vf add_product_float(vf sum, vf a, vf b) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum); }
+#endif
+
 INLINE float sum(vf x) {
     float total = 0;
     for (int i = 0; i < LANES; i++) total += x[i];

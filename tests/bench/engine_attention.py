@@ -29,7 +29,8 @@ LAYERS, BLOCK, SCALE = 5, BLOCK_TOKENS["cpu"], 0.1
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a step: sequences, their tokens with the last `new`, which are the queries, and the heads."""
+    """Of a step: sequences, their tokens with the last `new`, which are the queries, and the heads; of how many
+    samples each prompt has, and how many tokens of it lie in the same blocks for all of them."""
 
     sequences: int
     length: int
@@ -37,17 +38,24 @@ class Shape:
     heads: int
     kv_heads: int
     dims: int
+    samples: int = 1
+    shared: int = 0
 
     def __str__(self) -> str:
         what = "next tokens" if self.new == 1 else "prompts"
-        return f"{what}, {self.sequences} x {self.length}, {self.heads} heads on {self.kv_heads} of {self.dims}"
+        heads = f"{self.heads} heads on {self.kv_heads} of {self.dims}"
+        prompts = f", {self.shared} of {self.samples} shared" if self.shared else ""
+        return f"{what}, {self.sequences} x {self.length}{prompts}, {heads}"
 
 
 SHAPES = (
     Shape(32, 130, 1, 4, 4, 64),
+    Shape(32, 130, 1, 4, 4, 64, samples=8, shared=64),
+    Shape(32, 320, 1, 4, 4, 64, samples=8, shared=256),
     Shape(8, 130, 1, 4, 4, 64),
     Shape(32, 130, 1, 8, 2, 64),
     Shape(32, 1024, 1, 32, 8, 128),
+    Shape(32, 1024, 1, 32, 8, 128, samples=8, shared=512),
     Shape(32, 64, 64, 4, 4, 64),
     Shape(4, 1024, 1024, 8, 2, 64),
 )
@@ -105,6 +113,8 @@ class Step:
         count = shape.sequences * blocks
         self.caches = [torch.zeros(count, shape.kv_heads, BLOCK, 2 * shape.dims, dtype=dtype) for _ in range(LAYERS)]
         self._table = torch.arange(count, dtype=torch.int32).view(shape.sequences, blocks)
+        prompts = self._table.view(-1, shape.samples, blocks)[:, :, : shape.shared // BLOCK]
+        prompts.copy_(prompts[:, :1].clone())
         self._lengths = torch.full((shape.sequences,), shape.length, dtype=torch.int32)
         self._starts = torch.arange(shape.sequences + 1, dtype=torch.int32) * shape.new
         heads = [shape.heads, shape.kv_heads, shape.kv_heads]

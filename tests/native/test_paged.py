@@ -21,6 +21,13 @@ CASES: dict[str, list[tuple[int, int]]] = {
     "next tokens": [(1, 1), (15, 1), (16, 1), (31, 1), (32, 1), (63, 1), (100, 1)],
     "prompts behind a prefix": [(32, 7), (64, 40)],
     "all together": [(40, 1), (0, 45), (64, 9), (7, 1)],
+    "samples of a prompt": [(64 + 5 * i, 1) for i in range(14)],
+    "samples of prompts": [(95, 1), (63, 1), (70, 1), (40, 1), (41, 1), (33, 20), (64, 1), (64, 3), (99, 1)],
+}
+# sequences whose first blocks are those of another: which, and how many
+SHARED: dict[str, dict[int, tuple[int, int]]] = {
+    "samples of a prompt": {i: (0, 2) for i in range(1, 14)},  # more than are computed at once
+    "samples of prompts": {1: (0, 1), 2: (0, 2), 4: (3, 1), 5: (3, 1), 7: (6, 2), 8: (6, 2)},
 }
 SHAPES = [(2, 2, 16), (6, 2, 32), (7, 1, 80), (4, 4, 64), (8, 1, 128)]  # heads, kv_heads, head_dim
 TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 1e-2}  # relative to the largest value
@@ -78,8 +85,12 @@ def step_of(case: str, heads: int, kv_heads: int, dims: int, dtype: torch.dtype)
     cache = torch.full((len(order), kv_heads, BLOCK, 2 * dims), torch.nan, dtype=dtype)
     keys, values, queries, slots = [], [], [], []
     for i, ((before, new), blocks) in enumerate(zip(sizes, order.split([*counts, 3]), strict=False)):
-        table[i, : len(blocks)] = blocks
         made = torch.randn(before + new, heads + 2 * kv_heads, dims, generator=generator).to(dtype)
+        of, shared = SHARED.get(case, {}).get(i, (i, 0))
+        if shared:
+            blocks[:shared] = table[of, :shared]
+            made[: BLOCK * shared, heads:] = torch.cat([keys[of], values[of]], 1)[: BLOCK * shared]
+        table[i, : len(blocks)] = blocks
         query, key, value = made.split([heads, kv_heads, kv_heads], 1)
         at = torch.arange(before + new)
         where = blocks[at // BLOCK].long() * BLOCK + at % BLOCK
@@ -131,27 +142,47 @@ def test_any_number_of_threads_gives_the_same_bits(dtype: torch.dtype, threads: 
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_token_is_the_same_bits_whatever_shares_its_step() -> None:
-    """Another sequence beside, and other blocks: replicas draw the same tokens."""
-    together = step_of("next tokens", 4, 4, 64, torch.float32)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dims"), SHAPES)
+@pytest.mark.parametrize("case", ["next tokens", *SHARED])
+def test_a_token_is_the_same_bits_whatever_shares_its_step(
+    case: str, heads: int, kv_heads: int, dims: int, dtype: torch.dtype
+) -> None:
+    """Another sequence beside, samples of its own prompt, and other blocks: replicas draw the same tokens."""
+    together = step_of(case, heads, kv_heads, dims, dtype)
     outputs = together.run()
-    for i in range(len(together.lengths)):
-        alone = torch.empty(1, 4, 64)
-        one = slice(i, i + 1)
-        table, lengths = together.table[one], together.lengths[one]
-        starts = torch.tensor([0, 1], dtype=torch.int32)
-        longest = int(lengths)
+    for i, length in enumerate(together.lengths):
+        tokens = slice(int(together.starts[i]), int(together.starts[i + 1]))
+        alone = torch.full_like(outputs[tokens], torch.nan)
         attend(
-            together.query[one],
+            together.query[tokens],
             together.cache,
             alone,
-            table=table,
-            starts=starts,
-            lengths=lengths,
-            longest=longest,
+            table=together.table[i : i + 1],
+            starts=together.starts[i : i + 2] - together.starts[i],
+            lengths=together.lengths[i : i + 1],
+            longest=int(length),
             scale=SCALE,
         )
-        assert torch.equal(alone, outputs[one])
+        assert torch.equal(alone, outputs[tokens])
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_sample_with_a_block_of_its_own_reads_that_one() -> None:
+    """Its second block holds other values than that of the samples beside it; its first is theirs."""
+    step = step_of("samples of a prompt", 4, 4, 64, torch.float32)
+    shared = step.run()
+    other = 2 * step.cache[step.table[1, 1]].flip(1)  # a head's keys and values, in another order
+    step.cache, step.table[1, 1] = torch.cat([step.cache, other[None]]), len(step.cache)
+    step.keys[1], step.values[1] = step.keys[1].clone(), step.values[1].clone()
+    keys, values = other.reshape(4, 2, BLOCK, 64).permute(1, 2, 0, 3)
+    step.keys[1][BLOCK : 2 * BLOCK], step.values[1][BLOCK : 2 * BLOCK] = keys, values
+    found = step.run()
+    expected = step.written_out()
+    assert (found.double() - expected).abs().max() <= 4e-6 * expected.abs().max()
+    assert not torch.allclose(found[1], shared[1], atol=1e-2)
+    rest = [i for i in range(14) if i != 1]
+    assert torch.equal(found[rest], shared[rest])
 
 
 @pytest.mark.usefixtures("kernels")
