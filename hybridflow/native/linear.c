@@ -8,7 +8,7 @@
 
 #define BLOCK 64  // outputs that a thread takes at a time
 #define AHEAD 2   // tiles of outputs that are fetched before they are needed: the weight comes from memory, once
-#define MANY 17   // rows for which it pays to turn the weight
+#define MANY (FETCHES ? 9 : 17)  // rows for which it pays to turn the weight
 #define WIDE 32   // outputs and
 #define DEEP 256  // inner dimensions of it that are turned at a time, and stay in the innermost cache
 
@@ -39,17 +39,51 @@ INLINE vf add_product_bfloat16(vf sum, vf a, vf b) { return add_product_float(su
 #define BODY "linear.h"
 #include "both_types.h"
 
+#if WIDE == 2 * LANES
+// Tiles that fetch a kilobyte of one row ahead, then of the next: what comes from memory comes while they multiply.
+#define LINES (DEEP / 16)  // of a row
+#define FETCHING(R) TILE_THAT(fetching_##R, R, 2, __builtin_prefetch(ahead + p / LINES * ahead_row + p % LINES * 16))
+FETCHING(12)
+FETCHING(8)
+FETCHING(6)
+FETCHING(4)
+FETCHING(3)
+FETCHING(2)
+FETCHING(1)
+static const tile fetching[7] = {fetching_12, fetching_8, fetching_6, fetching_4, fetching_3, fetching_2, fetching_1};
+
+// y (+)= x of DEEP columns times a piece, while `ahead` is fetched, a piece of as many rows and columns.
+static void product_fetching(const Linear *a, const float *x, const float *piece, float *y, int add, const float *ahead) {
+    i64 r = 0, fetched = 0;
+    for (int h = a->rows == heights[0] ? 2 : 0; h < 7; h++)  // two tiles at least, which fetch half of it each
+        for (; r + heights[h] <= a->rows; r += heights[h], fetched += DEEP / LINES) {
+            const int more = fetched < WIDE;  // else a line that is there
+            fetching[h](x + r * a->x_row, a->x_row, 1, piece, WIDE, y + r * a->outputs, a->outputs, DEEP, add,
+                        more ? ahead + fetched * a->weight_row : piece, more ? a->weight_row : 0);
+        }
+}
+#define FETCHES 1
+#else
+#define FETCHES 0
+static void product_fetching(const Linear *a, const float *x, const float *piece, float *y, int add, const float *ahead) {
+    (void)a, (void)x, (void)piece, (void)y, (void)add, (void)ahead;
+}
+#endif
+
 // For more rows: a piece of the weight is turned, so that outputs lie side by side, and all rows are multiplied with it.
 static int linear_turned(const Linear *a, i64 first, i64 last) {
-    const float *weight = a->weight, *bias = a->bias;
+    const float *bias = a->bias;
     float *y = a->y, *piece = scratch_of(WIDE * DEEP);
     if (!piece) return 1;
     for (i64 o = first; o < last; o += WIDE) {
         const i64 width = least(WIDE, last - o), ahead = o + 2 * WIDE <= a->outputs ? WIDE * a->weight_row : 0;
         for (i64 d = 0; d < a->inner; d += DEEP) {
             const i64 depth = least(DEEP, a->inner - d);
-            turn(weight + o * a->weight_row + d, a->weight_row, piece, width, depth, ahead);
-            product((const float *)a->x + d, a->x_row, 1, piece, width, y + o, a->outputs, a->rows, depth, width, d);
+            const float *const weight = (const float *)a->weight + o * a->weight_row + d, *x = (const float *)a->x + d;
+            const int fetches = FETCHES && ahead && depth == DEEP;
+            turn(weight, a->weight_row, piece, width, depth, fetches ? 0 : ahead);
+            if (fetches) product_fetching(a, x, piece, y + o, d > 0, weight + ahead);
+            else product(x, a->x_row, 1, piece, width, y + o, a->outputs, a->rows, depth, width, d > 0);
         }
         if (bias)
             for (i64 r = 0; r < a->rows; r++)

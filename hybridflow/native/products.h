@@ -4,15 +4,18 @@
 
 #include "vectors.h"
 
-// C (+)= A B of R rows and V vectors: A[r, p] = a[r * row + p * column]; rows of B and C are contiguous.
-#define TILE(R, V)                                                                                                     \
-    static void tile_##R##_##V(const float *a, i64 row, i64 column, const float *b, i64 ldb, float *c, i64 ldc,        \
-                               i64 inner, int add) {                                                                   \
+// C (+)= A B of R rows and V vectors: A[r, p] = a[r * row + p * column]; rows of B and C are contiguous. Each turn of the
+// inner loop begins with EACH, for which `ahead` is there.
+#define TILE_THAT(name, R, V, EACH)                                                                                    \
+    static void name(const float *a, i64 row, i64 column, const float *b, i64 ldb, float *c, i64 ldc, i64 inner,       \
+                     int add, const float *ahead, i64 ahead_row) {                                                     \
         vf sums[R][V];                                                                                                 \
+        (void)ahead, (void)ahead_row;                                                                                  \
         for (int r = 0; r < R; r++)                                                                                    \
             for (int v = 0; v < V; v++) sums[r][v] = add ? load_float(c + r * ldc + v * LANES) : all(0.0f);            \
         for (i64 p = 0; p < inner; p++) {                                                                              \
             vf right[V];                                                                                               \
+            EACH;                                                                                                      \
             for (int v = 0; v < V; v++) right[v] = load_float(b + p * ldb + v * LANES);                                \
             for (int r = 0; r < R; r++) {                                                                              \
                 float left = a[r * row + p * column];                                                                  \
@@ -22,7 +25,8 @@
         for (int r = 0; r < R; r++)                                                                                    \
             for (int v = 0; v < V; v++) store_float(c + r * ldc + v * LANES, sums[r][v]);                              \
     }
-typedef void (*tile)(const float *, i64, i64, const float *, i64, float *, i64, i64, int);
+#define TILE(R, V) TILE_THAT(tile_##R##_##V, R, V, )
+typedef void (*tile)(const float *, i64, i64, const float *, i64, float *, i64, i64, int, const float *, i64);
 #define SMALL(V) TILE(6, V) TILE(4, V) TILE(3, V) TILE(2, V) TILE(1, V)
 SMALL(1)
 SMALL(2)
@@ -56,7 +60,7 @@ SHARED void product(const float *a, i64 row, i64 column, const float *b, i64 ldb
         i64 i = 0;
         for (int h = 0; h < 7; h++)
             for (; of[h] && i + heights[h] <= rows; i += heights[h])
-                of[h](a + i * row, row, column, b + j, ldb, c + i * ldc + j, ldc, inner, add);
+                of[h](a + i * row, row, column, b + j, ldb, c + i * ldc + j, ldc, inner, add, NULL, 0);
     }
 }
 

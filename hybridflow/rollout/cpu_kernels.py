@@ -104,9 +104,11 @@ def most_rows(dtype: torch.dtype, inner: int) -> int:
         return 0
     if dtype == torch.bfloat16:
         return 512 if has_units() else 32
-    if inner <= 1024:
-        return 64 if mkl_is_slow() or has_units() else 8
-    return 32 if has_units() else 8
+    if has_units():
+        return 64 if inner <= 1024 else 32
+    if mkl_is_slow():
+        return 128 if inner <= 1024 else 64
+    return 8
 
 
 def is_ours(attention: Any, layer: Any, kv_cache: Tensor) -> bool:

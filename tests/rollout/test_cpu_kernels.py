@@ -202,7 +202,7 @@ def test_few_rows_are_multiplied_by_the_kernel_and_many_by_torch(
 @pytest.mark.parametrize(
     ("units", "mkl_is_slow", "threads", "expected"),
     [
-        (False, True, 1, (64, 8, 32, 32)),
+        (False, True, 1, (128, 64, 32, 32)),
         (True, False, 1, (64, 32, 512, 512)),
         (False, False, 1, (8, 8, 32, 32)),
         (False, True, 2, (0, 0, 0, 0)),
