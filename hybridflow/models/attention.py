@@ -9,12 +9,14 @@ a prompt, as on CUDA: `shared_prompt`.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, islice
+from types import NoneType
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.typed_torch import apply_module, not_none
@@ -125,8 +127,30 @@ class PackedAttention(MegatronModule):
 class GroupedSelfAttention(SelfAttention):
     """megatron's self-attention, also where more tensor-parallel ranks than key/value groups share the groups.
 
-    megatron-core 0.16.1 then gathers over the group of its global state, which is not set here.
+    megatron-core 0.16.1 then gathers over the group of its global state, which is not set here. On a CPU heads are
+    turned where the projection has written them, if no norm comes between.
     """
+
+    _rotary: tuple[Tensor, Tensor] | None = None  # of the call that goes on: cosines and sines, not applied yet
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        packed = kwargs.get("packed_seq_params")
+        if isinstance(packed, PackedSequences) and packed.cos is not None and self._turns(hidden_states, packed.cos):
+            self._rotary = packed.cos, not_none(packed.sin)
+            kwargs["packed_seq_params"] = replace(packed, cos=None, sin=None)
+        try:
+            return super().forward(hidden_states, *args, **kwargs)
+        finally:
+            self._rotary = None
+
+    def _turns(self, hidden_states: Tensor, cos: Tensor) -> bool:
+        norms = getattr(self, "q_layernorm", None), getattr(self, "k_layernorm", None)
+        return (
+            takes(hidden_states, cos)
+            and not self.config.rotary_interleaved
+            and self.pg_collection.tp.size() <= not_none(self.config.num_query_groups)
+            and all(isinstance(norm, (IdentityOp, NoneType)) for norm in norms)
+        )
 
     def get_query_key_value_tensors(
         self,
@@ -138,6 +162,11 @@ class GroupedSelfAttention(SelfAttention):
         """query (t, 1, heads / tp, head_dim), key and value (t, 1, their heads here, head_dim)."""
         group, num_groups = self.pg_collection.tp, not_none(self.config.num_query_groups)
         sharing, heads = group.size() // num_groups, self.config.num_attention_heads // group.size()
+        if self._rotary is not None:
+            mixed = super().get_query_key_value_tensors(hidden_states, key_value_states, split_qkv=False)[0]
+            by_group = mixed.squeeze(1).unflatten(-1, (-1, self.hidden_size_per_attention_head))
+            query, key, value = (x.unsqueeze(1) for x in TurnedHeads.apply(by_group, *self._rotary))
+            return query, key, value
         if sharing <= 1:
             found = super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
             assert len(found) == 3, "no gate and no fused rotary embedding was asked for"
@@ -181,6 +210,32 @@ class Rotate(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
         return _rotated(grad, cos, -sin, ctx.pairs), None, None, None
+
+
+class TurnedHeads(torch.autograd.Function):
+    """Queries, keys and values of a projection, on a CPU: the first two are turned as by `Rotate`, in its memory.
+
+    mixed: (t, groups, queries of a group + 2, head_dim), of each group its queries, its key and its value; dense, and
+    read by nobody else. Attention then keeps this memory alone for the backward pass, and its gradient is written in
+    one pass. (t, heads, head_dim) each.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.shape = mixed.shape
+        turning = mixed[:, :, :-1]
+        rotate(turning, cos, sin, out=turning)
+        return mixed[:, :, :-2].flatten(1, 2), mixed[:, :, -2], mixed[:, :, -1]
+
+    @staticmethod
+    def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        grad = query.new_empty(ctx.shape)
+        rotate(query.reshape(grad[:, :, :-2].shape), cos, -sin, out=grad[:, :, :-2])
+        rotate(key.unsqueeze(2), cos, -sin, out=grad[:, :, -2:-1])
+        grad[:, :, -1] = value
+        return grad, None, None
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:

@@ -14,7 +14,8 @@ typedef struct {
     float *grad_weight;  // (blocks, columns)
     i64 *next;           // the block that no thread has taken yet
     i64 rows, columns, what, bfloat16;
-    i64 heads, turning, x_token, x_head;  // of rotary embedding, where a row is a token; strides in elements
+    // of rotary embedding, where a row is a token; the heads of a group lie side by side; strides in elements
+    i64 groups, heads, turning, x_token, x_group, y_token, y_group;
     float eps;
 } Rows;
 

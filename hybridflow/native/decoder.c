@@ -65,8 +65,9 @@ static int rotate(const Decoder *a, const char *qkv, i64 row, i64 size, char *tu
     }
     i64 next = 0;
     const Rows all = {.x = qkv, .cos = angles, .sin = angles + part * a->rows, .y = turned, .next = &next,
-                      .rows = a->rows, .columns = a->dims, .what = ROTATE, .bfloat16 = a->bfloat16,
-                      .heads = a->heads + a->kv_heads, .turning = a->turning, .x_token = row / size, .x_head = a->dims};
+                      .rows = a->rows, .columns = a->dims, .what = ROTATE, .bfloat16 = a->bfloat16, .groups = 1,
+                      .heads = a->heads + a->kv_heads, .turning = a->turning, .x_token = row / size,
+                      .y_token = (a->heads + a->kv_heads) * a->dims};
     return hybridflow_rows(&all);
 }
 

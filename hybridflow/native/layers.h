@@ -87,21 +87,23 @@ static void NAME(swiglu_backward)(const Rows *a, i64 first, i64 last) {
     }
 }
 
-// (a, b) -> (a cos - b sin, b cos + a sin), a the first `turning` columns of each head and b the next; others stay.
+// (a, b) -> (a cos - b sin, b cos + a sin), a the first `turning` columns of each head and b the next; others stay. y may
+// be x.
 static void NAME(rotate)(const Rows *a, i64 first, i64 last) {
     const i64 half = a->turning;
     for (i64 token = first; token < last; token++) {
         const T *cosines = (const T *)a->cos + token * half, *sines = (const T *)a->sin + token * half;
-        for (i64 head = 0; head < a->heads; head++) {
-            const T *x = (const T *)a->x + token * a->x_token + head * a->x_head;
-            T *y = (T *)a->y + (token * a->heads + head) * a->columns;
+        for (i64 i = 0; i < a->groups * a->heads; i++) {
+            const i64 group = i / a->heads, head = i % a->heads;
+            const T *x = (const T *)a->x + token * a->x_token + group * a->x_group + head * a->columns;
+            T *y = (T *)a->y + token * a->y_token + group * a->y_group + head * a->columns;
             for (i64 d = 0; d < half; d += LANES) {
                 vf left = NAME(some)(x + d, half - d), right = NAME(some)(x + half + d, half - d);
                 vf cosine = NAME(some)(cosines + d, half - d), sine = NAME(some)(sines + d, half - d);
                 NAME(put_some)(y + d, left * cosine - right * sine, half - d);
                 NAME(put_some)(y + half + d, right * cosine + left * sine, half - d);
             }
-            memcpy(y + 2 * half, x + 2 * half, (a->columns - 2 * half) * sizeof(T));
+            if (y != x) memcpy(y + 2 * half, x + 2 * half, (a->columns - 2 * half) * sizeof(T));
         }
     }
 }

@@ -22,7 +22,10 @@ class Rows(ctypes.Structure):
 
     _fields_ = fields(
         ["x", "weight", "grad", "cos", "sin", "beside", "y", "grad_x", "sum", "r", "grad_weight", "next"],
-        ["rows", "columns", "what", "bfloat16", "heads", "turning", "x_token", "x_head"],
+        [
+            *("rows", "columns", "what", "bfloat16"),
+            *("groups", "heads", "turning", "x_token", "x_group", "y_token", "y_group"),
+        ],
         "eps",
     )
 
@@ -92,11 +95,25 @@ def swiglu_backward(grad: Tensor, x: Tensor, *, over: bool = False) -> Tensor:
     return grad_x
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (t, heads, head_dim), cos and sin (t, 1, n): dimensions i and i + n turn together, those from 2 n on stay."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """x (t, heads, head_dim), cos and sin (t, 1, n): dimensions i and i + n turn together, those from 2 n on stay.
+
+    x may have (t, groups, heads, head_dim), where the heads of a group lie side by side. out: memory of x's shape for
+    the result, which may be x.
+    """
     x = x if x.stride(-1) == 1 else x.contiguous()
-    (tokens, heads, columns), y = x.shape, torch.empty(x.shape, dtype=x.dtype)
-    numbers = {"heads": heads, "turning": cos.shape[-1], "x_token": x.stride(0), "x_head": x.stride(1)}
+    y = torch.empty(x.shape, dtype=x.dtype) if out is None else out
+    by_groups = (x, y) if x.dim() == 4 else (x.unsqueeze(2), y.unsqueeze(2))
+    tokens, groups, heads, columns = by_groups[0].shape
+    assert y.shape == x.shape and y.dtype == x.dtype, "as the kernel writes it"
+    assert all(part.stride(-1) == 1 and (heads == 1 or part.stride(-2) == columns) for part in by_groups), (
+        "as the kernel reads and writes them"
+    )
+    (x_token, x_group, *_), (y_token, y_group, *_) = (part.stride() for part in by_groups)
+    numbers = {
+        **{"groups": groups, "heads": heads, "turning": cos.shape[-1]},
+        **{"x_token": x_token, "x_group": x_group, "y_token": y_token, "y_group": y_group},
+    }
     _call(ROTATE, tokens, columns, numbers, x=x, cos=cos.contiguous(), sin=sin.contiguous(), y=y)
     return y
 

@@ -51,7 +51,16 @@ KINDS = {  # by the beginning of an operator's name, the first that fits
     "optimizer": ("Optimizer.step",),
     "exchange": ("kind:exchange", "c10d::"),
     "waiting": ("kind:waiting",),
-    "elementwise": ("kind:elementwise", "aten::", "_C::", "vllm::", "RMSNormFunction", "SwiGLUFunction", "Rotate"),
+    "elementwise": (
+        "kind:elementwise",
+        "aten::",
+        "_C::",
+        "vllm::",
+        "RMSNormFunction",
+        "SwiGLUFunction",
+        "Rotate",
+        "TurnedHeads",
+    ),
 }
 COLUMNS = (*list(KINDS), ENGINE, REST)
 INNERMOST = {"elementwise", "optimizer", "vocabulary"}  # what these hold of other kinds is of those

@@ -10,10 +10,12 @@ from hybridflow.models.attention import (
     PackedAttention,
     PackedSequences,
     Rotate,
+    TurnedHeads,
     attention_by_length,
     halves,
     neighbours,
 )
+from hybridflow.native import library
 
 CPU = torch.device("cpu")
 SCALE = 0.3
@@ -136,6 +138,32 @@ def test_rotation_literals_and_gradient() -> None:
     assert out.tolist() == [[[-3.0, 2.0, 1.0, 4.0]]]
     (gradient,) = torch.autograd.grad(out, x, torch.tensor([[[10.0, 20.0, 30.0, 40.0]]]))
     assert gradient.tolist() == [[[30.0, 20.0, -10.0, 40.0]]]
+
+
+@pytest.mark.skipif(library.why_not() is not None, reason=f"no kernels: {library.why_not()}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("groups", "queries"), [(4, 1), (1, 3), (2, 3)])
+def test_heads_turned_where_they_lie_are_those_of_a_split_and_a_rotation(
+    groups: int, queries: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(groups)
+    mixed = torch.randn(70, groups, queries + 2, 12, generator=generator).to(dtype)
+    angles = torch.randn(70, 4, generator=generator)  # 8 of 12 dimensions turn
+    cos, sin = (table[:, None].to(dtype) for table in (angles.cos(), angles.sin()))
+    leaf, other = mixed.clone().requires_grad_(), mixed.clone().requires_grad_()
+    projected = leaf * 1.0
+    heads = TurnedHeads.apply(projected, cos, sin)
+    query, key, value = other[:, :, :-2].flatten(1, 2), other[:, :, -2], other[:, :, -1]
+    expected = Rotate.apply(query, cos, sin, halves), Rotate.apply(key, cos, sin, halves), value
+    for found, right in zip(heads, expected, strict=True):
+        assert torch.equal(found, right)
+    where = projected.untyped_storage().data_ptr()
+    kept = [x.untyped_storage().data_ptr() == where for x in heads]
+    assert kept == [groups == 1 or queries == 1, True, True]  # else queries of several groups are put side by side
+    grads = [torch.randn(x.shape, generator=generator).to(dtype) for x in heads]
+    torch.autograd.backward(heads, grads)
+    torch.autograd.backward(expected, grads)
+    assert torch.equal(leaf.grad, other.grad)
 
 
 def test_neighbours_turn_together_and_the_rest_stays() -> None:

@@ -76,10 +76,10 @@ def measure(model: str) -> dict:
     }
 
 
-def gradients(model: Path, calls: list[int]) -> Tensor:
+def gradients(model: Path, calls: list[int], recompute: str = "none") -> Tensor:
     """All of the buffers, after two micro-batches; and how often products have added to them."""
     spec, grid = read_spec(model), Grid.build(Layout(1, 1, 1, (0,)), ProcessGroups())
-    options = dict(sequence_parallel=False, recompute="none", device=torch.device("cpu"))
+    options = dict(sequence_parallel=False, recompute=recompute, device=torch.device("cpu"))
     chunks = build_model(spec, grid, head="lm", dtype="float32", **options)
     trained = optimizer.TrainedModel(chunks, grid, OptimizerConfig(lr=1e-3), bucket_bytes=None, overlap=False)
     torch.manual_seed(1)
