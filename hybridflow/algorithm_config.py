@@ -131,7 +131,7 @@ class PolicyLoss(Section):
     tau_positive: PositiveFloat | None = None  # kind sapo, there 1 by default: where A > 0
     tau_negative: PositiveFloat | None = None  # kind sapo, there 1.05 by default: elsewhere
     loss_mean: LossMeanName = "token_mean"  # constant: over sampling.max_response_length tokens a sequence
-    mask_truncated: bool = False  # responses cut at the limit have no loss and count in no mean: overlong filtering
+    mask_truncated: bool = False  # responses cut at the limit are in no loss, nor its mean: overlong filtering
     entropy_coef: NonNegativeFloat = 0.0
     old_log_probs: Literal["trainer", "engine"] = "trainer"  # engine: as sampled, one forward pass less
     importance: Importance | None = None  # engine against trainer; None: no weights

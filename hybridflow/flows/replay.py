@@ -36,6 +36,8 @@ def dumped_batches(path: Path) -> dict[int, Path]:
 
     Errors: DataError where there is none.
     """
+    if not path.exists():
+        raise DataError(f"{path}: does not exist")
     if path.is_file():
         number = dumped_iteration(path)
         if number is None:

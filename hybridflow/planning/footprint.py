@@ -125,8 +125,9 @@ def layer_bytes(spec: ModelSpec, *, tp: int, sequence_parallel: bool, recompute:
 
         none       b (4 h / sp + (3 q + 3 k + w) / tp) + 4 heads / tp
                    4 h: input and output of both norms; sp = tp with sequence parallelism, else 1
-                   3 q + 3 k: what linear_qkv gives (q + 2 k), rotated queries and keys (q + k), what attention gives
-                   (q); w = 3 f: gate and up, and their product; 4 heads: attention's log-sum-exp in float32
+                   3 q + 3 k: what linear_qkv gives (q + 2 k), rotated queries and keys (q + k, which on a CPU mostly
+                   take the place of the first), what attention gives (q); w = 3 f: gate and up, and their product;
+                   4 heads: attention's log-sum-exp in float32
                    w = 2 f without a gate; with n experts a token w = n (3 f + 2 h tp), of which h are each expert's
                    input and output
         selective  attention runs again: without the rotated queries and keys, and the log-sum-exp

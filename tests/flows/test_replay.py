@@ -147,9 +147,10 @@ def test_batches_are_found_in_a_run_a_folder_or_a_file(tmp_path: Path) -> None:
     assert dumped_batches(file) == {2: file}
     with pytest.raises(DataError, match=r"nonfinite_000003.safetensors: is no dumped batch"):
         dumped_batches(folder / "nonfinite_000003.safetensors")
-    for empty in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(DataError, match=f"^{empty}: holds no iteration_NNNNNN.safetensors"):
-            dumped_batches(empty)
+    with pytest.raises(DataError, match=f"^{tmp_path}: holds no iteration_NNNNNN.safetensors"):
+        dumped_batches(tmp_path)
+    with pytest.raises(DataError, match=f"^{tmp_path / 'absent'}: does not exist"):
+        dumped_batches(tmp_path / "absent")
     replay = Replay(dumped_batches(folder), vocab_size=1, max_length=1)
     assert replay.iterations(9) == [1, 2] and replay.iterations(10, after=1) == [2, 10]
     told = r"are of iterations 1 to 10, those to run are 11 to num_iterations = 12"

@@ -230,8 +230,9 @@ def test_winners_of_a_search_hold_what_it_has_counted(runs: Path, name: str) -> 
                 assert size <= found["held"][kind] <= size + slack, (rank, role, kind)
                 seen += 1
             for each in found["activations"]:
-                # outputs are counted of all tokens; the first pass keeps a hidden state more than those after it
-                least = 0.9 * (each["counted"] - each["outputs"])
+                # outputs are counted of all tokens, and rotated queries and keys, which here take the place of those
+                # that were not; the first pass keeps a hidden state more than those after it
+                least = 0.85 * (each["counted"] - each["outputs"])
                 assert least <= each["kept"] <= 1.05 * each["counted"], (rank, role, each)
                 seen += 1
     assert seen >= 8
