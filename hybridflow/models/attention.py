@@ -144,12 +144,11 @@ class GroupedSelfAttention(SelfAttention):
             self._rotary = None
 
     def _turns(self, hidden_states: Tensor, cos: Tensor) -> bool:
-        norms = getattr(self, "q_layernorm", None), getattr(self, "k_layernorm", None)
         return (
             takes(hidden_states, cos)
             and not self.config.rotary_interleaved
             and self.pg_collection.tp.size() <= not_none(self.config.num_query_groups)
-            and all(isinstance(norm, (IdentityOp, NoneType)) for norm in norms)
+            and all(isinstance(norm, (IdentityOp, NoneType)) for norm in (self.q_layernorm, self.k_layernorm))
         )
 
     def get_query_key_value_tensors(
@@ -216,8 +215,8 @@ class TurnedHeads(torch.autograd.Function):
     """Queries, keys and values of a projection, on a CPU: the first two are turned as by `Rotate`, in its memory.
 
     mixed: (t, groups, queries of a group + 2, head_dim), of each group its queries, its key and its value; dense, and
-    read by nobody else. Attention then keeps this memory alone for the backward pass, and its gradient is written in
-    one pass. (t, heads, head_dim) each.
+    read by nobody else. Attention then keeps this memory alone for the backward pass, but for queries of several
+    groups, which are put side by side; its gradient is written in one pass. (t, heads, head_dim) each.
     """
 
     @staticmethod

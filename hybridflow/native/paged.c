@@ -64,17 +64,20 @@ static i64 shared_blocks(const Paged *x, i64 a, i64 b, i64 most) {
     return count;
 }
 
-// Cut the sequences into runs: samples of one prompt, which are neighbours, as many as are computed at once.
+// Cut the sequences into runs: samples of one prompt, which are neighbours, as many as are computed at once. One that
+// shares less than those before it, as only a system prompt, begins a run of its own.
 static i64 cut(const Paged *x, Run *runs) {
     const i64 most = FEW / (x->heads / x->kv_heads);
     i64 count = 0;
-    for (i64 s = 0; s < x->sequences;) {
-        const i64 first = s++;
-        i64 blocks = x->longest;
-        if (tokens_of(x, first) == 1)
-            for (i64 both; s < x->sequences && s - first < most && tokens_of(x, s) == 1; s++, blocks = both)
-                if (!(both = shared_blocks(x, first, s, blocks))) break;
-        runs[count++] = (Run){first, s - first, s - first > 1 ? blocks * x->block_size : 0};
+    for (i64 first = 0, s; first < x->sequences; first = s) {
+        i64 shared = 0;
+        for (s = first + 1; s < x->sequences && s - first < most; s++) {
+            if (tokens_of(x, first) != 1 || tokens_of(x, s) != 1) break;
+            const i64 both = shared_blocks(x, first, s, shared ? shared : x->longest);
+            if (!both || both < shared) break;
+            shared = both;
+        }
+        runs[count++] = (Run){first, s - first, shared * x->block_size};
     }
     return count;
 }

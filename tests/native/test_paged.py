@@ -23,11 +23,13 @@ CASES: dict[str, list[tuple[int, int]]] = {
     "all together": [(40, 1), (0, 45), (64, 9), (7, 1)],
     "samples of a prompt": [(64 + 5 * i, 1) for i in range(14)],
     "samples of prompts": [(95, 1), (63, 1), (70, 1), (40, 1), (41, 1), (33, 20), (64, 1), (64, 3), (99, 1)],
+    "two prompts of one system prompt": [(96 + i, 1) for i in range(5)],
 }
 # sequences whose first blocks are those of another: which, and how many
 SHARED: dict[str, dict[int, tuple[int, int]]] = {
     "samples of a prompt": {i: (0, 2) for i in range(1, 14)},  # more than are computed at once
     "samples of prompts": {1: (0, 1), 2: (0, 2), 4: (3, 1), 5: (3, 1), 7: (6, 2), 8: (6, 2)},
+    "two prompts of one system prompt": {1: (0, 3), 2: (0, 1), 3: (2, 3), 4: (2, 3)},
 }
 SHAPES = [(2, 2, 16), (6, 2, 32), (7, 1, 80), (4, 4, 64), (8, 1, 128)]  # heads, kv_heads, head_dim
 TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 1e-2}  # relative to the largest value
