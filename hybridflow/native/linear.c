@@ -8,7 +8,8 @@
 
 #define BLOCK 64  // outputs that a thread takes at a time
 #define AHEAD 2   // tiles of outputs that are fetched before they are needed: the weight comes from memory, once
-#define MANY (FETCHES ? 9 : 17)  // rows for which it pays to turn the weight
+#define MANY (FETCHES ? 9 : 17)  // rows for which it pays to turn the weight, in float32
+#define MANY_PAIRS 16            // and in bfloat16
 #define WIDE 32   // outputs and
 #define DEEP 256  // inner dimensions of it that are turned at a time, and stay in the innermost cache
 
@@ -91,6 +92,86 @@ static int linear_turned(const Linear *a, i64 first, i64 last) {
     }
     return 0;
 }
+
+#if FETCHES && defined(__AVX512BF16__)
+// The same of bfloat16: two that are neighbours in the inner dimension are turned, and multiplied, as one float32 would.
+#define PAIRS 128                // that are turned at a time
+#define PAIR_LINES (PAIRS / 16)  // of a row
+
+// sums (R, WIDE) (+)= x of `pairs` pairs times a piece.
+#define PAIRED(R)                                                                                                      \
+    static void paired_##R(const bfloat16 *x, i64 x_row, const float *piece, float *y, i64 pairs, int add,             \
+                           const bfloat16 *ahead, i64 ahead_row) {                                                     \
+        vf sums[R][2];                                                                                                 \
+        for (int r = 0; r < R; r++)                                                                                    \
+            for (int v = 0; v < 2; v++) sums[r][v] = add ? load_float(y + r * WIDE + v * LANES) : all(0.0f);           \
+        for (i64 p = 0; p < pairs; p++) {                                                                              \
+            __m512bh right[2];                                                                                         \
+            __builtin_prefetch(ahead + p / PAIR_LINES * ahead_row + p % PAIR_LINES * 32);                              \
+            for (int v = 0; v < 2; v++) right[v] = (__m512bh)load_float(piece + p * WIDE + v * LANES);                 \
+            for (int r = 0; r < R; r++) {                                                                              \
+                int pair;                                                                                              \
+                memcpy(&pair, x + r * x_row + 2 * p, sizeof pair);                                                     \
+                const __m512bh left = (__m512bh)_mm512_set1_epi32(pair);                                               \
+                for (int v = 0; v < 2; v++) sums[r][v] = add_product_bfloat16(sums[r][v], left, right[v]);             \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (int r = 0; r < R; r++)                                                                                    \
+            for (int v = 0; v < 2; v++) store_float(y + r * WIDE + v * LANES, sums[r][v]);                             \
+    }
+PAIRED(12)
+PAIRED(8)
+PAIRED(6)
+PAIRED(4)
+PAIRED(3)
+PAIRED(2)
+PAIRED(1)
+typedef void (*paired)(const bfloat16 *, i64, const float *, float *, i64, int, const bfloat16 *, i64);
+static const paired of_pairs[7] = {paired_12, paired_8, paired_6, paired_4, paired_3, paired_2, paired_1};
+
+// sums (rows, WIDE) (+)= x of `pairs` pairs times a piece, while `ahead`, if it is there, is fetched.
+static void product_of_pairs(const Linear *a, const bfloat16 *x, const float *piece, float *sums, i64 pairs, int add,
+                             const bfloat16 *ahead) {
+    i64 r = 0, fetched = 0;
+    for (int h = a->rows == heights[0] ? 2 : 0; h < 7; h++)  // two tiles at least, which fetch half of it each
+        for (; r + heights[h] <= a->rows; r += heights[h], fetched += PAIRS / PAIR_LINES) {
+            const int more = ahead && fetched < WIDE;  // else a line that is there
+            of_pairs[h](x + r * a->x_row, a->x_row, piece, sums + r * WIDE, pairs, add,
+                        more ? ahead + fetched * a->weight_row : x, more ? a->weight_row : 0);
+        }
+}
+
+static int linear_of_pairs(const Linear *a, i64 first, i64 last) {
+    float *const piece = scratch_of(WIDE * (PAIRS + a->rows)), *const sums = piece + WIDE * PAIRS;
+    if (!piece) return 1;
+    for (i64 o = first; o < last; o += WIDE) {
+        const i64 ahead = o + 2 * WIDE <= a->outputs ? WIDE * a->weight_row : 0;
+        for (i64 d = 0; d < a->inner; d += 2 * PAIRS) {
+            const i64 pairs = least(PAIRS, (a->inner - d) / 2);
+            const bfloat16 *const weight = (const bfloat16 *)a->weight + o * a->weight_row + d;
+            const int fetches = ahead && pairs == PAIRS;
+            turn((const float *)weight, a->weight_row / 2, piece, WIDE, pairs, fetches ? 0 : ahead / 2);
+            product_of_pairs(a, (const bfloat16 *)a->x + d, piece, sums, pairs, d > 0, fetches ? weight + ahead : NULL);
+        }
+        for (i64 r = 0; r < a->rows; r++)
+            for (i64 i = 0; i < WIDE; i += LANES) {
+                const vf bias = a->bias ? load_bfloat16((const bfloat16 *)a->bias + o + i) : all(0.0f);
+                store_bfloat16((bfloat16 *)a->y + r * a->outputs + o + i, load_float(sums + r * WIDE + i) + bias);
+            }
+    }
+    return 0;
+}
+static int has_pairs(const Linear *a) { return a->inner % 32 == 0 && a->outputs % WIDE == 0 && a->weight_row % 2 == 0; }
+#else
+static int linear_of_pairs(const Linear *a, i64 first, i64 last) {
+    (void)a, (void)first, (void)last;
+    return 1;
+}
+static int has_pairs(const Linear *a) {
+    (void)a;
+    return 0;
+}
+#endif
 
 #ifdef MATRIX_UNITS
 
@@ -278,14 +359,15 @@ static int linear_by_units(const Linear *a) {
 
 // Called by as many threads as there are, with one `next`.
 int hybridflow_linear(const Linear *a) {
-    const int turned = !a->bfloat16 && a->rows >= MANY && a->inner % LANES == 0 && a->outputs % LANES == 0;
+    const int turned = a->bfloat16 ? a->rows >= MANY_PAIRS && has_pairs(a)
+                                   : a->rows >= MANY && a->inner % LANES == 0 && a->outputs % LANES == 0;
     if (a->units) return linear_by_units(a);
     for (;;) {
         const i64 first = BLOCK * __atomic_fetch_add(a->next, 1, __ATOMIC_RELAXED);
         if (first >= a->outputs) return 0;
         const i64 last = least(first + BLOCK, a->outputs);
         if (turned) {
-            if (linear_turned(a, first, last)) return 1;
+            if ((a->bfloat16 ? linear_of_pairs : linear_turned)(a, first, last)) return 1;
         } else {
             (a->bfloat16 ? linear_bfloat16 : linear_float)(a, first, last);
         }

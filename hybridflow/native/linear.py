@@ -28,8 +28,8 @@ class Linear(ctypes.Structure):
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x w^T + b of x (rows, inner), weight (outputs, inner) and bias (outputs,), all that `takes` says yes to.
 
-    Sums do not depend on the number of threads. Up to 8 rows, with more, and in bfloat16 with any number the bits of a
-    row do not depend on the others.
+    Sums do not depend on the number of threads. Up to 8 rows (15 in bfloat16), and with more, the bits of a row do not
+    depend on the others.
     """
     kernels = library()
     assert kernels is not None, "asked of `takes` before"

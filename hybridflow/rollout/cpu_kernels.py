@@ -102,13 +102,11 @@ def most_rows(dtype: torch.dtype, inner: int) -> int:
     """For which a linear layer is the kernel's. With more, or several threads, the libraries win (bench.few_rows)."""
     if torch.get_num_threads() > 1 or dtype not in DTYPES:
         return 0
-    if dtype == torch.bfloat16:
-        return 512 if has_units() else 32
     if has_units():
-        return 64 if inner <= 1024 else 32
-    if mkl_is_slow():
+        return 512 if dtype == torch.bfloat16 else 64 if inner <= 1024 else 32
+    if torch.cpu._is_avx512_bf16_supported() if dtype == torch.bfloat16 else mkl_is_slow():
         return 128 if inner <= 1024 else 64
-    return 8
+    return 32 if dtype == torch.bfloat16 else 8
 
 
 def is_ours(attention: Any, layer: Any, kv_cache: Tensor) -> bool:

@@ -200,17 +200,20 @@ def test_few_rows_are_multiplied_by_the_kernel_and_many_by_torch(
 
 
 @pytest.mark.parametrize(
-    ("units", "mkl_is_slow", "threads", "expected"),
+    ("units", "mkl_is_slow", "multiplies_bfloat16", "threads", "expected"),
     [
-        (False, True, 1, (128, 64, 32, 32)),
-        (True, False, 1, (64, 32, 512, 512)),
-        (False, False, 1, (8, 8, 32, 32)),
-        (False, True, 2, (0, 0, 0, 0)),
+        (False, True, True, 1, (128, 64, 128, 64)),
+        (False, True, False, 1, (128, 64, 32, 32)),
+        (True, False, True, 1, (64, 32, 512, 512)),
+        (False, False, True, 1, (8, 8, 128, 64)),
+        (False, False, False, 1, (8, 8, 32, 32)),
+        (False, True, True, 2, (0, 0, 0, 0)),
     ],
 )
 def test_rows_that_are_few(
-    units: bool, mkl_is_slow: bool, threads: int, expected: tuple[int, ...], monkeypatch
+    units: bool, mkl_is_slow: bool, multiplies_bfloat16: bool, threads: int, expected: tuple[int, ...], monkeypatch
 ) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: multiplies_bfloat16)
     monkeypatch.setattr(cpu_kernels, "has_units", lambda: units)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(cpu_kernels, "mkl_is_slow", lambda: mkl_is_slow)
