@@ -108,7 +108,7 @@ def test_a_link_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "MEASURE_SECONDS", 0.3)
     start = time.monotonic()
     assert a_rank().perform({"act": "all_reduce", "ranks": [0, 1], "group": "1"}) == {"error": "no end after 0.3 s"}
-    assert time.monotonic() - start < 2 and still_busy()
+    assert time.monotonic() - start < 4.5 and still_busy()
 
 
 def test_what_a_rank_is_doing_stands_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,14 +155,14 @@ def test_a_run_stops_where_it_is_told_to(inputs: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"{10 + i}+7=", "how": "well"} for i in range(2 * PER_ITERATION)]
     rows[PER_ITERATION + 3]["how"] = "hang with descendants"
     config = experiment(
-        tmp_path, inputs, rows, {"functions": [{"function": f"{FUNCTIONS}:misbehaves"}], "timeout_seconds": 1.0}
+        tmp_path, inputs, rows, {"functions": [{"function": f"{FUNCTIONS}:misbehaves"}], "timeout_seconds": 5.0}
     )
     mark, environment = marked()
     done = run_ranks(2, "hybridflow.train", config, check=False, environment=environment)
     assert done.returncode == 1
     expected = (
         "hybridflow: error: reward function tests.rewards.misbehaving:misbehaves: row 3: took longer than "
-        "reward.timeout_seconds = 1; its prompt is '18+7='"
+        "reward.timeout_seconds = 5; its prompt is '18+7='"
     )
     assert (done.stdout + done.stderr).count(expected) == 1, done.stdout + done.stderr
     assert_none_left(mark)

@@ -15,7 +15,7 @@ from tests.launch import ROOT
 from tests.rewards.pools import MISBEHAVING, asked, pool_of, rows, spec
 
 EXACT = spec("hybridflow.rewards:exact_match")
-MISBEHAVES = spec(f"{MISBEHAVING}:misbehaves", timeout_seconds=0.5)
+MISBEHAVES = spec(f"{MISBEHAVING}:misbehaves", timeout_seconds=2.0)  # a busy machine pauses for 0.5
 WHO = spec(f"{MISBEHAVING}:who")
 
 
@@ -23,7 +23,7 @@ def test_scores_and_errors_come_back() -> None:
     with pool_of(EXACT) as pool:
         outcome = asked(pool, 0, " 4\n", "5", answer=["4", 4])
         assert (outcome.kind, outcome.scores, outcome.problem) == ("scored", ((1.0,), (0.0,)), "")
-        assert 0.0 <= outcome.seconds < 5.0
+        assert 0.0 <= outcome.seconds < 30.0
         outcome = asked(pool, 0, "4")
         assert (outcome.kind, outcome.scores) == ("error", ())
         assert outcome.problem == (
@@ -62,19 +62,19 @@ def test_a_row_that_takes_too_long_is_killed_and_the_next_is_scored() -> None:
         assert [outcome.kind for outcome in outcomes] == ["timeout", "scored", "timeout"]
         assert outcomes[2].problem == (
             "reward function tests.rewards.misbehaving:misbehaves: row 2: took longer than reward.timeout_seconds = "
-            "0.5; its prompt is 'p', the response 'r'"
+            "2; its prompt is 'p', the response 'r'"
         )
-        assert 0.5 <= outcomes[0].seconds < 2.0 and time.monotonic() - started < 10.0
+        assert 2.0 <= outcomes[0].seconds < 10.0 and time.monotonic() - started < 30.0
 
 
 def test_a_call_of_several_rows_has_the_time_of_each() -> None:
-    """0.1 s in all are over, 3 x 0.5 s are not."""
-    slow = spec(f"{MISBEHAVING}:waits_in_all", timeout_seconds=0.5)
+    """1.5 s are over, 3 x 1.5 s are not."""
+    slow = spec(f"{MISBEHAVING}:waits_in_all", timeout_seconds=1.5)
     with pool_of(slow) as pool:
-        assert asked(pool, 0, "0.9", "", "").kind == "scored"
+        assert asked(pool, 0, "2", "", "").kind == "scored"
         outcome = asked(pool, 0, "10", "")
         assert outcome.kind == "timeout" and "rows 0 to 1: took longer" in outcome.problem
-        assert "reward.timeout_seconds = 0.5 for each of 2 rows" in outcome.problem
+        assert "reward.timeout_seconds = 1.5 for each of 2 rows" in outcome.problem
 
 
 def test_what_is_not_begun_can_be_withdrawn() -> None:
@@ -90,7 +90,7 @@ def test_what_is_not_begun_can_be_withdrawn() -> None:
 
 def test_coroutines_run_beside_each_other_and_none_is_blamed_for_another() -> None:
     """Of eight at a time, one blocks the event loop, one ends the process, one hangs as it should."""
-    with pool_of(spec(f"{MISBEHAVING}:waits", awaited=True, timeout_seconds=0.5)) as pool:
+    with pool_of(spec(f"{MISBEHAVING}:waits", awaited=True, timeout_seconds=2.0)) as pool:
         asked(pool, 0, "r", how=["well"])
         started = time.monotonic()
         tickets = [pool.submit(0, rows("r", how=["well"])) for _ in range(8)]
@@ -162,9 +162,9 @@ def test_a_pool_is_ready_soon() -> None:
     """Beside a trainer that takes seconds to load: a fifth of one, here with room for a busy machine."""
     started = time.monotonic()
     with pool_of(EXACT, num_workers=2) as pool:
-        assert time.monotonic() - started < 1.0, "nothing waits for it"
+        assert time.monotonic() - started < 3.0, "nothing waits for it"
         asked(pool, 0, "r", answer=["r"])
-        assert time.monotonic() - started < 5.0
+        assert time.monotonic() - started < 15.0
 
 
 def test_importing_what_a_worker_imports_loads_no_heavy_package() -> None:
