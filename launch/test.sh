@@ -1,10 +1,26 @@
 #!/usr/bin/env bash
-# Runs the tests; arguments go to pytest:  bash launch/test.sh [-k NAME | tests/test_x.py | -m "not distributed" | -n 0 | ...]
+# Runs the tests:
 #
-# One worker has the tests that start ranks, another those of them that mostly wait, all have the rest (tests/conftest.py).
+#   bash launch/test.sh            what matters most of each room: at most 10 minutes on 2 cores
+#   bash launch/test.sh --fast     what starts no ranks and compiles nothing: under 2 minutes
+#   bash launch/test.sh --all      everything: at most 20 minutes on 2 cores
+#   bash launch/test.sh --rest     what --all has and the first command has not
+#
+# Other arguments go to pytest: tests/test_config.py, -k NAME, -m "not distributed", -n 0, ... Named tests are taken from
+# all of them.
+#
+# Three workers: one runs tests that start ranks, one those of them that mostly wait, one the rest (tests/conftest.py).
 set -euo pipefail
+
+arguments=()
+for word in "$@"; do
+    case $word in
+        --fast | --all | --rest) arguments+=(--set "${word#--}") ;;
+        *) arguments+=("$word") ;;
+    esac
+done
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
 export OMP_NUM_THREADS=1  # tests start several processes: one thread each
-exec .venv/bin/python -m pytest -n logical --maxprocesses 4 "$@"
+exec .venv/bin/python -m pytest -n 3 "${arguments[@]}"

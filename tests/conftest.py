@@ -1,24 +1,90 @@
-"""What starts ranks is marked, has time, and does not run beside its like, unless one of the two mostly waits."""
+"""Which tests a set has, which worker runs them, and what those that start ranks are given.
+
+Sets (`--set`, `launch/test.sh`): `default` has what matters most of each room; `rest` has what `default` leaves out,
+the tests marked `thorough`; `all` is both; `fast` has what starts no ranks and compiles nothing. A run that names its
+tests, by path, `-k` or `-m`, takes them from `all`.
+"""
 
 import functools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hybridflow.native import library as libraries
 from tests import launch
 
-MARK = "distributed"
+MARK, COMPILES, THOROUGH = "distributed", "compiles", "thorough"
+SETS: dict[str, Callable[[pytest.Item], bool]] = {
+    "default": lambda item: not item.get_closest_marker(THOROUGH),
+    "rest": lambda item: bool(item.get_closest_marker(THOROUGH)),
+    "all": lambda item: True,
+    "fast": lambda item: not (item.get_closest_marker(MARK) or item.get_closest_marker(COMPILES)),
+}
 SECONDS = 5 * launch.SECONDS  # a module's fixture makes four launches at most, each of which ends by itself
+# Files whose ranks wait most of the time: for disks, deadlines, other hosts, the ends of processes.
+WAITING = (
+    "tests/checkpoint/test_stops.py",
+    "tests/distributed/test_faults.py",
+    "tests/launcher/",
+    "tests/parallel/test_faults.py",
+)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("hybridflow")
+    group.addoption(
+        "--set", choices=list(SETS), help="which tests: default (without a path, -k or -m), rest, all, fast"
+    )
+    group.addoption("--shard", type=_shard, default=(1, 1), metavar="K/N", help="the K-th of N parts, cut by files")
+
+
+def _shard(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise ValueError(f"--shard {text}: K/N, with K from 1 to N")
+    return int(part), int(parts)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The workers of pytest-xdist get the set from here."""
+    config.stash[STARTED] = time.monotonic()
+    if config.option.set is None:
+        named = config.args_source is config.ArgsSource.ARGS or config.option.keyword or config.option.markexpr
+        config.option.set = "all" if named else "default"
+
+
+STARTED = pytest.StashKey[float]()
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, parts = config.option.shard
+    files = sorted({item.path for item in items}, key=lambda path: (not _starts_ranks(path), path))
+    wanted = set(files[part - 1 :: parts])  # files that start ranks are dealt out first, to all parts alike
+    kept = [item for item in items if SETS[config.option.set](item) and item.path in wanted]
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
     for item in items:
         if item.get_closest_marker(MARK):
             item.add_marker(pytest.mark.timeout(SECONDS))
     if hasattr(config, "workerinput"):  # of pytest-xdist: what takes longest begins first
         items.sort(key=lambda item: not _starts_ranks(item.path))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """How many tests that was, how long, and how to run all."""
+    if config.option.set not in ("default", "fast"):
+        return
+    ran = sum(len(terminalreporter.getreports(outcome)) for outcome in ("passed", "failed"))
+    seconds = round(time.monotonic() - config.stash[STARTED])
+    took = f"{seconds // 60} min {seconds % 60:02d} s"
+    terminalreporter.write_line(
+        f"{config.option.set} set: {ran} tests in {took}; all of them: bash launch/test.sh --all"
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -31,10 +97,38 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         launch.MARKED.reset(token)
 
 
+@pytest.fixture(scope="module")
+def selected(request: pytest.FixtureRequest) -> Callable[..., set[Any]]:
+    """The values that the module's selected tests have for parameters: a launch runs no case that nobody looks at."""
+
+    def values(*names: str) -> set[Any]:
+        calls = [item.callspec.params for item in request.session.items if item.path == request.path if _has(item)]
+        found = {tuple(call[name] for name in names) for call in calls if call.keys() >= set(names)}
+        return {call[0] for call in found} if len(names) == 1 else found
+
+    def _has(item: pytest.Item) -> bool:
+        return hasattr(item, "callspec")
+
+    return values
+
+
+@pytest.fixture(scope="session")
+def needs_kernels() -> None:
+    if reason := libraries.why_not():
+        pytest.skip(f"no kernels: {reason}")
+
+
+@pytest.fixture(autouse=True)
+def compiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test without the mark has no kernels in C, so that a set without marked tests needs no compiler."""
+    if not request.node.get_closest_marker(COMPILES) and not request.node.get_closest_marker(MARK):
+        monkeypatch.setattr(libraries, "_given_up", ["this test is not marked as one that compiles"])
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """One worker has the files that start ranks, which fill the cores by themselves, but for those that wait most of
-    the time, for disks, deadlines and the ends of processes: another has these. Any has any of the other files.
+    the time: another has these. Any has any of the other files.
 
     pytest-xdist 3.8.0 has groups of tests for that, by a suffix of their ids, which pytest 9.2 does not let it append.
     """
@@ -45,8 +139,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file, _, _ = nodeid.partition("::")
             if not _starts_ranks(config.rootpath / file):
                 return file
-            waits = "/checkpoint/" in file or "/launcher/" in file or file.endswith("test_faults.py")
-            return f"{MARK}, waiting" if waits else MARK
+            return f"{MARK}, waiting" if file.startswith(WAITING) else MARK
 
     config.option.loadscopereorder = False  # not the files with the most tests first
     return Scheduling(config, log)

@@ -15,6 +15,7 @@ from hybridflow.checkpoint.inventory import look
 from hybridflow.checkpoint.store import MANIFEST, STATE, begin, point_to, publish, read_manifest
 from hybridflow.checkpoints import main
 from tests.launch import ROOT
+from tests.messages import like
 
 METRICS = {"reward/score_mean": 0.5, "kl/reference_mean": 0.0123, "train/loss": 7.25}
 WEIGHTS = bytes(range(256)) * 40  # 10,240 bytes
@@ -84,7 +85,7 @@ def test_every_checkpoint_has_a_row(run: Path, shown) -> None:
             "",
             f"go on from 10 with the command that began the run, or: {train}",
             f"fork 10: {train} checkpoint.load={step} name=NEW",
-            f"convert 10: python -m tools.convert megatron-to-hf {step}/actor OUT",
+            like(f"convert 10: python -m tools.convert megatron-to-hf {step}/actor OUT"),
         ]
 
 
@@ -96,7 +97,7 @@ def test_one_checkpoint_is_shown_alone(run: Path, shown) -> None:
     moved = first.rename(run.parent / "the best")
     status, rows, lines = shown(moved)
     assert (status, rows["2"][-1]) == (0, "complete")
-    assert lines[-1] == "convert 2: python -m tools.convert megatron-to-hf 'runs/the best/actor' OUT"
+    assert lines[-1] == like("convert 2: python -m tools.convert megatron-to-hf 'runs/the best/actor' OUT")
 
 
 def test_a_run_that_was_moved_is_gone_on_from_where_it_is(run: Path, shown) -> None:
@@ -113,7 +114,7 @@ def test_chosen_metrics_take_the_place_of_the_usual(run: Path, shown) -> None:
     assert rows["iteration"] == ["size", "written", "train/loss", "eval/accuracy", "state"]
     assert rows["2"][2:4] == ["7.25", "-"]
     assert lines[0] == (
-        "no checkpoint has the metric eval/accuracy; there are: kl/reference_mean, reward/score_mean, train/loss"
+        like("no checkpoint has the metric eval/accuracy; there are: kl/reference_mean, reward/score_mean, train/loss")
     )
 
 
@@ -194,8 +195,8 @@ def test_what_is_left_of_a_save_and_where_a_run_began_are_told(run: Path, shown)
     status, rows, lines = shown(run)
     assert (status, [row[-1] for row in rows.values()]) == (0, ["state", *3 * ["complete"]])
     assert lines[:3] == [
-        f"{left}: 10.2 kB, of a save that is under way or did not end; the next save removes it",
-        "latest names step_000001: no checkpoint; a run does not need it to go on",
+        like(f"{left}: 10.2 kB, of a save that is under way or did not end; the next save removes it"),
+        like("latest names step_000001: no checkpoint; a run does not need it to go on"),
         "forked from /runs/other: 2, 3",
     ]
 

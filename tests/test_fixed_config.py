@@ -10,6 +10,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
 from hybridflow.fixed_algorithms import DPO
 from hybridflow.fixed_config import FixedDataConfig, load_config
+from tests.messages import like
 
 TRAINED = {"model": "m", "dtype": "float32", "optimizer": {"lr": 1e-3}}
 READ = {"model": "m", "dtype": "float32"}
@@ -74,8 +75,11 @@ def test_the_other_class_says_where_such_a_config_is_read() -> None:
 def test_sections_of_generation_are_refused_with_what_to_remove(section: str) -> None:
     said = refused(tree(**{section: {"max_response_length": 8}}))
     assert said == (
-        f"x.yaml: {section}: this algorithm trains on fixed data and generates nothing: remove the section {section}, "
-        f"or set {section}=null"
+        like(
+            f"x.yaml: {section}: this algorithm trains on fixed data and generates nothing: remove the section "
+            f"{section}, "
+            f"or set {section}=null"
+        )
     )
     assert FixedDataConfig.from_tree(tree(**{section: None}), "x.yaml").trained_name == "actor"
 

@@ -13,6 +13,7 @@ from hybridflow.config import ALGORITHMS, ExperimentConfig, set_key
 from hybridflow.errors import ConfigError
 from hybridflow.fixed_algorithms import FIXED_ALGORITHMS
 from hybridflow.foreign_keys import ALGORITHM_NAMES, NOT_HERE, ROWS, TABLE, algorithm_hint, hint, leaves
+from tests.messages import like
 from tests.test_config import MINIMAL
 from tests.test_readme import quoted
 
@@ -144,18 +145,24 @@ def test_a_whole_section_is_told_key_by_key() -> None:
     """What nobody knows is counted where it is much."""
     tree = {"optim": {"lr": 1e-6, "foo": 1}, "ppo_epochs": 2, "fsdp_config": {"param_offload": True}}
     assert message("actor_rollout_ref.actor", tree).splitlines() == [
-        "x.yaml: actor_rollout_ref.actor.optim.lr: unknown key; here it is actor.optimizer.lr",
-        "x.yaml: actor_rollout_ref.actor.ppo_epochs: unknown key; here it is algorithm.update.epochs (passes over the "
-        "batch of an iteration)",
-        "x.yaml: actor_rollout_ref.actor.fsdp_config: unknown key; there is none here, megatron-core trains: weights "
-        "are split by actor.tensor_parallel_size and actor.pipeline_parallel_size, optimizer state by "
-        "actor.optimizer.zero1",
+        like("x.yaml: actor_rollout_ref.actor.optim.lr: unknown key; here it is actor.optimizer.lr"),
+        like(
+            "x.yaml: actor_rollout_ref.actor.ppo_epochs: unknown key; here it is algorithm.update.epochs "
+            "(passes over the "
+            "batch of an iteration)"
+        ),
+        like(
+            "x.yaml: actor_rollout_ref.actor.fsdp_config: unknown key; there is none here, megatron-core "
+            "trains: weights "
+            "are split by actor.tensor_parallel_size and actor.pipeline_parallel_size, optimizer state by "
+            "actor.optimizer.zero1"
+        ),
         "x.yaml: actor_rollout_ref.actor.optim.foo: unknown key",
     ]
     many = {"lr": 1e-6} | {f"foo{i}": i for i in range(5)}
     assert message("trainer", many).splitlines() == [
-        "x.yaml: trainer.lr: unknown key; here it is actor.optimizer.lr",
-        "x.yaml: trainer: 5 more unknown keys in it: trainer.foo0, trainer.foo1, trainer.foo2, ...",
+        like("x.yaml: trainer.lr: unknown key; here it is actor.optimizer.lr"),
+        like("x.yaml: trainer: 5 more unknown keys in it: trainer.foo0, trainer.foo1, trainer.foo2, ..."),
     ]
 
 

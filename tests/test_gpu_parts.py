@@ -8,7 +8,7 @@ import torch
 from tests.gpu.__main__ import main
 from tests.gpu.parts import PARTS, Line
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them on the GPU")

@@ -8,6 +8,7 @@ import pytest
 
 from hybridflow.report import main
 from tests.browser import Browser, program
+from tests.messages import like
 from tests.reporting.run_dirs import HOSTILE, make_run
 
 VIEWS = {"desktop": (1280, 900, False), "phone": (390, 844, False), "phone, dark": (390, 844, True)}
@@ -84,8 +85,10 @@ def test_every_metric_of_both_runs_is_drawn(browser: Browser) -> None:
 
 def test_a_long_run_is_said_to_be_thinned_out(browser: Browser) -> None:
     assert texts(browser, ".note") == [
-        "code: its 1,002 iterations are more than a chart has points for: a point is the mean of 3, and the band "
-        "around the line reaches from the least to the largest of them"
+        like(
+            "code: its 1,002 iterations are more than a chart has points for: a point is the mean of 3, and the band "
+            "around the line reaches from the least to the largest of them"
+        )
     ]
     assert texts(browser, "#legend b") == ["math", "code"]
     assert texts(browser, "#legend small") == ["iterations 0 to 6", "iterations 0 to 1001"]
@@ -150,7 +153,7 @@ def test_the_layout_is_drawn_and_a_rank_found_in_it(browser: Browser) -> None:
     assert texts(browser, ".rank") == ["0", "1", "2", "3", "2", "3", "0", "1", "2", "3"]
     browser.value("document.querySelectorAll('.rank')[2].click()")
     assert texts(browser, "#chosen") == [
-        "Rank 2 of 4 in math: actor tp 0, pp 1, dp 0; critic tp 0, pp 0, dp 0; rollout tp 0, pp 0, replica 1"
+        like("Rank 2 of 4 in math: actor tp 0, pp 1, dp 0; critic tp 0, pp 0, dp 0; rollout tp 0, pp 0, replica 1")
     ]
     assert texts(browser, ".rank.chosen") == ["2", "2", "2"]
 
@@ -205,15 +208,18 @@ def test_what_is_wrong_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([str(tmp_path / "absent"), "--output", str(tmp_path / "report.html")]) == 1
     out, error = capsys.readouterr()
     assert out == "" and error == (
-        f"hybridflow.report: error: {tmp_path}/absent: no such directory; a run's is OUTPUT_DIR/NAME of its config, "
-        "such as runs/quickstart\n"
+        like(
+            f"hybridflow.report: error: {tmp_path}/absent: no such directory; a run's is OUTPUT_DIR/NAME of its "
+            f"config, "
+            "such as runs/quickstart\n"
+        )
     )
     assert list(tmp_path.iterdir()) == []
     run = make_run(tmp_path / "run")
     (tmp_path / "file").touch()
     assert main([str(run), "--output", str(tmp_path / "file" / "report.html")]) == 1
     out, error = capsys.readouterr()
-    assert error == f"hybridflow.report: error: {tmp_path}/file/report.html: cannot be written: File exists\n"
+    assert error == like(f"hybridflow.report: error: {tmp_path}/file/report.html: cannot be written: File exists\n")
 
 
 def test_where_the_page_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 
 import torch
@@ -35,11 +35,12 @@ class StopRequest:
     """Of this rank. With no `signals` it listens to none, and nobody asks.
 
     `requested` is the name of the first signal. Another one, a second later or more, ends the process at once with
-    NOT_SAVED, and so does the end of `grace_seconds` since the first.
+    NOT_SAVED, and so does the end of `grace_seconds` since the first. `announce` is called before: it tells the peers.
     """
 
     def __init__(self, grace_seconds: float, signals: Iterable[signal.Signals] = SIGNALS) -> None:
         self.requested: str | None = None
+        self.announce: Callable[[], object] = lambda: None  # may block for a few seconds
         self._grace_seconds = grace_seconds
         self._signals = frozenset(signals)
         self._first: float | None = None  # time.monotonic
@@ -92,6 +93,7 @@ class StopRequest:
         return max(0.0, self._first + self._grace_seconds - time.monotonic())
 
     def _end(self, reason: str) -> None:
+        self.announce()
         say(f"hybridflow: pid {os.getpid()}: {reason}: ends at once, without a new checkpoint")
         leave(ExitStatus.NOT_SAVED)
 

@@ -52,7 +52,8 @@ HOST_SILENCE = 45.0
 HOLD_SECONDS = 10.0  # that a rank stays for torchrun to see first who ended first
 REPORT = "hang_report.txt"
 PEACEFUL = "left"  # notes, each with a rank: it ended as it should, ...
-FAILED = "failed"  # ... or has itself said why
+FAILED = "failed"  # ... or has itself said why, ...
+UNSAVED = "unsaved"  # ... or was told to end and did, without a checkpoint
 
 
 class Watchdog:
@@ -92,6 +93,7 @@ class Watchdog:
         self._looked = self._next_beat = self._heard = time.monotonic()
         self._last_beat: str | None = None
         atexit.register(self._at_exit)
+        self.stop.announce = lambda: self._notices.post(f"{UNSAVED}/{own.rank}")
         self.stop.listen()
         threading.Thread(target=self._watch, name="hybridflow watchdog", daemon=True).start()
 
@@ -208,7 +210,9 @@ class Watchdog:
                 del self._near[rank]
             elif seen.exit_code == ExitStatus.HANG:  # it was quick: its alarm says the rest
                 continue
-            elif seen.exit_code == ExitStatus.NOT_SAVED:  # it has said so, and was told to by what this rank hears next
+            elif seen.exit_code == ExitStatus.NOT_SAVED or self._notices.has(f"{UNSAVED}/{rank}"):
+                # It has said so, and was told to by what this rank hears next. torchrun may have asked for its exit
+                # code before this rank looked: then only the note is left.
                 leave(ExitStatus.NOT_SAVED)
             else:
                 told = self._notices.has(f"{FAILED}/{rank}")

@@ -11,6 +11,7 @@ from hybridflow.architecture.parts import Block, blocks, read_shard, shard_shape
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import LM_HEAD, TABLES, VALUE_HEAD, Weight, embedding, layer_weights, model_weights
+from tests.grids import each
 
 
 def tiny_spec(**changes: object) -> ModelSpec:
@@ -63,7 +64,7 @@ EVERY_WEIGHT = [
     for weight in (*model_weights(tiny_spec(family=family, num_layers=1), "lm"), VALUE_HEAD)
 ]
 each_weight = pytest.mark.parametrize(("family", "weight"), EVERY_WEIGHT)
-each_tp = pytest.mark.parametrize("tp", [1, 2, 4])
+SIZES = (1, 2, 4)  # of tensor parallelism
 
 
 # --------------------------------------------------------------------------------------------------- by hand
@@ -141,8 +142,8 @@ def test_rows_of_a_bias_by_hand() -> None:
     assert [shard.tolist() for shard in shards(weight, [torch.arange(4)], spec, 2)] == [[0, 1], [2, 3]]
 
 
-@each_tp
 @pytest.mark.parametrize("weight", [embedding(tiny_spec()), LM_HEAD], ids=["embedding", "lm_head"])
+@each(tp=SIZES)
 def test_rows_past_the_vocabulary_are_zero(weight: Weight, tp: int) -> None:
     # 70 rows padded to 128: with tp 4 of 32 rows each, rank 2 holds 6 true ones and rank 3 none
     spec = tiny_spec()
@@ -166,28 +167,24 @@ def numbered_parts(weight: Weight, spec: ModelSpec) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(numbers, shapes, strict=True)]
 
 
-@each_tp
 @each_weight
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
-def test_whole_parts_undoes_read_shard_bitwise(
-    family: str, weight: Weight, tp: int, dtype: torch.dtype, num_kv_heads: int
-) -> None:
+@each(tp=SIZES, num_kv_heads=(1, 2, 4, 8))
+def test_whole_parts_undoes_read_shard_bitwise(family: str, weight: Weight, tp: int, num_kv_heads: int) -> None:
+    """In bfloat16: a copy is that of any other dtype."""
     spec = tiny_spec(family=family, num_kv_heads=num_kv_heads, head_dim=4)
     generator = torch.Generator().manual_seed(0)
-    parts = [torch.randn(shape, generator=generator).to(dtype) for shape in weight.shapes(spec)]
+    parts = [torch.randn(shape, generator=generator).bfloat16() for shape in weight.shapes(spec)]
     found = shards(weight, parts, spec, tp)
     held = [shard for shard in found if weight.split is not Split.VOCAB or shard.count_nonzero()]
-    assert all(shard.dtype == dtype for shard in held)
+    assert all(shard.dtype == torch.bfloat16 for shard in held)
     assert all(shard.shape == shard_shape(weight, spec, tp) for shard in found)
     back = whole_parts(weight, found, spec)
     assert len(back) == len(parts)
     assert all(torch.equal(a, b) for a, b in zip(back, parts, strict=True))
 
 
-@each_tp
 @each_weight
-@pytest.mark.parametrize("num_kv_heads", [2, 4])
+@each(tp=SIZES, num_kv_heads=(2, 4))
 def test_shards_hold_every_element_once(family: str, weight: Weight, tp: int, num_kv_heads: int) -> None:
     spec = tiny_spec(family=family, num_kv_heads=num_kv_heads)
     parts = numbered_parts(weight, spec)

@@ -11,6 +11,7 @@ import transformers
 
 from hybridflow.architecture.spec import ARCHITECTURES, ModelSpec, read_spec
 from hybridflow.errors import CheckpointError, ConfigError
+from tests.messages import like
 
 SIZES = dict(
     hidden_size=48,
@@ -414,7 +415,7 @@ def test_check_length() -> None:
     with pytest.raises(ConfigError) as caught:
         spec.check_length(101)
     assert str(caught.value) == (
-        "data.max_prompt_length + sampling.max_response_length = 101 exceeds max_position_embeddings = 100 of a/b"
+        like("data.max_prompt_length + sampling.max_response_length = 101 exceeds max_position_embeddings = 100 of a/b")
     )
 
 
@@ -424,7 +425,7 @@ def test_check_length() -> None:
 def test_the_model_type_must_be_that_of_the_architecture(kind: dict[str, Any], named: str, tmp_path: Path) -> None:
     """transformers and vLLM choose their classes by it; without it they know of no model."""
     message = refusal(written(tmp_path, **kind))
-    assert message == f"model_type = {named} is not supported: must be 'llama' for this architecture"
+    assert message == like(f"model_type = {named} is not supported: must be 'llama' for this architecture")
 
 
 def test_two_ropes_that_differ(tmp_path: Path) -> None:
@@ -458,6 +459,9 @@ def test_a_sliding_window_counts_where_sequences_are_longer() -> None:
     with pytest.raises(ConfigError) as caught:
         spec.check_length(61)
     assert str(caught.value) == (
-        "data.max_prompt_length + sampling.max_response_length = 61 exceeds sliding_window = 60 of a/b: attention is "
-        "trained over the whole sequence, which is the same up to this length alone"
+        like(
+            "data.max_prompt_length + sampling.max_response_length = 61 exceeds sliding_window = 60 of a/b: "
+            "attention is "
+            "trained over the whole sequence, which is the same up to this length alone"
+        )
     )

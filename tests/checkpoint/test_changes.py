@@ -34,6 +34,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.fixed_config import FixedDataConfig
 from hybridflow.models.optimizer import learning_rate
 from tests.distributed.tiny_experiment import make_inputs, write_config
+from tests.messages import like
 from tests.tiny_models import VOCAB_SIZE
 
 MODEL = {"model": "m", "micro_batch_tokens": 64}
@@ -185,11 +186,14 @@ def test_lines_show_both_values_and_what_it_means() -> None:
         sampling={"max_response_length": 8, "samples_per_prompt": 2, "top_p": 0.5},
     )
     assert found(now).lines() == [
-        "data.shuffle: True -> False  (may not change: which prompts come next follows from it: the place reached in "
-        "their order means something else)",
-        "sampling.top_p: 1.0 -> 0.5  (takes effect from iteration 13 on: responses are drawn so)",
+        like(
+            "data.shuffle: True -> False  (may not change: which prompts come next follows from it: the place "
+            "reached in "
+            "their order means something else)"
+        ),
+        like("sampling.top_p: 1.0 -> 0.5  (takes effect from iteration 13 on: responses are drawn so)"),
         "actor.micro_batch_tokens: 64 -> 32",
-        "actor.optimizer.lr: 0.0003 -> 0.0001  (takes effect from iteration 13 on)",
+        like("actor.optimizer.lr: 0.0003 -> 0.0001  (takes effect from iteration 13 on)"),
     ]
     assert "sampling.top_p" in found(now) and "seed" not in found(now)
 
@@ -202,7 +206,7 @@ def test_a_bucket_of_prompt_lengths_is_told_by_its_keys() -> None:
     why = "responses are drawn so; log-probs and KL are at the temperature that holds now; a surplus with groups of "
     why += "another size is dropped"
     assert found(one, other).lines() == [
-        f"sampling.by_prompt_length.0.temperature: 0.7 -> 0.5  (takes effect from iteration 13 on: {why})"
+        like(f"sampling.by_prompt_length.0.temperature: 0.7 -> 0.5  (takes effect from iteration 13 on: {why})")
     ]
     assert [(c.key, c.before, c.after) for c in found(one).found] == [
         ("sampling.by_prompt_length.0", "not there", GIVEN)
@@ -215,8 +219,11 @@ def test_all_that_is_refused_is_told_at_once() -> None:
         found(now).refuse()
     assert str(error.value).splitlines() == [
         "what may not change in a run that goes on:",
-        "seed: 0 -> 3: which prompts come next follows from it: the place reached in their order means something else",
-        "actor.dtype: bfloat16 -> float32: weights and optimizer state are of that type",
+        like(
+            "seed: 0 -> 3: which prompts come next follows from it: the place reached in their order means "
+            "something else"
+        ),
+        like("actor.dtype: bfloat16 -> float32: weights and optimizer state are of that type"),
         "give the former values; or start anew, checkpoint.load: none",
     ]
     with pytest.raises(ConfigError, match=r"checkpoint\.load: RUN_DIR, where they may"):
@@ -265,9 +272,13 @@ def test_more_iterations_say_what_becomes_of_the_rate(schedule: str) -> None:
     given = {"schedule": schedule, "warmup_iterations": 3}
     (line,) = found(scheduled(100, **given), scheduled(60, **given)).lines()
     assert line == (
-        f"num_iterations: 60 -> 100  (takes effect from iteration 13 on: the {schedule} schedule of actor.optimizer "
-        f"now ends at 100: iteration 13 has the learning rate {rates[1]} instead of {rates[0]}; critic.optimizer has "
-        f"no schedule that ends)"
+        like(
+            f"num_iterations: 60 -> 100  (takes effect from iteration 13 on: the {schedule} schedule of "
+            f"actor.optimizer "
+            f"now ends at 100: iteration 13 has the learning rate {rates[1]} instead of {rates[0]}; "
+            f"critic.optimizer has "
+            f"no schedule that ends)"
+        )
     )
     assert rates[0] != rates[1]
 
@@ -295,7 +306,7 @@ def test_a_longer_prompt_may_be_allowed_where_none_is_dropped() -> None:
 
 def test_a_kl_coefficient_counts_where_it_is_fixed() -> None:
     (line,) = found(with_value("algorithm.kl.coef", 0.5)).lines()
-    assert line == "algorithm.kl.coef: 0.05 -> 0.5  (takes effect from iteration 13 on)"
+    assert line == like("algorithm.kl.coef: 0.05 -> 0.5  (takes effect from iteration 13 on)")
     adaptive = with_value("algorithm.kl.controller", "adaptive")
     (line,) = found(with_value("algorithm.kl.coef", 0.5, adaptive), adaptive).lines()
     assert line.endswith("an adaptive controller goes on from the coefficient it has reached)")
@@ -314,7 +325,7 @@ def test_a_config_of_another_version_is_compared_as_far_as_it_goes() -> None:
     saved["data"]["epochs"], saved["telemetry"] = 3, {"url": "x"}
     assert found(resolved(), saved).lines() == [
         "data.epochs: 3 -> not there  (this version does not know it)",
-        "telemetry: {'url': 'x'} -> not there  (this version does not know it)",
+        like("telemetry: {'url': 'x'} -> not there  (this version does not know it)"),
     ]
     found(resolved(), saved).refuse()
     (line,) = found(with_value("watchdog.save_seconds", 5.0), saved).lines()[:1]
@@ -322,8 +333,13 @@ def test_a_config_of_another_version_is_compared_as_far_as_it_goes() -> None:
     lacking = resolved()
     del lacking["actor"]["model"], lacking["num_iterations"]
     assert found(resolved(), lacking).lines() == [
-        "num_iterations: not there -> 60  (takes effect from iteration 13 on: the version that saved did not have it)",
-        "actor.model: not there -> m  (takes effect from iteration 13 on: the version that saved did not have it)",
+        like(
+            "num_iterations: not there -> 60  (takes effect from iteration 13 on: the version that saved did "
+            "not have it)"
+        ),
+        like(
+            "actor.model: not there -> m  (takes effect from iteration 13 on: the version that saved did not have it)"
+        ),
     ]
 
 
@@ -390,8 +406,10 @@ def test_every_digest_of_a_run_has_a_rule(tmp_path: Path) -> None:
 def test_versions_are_shown_as_they_are() -> None:
     saved, now = hexed(the_version_of_torch="2.12.0"), hexed(the_version_of_torch="2.13.0+cpu")
     assert content_changes(saved, now, next_iteration=NEXT).lines() == [
-        "the version of torch: 2.12.0 -> 2.13.0+cpu  (takes effect from iteration 13 on: bit for bit the same only "
-        "with the same code and versions)"
+        like(
+            "the version of torch: 2.12.0 -> 2.13.0+cpu  (takes effect from iteration 13 on: bit for bit the same only "
+            "with the same code and versions)"
+        )
     ]
     (change,) = content_changes({"novelty": "ff"}, {"novelty": "fe"}, next_iteration=NEXT).found
     assert change.rule is UNKNOWN
@@ -462,5 +480,5 @@ def test_an_importance_cap_of_an_earlier_version_is_the_same_as_what_it_became()
     earlier["algorithm"]["policy"]["importance_cap"] = None
     assert found(resolved(), earlier).lines() == []
     assert found(with_value("algorithm.policy.importance", None, now), now).lines() == [
-        "algorithm.policy.importance: given -> None  (takes effect from iteration 13 on)"
+        like("algorithm.policy.importance: given -> None  (takes effect from iteration 13 on)")
     ]

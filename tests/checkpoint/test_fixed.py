@@ -18,7 +18,7 @@ from tests.checkpoint.test_kills import COSTS
 from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 NUM_ITERATIONS, NUM_ROWS, BATCH_SIZE = 4, 14, 7  # two passes
 FLOWS: dict[str, dict[str, Any]] = {

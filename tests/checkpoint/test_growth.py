@@ -1,6 +1,6 @@
 """A long run holds no more than a short one: tensors, memory, threads, files; measured in one that saves at every step.
 
-Prompts come round every four iterations and every response has the same length, so that iterations 3 and 31 hold
+Prompts come round every four iterations and every response has the same length, so that iterations 3 and 23 hold
 tensors of the same sizes.
 """
 
@@ -14,7 +14,7 @@ from hybridflow.checkpoints import main
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks
 
-EARLY, LATE = 3, 31
+EARLY, LATE = 3, 23
 # The main heap grows by 64 MiB at once, which `parallel.platform` asks of glibc, and that once in the first iterations
 # or after them; half as much again for heaps of threads. A thread a save, each with a heap of its own, took 250 MiB.
 ALLOWED_BYTES = 96 << 20
@@ -32,6 +32,9 @@ KEYS = (
 )
 
 
+pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the run, and held.RANK."""
@@ -43,7 +46,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.distributed
 def test_what_a_run_holds_does_not_grow(root: Path) -> None:
     for rank in range(2):
         held = json.loads((root / f"held.{rank}").read_text())
@@ -57,7 +59,6 @@ def test_what_a_run_holds_does_not_grow(root: Path) -> None:
         assert late["resident"] - early["resident"] < ALLOWED_BYTES
 
 
-@pytest.mark.distributed
 def test_its_checkpoints_are_listed_and_whole(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`hybridflow.checkpoints` on what a training has written: the two newest, of which every byte is read."""
     assert main([str(root / "run"), "--verify"]) == 0

@@ -15,8 +15,8 @@ from tests.launch import run_ranks
 
 pytestmark = pytest.mark.distributed
 
-NUM_ITERATIONS = 14  # more than what the kills leave between them
 COSTS = ("time/", "memory/", "reshard/seconds", "_per_sec", "_ms")  # what no two runs have alike
+NUM_ITERATIONS = 14  # more than what the kills leave between them
 RUNNING = ["checkpoint.save_interval=1", "reward.normalization=running", f"num_iterations={NUM_ITERATIONS}"]
 GRPO = {"name": "grpo", "update": {"mini_batch_size": 4}}
 ALGORITHMS = {
@@ -53,18 +53,30 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_run_whose_ranks_are_killed_ends_as_any_other(algorithm: str, inputs: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path / "config.yaml", inputs)
-    overrides = [*RUNNING, *ALGORITHMS[algorithm]]
+# Each place once: where a rank dies and what is trained do not depend on each other. One of its own, of the default
+# set: what counts then is that the run goes on at all.
+ORDER = random.Random(0).sample(sorted(PLACES), len(PLACES))
+TURNS = {
+    "ppo": ORDER[0::2],
+    "grpo": ORDER[1::2],
+    "ppo, twice": ["update", "between rename and pointer"],
+}
+
+
+@pytest.mark.parametrize(
+    "turn", [pytest.param(turn, marks=() if turn == "ppo, twice" else pytest.mark.thorough) for turn in TURNS]
+)
+def test_a_run_whose_ranks_are_killed_ends_as_any_other(turn: str, inputs: Path, tmp_path: Path) -> None:
+    config, places = write_config(tmp_path / "config.yaml", inputs), TURNS[turn]
+    overrides = [*RUNNING, *ALGORITHMS[turn.partition(",")[0]]]
     start(config, [*overrides, "name=undisturbed"])
-    disturbed, chance, kills = [*overrides, "name=killed"], random.Random(algorithm), []
-    for place in chance.sample(sorted(PLACES), len(PLACES)):
+    disturbed, chance, kills = [*overrides, "name=killed"], random.Random(turn), []
+    for place in places:
         in_background = chance.random() < 0.5
         saving = f"checkpoint.async_save={json.dumps(in_background)}"
         if killed(config, [*disturbed, saving], place, chance):
             kills.append((place, in_background))
-    assert len(kills) >= 15, f"the others were not reached: {kills}"
+    assert len(kills) >= len(places) - 1, f"the others were not reached: {kills}"
     start(config, disturbed)
     assert rows(tmp_path / "killed") == rows(tmp_path / "undisturbed")
     assert tensors(tmp_path / "killed") == tensors(tmp_path / "undisturbed")

@@ -10,7 +10,7 @@ from tests.checkpoint.layouts import CASES, MODELS, Case
 from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 NAMES = [case.name for case in CASES]
 MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",), "sgd": ()}

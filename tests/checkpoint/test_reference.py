@@ -14,7 +14,7 @@ from tests.checkpoint.test_kills import COSTS
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 SETTINGS = ["num_iterations=4", "checkpoint.keep_last=9", "checkpoint.save_interval=3"]
 SETTINGS += ["reference.tensor_parallel_size=2", "critic=null", "sampling.samples_per_prompt=2"]

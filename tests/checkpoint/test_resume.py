@@ -5,7 +5,6 @@ Every start is a launch of `hybridflow.train`; what a person would see is what i
 
 import contextlib
 import csv
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from tests.checkpoint.test_kills import COSTS
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 NUM_ITERATIONS = 8
 SETTINGS = [f"num_iterations={NUM_ITERATIONS}", "algorithm.update.mini_batch_size=4"]
@@ -94,12 +93,6 @@ def test_it_goes_on_in_other_layouts(name: str, first: int, starts: list, root: 
 # ---------------------------------------------------------------------------------------------- damage
 
 
-def truncate(step: Path) -> str:
-    file = step / "actor" / "__1_0.distcp"
-    os.truncate(file, file.stat().st_size // 2)
-    return str(file)
-
-
 def flip(step: Path) -> str:
     file = step / "critic" / "__0_0.distcp"
     data = bytearray(file.read_bytes())
@@ -113,18 +106,12 @@ def lose_manifest(step: Path) -> str:
     return str(step / "manifest.json")
 
 
-def garble_manifest(step: Path) -> str:
-    file = step / "manifest.json"
-    file.write_text(file.read_text().replace('"size": 1', '"size": 2', 1))
-    return str(file)
-
-
 def lose_state(step: Path) -> str:
     (step / "state.json").unlink()
     return str(step / "state.json")
 
 
-@pytest.mark.parametrize("damage", [truncate, flip, lose_manifest, garble_manifest, lose_state])
+@pytest.mark.parametrize("damage", [flip, lose_manifest, lose_state])
 def test_a_damaged_checkpoint_is_told_and_the_one_before_used(damage: object, root: Path) -> None:
     name = damage.__name__
     checkpoints = copied(root, name, up_to=6)

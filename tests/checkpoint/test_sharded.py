@@ -19,7 +19,7 @@ from tools.convert.__main__ import main
 from tools.convert.to_huggingface import to_huggingface
 from tools.convert.verify import verify
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 ACTORS = ["float32", "bfloat16"]
 CRITICS = ["critic of policy", "critic of critic"]

@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerFast
 from hybridflow.data.chat import rendered
 from hybridflow.data.rows import RowError
 from tests.data.test_prompts import word_tokenizer
+from tests.messages import like
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -91,9 +92,11 @@ def test_a_template_that_forgets_is_refused_where_there_is_something_to_forget()
     with pytest.raises(RowError) as raised:
         said(FORGETFUL, THOUGHT)
     assert str(raised.value) == (
-        "a, line 1: messages[1]: which tokens are the assistant's cannot be told: the chat template renders the "
-        "conversation up to it otherwise once more messages follow; give the tokenizer a template with "
-        "{% generation %} marks"
+        like(
+            "a, line 1: messages[1]: which tokens are the assistant's cannot be told: the chat template renders the "
+            "conversation up to it otherwise once more messages follow; give the tokenizer a template with "
+            "{% generation %} marks"
+        )
     )
     assert said(FORGETFUL, THOUGHT, first=3) == ["<think>hm</think>so<|im_end|>"]
     assert said(CHATML, THOUGHT) == ["<think>hm</think>two<|im_end|>", "<think>hm</think>so<|im_end|>"]

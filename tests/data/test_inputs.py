@@ -11,6 +11,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.data.inputs import Inputs, load_inputs
 from hybridflow.errors import CheckpointError, ConfigError, DataError, UserError
 from tests.distributed.tiny_experiment import make_inputs, write_config
+from tests.messages import like
 from tests.tiny_models import VOCAB_SIZE, make_tokenizer
 
 
@@ -55,8 +56,10 @@ def test_prompts_of_a_tokenizer_with_more_tokens_than_the_model(inputs, policy, 
     file.write_text(f'{{"prompt": "1+2={added[-3]}"}}\n{{"prompt": "1+2={added[-1]}"}}\n')
     keys = (f"actor.model={policy}", f"data.{key}={file}")
     assert problem(inputs, tmp_path, *keys, kind=DataError) == (
-        f"{file}, line 2: the prompt has the token id 101 ('{added[-1]}'), the actor's model knows those below its "
-        "vocab_size = 100"
+        like(
+            f"{file}, line 2: the prompt has the token id 101 ('{added[-1]}'), the actor's model knows those below its "
+            "vocab_size = 100"
+        )
     )
     file.write_text(f'{{"prompt": "1+2={added[-3]}"}}\n')
     assert len(load(inputs, tmp_path, *keys).train)
@@ -74,7 +77,9 @@ def test_prompts_of_a_tokenizer_with_more_tokens_than_the_model(inputs, policy, 
 def test_token_ids_of_the_sampling_section(inputs, tmp_path, override, token_id):
     key = override.partition("=")[0]
     assert problem(inputs, tmp_path, f"sampling.{override}") == (
-        f"sampling.{key} names the token id {token_id}, {inputs / 'policy'} has those from 0 to vocab_size - 1 = 99"
+        like(
+            f"sampling.{key} names the token id {token_id}, {inputs / 'policy'} has those from 0 to vocab_size - 1 = 99"
+        )
     )
     load(inputs, tmp_path, f"sampling.{override.replace('1000', '98').replace('100', '99').replace('-1', '0')}")
 
@@ -124,7 +129,7 @@ def test_an_end_token_of_the_tokenizer_that_the_model_does_not_know(inputs, poli
     tokenizer.add_special_tokens({"eos_token": "<end>"})
     tokenizer.save_pretrained(policy)
     assert problem(inputs, tmp_path, f"actor.model={policy}", kind=CheckpointError) == (
-        f"{policy}: eos_token_id of the tokenizer = 100 is no token of the model: its vocab_size is 100"
+        like(f"{policy}: eos_token_id of the tokenizer = 100 is no token of the model: its vocab_size is 100")
     )
 
 
@@ -135,8 +140,11 @@ def test_a_model_without_an_end_token_is_noted(inputs, policy, tmp_path):
     (policy / "generation_config.json").unlink(missing_ok=True)
     key = f"actor.model={policy}"
     assert load(inputs, tmp_path, key).notes() == [
-        f"no end token: neither the tokenizer nor generation_config.json of {policy} names one, and sampling.stop and "
-        "sampling.stop_token_ids are empty, so every response will run to sampling.max_response_length = 8 tokens"
+        like(
+            f"no end token: neither the tokenizer nor generation_config.json of {policy} names one, and "
+            f"sampling.stop and "
+            "sampling.stop_token_ids are empty, so every response will run to sampling.max_response_length = 8 tokens"
+        )
     ]
     for ends in ("sampling.ignore_eos=true", "sampling.stop=['=']", "sampling.stop_token_ids=[3]"):
         assert load(inputs, tmp_path, key, ends).notes() == []

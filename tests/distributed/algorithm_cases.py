@@ -194,5 +194,13 @@ ALGORITHMS: dict[str, Compared] = {
 }
 
 
-def layouts_for(num_ranks: int) -> dict[Case, int]:
-    return {case: budget for case, budget in LAYOUTS.items() if case.num_ranks == num_ranks}
+DEFAULT, STAGED, REPLICATED, MIXED = LAYOUTS
+WHOLE = (DEFAULT, MIXED)  # what is compared beside algorithms is in these
+# Every algorithm is run cut by tensors, and in the mix of all; of the other two by turns: what is summed over stages or
+# replicas is the same for all of them.
+RUN: dict[Case, list[str]] = {
+    DEFAULT: list(ALGORITHMS),
+    STAGED: list(ALGORITHMS)[0::2],
+    REPLICATED: list(ALGORITHMS)[1::2],
+    MIXED: list(ALGORITHMS),
+}

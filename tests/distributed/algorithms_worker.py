@@ -1,7 +1,7 @@
 """On every rank: an iteration of every algorithm on given responses in several layouts; what it computes, as whole
 HuggingFace tensors. The models are built once a layout, and have their first weights back before each algorithm.
 
-torchrun --nproc-per-node N -m tests.distributed.algorithms_worker MODELS OUT
+torchrun --nproc-per-node N -m tests.distributed.algorithms_worker MODELS OUT LAYOUT ...
 """
 
 import sys
@@ -25,9 +25,11 @@ from hybridflow.trainer import flow_of
 from tests.distributed.algorithm_cases import (
     ALGORITHMS,
     BY_LENGTH,
+    LAYOUTS,
     MAX_RESPONSE_LENGTH,
+    RUN,
     SGD,
-    layouts_for,
+    WHOLE,
     make_greedy,
     make_rollout,
     make_uneven_rollout,
@@ -38,14 +40,17 @@ from tests.distributed.given import given_roles, given_run, trained_weights
 from tests.distributed.parity_worker import BUCKET_BYTES, gradients_kept
 
 
-def main(models: Path, out: Path) -> None:
+def main(models: Path, out: Path, names: list[str]) -> None:
     platform = platforms.start(seed=0)
     world = World(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
-    for case, budget in layouts_for(platform.world_size).items():
+    for case, budget in LAYOUTS.items():
+        if case.name not in names:
+            continue
         roles = given_roles(experiment({"name": "ppo"}, case, models, budget), world)
         first = [x.clone() for x in trained_weights(roles)]
         results: dict[str, Tensor] = {}
-        for name, compared in ALGORITHMS.items():
+        for name in RUN[case]:
+            compared = ALGORITHMS[name]
             for own, saved in zip(trained_weights(roles), first, strict=True):
                 own.copy_(saved)
             config = experiment(compared.section, case, models, budget, by_length=compared.by_length)
@@ -54,7 +59,8 @@ def main(models: Path, out: Path) -> None:
             rollout = make_uneven_rollout() if compared.by_length else make_rollout()
             found = one_iteration(config, rollout, roles, world)
             results |= {f"{name}/{key}": x for key, x in found.items()}
-        results |= shared_and_not(roles, world)
+        if case in WHOLE:
+            results |= shared_and_not(roles, world)
         if platform.rank == 0:
             torch.save(results, out / f"{case.name}.pt")
     platforms.stop()
@@ -129,4 +135,4 @@ def experiment(
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -72,18 +72,30 @@ CHANGES = {
     "opt_post_norm": {"do_layer_norm_before": False},
     "opt_projected": {"word_embed_proj_dim": 40},
 }  # to configs
-THOROUGH = ("llama", "qwen2")  # these are tried in every layout
-GROUPED = (
-    *THOROUGH,
-    "glm",
-    "opt",
-    "mixtral",
-)  # these run samples of one prompt, too: every kind of position, experts
-FAMILY_CASES = ("tp1pp1dp1vpp1-none", "tp2pp1dp1vpp1-none", "tp2pp1dp1vpp1sp-selective", "tp1pp2dp1vpp1l1-full")
-FAMILY_CASES += ("tp4pp1dp1vpp1-none", "tp2pp2dp1vpp1sp-none")
-# whole matrices at both ends, which every rank or only one stage has
-END_CASES = ("tp1pp1dp1vpp1-none", "tp2pp1dp1vpp1-none", "tp1pp1dp2vpp1-none", "tp1pp2dp1vpp1l1-full")
-END_CASES += ("tp2pp2dp1vpp1sp-none", "tp2pp2dp2vpp1-none")
+GROUPED = ("llama", "qwen2", "glm", "opt", "mixtral")  # these run samples of a prompt: every kind of position, experts
+SPLIT = "tp2pp1dp1vpp1sp-selective"  # norms' gradients are summed over the ranks of tp
+STAGED = "tp1pp2dp1vpp1l1-full"
+MIXED = "tp2pp2dp1vpp1sp-none"
+FEW_KV = "tp4pp1dp1vpp1-none"  # more ranks than key/value heads
+# A family differs from llama in its weights and their split, not in what stages and replicas do: so each is tried where
+# its weights are cut in another way, and llama alone in every layout.
+FAMILY_CASES: dict[str, tuple[str, ...]] = {
+    "llama_tied": ("tp1pp2dp1vpp1f1-none", "tp2pp2dp1vpp2sp-selective"),
+    "qwen2_untied": ("tp1pp2dp1vpp1f1-none", "tp2pp2dp1vpp2sp-selective"),
+    "gqa": (FEW_KV, "tp4pp1dp2vpp1-none"),
+    "mistral": (SPLIT, STAGED),
+    "qwen3": (SPLIT, STAGED, FEW_KV),
+    "glm": (SPLIT, STAGED, FEW_KV),
+    "opt": (SPLIT, STAGED, MIXED),
+    # whole matrices at both ends, which every rank or only one stage has
+    "opt_350m": ("tp2pp1dp1vpp1-none", STAGED, "tp2pp2dp2vpp1-none"),
+    "opt_post_norm": ("tp2pp1dp1vpp1-none",),
+    "opt_projected": ("tp2pp1dp1vpp1-none",),
+    "mixtral": (SPLIT, STAGED, MIXED),
+    "rope_llama3": ("tp2pp1dp1vpp1-none",),
+    "rope_linear": ("tp1pp1dp1vpp1-none",),
+    "qwen3_moe": (SPLIT, STAGED, FEW_KV),
+}
 CASES = (
     Case(all_budgets=True),
     Case(recompute="full"),
@@ -125,20 +137,27 @@ ADAM = OptimizerConfig(name="adam", lr=0.01, eps=0.1, betas=(0.8, 0.9), weight_d
 # a large eps: Adam turns rounding noise of near-zero gradients into steps
 
 
+DEFAULT = {  # of the default set: each way to cut a model once, tied embeddings in stages, experts
+    ("tp2pp1dp1vpp1-none", "llama"),
+    ("tp1pp1dp2vpp1-none", "llama"),
+    ("tp1pp2dp1vpp1-none", "llama"),
+    ("tp1pp2dp1vpp2-none", "llama"),
+    (SPLIT, "llama"),
+    (SPLIT, "mixtral"),
+    ("tp2pp2dp1vpp2sp-selective", "qwen2"),
+}
+
+
 def applies(case: Case, family: str) -> bool:
-    """Where a family could differ from the thorough ones, it is tried."""
-    if family == "gqa":
-        return case.tp == 4
-    if family == "opt_350m":
-        return case.name in END_CASES
-    if not family.startswith(THOROUGH):
-        few = FAMILY_CASES[1:2] if family.startswith("opt_") else FAMILY_CASES[:2]
-        return case.name in (few if family in CHANGES else FAMILY_CASES)
-    return family in THOROUGH or (case.pp > 1 and case.num_ranks <= 4 and not case.all_budgets)
+    """llama in every layout; qwen2, whose embeddings are tied, in those with stages; the others where they differ."""
+    if family == "qwen2":
+        return case.pp > 1
+    return family == "llama" or case.name in FAMILY_CASES[family]
 
 
-def cases_for(num_ranks: int) -> list[Case]:
-    return [case for case in CASES if case.num_ranks == num_ranks]
+def budgets(case: Case, family: str) -> tuple[int, ...]:
+    """Micro-batches of other sizes cut a batch, not a model: one family shows them."""
+    return BUDGETS if case.all_budgets and family == "llama" else BUDGETS[:1]
 
 
 def make_rollout() -> RolloutBatch:

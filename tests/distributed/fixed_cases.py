@@ -46,10 +46,6 @@ def layout_name(case: Case, budget: int) -> str:
     return f"{case.name}-{budget}"
 
 
-def layouts_for(num_ranks: int) -> list[tuple[Case, int]]:
-    return [(case, budget) for case, budget in LAYOUTS if case.num_ranks == num_ranks]
-
-
 def examples(kind: str) -> list[Example]:
     """Five rows with prompts of 1 to 9 tokens; the second has gaps, as of a conversation of several turns."""
     generator = torch.Generator().manual_seed(2)

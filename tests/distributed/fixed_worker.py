@@ -1,6 +1,6 @@
 """On every rank: an iteration of every algorithm on fixed data in several layouts; what it computes, as whole tensors.
 
-torchrun --nproc-per-node N -m tests.distributed.fixed_worker MODELS OUT
+torchrun --nproc-per-node N -m tests.distributed.fixed_worker MODELS OUT LAYOUT ...
 
 The models are built once a layout, and have their first weights back before each algorithm.
 """
@@ -31,6 +31,7 @@ from hybridflow.roles.base import World
 from tests.distributed.cases import Case
 from tests.distributed.fixed_cases import (
     ALGORITHMS,
+    LAYOUTS,
     MAX_LENGTH,
     NUM_ROWS,
     SEED,
@@ -38,7 +39,6 @@ from tests.distributed.fixed_cases import (
     Trained,
     examples,
     layout_name,
-    layouts_for,
 )
 from tests.distributed.gather import whole
 from tests.distributed.parity_worker import BUCKET_BYTES, gradients_kept
@@ -62,10 +62,12 @@ class GivenExamples:
         return SimpleNamespace(items=self.rows[:count], dropped=self.dropped)
 
 
-def main(models: Path, out: Path) -> None:
+def main(models: Path, out: Path, names: list[str]) -> None:
     platform = platforms.start(seed=0)
     world = World(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
-    for case, budget in layouts_for(platform.world_size):
+    for case, budget in LAYOUTS:
+        if layout_name(case, budget) not in names:
+            continue
         built: dict[tuple, FixedModels] = {}
         first: dict[tuple, list[Tensor]] = {}
         results: dict[str, Tensor] = {}
@@ -140,4 +142,4 @@ def experiment(
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -68,26 +68,38 @@ class Pair:
         return self.case.num_ranks if self.trainer_ranks is None else 2 * self.trainer_ranks
 
 
+ROLLOUTS = tuple(product((1, 2, 4), (1, 2)))
+
+
 def _pairs() -> list[Pair]:
-    """Every training layout with every rollout layout that fits, for both families; on 8 ranks they take turns."""
+    """Every training layout with every rollout layout that fits; tied and untied embeddings take turns."""
     pairs = [
-        Pair(case, tp, pp, family)
-        for case, family, (turn, (tp, pp)) in product(
-            TRAINING, ("llama", "qwen2"), enumerate(product((1, 2, 4), (1, 2)))
-        )
-        if case.num_ranks % (tp * pp) == 0 and (case.num_ranks < 8 or (turn % 2 == 0) == (family == "llama"))
+        Pair(case, tp, pp, ("llama", "qwen2")[(number + turn) % 2])
+        for number, case in enumerate(TRAINING)
+        for turn, (tp, pp) in enumerate(ROLLOUTS)
+        if case.num_ranks % (tp * pp) == 0
     ]
-    apart = product((Case(tp=2), Case(pp=2), Case(dp=2)), ("llama", "qwen2"), ((1, 1), (2, 1), (1, 2)))
-    pairs += [Pair(case, *sizes, family, trainer_ranks=2) for case, family, sizes in apart]
+    apart = product((Case(tp=2), Case(pp=2), Case(dp=2)), ((1, 1), (2, 1), (1, 2)))
+    pairs += [
+        Pair(case, *sizes, ("llama", "qwen2")[turn % 2], trainer_ranks=2) for turn, (case, sizes) in enumerate(apart)
+    ]
     # fewer key/value heads than ranks, in training, in the rollout, in both
     shared = ((Case(tp=4), 2, 1), (Case(tp=4), 4, 1), (Case(tp=2, pp=2), 4, 1), (Case(tp=4), 1, 2))
     pairs += [Pair(case, tp, pp, "gqa") for case, tp, pp in shared]
-    # the other families: in place, cut further and joined, by tensor and by pipeline parallelism
-    layouts = ((Case(), 1, 1), (Case(tp=2), 2, 1), (Case(tp=2), 1, 1), (Case(pp=2), 1, 2), (Case(pp=2), 2, 1))
-    layouts += ((Case(dp=2), 2, 1),)
+    # the other families, whose weights are other ones: in place, joined, cut further
+    layouts = ((Case(tp=2), 2, 1), (Case(tp=2), 1, 1), (Case(pp=2), 2, 1))
     others = [family for family in FAMILIES if family not in ("llama", "qwen2", "gqa")]
-    fewer = dict.fromkeys(CHANGES, layouts[:1]) | {"opt_350m": (layouts[0], layouts[2], layouts[4])}
+    fewer = dict.fromkeys(CHANGES, ((Case(), 1, 1),)) | {"opt_350m": ((Case(), 1, 1), *layouts[1:])}
     return pairs + [Pair(*layout, name) for name in others for layout in fewer.get(name, layouts)]
 
 
 PAIRS = _pairs()
+DEFAULT = {  # of the default set: each way to hand over once
+    "tp2pp1dp1vpp1-none-to-tp2pp1-qwen2",  # in place
+    "tp2pp1dp1vpp1-none-to-tp1pp1-qwen2",  # joined
+    "tp1pp2dp1vpp2-none-to-tp2pp1-qwen2",  # out of stages, and cut further
+    "tp1pp2dp1vpp1-none-to-tp1pp2-qwen2",  # stages stay
+    "tp2pp2dp1vpp1sp-none-to-tp4pp1-llama",  # four ranks
+    "tp4pp1dp1vpp1-none-to-tp4pp1-gqa",  # ranks share key/value heads
+    "tp1pp1dp2vpp1-none-to-tp2pp1-apart-qwen2",  # to ranks of the rollout's own
+}

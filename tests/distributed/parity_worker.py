@@ -1,7 +1,7 @@
 """On every rank: run the product's flows on given responses in several layouts; save what they compute, as whole
 HuggingFace tensors.
 
-torchrun --nproc-per-node N -m tests.distributed.parity_worker CHECKPOINTS OUT
+torchrun --nproc-per-node N -m tests.distributed.parity_worker CHECKPOINTS OUT CASE/FAMILY ...
 """
 
 import contextlib
@@ -31,14 +31,14 @@ from tests.distributed.cases import (
     ADAM,
     ALGORITHM,
     BUDGETS,
+    CASES,
     FAMILIES,
     GROUPED,
     GROUPS,
     HYPER,
     SGD,
     Case,
-    applies,
-    cases_for,
+    budgets,
     make_groups,
     make_rollout,
 )
@@ -48,21 +48,21 @@ from tests.distributed.given import given_roles, given_run, trained_weights
 BUCKET_BYTES = 1 << 14  # several storages a model
 
 
-def main(checkpoints: Path, out: Path) -> None:
+def main(checkpoints: Path, out: Path, names: list[str]) -> None:
     platform = platforms.start(seed=0)
     world = World(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
-    for case in cases_for(platform.world_size):
-        for family in [family for family in FAMILIES if applies(case, family)]:
-            result = run_case(case, checkpoints / family, world, groups=family in GROUPED)
+    for case in CASES:
+        for family in [family for family in FAMILIES if f"{case.name}/{family}" in names]:
+            result = run_case(case, checkpoints / family, world)
             if platform.rank == 0:
                 torch.save(result, out / f"{case.name}-{family}.pt")
     platforms.stop()
 
 
-def run_case(case: Case, models: Path, world: World, *, groups: bool) -> dict[str, Tensor]:
+def run_case(case: Case, models: Path, world: World) -> dict[str, Tensor]:
     """Models are built once for each budget: those of the first are GRPO's, too, and its batch is Adam's."""
     results: dict[str, Tensor] = {}
-    for budget in BUDGETS[1:] if case.all_budgets else ():
+    for budget in budgets(case, models.name)[1:]:
         config = experiment(ALGORITHM, case, models, SGD, budget)
         results |= one_iteration(config, make_rollout(), given_roles(config, world), world, str(budget))[1]
     config = experiment(ALGORITHM, case, models, SGD, BUDGETS[0])
@@ -70,7 +70,7 @@ def run_case(case: Case, models: Path, world: World, *, groups: bool) -> dict[st
     first = [x.clone() for x in trained_weights(roles)]
     batch, found = one_iteration(config, make_rollout(), roles, world, str(BUDGETS[0]))
     results |= found | adam_steps(case, models, batch, world)
-    if groups:
+    if models.name in GROUPED:
         for own, saved in zip(trained_weights(roles), first, strict=True):
             own.copy_(saved)
         config = experiment(GROUPS, case, models, SGD, BUDGETS[0])
@@ -193,4 +193,4 @@ def experiment(
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

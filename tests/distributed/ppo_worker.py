@@ -1,6 +1,6 @@
-"""Three PPO iterations for every placement that fits this number of ranks; the metrics of each.
+"""Two PPO iterations for each placement of this number of ranks; the metrics of each.
 
-torchrun --nproc-per-node N -m tests.distributed.ppo_worker CHECKPOINTS PROMPTS OUT
+torchrun --nproc-per-node N -m tests.distributed.ppo_worker CHECKPOINTS PROMPTS OUT PLACEMENT ...
 """
 
 import json
@@ -19,7 +19,7 @@ from hybridflow.roles.base import World
 from hybridflow.trainer import RLTrainer
 from tests.distributed.engine_weights import differs_from_export, wrong_parameters
 
-NUM_ITERATIONS = 3
+NUM_ITERATIONS = 2
 
 
 def layout(tp: int = 1, pp: int = 1, dp: int | None = None, **more: object) -> dict:
@@ -87,11 +87,11 @@ PLACEMENTS |= {
 }
 
 
-def main(checkpoints: Path, prompts: Path, out: Path) -> None:
+def main(checkpoints: Path, prompts: Path, out: Path, names: list[str]) -> None:
     world_size = platforms.torchrun_rank()[1]
     results: dict[str, list[dict[str, Any]]] = {}
     for name, (num_ranks, layouts, rollout) in PLACEMENTS.items():
-        if num_ranks == world_size:
+        if num_ranks == world_size and name in names:
             trainers.World = partial(World, overlap=name == OVERLAPPED)
             trainer = RLTrainer(config(checkpoints, prompts, layouts, rollout))
             handed_over = noted_hand_offs(trainer)
@@ -163,4 +163,4 @@ def config(models: Path, prompts: Path, layouts: dict, rollout: dict) -> Experim
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main(*map(Path, sys.argv[1:4]), sys.argv[4:])

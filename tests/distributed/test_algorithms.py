@@ -5,6 +5,7 @@ Log-probs, advantages, the loss, its gradient and one clipped step; in the first
 
 import copy
 import functools
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.distributed.algorithm_cases import (
     ALGORITHMS,
+    DEFAULT,
     LAYOUTS,
     ROW_TEMPERATURES,
+    RUN,
     SGD,
+    WHOLE,
     make_rollout,
     make_uneven_rollout,
 )
@@ -38,10 +42,12 @@ def models(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(models, tmp_path_factory) -> Path:
+def results(models, selected, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("results")
-    for num_ranks in sorted({case.num_ranks for case in LAYOUTS}):
-        run_ranks(num_ranks, "tests.distributed.algorithms_worker", models, out)
+    wanted = selected("case")
+    for num_ranks in sorted({case.num_ranks for case in wanted}):
+        names = sorted(case.name for case in wanted if case.num_ranks == num_ranks)
+        run_ranks(num_ranks, "tests.distributed.algorithms_worker", models, out, *names)
     return out
 
 
@@ -104,8 +110,17 @@ def packed(responses: list[Response], name: str) -> Tensor:
     return torch.cat(every)
 
 
+def marks(case: Case) -> Collection[pytest.MarkDecorator]:
+    return () if case == DEFAULT else (pytest.mark.thorough,)
+
+
 every_one = pytest.mark.parametrize(
-    ("case", "name"), [(case, name) for case in LAYOUTS for name in ALGORITHMS], ids=lambda x: getattr(x, "name", x)
+    ("case", "name"),
+    [pytest.param(case, name, marks=marks(case)) for case in LAYOUTS for name in RUN[case]],
+    ids=lambda x: getattr(x, "name", x),
+)
+whole_ones = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=marks(case)) for case in WHOLE], ids=lambda case: case.name
 )
 
 
@@ -135,7 +150,7 @@ def test_in_the_first_step_every_ratio_is_one(case, name, results):
         assert all(stats[key] == 0 for key in stats if key.startswith("clip_fraction"))
 
 
-@pytest.mark.parametrize("case", LAYOUTS, ids=lambda case: case.name)
+@whole_ones
 def test_shares_of_what_was_clipped_or_out_of_bounds_are_those_of_one_process(case, results, models):
     """By sign and side; a loss that clips nothing has no such metric."""
     found, responses = load(results, case), estimated(models)
@@ -152,7 +167,7 @@ def test_shares_of_what_was_clipped_or_out_of_bounds_are_those_of_one_process(ca
         assert not any(key.startswith(f"{name}/stat/actor/clip") for key in found)
 
 
-@pytest.mark.parametrize("case", LAYOUTS, ids=lambda case: case.name)
+@whole_ones
 def test_metrics_by_bucket_of_prompt_lengths(case, results, models):
     """Rows 2 and 6 are of at most 2 prompt tokens, rows 1 and 3 of more than 4, one of each group."""
     found, scores = load(results, case), torch.tensor([r.score for r in estimated(models, True)])
@@ -165,7 +180,7 @@ def test_metrics_by_bucket_of_prompt_lengths(case, results, models):
     assert not any(key.startswith("rloo/stat/sampling") for key in found)
 
 
-@pytest.mark.parametrize("case", LAYOUTS, ids=lambda case: case.name)
+@whole_ones
 def test_a_prompt_that_samples_share_changes_nothing(case, results):
     """Against each row with a prompt of its own: log-probs, values, and the gradients of actor and critic."""
     found = {key: x for key, x in load(results, case).items() if key.startswith(("shared/", "not/"))}

@@ -20,6 +20,7 @@ import pytest
 from tests.distributed.reward_functions import BAD_ANSWER
 from tests.distributed.tiny_experiment import PROMPTS_PER_ITERATION, make_inputs, write_config
 from tests.launch import ROOT, run_ranks, torchrun
+from tests.messages import like
 
 MESSAGE = "hybridflow: error: "
 # torchrun's own summary of a failed run; our ranks print none of it
@@ -55,22 +56,26 @@ def test_unknown_key_is_one_message_over_all_ranks(config):
 def test_world_size_that_does_not_fit(config):
     message = error_before_training(config, "critic.tensor_parallel_size=3")
     assert message == (
-        "critic: tensor_parallel_size x pipeline_parallel_size = 3 x 1 = 3 does not divide the 2 ranks of the run: "
-        "2 = 0 x 3 + 2"
+        like(
+            "critic: tensor_parallel_size x pipeline_parallel_size = 3 x 1 = 3 does not divide the 2 ranks of the run: "
+            "2 = 0 x 3 + 2"
+        )
     )
 
 
 def test_engine_on_some_of_the_actors_ranks(config):
     message = error_before_training(config, "rollout.ranks=0", "rollout.tensor_parallel_size=1")
     assert message == (
-        "rollout.ranks = 0 and actor.ranks = 0-1 share 0: the engine runs on exactly the actor's ranks, where it "
-        "uses the actor's memory, or on none of them"
+        like(
+            "rollout.ranks = 0 and actor.ranks = 0-1 share 0: the engine runs on exactly the actor's ranks, where it "
+            "uses the actor's memory, or on none of them"
+        )
     )
 
 
 def test_output_directory_that_cannot_be_written(config):
     message = error_of_one_process(config, f"output_dir={config}/runs")
-    assert message == f"output_dir = {config}/runs: cannot write to {config}/runs: Not a directory"
+    assert message == like(f"output_dir = {config}/runs: cannot write to {config}/runs: Not a directory")
 
 
 # ---- checkpoints; more of how a model does not suit a layout is in test_placed.py
@@ -79,8 +84,11 @@ def test_output_directory_that_cannot_be_written(config):
 def test_layers_that_pipeline_stages_cannot_share(config, inputs):
     keys = ["critic.pipeline_parallel_size=2", "critic.virtual_pipeline_parallel_size=2"]
     assert error_before_training(config, *keys) == (
-        f"critic.pipeline_parallel_size = 2, critic.virtual_pipeline_parallel_size = 2 and num_hidden_layers = 2 of "
-        f"{inputs / 'critic'}: the 1 layers of pipeline stage 0 cannot be cut into 2 model chunks: 1 = 0 x 2 + 1"
+        like(
+            f"critic.pipeline_parallel_size = 2, critic.virtual_pipeline_parallel_size = 2 and "
+            f"num_hidden_layers = 2 of "
+            f"{inputs / 'critic'}: the 1 layers of pipeline stage 0 cannot be cut into 2 model chunks: 1 = 0 x 2 + 1"
+        )
     )
 
 
@@ -89,8 +97,11 @@ def test_heads_that_tensor_parallel_ranks_cannot_share(config, inputs, tmp_path)
     described = json.loads((policy / "config.json").read_text())
     (policy / "config.json").write_text(json.dumps(described | {"num_attention_heads": 6, "num_key_value_heads": 3}))
     assert error_before_training(config, f"actor.model={policy}") == (
-        f"actor.tensor_parallel_size = 2 neither divides num_key_value_heads = 3 of {policy} nor is a multiple of it: "
-        "3 = 1 x 2 + 1"
+        like(
+            f"actor.tensor_parallel_size = 2 neither divides num_key_value_heads = 3 of {policy} nor is a "
+            f"multiple of it: "
+            "3 = 1 x 2 + 1"
+        )
     )
 
 
@@ -98,7 +109,7 @@ def test_missing_weights(config, inputs, tmp_path):
     critic = shutil.copytree(inputs / "critic", tmp_path / "critic")
     (critic / "model.safetensors").unlink()
     assert error_before_training(config, f"critic.model={critic}") == (
-        f"{critic}/model.safetensors: no such file; weights are read from safetensors"
+        like(f"{critic}/model.safetensors: no such file; weights are read from safetensors")
     )
 
 
@@ -127,8 +138,10 @@ def test_empty_prompt(config, tmp_path):
 def test_overlong_prompt_is_an_error(config, tmp_path):
     file = prompt_file(tmp_path, *overlong_among_four())
     assert error_before_training(config, f"data.train={file}") == (
-        f"{file}, line 2: the prompt has 14 tokens, more than data.max_prompt_length = 12; "
-        "data.overlong_prompts: drop leaves such prompts out"
+        like(
+            f"{file}, line 2: the prompt has 14 tokens, more than data.max_prompt_length = 12; "
+            "data.overlong_prompts: drop leaves such prompts out"
+        )
     )
 
 
@@ -140,6 +153,7 @@ def test_overlong_prompt_is_dropped_and_the_user_is_told(config, tmp_path):
     assert [row["data/dropped_overlong"] for row in metrics_rows(config)] == ["1.0"]
 
 
+@pytest.mark.thorough
 def test_what_is_passed_over_when_its_turn_comes_is_told_and_counted(config, tmp_path):
     """Seven rows a pass, two of them wrong; four prompts an iteration: their turns are 1-6 and then 7 and 1-4."""
     lines = overlong_among_four()
@@ -167,6 +181,7 @@ def test_reward_function_that_raises(config, tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_reward_function_that_raises_on_one_rank_alone(config, tmp_path):
     """Of two ranks the second scores rows 1 and 3; the first waits for it in a collective."""
     message = error_in_second_iteration(config, tmp_path, "raises", bad_rows=[3], by=torchrun_training)
@@ -176,25 +191,32 @@ def test_reward_function_that_raises_on_one_rank_alone(config, tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_reward_function_that_returns_nan(config, tmp_path):
     message = error_in_second_iteration(config, tmp_path, "not_a_number", bad_rows=[2])
     assert message == (
-        "reward function tests.distributed.reward_functions:not_a_number: row 2: scored nan; a score is finite; "
-        "its prompt is '12+7='"
+        like(
+            "reward function tests.distributed.reward_functions:not_a_number: row 2: scored nan; a score is finite; "
+            "its prompt is '12+7='"
+        )
     )
 
 
+@pytest.mark.thorough
 def test_reward_function_that_returns_too_few(config, tmp_path):
     message = error_in_second_iteration(config, tmp_path, "one_short", bad_rows=[0])
     assert message == (
-        "reward function tests.distributed.reward_functions:one_short: row 0: returned 0 numbers for 1 row; "
-        "expected one a row"
+        like(
+            "reward function tests.distributed.reward_functions:one_short: row 0: returned 0 numbers for 1 row; "
+            "expected one a row"
+        )
     )
 
 
 # ---- the environment
 
 
+@pytest.mark.thorough
 def test_vllm_not_installed(config, tmp_path_factory):
     absent = tmp_path_factory.mktemp("packages") / "vllm"
     absent.mkdir()

@@ -110,6 +110,7 @@ def responses(inputs, tmp_path_factory) -> dict[str, dict]:
     return torch.load(root / "responses.pt")
 
 
+@pytest.mark.thorough
 def test_replicas_lie_where_the_layouts_say(responses):
     assert {name: result["replicas"] for name, result in responses.items()} == {
         "one replica": ((3,),),
@@ -123,6 +124,7 @@ def test_replicas_lie_where_the_layouts_say(responses):
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["sampled", "greedy"])
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one replica"])
 def test_same_prompts_give_the_same_responses_in_any_layout(layout, kind, responses):
@@ -133,6 +135,7 @@ def test_same_prompts_give_the_same_responses_in_any_layout(layout, kind, respon
     torch.testing.assert_close(one["rollout_log_probs"], other["rollout_log_probs"], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_samples_of_a_prompt_differ_and_are_as_many_and_as_long_as_its_length_says(responses):
     """Else that they are alike in every layout would prove little. Up to 5 tokens are short."""
     sampled, greedy = responses["one replica"]["sampled"], responses["one replica"]["greedy"]
@@ -148,6 +151,7 @@ def test_samples_of_a_prompt_differ_and_are_as_many_and_as_long_as_its_length_sa
     assert sum(len(group) > 1 for group in groups) >= 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", WAYS[1:])
 @pytest.mark.parametrize("layout", SCORED)
 def test_results_do_not_depend_on_who_waited_for_whom(layout, way, responses):
@@ -159,6 +163,7 @@ def test_results_do_not_depend_on_who_waited_for_whom(layout, way, responses):
     assert not different
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", SCORED[1:])
 def test_scored_while_waiting_is_what_one_replica_makes_of_it(layout, responses):
     one, other = (responses[x]["scored"][WAYS[1]]["tensors"] for x in (SCORED[0], layout))
@@ -167,12 +172,14 @@ def test_scored_while_waiting_is_what_one_replica_makes_of_it(layout, responses)
         torch.testing.assert_close(other[name], whole, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_what_was_computed_ahead_is_forgotten_with_the_weights(responses):
     """A reference that becomes the actor has the actor's log-probs, whatever it has run before."""
     before, after = responses["four replicas"]["kl"]
     assert before > 0.1 and after < 1e-4  # units and whole batches are summed in other orders
 
 
+@pytest.mark.thorough
 def test_who_waits_computes_ahead(responses):
     """Units that ranks have run before the rollout was whole: 4 models run those of 3 prompts, a unit a row.
 

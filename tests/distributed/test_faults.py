@@ -12,7 +12,7 @@ import pytest
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import finish, start_torchrun
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 DEADLINE = 12  # seconds of a phase; the longest takes one on two cores
 TOLD = 25.0  # seconds within which all end after a deadline, on a machine that others use too

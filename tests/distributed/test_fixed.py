@@ -30,8 +30,11 @@ pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-5  # relative to the largest value
 HIDDEN_SIZE = 64
+DEFAULT = LAYOUTS[0]  # of the default set: each algorithm once
 every_layout = pytest.mark.parametrize(
-    ("case", "budget"), LAYOUTS, ids=lambda x: x.name if isinstance(x, Case) else str(x)
+    ("case", "budget"),
+    [pytest.param(*each, marks=() if each == DEFAULT else pytest.mark.thorough) for each in LAYOUTS],
+    ids=lambda x: x.name if isinstance(x, Case) else str(x),
 )
 every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
@@ -44,10 +47,12 @@ def models(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(models, tmp_path_factory) -> Path:
+def results(models, selected, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("results")
-    for num_ranks in sorted({case.num_ranks for case, _ in LAYOUTS}):
-        run_ranks(num_ranks, "tests.distributed.fixed_worker", models, out)
+    wanted = selected("case", "budget")
+    for num_ranks in sorted({case.num_ranks for case, _ in wanted}):
+        names = sorted(layout_name(case, budget) for case, budget in wanted if case.num_ranks == num_ranks)
+        run_ranks(num_ranks, "tests.distributed.fixed_worker", models, out, *names)
     return out
 
 
@@ -138,7 +143,9 @@ def test_a_new_score_head_is_the_same_in_every_layout(case, budget, results):
     assert float(found["reward_model/score_before"].std()) == pytest.approx(HIDDEN_SIZE**-0.5, rel=0.3)
 
 
-def test_pairs_are_cut_over_replicas_and_micro_batches(results):
+@pytest.mark.thorough
+@pytest.mark.parametrize(("case", "budget"), [(Case(dp=2), 20)])
+def test_pairs_are_cut_over_replicas_and_micro_batches(case, budget, results):
     """Else their independence of it was not tested."""
-    own = set(load(results, Case(dp=2), 20)["rows_of_first_replica"].tolist())
+    own = set(load(results, case, budget)["rows_of_first_replica"].tolist())
     assert any((2 * pair in own) != (2 * pair + 1 in own) for pair in range(NUM_ROWS))

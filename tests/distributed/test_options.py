@@ -11,7 +11,7 @@ from hybridflow.algorithms.rewards import RunningMoments
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 # metrics that measure the machine, and bytes with the engine
 MEASURED = re.compile(r"(time|memory)/.*|reshard/seconds|.*_ms|.*tokens_per_sec|bytes_with_engine")

@@ -1,6 +1,7 @@
 """Every layout against one process of HuggingFace and plain PyTorch: log-probs, values, scores, gradients, updates."""
 
 import functools
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -10,16 +11,18 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hybridflow.models.prompt_groups import PromptGroup, prompt_groups
 from tests.distributed.cases import (
     ADAM,
-    BUDGETS,
     CASES,
     CHANGES,
+    DEFAULT,
     FAMILIES,
+    FAMILY_CASES,
     GROUPED,
     HYPER,
     NUM_LAYERS,
     SGD,
     Case,
     applies,
+    budgets,
     make_groups,
     make_rollout,
 )
@@ -34,9 +37,10 @@ TOLERANCE = 1e-5  # relative to the largest value
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory) -> Path:
+def checkpoints(selected, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
-    for name, (family, tied, num_kv_heads) in FAMILIES.items():
+    for name in sorted(selected("family")):
+        family, tied, num_kv_heads = FAMILIES[name]
         make_checkpoints(
             root / name,
             family=family,
@@ -49,10 +53,12 @@ def checkpoints(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(checkpoints, tmp_path_factory) -> Path:
+def results(checkpoints, selected, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("results")
-    for num_ranks in sorted({case.num_ranks for case in CASES}):
-        run_ranks(num_ranks, "tests.distributed.parity_worker", checkpoints, out)
+    wanted = selected("case", "family")
+    for num_ranks in sorted({case.num_ranks for case, _ in wanted}):
+        names = sorted(f"{case.name}/{family}" for case, family in wanted if case.num_ranks == num_ranks)
+        run_ranks(num_ranks, "tests.distributed.parity_worker", checkpoints, out, *names)
     return out
 
 
@@ -61,12 +67,18 @@ def family(request) -> str:
     return request.param
 
 
-every_case = pytest.mark.parametrize(
-    ("case", "family"),
-    [(case, family) for family in FAMILIES for case in CASES if applies(case, family)],
-    indirect=["family"],
-    ids=lambda x: x if isinstance(x, str) else x.name,
-)
+def each_case_of(families: Iterable[str]) -> pytest.MarkDecorator:
+    cases = [
+        pytest.param(case, family, marks=() if (case.name, family) in DEFAULT else pytest.mark.thorough)
+        for family in families
+        for case in CASES
+        if applies(case, family)
+    ]
+    names = {"indirect": ["family"], "ids": lambda x: x if isinstance(x, str) else x.name}
+    return pytest.mark.parametrize(("case", "family"), cases, **names)
+
+
+every_case = each_case_of(FAMILIES)
 
 
 @pytest.fixture(scope="module")
@@ -142,15 +154,17 @@ def load(results: Path, case: Case, family: str) -> dict[str, torch.Tensor]:
     return torch.load(results / f"{case.name}-{family}.pt")
 
 
-def budgets(case: Case) -> tuple[int, ...]:
-    return BUDGETS if case.all_budgets else BUDGETS[:1]
+def test_every_layout_that_is_named_exists() -> None:
+    named = {name for names in FAMILY_CASES.values() for name in names} | {name for name, _ in DEFAULT}
+    assert named <= {case.name for case in CASES}
+    assert all(applies(case, family) for case in CASES for name, family in DEFAULT if case.name == name)
 
 
 @every_case
 @pytest.mark.parametrize("name", ["log_probs", "ref_log_probs", "values", "scores", "rewards", "advantages", "returns"])
 def test_estimates(case, name, family, results, expected):
     found = load(results, case, family)
-    for budget in budgets(case):
+    for budget in budgets(case, family):
         assert_close(found[f"{budget}/{name}"], expected[name], f"{name}, {budget} tokens a micro-batch")
 
 
@@ -161,7 +175,7 @@ def test_gradients_and_update_do_not_depend_on_the_split(case, kind, family, res
     names = [name for name in expected if name.startswith(f"{kind}/")]
     largest = max(expected[name].abs().max() for name in names)
     assert names
-    for budget in budgets(case):
+    for budget in budgets(case, family):
         produced = {name for name in found if name.startswith(f"{budget}/{kind}/")}
         assert produced == {f"{budget}/{name}" for name in names}
         for name in names:
@@ -192,7 +206,7 @@ def test_gradients_summed_during_the_backward_pass_are_the_same(case, family, re
 @every_case
 def test_first_step_has_ratio_one(case, family, results, expected):
     found = load(results, case, family)
-    for budget in budgets(case):
+    for budget in budgets(case, family):
         assert found[f"{budget}/stat/actor/clip_fraction"] == 0
         assert abs(found[f"{budget}/stat/actor/approx_kl"]) < 1e-12
         assert_close(found[f"{budget}/stat/actor/loss"], expected["actor_loss"], "loss")
@@ -201,13 +215,6 @@ def test_first_step_has_ratio_one(case, family, results, expected):
 
 
 # ------------------------------------------------------------------------------------------------ GRPO
-
-every_layout = pytest.mark.parametrize(
-    ("case", "family"),
-    [(case, family) for family in GROUPED for case in CASES if applies(case, family)],
-    indirect=["family"],
-    ids=str,
-)
 
 
 def test_the_samples_of_a_prompt_share_it():
@@ -237,7 +244,7 @@ def groups_by_huggingface(family: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@every_layout
+@each_case_of(GROUPED)
 def test_grpo_with_gaps_in_the_responses(case, family, results, checkpoints):
     """Log-probs, scores, advantages, the loss, its gradient and one clipped SGD step of the flow as it is."""
     found, expected = load(results, case, family), groups_by_huggingface(checkpoints / family)

@@ -1,6 +1,7 @@
 """PPO does not depend on where its roles lie: the same metrics as one process, whatever the layouts and placements."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -26,23 +27,33 @@ METRICS = (
     "actor/approx_kl",
     "actor/grad_norm",
 )
+DEFAULT = ("single", "interleaved", "rollout apart")  # of the default set
+thorough = pytest.mark.thorough
+
+
+def each_placement(names: Iterable[str]) -> pytest.MarkDecorator:
+    params = [pytest.param(name, marks=() if name in DEFAULT else thorough) for name in names]
+    return pytest.mark.parametrize("placement", params)
+
+
 PLACED = [name for name in PLACEMENTS if name != "single" and not name.startswith("bfloat16")]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def results(selected, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     root, found = tmp_path_factory.mktemp("ppo"), {}
     models = make_checkpoints(root / "models", family="llama", tied=False, num_layers=4, head_dim=32)
     prompts = make_prompts(root / "prompts.jsonl", 64)
     make_prompts(root / "heldout.jsonl", 3, seed=1)
-    for num_ranks in sorted({num_ranks for num_ranks, *_ in PLACEMENTS.values()}):
+    names = {"single", *selected("placement")}  # the others are compared with it
+    for num_ranks in sorted({PLACEMENTS[name][0] for name in names}):
         out = root / f"{num_ranks}.json"
-        run_ranks(num_ranks, "tests.distributed.ppo_worker", models, prompts, out)
+        run_ranks(num_ranks, "tests.distributed.ppo_worker", models, prompts, out, *sorted(names))
         found |= json.loads(out.read_text())
     return found
 
 
-@pytest.mark.parametrize("placement", PLACED)
+@each_placement(PLACED)
 def test_metrics_equal_a_single_process(placement: str, results: dict) -> None:
     for found, expected in zip(results[placement], results["single"], strict=True):
         assert found["tokens_checksum"] == expected["tokens_checksum"]
@@ -50,7 +61,7 @@ def test_metrics_equal_a_single_process(placement: str, results: dict) -> None:
             assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-4), name
 
 
-@pytest.mark.parametrize("placement", PLACED)
+@each_placement(PLACED)
 def test_evaluation_equals_a_single_process(placement: str, results: dict) -> None:
     """Of three prompts, where some replicas have no row."""
     expected = results["single"][-1]
@@ -58,12 +69,12 @@ def test_evaluation_equals_a_single_process(placement: str, results: dict) -> No
     assert results[placement][-1]["eval/score_mean"] == pytest.approx(expected["eval/score_mean"], rel=1e-4, abs=1e-4)
 
 
-@pytest.mark.parametrize("placement", PLACED)
+@each_placement(PLACED)
 def test_the_engine_computes_with_the_trainers_weights(placement: str, results: dict) -> None:
     assert all(iteration["rollout/log_prob_diff_max"] < 1e-4 for iteration in results[placement])
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@each_placement(PLACEMENTS)
 def test_the_engine_holds_the_trainers_weights_to_the_bit(placement: str, results: dict) -> None:
     """After every step; in bfloat16 that of an optimizer with main weights of its own, gathered."""
     for iteration in results[placement]:
@@ -72,16 +83,19 @@ def test_the_engine_holds_the_trainers_weights_to_the_bit(placement: str, result
         assert all(iteration["reshard/bytes_received"] > 0 for iteration in results[placement])
 
 
+@thorough
 def test_gathered_bfloat16_weights_generate_what_the_export_does(results: dict) -> None:
     """Tokens and log-probs, sampled and greedy, to the bit: the other engine reads the exported files by itself."""
     assert results["bfloat16"][-1]["differs_from_export"] == []
 
 
+@thorough
 def test_offloading_beside_a_gathering_hand_off_changes_nothing(results: dict) -> None:
     for found, expected in zip(results["bfloat16, offloaded"], results["bfloat16"], strict=True):
         assert [found[name] for name in METRICS] == [expected[name] for name in METRICS]
 
 
+@thorough
 def test_parameters_gathered_while_others_compute_change_nothing(results: dict) -> None:
     """The hand-off waits for what the last step has started."""
     overlapped, expected = results["bfloat16, overlapped"], results["bfloat16"]
@@ -102,6 +116,6 @@ def test_training_moves(results: dict) -> None:
 
 
 def test_the_placements_move_the_bytes_they_should(results: dict) -> None:
-    for placement in ("each its own layout", "split", "rollout apart"):
+    for placement in {"each its own layout", "split", "rollout apart"} & results.keys():
         assert all(iteration["reshard/bytes_received"] > 0 for iteration in results[placement])
     assert all(iteration["reshard/bytes_received"] == 0 for iteration in results["single"])

@@ -243,6 +243,7 @@ def rows(run: Path) -> list[dict[str, str]]:
     return [{name: value for name, value in row.items() if not timed.search(name)} for row in found]
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_a_run_goes_on_with_its_surplus_bit_for_bit(tmp_path: Path) -> None:
     path = config(tmp_path)

@@ -29,6 +29,7 @@ def records(config):
     return json.loads(out.read_text())
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", CASES)
 def test_batches_metrics_and_weights_are_those_of_a_forward_pass_for_all(case, records):
@@ -39,6 +40,7 @@ def test_batches_metrics_and_weights_are_those_of_a_forward_pass_for_all(case, r
         assert set(differing) <= {"time/log_probs_seconds"} and values == {}
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", CASES)
 def test_no_log_prob_of_the_first_mini_batch_is_computed_twice(case, records):
@@ -51,6 +53,7 @@ def test_no_log_prob_of_the_first_mini_batch_is_computed_twice(case, records):
     assert all(less <= 8 * number for less, number in zip(left_out, rows, strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_the_only_step_has_ratios_of_one_to_the_bit(records):
     assert records["one step"]["approx_kl"] == [0.0, 0.0]
@@ -58,11 +61,13 @@ def test_the_only_step_has_ratios_of_one_to_the_bit(records):
     assert all(kl > 0 for kl in records["two steps"]["approx_kl"])
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_it_does_not_matter_what_was_run_while_others_generated(records):
     assert records["two steps"]["digests"] == records["two steps while waiting"]["digests"]
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_a_log_prob_that_is_not_finite_is_said_to_be_where_it_is(records):
     record = records["not finite"]

@@ -260,6 +260,7 @@ def names(run_dir: Path) -> set[str]:
     return {path.name for path in run_dir.iterdir()}
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_a_replay_gives_the_metrics_and_weights_of_the_run(root: Path, weights: dict, output: str) -> None:
     """To the last bit, without vLLM."""
@@ -276,6 +277,7 @@ def test_a_replay_gives_the_metrics_and_weights_of_the_run(root: Path, weights: 
         assert sorted(line.partition("safetensors: ")[2].split(", ")) == sorted(f"{name} 0" for name in fields)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_a_replay_leaves_the_run_alone_and_writes_no_model(root: Path, weights: dict, output: str) -> None:
     assert {"hf", "metrics.csv", "batches"} <= names(root / "run") and not (root / "run.1").exists()
@@ -285,6 +287,7 @@ def test_a_replay_leaves_the_run_alone_and_writes_no_model(root: Path, weights: 
         assert "eval/accuracy" not in file.readline()
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_one_iteration_is_replayed_with_its_own_rate_and_prompts(root: Path, weights: dict, output: str) -> None:
     """Beginning with other weights than it had: what is computed of it differs, and that is told."""
@@ -297,6 +300,7 @@ def test_one_iteration_is_replayed_with_its_own_rate_and_prompts(root: Path, wei
     assert float(told["ref_log_probs"]) == float(told["raw_scores"]) == 0.0
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["grpo", "direct_step"])
 def test_what_was_rolled_out_is_trained_on_in_a_replay(name: str, root: Path, weights: dict, output: str) -> None:
@@ -313,6 +317,7 @@ def test_what_was_rolled_out_is_trained_on_in_a_replay(name: str, root: Path, we
     assert float(told["log_probs"]) <= (1e-4 if name == "grpo" else 0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_what_no_file_holds_is_told(root: Path, weights: dict) -> None:
     assert "the flow asks for greedy responses, which no file has" in weights["greedy"]["error"]
@@ -320,6 +325,7 @@ def test_what_no_file_holds_is_told(root: Path, weights: dict) -> None:
     assert "or the flow kept some rows alone, and the others are lost" in weights["kept_replayed"]["error"]
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["ppo", "grpo", "direct_step"])
 def test_a_rollout_trains_nothing(name: str, root: Path, weights: dict, output: str) -> None:
@@ -332,6 +338,7 @@ def test_a_rollout_trains_nothing(name: str, root: Path, weights: dict, output: 
     assert "rollout only: nothing is trained, and no model is written" in output
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_a_rollout_scores_as_the_run_does(root: Path, weights: dict) -> None:
     """And steers nothing: the coefficient of the KL is for updates."""
@@ -343,6 +350,7 @@ def test_a_rollout_scores_as_the_run_does(root: Path, weights: dict) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_a_replay_by_command_on_another_number_of_ranks(root: Path, weights: dict) -> None:
     copied = shutil.copytree(root / "run", root / "copied")

@@ -66,11 +66,7 @@ def is_ignored(path: Path, patterns: str) -> bool:
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_a_dockerfile_has_nothing_that_docker_would_refuse(name: str) -> None:
-    text = (ROOT / "launch" / name).read_text()
-    assert mistakes(text, ROOT) == []
-    parsed = instructions(text)
-    assert ("ENTRYPOINT", '["tini", "--"]') in parsed
-    assert [rest for word, rest in parsed if word == "USER"] == ["10001:10001"]
+    assert mistakes((ROOT / "launch" / name).read_text(), ROOT) == []
 
 
 @pytest.mark.parametrize(
@@ -99,15 +95,3 @@ def test_every_file_of_the_repository_is_sent_to_docker() -> None:
     assert not [name for name in listed.stdout.splitlines() if is_ignored(Path(name), patterns)]
     for name in (".git/config", ".venv/bin/python", "runs/x/y", "data/tiny/a", "a/__pycache__/b.pyc", "x.egg-info/a"):
         assert is_ignored(Path(name), patterns), name
-
-
-def test_both_images_install_in_the_same_way_what_their_devices_need() -> None:
-    runs = {}
-    for name, device in zip(DOCKERFILES, ("--cuda", "--cpu"), strict=True):
-        parsed = instructions((ROOT / "launch" / name).read_text())
-        [runs[device]] = [i for i, (_, rest) in enumerate(parsed) if f"bash launch/setup.sh {device} " in rest]
-        before = [rest for word, rest in parsed[: runs[device]] if word == "COPY"]
-        assert sorted(source for rest in before for source in rest.split()[:-1]) == [
-            *("LICENSE", "hybridflow/__init__.py", "launch/setup.sh", "pyproject.toml", "tools/__init__.py"),
-        ], "the packages' layer is made anew only where these change"
-        assert ("COPY", ". .") in parsed[runs[device] :]

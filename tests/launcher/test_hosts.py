@@ -1,37 +1,40 @@
-"""launch/run.py on several hosts, each with its own sshd: what it refuses, what it trains, and how it ends."""
+"""launch/run.py on several hosts, each with its own sshd: what it refuses, what it trains, and how it ends.
+
+Where a rank, torchrun or the launcher is killed, a link cut or a scheduler starts the nodes, the ranks are those of
+tests/launcher/idle; a run on two hosts, one on three, one that is stopped and one that loses a host are real.
+"""
 
 import csv
 import json
-import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.forks import ROOT
 from tests.launch import run_ranks
-from tests.launcher.jobs import Job, kill
+from tests.launcher.jobs import Job, kill, wait_until
 from tests.launcher.network import Network, network
-from tests.tools.runs import BRIEF, in_forks
-from tests.tools.test_make_tiny import SMALL
-from tools import make_tiny
+from tests.messages import like
 
 pytestmark = pytest.mark.distributed
+thorough = pytest.mark.thorough
 
 NOT_COMPARED = ("time/", "memory/", "tokens_per_sec", "_ms", "idle_fraction", "seconds", "throughput")
+IDLE = ROOT / "tests" / "launcher" / "idle"  # on Python's path: ranks that only wait
 ENDED = 30.0  # seconds from a failure to the end of all others, as the launcher promises
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a config of two iterations and more, beside its inputs, and what the quickstart needs."""
+    """With a config of two iterations and more, beside its inputs."""
     directory = tmp_path_factory.mktemp("hosts")
     config = json.loads(write_config(directory / "config.yaml", make_inputs(directory / "inputs")).read_text())
     config["actor"]["tensor_parallel_size"] = 1
@@ -39,10 +42,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config["algorithm"]["update"]["mini_batch_size"] = 6
     config["checkpoint"] = {"grace_seconds": 20.0}
     (directory / "config.yaml").write_text(json.dumps(config))
-    torch.set_num_threads(1)
-    make_tiny.make(directory / "data" / "tiny", SMALL, seed=3, train=in_forks, overrides=BRIEF)
-    shutil.copytree(ROOT / "configs", directory / "configs")
+    (directory / "told.py").write_text(TOLD)
     return directory
+
+
+TOLD = """
+import json, os
+def reward(prompts, responses, columns):
+    if "HYBRIDFLOW_HOST" in os.environ:
+        with open(f"told_{os.environ['RANK']}.json", "w") as file:
+            json.dump(dict(os.environ), file)
+    return [len(response) / 8 for response in responses]
+"""
 
 
 @pytest.fixture
@@ -55,7 +66,7 @@ def job(net: Network, directory: Path, name: str, *arguments: object, slots: int
     """In a directory of its own, which has the inputs of `directory`."""
     own = directory / name
     own.mkdir()
-    for file in ("config.yaml", "inputs", "data", "configs"):
+    for file in ("config.yaml", "inputs", "told.py"):
         (own / file).symlink_to(directory / file)
     return Job(net, own, *arguments, slots=slots, hostfile=hostfile)
 
@@ -82,30 +93,12 @@ def assert_same(rows: list[dict[str, str]], others: list[dict[str, str]]) -> Non
 # ------------------------------------------------------------------------------------------------ it trains
 
 
-def test_the_quickstart_on_three_hosts_equals_one_host(net: Network, directory: Path) -> None:
-    """Six ranks, the actor cut in two on each host, data-parallel groups across the hosts; and the same on one."""
-    overrides = ["configs/quickstart.yaml", "num_iterations=3", "platform=cpu"]
-    started = job(net, directory, "quickstart", *overrides, slots=2)
-    assert started.wait() == 0, started.said
-    run = started.directory / "runs" / "quickstart"
-    assert "node-a: quickstart: loading" in started.said and started.left() == {}
-    assert re.search(r"launch: node-c +4-5 +tp 0-1 dp 2 pp 0", started.said), started.said
-    logs = {host.name: (run / "logs" / f"{host.name}.log").read_text() for host in net.hosts}
-    assert "iteration 3/3" in logs["node-a"] and "iteration" not in logs["node-b"]
-    run_ranks(6, "hybridflow.train", directory / "configs" / "quickstart.yaml", *overrides[1:], *in_place(directory))
-    assert_same(metrics(run), metrics(directory / "one_host" / "quickstart"))
+def test_pipelines_and_engines_on_two_hosts_equal_one_host(net: Network, directory: Path) -> None:
+    """Stages of the actor lie on two hosts, and so do the ranks of an engine replica where the config allows it.
 
-
-def in_place(directory: Path) -> list[str]:
-    """The quickstart's paths count from the directory that it is started in."""
-    tiny = directory / "data" / "tiny"
-    paths = {"data.train": "train.jsonl", "data.heldout": "heldout.jsonl", "actor.model": "policy"}
-    paths |= {"critic.model": "reward", "reference.model": "policy", "reward.models.0.model": "reward"}
-    return [f"output_dir={directory / 'one_host'}", *(f"{key}={tiny / name}" for key, name in paths.items())]
-
-
-def test_pipelines_and_engines_across_hosts_equal_one_host(net: Network, directory: Path) -> None:
-    """Stages of the actor lie on two hosts, and so do the ranks of an engine replica where the config allows it."""
+    The environment arrives unchanged, by --env and by the config, over ssh and through torchrun; what nobody names
+    stays behind.
+    """
     across = ["rollout.tensor_parallel_size=2", "rollout.pipeline_parallel_size=1", "actor.pipeline_parallel_size=2"]
     refused = job(net, directory, "refused", "config.yaml", *across, hostfile="node-a slots=1\nnode-b slots=1\n")
     assert refused.wait() == 1
@@ -113,79 +106,67 @@ def test_pipelines_and_engines_across_hosts_equal_one_host(net: Network, directo
         "rollout.tensor_parallel_size = 2: ranks 0-1 lie on node-a and node-b (node-a has 0, node-b has 1): a "
         "tensor-parallel group stays on one host, unless tensor_parallel_across_hosts is true"
     ) in refused.said
-    allowed = [*across, "tensor_parallel_across_hosts=true", "name=across"]
-    started = job(net, directory, "across", "config.yaml", *allowed, hostfile="node-a slots=1\nnode-c slots=1\n")
+    odd = "two words\n'single' \"double\" $HOME `id` \\ ; | & * ~ é\t!"
+    environment = {"HF_ODD": odd, "NCCL_NUMBER": 7}
+    allowed = [*across, "tensor_parallel_across_hosts=true", "name=across", f"environment={json.dumps(environment)}"]
+    allowed.append("reward.functions=[{function: told:reward}]")
+    hostfile = "node-a slots=1\nnode-c slots=1\n"
+    started = job(net, directory, "across", "--env", f"ODD={odd}", "config.yaml", *allowed, hostfile=hostfile)
     assert started.wait() == 0, started.said
     run_ranks(2, "hybridflow.train", directory / "config.yaml", *allowed, f"output_dir={directory / 'one_host'}")
     assert_same(metrics(started.directory / "across"), metrics(directory / "one_host" / "across"))
+    told = [json.loads(file.read_text()) for file in sorted(started.directory.glob("told_*.json"))]
+    assert len(told) == 2
+    for each in told:
+        assert (each["ODD"], each["HF_ODD"], each["NCCL_NUMBER"]) == (odd, odd, "7")
+        assert each["HYBRIDFLOW_HOSTS"] == "node-a=1,node-c=1" and each["GLOO_SOCKET_IFNAME"] == "eth0"
+        assert "PYTEST_CURRENT_TEST" not in each
 
 
-def test_environment_arrives_unchanged(net: Network, directory: Path) -> None:
-    """By --env and by the config, over ssh and through torchrun; what nobody names stays behind."""
-    odd = "two words\n'single' \"double\" $HOME `id` \\ ; | & * ~ é\t!"
-    config = json.loads((directory / "config.yaml").read_text()) | {"environment": {"HF_ODD": odd, "NCCL_NUMBER": 7}}
-    config["reward"]["functions"] = [{"function": "told:reward"}]
-    own = directory / "environment"
-    own.mkdir()
-    (own / "config.yaml").write_text(json.dumps(config))
-    (own / "inputs").symlink_to(directory / "inputs")
-    (own / "told.py").write_text(TOLD)
-    started = Job(net, own, "--env", f"ODD={odd}", "config.yaml", "num_iterations=1")
+@thorough
+def test_six_ranks_on_three_hosts_equal_one_host(net: Network, directory: Path) -> None:
+    """The actor is cut in two on each host; its data-parallel groups lie across the hosts."""
+    overrides = ["actor.tensor_parallel_size=2", "name=six"]
+    started = job(net, directory, "six", "config.yaml", *overrides, slots=2)
     assert started.wait() == 0, started.said
-    for file in sorted(own.glob("told_*.json")):
-        told = json.loads(file.read_text())
-        assert (told["ODD"], told["HF_ODD"], told["NCCL_NUMBER"]) == (odd, odd, "7")
-        assert told["HYBRIDFLOW_HOSTS"] == "node-a=1,node-b=1,node-c=1" and told["GLOO_SOCKET_IFNAME"] == "eth0"
-        assert "PYTEST_CURRENT_TEST" not in told
-    assert len(list(own.glob("told_*.json"))) == 3
+    run = started.directory / "six"
+    assert "node-a: six: loading" in started.said and started.left() == {}
+    assert re.search(r"launch: node-c +4-5 +tp 0-1 dp 2 pp 0", started.said), started.said
+    logs = {host.name: (run / "logs" / f"{host.name}.log").read_text() for host in net.hosts}
+    assert "iteration 2/2" in logs["node-a"] and "iteration" not in logs["node-b"]
+    run_ranks(6, "hybridflow.train", directory / "config.yaml", *overrides, f"output_dir={directory / 'one_host'}")
+    assert_same(metrics(run), metrics(directory / "one_host" / "six"))
 
 
-TOLD = """
-import json, os
-def reward(prompts, responses, columns):
-    with open(f"told_{os.environ['RANK']}.json", "w") as file:
-        json.dump(dict(os.environ), file)
-    return [0.0] * len(prompts)
-"""
-
-
+@thorough
 def test_a_scheduler_starts_each_node(net: Network, directory: Path) -> None:
     """--no-ssh on two nodes. One that does not reach the first ends, and says what it tried."""
     own = directory / "no_ssh"
     own.mkdir()
     for file in ("config.yaml", "inputs"):
         (own / file).symlink_to(directory / file)
-    here = [sys.executable, str(ROOT / "launch" / "run.py"), "--no-ssh", "--nnodes", "2", "--nproc-per-node", "1"]
-    here += [
-        "--python",
-        sys.executable,
-        "--env",
-        f"PYTHONPATH={ROOT}",
-        "--master-port",
-        "29600",
-        "--directory",
-        str(own),
-    ]
-    alone = [*here, "--node-rank", "1", "--master-addr", net.hosts[0].address, "--rdzv-timeout", "3", "config.yaml"]
-    unreached = net.run(net.hosts[1], alone, cwd=own, stdout=-1, stderr=-2, text=True)
+    here = [sys.executable, ROOT / "launch" / "run.py", "--no-ssh", "--nnodes", 2, "--nproc-per-node", 1]
+    here += ["--python", sys.executable, "--env", f"PYTHONPATH={IDLE}:{ROOT}", "--master-port", 29600]
+    here += ["--directory", own, "--master-addr", net.hosts[0].address]
+
+    def node(number: int, *more: object) -> "subprocess.Popen[str]":
+        command = [str(word) for word in (*here, "--node-rank", number, *more, "config.yaml")]
+        return net.run(net.hosts[number], command, cwd=own, stdout=-1, stderr=-2, text=True)
+
+    unreached = node(1, "--rdzv-timeout", 3)
     said, _ = unreached.communicate(timeout=120)
     tried = f"node 1, node-b, cannot reach the master at {net.hosts[0].address} port 29600 within 3 s: "
     assert unreached.returncode == 1 and f"launch: error: {tried}" in said
-    nodes = [
-        net.run(
-            host,
-            [*here, "--master-addr", net.hosts[0].address, "config.yaml"],
-            cwd=own,
-            stdout=-1,
-            stderr=-2,
-            text=True,
-            env={**os.environ, "SLURM_NODEID": str(i)},
-        )
-        for i, host in enumerate(net.hosts[:2])
-    ]
-    outputs = [node.communicate(timeout=400)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], outputs
-    assert "node-a: run: loading actor, critic, reference, reward.models.0 and the engine, 2 ranks" in outputs[0]
+    nodes = [node(0), node(1)]
+    wait_until(lambda: (own / "rank_0.json").exists() and (own / "rank_1.json").exists())
+    for each in nodes:
+        each.send_signal(signal.SIGTERM)
+    outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [75, 75], outputs
+    for rank in "01":
+        environment = json.loads((own / f"rank_{rank}.json").read_text())
+        assert (environment["RANK"], environment["WORLD_SIZE"], environment["MASTER_PORT"]) == (rank, "2", "29600")
+    assert "node-a: iteration 2/100000" in outputs[0]
     assert {file.name for file in (own / "run" / "logs").iterdir()} == {"node-a.log", "node-b.log"}
 
 
@@ -210,6 +191,7 @@ def test_hosts_that_are_not_reached_are_named_together(net: Network, directory: 
     assert started.left() == {}
 
 
+@thorough
 def test_a_port_that_is_taken_and_a_master_that_is_not_reached(net: Network, directory: Path) -> None:
     listens = net.run(net.hosts[0], [sys.executable, "-c", LISTEN, "29777"], stdout=-1)
     assert listens.stdout and listens.stdout.readline() == b"listens\n"
@@ -233,6 +215,7 @@ time.sleep(600)
 """
 
 
+@thorough
 def test_other_code_files_and_python_are_told_with_their_hosts(net: Network, directory: Path) -> None:
     """Each host has a mount of its own over the code of one package, and over the config."""
     own = directory / "unlike"
@@ -252,6 +235,7 @@ def test_other_code_files_and_python_are_told_with_their_hosts(net: Network, dir
     assert not (own / "run").exists()
 
 
+@thorough
 def test_what_a_host_lacks_is_told(net: Network, directory: Path) -> None:
     """One does not see the Python of the ranks, another not their directory; a third's key is not known."""
     own = directory / "lacks"
@@ -266,7 +250,7 @@ def test_what_a_host_lacks_is_told(net: Network, directory: Path) -> None:
     assert started.wait(60) == 1
     told = {line.split(": ")[2]: line for line in started.said.splitlines() if line.startswith("launch: error: ")}
     assert told["node-a"] == f"launch: error: node-a: --python {sys.executable}: is not there", started.said
-    assert told["node-b"] == f"launch: error: node-b: --directory {own / 'work'}: No such file or directory"
+    assert told["node-b"] == like(f"launch: error: node-b: --directory {own / 'work'}: No such file or directory")
     assert "Host key verification failed." in told["node-c"] and started.left() == {}
 
 
@@ -286,12 +270,18 @@ def test_slots_that_do_not_fit_are_told_before_a_host_is_asked(net: Network, dir
 # ------------------------------------------------------------------------------------------------ how it ends
 
 
-@pytest.fixture
-def training(net: Network, directory: Path, request: pytest.FixtureRequest) -> Job:
+def begun(net: Network, directory: Path, name: str, *arguments: object) -> Job:
     """A run without end on three hosts that has done an iteration."""
-    name = re.sub(r"\W+", "_", request.node.name)
-    started = job(net, directory, name, "--lost-after", 15, "config.yaml", "num_iterations=100000")
+    started = job(net, directory, name, "--lost-after", 15, *arguments, "config.yaml", "num_iterations=100000")
     started.wait_for(lambda: started.rows() > 1)
+    return started
+
+
+@pytest.fixture
+def idle(net: Network, directory: Path, request: pytest.FixtureRequest) -> Job:
+    """One whose ranks only wait."""
+    started = begun(net, directory, re.sub(r"\W+", "_", request.node.name), "--env", f"PYTHONPATH={IDLE}:{ROOT}")
+    started.wait_for(lambda: all(started.ranks(host) for host in net.hosts))
     return started
 
 
@@ -299,43 +289,48 @@ def last_lines(started: Job) -> str:
     return "\n".join(started.said.splitlines()[-1:])
 
 
-def test_a_killed_rank(training: Job) -> None:
-    kill([training.ranks(training.net.hosts[1])[1]])
+def test_a_killed_rank(idle: Job) -> None:
+    kill([idle.ranks(idle.net.hosts[1])[1]])
     began = time.monotonic()
-    assert training.wait(ENDED + 15) == 128 + signal.SIGKILL
+    assert idle.wait(ENDED + 15) == 128 + signal.SIGKILL
     assert time.monotonic() - began < ENDED
-    assert "launch: node-b: rank 1 was killed by SIGKILL; its output: " in last_lines(training)
-    assert "iteration 1/100000" in (training.directory / "run" / "logs" / "node-a.log").read_text()
-    assert training.left() == {}
+    assert "launch: node-b: rank 1 was killed by SIGKILL; its output: " in last_lines(idle)
+    assert "iteration 2/100000" in (idle.directory / "run" / "logs" / "node-a.log").read_text()
+    assert idle.left() == {}
 
 
-def test_a_killed_torchrun(training: Job) -> None:
-    kill([training.torchrun(training.net.hosts[2])])
+@thorough
+def test_a_killed_torchrun(idle: Job) -> None:
+    kill([idle.torchrun(idle.net.hosts[2])])
     began = time.monotonic()
-    assert training.wait(ENDED + 15) == 128 + signal.SIGKILL
+    assert idle.wait(ENDED + 15) == 128 + signal.SIGKILL
     assert time.monotonic() - began < ENDED
-    assert "launch: node-c: torchrun was killed by SIGKILL; its output: " in last_lines(training)
-    assert training.left() == {}
+    assert "launch: node-c: torchrun was killed by SIGKILL; its output: " in last_lines(idle)
+    assert idle.left() == {}
 
 
-def test_a_killed_launcher_leaves_nothing_behind(training: Job) -> None:
-    """The ranks are told to end, and save; the next start goes on from there."""
-    kill([training.process.pid])
-    training.process.wait()
-    assert training.left() == {}
-    assert list((training.directory / "run" / "checkpoints").glob("step_*"))
+@thorough
+def test_a_killed_launcher_leaves_nothing_behind(idle: Job) -> None:
+    """The ranks are told to end, and save."""
+    kill([idle.process.pid])
+    idle.process.wait()
+    assert idle.left() == {}
+    assert list((idle.directory / "run" / "checkpoints").glob("step_*"))
 
 
-def test_a_cut_link(training: Job) -> None:
-    host = training.net.hosts[1]
-    training.net.link_down(host)
-    assert training.wait(90) == 1
-    assert re.search(r"launch: node-b: lost: no sign of life for \d+ s; its output: ", last_lines(training))
-    assert training.left() == {}  # also beyond the cut link, where nobody could tell them
+@thorough
+def test_a_cut_link(idle: Job) -> None:
+    host = idle.net.hosts[1]
+    idle.net.link_down(host)
+    assert idle.wait(90) == 1
+    assert re.search(r"launch: node-b: lost: no sign of life for \d+ s; its output: ", last_lines(idle))
+    assert idle.left() == {}  # also beyond the cut link, where nobody could tell them
 
 
-def test_a_run_that_is_told_to_end_is_saved_and_goes_on(training: Job) -> None:
+@thorough
+def test_a_run_that_is_told_to_end_is_saved_and_goes_on(net: Network, directory: Path) -> None:
     """SIGTERM; then the same command, in which a second Ctrl-C ends it without a save."""
+    training = begun(net, directory, "told")
     kill([training.process.pid], signal.SIGTERM)
     assert training.wait(90) == 75, training.said[-4000:]
     assert "it is saved: the same command goes on from there" in training.said
@@ -354,6 +349,7 @@ def test_a_run_that_is_told_to_end_is_saved_and_goes_on(training: Job) -> None:
     assert again.left() == {}
 
 
+@thorough
 def test_a_lost_host_leaves_a_run_that_goes_on_with_the_others(net: Network, directory: Path) -> None:
     """With --nnodes 2:3 one of three goes down in the middle of an iteration: as a run that goes on by hand on two."""
     arguments = ["config.yaml", "num_iterations=40", "checkpoint.save_interval=2", "checkpoint.keep_last=40"]
@@ -377,6 +373,7 @@ def test_a_lost_host_leaves_a_run_that_goes_on_with_the_others(net: Network, dir
 # ------------------------------------------------------------------------------------------------ its health
 
 
+@thorough
 def test_the_health_check_names_the_slow_link(net: Network, directory: Path) -> None:
     """All links of one host are held to 1 Mbit/s; with the run's config, over ssh, in one command."""
     net.slow(net.hosts[2], "1mbit")

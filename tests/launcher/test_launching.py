@@ -17,6 +17,7 @@ from launch.job import known_address
 from launch.output import Output
 from launch.torchrun import Torchrun
 from tests.forks import ROOT
+from tests.messages import like
 
 A, B, C = Host("a", 8), Host("b", 8), Host("c", 4)
 
@@ -169,22 +170,25 @@ def test_what_differs_is_told_with_hosts() -> None:
     ]
     code = "the code of hybridflow"
     found = {A: facts(revision="1f2e", **{code: "x"}), B: facts(revision="1f2e-dirty", **{code: "y"})}
-    assert differences(found) == ["the code of hybridflow differs: x (git 1f2e) on a; y (git 1f2e-dirty) on b"]
+    assert differences(found) == [like("the code of hybridflow differs: x (git 1f2e) on a; y (git 1f2e-dirty) on b")]
     assert differences({A: facts(revision="1", **{code: "x"}), B: facts(**{code: "x"})}) == []
 
 
 def test_what_nobody_has() -> None:
     found = {A: facts(torch="none", vllm="1"), B: facts(torch="none", vllm="none")}
     assert missing(found, "/py", ["torch", "vllm"]) == [
-        "torch is not installed for /py: `bash launch/setup.sh` installs it"
+        like("torch is not installed for /py: `bash launch/setup.sh` installs it")
     ]
 
 
 def test_gpus() -> None:
     found = {A: facts(8), B: facts(8, "A100, 40960 MiB"), C: facts()}
     assert unlike_gpus(found) == [
-        "GPUs differ: 8 x H100, 81559 MiB on a; 8 x A100, 40960 MiB on b; none on c; --allow-unlike-gpus starts all "
-        "the same"
+        like(
+            "GPUs differ: 8 x H100, 81559 MiB on a; 8 x A100, 40960 MiB on b; none on c; --allow-unlike-gpus "
+            "starts all "
+            "the same"
+        )
     ]
     assert unlike_gpus({A: facts(8), B: facts(8)}) == []
     assert too_few_gpus({A: facts(4), B: facts(8), C: facts()}) == [
@@ -252,12 +256,12 @@ def test_a_dry_run_prints_commands_and_grids_and_asks_nobody(tmp_path: Path) -> 
 def test_common_mistakes_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=2\nb slots=two\n")
     done = run("--hostfile", "hosts", "x.yaml", cwd=tmp_path)
-    assert done.stderr == "launch: error: hosts, line 2: 'slots=two': 'two' is no whole number from 1 to 4096\n"
+    assert done.stderr == like("launch: error: hosts, line 2: 'slots=two': 'two' is no whole number from 1 to 4096\n")
     assert done.returncode == 1
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     done = run("--hostfile", "hosts", "--nnodes", 3, "x.yaml", cwd=tmp_path)
-    assert done.stderr == "launch: error: --nnodes asks for 3 hosts, hosts and the filters leave 2: a, b\n"
+    assert done.stderr == like("launch: error: --nnodes asks for 3 hosts, hosts and the filters leave 2: a, b\n")
     done = run("--hostfile", "hosts", "none.yaml", cwd=tmp_path)
-    assert done.stderr == "launch: error: none.yaml: cannot be read: No such file or directory\n"
+    assert done.stderr == like("launch: error: none.yaml: cannot be read: No such file or directory\n")
     done = run("x.yaml", cwd=tmp_path)
     assert done.stderr.startswith("launch: error: --hostfile names the hosts; --no-ssh starts this node's ranks")

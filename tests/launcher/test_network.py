@@ -16,7 +16,7 @@ from tests.launcher import network as networks
 from tests.launcher.namespaces import NETNS_FILES, PATIENCE, ip, is_alive, namespaces, pids
 from tests.launcher.network import INTERFACE, Host, Network, network, why_not
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 PORT = "7000"
 NUM_BYTES = "200000"

@@ -15,7 +15,6 @@ from hybridflow.models.attention import (
     halves,
     neighbours,
 )
-from hybridflow.native import library
 
 CPU = torch.device("cpu")
 SCALE = 0.3
@@ -140,7 +139,8 @@ def test_rotation_literals_and_gradient() -> None:
     assert gradient.tolist() == [[[30.0, 20.0, -10.0, 40.0]]]
 
 
-@pytest.mark.skipif(library.why_not() is not None, reason=f"no kernels: {library.why_not()}")
+@pytest.mark.compiles
+@pytest.mark.usefixtures("needs_kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("groups", "queries"), [(4, 1), (1, 3), (2, 3)])
 def test_heads_turned_where_they_lie_are_those_of_a_split_and_a_rotation(

@@ -12,7 +12,6 @@ import torch
 
 from hybridflow.architecture.spec import read_spec
 from hybridflow.models.attention import GroupedSelfAttention, TurnedHeads
-from hybridflow.native import library
 from hybridflow.parallel import platform as platforms
 from tests.models.test_weight_gradients import gradients
 from tests.tiny_models import make_checkpoints
@@ -22,7 +21,8 @@ MICRO_BATCHES = 2
 FORWARD_PASSES = {"none": 1, "selective": 1, "full": 2}  # of a projection: attention alone is made again, or all
 
 
-@pytest.mark.skipif(library.why_not() is not None, reason=f"no kernels: {library.why_not()}")
+@pytest.mark.compiles
+@pytest.mark.usefixtures("needs_kernels")
 @pytest.mark.parametrize(("family", "turned"), [("qwen2", True), ("qwen3", False)])  # whose heads have norms
 def test_gradients_are_the_same(family: str, turned: bool, tmp_path: Path) -> None:
     policy = make_checkpoints(tmp_path, family=family, tied=False) / "policy"

@@ -8,6 +8,13 @@ import torch
 
 from hybridflow.native import attention, decoder, layers, linear, matrix, paged, sampling, threads, vocabulary
 from hybridflow.native import library as libraries
+from tests.native.modes import modes
+
+
+@pytest.fixture(scope="session")
+def needs_units(needs_kernels: None) -> None:
+    if not matrix.has_units():
+        pytest.skip("no matrix units: the kernel does not permit them")
 
 
 @pytest.fixture(scope="session")
@@ -20,10 +27,10 @@ def narrow(tmp_path_factory) -> ctypes.CDLL:
 EVERYWHERE = {torch.float32: 1, torch.bfloat16: 1}  # also where they do not pay
 
 
-@pytest.fixture(params=["native", "units everywhere", "no units", "avx2"])
-def kernels(request, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "units" in request.param and not matrix.has_units():
-        pytest.skip("this CPU has no matrix units: that is the native way")
+@pytest.fixture(params=modes())
+def kernels(request, monkeypatch: pytest.MonkeyPatch, needs_kernels: None) -> None:
+    if "units" in request.param:
+        request.getfixturevalue("needs_units")
     if request.param == "units everywhere":
         monkeypatch.setattr(attention, "WORTH_UNITS", EVERYWHERE)
         monkeypatch.setattr(linear, "FEWEST", EVERYWHERE)

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from hybridflow.models.attention import PackedSequences, attention, items_of
 from hybridflow.models.shared_prompt import SharedPrompts
-from hybridflow.native import library as libraries
 from hybridflow.native.threads import takes
+from tests.grids import each
 
 CPU = torch.device("cpu")
 SCALE = 0.3
 Groups = list[tuple[int, tuple[int, ...]]]  # prompts and what follows each
 
-pytestmark = pytest.mark.skipif(libraries.why_not() is not None, reason=f"no kernels: {libraries.why_not()}")
+pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("needs_kernels")]
 
 # sequences by themselves, groups, sequences behind; 32 queries are computed at a time, 16 or 8 are a vector
 CASES: dict[str, tuple[tuple[int, ...], Groups, tuple[int, ...]]] = {
@@ -87,11 +87,11 @@ def ours(case: str):
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dims"), [(2, 2, 16), (6, 2, 24), (3, 1, 80), (4, 4, 128), (2, 1, 5)])
 @pytest.mark.parametrize("case", CASES)
-def test_equals_a_softmax_written_out(case: str, heads: int, kv_heads: int, dims: int, dtype: torch.dtype) -> None:
+@each(shape=((2, 2, 16), (6, 2, 24), (3, 1, 80), (4, 4, 128), (2, 1, 5)))
+def test_equals_a_softmax_written_out(case: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Outputs, and gradients of queries, keys and values."""
-    tensors = inputs(case, heads, kv_heads, dims, dtype)
+    tensors = inputs(case, *shape, dtype)  # heads, kv_heads, head_dim
     assert takes(*tensors)
     mine = outputs_and_gradients(ours(case), tensors)
     expected = outputs_and_gradients(functools.partial(written_out, case), [x.double() for x in tensors])

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.native import library as libraries
 from hybridflow.native.decoder import KINDS, WEIGHTS, DecoderLayer, Keys, Sizes
 from hybridflow.native.layers import add_rms_norm, rms_norm, rotate, swiglu
 from hybridflow.native.linear import linear
 from hybridflow.native.paged import attend, store
+from tests.grids import each
 
 pytestmark = [
-    pytest.mark.skipif(libraries.why_not() is not None, reason=f"no kernels: {libraries.why_not()}"),
+    pytest.mark.compiles,
+    pytest.mark.usefixtures("needs_kernels"),
     pytest.mark.usefixtures("kernels"),
 ]
 SIZES = Sizes(width=48, heads=4, kv_heads=2, dims=32, turning=16, hidden=80, eps=1e-5, scale=0.2)
@@ -99,9 +100,7 @@ def one_by_one(sizes: Sizes, x: Tensor, residual: Tensor | None, w: dict[str, Te
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("turning", [16, 8])
-@pytest.mark.parametrize("names", [PLAIN, (*PLAIN, "query_norm", "key_norm"), WEIGHTS], ids=["plain", "norms", "all"])
-@pytest.mark.parametrize("first", [True, False])
+@each(first=(True, False), names=(PLAIN, (*PLAIN, "query_norm", "key_norm"), WEIGHTS), turning=(16, 8))
 def test_it_is_its_kernels_one_after_the_other(
     first: bool, names: tuple[str, ...], turning: int, dtype: torch.dtype
 ) -> None:

@@ -9,10 +9,10 @@ from torch import Tensor
 from hybridflow.models.attention import Rotate, halves
 from hybridflow.models.layers import RMSNormFunction, SumAndNormFunction, SwiGLUFunction
 from hybridflow.native import layers
-from hybridflow.native import library as libraries
 from hybridflow.native.threads import takes
+from tests.grids import each
 
-pytestmark = pytest.mark.skipif(libraries.why_not() is not None, reason=f"no kernels: {libraries.why_not()}")
+pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("needs_kernels")]
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}  # relative to the largest value; bfloat16 rounds twice
 EPS = 1e-5
@@ -55,8 +55,7 @@ def compare(ours: Callable[..., Tensor], exact: Callable[..., Tensor], tensors: 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("rows", ROWS)
+@each(rows=ROWS, columns=COLUMNS)
 def test_rms_norm_equals_its_equation(rows: int, columns: int, dtype: torch.dtype) -> None:
     x, weight = drawn(rows, columns, seed=rows, dtype=dtype), drawn(columns, seed=columns, dtype=dtype)
     compare(norm, exact_norm, [x, weight])
@@ -64,8 +63,7 @@ def test_rms_norm_equals_its_equation(rows: int, columns: int, dtype: torch.dtyp
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("rows", ROWS)
+@each(rows=ROWS, columns=COLUMNS)
 def test_a_sum_and_its_norm_are_the_bits_of_one_after_the_other(rows: int, columns: int, dtype: torch.dtype) -> None:
     x, total = (drawn(rows, columns, seed=seed, dtype=dtype) for seed in (1, 2))
     weight, expected = drawn(columns, seed=3, dtype=dtype), x + total
@@ -76,8 +74,7 @@ def test_a_sum_and_its_norm_are_the_bits_of_one_after_the_other(rows: int, colum
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("rows", ROWS)
+@each(rows=ROWS, columns=COLUMNS)
 def test_of_a_sum_and_its_norm_both_go_on(rows: int, columns: int, dtype: torch.dtype) -> None:
     """Forward the bits of one after the other; the gradients are those of the sum's two uses."""
     x, residual = (drawn(rows, columns, seed=seed, dtype=dtype) for seed in (1, 2))
@@ -97,7 +94,7 @@ def test_of_a_sum_and_its_norm_both_go_on(rows: int, columns: int, dtype: torch.
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("columns", COLUMNS)
+@each(columns=COLUMNS)
 def test_the_gradient_of_swiglu_takes_the_memory_of_what_is_nobodys(columns: int, dtype: torch.dtype) -> None:
     """The same bits; autograd refuses what would read the memory again, and a leaf stays as it is."""
     x, weight = (drawn(65, 2 * columns, seed=seed, dtype=dtype).requires_grad_() for seed in (1, 2))
@@ -116,18 +113,17 @@ def test_the_gradient_of_swiglu_takes_the_memory_of_what_is_nobodys(columns: int
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("rows", ROWS)
+@each(rows=ROWS, columns=COLUMNS)
 def test_swiglu_equals_its_equation(rows: int, columns: int, dtype: torch.dtype) -> None:
     compare(SwiGLUFunction.apply, exact_swiglu, [3.0 * drawn(rows, 2 * columns, seed=rows, dtype=dtype)])
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize(("dims", "turning"), [(64, 32), (24, 12), (10, 5), (80, 24), (128, 64), (6, 2)])
-@pytest.mark.parametrize("tokens", [1, 65])
-def test_rotary_embedding_turns_complex_numbers(tokens: int, dims: int, turning: int, dtype: torch.dtype) -> None:
+@each(tokens=(1, 65), head=((64, 32), (24, 12), (10, 5), (80, 24), (128, 64), (6, 2)))
+def test_rotary_embedding_turns_complex_numbers(tokens: int, head: tuple[int, int], dtype: torch.dtype) -> None:
     """Of heads that are a part of a projection; what lies beyond stays, bit for bit. Backward: turned back."""
+    dims, turning = head
     x = drawn(tokens, 7, dims, seed=dims, dtype=dtype)[:, 2:5]
     angles = drawn(tokens, turning, seed=1, dtype=torch.float64)
     cos, sin = (table[:, None].to(dtype) for table in (angles.cos(), angles.sin()))

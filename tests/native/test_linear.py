@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.native import library as libraries
 from hybridflow.native.linear import linear
+from tests.grids import each
 
 pytestmark = [
-    pytest.mark.skipif(libraries.why_not() is not None, reason=f"no kernels: {libraries.why_not()}"),
+    pytest.mark.compiles,
+    pytest.mark.usefixtures("needs_kernels"),
     pytest.mark.usefixtures("kernels"),
 ]
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 4e-3}  # relative to the largest value; a bfloat16 is rounded once
@@ -29,8 +30,7 @@ def check(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> N
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("rows", ROWS)
+@each(rows=ROWS, shape=SHAPES)
 def test_it_equals_its_equation(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
     inner, outputs = shape
     x, weight = drawn(rows, inner, seed=1, dtype=dtype), drawn(outputs, inner, seed=2, dtype=dtype)
@@ -48,8 +48,7 @@ def test_by_hand(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("rows", (3, 20))
-@pytest.mark.parametrize("width", (310, 311))
+@each(rows=(3, 20), width=(310, 311))
 def test_rows_of_larger_tensors_are_read_where_they_are_and_nothing_else(
     width: int, rows: int, dtype: torch.dtype
 ) -> None:
@@ -72,7 +71,7 @@ def test_rows_of_larger_tensors_are_read_where_they_are_and_nothing_else(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("shape", ((256, 64), (31, 67), (672, 256)), ids=str)
+@each(shape=((256, 64), (31, 67), (672, 256)))
 def test_a_row_has_the_same_bits_among_others(
     dtype: torch.dtype, rows: int, counts: tuple[int, ...], shape: tuple[int, int]
 ) -> None:
@@ -87,7 +86,7 @@ def test_a_row_has_the_same_bits_among_others(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("rows", (5, 30))
+@each(rows=(5, 30))
 def test_threads_change_no_bit(rows: int, dtype: torch.dtype) -> None:
     x, weight = drawn(rows, 256, seed=1, dtype=dtype), drawn(1040, 256, seed=2, dtype=dtype)
     before = torch.get_num_threads()

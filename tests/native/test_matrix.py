@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.native import matrix
 from hybridflow.native.matrix import product
+from tests.grids import each
+from tests.native.modes import has_matrix_units
 from tests.parallel.test_products import LAYOUTS
 
-pytestmark = pytest.mark.skipif(not matrix.has_units(), reason="this CPU has no matrix units, or there are no kernels")
+if not has_matrix_units():
+    pytest.skip("this CPU has no matrix units", allow_module_level=True)
+pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("needs_units")]
 LIE = {**LAYOUTS, "gaps everywhere": lambda m, n: torch.randn(2 * m, 2 * n)[::2, ::2]}
 # blocks of 32 rows and columns, steps of 32 inner numbers; 768 columns and up to 1,024 inner numbers at a time
 SHAPES = (
@@ -41,8 +44,7 @@ def check(found: Tensor, a: Tensor, b: Tensor, before: Tensor | None = None) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("a_lies", LIE)
-@pytest.mark.parametrize("b_lies", LIE)
+@each(a_lies=LIE, b_lies=LIE)
 def test_any_shape_and_layout(a_lies: str, b_lies: str, dtype: torch.dtype) -> None:
     for m, k, n in SHAPES:
         a, b, to = LIE[a_lies](m, k).to(dtype), LIE[b_lies](k, n).to(dtype), torch.randn(m, n)

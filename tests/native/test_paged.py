@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.native import library as libraries
 from hybridflow.native.paged import attend, store
+from tests.grids import each
 
 BLOCK = 32
 SCALE = 0.3
 
-pytestmark = pytest.mark.skipif(libraries.why_not() is not None, reason=f"no kernels: {libraries.why_not()}")
+pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("needs_kernels")]
 
 # of each sequence: tokens that are in the cache already, and those that come, all of which are queries
 CASES: dict[str, list[tuple[int, int]]] = {
@@ -121,10 +121,10 @@ def step_of(case: str, heads: int, kv_heads: int, dims: int, dtype: torch.dtype)
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dims"), SHAPES)
 @pytest.mark.parametrize("case", CASES)
-def test_equals_a_softmax_written_out(case: str, heads: int, kv_heads: int, dims: int, dtype: torch.dtype) -> None:
-    step = step_of(case, heads, kv_heads, dims, dtype)
+@each(shape=SHAPES)
+def test_equals_a_softmax_written_out(case: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    step = step_of(case, *shape, dtype)
     mine, expected = step.run(), step.written_out()
     assert mine.dtype == dtype
     assert (mine.double() - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
@@ -145,13 +145,13 @@ def test_any_number_of_threads_gives_the_same_bits(dtype: torch.dtype, threads: 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dims"), SHAPES)
 @pytest.mark.parametrize("case", ["next tokens", *SHARED])
+@each(shape=SHAPES)
 def test_a_token_is_the_same_bits_whatever_shares_its_step(
-    case: str, heads: int, kv_heads: int, dims: int, dtype: torch.dtype
+    case: str, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     """Another sequence beside, samples of its own prompt, and other blocks: replicas draw the same tokens."""
-    together = step_of(case, heads, kv_heads, dims, dtype)
+    together = step_of(case, *shape, dtype)
     outputs = together.run()
     for i, length in enumerate(together.lengths):
         tokens = slice(int(together.starts[i]), int(together.starts[i + 1]))

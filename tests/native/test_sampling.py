@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.native import library as libraries
 from hybridflow.native.sampling import draw
+from tests.grids import each
 
 pytestmark = [
-    pytest.mark.skipif(libraries.why_not() is not None, reason=f"no kernels: {libraries.why_not()}"),
+    pytest.mark.compiles,
+    pytest.mark.usefixtures("needs_kernels"),
     pytest.mark.usefixtures("kernels"),
 ]
 BITS = 2**64 - 1
@@ -36,8 +37,7 @@ def by_definition(logits: Tensor, seeds: Tensor) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize("vocabulary", [1, 7, 16, 17, 100, 1031, 4096])
-@pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
+@each(vocabulary=(1, 7, 16, 17, 100, 1031, 4096), spread=(0.01, 1.0, 6.0))
 def test_tokens_are_those_of_the_definition(vocabulary: int, spread: float) -> None:
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(20, vocabulary, generator=generator) * spread

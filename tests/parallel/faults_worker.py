@@ -23,7 +23,7 @@ from hybridflow.errors import ConfigError, ExitStatus
 from hybridflow.parallel import watchdog as watchdogs
 from hybridflow.parallel.collectives import Collectives
 from hybridflow.parallel.last_words import leave
-from hybridflow.parallel.peers import Peer, this_process
+from hybridflow.parallel.peers import Condition, Peer, condition, this_process
 from hybridflow.parallel.platform import join_world
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
@@ -31,6 +31,7 @@ from hybridflow.parallel.watchdog import Watchdog
 DEADLINE, GRACE, HOST_SILENCE = 3.0, 1.5, 3.0  # seconds
 PAUSE = 0.01  # seconds between two steps
 VICTIM = 1
+LATE = 2  # with "grace": this rank's grace has not ended when the others' has
 STEPS_BEFORE = 5
 
 
@@ -41,7 +42,9 @@ def run(case: str, directory: Path) -> None:
     hosts = case.startswith("hosts")
     if hosts:
         watchdogs.this_process = on_a_host_of_its_own
-    stop = StopRequest(GRACE if case == "grace" else 300)
+    if case.endswith("unseen"):
+        watchdogs.condition = without_exit_code
+    stop = StopRequest(GRACE if case.startswith("grace") and rank != LATE else 300)
     join_world("gloo", timedelta(seconds=60))
     hold = {"hold_seconds": 1.0} if hosts else {}  # there is no torchrun to wait for
     watchdog = Watchdog({"update": DEADLINE, "rollout": 600}, stop, host_silence_seconds=HOST_SILENCE, **hold)
@@ -123,6 +126,12 @@ def computes_without_others() -> None:
 
 def on_a_host_of_its_own(rank: int) -> Peer:
     return replace(this_process(rank), host=f"host{rank}", machine=f"machine{rank}")
+
+
+def without_exit_code(peer: Peer) -> Condition:
+    """As where torchrun has always asked first."""
+    seen = condition(peer)
+    return Condition(None) if seen.ended else seen
 
 
 def serve_store(port: Connection) -> None:

@@ -339,11 +339,14 @@ def test_two_signals_end_a_run_at_once_but_not_the_same_one_twice(start) -> None
     assert ranks.output.count(" after SIGTERM: ends at once, without a new checkpoint") == NUM_RANKS
 
 
-def test_the_grace_ends(start) -> None:
-    ranks = start("grace")
+@pytest.mark.parametrize("case", ["grace", "grace, unseen"])
+def test_the_grace_ends(case: str, start) -> None:
+    """Also for a rank whose own has not ended, and where torchrun has asked for exit codes before ranks see them."""
+    ranks = start(case)
     ranks.wait_until_ready()
     began = time.monotonic()
     ranks.signal(signal.SIGTERM, 0, 1, 2)
     assert ranks.statuses() == [ExitStatus.NOT_SAVED] * NUM_RANKS
-    assert faults_worker.GRACE <= time.monotonic() - began < faults_worker.GRACE + 10
-    assert ranks.output.count("SIGTERM came 1.5 s ago (checkpoint.grace_seconds)") == NUM_RANKS
+    assert time.monotonic() - began >= faults_worker.GRACE
+    told = ranks.output.count("SIGTERM came 1.5 s ago (checkpoint.grace_seconds)")
+    assert 1 <= told <= NUM_RANKS - 1, "one that sees another end first has nothing to say"

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.native import matrix
 from hybridflow.parallel import products
 from hybridflow.parallel.products import WORTH_A_COPY, WORTH_IT, WORTH_TILES, product, way_of
+from tests.native.modes import has_matrix_units
 
 Make = Callable[[int, int], Tensor]
 LAYOUTS: dict[str, Make] = {
@@ -130,9 +130,8 @@ print("the same")
 """
 
 
-@pytest.mark.parametrize(
-    "way", ["product", pytest.param("by_units", marks=pytest.mark.skipif(not matrix.has_units(), reason="no units"))]
-)
+@pytest.mark.compiles
+@pytest.mark.parametrize("way", ["product", *(["by_units"] if has_matrix_units() else [])])
 def test_forward_and_backward_of_a_whole_process(way: str) -> None:
     """Every product of a linear layer goes there, with and without a bias; what torch alone can do still does."""
     done = subprocess.run(

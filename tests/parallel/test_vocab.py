@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.native import library as libraries
 from hybridflow.parallel import vocab
 from hybridflow.parallel.vocab import vocab_parallel_log_probs
 from tests.launch import run_ranks
@@ -35,12 +34,12 @@ def world() -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-@pytest.fixture(autouse=True, params=["in C", "by torch"])
+@pytest.fixture(autouse=True, params=[pytest.param("in C", marks=pytest.mark.compiles), "by torch"])
 def way(request, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "by torch":
         monkeypatch.setattr(vocab, "takes", lambda logits: False)
-    elif libraries.why_not() is not None:
-        pytest.skip(f"no kernels: {libraries.why_not()}")
+    else:
+        request.getfixturevalue("needs_kernels")
 
 
 def case(num_rows: int = ROWS, columns: int = PADDED, vocab_size: int = VOCAB) -> tuple[Tensor, Tensor, Tensor, Tensor]:

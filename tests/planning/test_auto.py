@@ -194,6 +194,7 @@ def read(runs: Path, name: str, rank: int) -> dict[str, Any]:
     return json.loads((runs / f"{name}_{rank}.json").read_text())
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_all_ranks_have_chosen_the_same_and_written_numbers(runs: Path) -> None:
     first, second = (read(runs, "first", rank)["chosen"] for rank in (0, 1))
@@ -204,6 +205,7 @@ def test_all_ranks_have_chosen_the_same_and_written_numbers(runs: Path) -> None:
     assert "auto" not in (value for value in first.values() if isinstance(value, str))
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_on_another_number_of_ranks_it_goes_on_with_another_choice(runs: Path) -> None:
     again = read(runs, "auto", 0)
@@ -215,6 +217,7 @@ def test_on_another_number_of_ranks_it_goes_on_with_another_choice(runs: Path) -
     assert isinstance(saved, ExperimentConfig) and saved.actor.tensor_parallel_size == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["first", "loose", "tight"])
 def test_winners_of_a_search_hold_what_it_has_counted(runs: Path, name: str) -> None:
@@ -238,6 +241,7 @@ def test_winners_of_a_search_hold_what_it_has_counted(runs: Path, name: str) -> 
     assert seen >= 8
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["first", "loose", "tight"])
 def test_the_engines_cache_is_as_large_as_counted(runs: Path, name: str) -> None:

@@ -203,6 +203,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_two_ranks_choose_the_same_write_numbers_and_hold_what_is_counted(runs: Path) -> None:
     root, said = runs, (runs / "said").read_text()
@@ -221,6 +222,7 @@ def test_two_ranks_choose_the_same_write_numbers_and_hold_what_is_counted(runs: 
             assert found["actor"]["held"][kind] == pytest.approx(size, abs=MOST_PARAMETERS * PADDING), kind
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", CUT)
 def test_autograd_keeps_what_the_table_has_for_as_many_tokens(name: str, runs: Path) -> None:

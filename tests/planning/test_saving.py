@@ -85,6 +85,7 @@ def live(models: Path) -> list[dict[str, list[int]]]:
     return json.loads((models / "out" / "found.json").read_text())
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_every_rank_writes_what_is_estimated(models: Path, live: list[dict[str, list[int]]], case: Case) -> None:

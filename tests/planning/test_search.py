@@ -28,6 +28,7 @@ from hybridflow.planning.search import Found, Request, _Search, least_that_fits,
 from hybridflow.planning.timing import predict
 from hybridflow.reshard.groups import rollout_layout
 from hybridflow.reshard.plan import plan_reshard
+from tests.messages import like
 from tests.planning.round_profile import overheads, profile, small_spec
 from tests.test_plan import CONFIG, MODELS, SMALL
 
@@ -295,4 +296,4 @@ def test_hosts_of_a_search_are_a_number() -> None:
 
 def test_a_search_needs_a_number_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config.yaml", "--search"]) == 1
-    assert capsys.readouterr().err == "hybridflow.plan: error: --search: give --gpus, on how many devices\n"
+    assert capsys.readouterr().err == like("hybridflow.plan: error: --search: give --gpus, on how many devices\n")

@@ -9,6 +9,7 @@ from hybridflow.planning.device import Overheads, load_profile
 from tests.launch import run_ranks
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_two_ranks_measure_one_profile(tmp_path: Path) -> None:
     out = tmp_path / "out.json"

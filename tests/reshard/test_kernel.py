@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridflow.native import library as libraries
 from hybridflow.reshard import kernel
 from hybridflow.reshard.kernel import (
     COPY_COLUMNS,
@@ -129,12 +128,12 @@ def triton_permute(x: Tensor, order: tuple[int, ...]) -> None:
 # ------------------------------------------------------------------------------------------------ on a CPU
 
 
-@pytest.fixture(params=["C", "torch"])
+@pytest.fixture(params=[pytest.param("C", marks=pytest.mark.compiles), "torch"])
 def on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if request.param == "torch":
         monkeypatch.setattr(kernel, "library", lambda: None)
-    elif libraries.why_not() is not None:
-        pytest.skip(f"no kernels in C: {libraries.why_not()}")
+    else:
+        request.getfixturevalue("needs_kernels")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -202,10 +201,10 @@ def test_weights_of_many_kinds_are_permuted_at_once() -> None:
     assert permute_blocks([]) == 0
 
 
+@pytest.mark.compiles
+@pytest.mark.usefixtures("needs_kernels")
 @pytest.mark.parametrize("num_threads", [2, 3])
 def test_threads_share_the_blocks_and_each_has_its_scratch(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if libraries.why_not() is not None:
-        pytest.skip(f"no kernels in C: {libraries.why_not()}")
     shape = (8, 4, 2, 128)
     monkeypatch.setattr(kernel, "SCRATCH_BYTES", 96)  # of the 1,024 bytes of a block
     before = torch.get_num_threads()

@@ -12,6 +12,7 @@ import pytest
 from hybridflow.errors import RewardError
 from hybridflow.rewards.processes import children
 from tests.launch import ROOT
+from tests.messages import like
 from tests.rewards.pools import MISBEHAVING, asked, pool_of, rows, spec
 
 EXACT = spec("hybridflow.rewards:exact_match")
@@ -27,8 +28,11 @@ def test_scores_and_errors_come_back() -> None:
         outcome = asked(pool, 0, "4")
         assert (outcome.kind, outcome.scores) == ("error", ())
         assert outcome.problem == (
-            "reward function hybridflow.rewards:exact_match: row 0: raised KeyError: 'answer'; its prompt is 'p', the "
-            "response '4'"
+            like(
+                "reward function hybridflow.rewards:exact_match: row 0: raised KeyError: 'answer'; its prompt "
+                "is 'p', the "
+                "response '4'"
+            )
         )
 
 
@@ -61,8 +65,11 @@ def test_a_row_that_takes_too_long_is_killed_and_the_next_is_scored() -> None:
         outcomes = [pool.outcome(ticket) for ticket in tickets]
         assert [outcome.kind for outcome in outcomes] == ["timeout", "scored", "timeout"]
         assert outcomes[2].problem == (
-            "reward function tests.rewards.misbehaving:misbehaves: row 2: took longer than reward.timeout_seconds = "
-            "2; its prompt is 'p', the response 'r'"
+            like(
+                "reward function tests.rewards.misbehaving:misbehaves: row 2: took longer than "
+                "reward.timeout_seconds = "
+                "2; its prompt is 'p', the response 'r'"
+            )
         )
         assert 2.0 <= outcomes[0].seconds < 10.0 and time.monotonic() - started < 30.0
 

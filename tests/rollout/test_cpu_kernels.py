@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.native import library as libraries
 from hybridflow.rollout import cpu_kernels
 from hybridflow.rollout.cpu_kernels import attention_in_c, linear_in_c, most_rows, norm_in_c, swiglu_in_c
 
-pytestmark = pytest.mark.skipif(libraries.why_not() is not None, reason=f"no kernels: {libraries.why_not()}")
+pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("needs_kernels")]
 
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
 BLOCK, HEADS, KV_HEADS, DIMS = 32, 4, 2, 32

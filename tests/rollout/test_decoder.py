@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from hybridflow.native import library as libraries
 from hybridflow.native.decoder import Keys
 from hybridflow.rollout import decoder
 from hybridflow.rollout.decoder import decoder_in_c
 
-pytestmark = pytest.mark.skipif(libraries.why_not() is not None, reason=f"no kernels: {libraries.why_not()}")
+pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("needs_kernels")]
 WIDTH, HEADS, DIMS, HIDDEN, MOST = 32, 2, 16, 48, 4
 
 

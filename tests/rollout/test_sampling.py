@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.native import library as libraries
 from hybridflow.rollout import sampling
 
-pytestmark = pytest.mark.skipif(libraries.why_not() is not None, reason=f"no kernels: {libraries.why_not()}")
+pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("needs_kernels")]
 ROWS, VOCABULARY = 6, 300
 
 

@@ -23,7 +23,7 @@ from tools.tiny_task import (
     wrong_answer,
 )
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 # until some prompts are answered rightly, so that accuracies are not all 0
 LEARNS = ("num_iterations=60", "stop_when=null", "metrics.eval_interval=60")
 SMALL = Settings(accuracy_range=(0.0, 1.0), least_pair_accuracy=0.0, num_policy_samples=64, num_validation=128)

@@ -13,7 +13,7 @@ from tests.tools.runs import BRIEF, in_forks
 from tools.stages import Reached, Stages, main, table
 from tools.tiny_runs import RunFailed
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from tests.launch import ROOT
+from tests.messages import like
 from tests.tools.convert.tiny import Models, left_in, rewrite, tensors_of
 from tools.convert.__main__ import main
 from tools.convert.progress import ByteProgress, size_text
@@ -41,8 +42,8 @@ def test_an_error_is_lines_on_stderr_and_status_1(source: Path, capsys: pytest.C
     out, error = capsys.readouterr()
     assert out == ""
     assert error.splitlines() == [
-        f"error: {source}: no tensor model.norm.weight, which config.json asks for with shape (64,)",
-        f"error: {source}: no tensor lm_head.weight, which config.json asks for with shape (100, 64)",
+        like(f"error: {source}: no tensor model.norm.weight, which config.json asks for with shape (64,)"),
+        like(f"error: {source}: no tensor lm_head.weight, which config.json asks for with shape (100, 64)"),
     ]
 
 
@@ -132,9 +133,9 @@ def test_show_of_what_is_wrong(source: Path) -> None:
     complete, lines = shown(source)
     assert not complete
     assert lines[-4:] == [
-        "not needed: model.layers.*.self_attn.rotary_emb.inv_freq (2 tensors): follows from config.json",
+        like("not needed: model.layers.*.self_attn.rotary_emb.inv_freq (2 tensors): follows from config.json"),
         "missing: model.norm.weight (64,)",
-        f"wrong: {source / 'model.safetensors'}: extra is no weight of the model that config.json describes",
+        like(f"wrong: {source / 'model.safetensors'}: extra is no weight of the model that config.json describes"),
         "not complete",
     ]
     assert main(["show", str(source)]) == 1

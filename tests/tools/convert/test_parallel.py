@@ -20,6 +20,7 @@ def convert(num_ranks: int, *arguments: object) -> list[str]:
     return run_ranks(num_ranks, "tools.convert", *arguments).stdout.splitlines()
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_two_processes_write_the_same(models: Models, tmp_path: Path) -> None:
     source = models.copy(tmp_path / "source", "qwen3_moe")
@@ -40,6 +41,7 @@ def test_two_processes_write_the_same(models: Models, tmp_path: Path) -> None:
     assert convert(2, "verify", source, together / "megatron")[-1] == "equal"
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_more_processes_than_files(source: Path, tmp_path: Path) -> None:
     convert(3, "hf-to-megatron", source, tmp_path / "megatron", "--value-head")
@@ -47,6 +49,7 @@ def test_more_processes_than_files(source: Path, tmp_path: Path) -> None:
     assert verify(tmp_path / "megatron", tmp_path / "back") == []
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("back", [False, True])
@@ -64,6 +67,7 @@ def test_an_error_of_one_process_ends_all(back: bool, failing: int, source: Path
     assert left_in(tmp_path) == before
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_an_error_that_all_processes_meet_is_said_once(tmp_path: Path) -> None:
     arguments = ("hf-to-megatron", tmp_path / "absent", tmp_path / "target")
@@ -73,6 +77,7 @@ def test_an_error_that_all_processes_meet_is_said_once(tmp_path: Path) -> None:
     assert done.stderr.count("Traceback") == 1, done.stderr  # torchrun's own
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_forward_wants_one_process(source: Path) -> None:
     done = run_ranks(2, "tools.convert", "verify", source, source, "--forward", check=False)

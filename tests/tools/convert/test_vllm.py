@@ -13,6 +13,7 @@ from tools.convert.to_huggingface import to_huggingface
 from tools.convert.to_megatron import to_megatron
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 @pytest.mark.parametrize("family", ["qwen3", "mixtral"])
 def test_vllm_loads_the_result(family: str, tmp_path: Path) -> None:
