@@ -1,7 +1,7 @@
 """Which tests a set has, which worker runs them, and what those that start ranks are given.
 
 Sets (`--set`, `launch/test.sh`): `default` has what matters most of each room; `rest` has what `default` leaves out,
-the tests marked `thorough`; `all` is both; `fast` has what starts no ranks and compiles nothing. A run that names its
+the tests marked `thorough`; `all` is both; `fast` has what of `default` starts no ranks and compiles nothing. A run that names its
 tests, by path, `-k` or `-m`, takes them from `all`.
 """
 
@@ -21,7 +21,7 @@ SETS: dict[str, Callable[[pytest.Item], bool]] = {
     "default": lambda item: not item.get_closest_marker(THOROUGH),
     "rest": lambda item: bool(item.get_closest_marker(THOROUGH)),
     "all": lambda item: True,
-    "fast": lambda item: not (item.get_closest_marker(MARK) or item.get_closest_marker(COMPILES)),
+    "fast": lambda item: not any(item.get_closest_marker(mark) for mark in (MARK, COMPILES, THOROUGH)),
 }
 SECONDS = 5 * launch.SECONDS  # a module's fixture makes four launches at most, each of which ends by itself
 # Files whose ranks wait most of the time: for disks, deadlines, other hosts, the ends of processes.

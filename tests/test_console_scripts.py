@@ -104,6 +104,7 @@ def test_plan(here: Path) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_health(here: Path) -> None:
     done = run("hybridflow-health", "experiments/mine.yaml", "actor.tensor_parallel_size=1", cwd=here)
     assert done.returncode == 1
@@ -111,6 +112,7 @@ def test_health(here: Path) -> None:
     assert len(found) == 1 and "my_rewards:LIMIT: is a int, which cannot be called" in found[0]
 
 
+@pytest.mark.thorough
 def test_convert(here: Path) -> None:
     assert run("hybridflow-convert", "hf-to-megatron", "inputs/policy", "converted", cwd=here).returncode == 0
     assert run("hybridflow-convert", "verify", "inputs/policy", "converted", cwd=here).returncode == 0
@@ -125,6 +127,7 @@ def test_plot_curve(here: Path) -> None:
     assert run("hybridflow-plot-curve", "pictures/curve.svg", "absent", cwd=here).returncode == 1
 
 
+@pytest.mark.thorough
 def test_make_tiny(here: Path) -> None:
     done = run("hybridflow-make-tiny", "inputs", cwd=here)
     assert (done.returncode, done.stderr) == (1, "error: inputs exists; --overwrite replaces it\n")
@@ -141,6 +144,7 @@ def test_make_tiny(here: Path) -> None:
         ),
     ],
 )
+@pytest.mark.thorough
 def test_train_looks_beside_the_config_for_a_function(here: Path, function: str, problem: str) -> None:
     """In a world of one, before a model is built."""
     keys = ["actor.tensor_parallel_size=1", f"reward.functions.0.function={function}"]

@@ -151,6 +151,7 @@ def test_where_no_choice_fits_that_is_a_line_of_the_host(config: Path, monkeypat
 
 
 @pytest.mark.distributed
+@pytest.mark.thorough
 def test_two_hosts_by_torchrun(inputs: Path, tmp_path: Path) -> None:
     """One of them has another name for the output directory's parent: a file. Both end with 1, one of them prints."""
     config = write_config(tmp_path / "config.yaml", inputs)
@@ -203,6 +204,7 @@ def reports(directory: Path, name: str) -> list[HealthReport]:
 
 
 @pytest.mark.distributed
+@pytest.mark.thorough
 def test_a_host_with_other_files_is_named(four_hosts: Path) -> None:
     first, *others = reports(four_hosts, "inputs")
     assert others == [first] * 7

@@ -23,6 +23,7 @@ def told(directory: Path) -> list[tuple[int, int]]:
     return [tuple(map(int, (directory / rank).read_text().split())) for rank in ("0", "1")]
 
 
+@pytest.mark.thorough
 def test_a_hang_under_torchrun_ends_with_the_stacks_of_every_rank(tmp_path: Path) -> None:
     agent = start_torchrun(2, "-m", WORKER, tmp_path)
     while not all((tmp_path / rank).exists() for rank in ("0", "1")):
@@ -32,6 +33,7 @@ def test_a_hang_under_torchrun_ends_with_the_stacks_of_every_rank(tmp_path: Path
         finish(agent, 1)
 
 
+@pytest.mark.thorough
 def test_a_hang_of_forks_ends_with_the_stacks_of_every_rank(tmp_path: Path) -> None:
     status, _, error = run_forks(2, WORKER, [str(tmp_path)], seconds=10)
     assert status is None and error.count("in rank_waits_here") == 2
@@ -75,6 +77,7 @@ def test_no_ranks_without_the_mark() -> None:
         launch.MARKED.reset(token)
 
 
+@pytest.mark.thorough
 def test_no_rank_is_left_when_the_tests_are_killed(tmp_path: Path) -> None:
     code = (
         "from tests.forks import Server, run_forks; bare = [Server('1', bare=True), Server('2', bare=True)]; "

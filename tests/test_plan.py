@@ -350,6 +350,7 @@ def test_the_tables_name_everything_and_fit_the_page() -> None:
     assert len(done.stdout.splitlines()) < 70
 
 
+@pytest.mark.thorough
 def test_72_billion_parameters_on_1024_ranks() -> None:
     arguments = ("--world-size", "1024", "--json", "actor.pipeline_parallel_size=8", "actor.data_parallel_size=16")
     done = command("configs/qwen2_72b_64gpus.yaml", *arguments)

@@ -90,6 +90,7 @@ REAL = ("llama3_8b_8gpus", "qwen2_72b_64gpus", "qwen2_72b_256gpus", "qwen2_72b_1
 
 
 @pytest.mark.parametrize("name", REAL)
+@pytest.mark.thorough
 def test_real_models_fit_80_gb(plan, name: str) -> None:
     memory, extra = plan(name)["memory"], plan(name)["reshard"]["peak_extra_bytes"]["max"]
     for moment in ("training", "generation"):
@@ -98,6 +99,7 @@ def test_real_models_fit_80_gb(plan, name: str) -> None:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.thorough
 def test_no_more_is_received_than_by_the_papers(plan, path: Path) -> None:
     found = plan(path.stem)
     if "reshard" not in found:

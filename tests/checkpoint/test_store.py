@@ -248,6 +248,7 @@ def one_half_written(root: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [nothing, an_older_one, one_too_many, a_damaged_one_in_its_place, one_half_written])
+@pytest.mark.thorough
 def test_a_crash_leaves_the_former_or_the_new_one(before: Callable[[Path], None], tmp_path: Path) -> None:
     seen = []
 

@@ -16,6 +16,8 @@ from hybridflow.models.attention import (
     neighbours,
 )
 
+pytestmark = pytest.mark.compiles
+
 CPU = torch.device("cpu")
 SCALE = 0.3
 

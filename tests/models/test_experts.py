@@ -7,6 +7,8 @@ from torch import Tensor
 
 from hybridflow.models.experts import Experts, Router
 
+pytestmark = pytest.mark.compiles
+
 
 def config(**changes: object) -> TransformerConfig:
     sizes = dict(num_layers=1, hidden_size=8, num_attention_heads=1, ffn_hidden_size=12, moe_ffn_hidden_size=12)

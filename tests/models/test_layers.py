@@ -9,6 +9,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from hybridflow.models.layers import RMSNorm, RMSNormFunction, SwiGLU
 from hybridflow.native import threads
 
+pytestmark = pytest.mark.compiles
+
 
 @pytest.fixture(autouse=True, params=["in C", "torch"])
 def kernels(request, monkeypatch: pytest.MonkeyPatch) -> None:

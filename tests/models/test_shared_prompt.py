@@ -17,6 +17,8 @@ from hybridflow.models.shared_prompt import (
 )
 from hybridflow.native import threads
 
+pytestmark = pytest.mark.compiles
+
 CPU = torch.device("cpu")
 SCALE = 0.3
 Groups = list[tuple[int, tuple[int, ...]]]  # prompts and what follows each

@@ -2,7 +2,6 @@
 process of its own, as megatron wants a group."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -13,10 +12,10 @@ import torch
 from hybridflow.architecture.spec import read_spec
 from hybridflow.models.attention import GroupedSelfAttention, TurnedHeads
 from hybridflow.parallel import platform as platforms
+from tests.launch import run_ranks
 from tests.models.test_weight_gradients import gradients
 from tests.tiny_models import make_checkpoints
 
-ROOT = Path(__file__).resolve().parents[2]
 MICRO_BATCHES = 2
 FORWARD_PASSES = {"none": 1, "selective": 1, "full": 2}  # of a projection: attention alone is made again, or all
 
@@ -24,11 +23,10 @@ FORWARD_PASSES = {"none": 1, "selective": 1, "full": 2}  # of a projection: atte
 @pytest.mark.compiles
 @pytest.mark.usefixtures("needs_kernels")
 @pytest.mark.parametrize(("family", "turned"), [("qwen2", True), ("qwen3", False)])  # whose heads have norms
+@pytest.mark.distributed
 def test_gradients_are_the_same(family: str, turned: bool, tmp_path: Path) -> None:
     policy = make_checkpoints(tmp_path, family=family, tied=False) / "policy"
-    command = [sys.executable, "-m", "tests.models.test_turned_heads", str(policy)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    done = run_ranks(1, "tests.models.test_turned_heads", policy)
     found = json.loads(done.stdout.splitlines()[-1])
     for recompute, passes in FORWARD_PASSES.items():
         of = found[recompute]

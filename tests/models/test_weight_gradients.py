@@ -2,7 +2,6 @@
 megatron wants a group."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -22,15 +21,16 @@ from hybridflow.parallel import products, weight_gradients
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout
 from hybridflow.parallel.weight_gradients import wgrad_gemm_accum_fp32
+from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKENS, INPUTS, OUTPUTS = 700, 96, 130
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("units", [True, False])
 @pytest.mark.parametrize("slow", [True, False])
+@pytest.mark.compiles
 def test_it_adds_the_product(dtype: torch.dtype, units: bool, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By whatever multiplies here."""
     if not units:
@@ -48,12 +48,11 @@ def test_it_adds_the_product(dtype: torch.dtype, units: bool, slow: bool, monkey
 
 
 @pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.distributed
 def test_buffers_hold_what_autograd_would_have_added(tied: bool, tmp_path: Path) -> None:
     """Of two micro-batches; of a weight that embeds and predicts too."""
     policy = make_checkpoints(tmp_path, family="qwen2", tied=tied) / "policy"
-    command = [sys.executable, "-m", "tests.models.test_weight_gradients", str(policy)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    done = run_ranks(1, "tests.models.test_weight_gradients", policy)
     found = json.loads(done.stdout.splitlines()[-1])
     layers, multiplied = found["layers"], 4  # qkv, proj, fc1, fc2
     assert found["calls"] == [0, 2 * (multiplied * layers + (not tied))]

@@ -121,6 +121,7 @@ def test_a_stopped_rank_is_named_and_all_end(start) -> None:
     assert "rank 1 " in report and last_calls(report, 1) == []
 
 
+@pytest.mark.thorough
 def test_a_rank_in_native_code_that_keeps_pythons_lock_is_named(start) -> None:
     ranks = start("native")
     assert ranks.statuses() == [ExitStatus.HANG, -signal.SIGKILL, ExitStatus.HANG]
@@ -150,6 +151,7 @@ def test_a_rank_in_a_loop_is_named_by_what_it_has_not_entered(start) -> None:
     assert other == own + 1
 
 
+@pytest.mark.thorough
 def test_a_rank_that_never_comes_is_named_also_where_one_waits_for_a_message_of_its(start) -> None:
     ranks = start("recv")
     assert ranks.statuses() == [ExitStatus.HANG] * NUM_RANKS
@@ -163,6 +165,7 @@ def test_a_rank_that_never_comes_is_named_also_where_one_waits_for_a_message_of_
     assert "in sleeps_here" in report
 
 
+@pytest.mark.thorough
 def test_no_deadline_passes_in_a_healthy_run(start) -> None:
     """It takes longer than one deadline, no phase does."""
     began = time.monotonic()
@@ -173,6 +176,7 @@ def test_no_deadline_passes_in_a_healthy_run(start) -> None:
 
 
 @pytest.mark.parametrize("sign", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.thorough
 def test_without_a_store_every_rank_speaks_for_itself(sign: signal.Signals, start) -> None:
     """Its host is stopped, as one is that the network has lost, and a question waits for ever; or it is gone."""
     ranks = start("exchange")
@@ -225,6 +229,7 @@ def test_a_killed_rank_is_named_by_us_and_by_torchrun(case: str, tmp_path: Path)
     assert f"(pid: {pid})" in root_cause(error) and "Signal 9 (SIGKILL)" in root_cause(error)
 
 
+@pytest.mark.thorough
 def test_a_crash_shows_where_and_is_named_each_time(tmp_path: Path) -> None:
     """torchrun's store outlives a restart, with the notes of the start before."""
     _, seconds, error = end_of_torchrun("segfault", tmp_path, None, "--max-restarts", "1")
@@ -248,6 +253,7 @@ def test_an_error_of_a_ranks_own_is_told_by_that_rank_alone(start) -> None:
     assert "hybridflow:" not in ranks.output
 
 
+@pytest.mark.thorough
 def test_a_silent_host_ends_the_others(start) -> None:
     """Each rank says that it is on a host of its own, so none looks at the other's pid."""
     ranks = start("hosts")
@@ -259,6 +265,7 @@ def test_a_silent_host_ends_the_others(start) -> None:
     assert "Traceback" not in ranks.output
 
 
+@pytest.mark.thorough
 def test_an_error_on_one_host_ends_the_others_without_a_word_of_theirs(start) -> None:
     began = time.monotonic()
     ranks = start("hosts, error")
@@ -292,6 +299,7 @@ def test_under_torchrun_all_end_as_told_when_one_is_told(tmp_path: Path) -> None
     assert "hybridflow" not in done.stderr.replace("hybridflow.", "") and "exitcode  : 76" not in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_signal_to_torchrun_reaches_all_ranks(tmp_path: Path) -> None:
     agent = start_torchrun(NUM_RANKS, "-m", "tests.parallel.faults_worker", tmp_path, "agreed")
     wait_until_ready(tmp_path, NUM_RANKS)
@@ -301,6 +309,7 @@ def test_a_signal_to_torchrun_reaches_all_ranks(tmp_path: Path) -> None:
     assert len({step for step, _ in told}) == 1 and "SIGTERM" in {name for _, name in told}
 
 
+@pytest.mark.thorough
 def test_a_second_signal_to_torchrun_ends_all_at_once(tmp_path: Path) -> None:
     agent = start_torchrun(NUM_RANKS, "-m", "tests.parallel.faults_worker", tmp_path, "exchange")
     wait_until_ready(tmp_path, NUM_RANKS)
@@ -313,6 +322,7 @@ def test_a_second_signal_to_torchrun_ends_all_at_once(tmp_path: Path) -> None:
     assert 1 <= done.stderr.count("a second signal, SIGTERM, after SIGTERM: ends at once") <= NUM_RANKS
 
 
+@pytest.mark.thorough
 def test_a_rank_may_agree_to_end_without_a_signal(start) -> None:
     ranks = start("agreed also")
     assert ranks.statuses() == [ExitStatus.STOPPED] * NUM_RANKS

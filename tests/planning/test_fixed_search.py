@@ -66,6 +66,7 @@ def request(algorithm: str, world_size: int, *overrides: str, **changes: Any) ->
 
 @pytest.mark.parametrize("algorithm", ROLES)
 @pytest.mark.parametrize("part", [1.0, 0.7])  # of the memory that the fastest takes
+@pytest.mark.thorough
 def test_what_is_cut_off_is_not_among_the_best(algorithm: str, part: float) -> None:
     for num_ranks in (1, 2, 4):
         loose = search(request(algorithm, num_ranks, shown=1)).plans[0].fullest.bytes
@@ -116,6 +117,7 @@ def test_nothing_is_offloaded_that_no_engine_would_make_room_for() -> None:
 
 
 @pytest.mark.parametrize("name", ["ultrachat_mistral_7b_sft", "ultrafeedback_mistral_7b_dpo"])
+@pytest.mark.thorough
 def test_never_worse_than_a_recipe(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config = load_config(f"configs/recipes/{name}.yaml")

@@ -132,6 +132,7 @@ def test_the_winner_is_the_best_of_all_configs_placed_and_timed_one_by_one() -> 
 
 
 @pytest.mark.parametrize("shared", [None, SHARED])
+@pytest.mark.thorough
 def test_the_bound_is_below_what_is_predicted(shared: dict[str, float] | None) -> None:
     device = DEVICE if shared is None else DEVICE.model_validate(DEVICE.model_dump() | {"shared": shared})
     found = search(request("config.yaml", 2, profile=device, shown=12))
@@ -154,6 +155,7 @@ def test_what_the_search_counts_is_the_table_of_the_plan() -> None:
         assert plan.choice is None or plan.choice.bytes == plan.fullest.bytes == fullest(place(plan.config, 4)).bytes
 
 
+@pytest.mark.thorough
 def test_on_every_placement_the_count_is_never_below_the_table() -> None:
     asked = request("config.yaml", 4, "actor.offload_gradients=true")
     whole, seen = _Search(asked, exhaustive=False), set()
@@ -194,6 +196,7 @@ def test_memory_leaves_nothing_that_is_larger() -> None:
 
 
 @pytest.mark.parametrize("ranks", [64, 256, 1024])
+@pytest.mark.thorough
 def test_a_shipped_layout_is_among_those_that_are_looked_at(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With parallel sizes, placement and cache free, which is quick: all others as the config has them."""
     monkeypatch.chdir(ROOT)
@@ -207,6 +210,7 @@ def test_a_shipped_layout_is_among_those_that_are_looked_at(ranks: int, monkeypa
     assert found.plans[0].seconds <= predict(given, device).seconds
 
 
+@pytest.mark.thorough
 def test_never_worse_than_a_shipped_config_by_its_own_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config = config_of("configs/llama3_8b_8gpus.yaml")

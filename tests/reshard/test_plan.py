@@ -305,7 +305,11 @@ def worlds_of(train: Layout) -> list[World]:
     return [World(spec, train, rollout) for rollout in rollouts for spec in MODELS]
 
 
-@pytest.mark.parametrize("train", TRAINING, ids=lambda t: f"tp{t.tp}pp{t.pp}dp{t.dp}vpp{t.vpp}")
+@pytest.mark.parametrize(
+    "train",
+    [pytest.param(train, marks=pytest.mark.thorough if len(train.ranks) > 4 else ()) for train in TRAINING],
+    ids=lambda t: f"tp{t.tp}pp{t.pp}dp{t.dp}vpp{t.vpp}",
+)
 def test_the_engine_gets_every_element_and_no_rank_more_than_it_lacks(train: Layout) -> None:
     for world in worlds_of(train):
         check_operations(world)

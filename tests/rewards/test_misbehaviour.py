@@ -14,7 +14,7 @@ from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import SECONDS, run_ranks, start_torchrun
 from tests.rewards.misbehaving import WAYS
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 PER_ITERATION = 5
 TIMEOUT = 10.0  # far more than any but those that hang take on a busy machine

@@ -31,6 +31,7 @@ def bases(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", BASES)
+@pytest.mark.thorough
 def test_damage_is_a_clean_error_or_none(
     family: str, kind: str, bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path)  # pytest would keep gigabytes of the last three runs
 
 
+@pytest.mark.thorough
 def test_peak_memory_is_that_of_the_largest_tensors(directory: Path) -> None:
     started = time.perf_counter()
     total, largest = make_large(directory / "source", CONFIG)

@@ -160,6 +160,7 @@ def kill_in_the_middle(*arguments: object) -> None:
 
 
 @pytest.mark.parametrize("back", [False, True])
+@pytest.mark.thorough
 def test_a_killed_conversion_leaves_nothing_that_looks_finished(back: bool, source: Path, tmp_path: Path) -> None:
     target, convert = tmp_path / "target", to_megatron
     if back:
@@ -220,6 +221,7 @@ def test_the_old_target_is_back_where_the_new_cannot_take_its_place(
 
 
 @pytest.mark.parametrize("command", ["hf-to-megatron", "megatron-to-hf"])
+@pytest.mark.thorough
 def test_a_disk_that_takes_no_more(command: str, source: Path, tmp_path: Path) -> None:
     """A limit on the size of a file stands for it: the same call fails."""
     given = source
