@@ -2,8 +2,11 @@
 
 import re
 
-# What a message names: `key` at its start, `a_key`, `a.key`, `file.json`, 'value', 3 x 1: all but ordinary words.
-NAMED = re.compile(r"^\S+(?=:| = )|'[^']*'|`[^`]*`|<[^>]*>|[^\s,;:()'`]*[\d_./=\-][^\s,;()'`]*")
+# What a message names: `key` at its start, `a_key`, `a.key`, `file.json`, 'value', 3 x 1,
+# `module:function`, SomeError: all but ordinary words.
+NAMED = re.compile(
+    r"^\S+(?=:| = )|\b[A-Z]\w*[A-Z]\w*|\w+:\w+|'[^']*'|`[^`]*`|<[^>]*>|[^\s,;:()'`]*[\d_./=\-][^\s,;()'`]*"
+)
 
 
 class Like:

@@ -9,6 +9,7 @@ import torch
 
 from tests.distributed.handoff_worker import BLOCK, MAX_PROMPT_LENGTH, NUM_ITERATIONS, NUM_PROMPTS
 from tests.launch import run_ranks
+from tests.native.modes import has_wide_vectors
 from tests.tiny_models import make_checkpoints
 
 pytestmark = pytest.mark.distributed
@@ -63,6 +64,9 @@ def test_engine_log_probs_equal_the_trainers(records):
 
 
 @pytest.mark.usefixtures("needs_kernels")
+@pytest.mark.skipif(
+    not has_wide_vectors(), reason="products of AVX2's bfloat16 are rounded apart: a mean of 0.04 to 0.05"
+)
 @pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="vLLM's own attention computes on the matrix units")
 def test_in_bfloat16_engine_and_trainer_round_alike(ranks):
     """Both by the kernels in C: with vLLM's norms and attention the mean of the first iteration was 0.023 to 0.026."""
