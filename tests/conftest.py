@@ -1,8 +1,8 @@
 """Which tests a set has, which worker runs them, and what those that start ranks are given.
 
 Sets (`--set`, `launch/test.sh`): `default` has what matters most of each room; `rest` has what `default` leaves out,
-the tests marked `thorough`; `all` is both; `fast` has what of `default` starts no ranks and compiles nothing. A run that names its
-tests, by path, `-k` or `-m`, takes them from `all`.
+the tests marked `thorough`; `all` is both; `fast` has what of `default` starts no ranks and compiles nothing. A run
+that names its tests, by path, `-k` or `-m`, takes them from `all`.
 """
 
 import functools
