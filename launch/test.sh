@@ -9,7 +9,7 @@
 # Other arguments go to pytest: tests/test_config.py, -k NAME, -m "not distributed", -n 0, ... Named tests are taken from
 # all of them.
 #
-# Three workers: one runs tests that start ranks, one those of them that mostly wait, one the rest (tests/conftest.py).
+# Three workers: one has tests whose ranks wait, one those whose ranks fill the cores, one the rest (tests/conftest.py).
 set -euo pipefail
 
 arguments=()

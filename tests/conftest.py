@@ -24,13 +24,18 @@ SETS: dict[str, Callable[[pytest.Item], bool]] = {
     "fast": lambda item: not any(item.get_closest_marker(mark) for mark in (MARK, COMPILES, THOROUGH)),
 }
 SECONDS = 5 * launch.SECONDS  # a module's fixture makes four launches at most, each of which ends by itself
-# Files whose ranks wait most of the time: for disks, deadlines, other hosts, the ends of processes.
-WAITING = (
-    "tests/checkpoint/test_stops.py",
-    "tests/distributed/test_faults.py",
-    "tests/launcher/",
-    "tests/parallel/test_faults.py",
-)
+# Of the files that start ranks, which one worker has: those whose ranks wait most of the time, for deadlines, other
+# hosts, the ends of processes; those whose ranks fill the cores; and the others.
+GROUPS = {
+    "waiting": (
+        "tests/checkpoint/test_stops.py",
+        "tests/distributed/test_faults.py",
+        "tests/launcher/",
+        "tests/parallel/test_faults.py",
+    ),
+    "filling": ("tests/checkpoint/", "tests/distributed/"),
+}
+OTHERS = "others"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -127,8 +132,8 @@ def compiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One worker has the files that start ranks, which fill the cores by themselves, but for those that wait most of
-    the time: another has these. Any has any of the other files.
+    """One worker has the files whose ranks fill the cores, one those whose ranks wait, one other files with ranks, of
+    which each would make rank servers of its own. Any has any of the files that start none.
 
     pytest-xdist 3.8.0 has groups of tests for that, by a suffix of their ids, which pytest 9.2 does not let it append.
     """
@@ -139,7 +144,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file, _, _ = nodeid.partition("::")
             if not _starts_ranks(config.rootpath / file):
                 return file
-            return f"{MARK}, waiting" if file.startswith(WAITING) else MARK
+            return next((group for group, files in GROUPS.items() if file.startswith(files)), OTHERS)
 
     config.option.loadscopereorder = False  # not the files with the most tests first
     return Scheduling(config, log)

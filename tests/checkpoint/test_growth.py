@@ -1,6 +1,6 @@
 """A long run holds no more than a short one: tensors, memory, threads, files; measured in one that saves at every step.
 
-Prompts come round every four iterations and every response has the same length, so that iterations 3 and 23 hold
+Prompts come round every four iterations and every response has the same length, so that iterations 3 and 19 hold
 tensors of the same sizes.
 """
 
@@ -14,7 +14,7 @@ from hybridflow.checkpoints import main
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks
 
-EARLY, LATE = 3, 23
+EARLY, LATE = 3, 19
 # The main heap grows by 64 MiB at once, which `parallel.platform` asks of glibc, and that once in the first iterations
 # or after them; half as much again for heaps of threads. A thread a save, each with a heap of its own, took 250 MiB.
 ALLOWED_BYTES = 96 << 20

@@ -71,6 +71,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_any_other(turn: str, inputs: Path,
     overrides = [*RUNNING, *ALGORITHMS[turn.partition(",")[0]]]
     start(config, [*overrides, "name=undisturbed"])
     disturbed, chance, kills = [*overrides, "name=killed"], random.Random(turn), []
+    start(config, [*disturbed, "num_iterations=3"])  # there is something to load, and something to remove
     for place in places:
         in_background = chance.random() < 0.5
         saving = f"checkpoint.async_save={json.dumps(in_background)}"

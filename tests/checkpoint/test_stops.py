@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hybridflow.checkpoint.store import damage, read_manifest, step_name, steps
+from hybridflow.checkpoint.store import step_name, steps
 from tests.checkpoint.test_kills import NUM_ITERATIONS
 from tests.checkpoint.test_kills import rows as all_rows
 from tests.distributed.test_faults import children, descendants, left
@@ -83,24 +83,6 @@ def test_a_run_that_is_told_to_end_is_saved_and_goes_on(root: Path) -> None:
     said = go_on(root, name)
     assert f"goes on from {root / name / 'checkpoints' / step_name(saved)}" in said
     assert all_rows(root / name) == all_rows(root / "undisturbed")
-
-
-def test_a_second_signal_ends_at_once_and_leaves_the_checkpoint_before(root: Path) -> None:
-    agent = started(root, "twice", "checkpoint.save_interval=1", worker=("tests.checkpoint.slow_worker",))
-    checkpoints = root / "twice" / "checkpoints"
-    wait_for(lambda: (checkpoints / ".step_000002.partial").exists(), agent)
-    processes = descendants(agent.pid)
-    for rank in (children(agent.pid)[0], children(agent.pid)[0]):
-        os.kill(rank, signal.SIGTERM)
-        time.sleep(1.5)
-    done = finish(agent, 40.0)
-    assert done.returncode == 1 and left(processes) == []
-    assert "a second signal, SIGTERM, after SIGTERM" in done.stderr
-    assert re.search(r"exitcode\s+: 76", done.stderr), done.stderr
-    assert steps(checkpoints) == [1]
-    assert damage(checkpoints / step_name(1), read_manifest(checkpoints / step_name(1)).files) == []
-    go_on(root, "twice")
-    assert all_rows(root / "twice") == all_rows(root / "undisturbed")
 
 
 def test_a_lost_node_leaves_a_run_that_goes_on_with_the_others(root: Path) -> None:

@@ -73,19 +73,3 @@ def test_a_stopped_rank_ends_the_run_with_a_report(tmp_path: Path, inputs: Path)
     assert report in done.stderr and done.stderr.count("hybridflow: hang:") == 1
     root = done.stderr[done.stderr.index("Root Cause") :]
     assert f"(pid: {ranks[VICTIM]})" in root and "Signal 9 (SIGKILL)" in root
-
-
-def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path, inputs: Path) -> None:
-    agent, ranks = training(tmp_path, inputs)
-    processes = descendants(agent.pid)
-    os.kill(ranks[VICTIM], signal.SIGKILL)
-    done = finish(agent, TOLD)
-    assert done.returncode == 1 and left(processes) == []
-    told = [line for line in done.stderr.splitlines() if line.startswith("hybridflow:")]
-    assert len(told) == 1, told
-    assert told[0].startswith(f"hybridflow: rank 1 (pid {ranks[VICTIM]} on ")
-    # on a busy machine torchrun may ask for the exit code before this rank has seen it
-    assert re.search("ended without a word: (killed by SIGKILL|cause not seen from here)", told[0]), told[0]
-    assert "hybridflow/trainer.py" not in done.stderr  # no traceback of the one that was left
-    root = done.stderr[done.stderr.index("Root Cause") :]
-    assert f"(pid: {ranks[VICTIM]})" in root and "Signal 9 (SIGKILL)" in root

@@ -352,7 +352,7 @@ def test_a_run_that_is_told_to_end_is_saved_and_goes_on(net: Network, directory:
 @thorough
 def test_a_lost_host_leaves_a_run_that_goes_on_with_the_others(net: Network, directory: Path) -> None:
     """With --nnodes 2:3 one of three goes down in the middle of an iteration: as a run that goes on by hand on two."""
-    arguments = ["config.yaml", "num_iterations=40", "checkpoint.save_interval=2", "checkpoint.keep_last=40"]
+    arguments = ["config.yaml", "num_iterations=14", "checkpoint.save_interval=2", "checkpoint.keep_last=14"]
     started = job(net, directory, "spare", "--lost-after", 8, "--nnodes", "2:3", *arguments)
     started.wait_for(lambda: started.rows() > 3)
     net.kill_host(net.hosts[0])  # the master
