@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Runs the tests:
 #
-#   bash launch/test.sh            what matters most of each room: at most 10 minutes on 2 cores
-#   bash launch/test.sh --fast     what starts no ranks and compiles nothing: under 2 minutes
-#   bash launch/test.sh --all      everything: at most 20 minutes on 2 cores
+#   bash launch/test.sh            what matters most of each room: 10 minutes on 2 cores
+#   bash launch/test.sh --fast     what of these starts no ranks and compiles nothing
+#   bash launch/test.sh --all      everything: 30 to 40 minutes on 2 cores
 #   bash launch/test.sh --rest     what --all has and the first command has not
 #
 # Other arguments go to pytest: tests/test_config.py, -k NAME, -m "not distributed", -n 0, ... Named tests are taken from

@@ -70,9 +70,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     part, parts = config.option.shard
     files = sorted({item.path for item in items}, key=lambda path: (not _starts_ranks(path), path))
     wanted = set(files[part - 1 :: parts])  # files that start ranks are dealt out first, to all parts alike
-    kept = [item for item in items if SETS[config.option.set](item) and item.path in wanted]
-    if len(kept) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    kept, left = [], []
+    for item in items:
+        (kept if SETS[config.option.set](item) and item.path in wanted else left).append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
     items[:] = kept
     for item in items:
         if item.get_closest_marker(MARK):
