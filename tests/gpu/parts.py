@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.models.attention import PackedSequences, attention, attention_by_length
+from hybridflow.models.shared_prompt import SharedPrompts, attention_with_copies
 from hybridflow.reshard.device_memory import reserved_space
 from hybridflow.reshard.kernel import copy_pieces, permute_blocks
 from hybridflow.reshard.reserved import Reserved
@@ -23,6 +24,7 @@ from tests.launch import torchrun
 from tests.reshard.simulated import SimulatedDevice
 
 NUM_ROUNDS = 10
+Groups = list[tuple[int, tuple[int, ...]]]  # prompts, and what follows each
 
 
 class Line(NamedTuple):
@@ -78,23 +80,51 @@ def attention_of_packed_sequences(device: torch.device, folder: Path) -> list[Li
         shapes = [(sum(lengths), count, size) for count in (heads, kv_heads, kv_heads)]
         exact = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
         weight = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
-        expected = _attended(attention_by_length, exact, weight, lengths)
+        packed = PackedSequences.of(lengths, torch.device("cpu"))
+        expected = _gradients(attention_by_length, exact, weight, packed)
         for dtype, most in ((torch.bfloat16, 2e-2), (torch.float32, 1e-4)):
-            found = _attended(attention, [x.to(device, dtype) for x in exact], weight.to(device, dtype), lengths)
-            differences = [_difference(a, b) for a, b in zip(found, expected, strict=True)]
+            packed = PackedSequences.of(lengths, device)
+            found = _gradients(attention, [x.to(device, dtype) for x in exact], weight.to(device, dtype), packed)
             name = f"{heads}/{kv_heads} heads of {size}, {str(dtype).removeprefix('torch.')}"
-            value = "out {:.1e}, dq {:.1e}, dk {:.1e}, dv {:.1e}".format(*differences)
-            lines.append(Line(name, value, max(differences) < most))
+            lines.append(_differences(name, found, expected, most))
+    return lines
+
+
+def attention_of_shared_prompts(device: torch.device, folder: Path) -> list[Line]:
+    """Prompts that several responses share, against each response with its own copy of its prompt, in float64."""
+    alone, groups = (40, 40), [(300, (200, 77, 1)), (5, (64, 64)), (129, (3,))]
+    lengths = (*alone, *(prompt for prompt, _ in groups), *(x for _, responses in groups for x in responses))
+    generator, lines = torch.Generator().manual_seed(0), []
+    for heads, kv_heads, size in ((8, 8, 64), (8, 2, 128)):
+        exact = [
+            torch.randn(sum(lengths), count, size, generator=generator, dtype=torch.float64)
+            for count in (heads, kv_heads, kv_heads)
+        ]
+        weight = torch.randn(exact[0].shape, generator=generator, dtype=torch.float64)
+        packed = _shared(lengths, groups, sum(alone), torch.device("cpu"))
+        expected = _gradients(_with_copies, exact, weight, packed)
+        for dtype, most in ((torch.bfloat16, 2e-2), (torch.float32, 1e-4)):
+            packed = _shared(lengths, groups, sum(alone), device)
+            found = _gradients(attention, [x.to(device, dtype) for x in exact], weight.to(device, dtype), packed)
+            name = f"{heads}/{kv_heads} heads of {size}, {str(dtype).removeprefix('torch.')}"
+            lines.append(_differences(name, found, expected, most))
     return lines
 
 
 def training_beside_the_cpu(device: torch.device, folder: Path) -> list[Line]:
-    """An iteration of the CPU, and its batch trained on again on the device: the same losses and gradients."""
-    config = _config(folder, num_iterations=1, metrics={"tensorboard": False, "dump_batches": True})
-    torchrun(1, "-m", "hybridflow.train", config, "platform=cpu")
+    """A batch of the device's engine, trained on in float32 on the CPU and on the device: equal losses and gradients.
+
+    No engine runs on the CPU: vLLM is built for one kind of device.
+    """
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
     on_device = [] if device.type == "cuda" else ["platform=cpu"]
-    torchrun(1, "-m", "hybridflow.train", config, *on_device, "--replay", folder / "run")
-    (before,), (after,) = (_metrics(folder / name) for name in ("run", "run-replay"))
+    dumps = {"tensorboard": False, "dump_batches": True}
+    config = _config(folder, dtype=dtype, num_iterations=1, metrics=dumps)
+    torchrun(1, "-m", "hybridflow.train", config, *on_device)
+    config = _config(folder, num_iterations=1)
+    for name, platform in (("cpu", ["platform=cpu"]), ("device", on_device)):
+        torchrun(1, "-m", "hybridflow.train", config, f"name={name}", *platform, "--replay", folder / "run")
+    (before,), (after,) = (_metrics(folder / f"{name}-replay") for name in ("cpu", "device"))
     lines = []
     for name in (
         "actor/loss",
@@ -133,6 +163,7 @@ PARTS: tuple[Callable[[torch.device, Path], list[Line]], ...] = (
     reserved_addresses,
     reshard_kernels,
     attention_of_packed_sequences,
+    attention_of_shared_prompts,
     training_beside_the_cpu,
     loop_with_gathered_weights,
 )
@@ -153,14 +184,27 @@ def _rate(num_bytes: int, device: torch.device, work: Callable[[], object]) -> s
     return f"{num_bytes * NUM_ROUNDS / (time.perf_counter() - started) / 1e9:,.1f} GB/s"
 
 
-def _attended(
-    attend: Callable[..., Tensor], qkv: list[Tensor], weight: Tensor, lengths: tuple[int, ...]
+def _gradients(
+    attend: Callable[..., Tensor], qkv: list[Tensor], weight: Tensor, packed: PackedSequences
 ) -> list[Tensor]:
     """Outputs, and the gradients of their weighted sum."""
-    leaves = [x.requires_grad_() for x in qkv]
-    packed = PackedSequences.of(lengths, weight.device)
+    leaves = [x.detach().requires_grad_() for x in qkv]
     out = attend(*leaves, packed=packed, scale=leaves[0].shape[-1] ** -0.5)
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
+
+
+def _shared(lengths: tuple[int, ...], groups: Groups, start: int, device: torch.device) -> PackedSequences:
+    return PackedSequences.of(lengths, device, SharedPrompts.of(groups, start=start, device=device))
+
+
+def _with_copies(query: Tensor, key: Tensor, value: Tensor, *, packed: PackedSequences, scale: float) -> Tensor:
+    assert packed.shared is not None
+    return attention_with_copies(query, key, value, own=packed.own, shared=packed.shared, scale=scale)
+
+
+def _differences(name: str, found: list[Tensor], expected: list[Tensor], most: float) -> Line:
+    differences = [_difference(a, b) for a, b in zip(found, expected, strict=True)]
+    return Line(name, "out {:.1e}, dq {:.1e}, dk {:.1e}, dv {:.1e}".format(*differences), max(differences) < most)
 
 
 def _difference(x: Tensor, expected: Tensor) -> float:
