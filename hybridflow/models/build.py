@@ -270,8 +270,8 @@ def _block_spec(spec: ModelSpec, num_layers: int) -> TransformerBlockSubmodules:
         layer = get_gpt_layer_local_spec(qk_layernorm=traits.qk_norm)
         _name_local_layers(layer, norm, SwiGLU if traits.gated else ReLU, qk_norm=traits.qk_norm)
     parts = _submodules(layer, TransformerLayerSubmodules)
-    if layer.module is TransformerLayer and norm is RMSNorm:
-        layer.module = SummingLayer
+    if not uses_cuda() and layer.module is TransformerLayer and norm is RMSNorm:
+        layer.module = SummingLayer  # it reads the weight of a norm that Transformer Engine has in its linear layers
     if spec.post_norm:
         layer.module, parts.input_layernorm, parts.pre_mlp_layernorm = PostNormLayer, IdentityOp, IdentityOp
     if spec.num_experts:

@@ -171,7 +171,7 @@ def in_a_row(parts: Sequence[Tensor]) -> Tensor:
 
 
 def varlen_forward(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
-    """torch's variable-length flash attention, in 16 bits. Written from torch 2.13's source; not run yet."""
+    """torch's variable-length flash attention, in 16 bits."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     out, lse = varlen_attn(
@@ -201,7 +201,7 @@ def varlen_backward(
     spans: Spans,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What autograd would call, with an output and log-sum-exp of our own. Not run yet."""
+    """What autograd would call, with an output and log-sum-exp of our own."""
     import torch.nn.attention.varlen  # registers the operator
 
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn_backward(

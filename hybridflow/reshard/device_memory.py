@@ -1,4 +1,4 @@
-"""The addresses and the memory of a GPU, by CUDA's driver: what `reserved` asks for. Written without a GPU; not run.
+"""The addresses and the memory of a GPU, by CUDA's driver: what `reserved` asks for.
 
     cuMemAddressReserve                                 a range of addresses, once
     cuMemCreate, cuMemMap, cuMemSetAccess, cuMemRelease    memory, and there it is; the mapping alone keeps it then

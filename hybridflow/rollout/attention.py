@@ -1,7 +1,7 @@
 """Which attention backend the engine will take, told without importing vLLM.
 
 From vLLM 0.32.0, `get_attn_backend_cls` of platforms/cpu.py and `_get_backend_priorities` of platforms/cuda.py: the
-first of a list that takes the dtype. On GPUs this is read and was never run.
+first of a list that takes the dtype.
 """
 
 HALF_PRECISION_ONLY = ("FLASH_ATTN", "FLASHINFER")

