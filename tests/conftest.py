@@ -1,8 +1,9 @@
 """Which tests a set has, which worker runs them, and what those that start ranks are given.
 
 Sets (`--set`, `launch/test.sh`): `default` has what matters most of each room; `rest` has what `default` leaves out,
-the tests marked `thorough`; `all` is both; `fast` has what of `default` starts no ranks and compiles nothing. A run
-that names its tests, by path, `-k` or `-m`, takes them from `all`.
+the tests marked `thorough`; `all` is both; `fast` has what of `default` starts no ranks, compiles nothing
+and is quick: what takes seconds all the same is marked `slow`. A run that names its tests, by path, `-k` or `-m`, takes
+them from `all`.
 """
 
 import functools
@@ -16,12 +17,12 @@ import pytest
 from hybridflow.native import library as libraries
 from tests import launch
 
-MARK, COMPILES, THOROUGH = "distributed", "compiles", "thorough"
+MARK, COMPILES, THOROUGH, SLOW = "distributed", "compiles", "thorough", "slow"
 SETS: dict[str, Callable[[pytest.Item], bool]] = {
     "default": lambda item: not item.get_closest_marker(THOROUGH),
     "rest": lambda item: bool(item.get_closest_marker(THOROUGH)),
     "all": lambda item: True,
-    "fast": lambda item: not any(item.get_closest_marker(mark) for mark in (MARK, COMPILES, THOROUGH)),
+    "fast": lambda item: not any(item.get_closest_marker(mark) for mark in (MARK, COMPILES, THOROUGH, SLOW)),
 }
 SECONDS = 5 * launch.SECONDS  # a module's fixture makes four launches at most, each of which ends by itself
 # Of the files that start ranks, which one worker has: those whose ranks wait most of the time, for deadlines, other

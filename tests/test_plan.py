@@ -334,6 +334,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 def test_the_tables_name_everything_and_fit_the_page() -> None:
     done = command("configs/qwen2_72b_64gpus.yaml")
     assert (done.returncode, done.stderr) == (0, "")
@@ -360,6 +361,7 @@ def test_72_billion_parameters_on_1024_ranks() -> None:
     assert reshard["sent_bytes"]["total"] == reshard["received_bytes"]["total"]
 
 
+@pytest.mark.slow
 def test_the_command_starts_no_engine_and_no_process_group() -> None:
     code = (
         "import sys; from hybridflow.plan import main; status = main(['configs/llama3_8b_8gpus.yaml', '--json']);"

@@ -182,6 +182,7 @@ def test_configs_and_how_they_differ(browser: Browser) -> None:
     enter(browser, "differ", "checked", True, "change")
 
 
+@pytest.mark.slow
 def test_ten_thousand_iterations_stay_usable(tmp_path: Path) -> None:
     """70 metrics of 10,000 iterations: a page of a few megabytes, drawn anew in well under a second."""
     run = make_run(tmp_path / "run")

@@ -36,6 +36,7 @@ def bfloat16_values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_value_is_the_float32_product_of_bfloat16_hidden_states_and_weights(bfloat16_values: dict) -> None:
     hidden, weight = (torch.tensor(bfloat16_values[name]) for name in ("hidden", "weight"))
     values = torch.tensor(bfloat16_values["values"])
@@ -44,6 +45,7 @@ def test_a_value_is_the_float32_product_of_bfloat16_hidden_states_and_weights(bf
     assert not torch.equal(values, values.bfloat16().float()), "values that 8 bits could hold as well"
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_value_is_its_weight(bfloat16_values: dict) -> None:
     """d value / d hidden = weight, d value / d weight = hidden; both are bfloat16 as the tensors are."""
     hidden, weight = (torch.tensor(bfloat16_values[name]) for name in ("hidden", "weight"))

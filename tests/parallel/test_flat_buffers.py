@@ -11,6 +11,8 @@ from torch.multiprocessing.spawn import spawn
 
 from hybridflow.parallel import flat_buffers, peer_memory
 
+pytestmark = pytest.mark.slow
+
 NUM_RANKS = 3
 WAYS = ("reading", "messages")
 # in float32 in the ranks' order: 1e8 + 1 is 1e8, so the sum is 0; in any other it is 1

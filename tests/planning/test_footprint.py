@@ -141,6 +141,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return {"model": model} | json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_live_model_holds_what_is_estimated(live: dict, dtype: str, name: str) -> None:

@@ -145,6 +145,7 @@ print(json.dumps(said[1:]))
 """
 
 
+@pytest.mark.slow
 def test_training_goes_on_without_the_process_that_sends(tmp_path: Path) -> None:
     """In a process that does not know of ours: all runs of a process, and of those that it starts, share one."""
     pytest.importorskip("wandb", reason="the extra wandb is not installed")

@@ -305,6 +305,7 @@ def worlds_of(train: Layout) -> list[World]:
     return [World(spec, train, rollout) for rollout in rollouts for spec in MODELS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "train",
     [pytest.param(train, marks=pytest.mark.thorough if len(train.ranks) > 4 else ()) for train in TRAINING],

@@ -166,6 +166,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[dict[st
 EACH_CASE = pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
 
 
+@pytest.mark.slow
 @EACH_CASE
 def test_the_engine_finds_its_weights_where_they_were(measured: list, number: int) -> None:
     for rank in measured:
@@ -174,6 +175,7 @@ def test_the_engine_finds_its_weights_where_they_were(measured: list, number: in
             assert seen["stay"] and seen["same"] and seen["restored"]
 
 
+@pytest.mark.slow
 @EACH_CASE
 def test_memory_is_there_for_as_long_as_the_engine_needs_it(measured: list, number: int) -> None:
     """Each bucket is mapped once when it is made and once a hand-off, and nothing of it is left behind."""
@@ -185,6 +187,7 @@ def test_memory_is_there_for_as_long_as_the_engine_needs_it(measured: list, numb
             assert seen["num_reserved"] == seen["num_steps"]
 
 
+@pytest.mark.slow
 @EACH_CASE
 def test_the_peak_is_the_planned_one(measured: list, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte where pages add nothing; else there is one more a bucket at most."""

@@ -58,6 +58,7 @@ def test_a_function_sees_the_same_in_any_process() -> None:
     assert found == [found[0]] * 6 and len(set(found[0])) == 3
 
 
+@pytest.mark.slow
 def test_a_row_that_takes_too_long_is_killed_and_the_next_is_scored() -> None:
     with pool_of(MISBEHAVES) as pool:
         started = time.monotonic()
@@ -74,6 +75,7 @@ def test_a_row_that_takes_too_long_is_killed_and_the_next_is_scored() -> None:
         assert 2.0 <= outcomes[0].seconds < 10.0 and time.monotonic() - started < 30.0
 
 
+@pytest.mark.slow
 def test_a_call_of_several_rows_has_the_time_of_each() -> None:
     """1.5 s are over, 3 x 1.5 s are not."""
     slow = spec(f"{MISBEHAVING}:waits_in_all", timeout_seconds=1.5)
@@ -95,6 +97,7 @@ def test_what_is_not_begun_can_be_withdrawn() -> None:
         assert pool._rows == {} and pool._outcomes == {}
 
 
+@pytest.mark.slow
 def test_coroutines_run_beside_each_other_and_none_is_blamed_for_another() -> None:
     """Of eight at a time, one blocks the event loop, one ends the process, one hangs as it should."""
     with pool_of(spec(f"{MISBEHAVING}:waits", awaited=True, timeout_seconds=2.0)) as pool:
