@@ -268,8 +268,12 @@ class RolloutConfig(Section):
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     # whether a replica whose responses are done scores them while others generate; false: the models begin together.
-    # It takes no more memory than training: the cache and the engine's weights are given back before
-    score_while_waiting: bool = True
+    # It takes no more memory than training: the cache and the engine's weights are given back before.
+    # None: on CPUs, where it was measured, and not on GPUs
+    score_while_waiting: bool | None = None
+
+    def scores_while_waiting(self, *, cuda: bool) -> bool:
+        return not cuda if self.score_while_waiting is None else self.score_while_waiting
 
     def bucket_bytes(self, *, cuda: bool) -> int:
         return int((self.reshard_bucket_mib or (256 if cuda else 24)) * (1 << 20))

@@ -142,6 +142,7 @@ class Generator:
         samples_per_prompt: ByLength[int],
         iteration: int,
         first_prompt: int,
+        generation: int = 0,
         beside: Beside | None = None,
     ) -> RolloutBatch:
         """See `rollout.generation.generate`; greedy takes the likeliest token always.
@@ -157,6 +158,7 @@ class Generator:
             seed=self._placed.config.seed,
             iteration=iteration,
             first_prompt=first_prompt,
+            generation=generation,
             layout=self.layout,
             rank=self._platform.rank,
             exchange=self._exchange,

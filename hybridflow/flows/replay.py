@@ -87,6 +87,7 @@ class Replay:
         samples_per_prompt: ByLength[int],
         iteration: int,
         first_prompt: int = 0,
+        generation: int = 0,
         beside: object = None,
     ) -> RolloutBatch:
         """What the engine gave in that iteration. It is there at once: nobody does anything beside.
@@ -96,6 +97,8 @@ class Replay:
         file = self.files[iteration]
         if greedy:
             raise DataError(f"{file}: holds what was sampled; the flow asks for greedy responses, which no file has")
+        if generation:
+            raise DataError(f"{file}: holds one generation of an iteration; the flow samples its prompts again")
         tensors = read_batch(file)
         self._check_tensors(file, tensors)
         rollout = RolloutBatch(**{name: tensors[name] for name in FIELDS})

@@ -256,7 +256,7 @@ class Run:
         """The next prompts in order take the place of `prompts`. The first of an iteration are drawn when it begins."""
         data = self._config.data
         order = self._dataset.order(self._config.seed, data.shuffle, position=self.state.num_prompts_drawn)
-        self._first_prompt = order.position
+        self._first_prompt, self._num_sampled = order.position, 0
         drawn = self._dataset.draw(order, data.prompts_per_iteration)
         self._note_passed_over(drawn.dropped)
         self.prompt_rows, self.prompts = drawn.numbers, drawn.batch
@@ -346,7 +346,7 @@ class Run:
 
     def _generated(self, kinds: tuple[Sampled | Greedy, ...]) -> tuple[RolloutBatch, ...]:
         """Anew, unless an earlier start has kept those of this iteration, or of others are the wish."""
-        if kinds == (Sampled(),):
+        if kinds == (Sampled(),) and not self._num_sampled:
             return (self._sampled_alone(),)
         self._ahead.forget()
         with self.engine_awake(), self._watch.phase("generate"):
@@ -363,17 +363,21 @@ class Run:
             with self.engine_awake(), self._watch.phase("generate"):
                 rollout = self._generate(Sampled(), ahead)
             self.keep_rollout(self.iteration, vars(rollout))
+        self._num_sampled = 1  # also where an earlier start has sampled them
         ahead.settle(rollout)
         return rollout
 
     def _generate(self, how: Sampled | Greedy, beside: WhileWaiting | None = None) -> RolloutBatch:
         greedy = isinstance(how, Greedy)
+        generation = 0 if greedy else self._num_sampled
+        self._num_sampled += not greedy
         return self._generator.generate(
             self.prompts,
             greedy=greedy,
             samples_per_prompt=always(1) if greedy else self.samples,
             iteration=self.iteration,
             first_prompt=self._first_prompt,
+            generation=generation,
             beside=beside,
         )
 

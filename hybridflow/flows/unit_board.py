@@ -1,79 +1,111 @@
 """What engine replicas tell each other through the store while a rollout is made.
 
     board.done()                          # this replica has generated all of its rows
-    board.others_generate()
+    board.others_generate()               # asks the store
     board.announce(unit, tokens)          # while somebody waits: a unit whose responses are all there
-    board.announced()                     # those that are new to this replica
+    board.announced()                     # those that are new to this replica, as the store said last
     board.take(model, unit)               # whether it is this replica that runs it
+    board.responses(unit)                 # the tokens of a unit that another replica has announced
 
-One rank of each replica asks. Notes are written over in the next rollout: the store does not grow.
+One rank of each replica asks. A replica has one note, which says how far it is and what it has announced: a note that
+comes late or twice says the same. Tokens are read by the replica that has taken the unit, and by no other. Notes are
+written over in the next rollout: the store does not grow.
 """
 
 import base64
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from hybridflow.parallel.noticeboard import Noticeboard
 
-DONE, ANNOUNCED = "done", "announced"
 TokenLists = Sequence[Sequence[int]]
+
+
+class Progress(NamedTuple):
+    """What the note of a replica says."""
+
+    rollout: int  # counted over the run
+    done: bool  # all rows of this rollout are generated
+    units: tuple[int, ...]  # announced in it
+
+    @classmethod
+    def read(cls, text: str) -> "Progress":
+        rollout, done, *units = map(int, text.split())
+        return cls(rollout, bool(done), tuple(units))
+
+    def __str__(self) -> str:
+        return " ".join(map(str, (self.rollout, int(self.done), *self.units)))
 
 
 class UnitBoard:
     """Of one replica. Where the store does not answer nobody generates, nothing is announced and nothing is to do."""
 
     def __init__(self, notices: Noticeboard, replica: int, num_replicas: int) -> None:
-        self._notices, self._replica, self._num_replicas = notices, replica, num_replicas
-        self._rollout = 0  # counted over the run, and so are the numbers below
-        self._first = self._seen = 0  # announcements before this rollout, and read
+        self._notices, self._replica = notices, replica
+        self._keys = [_progress_key(number) for number in range(num_replicas)]
+        self._tell(Progress(0, False, ()))
+        self._last: list[Progress] = []  # of every replica, as the store said last
+        self._seen: set[int] = set()
 
     def begin(self) -> None:
-        """Another rollout is generated. No replica has begun that has not settled the one before."""
-        self._rollout += 1
-
-    def settle(self) -> None:
-        """All replicas have generated theirs: whatever was announced has been."""
-        self._first = self._seen = self._notices.add(ANNOUNCED, 0) or self._seen
+        """Another rollout is generated. No replica begins before all have generated theirs of the one before."""
+        self._own = Progress(self._own.rollout + 1, False, ())
+        self._last, self._seen = [], set()
 
     def done(self) -> None:
-        self._notices.add(DONE)
+        """Returns at once; the note is written as soon as the store takes it."""
+        self._tell(self._own._replace(done=True))
 
     def num_done(self) -> int:
         """Replicas that have generated all of their rows."""
-        return max((self._notices.add(DONE, 0) or 0) - (self._rollout - 1) * self._num_replicas, 0)
+        notes = self._notices.read_all(self._keys)
+        self._last = [] if notes is None else [Progress.read(text) for text in notes]
+        return sum(its.done for its in self._current())
 
     def others_generate(self) -> bool:
-        return 0 < self.num_done() < self._num_replicas
+        return 0 < self.num_done() < len(self._keys)
 
     def announce(self, unit: int, responses: TokenLists) -> None:
         """responses: the tokens of each row of the unit."""
-        number = self._notices.add(ANNOUNCED)
-        if number is not None:
-            self._notices.post(self._key(number), f"{self._rollout} {unit} {_text(responses)}")
+        if self._notices.post(_tokens_key(unit), f"{self._own.rollout} {_text(responses)}"):
+            self._tell(self._own._replace(units=(*self._own.units, unit)))
 
-    def announced(self) -> list[tuple[int, TokenLists]]:
-        """(unit, responses) that this replica has not been told before."""
-        found = []
-        for number in range(self._seen + 1, (self._notices.add(ANNOUNCED, 0) or 0) + 1):
-            rollout, _, rest = (self._notices.read(self._key(number)) or "").partition(" ")
-            if rollout != str(self._rollout):  # it is being written: next time
-                break
-            unit, _, text = rest.partition(" ")
-            found.append((int(unit), _responses(text)))
-            self._seen = number
+    def announced(self) -> list[int]:
+        """Units that this replica has not been told before, by replica."""
+        found = [unit for its in self._current() for unit in its.units if unit not in self._seen]
+        self._seen.update(found)
         return found
 
     def take(self, model: int, unit: int) -> bool:
         """Whether no replica has taken it for this model, and this one has now."""
-        key, mine = f"taken/{model}/{unit}", f"{self._rollout} {self._replica}"
+        key, mine = f"taken/{model}/{unit}", f"{self._own.rollout} {self._replica}"
         before = self._notices.read(key) or ""
-        if before.partition(" ")[0] == str(self._rollout):
+        if before.partition(" ")[0] == str(self._own.rollout):
             return False
         return self._notices.swap(key, before, mine) == mine
 
-    def _key(self, number: int) -> str:
-        return f"{ANNOUNCED}/{number - self._first}"
+    def responses(self, unit: int) -> TokenLists | None:
+        """Those of a unit that was announced in this rollout; None where the store does not answer."""
+        rollout, _, text = (self._notices.read(_tokens_key(unit)) or "").partition(" ")
+        return _responses(text) if rollout == str(self._own.rollout) else None
+
+    def _tell(self, progress: Progress) -> None:
+        self._own = progress
+        self._notices.deliver(_progress_key(self._replica), str(progress))
+
+    def _current(self) -> list[Progress]:
+        """Of the replicas that are in this rollout."""
+        return [its for its in self._last if its.rollout == self._own.rollout]
+
+
+def _progress_key(replica: int) -> str:
+    return f"progress/{replica}"
+
+
+def _tokens_key(unit: int) -> str:
+    return f"tokens/{unit}"
 
 
 def _text(responses: TokenLists) -> str:

@@ -38,7 +38,9 @@ from hybridflow.rollout.generation import prompts_of_replicas, responses_to
 PHASE = "scored_while_waiting"
 LOOK_SECONDS = 0.05  # between two looks for somebody who waits, while this replica generates
 ASKS_PER_SECOND = 10_000  # of all replicas that wait with nothing to do, together
-Step = tuple[int, tuple[tuple[int, TokenLists | None], ...]]  # a model; units, with what others have generated
+NOTES_PER_SECOND = 300_000  # that the store hands out to them: each asks for those of all replicas
+Taken = tuple[int, TokenLists | None]  # a unit, with its responses where another replica has generated them
+Step = tuple[int, tuple[Taken, ...]]  # a model and units for it
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class WhileWaiting:
         units = self._own_units()
         self._own, self._places = own, _places_within(self._units, units)
         self._pending = {i: list(units) for i, model in enumerate(self._models) if self._blocks(model)}
-        self._announced: dict[int, TokenLists] = {}
+        self._own_numbers = set(units)
         if self._board is not None:
             self._board.done()
         while (step := self._agreed(self._next_step())) is not None:
@@ -183,9 +185,10 @@ class WhileWaiting:
             for model, pending in self._pending.items():
                 taken = self._taken(model, pending)
                 if taken:
-                    return model, tuple((unit, self._announced.get(unit)) for unit in taken)
+                    return model, tuple(taken)
             if not self._told(self._board):
-                pause = len(self._layout.replicas) / ASKS_PER_SECOND
+                count = len(self._layout.replicas)
+                pause = max(count / ASKS_PER_SECOND, count * count / NOTES_PER_SECOND)
                 time.sleep(pause)
                 self._exchange.seconds += pause  # spent waiting, as in an exchange
         return None
@@ -193,20 +196,26 @@ class WhileWaiting:
     def _others_generate(self, board: UnitBoard) -> bool:
         return board.others_generate()
 
-    def _taken(self, model: int, pending: list[int]) -> list[int]:
-        """Units for the model that no other replica runs: one for each of its blocks here, if there are as many."""
-        found: list[int] = []
+    def _taken(self, model: int, pending: list[int]) -> list[Taken]:
+        """Units for the model that no other replica runs: one for each of its blocks here, if there are as many.
+
+        One whose responses the store does not give is left for the end, when whole rollouts are exchanged.
+        """
+        found: list[Taken] = []
         assert self._board is not None, "the first rank of a replica"
         while pending and len(found) < len(self._blocks(self._models[model])):
             unit = pending.pop(0)
             wanted = self._models[model].ahead.units.rows[unit]
-            found += [unit] if wanted and self._board.take(model, unit) else []
+            if not wanted or not self._board.take(model, unit):
+                continue
+            responses = None if unit in self._own_numbers else self._board.responses(unit)
+            if unit in self._own_numbers or responses is not None:
+                found.append((unit, responses))
         return found
 
     def _told(self, board: UnitBoard) -> bool:
         """Whether others have announced units."""
-        found = dict(board.announced())
-        self._announced |= found
+        found = board.announced()
         for pending in self._pending.values():
             pending += found
         return bool(found)
@@ -252,8 +261,6 @@ class WhileWaiting:
             model.ahead.settle(rollout, own, model.role.grid.dp, tokens[model.ahead.units])
         if self._calls is not None:
             self._calls.settle(rollout, owners[-1])
-        if self._board is not None:
-            self._board.settle()
 
     # ---- inside
 

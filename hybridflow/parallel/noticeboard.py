@@ -2,14 +2,15 @@
 
 The store is that of torchrun's agent, or rank 0's. Its host may be the one that is gone, and its client waits on a
 socket without end: so a thread of its own asks, and who does not get an answer in time goes on without. No method
-raises or blocks for longer than `ANSWER_SECONDS`; None says that the store does not answer.
+raises or blocks for longer than `ANSWER_SECONDS`; None says that the store does not answer, and the question may have
+been dropped. `deliver` writes what must not be lost: that thread tries again until the store has taken it.
 
 The connection is one of its own (`clone`): a client has a lock, and the main thread must never wait for this thread.
 """
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError, DistNetworkError
 
 ANSWER_SECONDS = 5.0
+RETRY_SECONDS = 0.5  # between two tries to deliver a note
 
 T = TypeVar("T")
 
@@ -27,7 +29,11 @@ class Noticeboard:
     def __init__(self, store: Store, prefix: str) -> None:
         self._store = PrefixStore(f"hybridflow/{prefix}", store.clone())  # type: ignore[attr-defined]  # torch has it, its stub not
         self._store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
-        self._questions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[Callable[[], None] | None] = (
+            queue.SimpleQueue()
+        )  # None: look what to deliver
+        self._undelivered: dict[str, str] = {}
+        self._delivery = threading.Lock()  # of that dictionary
         self._one_at_a_time = threading.Lock()
         self._answered = threading.Event()
         self._answered.set()
@@ -42,6 +48,24 @@ class Noticeboard:
             return True
 
         return self._answer(set_it) or False
+
+    def deliver(self, key: str, text: str) -> None:
+        """Write a note, again and again until the store takes it, or a newer one of this key. Returns at once.
+
+        Nobody else may write this key: the last text that is given stands in the end.
+        """
+        with self._delivery:
+            self._undelivered[key] = text
+        self._questions.put(None)
+
+    def read_all(self, keys: Sequence[str]) -> list[str] | None:
+        """Notes by key, in two requests; None where one of them has never been written, too."""
+
+        def read() -> list[str] | None:
+            there = self._store.check(list(keys))
+            return [text.decode() for text in self._store.multi_get(list(keys))] if there else None
+
+        return self._answer(read)
 
     def read(self, key: str) -> str | None:
         """None where there is no such note, too."""
@@ -75,11 +99,34 @@ class Noticeboard:
 
     def _ask(self) -> None:
         while True:
-            question = self._questions.get()
             try:
-                question()
-            except DistNetworkError:  # for good; torch would warn of each further question, with a stack of its own
-                self._closed = True
-            except DistError:  # no answer in time; that nothing is found says so
-                pass
-            self._answered.set()
+                question = self._questions.get(timeout=RETRY_SECONDS if self._undelivered else None)
+            except queue.Empty:
+                question = None
+            if question is not None:
+                self._try(question)
+                self._answered.set()
+            for key, text in self._still_to_deliver():
+                self._try(lambda key=key, text=text: self._write(key, text))
+
+    def _try(self, question: Callable[[], None]) -> None:
+        if self._closed:
+            return
+        try:
+            question()
+        except DistNetworkError:  # for good; torch would warn of each further question, with a stack of its own
+            self._closed = True
+        except DistError:  # no answer in time; that nothing is found says so
+            pass
+
+    def _still_to_deliver(self) -> list[tuple[str, str]]:
+        with self._delivery:
+            if self._closed:
+                self._undelivered.clear()
+            return list(self._undelivered.items())
+
+    def _write(self, key: str, text: str) -> None:
+        self._store.set(key, text)
+        with self._delivery:
+            if self._undelivered.get(key) == text:
+                del self._undelivered[key]

@@ -155,7 +155,8 @@ class Options:
         config = self.config
         if not isinstance(config, ExperimentConfig):
             return False
-        return name in self._scored and config.rollout.score_while_waiting and asks_for(config, name)
+        waits = config.rollout.scores_while_waiting(cuda=self._cuda)
+        return name in self._scored and waits and asks_for(config, name)
 
     def floor(self, name: str, num_ranks: int) -> tuple[float, float, float] | None:
         """As `least`, and no more than that, without looking at any option: products and attention at their best rate,

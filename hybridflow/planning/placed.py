@@ -99,6 +99,7 @@ class PlacedRun(PlacedModels):
     rollout: RolloutLayout
     stages: Stages  # the layers of each engine stage
     kv_cache: KVCacheSize
+    cuda: bool  # whether the engine runs on GPUs
 
     @property
     def actor(self) -> PlacedModel:
@@ -132,14 +133,14 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
         _check_engine(config, specs["actor"], reasons)
         if all_placed:
             engine = reasons.of(_place_engine, config, specs["actor"], layouts["actor"], world_size)
+    has_cuda = uses_cuda(config.platform) if cuda is None else cuda
     if engine is not None:
-        has_cuda = uses_cuda(config.platform) if cuda is None else cuda
         block_tokens = BLOCK_TOKENS["cuda" if has_cuda else "cpu"]
         kv_cache = reasons.of(size_kv_cache, config, specs["actor"], *engine, block_tokens=block_tokens)
     reasons.refuse()
     assert engine is not None and kv_cache is not None, "no reason, and no engine"
     models = {name: _placed(name, role, specs[name], layouts[name]) for name, role in config.roles().items()}
-    return PlacedRun(config, world_size, models, *engine, kv_cache)
+    return PlacedRun(config, world_size, models, *engine, kv_cache, has_cuda)
 
 
 def place_fixed(config: FixedDataConfig, world_size: int) -> PlacedFixed:

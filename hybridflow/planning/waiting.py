@@ -17,7 +17,7 @@ Block = tuple[int, ...]  # the ranks of one data-parallel replica of a model, as
 
 def models_that_wait(run: PlacedRun) -> tuple[str, ...]:
     """Names of the models that compute ahead on some rank, in the order in which they do."""
-    if not run.config.rollout.score_while_waiting or len(run.rollout.replicas) == 1:
+    if not run.config.rollout.scores_while_waiting(cuda=run.cuda) or len(run.rollout.replicas) == 1:
         return ()
     asked = [name for name in run.models if asks_for(run.config, name)]
     asked.sort(key=lambda name: not name.startswith("reward"))  # which every flow asks for

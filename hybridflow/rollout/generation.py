@@ -45,6 +45,7 @@ def generate(
     seed: int,
     iteration: int,
     first_prompt: int,
+    generation: int = 0,
     layout: RolloutLayout,
     rank: int,
     exchange: Exchange,
@@ -53,7 +54,8 @@ def generate(
     """As many responses to each prompt as `samples_per_prompt` says, side by side, prompt after prompt.
 
     params: one entry a bucket; `buckets` says which of them is a prompt's.
-    `first_prompt` numbers the prompts of the run, so that a request's seed is (seed, iteration, prompt, sample).
+    `first_prompt` numbers the prompts of the run, so that a request's seed is (seed, iteration, prompt, sample), and
+    with them `generation`, from the second time on that an iteration samples responses to the same prompts.
     A rank without an engine waits for the others.
     """
     lengths = prompts.lengths.tolist()
@@ -65,7 +67,8 @@ def generate(
         own = prompts_of_replicas(prompts, counts, len(layout.replicas))[layout.coordinates(rank).replica]
         samples = [(p, s) for p in own for s in range(int(counts[p]))]
         token_lists = prompts.token_lists()
-        seeds = [request_seed(seed, iteration, first_prompt + p, s) for p, s in samples]
+        again = (generation,) if generation else ()
+        seeds = [request_seed(seed, iteration, first_prompt + p, s, *again) for p, s in samples]
         requests = [
             Request(token_lists[p], seed, buckets.at(lengths[p])) for (p, _), seed in zip(samples, seeds, strict=True)
         ]

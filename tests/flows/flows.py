@@ -78,6 +78,22 @@ def sampled_and_greedy(run: Run, c: Custom) -> RolloutBatch:
     return sampled
 
 
+def sampled_again(run: Run, c: Custom) -> RolloutBatch:
+    """How often each row is the same as in another generation of the iteration's prompts."""
+    first, second = run.generate(Sampled(), Sampled())
+    third, fourth = run.generate(), run.generate()
+    found = [
+        [x.tolist() for x in rollout.input_ids.split(rollout.lengths.tolist())]
+        for rollout in (first, second, third, fourth)
+    ]
+    pairs = [(a, b) for i, a in enumerate(found) for b in found[:i]]
+    run.metrics["test/rows_alike"] = sum(x == y for a, b in pairs for x, y in zip(a, b, strict=True))
+    run.metrics["test/prompts_alike"] = sum(
+        a.prompt_indices.tolist() == first.prompt_indices.tolist() for a in (second, third, fourth)
+    )
+    return fourth
+
+
 def products(run: Run, c: Custom) -> RolloutBatch:
     """A loss that couples sequences: the square of the sum of all log-probs, through the global tensor."""
     batch = marked(run)

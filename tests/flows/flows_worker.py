@@ -104,6 +104,7 @@ def cases(inputs: Path) -> dict[str, list[str]]:
         "bad_policy": [f"actor.model={inputs / 'bad_policy'}"],
         "best_of_n": [*NO_CRITIC, "sampling.samples_per_prompt=3", f"algorithm={json.dumps(BEST_OF_N)}"],
         "sampled_and_greedy": [*NO_REWARD, custom("sampled_and_greedy"), "sampling.samples_per_prompt=2"],
+        "sampled_again": [*NO_REWARD, custom("sampled_again")],
         "products": [*NO_REWARD, custom("products")],
         "few_rows": [*NO_REWARD, custom("few_rows"), "actor.tensor_parallel_size=1"],
         "no_response": [*NO_REWARD, custom("no_response")],

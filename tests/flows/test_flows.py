@@ -187,6 +187,13 @@ def test_two_kinds_of_responses_take_one_hand_off(records):
     assert record["metrics"][0]["test/greedy_tokens"] > 0
 
 
+def test_whoever_generates_again_samples_others(records):
+    """Four generations of an iteration, of eight tokens from a random model: no two rows are alike."""
+    assert "error" not in records["sampled_again"]
+    for metrics in records["sampled_again"]["metrics"]:
+        assert (metrics["test/rows_alike"], metrics["test/prompts_alike"]) == (0, 3)
+
+
 def test_a_loss_that_couples_sequences_goes_through_the_log_probs(records):
     """Its derivative is the same number at every token, so the gradient is that of the sum of log-probs."""
     assert records["products"]["moved"] == [True] * 3
