@@ -6,6 +6,7 @@ tests/launcher/idle; a run on two hosts, one on three, one that is stopped and o
 
 import csv
 import json
+import os
 import re
 import shutil
 import signal
@@ -96,9 +97,10 @@ def assert_same(rows: list[dict[str, str]], others: list[dict[str, str]]) -> Non
 def test_pipelines_and_engines_on_two_hosts_equal_one_host(net: Network, directory: Path) -> None:
     """Stages of the actor lie on two hosts, and so do the ranks of an engine replica where the config allows it.
 
-    The environment arrives unchanged, by --env and by the config, over ssh and through torchrun; what nobody names
-    stays behind.
+    Each host's own name stands for 127.0.1.1, as Debian has it. The environment arrives unchanged, by --env and by the
+    config, over ssh and through torchrun; what nobody names stays behind.
     """
+    names_stand_for_loopback(net)
     across = ["rollout.tensor_parallel_size=2", "rollout.pipeline_parallel_size=1", "actor.pipeline_parallel_size=2"]
     refused = job(net, directory, "refused", "config.yaml", *across, hostfile="node-a slots=1\nnode-b slots=1\n")
     assert refused.wait() == 1
@@ -121,6 +123,32 @@ def test_pipelines_and_engines_on_two_hosts_equal_one_host(net: Network, directo
         assert (each["ODD"], each["HF_ODD"], each["NCCL_NUMBER"]) == (odd, odd, "7")
         assert each["HYBRIDFLOW_HOSTS"] == "node-a=1,node-c=1" and each["GLOO_SOCKET_IFNAME"] == "eth0"
         assert "PYTEST_CURRENT_TEST" not in each
+
+
+def test_hosts_whose_names_stand_for_loopback_find_each_other_without_our_launcher(net: Network) -> None:
+    """By the address that reaches the master, of which each host is told; the second time by its name."""
+    names_stand_for_loopback(net)
+    here = {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    first = net.hosts[0]
+    for port, master in ((29611, first.address), (29612, first.name)):
+        ranks = []
+        for rank, host in enumerate(net.hosts[:2]):
+            address = master if rank else first.address  # the first's own name is 127.0.1.1, where nobody listens
+            own = {"PATH": os.environ["PATH"], "RANK": str(rank), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+            command = [sys.executable, "-m", "tests.launcher.gloo_worker"]
+            ranks.append(net.run(host, command, cwd=ROOT, env=here | own, stdout=-1, stderr=-2, text=True))
+        said = [rank.communicate(timeout=180)[0] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], said
+        assert all(f"rank {rank}: 3" in text for rank, text in enumerate(said)), said
+
+
+def names_stand_for_loopback(net: Network) -> None:
+    for host in net.hosts:
+        others = "".join(f"{each.address} {each.name}\n" for each in net.hosts if each is not host)
+        (own := net.directory / f"hosts_of_{host.name}").write_text(
+            f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n{others}"
+        )
+        net.mount(host, own, Path("/etc/hosts"))
 
 
 @thorough
