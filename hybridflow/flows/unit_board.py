@@ -92,7 +92,7 @@ class UnitBoard:
         return _responses(text) if rollout == str(self._own.rollout) else None
 
     def _tell(self, progress: Progress) -> None:
-        self._own = progress
+        self._own: Progress = progress
         self._notices.deliver(_progress_key(self._replica), str(progress))
 
     def _current(self) -> list[Progress]:

@@ -12,45 +12,47 @@ of the address by which this host reaches the master.
 """
 
 import ipaddress
-import os
 import socket
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
-INTERFACES = "GLOO_SOCKET_IFNAME"
 ELSEWHERE = "192.0.2.1"  # of documentation (RFC 5737): on no host, and nothing is sent there
 
 _Gloo: Any = ProcessGroupGloo  # torch's stub has other names than torch
 _init = _Gloo.__init__
 
 
-def use_one_thread() -> None:
-    """In every group that is made in this process from now on."""
-    _Gloo.__init__ = _with_one_thread
+def use_one_thread(interfaces: str = "", master: str | None = None) -> None:
+    """In every group that is made in this process from now on.
+
+    interfaces: what GLOO_SOCKET_IFNAME says. master: where ranks lie on several hosts, the one that all of them reach.
+    """
+
+    def init(group: Any, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = _Gloo._Options()
+        options._devices = _devices(interfaces, master)
+        options._threads = 1
+        options._timeout = timeout
+        _init(group, store, rank, size, options)
+
+    _Gloo.__init__ = init
 
 
-def _with_one_thread(group: Any, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-    options = _Gloo._Options()
-    options._devices = _devices()
-    options._threads = 1
-    options._timeout = timeout
-    _init(group, store, rank, size, options)
-
-
-def _devices() -> list[Any]:
+def _devices(interfaces: str, master: str | None) -> list[Any]:
     """Errors: RuntimeError, torch's own, where an interface is not there."""
-    interfaces = os.environ.get(INTERFACES, "")
     if len(interfaces) > 1:  # as torch has it
         return [_Gloo.create_device(interface=name) for name in interfaces.split(",")]
-    address = address_for_others() if _several_hosts() and _is_loopback(socket.gethostname()) else None
+    address = None
+    if master is not None and _is_loopback(socket.gethostname()):
+        address = _own_address(master)
     return [_Gloo.create_default_device() if address is None else _Gloo.create_device(hostname=address)]
 
 
-def address_for_others() -> str | None:
+def _own_address(master: str) -> str | None:
     """The address of this host on the way to the master, or on the way out; None where there is none."""
-    for target in (os.environ.get("MASTER_ADDR", ""), ELSEWHERE):
+    for target in (master, ELSEWHERE):
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(target, 1, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind, protocol) as way:
@@ -61,10 +63,6 @@ def address_for_others() -> str | None:
         if not _is_loopback(own):
             return own
     return None
-
-
-def _several_hosts() -> bool:
-    return os.environ.get("LOCAL_WORLD_SIZE", "") != os.environ.get("WORLD_SIZE", "")
 
 
 def _is_loopback(host: str) -> bool:

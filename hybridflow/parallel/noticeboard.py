@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -107,7 +108,7 @@ class Noticeboard:
                 self._try(question)
                 self._answered.set()
             for key, text in self._still_to_deliver():
-                self._try(lambda key=key, text=text: self._write(key, text))
+                self._try(partial(self._write, key, text))
 
     def _try(self, question: Callable[[], None]) -> None:
         if self._closed:

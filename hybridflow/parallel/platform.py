@@ -101,7 +101,7 @@ def start(seed: int, platform: PlatformName = "auto", *, longest_phase_seconds: 
         device, backend = CPU, "gloo"
     _single_process_defaults()
     _prepare_diagnosis()
-    use_one_thread()
+    use_one_thread(os.environ.get("GLOO_SOCKET_IFNAME", ""), _master_of_several_hosts())
     timeout = _set_default_timeouts(longest_phase_seconds)
     if not dist.is_initialized():
         join_world(backend, timeout)
@@ -118,6 +118,12 @@ def join_world(backend: str, timeout: timedelta) -> None:
         return
     rank, world_size = torchrun_rank()
     dist.init_process_group(backend, store=_agent_store(timeout), rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _master_of_several_hosts() -> str | None:
+    """None where all ranks lie on this host."""
+    alone = _env_int("LOCAL_WORLD_SIZE", 1) == _env_int("WORLD_SIZE", 1)
+    return None if alone else os.environ.get("MASTER_ADDR")
 
 
 def _has_agent_store() -> bool:

@@ -128,7 +128,7 @@ def test_pipelines_and_engines_on_two_hosts_equal_one_host(net: Network, directo
 def test_hosts_whose_names_stand_for_loopback_find_each_other_without_our_launcher(net: Network) -> None:
     """By the address that reaches the master, of which each host is told; the second time by its name."""
     names_stand_for_loopback(net)
-    here = {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    here = {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     first = net.hosts[0]
     for port, master in ((29611, first.address), (29612, first.name)):
         ranks = []

@@ -98,16 +98,15 @@ def gloo_of_torch() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("gloo_of_torch")
-def test_a_group_of_gloo_is_on_the_interface_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_one_thread()
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
+def test_a_group_of_gloo_is_on_the_interface_that_is_named() -> None:
+    use_one_thread("lo,lo")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         options = dist.group.WORLD._get_backend(torch.device("cpu")).options
         assert (len(options._devices), options._threads) == (2, 1)
     finally:
         dist.destroy_process_group()
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth77")
+    use_one_thread("lo,eth77")
     with pytest.raises(RuntimeError, match="Unable to find address for: eth77"):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
