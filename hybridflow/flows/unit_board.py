@@ -45,7 +45,8 @@ class UnitBoard:
     def __init__(self, notices: Noticeboard, replica: int, num_replicas: int) -> None:
         self._notices, self._replica = notices, replica
         self._keys = [_progress_key(number) for number in range(num_replicas)]
-        self._tell(Progress(0, False, ()))
+        self._own = Progress(0, False, ())
+        self._tell(self._own)
         self._last: list[Progress] = []  # of every replica, as the store said last
         self._seen: set[int] = set()
 
@@ -92,7 +93,7 @@ class UnitBoard:
         return _responses(text) if rollout == str(self._own.rollout) else None
 
     def _tell(self, progress: Progress) -> None:
-        self._own: Progress = progress
+        self._own = progress
         self._notices.deliver(_progress_key(self._replica), str(progress))
 
     def _current(self) -> list[Progress]:
