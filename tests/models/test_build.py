@@ -9,14 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from hybridflow.architecture.spec import read_spec
 from hybridflow.models import build
-from hybridflow.models.layers import RMSNorm, SummingLayer
+from hybridflow.models.layers import RMSNorm
 from hybridflow.models.opt import PostNormLayer
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
@@ -64,28 +61,6 @@ def test_a_transformer_engine_that_cannot_be_imported_is_as_good_as_none(
     (layer,) = build._block_spec(spec, 1).layer_specs
     assert layer.submodules.input_layernorm is RMSNorm
     assert layer.submodules.mlp.submodules.linear_fc1.__name__ == "ColumnParallelLinear"
-
-
-@pytest.mark.parametrize("engine", [False, True], ids=["without Transformer Engine", "with it"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_on_cuda_layers_are_megatrons_own(
-    family: str, engine: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With Transformer Engine a layer has no norm in front of its MLP: that one is in the first linear layer."""
-
-    def fused(**kwargs: object) -> ModuleSpec:
-        layer = get_gpt_layer_local_spec(qk_layernorm=bool(kwargs["qk_layernorm"]))
-        layer.submodules.pre_mlp_layernorm = IdentityOp
-        return layer
-
-    spec = read_spec(make_checkpoints(tmp_path, family=family, tied=False) / "policy")
-    assert build._block_spec(spec, 1).layer_specs[0].module is SummingLayer
-    monkeypatch.setattr(build, "uses_cuda", lambda: True)
-    monkeypatch.setattr(build, "_transformer_engine", lambda: engine)
-    monkeypatch.setattr(build, "get_gpt_layer_with_transformer_engine_spec", fused)
-    (layer,) = build._block_spec(spec, 1).layer_specs
-    assert layer.module is TransformerLayer
-    assert layer.submodules.pre_mlp_layernorm is (IdentityOp if engine else RMSNorm)
 
 
 def test_layers_with_norms_after_the_sums_are_made_of_megatrons_local_ones(

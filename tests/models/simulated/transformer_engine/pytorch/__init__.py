@@ -1,0 +1,84 @@
+"""Layers by their names. In tensor parallelism they hold their shards, and compute alone."""
+
+import torch
+from torch import Tensor, nn
+
+from transformer_engine.pytorch import distributed, fp8, ops
+
+__all__ = ["distributed", "fp8", "ops"]
+
+
+class RMSNorm(nn.Module):
+    def __init__(
+        self, hidden_size: int, eps: float, sequence_parallel: bool, params_dtype: torch.dtype, **rest: object
+    ):
+        super().__init__()
+        assert not rest["zero_centered_gamma"]
+        self.eps, self.weight = eps, nn.Parameter(torch.ones(hidden_size, dtype=params_dtype))
+        self.weight.sequence_parallel = sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class LayerNorm(RMSNorm):
+    def __init__(self, hidden_size: int, *args: object, **named: object) -> None:
+        super().__init__(hidden_size, *args, **named)
+        self.bias = nn.Parameter(torch.zeros_like(self.weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+
+
+class Linear(nn.Module):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        return_bias: bool,
+        parallel_mode: str | None,
+        tp_size: int,
+        params_dtype: torch.dtype,
+        **rest: object,
+    ) -> None:
+        super().__init__()
+        rows, columns = (tp_size, 1) if parallel_mode == "column" else (1, tp_size)
+        self.in_features, self.out_features = in_features // columns, out_features // rows
+        self.use_bias, self.return_bias, self.parallel_mode = bias, return_bias, parallel_mode
+        self.weight = nn.Parameter(torch.empty(self.out_features, self.in_features, dtype=params_dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(self.out_features, dtype=params_dtype))
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if self.return_bias:
+            return nn.functional.linear(x, self.weight), self.bias
+        return nn.functional.linear(x, self.weight, self.bias if self.use_bias else None)
+
+
+class LayerNormLinear(Linear):
+    def __init__(
+        self, in_features: int, out_features: int, *, eps: float, normalization: str, params_dtype: torch.dtype, **rest
+    ) -> None:
+        super().__init__(in_features, out_features, params_dtype=params_dtype, **rest)
+        self.eps = eps
+        self.layer_norm_weight = nn.Parameter(torch.ones(in_features, dtype=params_dtype))
+        if normalization == "LayerNorm":
+            self.layer_norm_bias = nn.Parameter(torch.zeros(in_features, dtype=params_dtype))
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        bias = getattr(self, "layer_norm_bias", None)
+        if bias is None:
+            normed = nn.functional.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps)
+        else:
+            normed = nn.functional.layer_norm(x, x.shape[-1:], self.layer_norm_weight, bias, self.eps)
+        return super().forward(normed, is_first_microbatch)
+
+
+class DotProductAttention(nn.Module):
+    """The spec names it; attention is ours."""
+
+
+class GroupedLinear(nn.Module):
+    """The spec of experts names it; experts are ours."""

@@ -1,0 +1,3 @@
+"""Fused kernels of routers, which ours does without."""
+
+fused_compute_score_for_moe_aux_loss = fused_moe_aux_loss = fused_topk_with_score_function = None

@@ -1,0 +1,57 @@
+"""The layers that a GPU would choose, of every family and head, with a simulated Transformer Engine and without one.
+
+Their classes, that the weight table knows each of their parameters, and their logits beside those of transformers.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.forks import ROOT
+from tests.tiny_models import FAMILIES, make_checkpoints
+
+SIMULATED = ROOT / "tests" / "models" / "simulated"
+FUSED = ["TELayerNormColumnParallelLinear", "TERowParallelLinear"]
+LOCAL = ["ColumnParallelLinear", "RMSNorm", "RowParallelLinear"]
+WITH_EXPERTS = ["ExpertLinear", "RMSNorm", "Router"]
+# those with Transformer Engine, and without; an OPT-350m has its norms after the sums, where no linear layer holds them
+HOLDERS: dict[str, tuple[list[str], list[str]]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "glm"), (FUSED, LOCAL)),
+    "qwen3": (["RMSNorm", *FUSED], LOCAL),
+    "opt": (FUSED, ["ColumnParallelLinear", "LayerNorm", "RowParallelLinear"]),
+    "opt_350m": (["ColumnParallelLinear", "LayerNorm", "RowParallelLinear"],) * 2,
+    **dict.fromkeys(("mixtral", "qwen3_moe"), (sorted(WITH_EXPERTS + FUSED), sorted({*WITH_EXPERTS, *LOCAL}))),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    root = tmp_path_factory.mktemp("engine")
+    for family in FAMILIES:
+        made = make_checkpoints(root / "models" / family, family=family, tied=False)
+        for other in ("reference", "critic"):
+            shutil.rmtree(made / other)
+    path = os.pathsep.join((str(SIMULATED), str(ROOT)))
+    command = [sys.executable, "-W", "ignore", "-m", "tests.models.engine_worker", root / "models", root / "out.json"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((root / "out.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [True, False], ids=["with Transformer Engine", "without it"])
+@pytest.mark.parametrize("head", ["policy", "reward"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_are_those_of_the_family_and_compute(found: dict, family: str, head: str, engine: bool) -> None:
+    of_model = found[f"{family} {head} {engine}"]
+    assert of_model["layer"] == ("PostNormLayer" if family == "opt_350m" else "TransformerLayer")
+    assert of_model["holds parameters"] == HOLDERS[family][not engine]
+    assert of_model["not in the model"] == of_model["without gradient"] == []
+    assert of_model["difference"] < 1e-5
