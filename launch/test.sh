@@ -3,7 +3,7 @@
 #
 #   bash launch/test.sh            what matters most of each room: 10 minutes on 2 cores
 #   bash launch/test.sh --fast     what of these is quick, no ranks and no compiler: under 2 minutes
-#   bash launch/test.sh --all      everything: 30 to 40 minutes on 2 cores
+#   bash launch/test.sh --all      everything: 20 minutes on 2 cores, longer on slow ones
 #   bash launch/test.sh --rest     what --all has and the first command has not
 #
 # Other arguments go to pytest: tests/test_config.py, -k NAME, -m "not distributed", -n 0, ... Named tests are taken from
