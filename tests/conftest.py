@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hybridflow.native import library as libraries
+from hybridflow.cpu.kernels import library as libraries
 from tests import launch
 
 MARK, COMPILES, THOROUGH, SLOW = "distributed", "compiles", "thorough", "slow"

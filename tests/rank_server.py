@@ -82,7 +82,7 @@ class End:
 
 
 def prepare() -> None:
-    from hybridflow.native.library import library
+    from hybridflow.cpu.kernels.library import library
     from hybridflow.parallel.platform import prepare_imports
 
     prepare_imports("auto")

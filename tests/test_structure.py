@@ -39,7 +39,7 @@ FLOORS: dict[int, list[str]] = {
         "config",
         "fixed_config",
     ],
-    1: ["parallel", "parallel.*", "formats", "formats.*", "native", "native.*"],
+    1: ["parallel", "parallel.*", "formats", "formats.*", "cpu", "cpu.kernels", "cpu.kernels.*"],
     2: ["architecture", "architecture.*"],
     3: ["models", "models.*", "reshard", "reshard.*", "rollout", "rollout.*"],
     4: ["recording", "recording.*", "planning", "planning.*"],
@@ -258,8 +258,12 @@ def room_cycles(imports: dict[str, dict[str, int]]) -> list[str]:
 
 
 def room(module: str) -> str:
-    """The folder of hybridflow/ that a module lies in, or the module itself where it lies in none."""
-    return ".".join(module.split(".")[:2])
+    """The folder of hybridflow/ that a module lies in, or the module itself where it lies in none.
+
+    Each part of hybridflow/cpu/ is a room: one room would make circles with those that it serves.
+    """
+    parts = module.split(".")
+    return ".".join(parts[: 3 if parts[:2] == ["hybridflow", "cpu"] else 2])
 
 
 def sole_user_breaches(used: dict[str, dict[str, int]]) -> list[str]:

@@ -1,6 +1,6 @@
 """Core attention over packed sequences, rotary embedding included.
 
-On CUDA: torch's variable-length flash attention. On a CPU: a kernel of ours in C (`native/attention.py`), shared
+On CUDA: torch's variable-length flash attention. On a CPU: a kernel of ours in C (`cpu/kernels/attention.py`), shared
 prompts included. Where that one cannot be had: scaled_dot_product_attention, once for every run of sequences of equal
 length (micro-batches are ordered by length, so a run is a plain view and nothing is padded), and where responses share
 a prompt, as on CUDA: `shared_prompt`.
@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hybridflow.models.shared_prompt import SharedPrompts, Spans, bounds, shared_prompt_attention
-from hybridflow.native import attention as native
-from hybridflow.native.attention import Items
-from hybridflow.native.layers import rotate
-from hybridflow.native.threads import takes
+from hybridflow.cpu.kernels import attention as native
+from hybridflow.cpu.kernels.attention import Items
+from hybridflow.cpu.kernels.layers import rotate
+from hybridflow.cpu.kernels.threads import takes
 
 
 @dataclass

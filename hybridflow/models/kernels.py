@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import current_flash_attention_impl
 
-from hybridflow.native import library as native
-from hybridflow.native import matrix
+from hybridflow.cpu.kernels import library as native
+from hybridflow.cpu.kernels import matrix
 from hybridflow.parallel.agreement import failures
 from hybridflow.parallel.device import FIRST_WITH_FLASH
 

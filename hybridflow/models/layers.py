@@ -1,7 +1,7 @@
 """Norms and activations for megatron's local layers, where Transformer Engine's fused ones are not to be had.
 
 RMSNorm and SwiGLU are each one autograd function that keeps only its input. On a CPU, where passes over memory take as
-long as matrix products, they are kernels of ours in C (`native/layers.py`); else torch's operations, about half as many
+long as matrix products, they are kernels of ours in C (`cpu/kernels/layers.py`); else torch's operations, about half as many
 as autograd would record.
 """
 
@@ -13,8 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from hybridflow.native import layers as native
-from hybridflow.native.threads import takes
+from hybridflow.cpu.kernels import layers as native
+from hybridflow.cpu.kernels.threads import takes
 
 
 def mark(parameter: nn.Parameter, **marks: bool | int) -> None:

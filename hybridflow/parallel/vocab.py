@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.native import vocabulary
-from hybridflow.native.threads import takes
+from hybridflow.cpu.kernels import vocabulary
+from hybridflow.cpu.kernels.threads import takes
 
 Temperature = float | Tensor  # of all rows, or (R,)
 # logits handled at a time, by device, of which up to three float32 copies exist: on a CPU 4 MiB each, which stay in its

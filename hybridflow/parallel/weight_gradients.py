@@ -7,8 +7,8 @@ megatron's layers call it where they are told to fuse (`models/optimizer.py`); `
 import torch
 from torch import Tensor
 
-from hybridflow.native import matrix
-from hybridflow.native.matrix import has_units
+from hybridflow.cpu.kernels import matrix
+from hybridflow.cpu.kernels.matrix import has_units
 from hybridflow.parallel.products import by_units, mkl_is_slow, way_of
 
 

@@ -22,8 +22,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hybridflow.native.library import library
-from hybridflow.native.moves import Move, move_blocks
+from hybridflow.cpu.kernels.library import library
+from hybridflow.cpu.kernels.moves import Move, move_blocks
 
 try:
     import triton

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridflow.native.layers import add_rms_norm, rms_norm, swiglu
-from hybridflow.native.library import library
-from hybridflow.native.linear import linear
-from hybridflow.native.matrix import has_units
-from hybridflow.native.paged import STEP, attend, store
-from hybridflow.native.threads import DTYPES, takes
+from hybridflow.cpu.kernels.layers import add_rms_norm, rms_norm, swiglu
+from hybridflow.cpu.kernels.library import library
+from hybridflow.cpu.kernels.linear import linear
+from hybridflow.cpu.kernels.matrix import has_units
+from hybridflow.cpu.kernels.paged import STEP, attend, store
+from hybridflow.cpu.kernels.threads import DTYPES, takes
 from hybridflow.parallel.products import compiles_for_shapes, mkl_is_slow, repeated
 
 Methods = dict[str, Callable[..., Any]]

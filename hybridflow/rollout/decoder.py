@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridflow.native.decoder import DecoderLayer, Keys, Sizes
-from hybridflow.native.threads import takes
+from hybridflow.cpu.kernels.decoder import DecoderLayer, Keys, Sizes
+from hybridflow.cpu.kernels.threads import takes
 from hybridflow.rollout.cpu_kernels import Methods, is_ours, most_rows
 
 PARTS = {  # of a layer: where its weights are, and by which names the kernel takes them

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hybridflow.native.sampling import draw
-from hybridflow.native.threads import takes
+from hybridflow.cpu.kernels.sampling import draw
+from hybridflow.cpu.kernels.threads import takes
 from hybridflow.rollout.cpu_kernels import Methods
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from hybridflow.native import library, paged
+from hybridflow.cpu.kernels import library, paged
 from hybridflow.parallel.platform import prepare_cpu
 from hybridflow.planning.placed import BLOCK_TOKENS
 from hybridflow.rollout.patches import prepare_vllm

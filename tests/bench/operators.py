@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from hybridflow.native.decoder import KINDS as KINDS_OF_A_LAYER
-from hybridflow.native.decoder import DecoderLayer
+from hybridflow.cpu.kernels.decoder import KINDS as KINDS_OF_A_LAYER
+from hybridflow.cpu.kernels.decoder import DecoderLayer
 from hybridflow.parallel import peer_memory, weight_gradients
 from hybridflow.parallel.collectives import COLLECTIVES
 from hybridflow.recording.measure import Stopwatch

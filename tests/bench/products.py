@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from hybridflow.native.matrix import has_units
-from hybridflow.native.matrix import product as by_units
+from hybridflow.cpu.kernels.matrix import has_units
+from hybridflow.cpu.kernels.matrix import product as by_units
 from hybridflow.parallel import products
 from tests.bench.shared_prompt import cpu
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.native import library as libraries
+from hybridflow.cpu.kernels import library as libraries
 from tests.distributed.engine_worker import CASES, KV_CACHE_GIB, MAX_LENGTH, NUM_LAYERS, NUM_PROMPTS, NUM_RANKS, REBUILD
 from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints

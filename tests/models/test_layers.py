@@ -7,7 +7,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hybridflow.models.layers import RMSNorm, RMSNormFunction, SwiGLU
-from hybridflow.native import threads
+from hybridflow.cpu.kernels import threads
 
 pytestmark = pytest.mark.compiles
 

@@ -15,7 +15,7 @@ from hybridflow.models.shared_prompt import (
     varlen_backward,
     varlen_forward,
 )
-from hybridflow.native import threads
+from hybridflow.cpu.kernels import threads
 
 pytestmark = pytest.mark.compiles
 

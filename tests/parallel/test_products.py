@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridflow.parallel import products
 from hybridflow.parallel.products import WORTH_A_COPY, WORTH_IT, WORTH_TILES, product, way_of
-from tests.native.modes import has_matrix_units
+from tests.cpu.kernels.modes import has_matrix_units
 
 Make = Callable[[int, int], Tensor]
 LAYOUTS: dict[str, Make] = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridflow.native.decoder import Keys
+from hybridflow.cpu.kernels.decoder import Keys
 from hybridflow.rollout import decoder
 from hybridflow.rollout.decoder import decoder_in_c
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.native.linear import linear
+from hybridflow.cpu.kernels.linear import linear
 from tests.grids import each
 
 pytestmark = [

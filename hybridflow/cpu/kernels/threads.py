@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from hybridflow.native.library import library
+from hybridflow.cpu.kernels.library import library
 
 DTYPES = (torch.float32, torch.bfloat16)
 

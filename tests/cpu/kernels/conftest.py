@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 
-from hybridflow.native import attention, decoder, layers, linear, matrix, paged, sampling, threads, vocabulary
-from hybridflow.native import library as libraries
-from tests.native.modes import modes
+from hybridflow.cpu.kernels import attention, decoder, layers, linear, matrix, paged, sampling, threads, vocabulary
+from hybridflow.cpu.kernels import library as libraries
+from tests.cpu.kernels.modes import modes
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridflow.models.attention import PackedSequences, attention, items_of
 from hybridflow.models.shared_prompt import SharedPrompts
-from hybridflow.native.threads import takes
+from hybridflow.cpu.kernels.threads import takes
 from tests.grids import each
 
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.native.matrix import product
+from hybridflow.cpu.kernels.matrix import product
 from tests.grids import each
-from tests.native.modes import has_matrix_units
+from tests.cpu.kernels.modes import has_matrix_units
 from tests.parallel.test_products import LAYOUTS
 
 if not has_matrix_units():

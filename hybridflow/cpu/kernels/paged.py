@@ -10,8 +10,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from hybridflow.native.library import library
-from hybridflow.native.threads import fields, run
+from hybridflow.cpu.kernels.library import library
+from hybridflow.cpu.kernels.threads import fields, run
 
 TOKENS = 16  # that a thread writes into the cache at a time: of paged.c
 STEP = 16  # a block's tokens and a head's dimensions are multiples of it

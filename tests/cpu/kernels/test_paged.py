@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.native.paged import attend, store
+from hybridflow.cpu.kernels.paged import attend, store
 from tests.grids import each
 
 BLOCK = 32

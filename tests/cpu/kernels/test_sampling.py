@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.native.sampling import draw
+from hybridflow.cpu.kernels.sampling import draw
 from tests.grids import each
 
 pytestmark = [

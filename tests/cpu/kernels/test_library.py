@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from hybridflow.models import kernels
 from hybridflow.models.attention import PackedSequences, attention, attention_by_length
-from hybridflow.native import library as libraries
-from hybridflow.native import matrix
-from tests.native.modes import has_wide_vectors
+from hybridflow.cpu.kernels import library as libraries
+from hybridflow.cpu.kernels import matrix
+from tests.cpu.kernels.modes import has_wide_vectors
 
 pytestmark = pytest.mark.compiles
 NEEDED = pytest.mark.usefixtures("needs_kernels")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.native.decoder import KINDS, WEIGHTS, DecoderLayer, Keys, Sizes
-from hybridflow.native.layers import add_rms_norm, rms_norm, rotate, swiglu
-from hybridflow.native.linear import linear
-from hybridflow.native.paged import attend, store
+from hybridflow.cpu.kernels.decoder import KINDS, WEIGHTS, DecoderLayer, Keys, Sizes
+from hybridflow.cpu.kernels.layers import add_rms_norm, rms_norm, rotate, swiglu
+from hybridflow.cpu.kernels.linear import linear
+from hybridflow.cpu.kernels.paged import attend, store
 from tests.grids import each
 
 pytestmark = [

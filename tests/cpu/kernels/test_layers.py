@@ -8,8 +8,8 @@ from torch import Tensor
 
 from hybridflow.models.attention import Rotate, halves
 from hybridflow.models.layers import RMSNormFunction, SumAndNormFunction, SwiGLUFunction
-from hybridflow.native import layers
-from hybridflow.native.threads import takes
+from hybridflow.cpu.kernels import layers
+from hybridflow.cpu.kernels.threads import takes
 from tests.grids import each
 
 pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("needs_kernels")]

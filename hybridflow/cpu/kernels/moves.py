@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybridflow.native.library import library
-from hybridflow.native.threads import run
+from hybridflow.cpu.kernels.library import library
+from hybridflow.cpu.kernels.threads import run
 
 Move = tuple[int, int]  # to block, from block
 

@@ -10,8 +10,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from hybridflow.native.library import library
-from hybridflow.native.threads import fields, run
+from hybridflow.cpu.kernels.library import library
+from hybridflow.cpu.kernels.threads import fields, run
 
 
 class Draw(ctypes.Structure):
