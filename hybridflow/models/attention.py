@@ -23,11 +23,11 @@ from megatron.core.typed_torch import apply_module, not_none
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hybridflow.models.shared_prompt import SharedPrompts, Spans, bounds, shared_prompt_attention
 from hybridflow.cpu.kernels import attention as native
 from hybridflow.cpu.kernels.attention import Items
 from hybridflow.cpu.kernels.layers import rotate
 from hybridflow.cpu.kernels.threads import takes
+from hybridflow.models.shared_prompt import SharedPrompts, Spans, bounds, shared_prompt_attention
 
 
 @dataclass

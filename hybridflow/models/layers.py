@@ -1,8 +1,8 @@
 """Norms and activations for megatron's local layers, where Transformer Engine's fused ones are not to be had.
 
 RMSNorm and SwiGLU are each one autograd function that keeps only its input. On a CPU, where passes over memory take as
-long as matrix products, they are kernels of ours in C (`cpu/kernels/layers.py`); else torch's operations, about half as many
-as autograd would record.
+long as matrix products, they are kernels of ours in C (`cpu/kernels/layers.py`); else torch's operations, half as
+many as autograd would record.
 """
 
 from functools import partial

@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from hybridflow.cpu.kernels import library, threads
 from hybridflow.models.attention import PackedSequences, Rotate, attention, halves
 from hybridflow.models.layers import RMSNormFunction, SwiGLUFunction
 from hybridflow.models.shared_prompt import SharedPrompts
-from hybridflow.cpu.kernels import library, threads
 from hybridflow.parallel.platform import prepare_cpu
 from hybridflow.parallel.vocab import vocab_parallel_log_probs
 from tests.bench.shared_prompt import cpu

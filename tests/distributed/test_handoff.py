@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cpu.kernels.modes import has_wide_vectors
 from tests.distributed.handoff_worker import BLOCK, MAX_PROMPT_LENGTH, NUM_ITERATIONS, NUM_PROMPTS
 from tests.launch import run_ranks
-from tests.cpu.kernels.modes import has_wide_vectors
 from tests.tiny_models import make_checkpoints
 
 pytestmark = pytest.mark.distributed

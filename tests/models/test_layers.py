@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hybridflow.models.layers import RMSNorm, RMSNormFunction, SwiGLU
 from hybridflow.cpu.kernels import threads
+from hybridflow.models.layers import RMSNorm, RMSNormFunction, SwiGLU
 
 pytestmark = pytest.mark.compiles
 

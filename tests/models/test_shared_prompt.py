@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridflow.cpu.kernels import threads
 from hybridflow.models.attention import PackedSequences, attention, attention_by_length
 from hybridflow.models.shared_prompt import (
     SharedPrompts,
@@ -15,7 +16,6 @@ from hybridflow.models.shared_prompt import (
     varlen_backward,
     varlen_forward,
 )
-from hybridflow.cpu.kernels import threads
 
 pytestmark = pytest.mark.compiles
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridflow.cpu.kernels.threads import takes
 from hybridflow.models.attention import PackedSequences, attention, items_of
 from hybridflow.models.shared_prompt import SharedPrompts
-from hybridflow.cpu.kernels.threads import takes
 from tests.grids import each
 
 CPU = torch.device("cpu")

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.models.attention import Rotate, halves
-from hybridflow.models.layers import RMSNormFunction, SumAndNormFunction, SwiGLUFunction
 from hybridflow.cpu.kernels import layers
 from hybridflow.cpu.kernels.threads import takes
+from hybridflow.models.attention import Rotate, halves
+from hybridflow.models.layers import RMSNormFunction, SumAndNormFunction, SwiGLUFunction
 from tests.grids import each
 
 pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("needs_kernels")]

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridflow.models import kernels
-from hybridflow.models.attention import PackedSequences, attention, attention_by_length
 from hybridflow.cpu.kernels import library as libraries
 from hybridflow.cpu.kernels import matrix
+from hybridflow.models import kernels
+from hybridflow.models.attention import PackedSequences, attention, attention_by_length
 from tests.cpu.kernels.modes import has_wide_vectors
 
 pytestmark = pytest.mark.compiles

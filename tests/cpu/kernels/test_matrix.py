@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from hybridflow.cpu.kernels.matrix import product
-from tests.grids import each
 from tests.cpu.kernels.modes import has_matrix_units
+from tests.grids import each
 from tests.parallel.test_products import LAYOUTS
 
 if not has_matrix_units():
