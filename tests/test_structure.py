@@ -40,7 +40,7 @@ FLOORS: dict[int, list[str]] = {
         "fixed_config",
     ],
     1: ["parallel", "parallel.*", "formats", "formats.*", "cpu", "cpu.kernels", "cpu.kernels.*"],
-    2: ["architecture", "architecture.*"],
+    2: ["architecture", "architecture.*", "cpu.layers", "cpu.attention"],
     3: ["models", "models.*", "reshard", "reshard.*", "rollout", "rollout.*"],
     4: ["recording", "recording.*", "planning", "planning.*"],
     5: ["roles", "roles.*", "reporting", "reporting.*"],

@@ -7,6 +7,7 @@ logits, that of a value model one scalar, both only for the rows that the micro-
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -33,11 +34,24 @@ from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.architecture.weight_files import open_checkpoint
 from hybridflow.architecture.weights import OUTPUT, VALUE_HEAD, Weight, canonical_name, embedding, model_weights
-from hybridflow.models.attention import GroupedSelfAttention, PackedAttention
+from hybridflow.cpu import attention as cpu_attention
+from hybridflow.cpu import layers as cpu_layers
+from hybridflow.cpu.kernels.library import library
+from hybridflow.models.attention import (
+    AttentionFunctions,
+    GroupedSelfAttention,
+    PackedAttention,
+    by_length_or_merged,
+    flash_or_exact,
+    halves,
+    neighbours,
+    rotation,
+)
 from hybridflow.models.experts import MixtureOfExperts
-from hybridflow.models.layers import LayerNorm, ReLU, RMSNorm, SummingLayer, SwiGLU, mark
+from hybridflow.models.layers import LayerNorm, ReLU, RMSNorm, SwiGLU, mark
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.opt import PostNormLayer, ProjectedEmbedding
+from hybridflow.models.shared_prompt import Kernel
 from hybridflow.parallel.device import current_device, uses_cuda
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.platform import adapt_megatron
@@ -61,7 +75,7 @@ class PackedModel(GPTModel):
         self.projected_size = spec.projected_size
         super().__init__(
             config,
-            ModuleSpec(TransformerBlock, submodules=_block_spec(spec, len(self.layers))),
+            ModuleSpec(TransformerBlock, submodules=_block_spec(spec, len(self.layers), config.params_dtype)),
             spec.padded_vocab_size,
             spec.num_positions,
             pre_process=grid.is_first_stage and chunk == 0,
@@ -259,26 +273,69 @@ def _transformer_engine() -> bool:
     return uses_cuda() and HAVE_TE  # megatron's word: one that cannot be imported is as good as none
 
 
-def _block_spec(spec: ModelSpec, num_layers: int) -> TransformerBlockSubmodules:
-    traits = spec.traits
-    norm = LayerNorm if traits.norm_eps else RMSNorm
+@dataclass(frozen=True)
+class LayerClasses:
+    """What megatron's local layers are made of, beside megatron's own classes."""
+
+    rms_norm: type[RMSNorm] = RMSNorm
+    swiglu: type[SwiGLU] = SwiGLU
+    self_attention: type[GroupedSelfAttention] = GroupedSelfAttention
+    layer_of_rms_norms: type[TransformerLayer] = TransformerLayer
+
+
+class RMSNormInC(RMSNorm):
+    function = cpu_layers.RMSNormFunction
+
+
+class SwiGLUInC(SwiGLU):
+    function = cpu_layers.SwiGLUFunction
+
+
+class SelfAttentionInC(cpu_layers.TurningHeads, GroupedSelfAttention):
+    """Heads are turned in the memory of their projection."""
+
+
+IN_C = LayerClasses(RMSNormInC, SwiGLUInC, SelfAttentionInC, cpu_layers.SummingLayer)
+
+
+def layer_classes() -> LayerClasses:
+    """By the device, and on a CPU by whether there are kernels in C, on which ranks have agreed."""
+    return LayerClasses() if uses_cuda() or library() is None else IN_C
+
+
+def attention_functions(dtype: torch.dtype, *, interleaved: bool = False) -> AttentionFunctions:
+    """As `layer_classes`. interleaved: rotary embedding turns neighbouring dimensions."""
+    by_torch = rotation(neighbours if interleaved else halves)
+    if uses_cuda():
+        return AttentionFunctions(flash_or_exact(dtype), by_torch)
+    if library() is None:
+        kernel = Kernel(cpu_attention.flash_forward, cpu_attention.flash_backward)
+        return AttentionFunctions(by_length_or_merged(kernel), by_torch)
+    return AttentionFunctions(cpu_attention.attend, by_torch if interleaved else cpu_attention.rotated)
+
+
+def _block_spec(spec: ModelSpec, num_layers: int, dtype: torch.dtype) -> TransformerBlockSubmodules:
+    traits, classes = spec.traits, layer_classes()
+    norm = LayerNorm if traits.norm_eps else classes.rms_norm
     if _transformer_engine() and not spec.post_norm:  # it has a norm in front of every linear layer
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=spec.num_experts or None, qk_layernorm=traits.qk_norm
         )
     else:
         layer = get_gpt_layer_local_spec(qk_layernorm=traits.qk_norm)
-        _name_local_layers(layer, norm, SwiGLU if traits.gated else ReLU, qk_norm=traits.qk_norm)
+        _name_local_layers(layer, norm, classes.swiglu if traits.gated else ReLU, qk_norm=traits.qk_norm)
     parts = _submodules(layer, TransformerLayerSubmodules)
-    if not uses_cuda() and layer.module is TransformerLayer and norm is RMSNorm:
-        layer.module = SummingLayer  # it reads the weight of a norm that Transformer Engine has in its linear layers
+    if norm is classes.rms_norm:
+        layer.module = classes.layer_of_rms_norms
     if spec.post_norm:
         layer.module, parts.input_layernorm, parts.pre_mlp_layernorm = PostNormLayer, IdentityOp, IdentityOp
     if spec.num_experts:
-        parts.mlp = MixtureOfExperts
+        parts.mlp = ModuleSpec(MixtureOfExperts, params={"swiglu": classes.swiglu.function})
     assert isinstance(parts.self_attention, ModuleSpec)
-    parts.self_attention.module = GroupedSelfAttention
-    _submodules(parts.self_attention, SelfAttentionSubmodules).core_attention = PackedAttention
+    parts.self_attention.module = classes.self_attention
+    functions = attention_functions(dtype, interleaved=traits.rotary_interleaved)
+    core = ModuleSpec(PackedAttention, params={"functions": functions})
+    _submodules(parts.self_attention, SelfAttentionSubmodules).core_attention = core
     final = None if spec.post_norm else ModuleSpec(norm)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=final)
 

@@ -23,7 +23,7 @@ from megatron.core.typed_torch import not_none
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear, softmax
 
-from hybridflow.models.layers import SwiGLUFunction
+from hybridflow.models.layers import Function
 
 
 class Router(nn.Module):
@@ -60,8 +60,9 @@ class ExpertLinear(nn.Module):
 class Experts(nn.Module):
     """This rank's share of every expert."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, swiglu: Function) -> None:
         super().__init__()
+        self._swiglu = swiglu
         size = not_none(config.moe_ffn_hidden_size) // config.tensor_model_parallel_size
         self.linear_fc1 = ExpertLinear(config, 2 * size, config.hidden_size)  # [gate; up]
         self.linear_fc2 = ExpertLinear(config, config.hidden_size, size)
@@ -71,7 +72,7 @@ class Experts(nn.Module):
         chosen, order = experts.flatten().sort(stable=True)  # copies of tokens by expert
         numbers = torch.arange(len(self.linear_fc1.weight), device=chosen.device)
         ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)  # bincount would wait for the device
-        hidden: Tensor = SwiGLUFunction.apply(self.linear_fc1(tokens[order // experts.shape[1]], ends))
+        hidden: Tensor = self._swiglu.apply(self.linear_fc1(tokens[order // experts.shape[1]], ends))
         outputs = self.linear_fc2(hidden, ends) * shares.flatten()[order, None]
         # back in the order of the tokens, and a plain sum: adding by index would depend on which comes first
         by_token: Tensor = outputs[order.argsort()].unflatten(0, experts.shape)
@@ -84,9 +85,9 @@ class MixtureOfExperts(MegatronModule):
     `group` (tensor parallel) and `router.normalize` are set by who builds the model; megatron hands on its config.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, *, swiglu: Function) -> None:
         super().__init__(config=config)
-        self.router, self.experts = Router(config), Experts(config)
+        self.router, self.experts = Router(config), Experts(config, swiglu)
         self.group: dist.ProcessGroup | None = None
 
     def forward(self, hidden: Tensor, **kwargs: object) -> tuple[Tensor, None]:

@@ -14,7 +14,7 @@ Tensors are (tokens, heads, head_dim), log-sum-exps (tokens, heads). Keys and va
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,19 +61,23 @@ def bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor((0, *lengths)).cumsum(0).to(device=device, dtype=torch.int32)
 
 
-def shared_prompt_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, own: Spans, shared: SharedPrompts, scale: float
-) -> Tensor:
-    """(tokens, heads, head_dim). own: every stretch with itself, causal."""
-    if query.is_cuda and query.dtype == torch.float32:  # flash attention takes 16-bit types only
-        return attention_with_copies(query, key, value, own=own, shared=shared, scale=scale)
-    forward, backward = (varlen_forward, varlen_backward) if query.is_cuda else (flash_forward, flash_backward)
-    out: Tensor = Merged.apply(query, key, value, own, shared, scale, forward, backward)
-    return out
-
-
 Forward = Callable[[Tensor, Tensor, Tensor, Spans, float], tuple[Tensor, Tensor]]  # out and log-sum-exp
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]  # of query, key, value
+
+
+class Kernel(NamedTuple):
+    """Attention that tells its log-sum-exp, and its gradients from an output and a log-sum-exp."""
+
+    forward: Forward
+    backward: Backward
+
+
+def merged_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, own: Spans, shared: SharedPrompts, scale: float, kernel: Kernel
+) -> Tensor:
+    """(tokens, heads, head_dim). own: every stretch with itself, causal."""
+    out: Tensor = Merged.apply(query, key, value, own, shared, scale, *kernel)
+    return out
 
 
 class Merged(torch.autograd.Function):
@@ -118,53 +122,6 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     share = torch.sigmoid(other_lse - lse).unsqueeze(-1)  # of the other keys in the sum of exponentials
     out.copy_(torch.lerp(out.to(lse.dtype), other.to(lse.dtype), share))
     lse.copy_(torch.logaddexp(lse, other_lse))
-
-
-# ------------------------------------------------------------------------------------------------ on a CPU
-
-
-def flash_forward(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
-    """torch's CPU kernel, once for every run of stretches of equal lengths."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    found = [
-        kernel(*qkv, 0.0, spans.causal, scale=scale)
-        for qkv in zip(
-            batches(query, spans.runs(), 1), batches(key, spans.runs(), 2), batches(value, spans.runs(), 2), strict=True
-        )
-    ]
-    out, lse = zip(*found, strict=True)
-    return in_a_row(out), in_a_row(lse)
-
-
-def flash_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    spans: Spans,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """In the log-sum-exp's dtype: in bfloat16 torch's backward kernel takes up to ten times as long as in float32."""
-    kernel, runs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, spans.runs()
-    tensors = [x.to(lse.dtype) for x in (grad, query, key, value, out, lse)]
-    blocks = [batches(x, runs, side) for x, side in zip(tensors, (1, 1, 2, 2, 1, 1), strict=True)]
-    found = [kernel(*block, 0.0, spans.causal, scale=scale) for block in zip(*blocks, strict=True)]
-    dq, dk, dv = (in_a_row(parts) for parts in zip(*found, strict=True))
-    return dq, dk, dv
-
-
-def batches(x: Tensor, runs: list[tuple[int, int, int]], side: int) -> Iterator[Tensor]:
-    """(tokens, heads, ...) -> of every run (count, heads, length, ...); side: 1 for queries' lengths, 2 for keys'."""
-    parts = x.split([run[0] * run[side] for run in runs])
-    return (part.unflatten(0, (run[0], run[side])).transpose(1, 2) for part, run in zip(parts, runs, strict=True))
-
-
-def in_a_row(parts: Sequence[Tensor]) -> Tensor:
-    """What `batches` has taken apart."""
-    rows = [part.transpose(1, 2).flatten(0, 1) for part in parts]
-    return torch.cat(rows) if len(rows) > 1 else rows[0]
 
 
 # ------------------------------------------------------------------------------------------------ on CUDA
@@ -223,7 +180,10 @@ def varlen_backward(
     return found
 
 
-# ------------------------------------------------------------------------------------------------ on either
+VARLEN = Kernel(varlen_forward, varlen_backward)
+
+
+# ------------------------------------------------------------------------------------------------ in any dtype
 
 
 def attention_with_copies(

@@ -2,8 +2,9 @@
 
 torch multiplies float32 matrices by MKL, which uses AVX-512 on Intel's CPUs alone, and their matrix units not at all.
 Where there are such units, `aten::mm` and `aten::addmm` go to them (`cpu/kernels/matrix.py`): 1.1 to 1.8 times as
-fast, and as exact. On other makers' CPUs with AVX-512 they go to oneDNN, which torch brings along for other purposes: on a Zen 5
-it multiplies 2.2 times as fast (tests.bench.products). That is for training, backward passes and the engine alike.
+fast, and as exact. On other makers' CPUs with AVX-512 they go to oneDNN, which torch brings along for other purposes:
+on a Zen 5 it multiplies 2.2 times as fast (tests.bench.products). That is for training, backward passes and the engine
+alike.
 Other types are oneDNN's already.
 """
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
 
-from hybridflow.models.attention import PackedSequences, attention
-from hybridflow.models.build import DTYPES
+from hybridflow.models.attention import PackedSequences
+from hybridflow.models.build import DTYPES, attention_functions
 from hybridflow.parallel.vocab import vocab_parallel_log_probs
 from hybridflow.planning.role_time import BACKWARD_ATTENTION
 from hybridflow.profiling.clock import seconds_of
@@ -94,9 +94,10 @@ def attention_rates(dtype: str, device: torch.device) -> tuple[float, float]:
         for _ in range(3)
     )
     operations = 4.0 * count * length**2 / 2 * HEADS * HEAD_DIM
+    attend = attention_functions(DTYPES[dtype]).attend
 
     def forward() -> torch.Tensor:
-        return attention(query, key, value, packed=packed, scale=HEAD_DIM**-0.5)
+        return attend(query, key, value, packed=packed, scale=HEAD_DIM**-0.5)
 
     alone = seconds_of(forward, device=device)
     grad = torch.ones_like(forward())

@@ -23,8 +23,9 @@ from rich.table import Table
 from torch import Tensor
 
 from hybridflow.cpu.kernels import library, threads
-from hybridflow.models.attention import PackedSequences, Rotate, attention, halves
-from hybridflow.models.layers import RMSNormFunction, SwiGLUFunction
+from hybridflow.models import build
+from hybridflow.models.attention import PackedSequences
+from hybridflow.models.build import attention_functions, layer_classes
 from hybridflow.models.shared_prompt import SharedPrompts
 from hybridflow.parallel.platform import prepare_cpu
 from hybridflow.parallel.vocab import vocab_parallel_log_probs
@@ -81,16 +82,19 @@ def works(dtype: torch.dtype) -> list[tuple[str, Callable[[], Tensor], list[floa
         packed = PackedSequences.of(lengths, CPU, shared)
         pairs = sum(x * x / 2 for x in lengths) + sum(prompt * sum(rest) for prompt, rest in groups)
         work = bound(
-            lambda q, k, v, packed=packed: attention(q, k, v, packed=packed, scale=DIMS**-0.5), dtype, 3, packed
+            lambda q, k, v, packed=packed: attention_functions(dtype).attend(q, k, v, packed=packed, scale=DIMS**-0.5),
+            dtype,
+            3,
+            packed,
         )
         found.append((f"attention, {name}", work, [4 * DIMS * HEADS * pairs, 10 * DIMS * HEADS * pairs]))
     hidden, weight = leaf(dtype, TOKENS, 1, HIDDEN), leaf(dtype, HIDDEN)
-    found.append(("RMSNorm", lambda: RMSNormFunction.apply(hidden, weight, 1e-5), []))
+    found.append(("RMSNorm", lambda: layer_classes().rms_norm.function.apply(hidden, weight, 1e-5), []))
     both = leaf(dtype, TOKENS, 1, 2 * INNER)
-    found.append(("SwiGLU", lambda: SwiGLUFunction.apply(both), []))
+    found.append(("SwiGLU", lambda: layer_classes().swiglu.function.apply(both), []))
     heads, angles = leaf(dtype, TOKENS, HEADS, DIMS), torch.randn(TOKENS, 1, DIMS // 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    found.append(("rotary embedding", lambda: Rotate.apply(heads, cos, sin, halves), []))
+    found.append(("rotary embedding", lambda: attention_functions(dtype).rotate(heads, cos, sin), []))
     logits, targets = leaf(dtype, ROWS, VOCABULARY), torch.randint(VOCABULARY, (ROWS,))
 
     def log_probs() -> Tensor:
@@ -122,7 +126,10 @@ def in_turns(work: Callable[[], Tensor], rounds: int) -> list[list[float]]:
     """Of torch's and of ours, milliseconds forward and backward."""
     found: list[list[tuple[float, float]]] = [[], []]
     for _ in range(rounds + 1):
-        with mock.patch.object(threads, "library", lambda: None):
+        with (
+            mock.patch.object(build, "library", lambda: None),
+            mock.patch.object(threads, "library", lambda: None),
+        ):
             found[0].append(milliseconds(work))
         found[1].append(milliseconds(work))
     return [[statistics.median(column) for column in zip(*each[1:], strict=True)] for each in found]

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridflow.models.attention import PackedSequences, attention, attention_by_length
+from hybridflow.models.attention import PackedSequences, attention_by_length
+from hybridflow.models.build import attention_functions
 from hybridflow.models.shared_prompt import SharedPrompts, attention_with_copies
 from hybridflow.reshard.device_memory import reserved_space
 from hybridflow.reshard.kernel import copy_pieces, permute_blocks
@@ -84,7 +85,12 @@ def attention_of_packed_sequences(device: torch.device, folder: Path) -> list[Li
         expected = _gradients(attention_by_length, exact, weight, packed)
         for dtype, most in ((torch.bfloat16, 2e-2), (torch.float32, 1e-4)):
             packed = PackedSequences.of(lengths, device)
-            found = _gradients(attention, [x.to(device, dtype) for x in exact], weight.to(device, dtype), packed)
+            found = _gradients(
+                attention_functions(dtype).attend,
+                [x.to(device, dtype) for x in exact],
+                weight.to(device, dtype),
+                packed,
+            )
             name = f"{heads}/{kv_heads} heads of {size}, {str(dtype).removeprefix('torch.')}"
             lines.append(_differences(name, found, expected, most))
     return lines
@@ -105,7 +111,12 @@ def attention_of_shared_prompts(device: torch.device, folder: Path) -> list[Line
         expected = _gradients(_with_copies, exact, weight, packed)
         for dtype, most in ((torch.bfloat16, 2e-2), (torch.float32, 1e-4)):
             packed = _shared(lengths, groups, sum(alone), device)
-            found = _gradients(attention, [x.to(device, dtype) for x in exact], weight.to(device, dtype), packed)
+            found = _gradients(
+                attention_functions(dtype).attend,
+                [x.to(device, dtype) for x in exact],
+                weight.to(device, dtype),
+                packed,
+            )
             name = f"{heads}/{kv_heads} heads of {size}, {str(dtype).removeprefix('torch.')}"
             lines.append(_differences(name, found, expected, most))
     return lines

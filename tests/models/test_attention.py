@@ -6,20 +6,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridflow.cpu.attention import rotated
+from hybridflow.cpu.layers import TurnedHeads
 from hybridflow.models.attention import (
+    AttentionFunctions,
     PackedAttention,
     PackedSequences,
     Rotate,
-    TurnedHeads,
     attention_by_length,
     halves,
     neighbours,
+    rotation,
 )
-
-pytestmark = pytest.mark.compiles
 
 CPU = torch.device("cpu")
 SCALE = 0.3
+FUNCTIONS = AttentionFunctions(attention_by_length, rotation(halves))
 
 
 def qkv(lengths: tuple[int, ...], *, heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -115,7 +117,7 @@ def test_the_module_takes_and_gives_megatrons_shapes(given: dict[str, float], us
     lengths = (3, 2)
     packed = PackedSequences.of(lengths, CPU)
     inputs = qkv(lengths, heads=4, kv_heads=2)
-    module = PackedAttention(SimpleNamespace(kv_channels=4, rotary_interleaved=False), 1, None, "self", **given)
+    module = PackedAttention(SimpleNamespace(kv_channels=4), 1, None, "self", functions=FUNCTIONS, **given)
     angles = torch.randn(5, 2, generator=torch.Generator().manual_seed(1))
     rotated = packed.with_rotary(angles, inputs[0].dtype)
     out = module(*(x[:, None] for x in inputs), None, packed_seq_params=rotated)
@@ -156,7 +158,7 @@ def test_heads_turned_where_they_lie_are_those_of_a_split_and_a_rotation(
     projected = leaf * 1.0
     heads = TurnedHeads.apply(projected, cos, sin)
     query, key, value = other[:, :, :-2].flatten(1, 2), other[:, :, -2], other[:, :, -1]
-    expected = Rotate.apply(query, cos, sin, halves), Rotate.apply(key, cos, sin, halves), value
+    expected = rotated(query, cos, sin), rotated(key, cos, sin), value
     for found, right in zip(heads, expected, strict=True):
         assert torch.equal(found, right)
     where = projected.untyped_storage().data_ptr()
@@ -182,6 +184,6 @@ def test_without_angles_nothing_turns() -> None:
     lengths = (3, 2)
     packed = PackedSequences.of(lengths, CPU)
     inputs = qkv(lengths, heads=4, kv_heads=4)
-    module = PackedAttention(SimpleNamespace(kv_channels=4, rotary_interleaved=False), 1, None, "self")
+    module = PackedAttention(SimpleNamespace(kv_channels=4), 1, None, "self", functions=FUNCTIONS)
     out = module(*(x[:, None] for x in inputs), None, packed_seq_params=packed)
     assert torch.equal(out, attention_by_length(*inputs, packed=packed, scale=0.5).reshape(5, 1, 16))

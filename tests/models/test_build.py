@@ -58,7 +58,7 @@ def test_a_transformer_engine_that_cannot_be_imported_is_as_good_as_none(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(build, "uses_cuda", lambda: True)
     spec = read_spec(make_checkpoints(tmp_path, family="qwen2", tied=False) / "policy")
-    (layer,) = build._block_spec(spec, 1).layer_specs
+    (layer,) = build._block_spec(spec, 1, torch.float32).layer_specs
     assert layer.submodules.input_layernorm is RMSNorm
     assert layer.submodules.mlp.submodules.linear_fc1.__name__ == "ColumnParallelLinear"
 
@@ -69,7 +69,7 @@ def test_layers_with_norms_after_the_sums_are_made_of_megatrons_local_ones(
     """Transformer Engine's linear layers have a norm in front of them."""
     monkeypatch.setattr(build, "_transformer_engine", lambda: True)
     spec = read_spec(make_checkpoints(tmp_path, family="opt_350m", tied=True) / "policy")
-    block = build._block_spec(spec, 1)
+    block = build._block_spec(spec, 1, torch.float32)
     (layer,) = block.layer_specs
     assert (layer.module, block.layer_norm) == (PostNormLayer, None)
     assert layer.submodules.input_layernorm is layer.submodules.pre_mlp_layernorm is IdentityOp

@@ -6,6 +6,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from hybridflow.models.experts import Experts, Router
+from hybridflow.models.layers import SwiGLUFunction
 
 pytestmark = pytest.mark.compiles
 
@@ -30,7 +31,7 @@ def one_by_one(experts: Experts, tokens: Tensor, shares: Tensor, chosen: Tensor)
 @pytest.mark.parametrize("chosen", ["spread", "one expert for all", "all but one"])
 def test_experts_equal_a_loop_over_tokens(chosen: str) -> None:
     torch.manual_seed(0)
-    experts = Experts(config())
+    experts = Experts(config(), SwiGLUFunction)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter)
     tokens = torch.randn(5, 8, requires_grad=True)
@@ -56,7 +57,7 @@ def test_experts_equal_a_loop_over_tokens(chosen: str) -> None:
 def test_experts_read_no_number_back_from_the_device() -> None:
     """On meta tensors there is none to read; on a GPU each reading waits for all that was launched."""
     with torch.device("meta"):
-        experts = Experts(config(params_dtype=torch.bfloat16, hidden_size=64, moe_ffn_hidden_size=64))
+        experts = Experts(config(params_dtype=torch.bfloat16, hidden_size=64, moe_ffn_hidden_size=64), SwiGLUFunction)
         tokens, shares = torch.empty(5, 64, dtype=torch.bfloat16), torch.empty(5, 2)
         assert experts(tokens, shares, torch.empty(5, 2, dtype=torch.int64)).shape == (5, 64)
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hybridflow.cpu.kernels import threads
-from hybridflow.models.layers import RMSNorm, RMSNormFunction, SwiGLU
+from hybridflow.models.build import IN_C, LayerClasses
 
-pytestmark = pytest.mark.compiles
+BOTH = [pytest.param(LayerClasses(), id="torch"), pytest.param(IN_C, id="in C", marks=pytest.mark.compiles)]
 
 
-@pytest.fixture(autouse=True, params=["in C", "torch"])
-def kernels(request, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "torch":
-        monkeypatch.setattr(threads, "library", lambda: None)
+@pytest.fixture(params=BOTH)
+def classes(request: pytest.FixtureRequest) -> LayerClasses:
+    if request.param is IN_C:
+        request.getfixturevalue("needs_kernels")
+    return request.param
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -26,28 +26,28 @@ def gradients(output: torch.Tensor, inputs: list[torch.Tensor], grad: torch.Tens
     return [x.double() for x in torch.autograd.grad(output, inputs, grad.to(output.dtype))]
 
 
-def test_rms_norm_literal():
+def test_rms_norm_literal(classes: LayerClasses):
     """mean(3^2, 4^2) = 12.5 and eps 12.5 make r = 1/5."""
-    out = RMSNormFunction.apply(torch.tensor([[3.0, 4.0]]), torch.tensor([10.0, 100.0]), 12.5)
+    out = classes.rms_norm.function.apply(torch.tensor([[3.0, 4.0]]), torch.tensor([10.0, 100.0]), 12.5)
     assert out.tolist() == [[pytest.approx(6.0), pytest.approx(80.0)]]
 
 
 @pytest.mark.parametrize("shape", [(7, 1, 32), (32,), (2, 3, 32)])
-def test_rms_norm_equals_its_equation(shape):
+def test_rms_norm_equals_its_equation(classes: LayerClasses, shape):
     x, w, grad = draw(*shape), draw(32, seed=1), draw(*shape, seed=2)
     found = [t.clone().requires_grad_() for t in (x, w)]
     exact = [t.double().requires_grad_() for t in (x, w)]
-    out = RMSNormFunction.apply(*found, 1e-5)
+    out = classes.rms_norm.function.apply(*found, 1e-5)
     expected = exact[1] * exact[0] / (exact[0].square().mean(-1, keepdim=True) + 1e-5).sqrt()
     assert torch.allclose(out.double(), expected, atol=1e-5)
     for one, other in zip(gradients(out, found, grad), gradients(expected, exact, grad), strict=True):
         assert torch.allclose(one, other, atol=2e-5)
 
 
-def test_rms_norm_in_bfloat16_is_what_transformers_computes():
+def test_rms_norm_in_bfloat16_is_what_transformers_computes(classes: LayerClasses):
     x, w, grad = (t.bfloat16() for t in (draw(9, 64), draw(64, seed=1), draw(9, 64, seed=2)))
     config = SimpleNamespace(params_dtype=torch.bfloat16, sequence_parallel=True)
-    ours, theirs = RMSNorm(config, 64, eps=1e-6), LlamaRMSNorm(64, eps=1e-6).bfloat16()
+    ours, theirs = classes.rms_norm(config, 64, eps=1e-6), LlamaRMSNorm(64, eps=1e-6).bfloat16()
     for module in (ours, theirs):
         module.weight.data.copy_(w)
     assert ours.weight.sequence_parallel
@@ -63,19 +63,19 @@ def test_rms_norm_in_bfloat16_is_what_transformers_computes():
         assert (one - other).abs().max() <= 2**-6 * other.abs().max()
 
 
-def test_swiglu_equals_its_equation():
+def test_swiglu_equals_its_equation(classes: LayerClasses):
     x, grad = draw(6, 1, 20), draw(6, 1, 10, seed=1)
     found, exact = x.clone().requires_grad_(), x.double().requires_grad_()
-    out = SwiGLU(None)(found)
+    out = classes.swiglu(None)(found)
     gate, up = exact.chunk(2, dim=-1)
     expected = gate * torch.sigmoid(gate) * up
     assert torch.allclose(out.double(), expected, atol=1e-6)
     assert torch.allclose(gradients(out, [found], grad)[0], gradients(expected, [exact], grad)[0], atol=1e-6)
 
 
-def test_swiglu_literal():
+def test_swiglu_literal(classes: LayerClasses):
     """silu(0) = 0 with slope 1/2: only the gate gets a gradient, half of grad x up."""
     x = torch.tensor([[0.0, 6.0]], requires_grad=True)
-    out = SwiGLU(None)(x)
+    out = classes.swiglu(None)(x)
     (grad,) = torch.autograd.grad(out, x, torch.tensor([[4.0]]))
     assert out.tolist() == [[0.0]] and grad.tolist() == [[12.0, 0.0]]

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.cpu.kernels import threads
-from hybridflow.models.attention import PackedSequences, attention, attention_by_length
+from hybridflow.models import build
+from hybridflow.models.attention import PackedSequences, attention_by_length
+from hybridflow.models.build import attention_functions
 from hybridflow.models.shared_prompt import (
     SharedPrompts,
     Spans,
@@ -83,18 +84,25 @@ def outputs_and_gradients(function: Callable[..., Tensor], inputs: list[Tensor])
 
 
 def merged(case: str) -> Callable[..., Tensor]:
-    return lambda q, k, v: attention(q, k, v, packed=packed_of(case), scale=SCALE)
+    attend = attention_functions(torch.float32).attend
+    return lambda q, k, v: attend(q, k, v, packed=packed_of(case), scale=SCALE)
 
 
+IN_C = "in C"
+KERNELS = (IN_C, "torch")
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 
-@pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [(kernel, dtype) for kernel in KERNELS for dtype in TOLERANCES if (kernel, dtype) != (IN_C, torch.float64)],
+    indirect=["kernel"],
+    ids=str,
+)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (3, 1)])
 @every_case
 def test_equals_a_copy_of_the_prompt_for_each_response(
-    case: str, heads: int, kv_heads: int, dtype: torch.dtype
+    case: str, heads: int, kv_heads: int, kernel: None, dtype: torch.dtype
 ) -> None:
     """Outputs, and gradients of queries, keys and values; errors relative to the largest value."""
     inputs = leaves(case, heads=heads, kv_heads=kv_heads, dtype=dtype)
@@ -143,19 +151,22 @@ def test_a_merge_by_hand() -> None:
     torch.testing.assert_close(lse, torch.tensor([[4.0]]).log())
 
 
-def test_where_nothing_is_shared_torchs_kernel_is_called_as_ever() -> None:
-    """In float64, which ours does not take."""
+def test_where_nothing_is_shared_torchs_kernel_is_called_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "library", lambda: None)
     packed = PackedSequences.of((5, 3, 3), CPU)
     q, k, v = (torch.randn(11, 2, 8, generator=torch.Generator().manual_seed(i)).double() for i in range(3))
     expected = attention_by_length(q, k, v, packed=packed, scale=SCALE)
-    assert torch.equal(attention(q, k, v, packed=packed, scale=SCALE), expected)
+    attend = attention_functions(torch.float64).attend
+    assert torch.equal(attend(q, k, v, packed=packed, scale=SCALE), expected)
 
 
-@pytest.fixture(params=["in C", "torch"])
-def kernel(request, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=KERNELS)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no compiler, torch's is called twice and merged."""
-    if request.param == "torch":
-        monkeypatch.setattr(threads, "library", lambda: None)
+    if request.param != IN_C:
+        monkeypatch.setattr(build, "library", lambda: None)
+    else:
+        request.getfixturevalue("needs_kernels")
 
 
 def test_shared_prompts_by_hand() -> None:

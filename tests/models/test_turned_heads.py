@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybridflow.architecture.spec import read_spec
-from hybridflow.models.attention import GroupedSelfAttention, TurnedHeads
+from hybridflow.cpu.layers import TurnedHeads, TurningHeads
 from hybridflow.parallel import platform as platforms
 from tests.launch import run_ranks
 from tests.models.test_weight_gradients import gradients
@@ -37,7 +37,7 @@ def test_gradients_are_the_same(family: str, turned: bool, tmp_path: Path) -> No
 
 def measure(model: Path) -> dict:
     platforms.start(seed=0)
-    with mock.patch.object(GroupedSelfAttention, "_turns", lambda *args: False):
+    with mock.patch.object(TurningHeads, "_turns", lambda *args: False):
         copies = gradients(model, [])
     found: dict = {"layers": read_spec(model).num_layers}
     for recompute in FORWARD_PASSES:

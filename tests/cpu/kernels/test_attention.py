@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.cpu.kernels.threads import takes
-from hybridflow.models.attention import PackedSequences, attention, items_of
+from hybridflow.cpu.attention import attend, items_of
+from hybridflow.models.attention import PackedSequences
 from hybridflow.models.shared_prompt import SharedPrompts
 from tests.grids import each
 
@@ -82,7 +82,7 @@ def outputs_and_gradients(function, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def ours(case: str):
-    return functools.partial(attention, packed=packed_of(case), scale=SCALE)
+    return functools.partial(attend, packed=packed_of(case), scale=SCALE)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -92,7 +92,6 @@ def ours(case: str):
 def test_equals_a_softmax_written_out(case: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Outputs, and gradients of queries, keys and values."""
     tensors = inputs(case, *shape, dtype)  # heads, kv_heads, head_dim
-    assert takes(*tensors)
     mine = outputs_and_gradients(ours(case), tensors)
     expected = outputs_and_gradients(functools.partial(written_out, case), [x.double() for x in tensors])
     scale = float(expected[0].abs().max())  # of one token the gradients of query and key are zero
@@ -108,7 +107,7 @@ def test_two_tokens_by_hand() -> None:
     query = torch.tensor([7.0, 1.0]).view(2, 1, 1).requires_grad_()
     key = torch.tensor([0.0, 1.0986122886681098]).view(2, 1, 1).requires_grad_()
     value = torch.tensor([10.0, 20.0]).view(2, 1, 1).requires_grad_()
-    out = attention(query, key, value, packed=PackedSequences.of((2,), CPU), scale=1.0)
+    out = attend(query, key, value, packed=PackedSequences.of((2,), CPU), scale=1.0)
     torch.testing.assert_close(out.flatten(), torch.tensor([10.0, 17.5]))
     of_query, of_key, of_value = torch.autograd.grad(out[1].sum(), (query, key, value))
     torch.testing.assert_close(of_value.flatten(), torch.tensor([0.25, 0.75]))
@@ -178,7 +177,7 @@ def test_results_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> N
 def test_a_sequence_has_the_same_results_whatever_is_packed_beside_it() -> None:
     tensors = inputs("long", 4, 2, 24, torch.float32)
     together = ours("long")(*tensors)
-    alone = attention(*(x[192:] for x in tensors), packed=PackedSequences.of((130,), CPU), scale=SCALE)
+    alone = attend(*(x[192:] for x in tensors), packed=PackedSequences.of((130,), CPU), scale=SCALE)
     assert torch.equal(together[192:], alone)
 
 
@@ -197,18 +196,3 @@ def test_items_by_hand() -> None:
     assert [tuple(row) for row in items.stretches.tolist()] == rows
     expected = [(0, 1, 0, 4), (1, 1, 0, 2), (2, 1, 0, 8), (3, 3, 1, 8), (6, 2, 1, 9)]
     assert [tuple(row) for row in items.items.tolist()] == expected
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "taken"),
-    [
-        ((torch.float32, torch.float32), True),
-        ((torch.bfloat16, torch.bfloat16), True),
-        ((torch.float64, torch.float64), False),
-        ((torch.float16, torch.float16), False),
-        ((torch.float32, torch.bfloat16), False),
-    ],
-)
-def test_what_it_takes(dtypes: tuple[torch.dtype, ...], taken: bool) -> None:
-    assert takes(*(torch.empty(1, dtype=dtype) for dtype in dtypes)) is taken
-    assert not takes(*(torch.empty(1, dtype=dtype, device="meta") for dtype in dtypes))

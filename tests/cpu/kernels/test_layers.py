@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridflow.cpu.attention import rotated
 from hybridflow.cpu.kernels import layers
-from hybridflow.cpu.kernels.threads import takes
-from hybridflow.models.attention import Rotate, halves
-from hybridflow.models.layers import RMSNormFunction, SumAndNormFunction, SwiGLUFunction
+from hybridflow.cpu.layers import RMSNormFunction, SumAndNormFunction, SwiGLUFunction
 from tests.grids import each
 
 pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("needs_kernels")]
@@ -46,7 +45,6 @@ def exact_swiglu(x: Tensor) -> Tensor:
 
 def compare(ours: Callable[..., Tensor], exact: Callable[..., Tensor], tensors: list[Tensor]) -> None:
     dtype = tensors[0].dtype
-    assert takes(*tensors)
     mine, expected = outputs_and_gradients(ours, tensors), outputs_and_gradients(exact, [x.double() for x in tensors])
     for own, right in zip(mine, expected, strict=True):
         assert own.dtype == dtype and own.shape == right.shape
@@ -127,7 +125,6 @@ def test_rotary_embedding_turns_complex_numbers(tokens: int, head: tuple[int, in
     x = drawn(tokens, 7, dims, seed=dims, dtype=dtype)[:, 2:5]
     angles = drawn(tokens, turning, seed=1, dtype=torch.float64)
     cos, sin = (table[:, None].to(dtype) for table in (angles.cos(), angles.sin()))
-    assert takes(x, cos, sin)
 
     def turned(x: Tensor, by: Tensor) -> Tensor:
         found = torch.complex(x[..., :turning], x[..., turning : 2 * turning]) * by
@@ -135,7 +132,7 @@ def test_rotary_embedding_turns_complex_numbers(tokens: int, head: tuple[int, in
 
     by = torch.complex(cos.double(), sin.double())
     leaf, grad = x.detach().requires_grad_(), drawn(tokens, 3, dims, seed=2, dtype=dtype)
-    out = Rotate.apply(leaf, cos, sin, halves)
+    out = rotated(leaf, cos, sin)
     (of_x,) = torch.autograd.grad(out, leaf, grad)
     for found, whole, angle in ((out, x, by), (of_x, grad, by.conj())):
         right = turned(whole.double(), angle)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from hybridflow.cpu.kernels import library as libraries
 from hybridflow.cpu.kernels import matrix
 from hybridflow.models import kernels
-from hybridflow.models.attention import PackedSequences, attention, attention_by_length
+from hybridflow.models.attention import PackedSequences, attention_by_length
+from hybridflow.models.build import attention_functions
 from tests.cpu.kernels.modes import has_wide_vectors
 
 pytestmark = pytest.mark.compiles
@@ -59,7 +60,7 @@ def computes_as_torch() -> bool:
     """In float32, bit for bit: so it was torch."""
     packed = PackedSequences.of((20, 7), torch.device("cpu"))
     qkv = torch.randn(3, 27, 2, 16, generator=torch.Generator().manual_seed(0))
-    ours = attention(*qkv, packed=packed, scale=0.3)
+    ours = attention_functions(torch.float32).attend(*qkv, packed=packed, scale=0.3)
     return torch.equal(ours, attention_by_length(*qkv, packed=packed, scale=0.3))
 
 
