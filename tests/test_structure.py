@@ -39,7 +39,7 @@ FLOORS: dict[int, list[str]] = {
         "config",
         "fixed_config",
     ],
-    1: ["parallel", "parallel.*", "formats", "formats.*", "cpu", "cpu.kernels", "cpu.kernels.*"],
+    1: ["parallel", "parallel.*", "formats", "formats.*", "cpu", "cpu.kernels", "cpu.kernels.*", "cpu.log_probs"],
     2: ["architecture", "architecture.*", "cpu.layers", "cpu.attention"],
     3: ["models", "models.*", "reshard", "reshard.*", "rollout", "rollout.*"],
     4: ["recording", "recording.*", "planning", "planning.*"],

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from hybridflow.models.attention import PackedSequences
 from hybridflow.models.build import DTYPES, attention_functions
-from hybridflow.parallel.vocab import vocab_parallel_log_probs
+from hybridflow.parallel.vocab import vocab_kernels, vocab_parallel_log_probs
 from hybridflow.planning.role_time import BACKWARD_ATTENTION
 from hybridflow.profiling.clock import seconds_of
 
@@ -109,11 +109,11 @@ def logit_rates(device: torch.device, alone_group: dist.ProcessGroup) -> tuple[f
     """Logits/s whose log-probs and entropy are computed, forward and backward. alone_group: of this rank alone."""
     rows, columns = LOGITS[device.type]
     logits = torch.randn(rows, columns, device=device, requires_grad=True)
-    targets = torch.zeros(rows, dtype=torch.int64, device=device)
+    targets, kernels = torch.zeros(rows, dtype=torch.int64, device=device), vocab_kernels()
 
     def forward() -> torch.Tensor:
         log_probs, entropy = vocab_parallel_log_probs(
-            logits * 1.0, targets, group=alone_group, vocab_size=columns, temperature=1.0
+            logits * 1.0, targets, group=alone_group, vocab_size=columns, temperature=1.0, kernels=kernels
         )
         return log_probs.sum() + entropy.sum()
 

@@ -12,7 +12,7 @@ from hybridflow.models.build import named_weights
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.pipeline import Readout
 from hybridflow.parallel.exchange import Contribution
-from hybridflow.parallel.vocab import Temperature, vocab_parallel_log_probs
+from hybridflow.parallel.vocab import Temperature, vocab_kernels, vocab_parallel_log_probs
 from hybridflow.planning.placed import PlacedModel
 from hybridflow.roles.base import PerOutputLoss, Role, Step, TrainedRole, World
 from hybridflow.roles.objectives import PolicyObjective
@@ -25,7 +25,7 @@ class Reference(Role):
 
     def __init__(self, placed: PlacedModel, *, temperature: SamplingTemperature, world: World) -> None:
         super().__init__(placed, recompute="none", world=world)
-        self.name, self.temperature = placed.name, temperature
+        self.name, self.temperature, self.vocab_kernels = placed.name, temperature, vocab_kernels()
         for chunk in self.chunks:
             chunk.requires_grad_(False)
 
@@ -46,7 +46,7 @@ class Actor(TrainedRole):
 
     def __init__(self, placed: PlacedModel, *, temperature: SamplingTemperature, world: World) -> None:
         super().__init__(placed, world=world, bucket_bytes=world.bucket_bytes)
-        self.temperature = temperature
+        self.temperature, self.vocab_kernels = temperature, vocab_kernels()
 
     def log_probs(self, batch: RolloutBatch, some: Tensor | None = None) -> Contribution:
         """Of (T,): log-probs of the response tokens, at the sampling temperature.
@@ -118,4 +118,5 @@ def _log_probs_and_entropy(
         group=role.grid.groups.tp,
         vocab_size=role.spec.vocab_size,
         temperature=temperature,
+        kernels=role.vocab_kernels,
     )

@@ -22,13 +22,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from hybridflow.cpu.kernels import library, threads
+from hybridflow.cpu.kernels import library
 from hybridflow.models import build
 from hybridflow.models.attention import PackedSequences
 from hybridflow.models.build import attention_functions, layer_classes
 from hybridflow.models.shared_prompt import SharedPrompts
+from hybridflow.parallel import vocab
 from hybridflow.parallel.platform import prepare_cpu
-from hybridflow.parallel.vocab import vocab_parallel_log_probs
+from hybridflow.parallel.vocab import vocab_kernels, vocab_parallel_log_probs
 from tests.bench.shared_prompt import cpu
 
 CPU = torch.device("cpu")
@@ -99,7 +100,8 @@ def works(dtype: torch.dtype) -> list[tuple[str, Callable[[], Tensor], list[floa
 
     def log_probs() -> Tensor:
         group = world_of_one()
-        return vocab_parallel_log_probs(logits * 1, targets, group=group, vocab_size=VOCABULARY, temperature=1.0)[0]
+        shape = {"vocab_size": VOCABULARY, "temperature": 1.0, "kernels": vocab_kernels()}
+        return vocab_parallel_log_probs(logits * 1, targets, group=group, **shape)[0]
 
     found.append(("log-probs", log_probs, []))
     return found
@@ -128,7 +130,7 @@ def in_turns(work: Callable[[], Tensor], rounds: int) -> list[list[float]]:
     for _ in range(rounds + 1):
         with (
             mock.patch.object(build, "library", lambda: None),
-            mock.patch.object(threads, "library", lambda: None),
+            mock.patch.object(vocab, "library", lambda: None),
         ):
             found[0].append(milliseconds(work))
         found[1].append(milliseconds(work))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.parallel import vocab
-from hybridflow.parallel.vocab import vocab_parallel_log_probs
+from hybridflow.parallel.vocab import vocab_kernels
 from tests.launch import run_ranks
 
 ROWS, VOCAB, PADDED = 7, 50, 54  # 54 = 2 x 27 = 3 x 18: with 3 ranks the last holds 14 true columns of 18
@@ -37,9 +37,13 @@ def world() -> Iterator[dist.ProcessGroup]:
 @pytest.fixture(autouse=True, params=[pytest.param("in C", marks=pytest.mark.compiles), "by torch"])
 def way(request, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "by torch":
-        monkeypatch.setattr(vocab, "takes", lambda logits: False)
+        monkeypatch.setattr(vocab, "library", lambda: None)
     else:
         request.getfixturevalue("needs_kernels")
+
+
+def log_probs_of(*tensors: Tensor, **named: object) -> tuple[Tensor, Tensor]:
+    return vocab.vocab_parallel_log_probs(*tensors, **named, kernels=vocab_kernels())
 
 
 def case(num_rows: int = ROWS, columns: int = PADDED, vocab_size: int = VOCAB) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -78,7 +82,7 @@ def computed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same from this rank's columns, whose gradient is returned."""
     leaf = logits.clone().requires_grad_()
-    log_probs, entropy = vocab_parallel_log_probs(
+    log_probs, entropy = log_probs_of(
         leaf.clone(), targets, group=group, vocab_size=vocab_size, temperature=temperature
     )
     assert log_probs.dtype == entropy.dtype == torch.float32
@@ -93,9 +97,7 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> No
 def test_two_equal_logits_by_hand(world: dist.ProcessGroup) -> None:
     # log p = -log 2 and H = log 2; d log p(0) = (1/2, -1/2) / temperature; the entropy stands at its maximum
     logits = torch.tensor([[3.0, 3.0]], requires_grad=True)
-    log_probs, entropy = vocab_parallel_log_probs(
-        logits.clone(), torch.tensor([0]), group=world, vocab_size=2, temperature=0.5
-    )
+    log_probs, entropy = log_probs_of(logits.clone(), torch.tensor([0]), group=world, vocab_size=2, temperature=0.5)
     log_2 = 0.6931471805599453
     assert log_probs.tolist() == pytest.approx([-log_2])
     assert entropy.tolist() == pytest.approx([log_2])
@@ -151,7 +153,7 @@ def test_chunks_do_not_change_the_result(
     inputs = case()
     whole = computed(*inputs, group=world)
     monkeypatch.setitem(vocab.CHUNK_ELEMENTS, "cpu", elements)
-    chunks = vocab._row_chunks(inputs[0])
+    chunks = vocab._row_chunks(inputs[0], "cpu")
     assert len(chunks) == {1: 7, 2 * PADDED: 4, 3 * PADDED + 5: 3}[elements]
     for mine, unchunked in zip(computed(*inputs, group=world), whole, strict=True):
         torch.testing.assert_close(mine, unchunked, rtol=1e-6, atol=1e-6)
@@ -178,7 +180,7 @@ def test_bfloat16_logits_lose_only_in_the_rounding_of_the_gradient(world: dist.P
 def test_one_output_alone(world: dist.ProcessGroup, use_log_probs: bool, use_entropy: bool) -> None:
     logits, targets, a, b = case()
     leaf = logits.clone().requires_grad_()
-    outputs = vocab_parallel_log_probs(leaf.clone(), targets, group=world, vocab_size=VOCAB, temperature=TEMPERATURE)
+    outputs = log_probs_of(leaf.clone(), targets, group=world, vocab_size=VOCAB, temperature=TEMPERATURE)
     (outputs[0] * a if use_log_probs else outputs[1] * b).sum().backward()
     _, _, dense_grad = reference(logits, targets, a * use_log_probs, b * use_entropy)
     assert_near(leaf.grad, dense_grad)
@@ -187,9 +189,7 @@ def test_one_output_alone(world: dist.ProcessGroup, use_log_probs: bool, use_ent
 def test_the_logits_stand_until_backward_and_then_hold_their_gradient(world: dist.ProcessGroup) -> None:
     logits, targets, a, b = case()
     consumed = logits.clone().requires_grad_().clone()
-    log_probs, entropy = vocab_parallel_log_probs(
-        consumed, targets, group=world, vocab_size=VOCAB, temperature=TEMPERATURE
-    )
+    log_probs, entropy = log_probs_of(consumed, targets, group=world, vocab_size=VOCAB, temperature=TEMPERATURE)
     assert torch.equal(consumed, logits)
     (a * log_probs + b * entropy).sum().backward()
     assert_near(consumed.detach(), reference(logits, targets, a, b)[2])
@@ -204,7 +204,7 @@ def test_no_rows(world: dist.ProcessGroup) -> None:
 def test_a_certain_token_has_no_entropy(world: dist.ProcessGroup) -> None:
     logits = torch.tensor([[0.0, 1000.0, -1000.0]], requires_grad=True)
     targets = torch.tensor([1])
-    log_probs, entropy = vocab_parallel_log_probs(logits.clone(), targets, group=world, vocab_size=3, temperature=1.0)
+    log_probs, entropy = log_probs_of(logits.clone(), targets, group=world, vocab_size=3, temperature=1.0)
     assert log_probs.tolist() == entropy.tolist() == [0.0]
     (log_probs + entropy).sum().backward()
     assert logits.grad.tolist() == [[0.0, 0.0, 0.0]]
