@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.parallel import peer_memory
-from hybridflow.parallel.peer_memory import Piece
+from hybridflow.cpu import peer_memory
+from hybridflow.cpu.peer_memory import Piece
 
 CHUNK_BYTES = 1 << 19  # of a sum: stays in a core's cache
 

@@ -14,15 +14,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.architecture.permutations import Order
 from hybridflow.architecture.weights import EMBEDDING, LM_HEAD, Weight
+from hybridflow.cpu import mover as cpu_mover
+from hybridflow.cpu.kernels.library import library
+from hybridflow.cpu.transport import Parts, Reads, Traffic
 from hybridflow.models.memory import storages
-from hybridflow.reshard.kernel import Copy, Order, copy_pieces, permute_blocks
+from hybridflow.reshard.kernel import BY_TRITON, Copy, Mover, copy_pieces, permute_blocks
 from hybridflow.reshard.memory import OwnMemory, moves
 from hybridflow.reshard.parcels import Content, content, parcels_of
 from hybridflow.reshard.plan import BucketTraffic, Message, Operation, ReshardPlan, Way, inverse
-from hybridflow.reshard.reads import Parts, Reads, Traffic
 from hybridflow.reshard.reserved import AddressSpace
 from hybridflow.reshard.slices import Piece
+
+
+def mover_of(device: torch.device) -> Mover:
+    """By the device, and on a CPU by whether there are kernels in C."""
+    if device.type == "cuda":
+        return BY_TRITON
+    permute = cpu_mover.permute_by_torch if library() is None else cpu_mover.permute_in_c
+    return Mover(permute, cpu_mover.copy_each)
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,7 @@ class WeightReshard:
         self._rank, self._group, self._space = rank, group, space
         # the experts of a layer stand one below the other
         self._weights = {name: x.flatten(0, 1) if x.dim() == 3 else x for name, x in weights.items()}
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self._mover = dtype, device, mover_of(device)
         operations = {operation.weight.megatron: operation for operation in plan.operations(rank)}
         self._moves = moves(self._weights, operations)
         moved = {name for move in self._moves for name in move.names}
@@ -132,7 +143,7 @@ class WeightReshard:
             self._reads.begin()
         for step in self._steps:
             self._changed(step.memory.allocate())
-            copy_pieces([copy for o in step.memory.operations for copy in self._own_copies(o)])
+            copy_pieces([copy for o in step.memory.operations for copy in self._own_copies(o)], self._mover)
             received, sent = self._exchange(step)
             for move in [move for move in pending if pending[move] & set(step.names)]:
                 pending[move] -= set(step.names)
@@ -154,7 +165,7 @@ class WeightReshard:
         for move in reversed(self._moves):
             self._changed(move.allocate())
             copies = [copy for o in move.operations for copy in self._own_copies(o)]
-            copy_pieces([(training, engine) for engine, training in copies])
+            copy_pieces([(training, engine) for engine, training in copies], self._mover)
             needed -= set(move.names)
             waiting = self._release_unneeded(waiting, needed)
         assert not waiting, "engine memory that nothing was restored from"
@@ -164,7 +175,7 @@ class WeightReshard:
     def _permute(self, orders: list[Order]) -> None:
         """Those that are permuted in place."""
         weights = [self._weights[o.weight.megatron] for o in self._permuted]
-        self._peak = max(self._peak, self._live + permute_blocks(zip(weights, orders, strict=True)))
+        self._peak = max(self._peak, self._live + permute_blocks(zip(weights, orders, strict=True), self._mover))
 
     def _release_unneeded(self, steps: list["_Step"], needed: set[str]) -> list["_Step"]:
         """Release the engine's memory of the steps that no training storage is to be restored from; the others."""
@@ -200,7 +211,7 @@ class WeightReshard:
         """receives: (peer, where it goes). sends: (peer, which of `contents`). Bytes received, bytes sent."""
         if not receives and not sends:
             return 0, 0
-        outgoing = {i: _contiguous(contents[i]) for i in dict.fromkeys(i for _, i in sends)}
+        outgoing = {i: _contiguous(contents[i], self._mover) for i in dict.fromkeys(i for _, i in sends)}
         incoming = [_contiguous_target(parts) for _, parts in receives]
         staged = sum(x.nbytes for i, x in outgoing.items() if x is not contents[i][0])
         staged += sum(x.nbytes for x, (_, parts) in zip(incoming, receives, strict=True) if x is not parts[0])
@@ -212,9 +223,10 @@ class WeightReshard:
         for request in dist.batch_isend_irecv(operations):
             request.wait()
         staged_parts = [(x, parts) for x, (_, parts) in zip(incoming, receives, strict=True) if x is not parts[0]]
-        copy_pieces([copy for x, parts in staged_parts for copy in zip(parts, _packed(x, parts), strict=True)])
+        unpacked = [copy for x, parts in staged_parts for copy in zip(parts, _packed(x, parts), strict=True)]
+        copy_pieces(unpacked, self._mover)
         received, sent = sum(x.nbytes for x in incoming), sum(outgoing[i].nbytes for _, i in sends)
-        del operations, outgoing, incoming, staged_parts
+        del operations, outgoing, incoming, staged_parts, unpacked
         self._changed(-staged)
         return received, sent
 
@@ -277,11 +289,11 @@ def _source(x: Tensor, piece: Piece) -> Tensor:
     return rows if x.dim() == 1 else rows[:, piece.source_column : piece.source_column + piece.columns]
 
 
-def _contiguous(parts: list[Tensor]) -> Tensor:
+def _contiguous(parts: list[Tensor], mover: Mover) -> Tensor:
     """The parts one after the other: the part itself where there is one of neighbouring elements, else a copy."""
     buffer = _contiguous_target(parts)
     if buffer is not parts[0]:
-        copy_pieces(list(zip(_packed(buffer, parts), parts, strict=True)))
+        copy_pieces(list(zip(_packed(buffer, parts), parts, strict=True)), mover)
     return buffer
 
 

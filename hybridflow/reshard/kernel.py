@@ -3,27 +3,24 @@
 permute_blocks: block i becomes the former block order[i]; blocks that stay are not touched. On CUDA one Triton kernel
 without scratch: a program owns one fibre (the same few elements of every block), loads it of up to LANES blocks and
 stores it permuted. No two programs touch the same element. More blocks than that are permuted in rounds of LANES, each
-a permutation of its own (see `rounds`): what a program holds in registers does not grow with the blocks. On a CPU the
-cycles of the permutation are followed, a stretch of the blocks at a time, with that stretch as scratch: in C for all
-weights alike at once, or by torch.
+a permutation of its own (see `rounds`): what a program holds in registers does not grow with the blocks.
 
 copy_pieces: many small strided copies. On CUDA one Triton kernel for all of them, that reads addresses and strides from
 a table: a program owns one tile of one copy.
 
-Elements move as integers of their width, so any dtype arrives, NaN payloads included.
+Both by a `Mover`, that of the device. Elements move as integers of their width, so any dtype arrives, NaN payloads
+included.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from math import gcd
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from hybridflow.cpu.kernels.library import library
-from hybridflow.cpu.kernels.moves import Move, move_blocks
+from hybridflow.architecture.permutations import Order, cycles
 
 try:
     import triton
@@ -34,22 +31,31 @@ except ImportError:  # not needed on a CPU
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 LANES = 64  # blocks a round
 PROGRAM_BYTES, WARPS = 1 << 13, 8  # of a round in a program's registers: 32 a thread
-SCRATCH_BYTES = 1 << 18  # stays in a core's cache
 COPY_ROWS, COPY_COLUMNS = 8, 256  # a tile of a copy
 COPY_BYTES = 8  # the widest element that copies move
 COPY_FIELDS = 7  # of a row of the table, see `copy_table`
 
 Copy = tuple[Tensor, Tensor]  # destination, source
-Order = tuple[int, ...]
+Move = tuple[int, int]  # to block, from block
+
+
+class Mover(NamedTuple):
+    """permute: each of (blocks, ...) integers, of one shape, in an order; the bytes of scratch it took.
+
+    copy: destination <- source for each pair of matrices alike.
+    """
+
+    permute: Callable[[Sequence[Tensor], Order], int]
+    copy: Callable[[Sequence[Copy]], None]
 
 
 # ------------------------------------------------------------------------------------------------------ permute
 
 
-def permute_blocks(weights: Iterable[tuple[Tensor, Order]]) -> int:
+def permute_blocks(weights: Iterable[tuple[Tensor, Order]], mover: Mover) -> int:
     """Permute each of (x, order) in place; the bytes of scratch it took.
 
-    On CUDA none; on a CPU one block, SCRATCH_BYTES at most, for each thread that computes.
+    On CUDA none; on a CPU one block, `cpu.mover.SCRATCH_BYTES` at most, for each thread that computes.
     x: (len(order) x block_rows, columns) or (len(order) x block_rows,), contiguous, of 1, 2 or 4 byte elements.
     Errors: ValueError for any other, and nothing is permuted.
     """
@@ -57,17 +63,7 @@ def permute_blocks(weights: Iterable[tuple[Tensor, Order]]) -> int:
     for x, order in weights:
         blocks = as_blocks(x, len(order))
         alike.setdefault((order, blocks.shape, blocks.dtype), []).append(blocks)
-    return max((_permute(stacks, order) for (order, *_), stacks in alike.items()), default=0)
-
-
-def _permute(stacks: list[Tensor], order: Order) -> int:
-    if not stacks[0].is_cuda and library() is not None:
-        return move_blocks(stacks, _moves(order), SCRATCH_BYTES)
-    if not stacks[0].is_cuda:
-        return max(permute_cycles(blocks, order) for blocks in stacks)
-    for blocks in stacks:
-        permute_triton(blocks, order)
-    return 0
+    return max((mover.permute(stacks, order) for (order, *_), stacks in alike.items()), default=0)
 
 
 def as_blocks(x: Tensor, num_blocks: int) -> Tensor:
@@ -79,38 +75,10 @@ def as_blocks(x: Tensor, num_blocks: int) -> Tensor:
     return x.detach().view(INTEGERS[x.element_size()]).view(num_blocks, x.shape[0] // num_blocks, -1)
 
 
-def permute_cycles(blocks: Tensor, order: Order) -> int:
-    """Follow the cycles of `order`, as long a stretch of each block at a time as scratch holds. Bytes of scratch."""
-    if not _moves(order):
-        return 0
-    stretches = blocks.flatten(1).split(SCRATCH_BYTES // blocks.element_size(), dim=1)
-    scratch = torch.empty_like(stretches[0][0])
-    for stretch in stretches:
-        parts = [*stretch.unbind(), scratch[: stretch.shape[1]]]
-        for destination, source in _moves(order):
-            parts[destination].copy_(parts[source])
-    return scratch.nbytes
-
-
-@lru_cache(maxsize=1 << 10)  # layers are alike
-def _moves(order: Order) -> tuple[Move, ...]:
-    """What is copied in turn; len(order) is the scratch. Of each cycle one block is set aside, the others move once."""
-    scratch = len(order)
-    chains = ((scratch, *cycle, scratch) for cycle in _cycles(order))
-    return tuple(move for chain in chains for move in pairwise(chain))
-
-
-def _cycles(order: Order) -> Iterator[list[int]]:
-    """Those of more than one block: each block becomes the one after it in the list, the last one the first."""
-    seen = [source == i for i, source in enumerate(order)]
-    for start in range(len(order)):
-        cycle, i = [], start
-        while not seen[i]:
-            seen[i] = True
-            cycle.append(i)
-            i = order[i]
-        if cycle:
-            yield cycle
+def permute_each_by_triton(stacks: Sequence[Tensor], order: Order) -> int:
+    for blocks in stacks:
+        permute_triton(blocks, order)
+    return 0
 
 
 def permute_triton(blocks: Tensor, order: Order) -> None:
@@ -146,7 +114,7 @@ def rounds(order: Order, lanes: int = LANES) -> list[list[Move]]:
     b what the last block of the whole cycle gets, so that a cut costs one more move and nothing is set aside.
     """
     found: list[list[Move]] = [[]]
-    for cycle in _cycles(order):
+    for cycle in cycles(order):
         while len(found[-1]) + len(cycle) > lanes:
             room = lanes - len(found[-1])
             if room > 1:
@@ -164,7 +132,7 @@ def _turn(cycle: list[int]) -> list[Move]:
 # --------------------------------------------------------------------------------------------------------- copy
 
 
-def copy_pieces(copies: list[Copy]) -> None:
+def copy_pieces(copies: list[Copy], mover: Mover) -> None:
     """destination <- source for each pair, in no particular order; no destination may overlap anything else.
 
     copies: views of equal shape and dtype, (rows, columns) with any row stride and column stride 1, or (columns,);
@@ -174,11 +142,8 @@ def copy_pieces(copies: list[Copy]) -> None:
     for destination, source in copies:
         _check_copy(destination, source)
     copies = [(destination, source) for destination, source in copies if destination.numel()]
-    if copies and copies[0][0].is_cuda:
-        copy_triton(copies)
-        return
-    for destination, source in copies:
-        destination.copy_(source)
+    if copies:
+        mover.copy(copies)
 
 
 def _as_matrix(x: Tensor) -> Tensor:
@@ -199,7 +164,7 @@ def _check_copy(destination: Tensor, source: Tensor) -> None:
             raise ValueError(f"shape {tuple(x.shape)}, strides {x.stride()}: the elements of a row must be neighbours")
 
 
-def copy_triton(copies: list[Copy]) -> None:
+def copy_triton(copies: Sequence[Copy]) -> None:
     """The copies of matrices by one launch of the Triton kernel (on CUDA, or on a CPU in Triton's interpreter)."""
     device = copies[0][0].device
     table, element_bytes = copy_table(copies)
@@ -217,7 +182,7 @@ def copy_triton(copies: list[Copy]) -> None:
     )
 
 
-def copy_table(copies: list[Copy]) -> tuple[Tensor, int]:
+def copy_table(copies: Sequence[Copy]) -> tuple[Tensor, int]:
     """(table, bytes of an element): the widest elements, 8 bytes at most, that all addresses and rows are made of.
 
     table: (copies, COPY_FIELDS) int64 on the CPU: destination and source address in bytes, rows, columns, destination
@@ -235,6 +200,9 @@ def copy_table(copies: list[Copy]) -> tuple[Tensor, int]:
     table[:, 3:6] //= element_bytes
     table[:, 6] = -(-table[:, 2] // COPY_ROWS) * -(-table[:, 3] // COPY_COLUMNS)
     return table, element_bytes
+
+
+BY_TRITON = Mover(permute_each_by_triton, copy_triton)
 
 
 # ------------------------------------------------------------------------------------------------------ kernels

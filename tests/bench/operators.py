@@ -19,9 +19,10 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from hybridflow.cpu import peer_memory
 from hybridflow.cpu.kernels.decoder import KINDS as KINDS_OF_A_LAYER
 from hybridflow.cpu.kernels.decoder import DecoderLayer
-from hybridflow.parallel import peer_memory, weight_gradients
+from hybridflow.parallel import weight_gradients
 from hybridflow.parallel.collectives import COLLECTIVES
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.rollout import cpu_kernels

@@ -25,7 +25,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.config import OptimizerConfig, RolloutConfig, SamplingConfig, TrainedRoleConfig
-from hybridflow.parallel import peer_memory
+from hybridflow.cpu import peer_memory
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.distributed import _coalescing_manager
 from torch.multiprocessing.spawn import spawn
 
-from hybridflow.parallel import flat_buffers, peer_memory
+from hybridflow.cpu import peer_memory
+from hybridflow.parallel import flat_buffers
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridflow.reshard import kernel
+from hybridflow.cpu import mover as cpu_mover
+from hybridflow.reshard import execute, kernel
+from hybridflow.reshard.execute import mover_of
 from hybridflow.reshard.kernel import (
     COPY_COLUMNS,
     COPY_ROWS,
@@ -38,6 +40,7 @@ from hybridflow.reshard.kernel import (
 )
 from hybridflow.reshard.plan import inverse
 
+CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = [
     *[torch.float32, torch.int32, torch.bfloat16, torch.float16, torch.int16],
@@ -118,7 +121,11 @@ def check_permutation(shape: Shape, dtype: torch.dtype, permute: Permute, device
 
 
 def permute(x: Tensor, order: tuple[int, ...]) -> int:
-    return permute_blocks([(x, order)])
+    return permute_blocks([(x, order)], mover_of(x.device))
+
+
+def copy(copies: list[Copy]) -> None:
+    copy_pieces(copies, mover_of(copies[0][0].device if copies else CPU))
 
 
 def triton_permute(x: Tensor, order: tuple[int, ...]) -> None:
@@ -131,7 +138,7 @@ def triton_permute(x: Tensor, order: tuple[int, ...]) -> None:
 @pytest.fixture(params=[pytest.param("C", marks=pytest.mark.compiles), "torch"])
 def on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if request.param == "torch":
-        monkeypatch.setattr(kernel, "library", lambda: None)
+        monkeypatch.setattr(execute, "library", lambda: None)
     else:
         request.getfixturevalue("needs_kernels")
     before = torch.get_num_threads()
@@ -195,10 +202,12 @@ def test_weights_of_many_kinds_are_permuted_at_once() -> None:
     kinds = [((4, 2, 3, 5), torch.float32), ((6, 2, 2, 1), torch.int8), ((4, 2, 3, 5), torch.bfloat16)]
     cases = [weight_in_buffer(shape, dtype) for shape, dtype in kinds * 3]
     expected = [permuted_reference(flat, order) for flat, _, order in cases]
-    assert permute_blocks([(weight, order) for _, weight, order in cases]) == 3 * 5 * 4  # a head of the largest
+    assert (
+        permute_blocks([(weight, order) for _, weight, order in cases], mover_of(CPU)) == 3 * 5 * 4
+    )  # a head of the largest
     for (flat, *_), right in zip(cases, expected, strict=True):
         assert torch.equal(bits(flat), right)
-    assert permute_blocks([]) == 0
+    assert permute_blocks([], mover_of(CPU)) == 0
 
 
 @pytest.mark.compiles
@@ -206,7 +215,7 @@ def test_weights_of_many_kinds_are_permuted_at_once() -> None:
 @pytest.mark.parametrize("num_threads", [2, 3])
 def test_threads_share_the_blocks_and_each_has_its_scratch(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (8, 4, 2, 128)
-    monkeypatch.setattr(kernel, "SCRATCH_BYTES", 96)  # of the 1,024 bytes of a block
+    monkeypatch.setattr(cpu_mover, "SCRATCH_BYTES", 96)  # of the 1,024 bytes of a block
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -261,7 +270,7 @@ def block_bytes(shape: Shape) -> int:
 @EACH_SHAPE
 @pytest.mark.parametrize("limit", [4, 12, 16])
 def test_scratch_is_bounded_and_the_result_the_same(shape: Shape, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "SCRATCH_BYTES", limit)
+    monkeypatch.setattr(cpu_mover, "SCRATCH_BYTES", limit)
     check_permutation(shape, torch.float32, permute)
     _, weight, order = weight_in_buffer(shape, torch.float32)
     with Allocations() as allocations:
@@ -289,7 +298,7 @@ def test_blocks_that_stay_are_not_written() -> None:
             return func(*args, **(kwargs or {}))
 
     with Writes():
-        kernel.permute_cycles(blocks, (0, 2, 1, 3))
+        cpu_mover.permute_cycles(blocks, (0, 2, 1, 3))
     assert [block for block in written if 0 <= block < 4] == [1, 2]
     assert len(written) == 3  # one more, to the scratch
 
@@ -334,13 +343,13 @@ def check_copies(dtype: torch.dtype, offset: int, copy: Callable[[list[Copy]], N
 @EACH_DTYPE
 @pytest.mark.parametrize("offset", COPY_OFFSETS)
 def test_copies_land_bitwise_and_nothing_else_is_touched(dtype: torch.dtype, offset: int) -> None:
-    check_copies(dtype, offset, copy_pieces)
+    check_copies(dtype, offset, copy)
 
 
 def test_copies_by_hand() -> None:
     engine, training = torch.zeros(4, 5), torch.arange(1.0, 13.0).view(3, 4)
     vector = torch.zeros(6)
-    copy_pieces(
+    copy(
         [
             (engine[1:3, 2:4], training[:2, 1:3]),
             (engine[3:, :1], training[2:, 3:]),
@@ -350,12 +359,12 @@ def test_copies_by_hand() -> None:
     )
     assert engine.tolist() == [[0, 0, 0, 0, 0], [0, 0, 2, 3, 0], [0, 0, 6, 7, 0], [12, 0, 0, 0, 0]]
     assert vector.tolist() == [0, 0, 1, 2, 3, 0]
-    copy_pieces([])
+    copy([])
 
 
 def test_copies_of_parameters_record_no_gradient() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2, 2))
-    copy_pieces([(parameter[:1], torch.nn.Parameter(torch.ones(1, 2)))])
+    copy([(parameter[:1], torch.nn.Parameter(torch.ones(1, 2)))])
     assert parameter.tolist() == [[1, 1], [0, 0]]
 
 
@@ -385,7 +394,7 @@ def test_the_table_of_copies_by_hand() -> None:
 )
 def test_copies_that_are_refused(destination: Tensor, source: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        copy_pieces([(destination, source)])
+        copy([(destination, source)])
 
 
 # ---------------------------------------------------------------------------------------------- refused
@@ -400,7 +409,7 @@ def test_dtypes_of_eight_bytes_are_refused(dtype: torch.dtype) -> None:
 def test_nothing_is_permuted_where_one_is_refused() -> None:
     x = torch.arange(4.0)
     with pytest.raises(ValueError, match="no contiguous stack"):
-        permute_blocks([(x, (1, 0)), (torch.zeros(5), (1, 0))])
+        permute_blocks([(x, (1, 0)), (torch.zeros(5), (1, 0))], mover_of(CPU))
     assert x.tolist() == [0, 1, 2, 3]
 
 
@@ -456,7 +465,7 @@ def test_the_triton_kernel_equals_index_select_on_a_gpu() -> None:
 def test_copies_land_bitwise_on_a_gpu() -> None:
     for dtype in DTYPES:
         for offset in COPY_OFFSETS:
-            check_copies(dtype, offset, copy_pieces, device="cuda")
+            check_copies(dtype, offset, copy, device="cuda")
 
 
 def compiled(

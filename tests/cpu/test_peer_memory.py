@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.parallel import peer_memory
+from hybridflow.cpu import peer_memory
+from hybridflow.cpu.peer_memory import Piece
 from hybridflow.parallel.diagnosis import lost_peer
-from hybridflow.parallel.peer_memory import Piece
 
 CHILD = """
 import sys, torch
-from hybridflow.parallel.peer_memory import introduction
+from hybridflow.cpu.peer_memory import introduction
 x = torch.arange(60).view(6, 10)
 print(*introduction().tolist(), x.data_ptr(), flush=True)
 sys.stdin.read()

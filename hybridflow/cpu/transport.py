@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.parallel import peer_memory
+from hybridflow.cpu import peer_memory
 
 Parts = tuple[int, list[Tensor]]  # (peer, pieces)
 
