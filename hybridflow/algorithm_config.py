@@ -86,8 +86,8 @@ class Importance(Section):
         band = self.kind in BAND_KINDS
         for key in ("cap",) if band else ("low", "high"):
             if getattr(self, key) is not None:
-                takes = "low and high" if band else "cap"
-                raise ValueError(f"{key} = {getattr(self, key)} is not for kind: {self.kind}, which has {takes}")
+                needed = "low and high" if band else "cap"
+                raise ValueError(f"{key} = {getattr(self, key)} is not for kind: {self.kind}, which has {needed}")
         if band and (self.low is None or self.high is None):
             raise ValueError("kind: geometric needs low and high, such as 0.99 and 1.01: no paper has numbers for it")
         if self.low is not None and self.high is not None and not self.low <= 1 <= self.high:

@@ -10,7 +10,6 @@ from typing import Self
 
 from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.checkpoint.keeper import Keeper
-from hybridflow.config import RolloutConfig
 from hybridflow.data.digests import fixed_digests
 from hybridflow.data.fixed_inputs import FixedInputs, load_fixed_inputs
 from hybridflow.errors import ConfigError, Stopped
@@ -73,8 +72,9 @@ class FixedDataTrainer:
         check_agreement(digests, platforms.world_group())
         exchange = Exchange(platforms.world_group(), platform.device)
         watch = Stopwatch(platform.synchronize)
-        bucket_bytes = RolloutConfig().bucket_bytes(cuda=platform.has_cuda)
-        self.models = build_models(self.placed, World(platform, ProcessGroups(), exchange, bucket_bytes, watch))
+        self.models = build_models(
+            self.placed, World(platform, ProcessGroups(), exchange, self.placed.bucket_bytes, watch)
+        )
         self.keeper: Keeper = keeper_of(
             config, digests, (self.models.trained,), platform=platform, watchdog=self.watchdog
         )
@@ -140,7 +140,7 @@ class FixedDataTrainer:
 
     def _notes(self, last: int) -> list[str]:
         """What the user should know of the choices that were made."""
-        notes = [kernels(self.config, self.platform)]
+        notes = [kernels(self.config)]
         if self.run.state.iteration >= last:
             notes.append(f"all {last} iterations are done; checkpoint.load=none starts anew")
         epochs, rows = self.config.num_epochs, len(self.inputs.train)

@@ -49,11 +49,11 @@ class Generator:
         self._placed, self._actor, self._platform, self._exchange = placed, actor, platform, exchange
         self.layout, config = placed.rollout, placed.config
         dtype = DTYPES[config.actor.dtype]
-        bucket_elements = config.rollout.bucket_bytes(cuda=platform.has_cuda) // dtype.itemsize
+        bucket_elements = placed.bucket_bytes // dtype.itemsize
         weights = {name: tensor for name, (_, tensor) in actor.weights().items()}
         plan = plan_reshard(actor.spec, actor.grid.layout, self.layout, bucket_elements=bucket_elements)
         space, self.why_eager = None, None
-        if platform.has_cuda and not config.rollout.enforce_eager and not plan.is_in_place:
+        if placed.captures_graphs and not plan.is_in_place:
             space, self.why_eager = addresses(platform.device, exchange)
         self.reshard = WeightReshard(
             plan,

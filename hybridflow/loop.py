@@ -15,7 +15,7 @@ from hybridflow.checkpoint.state import RunState
 from hybridflow.config import RunConfig, TrainedRoleConfig
 from hybridflow.errors import NonFiniteError
 from hybridflow.flows.finite import NonFinite
-from hybridflow.models.kernels import agree_on_native_kernels, kernel_facts, kernel_line, native_kernel_line
+from hybridflow.models.kernels import kernel_facts, kernel_line
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.platform import Platform
 from hybridflow.parallel.stop import StopRequest
@@ -28,8 +28,6 @@ def start(config: RunConfig, watchdog: Watchdog | None) -> tuple[Platform, Watch
     """The ranks find each other, and the watchdog, one that has not started or a new one, begins. Collective."""
     deadlines = config.watchdog.deadlines()
     platform = platforms.start(config.seed, config.platform, longest_phase_seconds=max(deadlines.values()))
-    if not platform.has_cuda:
-        agree_on_native_kernels(platforms.world_group())
     if watchdog is None:
         watchdog = Watchdog(deadlines, StopRequest(config.checkpoint.grace_seconds, signals=()))
     watchdog.start(platforms.world_group(), config.run_dir / "logs")
@@ -134,10 +132,11 @@ def evaluates(interval: int, iteration: int, num_iterations: int) -> bool:
     return interval > 0 and (iteration % interval == 0 or iteration == num_iterations)
 
 
-def kernels(config: RunConfig, platform: Platform) -> str:
+def kernels(config: RunConfig) -> str:
     """Which kernels the models take."""
-    if not platform.has_cuda:
-        return native_kernel_line()
+    on_cpu = platforms.kernel_line()
+    if on_cpu is not None:
+        return on_cpu
     roles = config.roles()
     adam = any(isinstance(role, TrainedRoleConfig) and role.optimizer.name == "adam" for role in roles.values())
     return kernel_line(kernel_facts(), {name: role.dtype for name, role in roles.items()}, adam=adam)

@@ -181,8 +181,7 @@ class RLTrainer:
         self.exchange = Exchange(platforms.world_group(), self.platform.device)
         watch = Stopwatch(self.platform.synchronize)
         self.caller = self._caller()
-        bucket_bytes = config.rollout.bucket_bytes(cuda=self.platform.has_cuda)
-        world = World(self.platform, ProcessGroups(), self.exchange, bucket_bytes, watch)
+        world = World(self.platform, ProcessGroups(), self.exchange, self.placed.bucket_bytes, watch)
         self.roles = build_roles(self.placed, world, self.caller)
         self.keeper = keeper_of(
             config,
@@ -346,7 +345,7 @@ class RLTrainer:
             )
         elif not self.writes_model:
             notes.append("rollout only: nothing is trained, and no model is written")
-        notes.append(kernels(self.config, self.platform))
+        notes.append(kernels(self.config))
         if self.generator.why_eager is not None:
             notes.append(f"rollout: the engine runs without CUDA graphs: {self.generator.why_eager}")
         changed = self.config.sampling.changed_distribution()

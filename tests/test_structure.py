@@ -48,10 +48,12 @@ FLOORS: dict[int, list[str]] = {
         "cpu.kernels",
         "cpu.kernels.*",
         "cpu.log_probs",
+        "cpu.megatron",
+        "cpu.megatron.*",
         "cpu.peer_memory",
     ],
     2: ["architecture", "architecture.*", "cpu.layers", "cpu.attention", "cpu.mover", "cpu.transport"],
-    3: ["models", "models.*", "reshard", "reshard.*", "rollout", "rollout.*"],
+    3: ["models", "models.*", "cpu.engine", "cpu.engine.*", "reshard", "reshard.*", "rollout", "rollout.*"],
     4: ["recording", "recording.*", "planning", "planning.*"],
     5: ["roles", "roles.*", "reporting", "reporting.*"],
     6: ["rewards", "rewards.*", "data", "data.*", "checkpoint", "checkpoint.*", "generator"],
@@ -77,6 +79,8 @@ OUTER_FLOOR = 10  # tools and launch: nothing in hybridflow imports them
 ENVIRONMENT_USERS = [
     "hybridflow.parallel.platform",
     "hybridflow.parallel.device",
+    "hybridflow.cpu.kernels.library",
+    "hybridflow.cpu.megatron.overlays",
     "hybridflow.rollout",
     "hybridflow.rollout.*",
     "launch",
@@ -89,7 +93,7 @@ SOLE_USERS: dict[str, list[str]] = {
     "megatron.core.mpu": ["hybridflow.parallel.grid", "hybridflow.parallel.platform"],  # the same module
     "megatron.core.pipeline_parallel": ["hybridflow.models.pipeline"],
     "megatron.core.dist_checkpointing": ["hybridflow.checkpoint", "hybridflow.checkpoint.*"],
-    "vllm": ["hybridflow.rollout", "hybridflow.rollout.*"],
+    "vllm": ["hybridflow.rollout", "hybridflow.rollout.*", "hybridflow.cpu.engine.*"],
     "triton": ["hybridflow.reshard.kernel"],
     "wandb": ["hybridflow.recording.trackers"],
     "mlflow": ["hybridflow.recording.trackers"],
@@ -104,6 +108,24 @@ FORBIDDEN: dict[str, list[str]] = {
     "hybridflow.reshard.plan": ["torch.distributed"],
     "launch": ["hybridflow"],
 }
+
+# Who opens a door of hybridflow/cpu/: once, when a run starts or a model is built. None else imports what is behind it.
+DOORS = {
+    "hybridflow.models.build": "layers and core attention of a model",
+    "hybridflow.parallel.vocab": "log-probs and entropies of logits",
+    "hybridflow.reshard.execute": "mover and transport of the reshard",
+    "hybridflow.rollout.device": "the engine's device",
+    "hybridflow.parallel.platform": "megatron's own needs",
+}
+# Who may ask for the device beside them.
+ASKERS = {
+    "hybridflow.parallel.device": "defines the questions",
+    "hybridflow.inspection.*": "tells people what is there",
+    "hybridflow.planning.*": "plans memory",
+    "hybridflow.models.memory": "pinned memory",
+    "hybridflow.checkpoint.saver": "pinned memory",
+}
+QUESTIONS = {"is_cuda", "uses_cuda", "has_cuda", "takes"}
 
 # Neither may reach the other, not even through a third module: the trainer introduces them.
 STRANGERS = ("hybridflow.reshard", "hybridflow.rollout")
@@ -135,6 +157,8 @@ def violations(tree: dict[str, str]) -> list[str]:
         *sole_user_breaches(used),
         *forbidden_names(used),
         *strangers_met(imports),
+        *doors_passed_by(imports),
+        *questions_asked(tree),
     ]
 
 
@@ -314,6 +338,35 @@ def strangers_met(imports: dict[str, dict[str, int]]) -> list[str]:
     ]
 
 
+def doors_passed_by(imports: dict[str, dict[str, int]]) -> list[str]:
+    return [
+        f"{module}:{line} imports {target}: only {', '.join(DOORS)} open hybridflow/cpu/"
+        for module, targets in imports.items()
+        if module not in DOORS and not within(module, ["hybridflow.cpu"])
+        for target, line in targets.items()
+        if within(target, ["hybridflow.cpu"])
+    ]
+
+
+def questions_asked(tree: dict[str, str]) -> list[str]:
+    """Names, attributes and functions, however they came there."""
+    return [
+        f"{module}:{node.lineno} asks {name}: what depends on the device is chosen by {', '.join(DOORS)}"
+        for module, source in tree.items()
+        if module not in DOORS and not matches(module, ASKERS)
+        for node in ast.walk(ast.parse(source))
+        if (name := asked(node)) in QUESTIONS
+    ]
+
+
+def asked(node: ast.AST) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.name if isinstance(node, ast.FunctionDef | ast.alias) else ""
+
+
 def reachable(module: str, imports: dict[str, dict[str, int]]) -> set[str]:
     seen: set[str] = set()
     waiting = [module]
@@ -413,6 +466,26 @@ BROKEN = {
         "hybridflow.rollout.engine",
         "from hybridflow.reshard import plan",
         "imports hybridflow.reshard.plan",
+    ),
+    "a part of the CPU's without a door": (
+        "hybridflow.models.extra",
+        "from hybridflow.cpu.kernels.layers import swiglu",
+        "models.extra:1 imports hybridflow.cpu.kernels",
+    ),
+    "the device, of a tensor": (
+        "hybridflow.roles.actor",
+        "def f(x):\n    return x.is_cuda",
+        "actor:2 asks is_cuda",
+    ),
+    "the device, by another name": (
+        "hybridflow.roles.actor",
+        "from hybridflow.parallel.device import uses_cuda as u",
+        "actor:1 asks uses_cuda",
+    ),
+    "the device, of the platform": (
+        "hybridflow.trainer",
+        "def f(platform):\n    return platform.has_cuda",
+        "trainer:2 asks has_cuda",
     ),
     "launch to hybridflow": ("launch.hosts", "from hybridflow.config import load", "launch may not"),
     "collective": (MOMENTS, "import torch\ntorch.distributed.barrier()", "may not use torch.distributed"),

@@ -1,7 +1,6 @@
-"""Which kernels training takes, for people: one line when a run starts, with what was not taken and why.
+"""Which kernels training takes on GPUs, for people: one line when a run starts, with what was not taken and why.
 
-What decides is elsewhere: `build` (layers, gradient accumulation), `attention`, and megatron's optimizer; but for those
-in C for CPUs, on which ranks agree here.
+What decides is elsewhere: `build` (layers, gradient accumulation), `attention`, and megatron's optimizer.
 """
 
 import importlib
@@ -11,38 +10,11 @@ from typing import Literal
 
 import megatron.core.optimizer as megatron_optimizer
 import torch
-import torch.distributed as dist
 from torch.nn.attention import current_flash_attention_impl
 
-from hybridflow.cpu.kernels import library as native
-from hybridflow.cpu.kernels import matrix
-from hybridflow.parallel.agreement import failures
 from hybridflow.parallel.device import FIRST_WITH_FLASH
 
-IN_C = "attention, norms, activations, rotary embedding and log-probs"
 OptimizerSource = Literal["Transformer Engine", "apex", "torch"]
-
-
-def agree_on_native_kernels(group: dist.ProcessGroup) -> None:
-    """All ranks compute with the kernels in C for CPUs, or none does: results must not depend on who computed them.
-
-    So with the CPUs' matrix units. Collective over `group`, which must take tensors on the CPU.
-    """
-    missing = failures(native.why_not(), group)
-    if missing:
-        native.do_without("; ".join(missing))
-    elif failures(None if matrix.has_units() else "this CPU has no matrix units", group):
-        matrix.do_without()
-
-
-def native_kernel_line() -> str:
-    """On CPUs."""
-    missing = native.why_not()
-    if missing is None:
-        units = " and its matrix units, which multiply float32 too" if matrix.has_units() else ""
-        return f"kernels for training: {IN_C} in C, compiled for this CPU{units}"
-    needs = f"slower than in C, which needs a compiler ({missing})"
-    return f"kernels for training: {IN_C} by torch, {needs}"
 
 
 @dataclass(frozen=True)

@@ -72,14 +72,15 @@ class Released:
 class HostMemory:
     """Where storages wait: blocks in host memory, page-locked where there is CUDA.
 
-    kept: between the times that something waits there. Page-locked memory is slow to make and never goes back to the
+    kept: between the times that something waits there; None: where it is page-locked, as for CUDA. On a CPU it would be
+    held twice while models train. Page-locked memory is slow to make and never goes back to the
     system. torch's allocator gives it in powers of two, so it is taken in blocks of one, and a storage may lie in
     several.
     """
 
-    def __init__(self, *, kept: bool, block_bytes: int = 256 << 20) -> None:
+    def __init__(self, *, kept: bool | None = None, block_bytes: int = 256 << 20) -> None:
         self.blocks: list[Tensor] = []
-        self._kept, self._block_bytes = kept, block_bytes
+        self._kept, self._block_bytes = uses_cuda() if kept is None else kept, block_bytes
 
     def reserve(self, size: int) -> None:
         if size > sum(block.nbytes for block in self.blocks):

@@ -17,19 +17,13 @@ from hybridflow.batch import RolloutBatch, offsets, token_index
 from hybridflow.models.attention import PackedSequences
 from hybridflow.models.prompt_groups import PromptGroup, micro_batch_groups, prompt_groups
 from hybridflow.models.shared_prompt import SharedPrompts
-from hybridflow.parallel.products import repeated
 
 Padded = Callable[[int], int]  # of so many tokens: with the padding behind them
 
 
-def even(multiple: int) -> Padded:
-    """For sequence parallelism, which splits tokens evenly."""
-    return lambda tokens: tokens + -tokens % multiple
-
-
-def even_and_few(multiple: int) -> Padded:
-    """And of few numbers of tokens, where products compile a kernel for each."""
-    return lambda tokens: multiple * repeated(-(-tokens // multiple))
+def padding(multiple: int, rounded: Callable[[int], int] = int) -> Padded:
+    """To a multiple, as sequence parallelism splits tokens evenly; rounded: of the rows of one part."""
+    return lambda tokens: multiple * rounded(-(-tokens // multiple))
 
 
 @dataclass(frozen=True)

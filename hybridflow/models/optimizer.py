@@ -20,9 +20,8 @@ from torch import Tensor
 from hybridflow.config import OptimizerConfig
 from hybridflow.models.build import PackedModel
 from hybridflow.models.memory import HostMemory, Offloaded, Released, live_bytes, storages
-from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.grid import Grid
-from hybridflow.parallel.platform import adapt_megatron, gathers_within
+from hybridflow.parallel.platform import adapt_megatron, adds_gradients_in_products, gathers_within
 
 
 class BucketedDataParallel(DistributedDataParallel):
@@ -46,7 +45,7 @@ class BucketedDataParallel(DistributedDataParallel):
             overlap_param_gather=overlap and zero1,
         )
         super().__init__(model.config, config, model, pg_collection=grid.groups)
-        if not uses_cuda():
+        if adds_gradients_in_products():
             _add_in_products(model)
         if bucket_elements is not None:
             for buffer in self.flat_buffers():
@@ -94,7 +93,7 @@ class BucketedDataParallel(DistributedDataParallel):
 
 
 def _add_in_products(model: PackedModel) -> None:
-    """Have layers add their weights' gradients to the buffers themselves (`parallel/weight_gradients.py`).
+    """Have layers add their weights' gradients to the buffers themselves (`cpu/megatron/weight_gradients.py`).
 
     Not one that shares its weight with the embeddings: what autograd adds up for those is the buffer's as well.
     """
@@ -165,7 +164,7 @@ class TrainedModel:
         self.optimizer = optimizer
         for part in optimizer.chained_optimizers:
             fuse_adam(part.optimizer)
-        self._host = HostMemory(kept=uses_cuda())  # on a CPU it would be held twice while models train
+        self._host = HostMemory()
 
     def zero_gradients(self) -> None:
         for chunk in self.chunks:

@@ -68,6 +68,12 @@ def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if uses_cuda() else CPU
 
 
+def wait_for(device: torch.device) -> None:
+    """Until it has done what it was given: a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def device_name() -> str:
     """For people: what this rank computes on."""
     return f"CUDA ({torch.cuda.get_device_name()})" if uses_cuda() else "CPU"

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.parallel.device import wait_for
+
 
 @dataclass(frozen=True)
 class Contribution:
@@ -106,7 +108,6 @@ class Exchange:
     def _reduced(self, values: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
         started = time.perf_counter()
         dist.all_reduce(values, op=op, group=group)
-        if values.is_cuda:
-            torch.cuda.synchronize(values.device)  # else the wait would be counted where the result is read
+        wait_for(values.device)  # else the wait would be counted where the result is read
         self.seconds += time.perf_counter() - started
         return values

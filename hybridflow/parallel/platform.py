@@ -1,20 +1,14 @@
-"""One code, two devices: CUDA with NCCL, or a CPU with gloo. Only this module and `device`, which chooses, know which.
+"""One code, two devices: CUDA with NCCL, or a CPU with gloo. Who needs to know which asks here what follows from it.
 
-It also holds everything that megatron-core 0.16.1 needs in order to run where CUDA is absent. Megatron names CUDA in
-four ways: `torch.cuda.current_device()` and its like, factories with device="cuda", `Tensor.cuda()`, and comparing
-`Tensor.type()` with 'torch.cuda.*'. Where CUDA is absent each is answered for megatron's own modules; the real torch
-module stays untouched.
+What megatron-core needs on a CPU is in `cpu/megatron`, which this module alone opens.
 """
 
 import contextlib
-import ctypes
 import faulthandler
-import functools
 import gc
 import logging
 import os
 import socket
-import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -28,19 +22,22 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from hybridflow.cpu.kernels import library as kernels
+from hybridflow.cpu.kernels import matrix
+from hybridflow.cpu.megatron import overlays
+from hybridflow.cpu.megatron.products import compiles_for_shapes, repeated
 from hybridflow.errors import EnvironmentProblem
-from hybridflow.parallel import flat_buffers, weight_gradients
+from hybridflow.parallel.agreement import failures
 from hybridflow.parallel.collectives import Collectives
 from hybridflow.parallel.device import CPU, choose_platform, uses_cuda
 from hybridflow.parallel.gloo import use_one_thread
 from hybridflow.parallel.layout import PlatformName
-from hybridflow.parallel.products import use_fast_products
 from hybridflow.parallel.versions import check_version
 
-MALLOPT_TRIM_THRESHOLD, MALLOPT_TOP_PAD, MALLOPT_MMAP_THRESHOLD = -1, -2, -3  # glibc's malloc.h
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 TIMEOUT_MARGIN = timedelta(minutes=10)  # beyond the watchdog's longest deadline
 STORE_TIMEOUT = timedelta(seconds=30)
+IN_C = "attention, norms, activations, rotary embedding and log-probs"
 
 
 @dataclass(frozen=True)
@@ -74,14 +71,23 @@ class Platform:
         """Memory of the device that nobody has taken: of a CPU, this rank's share of the host's."""
         if self.has_cuda:
             return int(torch.cuda.mem_get_info(self.device)[0])
-        rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-        available = next(int(row[1]) for row in rows if row[0] == "MemAvailable:")
-        return available * 1024 * _env_int("GROUP_WORLD_SIZE", 1) // self.world_size
+        return _host_memory("MemAvailable") * _env_int("GROUP_WORLD_SIZE", 1) // self.world_size
+
+    def memory_bytes(self) -> int:
+        """Memory of the device: of a CPU, this rank's share of the host's."""
+        if self.has_cuda:
+            return torch.cuda.get_device_properties(self.device).total_memory
+        return _host_memory("MemTotal") // self.world_size
 
     def synchronize(self) -> None:
         """Wait for the device, so that a clock read next measures work and not its enqueueing."""
         if self.has_cuda:
             torch.cuda.synchronize(self.device)
+
+
+def _host_memory(name: str) -> int:
+    rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    return next(int(row[1]) * 1024 for row in rows if row[0] == f"{name}:")
 
 
 def start(seed: int, platform: PlatformName = "auto", *, longest_phase_seconds: float = 0.0) -> Platform:
@@ -107,8 +113,55 @@ def start(seed: int, platform: PlatformName = "auto", *, longest_phase_seconds: 
         join_world(backend, timeout)
     if device.type == "cuda":  # a communicator's first use must be one that all ranks take part in
         dist.all_reduce(torch.zeros(1, device=device), group=dist.group.WORLD)
+    if device.type == "cpu":
+        agree_on_kernels(world_group())
     _prepare_megatron(seed)
     return Platform(device, dist.get_rank(), _env_int("LOCAL_RANK", 0), dist.get_world_size())
+
+
+def agree_on_kernels(group: dist.ProcessGroup) -> None:
+    """All ranks compute with the kernels in C for CPUs, or none does: results must not depend on who computed them.
+
+    So with the CPUs' matrix units. Collective over `group`, which must take tensors on the CPU.
+    """
+    missing = failures(kernels.why_not(), group)
+    if missing:
+        kernels.do_without("; ".join(missing))
+    elif failures(None if matrix.has_units() else "this CPU has no matrix units", group):
+        matrix.do_without()
+
+
+def kernel_line() -> str | None:
+    """For people: which kernels training takes on CPUs; None on CUDA, where packages decide (`models/kernels.py`)."""
+    if uses_cuda():
+        return None
+    missing = kernels.why_not()
+    if missing is None:
+        units = " and its matrix units, which multiply float32 too" if matrix.has_units() else ""
+        return f"kernels for training: {IN_C} in C, compiled for this CPU{units}"
+    return f"kernels for training: {IN_C} by torch, slower than in C ({missing})"
+
+
+def overlaps_exchanges() -> bool:
+    """Whether what ranks exchange may travel while they compute: a GPU does both at once, a CPU's cores do not."""
+    return uses_cuda()
+
+
+def adds_gradients_in_products() -> bool:
+    """Whether `adapt_megatron` gives megatron's layers a product that adds a weight's gradient to its buffer.
+
+    On CUDA that is apex's, which layers know of by their config.
+    """
+    return not uses_cuda()
+
+
+def rounded_rows(dtype: torch.dtype) -> Callable[[int], int]:
+    """How many rows, at least those there are, a matrix product of this type is best given."""
+    return repeated if not uses_cuda() and compiles_for_shapes(dtype) else _as_many
+
+
+def _as_many(rows: int) -> int:
+    return rows
 
 
 def join_world(backend: str, timeout: timedelta) -> None:
@@ -318,33 +371,7 @@ def prepare_imports(platform: PlatformName) -> None:
     choose_platform(platform)
     quiet()
     if not uses_cuda():
-        prepare_cpu()
-
-
-def prepare_cpu() -> None:
-    """Settings that must stand before torch._dynamo, megatron-core or vLLM are imported on a CPU.
-
-    megatron's `jit_fuser` is torch.compile: on a CPU it compiles for seconds to gain nothing.
-    """
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # read by vLLM
-    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-    import torch._dynamo.config
-
-    torch._dynamo.config.disable = True  # the environment is read only once, and that may be past
-    _keep_freed_memory()
-    use_fast_products()
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc reuse what tensors free, instead of giving it back to the kernel and faulting it in again.
-
-    Every operation of a step allocates its result; where that is fresh memory it pays for page faults first.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(MALLOPT_MMAP_THRESHOLD, 32 << 20)  # the most it takes; larger tensors are mapped one by one
-        libc.mallopt(MALLOPT_TRIM_THRESHOLD, (1 << 31) - 1)
-        libc.mallopt(MALLOPT_TOP_PAD, 64 << 20)
+        overlays.prepare()
 
 
 def quiet() -> None:
@@ -381,34 +408,8 @@ def adapt_megatron() -> None:
     import megatron.core
 
     check_version("megatron-core", megatron.core.__version__)
-    if uses_cuda():
-        return
-    _adapt_modules(len(sys.modules))
-    if torch.Tensor.cuda is not _stay:
-        for name, method in {"cuda": _stay, "type": _type_for_megatron(torch.Tensor.type)}.items():
-            setattr(torch.Tensor, name, method)
-
-
-@functools.lru_cache(maxsize=1)
-def _adapt_modules(num_modules: int) -> None:
-    """Of `num_modules` loaded ones those of megatron. As long as none is added nothing is left to do: every model and
-    every optimizer asks, and going through thousands of names takes milliseconds.
-    """
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.core") and module.__dict__.get("torch") is torch:
-            module.__dict__["torch"] = _TORCH
-    buffers = sys.modules.get("megatron.core.distributed.param_and_grad_buffer")
-    if buffers is not None:
-        buffers.__dict__["dist_all_gather_func"] = flat_buffers.all_gather_into_tensor
-        buffers.__dict__["dist_reduce_scatter_func"] = flat_buffers.reduce_scatter_tensor
-    layers = sys.modules.get("megatron.core.tensor_parallel.layers")
-    if layers is not None:
-        layers.__dict__["fused_weight_gradient_mlp_cuda"] = weight_gradients
-    random = sys.modules.get("megatron.core.tensor_parallel.random")
-    if random is not None:
-        random.__dict__["_get_cuda_rng_state"] = _get_rng_state
-        random.__dict__["_set_cuda_rng_state"] = _set_rng_state
-        logging.getLogger(random.__name__).setLevel(logging.ERROR)  # it warns that the CPU state changed
+    if not uses_cuda():
+        overlays.adapt()
 
 
 @contextlib.contextmanager
@@ -443,83 +444,3 @@ class _Overlay(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_module"], name)
-
-
-def _get_rng_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _set_rng_state(state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
-    torch.set_rng_state(state)
-
-
-def _stay(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-    """Tensor.cuda() where there is no CUDA: megatron moves tied embeddings with it."""
-    return self
-
-
-def _type_for_megatron(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensor.type() that answers 'torch.cuda.*' to megatron, whose optimizers accept nothing else."""
-
-    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = real(self, *args, **kwargs)
-        asked_by_megatron = sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core")
-        if asked_by_megatron and isinstance(answer, str) and not answer.startswith("torch.cuda."):
-            return answer.replace("torch.", "torch.cuda.", 1)
-        return answer
-
-    return type_name
-
-
-class _CudaOnCpu(types.ModuleType):
-    """torch.cuda as megatron sees it where there is none."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda, name)
-
-    def is_available(self) -> bool:
-        return False
-
-    def current_device(self) -> torch.device:
-        return CPU
-
-    def synchronize(self, *args: object) -> None:
-        """Nothing is asynchronous on a CPU."""
-
-    def empty_cache(self) -> None:
-        """There is no caching allocator on a CPU."""
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def get_rng_state(self, device: object = None) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def get_device_capability(self, *args: object) -> tuple[int, int]:
-        return (0, 0)
-
-
-class _TorchOnCpu(types.ModuleType):
-    """torch as megatron sees it where there is no CUDA: factories asked for "cuda" allocate on the CPU."""
-
-    def __init__(self) -> None:
-        super().__init__("torch")
-        self.cuda = _CudaOnCpu("torch.cuda")
-        for name in ("zeros", "ones", "empty", "tensor", "arange", "full", "rand", "randn"):
-            setattr(self, name, _on_cpu(getattr(torch, name)))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def build(*args: Any, **kwargs: Any) -> torch.Tensor:
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "cuda":
-            kwargs["device"] = CPU
-        return factory(*args, **kwargs)
-
-    return build
-
-
-_TORCH = _TorchOnCpu()

@@ -8,6 +8,13 @@ from hybridflow.errors import EnvironmentProblem
 SEEN = {"vllm": "0.32.0", "megatron-core": "0.16.1", "torch": "2.13.0"}
 
 
+def replace_in(owner: object, **names: object) -> None:
+    """Give a module or a class of a package other functions by these names."""
+    for name, value in names.items():
+        assert hasattr(owner, name), f"{owner} has no {name} to replace"
+        setattr(owner, name, value)
+
+
 def check_version(package: str, found: str) -> None:
     """Called before anything of `package` is replaced. found: its own `__version__`; +cpu and the like do not matter.
 

@@ -15,7 +15,7 @@ from math import ceil
 from pathlib import Path
 
 from hybridflow.architecture.spec import HEADS, Head, ModelSpec, read_spec
-from hybridflow.config import ExperimentConfig, RoleConfig, RunConfig
+from hybridflow.config import ExperimentConfig, RoleConfig, RolloutConfig, RunConfig
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.fixed_config import AnyConfig, FixedDataConfig
 from hybridflow.parallel.device import uses_cuda
@@ -78,6 +78,12 @@ class PlacedModels:
     config: RunConfig
     world_size: int
     models: dict[str, PlacedModel]  # by name
+    cuda: bool  # whether they are on GPUs
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Of the buckets in which the actor's weights, or those of the trained model, live and travel."""
+        return RolloutConfig().bucket_bytes(cuda=self.cuda)
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,15 @@ class PlacedRun(PlacedModels):
     rollout: RolloutLayout
     stages: Stages  # the layers of each engine stage
     kv_cache: KVCacheSize
-    cuda: bool  # whether the engine runs on GPUs
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.config.rollout.bucket_bytes(cuda=self.cuda)
+
+    @property
+    def captures_graphs(self) -> bool:
+        """Whether the engine replays CUDA graphs, which keep the addresses of the weights."""
+        return self.cuda and not self.config.rollout.enforce_eager
 
     @property
     def actor(self) -> PlacedModel:
@@ -114,7 +128,7 @@ class PlacedRun(PlacedModels):
 def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None) -> PlacedRun:
     """The run on `world_size` ranks. Errors: ConfigError with a line for each reason why there is none.
 
-    cuda: whether the engine runs on GPUs; None: as the config says, by default whether this machine has any.
+    cuda: whether it runs on GPUs; None: as the config says, by default whether this machine has any.
     """
     reasons = Reasons()
     layouts = config.layouts(world_size, reasons)
@@ -140,11 +154,11 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
     reasons.refuse()
     assert engine is not None and kv_cache is not None, "no reason, and no engine"
     models = {name: _placed(name, role, specs[name], layouts[name]) for name, role in config.roles().items()}
-    return PlacedRun(config, world_size, models, *engine, kv_cache, has_cuda)
+    return PlacedRun(config, world_size, models, has_cuda, *engine, kv_cache)
 
 
-def place_fixed(config: FixedDataConfig, world_size: int) -> PlacedFixed:
-    """The run on `world_size` ranks. Errors: ConfigError with a line for each reason why there is none."""
+def place_fixed(config: FixedDataConfig, world_size: int, *, cuda: bool | None = None) -> PlacedFixed:
+    """The run on `world_size` ranks. Errors and `cuda` as of `place`."""
     reasons = Reasons()
     layouts = config.layouts(world_size, reasons)
     specs = _specs(config, reasons)
@@ -155,13 +169,14 @@ def place_fixed(config: FixedDataConfig, world_size: int) -> PlacedFixed:
             reasons.of(spec.check_vocabulary, name, specs["actor"])
     reasons.refuse()
     models = {name: _placed(name, role, specs[name], layouts[name]) for name, role in config.roles().items()}
-    return PlacedFixed(config, world_size, models)
+    has_cuda = uses_cuda(config.platform) if cuda is None else cuda
+    return PlacedFixed(config, world_size, models, has_cuda)
 
 
 def place_either(config: AnyConfig, world_size: int, *, cuda: bool | None = None) -> PlacedRun | PlacedFixed:
     """By the kind of the config."""
     if isinstance(config, FixedDataConfig):
-        return place_fixed(config, world_size)
+        return place_fixed(config, world_size, cuda=cuda)
     return place(config, world_size, cuda=cuda)
 
 

@@ -5,7 +5,6 @@ profile = measure_profile("our machine", tell=print)        # on every rank that
 
 import os
 import platform as machine
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -119,7 +118,7 @@ def _raw(name: str, platform: Platform, own_groups: ProcessGroups, directory: Pa
     fields = {
         "name": name,
         "measured": True,
-        "memory_bytes": _memory(platform),
+        "memory_bytes": platform.memory_bytes(),
         "products": {dtype: ProductRates(table=table) for dtype, table in tables.items()},
         "attention_forward": found.attention[0],
         "attention_backward": found.attention[1],
@@ -171,16 +170,6 @@ def _disk_bandwidth(directory: Path) -> float:
     seconds = time.perf_counter() - begin
     (directory / "disk").unlink()
     return DISK_BYTES / seconds
-
-
-def _memory(platform: Platform) -> int:
-    """Of the device, or the rank's share of the host's."""
-    if platform.has_cuda:
-        return torch.cuda.get_device_properties(platform.device).total_memory
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemTotal:"):
-            return int(line.split()[1]) * 1024 // platform.world_size
-    return shutil.disk_usage("/").total
 
 
 def _processor(device: torch.device) -> str:

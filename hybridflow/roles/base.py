@@ -16,21 +16,18 @@ from hybridflow.models import pipeline
 from hybridflow.models.build import DTYPES, PackedModel, build_model, named_weights
 from hybridflow.models.micro_batch import (
     MicroBatch,
-    even,
-    even_and_few,
     filled_up,
     filler,
+    padding,
     prediction_micro_batches,
     sequence_micro_batches,
 )
 from hybridflow.models.optimizer import TrainedModel, learning_rate
 from hybridflow.models.pipeline import Readout
 from hybridflow.models.prompt_groups import replica_rows
-from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.grid import Grid, ProcessGroups
-from hybridflow.parallel.platform import Platform
-from hybridflow.parallel.products import compiles_for_shapes
+from hybridflow.parallel.platform import Platform, overlaps_exchanges, rounded_rows
 from hybridflow.planning.placed import PlacedModel
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.roles.ahead import Ahead
@@ -50,7 +47,7 @@ class World:
     exchange: Exchange
     bucket_bytes: int  # the actor's weights live and travel in buckets of about this size
     watch: Stopwatch = field(default_factory=Stopwatch)
-    overlap: bool = field(default_factory=uses_cuda)  # what replicas exchange travels while they compute
+    overlap: bool = field(default_factory=overlaps_exchanges)  # what replicas exchange travels while they compute
 
 
 class Role:
@@ -67,6 +64,8 @@ class Role:
         self.grid = Grid.build(placed.layout, world.groups)
         self._config = config = placed.config
         self._platform, self._watch = world.platform, world.watch
+        multiple = self.grid.tp if config.sequence_parallel else 1
+        self._padded = padding(multiple, rounded_rows(DTYPES[self.dtype]))
         self._models: list[PackedModel] = []
         if self.grid.inside:
             self._models = build_model(
@@ -104,8 +103,7 @@ class Role:
         self, batch: RolloutBatch, shares: list[list[int]], make: MakeMicroBatches, *, one: bool = False
     ) -> list[MicroBatch]:
         """Each share of the rows by itself, cut by the token budget; `one` at least."""
-        multiple = self.grid.tp if self._config.sequence_parallel else 1
-        padded = (even_and_few if compiles_for_shapes(DTYPES[self.dtype]) else even)(multiple)
+        padded = self._padded
         micro_batches = [
             micro_batch
             for rows in shares

@@ -1,38 +1,19 @@
 """The engine's KV cache: released while the trainer needs the memory, and back before the next generation."""
 
-from typing import TYPE_CHECKING
-
-from torch import Tensor, UntypedStorage
-
-from hybridflow.models.memory import refill_with_zeros
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import LLM
 
 
-class KVCache:
-    """Of an engine on a CPU, where vLLM's sleep mode does not exist (0.32.0): the storages shrink to nothing.
+class KVCache(Protocol):
+    """No request may be running when it is released. What was in it is lost, and it is zero when it is back.
 
-    The tensors and every view of them stay; only the memory under them goes and comes.
+    vLLM multiplies what lies behind a sequence by zero: what was a NaN would stay one.
     """
 
-    def __init__(self, llm: "LLM") -> None:
-        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        self._storages = _storages(runner.kv_caches)
-        self._sizes = [storage.nbytes() for storage in self._storages]
-
-    def release(self) -> None:
-        """No request may be running. The content is lost."""
-        for storage in self._storages:
-            storage.resize_(0)
-
-    def restore(self) -> None:
-        """The content is zero: the engine's prefix cache must be reset before it is used.
-
-        vLLM multiplies what lies behind a sequence by zero: what was a NaN would stay one.
-        """
-        for storage, size in zip(self._storages, self._sizes, strict=True):
-            refill_with_zeros(storage, size)
+    def release(self) -> None: ...
+    def restore(self) -> None: ...
 
 
 class CudaKVCache:
@@ -60,9 +41,3 @@ class CudaKVCache:
             for cache in self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches:
                 cache.zero_()
             self._released = False
-
-
-def _storages(tensors: list[Tensor]) -> list[UntypedStorage]:
-    """Each once: the layers' caches are views of one storage or of several, as vLLM likes."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return list({storage.data_ptr(): storage for storage in storages}.values())

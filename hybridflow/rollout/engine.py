@@ -10,36 +10,19 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from hybridflow.config import RolloutConfig, SamplingConfig
 from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.parallel.platform import Platform, preserved_random_state
-from hybridflow.rollout.cache import CudaKVCache, KVCache
-from hybridflow.rollout.decoding import SeveralSteps
+from hybridflow.rollout.device import engine_device
 from hybridflow.rollout.patches import prepare_vllm
 from hybridflow.rollout.runner import choose_runner
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import CompletionOutput, SamplingParams
-
-
-class BesideATrainer(TypedDict, total=False):
-    gpu_memory_utilization: float
-    moe_backend: str
-    enable_flashinfer_autotune: bool
-
-
-# vLLM 0.32.0 refuses to start unless this share of the GPU is free, though kv_cache_memory_bytes says what it may take;
-# of its kernels for experts, Triton's alone reads their weights as they stand; of the linear layers and experts that it
-# would time at every start (on Hopper and later) none is FlashInfer's
-BESIDE_A_TRAINER: BesideATrainer = {
-    "gpu_memory_utilization": 0.01,
-    "moe_backend": "triton",
-    "enable_flashinfer_autotune": False,
-}
 
 
 @dataclass(frozen=True)
@@ -66,7 +49,7 @@ class RolloutEngine:
     pipeline stage hands its logits to the others, and all draw alike from the requests' seeds. A second engine may be
     built when the first is closed.
 
-    block_tokens: of the KV cache on a CPU; on CUDA the backend of attention says it.
+    block_tokens: of the KV cache, where it is the trainer that says it.
     """
 
     def __init__(
@@ -90,7 +73,8 @@ class RolloutEngine:
 
         from hybridflow.rollout.loader import LOAD_FORMAT
 
-        choose_runner(sampling, cuda=platform.has_cuda, triton=HAS_TRITON, pp=layout.pp)
+        device = engine_device()
+        choose_runner(sampling, cuda=device.kind == "cuda", triton=HAS_TRITON, pp=layout.pp)
         self._platform = platform
         self._needs_text = bool(sampling.stop or sampling.bad_words)
         self._sleeps = config.sleep_level == 1
@@ -110,24 +94,16 @@ class RolloutEngine:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=max(config.max_num_batched_tokens, max_length),
                 kv_cache_memory_bytes=kv_cache_bytes,
-                # a prompt cut in two takes a seeded draw back, which vLLM 0.32.0 cannot on a CPU
-                enable_chunked_prefill=platform.has_cuda,
                 enable_prefix_caching=config.enable_prefix_caching,
-                enforce_eager=config.enforce_eager or not platform.has_cuda,
-                enable_sleep_mode=self._sleeps and platform.has_cuda,  # refused on a CPU
-                **(BESIDE_A_TRAINER if platform.has_cuda else {"block_size": block_tokens}),
+                **device.settings(eager=config.enforce_eager, sleeps=self._sleeps, block_tokens=block_tokens),
                 logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
                 generation_config="vllm",  # sampling is what the experiment's config says, nothing else
                 seed=0,
             )
         self._engine = self._llm.llm_engine
-        self.kv_cache = (CudaKVCache if platform.has_cuda else KVCache)(self._llm)
+        self.kv_cache = device.kv_cache(self._llm)
         _check_stage(self._model_runner(), stages, pp)
-        if not platform.has_cuda:
-            _receive_from_earlier_stage(self._model_runner())
-            if layout.pp == 1:
-                core: Any = self._engine.engine_core
-                SeveralSteps(core.engine_core.scheduler, self._model_runner())
+        device.finish(self._llm, pp=layout.pp)
 
     def close(self) -> None:
         """Free what the engine holds: cache, buffers, references to the trainer's memory. The groups stay.
@@ -218,16 +194,6 @@ def _check_stage(runner: Any, stages: Stages, pp: int) -> None:
     numbers = (re.search(r"\.layers\.(\d+)\.", name) for name, _ in runner.model.named_parameters())
     layers = tuple(sorted({int(number[1]) for number in numbers if number}))
     assert layers == tuple(stages[pp]), f"stage {pp} of the engine has layers {layers}, the layout says {stages[pp]}"
-
-
-def _receive_from_earlier_stage(runner: Any) -> None:
-    """Room for what a later pipeline stage receives. vLLM 0.32.0 makes it in a profile run, which a CPU skips."""
-    from vllm.distributed.parallel_state import get_pp_group
-
-    if not get_pp_group().is_first_rank:
-        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
-        )
 
 
 def _sampling_params(

@@ -29,10 +29,9 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from hybridflow.errors import EnvironmentProblem
-from hybridflow.parallel.versions import check_version
-from hybridflow.rollout.patches import replace_in
+from hybridflow.parallel.versions import check_version, replace_in
 
-READ_AS_THEY_STAND = ("CPU", "TRITON", "BATCHED_TRITON")  # vLLM's kernels for experts; on a CPU see patches.py
+READ_AS_THEY_STAND = ("CPU", "TRITON", "BATCHED_TRITON")  # vLLM's kernels for experts; on a CPU see cpu/engine
 LOAD_FORMAT = "hybridflow_alias"  # vLLM lower-cases load formats
 Source = Callable[[str], Tensor]  # engine parameter name -> the trainer's memory for it
 

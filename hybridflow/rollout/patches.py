@@ -3,21 +3,16 @@
 import functools
 import logging
 import os
-import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from hybridflow.errors import EnvironmentProblem
-from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.parallel.platform import world_group
-from hybridflow.parallel.versions import SEEN, check_version
-from hybridflow.rollout.cpu_kernels import attention_in_c, linear_in_c, norm_in_c, swiglu_in_c
-from hybridflow.rollout.decoder import decoder_in_c
-from hybridflow.rollout.sampling import sampler_in_c
+from hybridflow.parallel.versions import SEEN, check_version, replace_in
+from hybridflow.rollout.device import EngineDevice, engine_device
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -49,7 +44,8 @@ def prepare_vllm() -> None:
     check_version("vllm", vllm.__version__)
     from vllm import envs
 
-    _check_platform()
+    device = engine_device()
+    _check_platform(device)
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     envs.disable_envs_cache()  # an engine keeps what it read; the next one may stand on another layout
     if envs.VLLM_BATCH_INVARIANT:
@@ -58,54 +54,29 @@ def prepare_vllm() -> None:
             "without gradients, and this process trains too: unset it"
         )
     _patch_once()
-    if uses_cuda():
-        _settle_stream()
+    device.prepare()
 
 
-def _check_platform() -> None:
+def _check_platform(device: EngineDevice) -> None:
     """The engine computes where the trainer does: vLLM is built for one kind of device and chooses by its build."""
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() == uses_cuda():
+    if current_platform.device_type != device.kind:
         raise EnvironmentProblem(
             f"this vLLM is built for {current_platform.device_type or 'another device'}, the trainer computes on "
-            f"{'CUDA' if uses_cuda() else 'the CPU'}: set `platform` in the config, or install the other build: "
+            f"{device.name}: set `platform` in the config, or install the other build: "
             f"{INSTALL}"
         )
 
 
 @functools.cache
 def _patch_once() -> None:
-    """Every change to vLLM, each seen necessary in the release that `versions` names."""
+    """What any device needs, each seen necessary in the release that `versions` names."""
     import vllm.v1.engine.core as core
     import vllm.v1.worker.gpu_worker as worker
 
     replace_in(core, cleanup_dist_env_and_memory=_keep_groups, freeze_gc_heap=_leave_heap)
     replace_in(worker, freeze_gc_heap=_leave_heap, init_distributed_environment=_use_joined_groups)
-    if not uses_cuda():
-        _read_live_weights()
-        _read_live_experts()
-        _wait_without_spinning()
-        _register_kernels_once()
-        _compute_as_the_trainer()
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # in talk between stages
-
-
-def _settle_stream() -> None:
-    """vLLM makes a stream of its own the process's current one, for good, when it first asks for it.
-
-    Asked now, models, optimizers and engine all work on that stream, and one pool of torch's allocator serves them.
-    """
-    from vllm.utils.torch_utils import current_stream
-
-    current_stream()
-
-
-def replace_in(owner: object, **names: object) -> None:
-    """Give a module or a class of vLLM other functions by these names."""
-    for name, value in names.items():
-        assert hasattr(owner, name), f"{owner} has no {name} to replace"
-        setattr(owner, name, value)
 
 
 def _keep_groups(*args: object, **kwargs: object) -> None:
@@ -118,88 +89,6 @@ def _leave_heap(*args: object, **kwargs: object) -> None:
 
 def _use_joined_groups(*args: object, **kwargs: object) -> None:
     """A worker insists that vLLM's world group spans all ranks; `join_groups` has set it to those of one stage."""
-
-
-def _read_live_weights() -> None:
-    """Linear layers on a CPU compute from the weight itself.
-
-    vLLM would repack each weight and delete the original: a second copy that training never updates.
-    """
-    import vllm.model_executor.layers.utils as utils
-
-    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.__dict__["cpu_linear"] = linear_in_c
-
-    replace_in(utils, dispatch_cpu_unquantized_gemm=dispatch)
-
-
-def _read_live_experts() -> None:
-    """Experts on a CPU compute from the weights themselves, for the same reason."""
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    replace_in(CPUUnquantizedExperts, process_weights_after_loading=lambda self, layer: None, apply=_apply_experts)
-
-
-def _apply_experts(
-    self: object,
-    output: torch.Tensor,
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    *args: object,
-    **kwargs: object,
-) -> None:
-    """output (t, hidden) <- sum over a token's experts of weight x w2 swiglu(w1 x); w1 is [gate; up] of each expert."""
-    chosen = topk_ids.flatten().long()
-    order = chosen.argsort(stable=True)
-    ends = chosen.bincount(minlength=len(w1)).cumsum(0).to(torch.int32)
-    gate, up = torch.nn.functional.grouped_mm(
-        hidden_states[order // topk_ids.shape[1]], w1.transpose(1, 2), offs=ends
-    ).chunk(2, dim=-1)
-    hidden = torch.nn.functional.silu(gate) * up
-    outputs = torch.nn.functional.grouped_mm(hidden, w2.transpose(1, 2), offs=ends)
-    outputs = outputs * topk_weights.flatten()[order, None]
-    output.copy_(outputs[order.argsort()].unflatten(0, topk_ids.shape).sum(1))
-
-
-def _wait_without_spinning() -> None:
-    """Ranks on CPUs talk over gloo.
-
-    vLLM's own shared memory spins while it waits: with more ranks than cores a step took seconds instead of
-    milliseconds. It also leaves 4 MiB a rank in /dev/shm behind every run.
-    """
-    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-
-    replace_in(CpuCommunicator, _all_group_ranks_share_shm_group_name=lambda self: False)
-
-
-def _compute_as_the_trainer() -> None:
-    """By the kernels in C, where this process has them when a layer is asked."""
-    from vllm.model_executor.layers.activation import SiluAndMul
-    from vllm.model_executor.layers.layernorm import RMSNorm
-    from vllm.model_executor.models.llama import LlamaDecoderLayer
-    from vllm.model_executor.models.mistral import MistralDecoderLayer
-    from vllm.model_executor.models.qwen2 import Qwen2DecoderLayer
-    from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-    from vllm.v1.sample.sampler import Sampler
-
-    replace_in(CPUAttentionBackendImpl, **attention_in_c(CPUAttentionBackendImpl))
-    replace_in(RMSNorm, **norm_in_c(RMSNorm))
-    replace_in(SiluAndMul, **swiglu_in_c(SiluAndMul))
-    for layer in (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer):
-        replace_in(layer, **decoder_in_c(layer))
-    replace_in(Sampler, **sampler_in_c(Sampler))
-
-
-def _register_kernels_once() -> None:
-    """Every engine wraps vLLM's kernels again, around the wrappers of the engine before, in 0.2 s a time."""
-    from vllm.platforms import current_platform
-
-    once = functools.cache(current_platform.register_triton_kernel_overrides)
-    replace_in(type(current_platform), register_triton_kernel_overrides=staticmethod(once))
 
 
 def join_groups(layout: RolloutLayout, stages: Stages, local_rank: int) -> None:
@@ -245,7 +134,7 @@ def _group(name: str, lists: RankLists, local_rank: int, world: dist.ProcessGrou
     return state.init_model_parallel_group(
         [list(ranks) for ranks in lists],
         local_rank,
-        "nccl" if uses_cuda() else "gloo",
+        engine_device().backend,
         # no message queue in shared memory: every rank schedules for itself, and a killed run would leave it behind
         use_message_queue_broadcaster=False,
         group_name=name,

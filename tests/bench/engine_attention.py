@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from hybridflow.cpu.kernels import library, paged
-from hybridflow.parallel.platform import prepare_cpu
+from hybridflow.cpu.megatron.overlays import prepare
 from hybridflow.planning.placed import BLOCK_TOKENS
 from hybridflow.rollout.patches import prepare_vllm
 from tests.bench.shared_prompt import cpu
@@ -68,7 +68,7 @@ def main() -> None:
     options = parser.parse_args()
     if library.why_not() is not None:
         raise SystemExit(f"there are no kernels: {library.why_not()}")
-    prepare_cpu()
+    prepare()
     prepare_vllm()
     from vllm.platforms import current_platform
 

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from hybridflow.cpu.engine.kernels import most_rows
 from hybridflow.cpu.kernels.linear import linear
-from hybridflow.rollout.cpu_kernels import most_rows
 from tests.bench.iteration import SIZES, VOCAB_SIZE
 from tests.bench.kernels import on_one_thread
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from hybridflow.parallel import flat_buffers
+from hybridflow.cpu.megatron import flat_buffers
 from hybridflow.parallel import platform as platforms
 
 MS = 1e3

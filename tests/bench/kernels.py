@@ -23,12 +23,12 @@ from rich.table import Table
 from torch import Tensor
 
 from hybridflow.cpu.kernels import library
+from hybridflow.cpu.megatron.overlays import prepare
 from hybridflow.models import build
 from hybridflow.models.attention import PackedSequences
 from hybridflow.models.build import attention_functions, layer_classes
 from hybridflow.models.shared_prompt import SharedPrompts
 from hybridflow.parallel import vocab
-from hybridflow.parallel.platform import prepare_cpu
 from hybridflow.parallel.vocab import vocab_kernels, vocab_parallel_log_probs
 from tests.bench.shared_prompt import cpu
 
@@ -49,7 +49,7 @@ def on_one_thread() -> None:
     """As the trainer prepares a process, with kernels; SystemExit where there are none."""
     if library.why_not() is not None:
         raise SystemExit(f"there are no kernels: {library.why_not()}")
-    prepare_cpu()
+    prepare()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print(cpu())

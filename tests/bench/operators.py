@@ -20,12 +20,12 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hybridflow.cpu import peer_memory
+from hybridflow.cpu.engine import kernels as cpu_kernels
 from hybridflow.cpu.kernels.decoder import KINDS as KINDS_OF_A_LAYER
 from hybridflow.cpu.kernels.decoder import DecoderLayer
-from hybridflow.parallel import weight_gradients
+from hybridflow.cpu.megatron import weight_gradients
 from hybridflow.parallel.collectives import COLLECTIVES
 from hybridflow.recording.measure import Stopwatch
-from hybridflow.rollout import cpu_kernels
 
 REST, ENGINE = "Python and small operations", "engine step"
 KINDS = {  # by the beginning of an operator's name, the first that fits

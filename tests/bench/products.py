@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybridflow.cpu.kernels.matrix import has_units
 from hybridflow.cpu.kernels.matrix import product as by_units
-from hybridflow.parallel import products
+from hybridflow.cpu.megatron import products
 from tests.bench.shared_prompt import cpu
 
 LAYERS = ((256, 512), (256, 1536), (768, 256), (256, 4096), (1024, 4096))  # inputs, outputs

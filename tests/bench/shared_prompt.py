@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hybridflow.batch import PerToken, RolloutBatch, response_mask
 from hybridflow.config import ExperimentConfig
-from hybridflow.models.micro_batch import even, prediction_micro_batches
+from hybridflow.models.micro_batch import padding, prediction_micro_batches
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
@@ -154,7 +154,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 def tokens_run(batch: Batch) -> int:
     rows = list(range(len(batch)))
-    every = prediction_micro_batches(batch, rows, max_tokens=1 << 30, padded=even(1), device=torch.device("cpu"))
+    every = prediction_micro_batches(batch, rows, max_tokens=1 << 30, padded=padding(1), device=torch.device("cpu"))
     return sum(len(micro_batch.input_ids) for micro_batch in every)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridflow.by_length import always
 from hybridflow.checkpoint.export import export_huggingface
-from hybridflow.rollout import decoder, decoding, sampling
+from hybridflow.cpu.engine import decoder, decoding, sampling
 from hybridflow.rollout.engine import RolloutEngine
 from hybridflow.trainer import RLTrainer
 from tests.distributed.gather import whole

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from hybridflow.batch import RolloutBatch, Tokens, balanced_partition, offsets, response_mask
+from hybridflow.cpu.megatron.products import repeated
 from hybridflow.models.micro_batch import (
     MicroBatch,
-    even,
-    even_and_few,
     filled_up,
+    padding,
     prediction_micro_batches,
     sequence_micro_batches,
 )
@@ -46,7 +46,7 @@ def lists(micro_batch: MicroBatch) -> dict[str, list[int]]:
 
 def test_predictions_of_the_whole_batch_by_hand() -> None:
     # longest first; the last token of each sequence is not run
-    (micro_batch,) = prediction_micro_batches(BATCH, [0, 1, 2, 3], max_tokens=100, padded=even(1), device=CPU)
+    (micro_batch,) = prediction_micro_batches(BATCH, [0, 1, 2, 3], max_tokens=100, padded=padding(1), device=CPU)
     assert lists(micro_batch) == {
         "lengths": [4, 3, 2, 1],
         "input_ids": [103, 104, 105, 106, 110, 111, 112, 100, 101, 108],
@@ -62,13 +62,13 @@ def test_predictions_of_the_whole_batch_by_hand() -> None:
 
 def test_predictions_cut_by_the_token_budget() -> None:
     # the tokens that are run are 4, 3, 2, 1 of them: with a budget of 5 that is [4], [3, 2], [1]
-    micro_batches = prediction_micro_batches(BATCH, [0, 1, 2, 3], max_tokens=5, padded=even(1), device=CPU)
+    micro_batches = prediction_micro_batches(BATCH, [0, 1, 2, 3], max_tokens=5, padded=padding(1), device=CPU)
     assert [lists(m)["lengths"] for m in micro_batches] == [[4], [3, 2], [1]]
     assert [lists(m)["where"] for m in micro_batches] == [[4, 5, 6, 7], [12, 13, 2], [9]]
 
 
 def test_predictions_of_some_rows_only() -> None:
-    (micro_batch,) = prediction_micro_batches(BATCH, [0, 3], max_tokens=100, padded=even(1), device=CPU)
+    (micro_batch,) = prediction_micro_batches(BATCH, [0, 3], max_tokens=100, padded=padding(1), device=CPU)
     assert lists(micro_batch) == {
         "lengths": [3, 2],
         "input_ids": [110, 111, 112, 100, 101],
@@ -80,8 +80,8 @@ def test_predictions_of_some_rows_only() -> None:
 
 
 def test_missing_tokens_are_one_more_sequence_that_nobody_reads() -> None:
-    (plain,) = prediction_micro_batches(BATCH, [0, 3], max_tokens=100, padded=even(1), device=CPU)
-    (padded,) = prediction_micro_batches(BATCH, [0, 3], max_tokens=100, padded=even(4), device=CPU)
+    (plain,) = prediction_micro_batches(BATCH, [0, 3], max_tokens=100, padded=padding(1), device=CPU)
+    (padded,) = prediction_micro_batches(BATCH, [0, 3], max_tokens=100, padded=padding(4), device=CPU)
     expected = lists(plain)
     for name, tail in {"lengths": [3], "input_ids": [0, 0, 0], "positions": [0, 1, 2]}.items():
         expected[name] += tail
@@ -90,13 +90,13 @@ def test_missing_tokens_are_one_more_sequence_that_nobody_reads() -> None:
 
 
 def test_no_padding_where_the_tokens_divide() -> None:
-    (micro_batch,) = prediction_micro_batches(BATCH, [0, 1, 2, 3], max_tokens=100, padded=even(5), device=CPU)
+    (micro_batch,) = prediction_micro_batches(BATCH, [0, 1, 2, 3], max_tokens=100, padded=padding(5), device=CPU)
     assert micro_batch.packed.lengths == (4, 3, 2, 1)
 
 
 def test_sequences_by_hand() -> None:
     # every token is run; the output wanted is the last one's, and belongs to the row
-    micro_batches = sequence_micro_batches(BATCH, [0, 1, 2, 3], max_tokens=9, padded=even(4), device=CPU)
+    micro_batches = sequence_micro_batches(BATCH, [0, 1, 2, 3], max_tokens=9, padded=padding(4), device=CPU)
     first, second = map(lists, micro_batches)
     assert first == {
         "lengths": [5, 4, 3],
@@ -117,14 +117,14 @@ def test_sequences_by_hand() -> None:
 
 
 def test_no_rows_make_no_micro_batch() -> None:
-    assert prediction_micro_batches(BATCH, [], max_tokens=9, padded=even(4), device=CPU) == []
-    assert sequence_micro_batches(BATCH, [], max_tokens=9, padded=even(4), device=CPU) == []
+    assert prediction_micro_batches(BATCH, [], max_tokens=9, padded=padding(4), device=CPU) == []
+    assert sequence_micro_batches(BATCH, [], max_tokens=9, padded=padding(4), device=CPU) == []
 
 
 @pytest.mark.parametrize(("group", "missing"), [(1, 0), (2, 1), (3, 0), (4, 1), (5, 2)])
 def test_micro_batches_are_filled_up_with_some_that_nobody_reads(group: int, missing: int) -> None:
-    micro_batches = prediction_micro_batches(BATCH, [0, 1, 2, 3], max_tokens=5, padded=even(1), device=CPU)
-    filled = filled_up(micro_batches, group, padded=even(4), device=CPU)
+    micro_batches = prediction_micro_batches(BATCH, [0, 1, 2, 3], max_tokens=5, padded=padding(1), device=CPU)
+    filled = filled_up(micro_batches, group, padded=padding(4), device=CPU)
     assert filled[:3] == micro_batches and len(filled) == 3 + missing
     nothing = {"rows": [], "where": [], "targets": []}
     fillers = [lists(micro_batch) for micro_batch in filled[3:]]
@@ -133,7 +133,7 @@ def test_micro_batches_are_filled_up_with_some_that_nobody_reads(group: int, mis
 
 def test_none_are_filled_up_with_none() -> None:
     """Every replica has a row of a mini-batch; where it has none it takes part in nothing."""
-    assert filled_up([], 2, padded=even(1), device=CPU) == []
+    assert filled_up([], 2, padded=padding(1), device=CPU) == []
 
 
 # --------------------------------------------------------------------- a prompt that samples share
@@ -158,7 +158,7 @@ def grouped_batch() -> RolloutBatch:
 def test_predictions_of_samples_of_a_prompt_by_hand() -> None:
     """All but the last token of the prompt once, then what follows it, the longest first."""
     (micro_batch,) = prediction_micro_batches(
-        grouped_batch(), [0, 1, 2, 3, 4], max_tokens=99, padded=even(8), device=CPU
+        grouped_batch(), [0, 1, 2, 3, 4], max_tokens=99, padded=padding(8), device=CPU
     )
     assert lists(micro_batch) == {
         "lengths": [5, 3, 2, 3, 2, 1],
@@ -174,14 +174,14 @@ def test_predictions_of_samples_of_a_prompt_by_hand() -> None:
 
 def test_a_group_beyond_the_budget_has_its_prompt_in_each_part() -> None:
     """Of 2 + 3 + 2 + 1 tokens: with 7 at most the shortest is by itself."""
-    micro_batches = prediction_micro_batches(grouped_batch(), [0, 2, 4], max_tokens=7, padded=even(1), device=CPU)
+    micro_batches = prediction_micro_batches(grouped_batch(), [0, 2, 4], max_tokens=7, padded=padding(1), device=CPU)
     assert [m.input_ids.tolist() for m in micro_batches] == [[10, 11, 12, 108, 109, 12, 100], [10, 11, 12]]
     assert [m.where.tolist() for m in micro_batches] == [[22, 23, 24, 3, 4], [14]]
     assert [m.packed.shared is None for m in micro_batches] == [False, True]
 
 
 def test_sequences_that_share_a_prompt_by_hand() -> None:
-    (micro_batch,) = sequence_micro_batches(grouped_batch(), [0, 2, 3, 4], max_tokens=99, padded=even(1), device=CPU)
+    (micro_batch,) = sequence_micro_batches(grouped_batch(), [0, 2, 3, 4], max_tokens=99, padded=padding(1), device=CPU)
     found = lists(micro_batch)
     assert found["input_ids"] == [20, 21, 22, 107, 10, 11, 12, 108, 109, 110, 12, 100, 101, 12, 106]
     assert found["positions"] == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 2, 3, 4, 2, 3]
@@ -202,7 +202,7 @@ def test_every_response_token_of_groups_is_predicted_once(dp: int, max_tokens: i
     batch = replace(batch, input_ids=ids, prompt_indices=indices)
     where, num_run = [], 0
     for rows in replica_rows(batch, dp):
-        for m in prediction_micro_batches(batch, rows, max_tokens=max_tokens, padded=even(1), device=CPU):
+        for m in prediction_micro_batches(batch, rows, max_tokens=max_tokens, padded=padding(1), device=CPU):
             assert len(m.input_ids) == sum(m.packed.lengths) <= max_tokens
             assert len(m.rows.unique()) == len(m.rows)
             assert torch.equal(m.input_ids[m.rows], ids[m.where - 1]) and torch.equal(m.targets, ids[m.where])
@@ -236,7 +236,7 @@ def test_every_response_token_is_predicted_once_from_the_token_before_it(
     run: list[int] = []
     for rows in balanced_partition(batch.lengths.tolist(), dp):
         for micro_batch in prediction_micro_batches(
-            batch, rows, max_tokens=max_tokens, padded=even(multiple), device=CPU
+            batch, rows, max_tokens=max_tokens, padded=padding(multiple), device=CPU
         ):
             assert len(micro_batch.input_ids) % multiple == 0
             assert len(micro_batch.input_ids) < max_tokens + multiple
@@ -256,7 +256,7 @@ def test_every_sequence_has_one_output_read_at_its_last_token(dp: int) -> None:
     ends = batch.lengths.cumsum(0) - 1
     where: list[int] = []
     for rows in balanced_partition(batch.lengths.tolist(), dp):
-        for micro_batch in sequence_micro_batches(batch, rows, max_tokens=50, padded=even(4), device=CPU):
+        for micro_batch in sequence_micro_batches(batch, rows, max_tokens=50, padded=padding(4), device=CPU):
             assert torch.equal(micro_batch.input_ids[micro_batch.rows], ends[micro_batch.where] + 100)
             assert torch.equal(micro_batch.positions[micro_batch.rows], batch.lengths[micro_batch.where] - 1)
             where += micro_batch.where.tolist()
@@ -271,7 +271,9 @@ def test_a_sequence_lies_in_one_micro_batch_whole(max_tokens: int) -> None:
     batch = rollout_batch(lengths.tolist(), [1] * 40)
     mask = batch.response_mask & (torch.rand(len(batch.input_ids), generator=generator) < 0.6)
     batch = replace(batch, response_mask=mask)
-    micro_batches = prediction_micro_batches(batch, list(range(40)), max_tokens=max_tokens, padded=even(1), device=CPU)
+    micro_batches = prediction_micro_batches(
+        batch, list(range(40)), max_tokens=max_tokens, padded=padding(1), device=CPU
+    )
     found = [Tokens(batch, m.where, CPU).sequences.unique().tolist() for m in micro_batches]
     rows = [row for part in found for row in part]
     assert len(rows) == len(set(rows)) and set(rows) == set(Tokens(batch, mask.nonzero()[:, 0], CPU).sequences.tolist())
@@ -279,11 +281,11 @@ def test_a_sequence_lies_in_one_micro_batch_whole(max_tokens: int) -> None:
 
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_few_numbers_of_tokens_come_where_products_compile_a_kernel_for_each(multiple: int) -> None:
-    numbers = [even_and_few(multiple)(tokens) for tokens in range(1, 8193)]
+    numbers = [padding(multiple, repeated)(tokens) for tokens in range(1, 8193)]
     for tokens, padded in enumerate(numbers, 1):
         assert tokens <= padded <= (tokens + multiple) * 33 / 32 and padded % multiple == 0
     assert len({padded for padded in numbers if 2048 < padded <= 4096}) == 32
-    (plain,) = prediction_micro_batches(BATCH, [0, 1, 2, 3], max_tokens=100, padded=even(1), device=CPU)
+    (plain,) = prediction_micro_batches(BATCH, [0, 1, 2, 3], max_tokens=100, padded=padding(1), device=CPU)
     (few,) = prediction_micro_batches(BATCH, [0, 1, 2, 3], max_tokens=100, padded=lambda tokens: tokens + 3, device=CPU)
     assert few.packed.lengths == (*plain.packed.lengths, 3)
     assert few.input_ids[:-3].tolist() == plain.input_ids.tolist() and torch.equal(few.rows, plain.rows)

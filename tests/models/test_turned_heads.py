@@ -12,8 +12,8 @@ import torch
 from hybridflow.architecture.spec import read_spec
 from hybridflow.cpu.layers import TurnedHeads, TurningHeads
 from hybridflow.parallel import platform as platforms
+from tests.cpu.megatron.test_weight_gradients import gradients
 from tests.launch import run_ranks
-from tests.models.test_weight_gradients import gradients
 from tests.tiny_models import make_checkpoints
 
 MICRO_BATCHES = 2

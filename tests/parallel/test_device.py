@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from hybridflow.cpu.megatron import overlays
 from hybridflow.errors import EnvironmentProblem
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.device import CHOSEN, choose_platform, current_device, device_name, uses_cuda
@@ -110,7 +111,7 @@ def test_what_a_config_would_choose(pretend: Callable[..., None]) -> None:
 def test_warnings_of_cuda_are_shown_where_it_is_used(
     platform: PlatformName, shown: list[str], pretend: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(platforms, "prepare_cpu", lambda: None)
+    monkeypatch.setattr(overlays, "prepare", lambda: None)
     with warnings.catch_warnings(record=True) as caught:
         pretend(built=True, sees=True)
         platforms.prepare_imports(platform)
@@ -120,5 +121,5 @@ def test_warnings_of_cuda_are_shown_where_it_is_used(
 
 def test_megatron_is_told_that_there_is_no_cuda_where_the_cpu_is_chosen(pretend: Callable[..., None]) -> None:
     pretend(built=True, sees=True)
-    assert platforms._TORCH.cuda.is_available() is False
-    assert platforms._TORCH.zeros(1, device="cuda").device.type == "cpu"
+    assert overlays.TORCH.cuda.is_available() is False
+    assert overlays.TORCH.zeros(1, device="cuda").device.type == "cpu"

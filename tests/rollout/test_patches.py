@@ -11,7 +11,7 @@ import vllm
 
 from hybridflow.errors import EnvironmentProblem
 from hybridflow.parallel.versions import SEEN
-from hybridflow.rollout import patches
+from hybridflow.rollout import device, patches
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def test_the_loader_refuses_another_release(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_build_for_another_device_is_refused_before_it_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patches, "uses_cuda", lambda: True)
+    monkeypatch.setattr(device, "uses_cuda", lambda: True)
     with pytest.raises(EnvironmentProblem) as caught:
         patches.prepare_vllm()
     assert str(caught.value).startswith("this vLLM is built for cpu, the trainer computes on CUDA: set `platform`")
@@ -85,8 +85,8 @@ def test_on_cuda_the_stream_is_vllms_before_any_model_is_built(monkeypatch: pyte
 
     asked: list[bool] = []
     monkeypatch.setattr(torch_utils, "current_stream", lambda: asked.append(True))
-    monkeypatch.setattr(patches, "uses_cuda", lambda: cuda)
-    monkeypatch.setattr(patches, "_check_platform", lambda: None)
+    monkeypatch.setattr(device, "uses_cuda", lambda: cuda)
+    monkeypatch.setattr(patches, "_check_platform", lambda device: None)
     monkeypatch.setattr(patches, "_patch_once", lambda: None)
     patches.prepare_vllm()
     assert asked == [True] * cuda

@@ -16,12 +16,13 @@ import pytest
 from vllm import LLM, SamplingParams, envs
 from vllm.engine.arg_utils import EngineArgs
 
+from hybridflow.cpu.engine.device import CpuEngine
 from hybridflow.rollout import engine
-from hybridflow.rollout.engine import BESIDE_A_TRAINER
+from hybridflow.rollout.device import BESIDE_A_TRAINER, CudaEngine
 from hybridflow.rollout.loader import READ_AS_THEY_STAND
 
 NAMES = {
-    # rollout/patches.py
+    # rollout/patches.py, cpu/engine/patches.py
     "vllm.v1.engine.core": ("cleanup_dist_env_and_memory", "freeze_gc_heap"),
     "vllm.v1.worker.gpu_worker": ("freeze_gc_heap", "init_distributed_environment"),
     "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
@@ -33,7 +34,7 @@ NAMES = {
         "CpuCommunicator._all_group_ranks_share_shm_group_name",
     ),
     "vllm.platforms.cpu": ("CpuPlatform.register_triton_kernel_overrides",),
-    "vllm.platforms.interface": ("Platform.is_cpu", "UnspecifiedPlatform.device_type"),
+    "vllm.platforms.interface": ("UnspecifiedPlatform.device_type",),
     "vllm.distributed.parallel_state": (
         *("_WORLD", "_TP", "_ETP", "_EP", "_PP", "_DCP", "_PCP", "_DP"),
         *("init_model_parallel_group", "get_pp_group"),
@@ -46,7 +47,7 @@ NAMES = {
     "vllm.model_executor.layers.vocab_parallel_embedding": ("UnquantizedEmbeddingMethod.create_weights",),
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": ("UnquantizedFusedMoEMethod.create_weights",),
     "vllm.utils.torch_utils": ("set_default_torch_dtype", "current_stream"),
-    # rollout/decoder.py
+    # cpu/engine/decoder.py
     **{
         f"vllm.model_executor.models.{family.lower()}": (f"{family}DecoderLayer.forward", f"{family}Model.forward")
         for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -56,10 +57,10 @@ NAMES = {
         "RotaryEmbedding._match_cos_sin_cache_dtype",
     ),
     "vllm.model_executor.layers.attention.attention": ("get_attention_context",),
-    # rollout/sampling.py
+    # cpu/engine/sampling.py
     "vllm.v1.sample.sampler": (*("Sampler.forward", "Sampler.apply_logits_processors", "Sampler.apply_temperature"),),
     "vllm.v1.outputs": ("LogprobsTensors", "SamplerOutput", "LogprobsLists"),
-    # rollout/decoding.py
+    # cpu/engine/decoding.py
     "vllm.v1.core.sched.scheduler": ("Scheduler.schedule", "Scheduler.get_request_counts"),
     "vllm.v1.core.block_pool": ("BlockPool.get_num_free_blocks",),
     "vllm.v1.request": ("Request.num_tokens", "Request.num_output_tokens"),
@@ -99,7 +100,10 @@ def keywords_of(function: Callable, call: str) -> set[str]:
 
 
 def test_an_engine_takes_the_arguments() -> None:
-    ours = keywords_of(engine.RolloutEngine, "vllm.LLM") | BESIDE_A_TRAINER.keys()
+    settings = {"eager": True, "sleeps": True, "block_tokens": 32}
+    ours = keywords_of(engine.RolloutEngine, "vllm.LLM")
+    for device in (CudaEngine(), CpuEngine()):
+        ours |= device.settings(**settings).keys()
     assert {"kv_cache_memory_bytes", "enable_sleep_mode", "moe_backend", "logprobs_mode"} <= ours
     known = {field.name for field in dataclasses.fields(EngineArgs)} | inspect.signature(LLM.__init__).parameters.keys()
     assert ours - known == set()

@@ -100,7 +100,7 @@ def _run(
 ) -> None:
     """Forward, into `out` and `lse`; or backward from them and the first of `grads` into the others."""
     kernels = library()
-    assert kernels is not None, "asked of `takes` before"
+    assert kernels is not None, "a process without kernels does not come here"
     given: Sequence[Tensor | None] = grads or [None] * 4
     pointers = [query, key, value, out, *given, lse, items.stretches, items.items, None]
     strides = [stride for x in (query, key, value) for stride in x.stride()[:2]]

@@ -140,7 +140,7 @@ class DecoderLayer:
     def compute(self, seconds: "ctypes.Array[ctypes.c_double] | None" = None) -> None:
         """What the arguments say."""
         kernels, a = library(), self._arguments
-        assert kernels is not None, "asked of `takes` before"
+        assert kernels is not None, "a process without kernels does not come here"
         a.seconds = None if seconds is None else ctypes.addressof(seconds)
         if kernels.hybridflow_decoder(ctypes.byref(a)):
             raise MemoryError("a layer of a decoder on the CPU found no memory to compute in")

@@ -129,7 +129,7 @@ def _call(
     **others: Tensor | None,
 ) -> None:
     kernels = library()
-    assert kernels is not None, "asked of `takes` before"
+    assert kernels is not None, "a process without kernels does not come here"
     pointers = {name: other.data_ptr() for name, other in {"x": x, **others}.items() if other is not None}
     of = {"rows": rows, "columns": columns, "what": what, "bfloat16": x.dtype == torch.bfloat16, **(numbers or {})}
     arguments = Rows(**pointers, **of, eps=eps)

@@ -1,7 +1,8 @@
 """The compiled kernels: made by the C compiler of this machine, in a second, and kept for the next process.
 
-Where there is none, or no AVX2, torch's operations do the same work, slower. Results then differ by the order of sums,
-so the ranks of a run agree: they all have the kernels, or all do without (`models/kernels.py`).
+Where there is none, or no AVX2, or HYBRIDFLOW_NATIVE is 0, torch's operations do the same work, slower. Results then
+differ by the order of sums, so the ranks of a run agree: they all have the kernels, or all do without
+(`parallel/platform.py`).
 """
 
 import contextlib
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import torch
 
+from hybridflow.errors import EnvironmentProblem
+
 HERE = Path(__file__).parent
 SOURCES = (
     "attention.c",
@@ -33,6 +36,7 @@ SOURCES = (
 # no -ffast-math: its start-up code has the whole process flush small numbers to zero
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
+VARIABLE = "HYBRIDFLOW_NATIVE"
 SECONDS = 120.0  # that compiling may take
 
 _given_up: list[str] = []  # why this process does without kernels that it could have
@@ -55,6 +59,11 @@ def do_without(reason: str) -> None:
 
 @functools.cache
 def _found() -> tuple[ctypes.CDLL | None, str | None]:
+    wish = os.environ.get(VARIABLE, "1")
+    if wish not in ("0", "1"):
+        raise EnvironmentProblem(f"{VARIABLE} is {wish!r}: 0 does without the kernels in C, 1 takes them where it can")
+    if wish == "0":
+        return None, f"{VARIABLE} is 0"
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return None, f"this CPU has no AVX2 ({torch.backends.cpu.get_cpu_capability()})"
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)

@@ -55,7 +55,7 @@ def product(a: Tensor, b: Tensor, *, to: Tensor | None = None) -> Tensor:
     Where `has_units`. Sums do not depend on the number of threads.
     """
     kernels = library()
-    assert kernels is not None, "asked of `has_units` before"
+    assert kernels is not None, "a process without kernels does not come here"
     a, b = _dense(a), _dense(b)
     (rows, inner), columns = a.shape, b.shape[1]
     c = torch.empty(rows, columns) if to is None else to

@@ -38,7 +38,7 @@ def store(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
     block_size + the place in it; negative for none.
     """
     kernels = library()
-    assert kernels is not None, "asked of `takes` before"
+    assert kernels is not None, "a process without kernels does not come here"
     assert slots.dtype == torch.int64 and key.dtype == value.dtype == cache.dtype, "as the kernel reads them"
     assert key.stride(-1) == value.stride(-1) == 1, "as the kernel reads them"
     tokens = len(slots)
@@ -75,7 +75,7 @@ def attend(
     the largest of them.
     """
     kernels = library()
-    assert kernels is not None, "asked of `takes` before"
+    assert kernels is not None, "a process without kernels does not come here"
     assert table.dtype == starts.dtype == lengths.dtype == torch.int32, "as the kernel reads them"
     assert query.dtype == out.dtype == cache.dtype and query.stride(-1) == out.stride(-1) == 1, (
         "as the kernel reads them"

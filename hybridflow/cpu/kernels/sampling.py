@@ -27,7 +27,7 @@ def draw(logits: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     at least theirs, int64. A row of which all logits are -inf gives token 0.
     """
     kernels = library()
-    assert kernels is not None, "asked of `takes` before"
+    assert kernels is not None, "a process without kernels does not come here"
     assert logits.dtype == torch.float32 and seeds.dtype == torch.int64, "as the kernel reads them"
     assert logits.dim() == 2 and logits.stride(1) == 1 and seeds.is_contiguous(), "as the kernel reads them"
     rows, vocabulary = logits.shape

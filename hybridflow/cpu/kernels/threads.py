@@ -7,17 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from torch import Tensor
-
-from hybridflow.cpu.kernels.library import library
 
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-def takes(*tensors: Tensor) -> bool:
-    """Whether these can be computed with here."""
-    dtype = tensors[0].dtype
-    return dtype in DTYPES and all(x.is_cpu and x.dtype == dtype for x in tensors) and library() is not None
 
 
 def fields(pointers: list[str], numbers: list[str], *scalars: str) -> list[tuple[str, type]]:

@@ -63,7 +63,7 @@ def _call(
     logits: Tensor, columns: int, targets: Tensor, divisors: Tensor, *, backward: bool = False, **others: Tensor
 ) -> None:
     kernels = library()
-    assert kernels is not None, "asked of `takes` before"
+    assert kernels is not None, "a process without kernels does not come here"
     assert logits.stride(1) == 1 and targets.is_contiguous() and divisors.is_contiguous(), "as they are read"
     assert divisors.dtype == torch.float32 and all(x.dtype == torch.float32 for x in others.values()), (
         "as they are read"

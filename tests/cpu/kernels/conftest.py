@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from hybridflow.cpu.kernels import attention, decoder, layers, linear, matrix, paged, sampling, threads, vocabulary
+from hybridflow.cpu.kernels import attention, decoder, layers, linear, matrix, paged, sampling, vocabulary
 from hybridflow.cpu.kernels import library as libraries
 from tests.cpu.kernels.modes import modes
 
@@ -38,5 +38,5 @@ def kernels(request, monkeypatch: pytest.MonkeyPatch, needs_kernels: None) -> No
         monkeypatch.setattr(matrix, "_given_up", [True])
     if request.param == "avx2":
         narrow = request.getfixturevalue("narrow")
-        for module in (attention, decoder, layers, linear, matrix, paged, sampling, threads, vocabulary):
+        for module in (attention, decoder, layers, linear, matrix, paged, sampling, vocabulary):
             monkeypatch.setattr(module, "library", lambda: narrow)

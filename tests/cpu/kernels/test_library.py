@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from hybridflow.cpu.kernels import library as libraries
 from hybridflow.cpu.kernels import matrix
-from hybridflow.models import kernels
+from hybridflow.errors import EnvironmentProblem
 from hybridflow.models.attention import PackedSequences, attention_by_length
 from hybridflow.models.build import attention_functions
+from hybridflow.parallel import platform as platforms
 from tests.cpu.kernels.modes import has_wide_vectors
 
 pytestmark = pytest.mark.compiles
@@ -130,6 +131,15 @@ def test_a_home_that_cannot_be_written_to(quick: Path, fresh: Path, monkeypatch:
     assert sorted(path.name for path in fresh.iterdir()) == ["bin", "home"]
 
 
+def test_the_user_wants_none(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRIDFLOW_NATIVE", "0")
+    assert libraries.why_not() == "HYBRIDFLOW_NATIVE is 0" and computes_as_torch()
+    libraries._found.cache_clear()
+    monkeypatch.setenv("HYBRIDFLOW_NATIVE", "no")
+    with pytest.raises(EnvironmentProblem, match="HYBRIDFLOW_NATIVE is 'no': 0 does without"):
+        libraries.why_not()
+
+
 def test_a_cpu_without_avx2(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     assert libraries.why_not() == "this CPU has no AVX2 (DEFAULT)"
@@ -145,22 +155,22 @@ def alone() -> dist.ProcessGroup:
 def test_where_one_rank_has_none_all_do_without(
     fresh: Path, alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "failures", lambda own, group: ["rank 3: there is no C compiler (cc, gcc, clang)"])
-    kernels.agree_on_native_kernels(alone)
+    monkeypatch.setattr(platforms, "failures", lambda own, group: ["rank 3: there is no C compiler (cc, gcc, clang)"])
+    platforms.agree_on_kernels(alone)
     assert libraries.library() is None and computes_as_torch()
-    assert kernels.native_kernel_line() == (
-        f"kernels for training: {kernels.IN_C} by torch, slower than in C, which needs a compiler "
+    assert platforms.kernel_line() == (
+        f"kernels for training: {platforms.IN_C} by torch, slower than in C "
         "(rank 3: there is no C compiler (cc, gcc, clang))"
     )
 
 
 @NEEDED
 def test_where_all_have_them_they_are_used(quick: Path, alone: dist.ProcessGroup) -> None:
-    kernels.agree_on_native_kernels(alone)
+    platforms.agree_on_kernels(alone)
     assert libraries.library() is not None and not computes_as_torch()
-    line = f"kernels for training: {kernels.IN_C} in C, compiled for this CPU"
+    line = f"kernels for training: {platforms.IN_C} in C, compiled for this CPU"
     units = " and its matrix units, which multiply float32 too" if matrix.has_units() else ""
-    assert kernels.native_kernel_line() == line + units
+    assert platforms.kernel_line() == line + units
 
 
 @NEEDED
@@ -173,13 +183,13 @@ def test_where_one_cpu_has_no_matrix_units_none_are_used(
         told.append(own)
         return [] if own is None and len(told) == 1 else ["rank 3: this CPU has no matrix units"]
 
-    monkeypatch.setattr(kernels, "failures", failures)
+    monkeypatch.setattr(platforms, "failures", failures)
     monkeypatch.setattr(matrix, "_given_up", [])
     had_them = matrix.has_units()
-    kernels.agree_on_native_kernels(alone)
+    platforms.agree_on_kernels(alone)
     assert told == [None, None if had_them else "this CPU has no matrix units"]
     assert not matrix.has_units() and not computes_as_torch()
-    assert kernels.native_kernel_line().endswith("compiled for this CPU")
+    assert platforms.kernel_line().endswith("compiled for this CPU")
 
 
 @NEEDED

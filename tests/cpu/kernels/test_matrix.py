@@ -8,8 +8,8 @@ from torch import Tensor
 
 from hybridflow.cpu.kernels.matrix import product
 from tests.cpu.kernels.modes import has_matrix_units
+from tests.cpu.megatron.test_products import LAYOUTS
 from tests.grids import each
-from tests.parallel.test_products import LAYOUTS
 
 if not has_matrix_units():
     pytest.skip("this CPU has no matrix units", allow_module_level=True)

@@ -1,7 +1,7 @@
 """Gradients of weights on a CPU, added to their buffers as they are multiplied: as apex's extension does on CUDA.
 
 It saves a tensor of the weight's size and a pass over it, and bfloat16 gradients are not rounded before they are added.
-megatron's layers call it where they are told to fuse (`models/optimizer.py`); `adapt_megatron` gives it to them.
+megatron's layers call it where they are told to fuse (`models/optimizer.py`); `overlays` gives it to them.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridflow.cpu.kernels import matrix
 from hybridflow.cpu.kernels.matrix import has_units
-from hybridflow.parallel.products import by_units, mkl_is_slow, way_of
+from hybridflow.cpu.megatron.products import by_units, mkl_is_slow, way_of
 
 
 def wgrad_gemm_accum_fp32(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:

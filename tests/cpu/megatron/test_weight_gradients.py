@@ -13,14 +13,14 @@ from torch import Tensor
 from hybridflow.architecture.spec import read_spec
 from hybridflow.batch import RolloutBatch
 from hybridflow.config import OptimizerConfig
+from hybridflow.cpu.megatron import products, weight_gradients
+from hybridflow.cpu.megatron.weight_gradients import wgrad_gemm_accum_fp32
 from hybridflow.models import optimizer
 from hybridflow.models.build import build_model
-from hybridflow.models.micro_batch import even, prediction_micro_batches
+from hybridflow.models.micro_batch import padding, prediction_micro_batches
 from hybridflow.parallel import platform as platforms
-from hybridflow.parallel import products, weight_gradients
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout
-from hybridflow.parallel.weight_gradients import wgrad_gemm_accum_fp32
 from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints
 
@@ -52,7 +52,7 @@ def test_it_adds_the_product(dtype: torch.dtype, units: bool, slow: bool, monkey
 def test_buffers_hold_what_autograd_would_have_added(tied: bool, tmp_path: Path) -> None:
     """Of two micro-batches; of a weight that embeds and predicts too."""
     policy = make_checkpoints(tmp_path, family="qwen2", tied=tied) / "policy"
-    done = run_ranks(1, "tests.models.test_weight_gradients", policy)
+    done = run_ranks(1, "tests.cpu.megatron.test_weight_gradients", policy)
     found = json.loads(done.stdout.splitlines()[-1])
     layers, multiplied = found["layers"], 4  # qkv, proj, fc1, fc2
     assert found["calls"] == [0, 2 * (multiplied * layers + (not tied))]
@@ -94,7 +94,7 @@ def gradients(model: Path, calls: list[int], recompute: str = "none") -> Tensor:
         truncated=torch.zeros(3, dtype=torch.bool),
     )
     rows, device = [0, 1, 2], torch.device("cpu")
-    micro_batches = prediction_micro_batches(batch, rows, max_tokens=30, padded=even(1), device=device)
+    micro_batches = prediction_micro_batches(batch, rows, max_tokens=30, padded=padding(1), device=device)
     assert len(micro_batches) == 2
     with mock.patch.object(
         weight_gradients, "wgrad_gemm_accum_fp32", mock.Mock(wraps=weight_gradients.wgrad_gemm_accum_fp32)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.rollout import sampling
+from hybridflow.cpu.engine import sampling
 
 pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("needs_kernels")]
 ROWS, VOCABULARY = 6, 300

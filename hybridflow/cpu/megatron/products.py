@@ -20,7 +20,6 @@ from torch.types import Number
 
 from hybridflow.cpu.kernels import matrix
 from hybridflow.cpu.kernels.matrix import has_units
-from hybridflow.parallel.device import uses_cuda
 
 WORTH_A_COPY = 64  # rows: with fewer, closing the gaps of a weight takes longer than it saves
 WORTH_TILES = 64  # rows, inner dimensions and columns: with fewer, more is packed than multiplied
@@ -79,8 +78,8 @@ def way_of(a: Tensor, b: Tensor) -> Way | None:
 
 
 def compiles_for_shapes(dtype: torch.dtype) -> bool:
-    """Whether products of this type compile a kernel for each shape that they meet: on CPUs by oneDNN."""
-    if uses_cuda() or not torch.backends.mkldnn.is_available():
+    """Whether products of this type compile a kernel for each shape that they meet, by oneDNN."""
+    if not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.bfloat16 or (dtype == torch.float32 and mkl_is_slow() and not has_units())
 

@@ -10,7 +10,7 @@ from torch.distributed import _coalescing_manager
 from torch.multiprocessing.spawn import spawn
 
 from hybridflow.cpu import peer_memory
-from hybridflow.parallel import flat_buffers
+from hybridflow.cpu.megatron import flat_buffers
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,6 @@
-"""The engine computes on a CPU with kernels in C: the trainer's RMSNorm and SwiGLU, and attention and linear layers.
+"""The engine computes with kernels in C: the trainer's RMSNorm and SwiGLU, and attention and linear layers.
+
+`patches` gives them to vLLM where this process has them. Tensors have the engine's dtype, float32 or bfloat16.
 
 vLLM 0.32.0's attention lays keys out by dimension, so that each number of a new token's key is written to a line of
 memory of its own; its norms and activations there are chains of torch's operations. What the kernels do not know
@@ -13,12 +15,11 @@ import torch
 from torch import Tensor
 
 from hybridflow.cpu.kernels.layers import add_rms_norm, rms_norm, swiglu
-from hybridflow.cpu.kernels.library import library
 from hybridflow.cpu.kernels.linear import linear
 from hybridflow.cpu.kernels.matrix import has_units
 from hybridflow.cpu.kernels.paged import STEP, attend, store
-from hybridflow.cpu.kernels.threads import DTYPES, takes
-from hybridflow.parallel.products import compiles_for_shapes, mkl_is_slow, repeated
+from hybridflow.cpu.kernels.threads import DTYPES
+from hybridflow.cpu.megatron.products import compiles_for_shapes, mkl_is_slow, repeated
 
 Methods = dict[str, Callable[..., Any]]
 
@@ -68,8 +69,7 @@ def norm_in_c(theirs: type) -> Methods:
     their_norm = vars(theirs)["forward_native"]
 
     def norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
-        given = (x, self.weight) if residual is None else (x, self.weight, residual)
-        if not self.has_weight or self.variance_size_override is not None or not takes(*given):
+        if not self.has_weight or self.variance_size_override is not None:
             return their_norm(self, x, residual)
         if residual is None:
             return rms_norm(x, self.weight, self.variance_epsilon)[0]
@@ -79,19 +79,20 @@ def norm_in_c(theirs: type) -> Methods:
     return {"forward_native": norm, "forward_cpu": norm}
 
 
-def swiglu_in_c(theirs: type) -> Methods:
-    their_swiglu = vars(theirs)["forward_cpu"]
-
-    def gated(self: Any, x: Tensor) -> Any:
-        return swiglu(x) if takes(x) else their_swiglu(self, x)
-
-    return {"forward_cpu": gated}
+def swiglu_in_c() -> Methods:
+    """For vLLM's SwiGLU."""
+    return {"forward_cpu": lambda self, x: swiglu(x)}
 
 
 def linear_in_c(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x w^T + b for the engine's linear layers, from the weight as it lies."""
-    if x.dim() == 2 and 0 < len(x) <= most_rows(x.dtype, x.shape[1]) and takes(x, weight):
+    if x.dim() == 2 and 0 < len(x) <= most_rows(x.dtype, x.shape[1]):
         return linear(x, weight, bias)
+    return linear_by_torch(x, weight, bias)
+
+
+def linear_by_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same, by the libraries that torch has."""
     if x.dim() == 2 and compiles_for_shapes(x.dtype) and (missing := repeated(len(x)) - len(x)):
         return torch.nn.functional.linear(torch.nn.functional.pad(x, (0, 0, 0, missing)), weight, bias)[: len(x)]
     return torch.nn.functional.linear(x, weight, bias)
@@ -114,8 +115,7 @@ def is_ours(attention: Any, layer: Any, kv_cache: Tensor) -> bool:
     ours: bool | None = vars(attention).get("is_ours")
     if ours is None:
         ours = attention.is_ours = (
-            library() is not None
-            and kv_cache.dtype in DTYPES
+            kv_cache.dtype in DTYPES
             and attention.kv_cache_dtype == "auto"
             and attention.attn_type == "decoder"
             and attention.head_size % STEP == 0

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.parallel import products
-from hybridflow.parallel.products import WORTH_A_COPY, WORTH_IT, WORTH_TILES, product, way_of
+from hybridflow.cpu.megatron import products
+from hybridflow.cpu.megatron.products import WORTH_A_COPY, WORTH_IT, WORTH_TILES, product, way_of
 from tests.cpu.kernels.modes import has_matrix_units
 
 Make = Callable[[int, int], Tensor]
@@ -98,7 +98,7 @@ def test_where_it_is_used(cpu: str, intel: bool, expected: bool, monkeypatch: py
 
 WHOLE_PROCESS = """
 import torch
-from hybridflow.parallel import products
+from hybridflow.cpu.megatron import products
 products.mkl_is_slow = lambda: WAY == "product"
 products.has_units = lambda: WAY == "by_units" and products.matrix.has_units()
 assert products.use_fast_products() and products.use_fast_products()

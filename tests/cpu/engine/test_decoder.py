@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from hybridflow.cpu.engine import decoder
+from hybridflow.cpu.engine.decoder import decoder_in_c
 from hybridflow.cpu.kernels.decoder import Keys
-from hybridflow.rollout import decoder
-from hybridflow.rollout.decoder import decoder_in_c
 
 pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("needs_kernels")]
 WIDTH, HEADS, DIMS, HIDDEN, MOST = 32, 2, 16, 48, 4

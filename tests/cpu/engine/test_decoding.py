@@ -7,8 +7,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from hybridflow.rollout import decoding
-from hybridflow.rollout.decoding import MOST_STEPS, steps_at_once
+from hybridflow.cpu.engine import decoding
+from hybridflow.cpu.engine.decoding import MOST_STEPS, steps_at_once
 
 PROMPT = 10
 

@@ -1,4 +1,4 @@
-"""Layers of the engine's model on a CPU, each as one call of a kernel in C where a step has few tokens.
+"""Layers of the engine's model, each as one call of a kernel in C where a step has few tokens.
 
 vLLM 0.32.0's Llama, Mistral, Qwen2 and Qwen3, not cut over tensor-parallel ranks. With `sampling.py` a step takes
 0.5 to 0.85 of the time (tests.bench.engine_step). What the kernel does not know stays vLLM's.
@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hybridflow.cpu.engine.kernels import Methods, is_ours, most_rows
 from hybridflow.cpu.kernels.decoder import DecoderLayer, Keys, Sizes
-from hybridflow.cpu.kernels.threads import takes
-from hybridflow.rollout.cpu_kernels import Methods, is_ours, most_rows
 
 PARTS = {  # of a layer: where its weights are, and by which names the kernel takes them
     "input_layernorm": {"weight": "first_norm"},
@@ -88,7 +87,7 @@ def repeated(model: Any, rows: int) -> "Callable[[Tensor, int], Tensor] | None":
 def _prepared(layer: Any, x: Tensor) -> Prepared | None:
     known: dict[str, Prepared | None] = vars(layer)
     if "in_c" not in known:
-        known["in_c"] = _prepare(layer, x) if takes(x) and _understood(layer) else None
+        known["in_c"] = _prepare(layer, x) if _understood(layer) else None
     return known["in_c"]
 
 
@@ -126,7 +125,7 @@ def _prepare(layer: Any, x: Tensor) -> Prepared | None:
         if vars(module)["_parameters"].get(theirs) is not None
     )
     weights = [parameters[theirs] for _, parameters, theirs in parts]
-    if not takes(x, *weights) or not all(weight.is_contiguous() for weight in weights):
+    if not all(weight.dtype == x.dtype and weight.is_contiguous() for weight in weights):
         return None
     attention, width, hidden = layer.self_attn.attn, x.shape[1], layer.mlp.down_proj.weight.shape[1]
     sizes = Sizes(

@@ -1,4 +1,4 @@
-"""Next tokens on a CPU, drawn by a kernel in C: the tokens that vLLM 0.32.0 draws, and their log-probs alone.
+"""Next tokens, drawn by a kernel in C: the tokens that vLLM 0.32.0 draws, and their log-probs alone.
 
 vLLM takes the log-probs of the whole vocabulary, and an exponential in float64 of nearly each token to rule it out.
 """
@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hybridflow.cpu.engine.kernels import Methods
 from hybridflow.cpu.kernels.sampling import draw
-from hybridflow.cpu.kernels.threads import takes
-from hybridflow.rollout.cpu_kernels import Methods
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm.v1.sample.metadata import SamplingMetadata
@@ -57,7 +56,6 @@ def _draws_from_all(sampler: Any, logits: Tensor, about: "SamplingMetadata") -> 
         and len(about.generators) == len(logits)
         and not sampler.use_fp64_gumbel
         and logits.stride(-1) == 1
-        and takes(logits)
     )
 
 

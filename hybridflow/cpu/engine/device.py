@@ -1,0 +1,48 @@
+"""A vLLM engine on a CPU, as `rollout/device.py` asks for it."""
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from hybridflow.cpu.engine.decoding import SeveralSteps
+from hybridflow.cpu.engine.kv_cache import CpuKVCache
+from hybridflow.cpu.engine.patches import patch
+
+if TYPE_CHECKING:  # vLLM is imported when its settings stand
+    from vllm import LLM
+
+
+class CpuEngine:
+    """No graphs and no sleep mode, which vLLM has on GPUs alone; several decoding steps for one of its scheduler."""
+
+    kind: Literal["cpu"] = "cpu"
+    name, backend = "the CPU", "gloo"
+
+    def prepare(self) -> None:
+        patch()
+
+    def settings(self, *, eager: bool, sleeps: bool, block_tokens: int) -> dict[str, Any]:
+        return {
+            "enable_chunked_prefill": False,  # a prompt cut in two takes a seeded draw back: here vLLM cannot
+            "enforce_eager": True,
+            "enable_sleep_mode": False,
+            "block_size": block_tokens,
+        }
+
+    def kv_cache(self, llm: "LLM") -> CpuKVCache:
+        return CpuKVCache(llm)
+
+    def finish(self, llm: "LLM", *, pp: int) -> None:
+        engine: Any = llm.llm_engine
+        runner = engine.model_executor.driver_worker.worker.model_runner
+        _receive_from_earlier_stage(runner)
+        if pp == 1:
+            SeveralSteps(engine.engine_core.engine_core.scheduler, runner)
+
+
+def _receive_from_earlier_stage(runner: Any) -> None:
+    """Room for what a later pipeline stage receives. vLLM 0.32.0 makes it in a profile run, which a CPU skips."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    if not get_pp_group().is_first_rank:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )

@@ -1,0 +1,111 @@
+"""What vLLM 0.32.0 needs on a CPU in order to live inside a trainer. Each change has its reason."""
+
+import functools
+import warnings
+
+import torch
+
+from hybridflow.cpu.engine.decoder import decoder_in_c
+from hybridflow.cpu.engine.kernels import attention_in_c, linear_by_torch, linear_in_c, norm_in_c, swiglu_in_c
+from hybridflow.cpu.engine.sampling import sampler_in_c
+from hybridflow.cpu.kernels.library import library
+from hybridflow.parallel.versions import replace_in
+
+
+def patch() -> None:
+    """May be called again. The kernels come when this process has them: ranks have agreed on that."""
+    _patch_once()
+    if library() is not None:
+        _compute_as_the_trainer()
+
+
+@functools.cache
+def _patch_once() -> None:
+    _read_live_weights()
+    _read_live_experts()
+    _wait_without_spinning()
+    _register_kernels_once()
+    warnings.filterwarnings("ignore", message="The given buffer is not writable")  # in talk between stages
+
+
+def _read_live_weights() -> None:
+    """Linear layers compute from the weight itself.
+
+    vLLM would repack each weight and delete the original: a second copy that training never updates.
+    """
+    import vllm.model_executor.layers.utils as utils
+
+    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.__dict__["cpu_linear"] = linear_in_c if library() is not None else linear_by_torch
+
+    replace_in(utils, dispatch_cpu_unquantized_gemm=dispatch)
+
+
+def _read_live_experts() -> None:
+    """Experts compute from the weights themselves, for the same reason."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    replace_in(CPUUnquantizedExperts, process_weights_after_loading=lambda self, layer: None, apply=_apply_experts)
+
+
+def _apply_experts(
+    self: object,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *args: object,
+    **kwargs: object,
+) -> None:
+    """output (t, hidden) <- sum over a token's experts of weight x w2 swiglu(w1 x); w1 is [gate; up] of each expert."""
+    chosen = topk_ids.flatten().long()
+    order = chosen.argsort(stable=True)
+    ends = chosen.bincount(minlength=len(w1)).cumsum(0).to(torch.int32)
+    gate, up = torch.nn.functional.grouped_mm(
+        hidden_states[order // topk_ids.shape[1]], w1.transpose(1, 2), offs=ends
+    ).chunk(2, dim=-1)
+    hidden = torch.nn.functional.silu(gate) * up
+    outputs = torch.nn.functional.grouped_mm(hidden, w2.transpose(1, 2), offs=ends)
+    outputs = outputs * topk_weights.flatten()[order, None]
+    output.copy_(outputs[order.argsort()].unflatten(0, topk_ids.shape).sum(1))
+
+
+def _wait_without_spinning() -> None:
+    """Ranks talk over gloo.
+
+    vLLM's own shared memory spins while it waits: with more ranks than cores a step took seconds instead of
+    milliseconds. It also leaves 4 MiB a rank in /dev/shm behind every run.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    replace_in(CpuCommunicator, _all_group_ranks_share_shm_group_name=lambda self: False)
+
+
+@functools.cache
+def _compute_as_the_trainer() -> None:
+    """By the kernels in C."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.models.llama import LlamaDecoderLayer
+    from vllm.model_executor.models.mistral import MistralDecoderLayer
+    from vllm.model_executor.models.qwen2 import Qwen2DecoderLayer
+    from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+    from vllm.v1.sample.sampler import Sampler
+
+    replace_in(CPUAttentionBackendImpl, **attention_in_c(CPUAttentionBackendImpl))
+    replace_in(RMSNorm, **norm_in_c(RMSNorm))
+    replace_in(SiluAndMul, **swiglu_in_c())
+    for layer in (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer):
+        replace_in(layer, **decoder_in_c(layer))
+    replace_in(Sampler, **sampler_in_c(Sampler))
+
+
+def _register_kernels_once() -> None:
+    """Every engine wraps vLLM's kernels again, around the wrappers of the engine before, in 0.2 s a time."""
+    from vllm.platforms import current_platform
+
+    once = functools.cache(current_platform.register_triton_kernel_overrides)
+    replace_in(type(current_platform), register_triton_kernel_overrides=staticmethod(once))

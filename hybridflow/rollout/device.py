@@ -1,0 +1,84 @@
+"""What of an engine depends on the device that it computes on. Asked once for each engine, never in between."""
+
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
+
+from hybridflow.cpu.engine.device import CpuEngine
+from hybridflow.parallel.device import uses_cuda
+from hybridflow.rollout.cache import CudaKVCache, KVCache
+
+if TYPE_CHECKING:  # vLLM is imported when its settings stand
+    from vllm import LLM
+
+
+class EngineDevice(Protocol):
+    """kind: as vLLM calls it; name: for people; backend: of the process groups, as torch calls it."""
+
+    @property
+    def kind(self) -> Literal["cuda", "cpu"]: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def backend(self) -> str: ...
+
+    def prepare(self) -> None:
+        """Before an engine is built; may be called again."""
+
+    def settings(self, *, eager: bool, sleeps: bool, block_tokens: int) -> dict[str, Any]:
+        """Arguments of vLLM's LLM. eager: a user wants no graphs; sleeps: the KV cache is released."""
+
+    def kv_cache(self, llm: "LLM") -> KVCache: ...
+
+    def finish(self, llm: "LLM", *, pp: int) -> None:
+        """What follows when the engine is built. pp: its pipeline stages."""
+
+
+def engine_device() -> EngineDevice:
+    """The one that this process computes on."""
+    return CudaEngine() if uses_cuda() else CpuEngine()
+
+
+class BesideATrainer(TypedDict, total=False):
+    gpu_memory_utilization: float
+    moe_backend: str
+    enable_flashinfer_autotune: bool
+
+
+# vLLM 0.32.0 refuses to start unless this share of the GPU is free, though kv_cache_memory_bytes says what it may take;
+# of its kernels for experts, Triton's alone reads their weights as they stand; of the linear layers and experts that it
+# would time at every start (on Hopper and later) none is FlashInfer's
+BESIDE_A_TRAINER: BesideATrainer = {
+    "gpu_memory_utilization": 0.01,
+    "moe_backend": "triton",
+    "enable_flashinfer_autotune": False,
+}
+
+
+class CudaEngine:
+    """CUDA graphs, chunked prefill, sleep mode."""
+
+    kind: Literal["cuda"] = "cuda"
+    name, backend = "CUDA", "nccl"
+
+    def prepare(self) -> None:
+        """vLLM makes a stream of its own the process's current one, for good, when it first asks for it.
+
+        Asked now, models, optimizers and engine all work on that stream, and one pool of torch's allocator serves them.
+        """
+        from vllm.utils.torch_utils import current_stream
+
+        current_stream()
+
+    def settings(self, *, eager: bool, sleeps: bool, block_tokens: int) -> dict[str, Any]:
+        """The backend of attention says how many tokens a block has."""
+        return {
+            "enable_chunked_prefill": True,
+            "enforce_eager": eager,
+            "enable_sleep_mode": sleeps,
+            **BESIDE_A_TRAINER,
+        }
+
+    def kv_cache(self, llm: "LLM") -> KVCache:
+        return CudaKVCache(llm)
+
+    def finish(self, llm: "LLM", *, pp: int) -> None:
+        """Nothing."""
