@@ -54,7 +54,8 @@ def gae(
     if isinstance(discount, Tensor):
         require_flat(lengths=lengths, gae_lambda=discount)
         discount = discount.repeat_interleave(counts, output_size=len(steps)).to(deltas.dtype)
-    sums = _discounted_suffix_sums(deltas, remaining, discount=discount)
+    longest = int(counts.max()) if len(counts) else 0
+    sums = _discounted_suffix_sums(deltas, remaining, discount=discount, longest=longest)
     advantages = rewards.new_zeros(rewards.shape)
     advantages[steps] = sums
     return advantages, advantages + values.masked_fill(~response_mask, 0.0)
@@ -218,16 +219,16 @@ def _tokens_after(lengths: Tensor, num_tokens: int) -> Tensor:
     return ends - 1 - torch.arange(num_tokens, device=lengths.device)
 
 
-def _discounted_suffix_sums(x: Tensor, remaining: Tensor, *, discount: float | Tensor) -> Tensor:
-    """y_t = x_t + discount * y_{t+1} within each sequence: a scan of log2(T) passes over the packed tensor.
+def _discounted_suffix_sums(x: Tensor, remaining: Tensor, *, discount: float | Tensor, longest: int) -> Tensor:
+    """y_t = x_t + discount * y_{t+1} within each sequence: a scan of log2(longest) passes over the packed tensor.
 
-    discount: one, or one a token, (T,), alike within a sequence.
+    discount: one, or one a token, (T,), alike within a sequence. longest: tokens of the longest sequence.
 
     Before a pass y_t sums `shift` terms; adding discount^shift * y_{t+shift} makes them twice as many.
     """
     sums = x.clone()
     shift = 1
-    while shift < sums.shape[0]:
+    while shift < longest:
         factor = discount[:-shift] if isinstance(discount, Tensor) else discount
         # The right side is a new tensor, complete before the addition writes over what it read.
         sums[:-shift] += torch.where(remaining[:-shift] >= shift, factor * sums[shift:], 0.0)

@@ -43,12 +43,10 @@ def ppo(run: Run, c: PPO) -> PPOBatch:
         **run.ref_log_probs(rollout),
         values=run.critic.values(rollout),
     )
-    mask, lengths = rollout.response_mask, rollout.lengths
+    mask = rollout.response_mask
     scores = run.shaped(known.raw_scores, rollout)
-    rewards = token_rewards(scores, run.kl_in_reward(known), mask, lengths=lengths, kl_coef=run.kl.coef)
-    of_policy, of_critic = lambdas(c, rollout)
-    advantages, _ = gae(rewards, known.values, mask, lengths=lengths, gamma=c.gamma, gae_lambda=of_policy)
-    _, returns = gae(rewards, known.values, mask, lengths=lengths, gamma=c.gamma, gae_lambda=of_critic)
+    rewards = token_rewards(scores, run.kl_in_reward(known), mask, lengths=rollout.lengths, kl_coef=run.kl.coef)
+    advantages, returns = estimates(c, rollout, rewards, known.values)
     if c.whiten_advantages:
         advantages = whiten(advantages, mask)
     batch_type = PPOBatchWithReference if run.has_reference else PPOBatch
@@ -63,6 +61,16 @@ def ppo(run: Run, c: PPO) -> PPOBatch:
                 objective = with_positive_nll(objective, mini_batch, mini_batch.raw_scores > 0, c.positive_nll_coef)
             run.actor.update(mini_batch, objective)
     return batch
+
+
+def estimates(c: PPO, rollout: RolloutBatch, rewards: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Advantages for the policy and returns for the critic, (T,) each: one estimate where their lambdas are equal."""
+    mask, lengths = rollout.response_mask, rollout.lengths
+    of_policy, of_critic = lambdas(c, rollout)
+    advantages, returns = gae(rewards, values, mask, lengths=lengths, gamma=c.gamma, gae_lambda=of_policy)
+    if isinstance(of_policy, Tensor) or of_policy != of_critic:
+        _, returns = gae(rewards, values, mask, lengths=lengths, gamma=c.gamma, gae_lambda=of_critic)
+    return advantages, returns
 
 
 def lambdas(c: PPO, rollout: RolloutBatch) -> tuple[float | Tensor, float]:
