@@ -275,6 +275,10 @@ class RolloutConfig(Section):
     def scores_while_waiting(self, *, cuda: bool) -> bool:
         return not cuda if self.score_while_waiting is None else self.score_while_waiting
 
+    def batched_tokens(self, longest: int, *, cuda: bool) -> int:
+        """Of one step of the engine. Where prompts are not cut in chunks, as on CPUs, one of `longest` tokens fits."""
+        return max(self.max_num_batched_tokens, self.max_num_seqs, 0 if cuda else longest)
+
     def bucket_bytes(self, *, cuda: bool) -> int:
         return int((self.reshard_bucket_mib or (256 if cuda else 24)) * (1 << 20))
 

@@ -212,7 +212,7 @@ def engine_bytes(config: ExperimentConfig, actor: ModelSpec, *, tp: int, pp: int
         actor,
         tp=tp,
         itemsize=ITEM_BYTES[config.actor.dtype],
-        tokens=max(config.rollout.max_num_batched_tokens, config.max_sequence_length),
+        tokens=config.rollout.batched_tokens(config.max_sequence_length, cuda=True),
         sequences=config.rollout.max_num_seqs,
     )
     return activations + kept_by_sampler(config, actor, pp=pp)

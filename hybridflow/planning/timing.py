@@ -239,7 +239,7 @@ def share_of_responses(config: ExperimentConfig, replicas: int, kv_cache: KVCach
         mean=work.mean,
         longest=work.longest,
         at_once=min(config.rollout.max_num_seqs, held),
-        batched_tokens=max(config.rollout.max_num_batched_tokens, length),
+        batched_tokens=config.rollout.batched_tokens(length, cuda=True),
         prefix_caching=config.rollout.enable_prefix_caching,
     )
 

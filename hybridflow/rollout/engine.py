@@ -92,7 +92,7 @@ class RolloutEngine:
                 distributed_executor_backend="external_launcher",
                 max_model_len=max_length,
                 max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=max(config.max_num_batched_tokens, max_length),
+                max_num_batched_tokens=config.batched_tokens(max_length, cuda=device.kind == "cuda"),
                 kv_cache_memory_bytes=kv_cache_bytes,
                 enable_prefix_caching=config.enable_prefix_caching,
                 **device.settings(eager=config.enforce_eager, sleeps=self._sleeps, block_tokens=block_tokens),

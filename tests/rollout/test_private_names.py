@@ -16,9 +16,10 @@ import pytest
 from vllm import LLM, SamplingParams, envs
 from vllm.engine.arg_utils import EngineArgs
 
+from hybridflow.config import RolloutConfig
 from hybridflow.cpu.engine.device import CpuEngine
 from hybridflow.rollout import engine
-from hybridflow.rollout.device import BESIDE_A_TRAINER, CudaEngine
+from hybridflow.rollout.device import BESIDE_A_TRAINER, CudaEngine, EngineDevice
 from hybridflow.rollout.loader import READ_AS_THEY_STAND
 
 NAMES = {
@@ -117,6 +118,25 @@ def test_an_engine_takes_the_values_that_are_for_cuda_alone() -> None:
     config = EngineArgs(**BESIDE_A_TRAINER)
     assert config.enable_flashinfer_autotune is False
     assert set(READ_AS_THEY_STAND) <= {backend.name for backend in UnquantizedMoeBackend}
+
+
+@pytest.mark.parametrize("device", [CudaEngine(), CpuEngine()])
+def test_a_step_may_be_shorter_than_a_prompt_where_prompts_come_in_chunks(device: EngineDevice) -> None:
+    """A step of 131,072 tokens would take memory on a GPU before the first prompt comes."""
+    from vllm.config.scheduler import SchedulerConfig
+
+    config, longest, is_cuda = RolloutConfig(), 131072, device.kind == "cuda"
+    chunked = device.settings(eager=True, sleeps=True, block_tokens=32)["enable_chunked_prefill"]
+    tokens = config.batched_tokens(longest, cuda=is_cuda)
+    assert tokens == (8192 if is_cuda else longest)
+    SchedulerConfig(
+        max_model_len=longest,
+        is_encoder_decoder=False,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=config.max_num_seqs,
+        enable_chunked_prefill=chunked,
+    )
+    assert RolloutConfig(max_num_seqs=9000).batched_tokens(64, cuda=is_cuda) == 9000  # vLLM's rule
 
 
 def test_sampling_takes_the_arguments() -> None:
