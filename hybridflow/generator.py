@@ -155,6 +155,7 @@ class Generator:
             self.params.get("greedy" if greedy else "sampled"),
             samples_per_prompt=samples_per_prompt,
             buckets=self._placed.config.sampling.buckets,
+            limits=self._placed.config.sampling.limits,
             seed=self._placed.config.seed,
             iteration=iteration,
             first_prompt=first_prompt,

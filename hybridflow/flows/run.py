@@ -357,7 +357,11 @@ class Run:
         rollout = self.kept_rollout(self.prompts, self.iteration)
         samples = self.samples.each(self.prompts.lengths.tolist())
         ahead = self._ahead.begin(
-            self.prompts, samples, generates=rollout is None, left_out={self.actor: self._told_later(samples)}
+            self.prompts,
+            samples,
+            limits=self._config.sampling.limits,
+            generates=rollout is None,
+            left_out={self.actor: self._told_later(samples)},
         )
         if rollout is None:
             with self.engine_awake(), self._watch.phase("generate"):

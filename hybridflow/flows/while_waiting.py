@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch
+from hybridflow.by_length import ByLength
 from hybridflow.flows.unit_board import TokenLists, UnitBoard
 from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.grid import ProcessGroups
@@ -109,16 +110,19 @@ class WhileWaiting:
         prompts: PromptBatch,
         samples: Sequence[int],
         *,
+        limits: ByLength[int],
         generates: bool,
         left_out: Mapping[Role, Sequence[int]] | None = None,
     ) -> "WhileWaiting":
         """The next rollout has so many responses to each of these prompts.
 
-        generates: it has not been kept. left_out: by model the rows that it is not asked for.
+        limits: on the length of a response. generates: it has not been kept. left_out: by model the rows that it is not
+        asked for.
         """
         self._prompts, self._samples, self._begun = prompts, torch.tensor(samples, dtype=torch.int64), True
-        shares = prompts_of_replicas(prompts, self._samples, len(self._layout.replicas))
-        costs = (prompts.lengths * self._samples).tolist()
+        shares = prompts_of_replicas(prompts, self._samples, limits, len(self._layout.replicas))
+        longest = torch.tensor(limits.each(prompts.lengths.tolist()), dtype=torch.int64)
+        costs = (prompts.lengths + self._samples * longest).tolist()
         per_replica = UNITS_PER_BLOCK * ceil(self._num_shares / len(self._layout.replicas))
         self._units = cut_in_units(shares, samples, costs, per_replica=per_replica, num_shares=self._num_shares)
         for model in self._models:

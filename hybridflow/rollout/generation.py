@@ -30,9 +30,21 @@ class Beside(Protocol):
         """All rows of this replica, in their order, have finished. Others may still run."""
 
 
-def prompts_of_replicas(prompts: PromptBatch, num_samples: Tensor, num_replicas: int) -> list[list[int]]:
-    """Which prompts each engine replica answers, ascending. num_samples: of each prompt, (prompts,)."""
-    return balanced_partition((prompts.lengths * num_samples).tolist(), num_replicas)
+# An engine reads the tokens of a prompt together, and once for all samples; those of responses come one by one, each
+# with a pass over the weights that only the requests of the moment share.
+PROMPT_TOKENS_A_STEP = 8
+
+
+def prompts_of_replicas(
+    prompts: PromptBatch, num_samples: Tensor, limits: ByLength[int], num_replicas: int
+) -> list[list[int]]:
+    """Which prompts each engine replica answers, ascending: nearly equal costs, and so nearly equal responses.
+
+    num_samples: of each prompt, (prompts,); limits: on the length of a response. How long responses will be is not
+    known, and by the limits is the same for every layout and every start.
+    """
+    steps = num_samples * torch.tensor(limits.each(prompts.lengths.tolist()), dtype=torch.int64)
+    return balanced_partition((prompts.lengths + PROMPT_TOKENS_A_STEP * steps).tolist(), num_replicas)
 
 
 def generate(
@@ -42,6 +54,7 @@ def generate(
     *,
     samples_per_prompt: ByLength[int],
     buckets: ByLength[int],
+    limits: ByLength[int],
     seed: int,
     iteration: int,
     first_prompt: int,
@@ -53,7 +66,7 @@ def generate(
 ) -> RolloutBatch:
     """As many responses to each prompt as `samples_per_prompt` says, side by side, prompt after prompt.
 
-    params: one entry a bucket; `buckets` says which of them is a prompt's.
+    params: one entry a bucket; `buckets` says which of them is a prompt's, `limits` how long its responses may be.
     `first_prompt` numbers the prompts of the run, so that a request's seed is (seed, iteration, prompt, sample), and
     with them `generation`, from the second time on that an iteration samples responses to the same prompts.
     A rank without an engine waits for the others.
@@ -64,7 +77,7 @@ def generate(
     responses: list[Response] = []
     if engine is not None:
         assert params is not None, "an engine has its parameters"
-        own = prompts_of_replicas(prompts, counts, len(layout.replicas))[layout.coordinates(rank).replica]
+        own = prompts_of_replicas(prompts, counts, limits, len(layout.replicas))[layout.coordinates(rank).replica]
         samples = [(p, s) for p in own for s in range(int(counts[p]))]
         token_lists = prompts.token_lists()
         again = (generation,) if generation else ()
