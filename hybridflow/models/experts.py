@@ -68,15 +68,20 @@ class Experts(nn.Module):
         self.linear_fc2 = ExpertLinear(config, config.hidden_size, size)
 
     def forward(self, tokens: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
-        """(t, hidden), (t, k), (t, k) -> (t, hidden): this rank's summand of the outputs."""
+        """(t, hidden), (t, k), (t, k) -> (t, hidden): this rank's summand of the outputs.
+
+        Shares are multiplied into what the second matrix reads, which is narrower than its outputs: those are then
+        kept by nobody, and are in the tokens' dtype.
+        """
         chosen, order = experts.flatten().sort(stable=True)  # copies of tokens by expert
         numbers = torch.arange(len(self.linear_fc1.weight), device=chosen.device)
         ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)  # bincount would wait for the device
         hidden: Tensor = self._swiglu.apply(self.linear_fc1(tokens[order // experts.shape[1]], ends))
-        outputs = self.linear_fc2(hidden, ends) * shares.flatten()[order, None]
+        weighted = (hidden * shares.flatten()[order, None]).to(hidden.dtype)
+        outputs = self.linear_fc2(weighted, ends)
         # back in the order of the tokens, and a plain sum: adding by index would depend on which comes first
         by_token: Tensor = outputs[order.argsort()].unflatten(0, experts.shape)
-        return by_token.sum(1).to(tokens.dtype)
+        return by_token.sum(1)
 
 
 class MixtureOfExperts(MegatronModule):

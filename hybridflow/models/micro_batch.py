@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridflow.batch import RolloutBatch, offsets, token_index
+from hybridflow.batch import RolloutBatch, offsets, sent, token_index
 from hybridflow.models.attention import PackedSequences
 from hybridflow.models.prompt_groups import PromptGroup, micro_batch_groups, prompt_groups
 from hybridflow.models.shared_prompt import SharedPrompts
@@ -160,12 +160,12 @@ def _micro_batch(
     all_lengths = (*lengths.tolist(), *([missing] if missing else []))
     packed = PackedSequences.of(all_lengths, device, layout.shared(device))
     return MicroBatch(
-        input_ids=input_ids.to(device),
-        positions=positions.to(device),
+        input_ids=sent(input_ids, device),
+        positions=sent(positions, device),
         packed=packed,
-        rows=rows.to(device),
+        rows=sent(rows, device),
         where=where,
-        targets=batch.input_ids[where].to(device),
+        targets=sent(batch.input_ids[where], device),
     )
 
 

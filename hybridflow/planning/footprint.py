@@ -128,8 +128,8 @@ def layer_bytes(spec: ModelSpec, *, tp: int, sequence_parallel: bool, recompute:
                    3 q + 3 k: what linear_qkv gives (q + 2 k), rotated queries and keys (q + k, which on a CPU mostly
                    take the place of the first), what attention gives (q); w = 3 f: gate and up, and their product;
                    4 heads: attention's log-sum-exp in float32
-                   w = 2 f without a gate; with n experts a token w = n (3 f + 2 h tp), of which h are each expert's
-                   input and output
+                   w = 2 f without a gate; with n experts a token w = n (4 f + h tp), of which h is each expert's
+                   input, and the fourth f the product with the token's share
         selective  attention runs again: without the rotated queries and keys, and the log-sum-exp
         full       b h / sp: the layer runs again from its input
     """
@@ -138,11 +138,16 @@ def layer_bytes(spec: ModelSpec, *, tp: int, sequence_parallel: bool, recompute:
     split = {"none": 3 * q + 3 * k, "selective": 2 * q + 2 * k}
     width = (3 if spec.traits.gated else 2) * spec.ffn_hidden_size
     if spec.num_experts:
-        width = spec.experts_per_token * (width + 2 * spec.hidden_size * tp)
+        width = spec.experts_per_token * (width + spec.ffn_hidden_size + spec.hidden_size * tp)
     if recompute == "full":
         return itemsize * spec.hidden_size / sp
     log_sum_exp = 4 * spec.num_heads / tp if recompute == "none" else 0
     return itemsize * (4 * spec.hidden_size / sp + (split[recompute] + width) / tp) + log_sum_exp
+
+
+def passing_bytes(spec: ModelSpec, itemsize: int) -> int:
+    """Bytes a token that a layer makes and keeps while it runs: outputs of its experts, by expert and by token."""
+    return 2 * itemsize * spec.experts_per_token * spec.hidden_size if spec.num_experts else 0
 
 
 def chunks_in_flight(layout: Layout, stage: int) -> int:
@@ -169,7 +174,7 @@ def training_activation_bytes(
     replica_tokens: int,
 ) -> int:
     """Estimate: layers of the stage x micro-batches in flight x `layer_bytes`, and the larger of what comes after them
-    on the last stage and of one layer run again: the outputs are gone by then.
+    on the last stage and of one layer run again or, but for what it keeps, the first time: outputs are gone by then.
 
     After the layers come the last norm's input and output, 2 h / sp, the whole state that sequence-parallel ranks
     gather, h, and `output_bytes`. Of embeddings that are projected, those that the first stage keeps for the matrix's
@@ -180,7 +185,7 @@ def training_activation_bytes(
     num_layers = layout.layers_per_stage(spec.num_layers)[stage]
     in_flight = min(chunks_in_flight(layout, stage) * tokens / layout.vpp, replica_tokens)
     kept = in_flight * num_layers * one_layer(recompute=recompute)
-    again = tokens * one_layer(recompute="none") if recompute == "full" else 0
+    again = tokens * (passing_bytes(spec, itemsize) + (one_layer(recompute="none") if recompute == "full" else 0))
     last = stage == layout.pp - 1
     gathered = (2 / layout.tp + 1 if sequence_parallel and layout.tp > 1 else 2) * spec.hidden_size * itemsize
     ends = tokens * gathered + output_bytes(spec, head, tp=layout.tp, itemsize=itemsize, rows=tokens) if last else 0
@@ -192,9 +197,8 @@ def forward_activation_bytes(
     spec: ModelSpec, layout: Layout, stage: int, *, head: Head, itemsize: int, sequence_parallel: bool, tokens: int
 ) -> int:
     """Estimate for a pass without gradients: all that one layer makes, or the outputs; the larger of the two."""
-    layer = tokens * layer_bytes(
-        spec, tp=layout.tp, sequence_parallel=sequence_parallel, recompute="none", itemsize=itemsize
-    )
+    kept = layer_bytes(spec, tp=layout.tp, sequence_parallel=sequence_parallel, recompute="none", itemsize=itemsize)
+    layer = tokens * (kept + passing_bytes(spec, itemsize))
     last = stage == layout.pp - 1
     outputs = output_bytes(spec, head, tp=layout.tp, itemsize=itemsize, rows=tokens) if last else 0
     return ceil(max(layer, outputs))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import Weight
-from hybridflow.batch import RolloutBatch, token_index
+from hybridflow.batch import RolloutBatch, sent, token_index
 from hybridflow.config import TrainedRoleConfig
 from hybridflow.models import pipeline
 from hybridflow.models.build import DTYPES, PackedModel, build_model, named_weights
@@ -244,7 +244,7 @@ class TrainedRole(Role):
 
         def loss(output: Tensor, mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             each, known = per_output(output, mb)
-            total = (each * weights[mb.where].to(each.device)).sum()
+            total = (each * sent(weights[mb.where], each.device)).sum()
             self._losses.append((mb.where, each.detach()))
             finite = 1 + 0 * total.detach()  # 1, or NaN: a loss that is not finite leaves no gradient that is
             sums = {name: known[name].detach().sum() for name in names}

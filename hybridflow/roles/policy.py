@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.loss_mean import token_sum
-from hybridflow.batch import RolloutBatch, Tokens
+from hybridflow.batch import RolloutBatch, Tokens, sent
 from hybridflow.by_length import ByLength
 from hybridflow.models.build import named_weights
 from hybridflow.models.micro_batch import MicroBatch
@@ -106,7 +106,7 @@ def _temperatures(temperature: SamplingTemperature, batch: RolloutBatch) -> Call
         return lambda micro_batch: temperature.values[0]
     of_rows = torch.tensor(temperature.each(batch.prompt_lengths.tolist()), dtype=torch.float32)
     of_tokens = of_rows.repeat_interleave(batch.lengths)  # (T,)
-    return lambda micro_batch: of_tokens[micro_batch.where].to(micro_batch.targets.device)
+    return lambda micro_batch: sent(of_tokens[micro_batch.where], micro_batch.targets.device)
 
 
 def _log_probs_and_entropy(

@@ -8,7 +8,7 @@ from torch import Tensor
 from hybridflow.algorithms.loss_mean import LossMean
 from hybridflow.architecture.weight_files import open_checkpoint
 from hybridflow.architecture.weights import VALUE_HEAD
-from hybridflow.batch import RolloutBatch, Tokens
+from hybridflow.batch import RolloutBatch, Tokens, sent
 from hybridflow.config import RewardModelConfig
 from hybridflow.errors import CheckpointError
 from hybridflow.models.micro_batch import MicroBatch, sequence_micro_batches
@@ -86,7 +86,7 @@ def _linear(gradients: Tensor) -> PerOutputLoss:
     """sum_i g_i s_i."""
 
     def per_sequence(scores: Tensor, mb: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        return scores * gradients[mb.where].to(scores.device), {}
+        return scores * sent(gradients[mb.where], scores.device), {}
 
     return per_sequence
 

@@ -1,5 +1,7 @@
 """The mixture of experts against a loop over tokens, and its router by hand."""
 
+from functools import partial
+
 import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -7,6 +9,9 @@ from torch import Tensor
 
 from hybridflow.models.experts import Experts, Router
 from hybridflow.models.layers import SwiGLUFunction
+from hybridflow.planning.footprint import layer_bytes
+from tests.planning.kept import KeptBytes
+from tests.planning.round_profile import small_spec
 
 pytestmark = pytest.mark.compiles
 
@@ -52,6 +57,24 @@ def test_experts_equal_a_loop_over_tokens(chosen: str) -> None:
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)  # sums of products up to 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_plan_counts_what_experts_keep_for_the_backward_pass(dtype: torch.dtype) -> None:
+    """And no float32 copy of the experts' outputs is among it. t tokens, k experts each, ffn size f, hidden size h."""
+    t, k, f, h = 512, 2, 16, 64
+    experts = Experts(config(params_dtype=dtype, hidden_size=h, moe_ffn_hidden_size=f), SwiGLUFunction)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    tokens, shares = torch.randn(t, h, dtype=dtype, requires_grad=True), torch.rand(t, k, requires_grad=True)
+    with KeptBytes([*experts.parameters(), tokens]) as kept:
+        outputs = experts(tokens, shares, torch.randint(0, 4, (t, k)))
+    assert outputs.dtype == dtype
+    per_token = partial(layer_bytes, tp=1, sequence_parallel=False, recompute="none", itemsize=dtype.itemsize)
+    of_experts = per_token(small_spec(num_experts=4, experts_per_token=k, ffn_hidden_size=f, hidden_size=h))
+    without = per_token(small_spec(num_experts=4, experts_per_token=0, ffn_hidden_size=f, hidden_size=h))
+    numbers = t * k * (4 + 3 * 8) + 16  # shares, the order, what leads there and back; ends of experts
+    assert t * (of_experts - without) <= kept.peak <= t * (of_experts - without) + numbers
 
 
 def test_experts_read_no_number_back_from_the_device() -> None:

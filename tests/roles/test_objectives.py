@@ -171,3 +171,33 @@ def test_right_responses_are_learnt_by_heart_with_a_mean_of_their_own() -> None:
 def test_a_constant_needs_the_length_that_it_is() -> None:
     with pytest.raises(ValueError, match=r"^loss_mean: constant needs max_response_length"):
         policy_loss(PolicyLoss(loss_mean="constant"), NO_KL)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{}, {"kind": "gspo", "loss_mean": "sequence_token_mean"}, {"importance": {"kind": "token", "cap": 2.0}}],
+)
+def test_what_a_loss_reads_is_sent_to_the_device_without_a_wait(
+    policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From page-locked memory. A device without numbers stands for a GPU: whoever waited for one would fail."""
+    given, device, sent = batch(), torch.device("meta"), []
+    pinned: set[int] = set()
+    send = torch.Tensor.to
+
+    def pin(x: torch.Tensor) -> torch.Tensor:
+        pinned.add(x.data_ptr())
+        return x
+
+    def to(x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        if args and args[0] == device and x.device != device:
+            sent.append((x.data_ptr() in pinned, named.get("non_blocking", False)))
+        return send(x, *args, **named)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    objective = policy_loss(PolicyLoss(**policy), KLTerm(KL(use="loss"), 0.1))
+    outputs = torch.zeros(4, device=device)
+    each, _ = objective.loss(outputs, outputs, Tokens(given, given.response_mask.nonzero()[:, 0], device))
+    assert each.shape == (4,)
+    assert len(sent) >= 3 and set(sent) == {(True, True)}
