@@ -175,7 +175,7 @@ def test_a_constant_needs_the_length_that_it_is() -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    [{}, {"kind": "gspo", "loss_mean": "sequence_token_mean"}, {"importance": {"kind": "token", "cap": 2.0}}],
+    [{}, {"kind": "cispo"}, {"importance": {"kind": "token", "cap": 2.0}}],
 )
 def test_what_a_loss_reads_is_sent_to_the_device_without_a_wait(
     policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
