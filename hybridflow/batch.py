@@ -149,11 +149,13 @@ class Tokens:
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """On `device`, from the host: a copy that nobody waits for, which on a GPU takes page-locked memory.
+    """On `device`; from the host by a copy that nobody waits for, which on a GPU takes page-locked memory.
 
     Any other would stop the host until the device has done all that it was given, in every micro-batch.
     """
-    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu" or values.device.type != "cpu":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def joined(first: RolloutBatch, second: RolloutBatch) -> RolloutBatch:

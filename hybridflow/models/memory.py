@@ -72,10 +72,9 @@ class Released:
 class HostMemory:
     """Where storages wait: blocks in host memory, page-locked where there is CUDA.
 
-    kept: between the times that something waits there; None: where it is page-locked, as for CUDA. On a CPU it would be
-    held twice while models train. Page-locked memory is slow to make and never goes back to the
-    system. torch's allocator gives it in powers of two, so it is taken in blocks of one, and a storage may lie in
-    several.
+    kept: between the times that something waits there; None: where it is page-locked. Such memory is slow to make and
+    never goes back to the system, and other memory would be held twice while models train. torch's allocator gives it
+    in powers of two, so it is taken in blocks of one, and a storage may lie in several.
     """
 
     def __init__(self, *, kept: bool | None = None, block_bytes: int = 256 << 20) -> None:

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from hybridflow.parallel.agreement import failures
 from hybridflow.parallel.collectives import Collectives
 from hybridflow.parallel.device import CPU, choose_platform, uses_cuda
 from hybridflow.parallel.gloo import use_one_thread
+from hybridflow.parallel.host_memory import host_memory
 from hybridflow.parallel.layout import PlatformName
 from hybridflow.parallel.versions import check_version
 
@@ -71,23 +71,18 @@ class Platform:
         """Memory of the device that nobody has taken: of a CPU, this rank's share of the host's."""
         if self.has_cuda:
             return int(torch.cuda.mem_get_info(self.device)[0])
-        return _host_memory("MemAvailable") * _env_int("GROUP_WORLD_SIZE", 1) // self.world_size
+        return host_memory()[0] * _env_int("GROUP_WORLD_SIZE", 1) // self.world_size
 
     def memory_bytes(self) -> int:
         """Memory of the device: of a CPU, this rank's share of the host's."""
         if self.has_cuda:
             return torch.cuda.get_device_properties(self.device).total_memory
-        return _host_memory("MemTotal") // self.world_size
+        return host_memory()[1] * _env_int("GROUP_WORLD_SIZE", 1) // self.world_size
 
     def synchronize(self) -> None:
         """Wait for the device, so that a clock read next measures work and not its enqueueing."""
         if self.has_cuda:
             torch.cuda.synchronize(self.device)
-
-
-def _host_memory(name: str) -> int:
-    rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    return next(int(row[1]) * 1024 for row in rows if row[0] == f"{name}:")
 
 
 def start(seed: int, platform: PlatformName = "auto", *, longest_phase_seconds: float = 0.0) -> Platform:
@@ -157,11 +152,7 @@ def adds_gradients_in_products() -> bool:
 
 def rounded_rows(dtype: torch.dtype) -> Callable[[int], int]:
     """How many rows, at least those there are, a matrix product of this type is best given."""
-    return repeated if not uses_cuda() and compiles_for_shapes(dtype) else _as_many
-
-
-def _as_many(rows: int) -> int:
-    return rows
+    return repeated if not uses_cuda() and compiles_for_shapes(dtype) else int
 
 
 def join_world(backend: str, timeout: timedelta) -> None:

@@ -1,6 +1,6 @@
 """Several decoding steps for one of vLLM's scheduler.
 
-What vLLM 0.32.0 does around each step of the model (schedule, prepare inputs, keep books) takes as long as the
+What vLLM 0.32.0 does around each step of the model (schedule, prepare inputs, keep books) takes as long as a
 step of a small model. Between two steps in which every request decodes and none ends all that changes is one token
 more of each. So the scheduler is asked for several tokens a request, as it is for drafts of speculative decoding, and
 takes back those that did not come; the runner takes the steps one after the other, until a request ends. The steps, who
