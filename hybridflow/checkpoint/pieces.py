@@ -2,7 +2,8 @@
 
 A rank holds some rows and columns of a weight (`architecture.shards`), row after row in its memory, and its optimizer
 steps a run of these elements: with ZeRO-1 a run that begins and ends anywhere. A run of a matrix is at most three boxes
-where its rows are neighbours in the whole: the end of a row, whole rows, the beginning of a row.
+where its rows are neighbours in the whole: the end of a row, whole rows, the beginning of a row. Whole experts are one
+box for each run of rows that a rank holds of all of them, however many experts there are.
 
     stored    (layers, experts, rows, columns), without those that the weight does not have; its vocabulary is padded
 """
@@ -17,11 +18,12 @@ from hybridflow.architecture.weights import Shape, Weight, stored_at
 
 
 class Piece(NamedTuple):
-    """Elements start : start + prod(shape) of a rank's flattened share are this box of the stored tensor."""
+    """A view of a rank's flattened share, and the box of the stored tensor that its elements are."""
 
     start: int
-    shape: Shape  # (rows, columns), or (rows,) of a vector
-    offset: Shape  # in the stored tensor, whose leading dimensions have no counterpart in `shape`
+    shape: Shape  # (experts, rows, columns), without those that the weight does not have
+    strides: Shape  # in the share: where a rank holds only some rows of an expert, other rows lie between two experts'
+    offset: Shape  # in the stored tensor; its layers have no counterpart in `shape`
 
 
 def stored_shape(weight: Weight, spec: ModelSpec) -> Shape:
@@ -33,23 +35,37 @@ def stored_shape(weight: Weight, spec: ModelSpec) -> Shape:
 
 
 def pieces(weight: Weight, spec: ModelSpec, *, tp: int, tp_rank: int, run: Interval) -> Iterator[Piece]:
-    """Of elements run[0] .. run[1] of what tensor-parallel rank `tp_rank` of `tp` holds, in their order."""
+    """Elements run[0] .. run[1] of what tensor-parallel rank `tp_rank` of `tp` holds, each in one piece."""
     matrix, (_, layer) = matrix_of(weight, spec), stored_at(weight)
     shard, is_matrix = training_shard(matrix, tp, tp_rank), _is_matrix(weight, spec)
-    width, expert_rows = shard.num_columns, matrix.rows // matrix.experts
+    width, own = shard.num_columns, shard.num_elements // matrix.experts  # elements of the share, of each expert alike
     leading = () if layer is None else (layer,)
-    reached = 0  # elements of the share before this interval
-    for first, last in _within_experts(shard.rows, matrix):
-        start, stop = common((reached, reached + (last - first) * width), run)
-        for position, row, num_rows, column, num_columns in _boxes(start - reached, stop - reached, width):
-            expert, row_of_expert = divmod(first + row, expert_rows)
-            offset = (*leading, *((expert,) if weight.experts else ()), row_of_expert)
-            place = reached + position - run[0]
-            if is_matrix:
-                yield Piece(place, (num_rows, num_columns), (*offset, shard.columns[0] + column))
-            else:
-                yield Piece(place, (num_rows,), offset)
-        reached += (last - first) * width
+    for expert, num_experts, start, stop in _experts(run, own):
+        reached = expert * own - run[0]  # elements of the run before these rows of the expert
+        for first, last in _of_first_expert(shard.rows, matrix):
+            size = (last - first) * width
+            inner = common((0, size), (start, stop))
+            for position, row, num_rows, column, num_columns in _boxes(*inner, width):
+                shape: Shape = (num_rows,)
+                strides: Shape = (width,)
+                offset: Shape = (first + row,)
+                if is_matrix:
+                    shape, strides, offset = (*shape, num_columns), (*strides, 1), (*offset, shard.columns[0] + column)
+                if weight.experts:
+                    shape, strides, offset = (num_experts, *shape), (own, *strides), (expert, *offset)
+                yield Piece(reached + position, shape, strides, (*leading, *offset))
+            reached, start, stop = reached + size, start - size, stop - size
+
+
+def _experts(run: Interval, size: int) -> Iterator[tuple[int, int, int, int]]:
+    """(first expert, experts, start, stop) of elements of a share that has `size` of each: start .. stop of each."""
+    start, end = run
+    while start < end:
+        expert, place = divmod(start, size)
+        whole = (end - start) // size if place == 0 else 0
+        stop = size if whole else min(end - expert * size, size)
+        yield expert, max(whole, 1), place, stop
+        start = (expert + max(whole, 1) - 1) * size + stop
 
 
 def _boxes(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int, int]]:
@@ -62,14 +78,13 @@ def _boxes(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, i
         start += max(num_rows, 1) * num_columns
 
 
-def _within_experts(rows: tuple[Interval, ...], matrix: Matrix) -> Iterator[Interval]:
-    """The same rows in the same order, cut where one expert's end."""
+def _of_first_expert(rows: tuple[Interval, ...], matrix: Matrix) -> Iterator[Interval]:
+    """The rows of a share that are the first expert's; of the others it has the same."""
     expert_rows = matrix.rows // matrix.experts
-    for start, stop in rows:
-        while start < stop:
-            end = min(stop, (start // expert_rows + 1) * expert_rows)
-            yield start, end
-            start = end
+    for interval in rows:
+        start, stop = common(interval, (0, expert_rows))
+        if start < stop:
+            yield start, stop
 
 
 def _is_matrix(weight: Weight, spec: ModelSpec) -> bool:

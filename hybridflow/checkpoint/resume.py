@@ -13,7 +13,7 @@ checkpoint.load   auto    the newest intact checkpoint of the run directory, if 
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from hybridflow.checkpoint.store import CHECKPOINTS, MANIFEST, damage, read_mani
 from hybridflow.config import RunConfig
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.formats.directories import sync
+from hybridflow.formats.distributed_directory import DistributedDirectory
 from hybridflow.parallel.agreement import failures
 from hybridflow.roles.policy import Reference
 
@@ -75,16 +76,39 @@ def restore(source: Source, roles: Sequence[SavedRole], group: dist.ProcessGroup
 
     Collective. Errors: CheckpointError, on every rank.
     """
-    failure = None
+    files, failure = _directories(source.step, roles, group), None
     try:
         for role in roles:
-            if not isinstance(role, Reference) or (source.step / role.name).is_dir():
-                load(role, source.step / role.name)
+            if role.name in files:
+                load(role, files[role.name])
     except (CheckpointError, OSError, ValueError) as error:  # a rank must not leave alone
         failure = str(error)
     found = failures(failure, group)
     if found:
         raise CheckpointError("; ".join(found))
+
+
+def _directories(
+    step: Path, roles: Sequence[SavedRole], group: dist.ProcessGroup
+) -> Mapping[str, DistributedDirectory]:
+    """By role, on every rank as the first one read it: every chunk of every rank is described there.
+
+    Collective. Errors: CheckpointError, on every rank.
+    """
+    found: list[dict[str, DistributedDirectory] | str | None] = [None]
+    if group.rank() == 0:
+        try:
+            found[0] = {
+                role.name: DistributedDirectory(step / role.name)
+                for role in roles
+                if not isinstance(role, Reference) or (step / role.name).is_dir()
+            }
+        except (CheckpointError, OSError) as error:
+            found[0] = str(error)
+    dist.broadcast_object_list(found, src=dist.get_process_group_ranks(group)[0], group=group)
+    if not isinstance(found[0], dict):
+        raise CheckpointError(str(found[0]))
+    return found[0]
 
 
 def check_progress(run_dir: Path, iteration: int, *, restarts: int, limit: int) -> None:

@@ -12,7 +12,6 @@ Of what several ranks hold alike, data-parallel replicas share the writing.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ def prepare_save(role: SavedRole, directory: Path) -> ToWrite:
     """
     strategy = _Collect()
     save_sharded(_sharded(role), str(directory), strategy, validate_access_integrity=False, async_sharded_save=True)
-    chunks = tuple(map(_chunk, strategy.tensors))
+    chunks = tuple(map(chunk_of, strategy.tensors))
     return ToWrite(chunks, tuple(key for chunk in chunks for key in extra_states(chunk)))
 
 
@@ -80,7 +79,7 @@ def finish_save(directory: Path, records: Iterable[Record]) -> None:
     save_config(CheckpointingConfig(BACKEND, 1), str(directory))
 
 
-def load(role: SavedRole, directory: Path) -> None:
+def load(role: SavedRole, files: DistributedDirectory) -> None:
     """Fill the role's weights, and optimizer state if it has any, from a checkpoint of any layout. Not collective.
 
     Errors: CheckpointError, naming file and tensor, where one is missing, damaged, or of another shape or dtype.
@@ -89,7 +88,7 @@ def load(role: SavedRole, directory: Path) -> None:
         return
     tree = _sharded(role)
     with torch.no_grad():
-        load_sharded(tree, str(directory), _ReadBoxes(), validate_access_integrity=False)
+        load_sharded(tree, str(files.path), _ReadBoxes(files), validate_access_integrity=False)
     if isinstance(role, TrainedRole):
         set_num_steps(not_none(role.trained), int(not_none(tree[STEPS].data)))
 
@@ -135,11 +134,11 @@ def _boxes(
 ) -> list[ShardedTensor]:
     """`flat`, which are elements run[0] .. run[1] of this rank's share of the weight, as boxes of the tensor `key`."""
     found = pieces(weight, role.spec, tp=role.grid.tp, tp_rank=role.grid.tp_rank, run=run)
-    return [_box(key, stored_shape(weight, role.spec), piece, flat, written=written) for piece in found]
+    return [sharded_box(key, stored_shape(weight, role.spec), piece, flat, written=written) for piece in found]
 
 
-def _box(key: str, whole: Shape, piece: Piece, flat: Tensor, *, written: bool) -> ShardedTensor:
-    data = flat[piece.start : piece.start + prod(piece.shape)].view(piece.shape)
+def sharded_box(key: str, whole: Shape, piece: Piece, flat: Tensor, *, written: bool) -> ShardedTensor:
+    data = flat.as_strided(piece.shape, piece.strides, flat.storage_offset() + piece.start)
     return ShardedTensor(
         key,
         data,
@@ -154,7 +153,9 @@ def _box(key: str, whole: Shape, piece: Piece, flat: Tensor, *, written: bool) -
 
 
 def _steps(steps: int, *, written: bool) -> ShardedTensor:
-    return _box(STEPS, (1,), Piece(0, (1,), (0,)), torch.tensor([steps], dtype=torch.float64), written=written)
+    return sharded_box(
+        STEPS, (1,), Piece(0, (1,), (1,), (0,)), torch.tensor([steps], dtype=torch.float64), written=written
+    )
 
 
 # ------------------------------------------------------------------------------------------------- the strategies
@@ -176,7 +177,7 @@ class _Collect(AsyncSaveShardedStrategy):
         return True  # there are none
 
 
-def _chunk(tensor: ShardedTensor) -> Chunk:
+def chunk_of(tensor: ShardedTensor) -> Chunk:
     shape = (1,) * tensor.prepend_axis_num + tensor.local_shape
     data = not_none(tensor.data)
     return Chunk(
@@ -187,14 +188,18 @@ def _chunk(tensor: ShardedTensor) -> Chunk:
 class _ReadBoxes(LoadShardedStrategy):
     """Fills the memory that the sharded tensors have."""
 
+    def __init__(self, files: DistributedDirectory) -> None:
+        super().__init__()
+        self._files = files
+
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> dict[str, Any]:
-        files = DistributedDirectory(checkpoint_dir)
         for tensor in nested_values(sharded_state_dict):
-            self._read(files, tensor)
+            self._read(tensor)
         return {}
 
-    def _read(self, files: DistributedDirectory, tensor: ShardedTensor) -> None:
-        key, data, wanted = tensor.key, not_none(tensor.data), TensorInfo(tensor.global_shape, tensor.dtype)
+    def _read(self, tensor: ShardedTensor) -> None:
+        files, key, data = self._files, tensor.key, not_none(tensor.data)
+        wanted = TensorInfo(tensor.global_shape, tensor.dtype)
         if key not in files and key.startswith(NEW_MOMENTUM):
             data.zero_()
             return

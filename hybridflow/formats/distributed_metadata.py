@@ -5,7 +5,7 @@ chunk     offset and size in the tensor; file, first byte and length of its reco
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from math import prod
@@ -63,20 +63,39 @@ class StoredTensor:
         held = sum(prod(chunk.size) for chunk in self.chunks)
         if held != prod(shape):
             raise ValueError(f"{self.key}: its chunks have {held} elements, shape {shape} has {prod(shape)}")
-        edges = [
-            sorted({e for c in self.chunks for e in (c.offset[d], c.offset[d] + c.size[d])}) for d in range(len(shape))
-        ]
-        if len(self.chunks) < 2 or prod(map(len, edges)) > MAX_CELLS:
-            return
-        number = [{edge: i for i, edge in enumerate(dim)} for dim in edges]
-        taken = np.zeros([len(dim) for dim in edges], dtype=bool)
-        for chunk in self.chunks:
-            cells = tuple(
-                slice(index[o], index[o + n]) for index, o, n in zip(number, chunk.offset, chunk.size, strict=True)
-            )
-            if taken[cells].any():
-                raise ValueError(f"{self.key}: the chunk at {chunk.offset} overlaps another")
-            taken[cells] = True
+        for chunks in self.by_leading.values():
+            again = _first_overlap(chunks)
+            if again is not None:
+                raise ValueError(f"{self.key}: the chunk at {again.offset} overlaps another")
+
+
+def _first_overlap(chunks: Sequence[StoredChunk]) -> StoredChunk | None:
+    """The first chunk that has an element of one before it: by the cells of a grid through all edges of chunks."""
+    dims = range(len(chunks[0].offset))
+    edges = [sorted({edge for c in chunks for edge in (c.offset[d], c.offset[d] + c.size[d])}) for d in dims]
+    if len(chunks) < 2:
+        return None
+    if prod(map(len, edges)) > MAX_CELLS:
+        return _first_overlap_by_pairs(chunks)
+    number = [{edge: i for i, edge in enumerate(dim)} for dim in edges]
+    taken = np.zeros([len(dim) for dim in edges], dtype=bool)
+    for chunk in chunks:
+        cells = tuple(
+            slice(index[o], index[o + n]) for index, o, n in zip(number, chunk.offset, chunk.size, strict=True)
+        )
+        if taken[cells].any():
+            return chunk
+        taken[cells] = True
+    return None
+
+
+def _first_overlap_by_pairs(chunks: Sequence[StoredChunk]) -> StoredChunk | None:
+    starts = np.array([chunk.offset for chunk in chunks])
+    stops = starts + np.array([chunk.size for chunk in chunks])
+    for i, chunk in enumerate(chunks):
+        if ((starts[:i] < stops[i]) & (starts[i] < stops[:i])).all(axis=1).any():
+            return chunk
+    return None
 
 
 def read_metadata(directory: Path) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
@@ -102,33 +121,33 @@ def _parse(root: object, directory: Path) -> tuple[dict[str, StoredTensor], tupl
     if not isinstance(root, Record):
         raise ValueError(f"it holds {type(root).__name__}")
     storage: Storage = root.field("storage_data", dict)
-    tensors, objects = {}, []
+    tensors, objects, files = {}, [], _Files(directory)
     for key, entry in root.field("state_dict_metadata", dict).items():
         if not isinstance(key, str) or not isinstance(entry, Record):
             raise ValueError(f"an entry is {type(key).__name__}: {type(entry).__name__}")
         if not key.isprintable():
             raise ValueError(f"the key {key!r} is not printable")
         if isinstance(entry.state, dict) and "chunks" in entry.state:
-            tensors[key] = _tensor(key, entry, storage, directory)
+            tensors[key] = _tensor(key, entry, storage, files)
         else:
             objects.append(key)
     return tensors, tuple(objects)
 
 
-def _tensor(key: str, entry: Record, storage: Storage, directory: Path) -> StoredTensor:
+def _tensor(key: str, entry: Record, storage: Storage, files: "_Files") -> StoredTensor:
     try:
         shape = _shape(entry.field("size", tuple))
         properties = entry.field("properties", Record).state
         dtype = properties[0] if isinstance(properties, tuple) and properties else None
         if not isinstance(dtype, torch.dtype):
             raise ValueError("it has no dtype")
-        chunks = [_chunk(key, chunk, shape, storage, directory) for chunk in entry.field("chunks", list)]
+        chunks = [_chunk(key, chunk, shape, storage, files) for chunk in entry.field("chunks", list)]
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
     return StoredTensor(key, TensorInfo(shape, dtype), chunks)
 
 
-def _chunk(key: str, chunk: object, shape: Shape, storage: Storage, directory: Path) -> StoredChunk:
+def _chunk(key: str, chunk: object, shape: Shape, storage: Storage, files: "_Files") -> StoredChunk:
     if not isinstance(chunk, Record):
         raise ValueError(f"a chunk is {type(chunk).__name__}")
     offset, size = _shape(chunk.field("offsets", tuple)), _shape(chunk.field("sizes", tuple))
@@ -145,12 +164,26 @@ def _chunk(key: str, chunk: object, shape: Shape, storage: Storage, directory: P
     if info.state.get("transform_descriptors"):
         raise ValueError(f"the chunk at {offset} is compressed or otherwise transformed")
     path, start, length = info.field("relative_path", str), info.field("offset", int), info.field("length", int)
-    parts = Path(path).parts
-    if not parts or Path(path).is_absolute() or ".." in parts or not path.isprintable():
+    file = files[path]
+    if file is None:
         raise ValueError(f"the chunk at {offset} is in the file {path!r}, outside of the directory")
     if not (0 <= start <= MAX_ELEMENTS and 0 < length <= MAX_ELEMENTS):
         raise ValueError(f"the chunk at {offset} is at byte {start} and {length} bytes long")
-    return StoredChunk(offset, size, directory / path, start, length)
+    return StoredChunk(offset, size, file, start, length)
+
+
+class _Files(dict[str, Path | None]):
+    """The files of a directory by the paths that its metadata has; None for a path that leads out of it."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._directory = directory
+
+    def __missing__(self, path: str) -> Path | None:
+        parts = Path(path).parts
+        outside = not parts or Path(path).is_absolute() or ".." in parts or not path.isprintable()
+        self[path] = None if outside else self._directory / path
+        return self[path]
 
 
 def _shape(value: tuple[Any, ...]) -> Shape:

@@ -6,6 +6,8 @@ torchrun --nproc-per-node 4 -m tests.checkpoint.layouts_worker CHECKPOINTS OUT
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.algorithm_config import KL, PolicyLoss
+from hybridflow.checkpoint import resume
+from hybridflow.checkpoint.resume import Source, restore
 from hybridflow.checkpoint.saver import Saver
-from hybridflow.checkpoint.sharded import load
-from hybridflow.checkpoint.state import RunState, SavedRun
+from hybridflow.checkpoint.state import RunState, SavedRun, load_state
 from hybridflow.checkpoint.store import step_name
 from hybridflow.config import CheckpointConfig
 from hybridflow.formats.distributed_directory import DistributedDirectory
@@ -45,7 +48,11 @@ def main(checkpoints: Path, out: Path) -> None:
             train(actor)
         save(actor, first, 1, store, platform)
         other = actor_of(checkpoints / case.model, case.target, case, world)
-        load(other, first / step_name(1) / "actor")
+        step = first / step_name(1)
+        with counted_reads() as reads:
+            restore(Source(step, load_state(step), False, None, ()), [other], dist.group.WORLD)
+        all_reads: list[Any] = [None] * platform.world_size
+        dist.all_gather_object(all_reads, reads)
         steps = num_steps(other.trained) if other.trained else None
         save(other, again, 1, store, platform)
         for role in (actor, other):
@@ -55,6 +62,7 @@ def main(checkpoints: Path, out: Path) -> None:
         if platform.rank == 0:
             found[case.name] = {
                 "num_steps": steps,
+                "metadata was read": [[str(path.relative_to(out)) for path in reads] for reads in all_reads],
                 "after loading": differences(first / step_name(1), again / step_name(1)),
                 "after a step": differences(first / step_name(2), again / step_name(2)),
                 "moved": differences(first / step_name(1), first / step_name(2)),
@@ -62,6 +70,23 @@ def main(checkpoints: Path, out: Path) -> None:
     if platform.rank == 0:
         (out / "found.json").write_text(json.dumps(found))
     platforms.stop()
+
+
+@contextmanager
+def counted_reads() -> Iterator[list[Path]]:
+    """The directories whose metadata this rank reads."""
+    reads: list[Path] = []
+    before = resume.DistributedDirectory
+
+    def counted(path: Path) -> DistributedDirectory:
+        reads.append(path)
+        return before(path)
+
+    resume.DistributedDirectory = counted  # type: ignore[assignment, misc]
+    try:
+        yield reads
+    finally:
+        resume.DistributedDirectory = before  # type: ignore[misc]
 
 
 def actor_of(models: Path, layout: dict[str, Any], case: Case, world: World) -> Actor:

@@ -29,6 +29,7 @@ from hybridflow.checkpoint.state import RunState, SavedRun
 from hybridflow.checkpoint.store import step_name
 from hybridflow.config import CheckpointConfig, ExperimentConfig
 from hybridflow.errors import CheckpointError
+from hybridflow.formats.distributed_directory import DistributedDirectory
 from hybridflow.models.build import named_weights
 from hybridflow.models.optimizer_state import owned_states
 from hybridflow.parallel import platform as platforms
@@ -170,7 +171,10 @@ def errors(roles: Roles, out: Path) -> dict[str, str | None]:
         "head": (roles.critic(llama, "critic"), "float32/step_000001/actor"),
         "no new momentum": (roles.actor(Case("llama", "dp2", "dp2", "momentum")), "sgd/step_000001/actor"),
     }
-    return {name: error_of(lambda r=role, d=where: load(r, out / d)) for name, (role, where) in found.items()}
+    return {
+        name: error_of(lambda r=role, d=where: load(r, DistributedDirectory(out / d)))
+        for name, (role, where) in found.items()
+    }
 
 
 def main(models: Path, out: Path) -> None:

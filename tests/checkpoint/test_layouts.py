@@ -31,6 +31,12 @@ def test_every_element_is_where_it_was(case: Case, found: dict) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_one_rank_reads_what_describes_the_checkpoint(case: Case, found: dict) -> None:
+    """With thousands of ranks each would parse tens of thousands of chunks, from one file."""
+    assert found[case.name]["metadata was read"] == [[f"{case.name}/first/step_000001/actor"], [], [], []]
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_the_next_step_is_the_same(case: Case, found: dict) -> None:
     """Sums in another order: float32 to 1e-5; in bfloat16 the squares of gradients that have 8 bits."""
     allowed = 1e-5 if case.dtype == "float32" else 0.1

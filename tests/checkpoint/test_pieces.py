@@ -48,8 +48,9 @@ def test_every_element_is_where_its_index_says(family: str, tp: int, specs: dict
             for run in ((0, len(own)), (0, cut), (cut, len(own)), (cut // 2, cut)):
                 found = torch.full((run[1] - run[0],), -1)
                 for piece in pieces(weight, spec, tp=tp, tp_rank=tp_rank, run=run):
-                    box = stored[_leading(piece)][_box(piece)]
-                    found[piece.start : piece.start + box.numel()] = box.reshape(-1)
+                    places = found.as_strided(piece.shape, piece.strides, piece.start)
+                    assert places.eq(-1).all(), "two boxes have one element"
+                    places.copy_(stored[_leading(piece)][_box(piece)])
                 assert found.equal(own[run[0] : run[1]]), (weight.megatron, tp_rank, run)
 
 
@@ -69,13 +70,38 @@ def test_a_run_of_a_matrix_is_three_boxes_at_most(specs: dict) -> None:
     weight = next(weight for weight in model_weights(spec, "lm") if weight.megatron == name)
     assert stored_shape(weight, spec) == (2, 64, 64)
     assert list(pieces(weight, spec, tp=1, tp_rank=0, run=(10, 300))) == [
-        Piece(0, (1, 54), (1, 0, 10)),
-        Piece(54, (3, 64), (1, 1, 0)),
-        Piece(246, (1, 44), (1, 4, 0)),
+        Piece(0, (1, 54), (64, 1), (1, 0, 10)),
+        Piece(54, (3, 64), (64, 1), (1, 1, 0)),
+        Piece(246, (1, 44), (64, 1), (1, 4, 0)),
     ]
     # with half of the columns, rows of 32: elements 10 .. 70 are in rows 0, 1 and 2
     assert list(pieces(weight, spec, tp=2, tp_rank=1, run=(10, 70))) == [
-        Piece(0, (1, 22), (1, 0, 42)),
-        Piece(22, (1, 32), (1, 1, 32)),
-        Piece(54, (1, 6), (1, 2, 32)),
+        Piece(0, (1, 22), (32, 1), (1, 0, 42)),
+        Piece(22, (1, 32), (32, 1), (1, 1, 32)),
+        Piece(54, (1, 6), (32, 1), (1, 2, 32)),
+    ]
+
+
+def test_whole_experts_are_one_box_for_each_run_of_rows(specs: dict) -> None:
+    """4 experts of gate and up, 2 x 32 rows of 64; tp rank 1 of 2 has 16 rows of each, 2048 elements of an expert."""
+    spec = specs["qwen3_moe"]
+    found = {weight.megatron: weight for weight in model_weights(spec, "lm")}
+    fc1 = found["decoder.layers.1.mlp.experts.linear_fc1.weight"]
+    assert stored_shape(fc1, spec) == (2, 4, 64, 64)
+    assert list(pieces(fc1, spec, tp=2, tp_rank=1, run=(0, 4 * 2048))) == [
+        Piece(0, (4, 16, 64), (2048, 64, 1), (1, 0, 16, 0)),
+        Piece(1024, (4, 16, 64), (2048, 64, 1), (1, 0, 48, 0)),
+    ]
+    # from row 15 of expert 0's gate on, and of expert 3 two rows and an element
+    assert list(pieces(fc1, spec, tp=2, tp_rank=1, run=(15 * 64, 3 * 2048 + 2 * 64 + 1))) == [
+        Piece(0, (1, 1, 64), (2048, 64, 1), (1, 0, 31, 0)),
+        Piece(64, (1, 16, 64), (2048, 64, 1), (1, 0, 48, 0)),
+        Piece(17 * 64, (2, 16, 64), (2048, 64, 1), (1, 1, 16, 0)),
+        Piece(33 * 64, (2, 16, 64), (2048, 64, 1), (1, 1, 48, 0)),
+        Piece(17 * 64 + 2 * 2048, (1, 2, 64), (2048, 64, 1), (1, 3, 16, 0)),
+        Piece(19 * 64 + 2 * 2048, (1, 1, 1), (2048, 64, 1), (1, 3, 18, 0)),
+    ]
+    fc2 = found["decoder.layers.1.mlp.experts.linear_fc2.weight"]
+    assert list(pieces(fc2, spec, tp=2, tp_rank=1, run=(0, 4 * 64 * 16))) == [
+        Piece(0, (4, 64, 16), (64 * 16, 16, 1), (1, 0, 0, 16))
     ]

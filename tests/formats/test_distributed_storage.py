@@ -4,6 +4,7 @@ import os
 import resource
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hybridflow.errors import CheckpointError
+from hybridflow.formats import distributed_metadata
 from hybridflow.formats.distributed_directory import DistributedDirectory
 from hybridflow.formats.distributed_storage import Chunk, FileSum, Record, save, write_metadata, write_records
 
@@ -162,6 +164,21 @@ def test_chunks_must_cover_every_tensor_once(
     with pytest.raises(ValueError, match=message):
         write_metadata(tmp_path, change(records))
     assert not (tmp_path / ".metadata").exists()
+
+
+@pytest.mark.parametrize("max_cells", [0, 1 << 24])
+def test_overlaps_are_found_however_many_edges_there_are(
+    max_cells: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four boxes of 2 x 3 of layer 1, the last of which begins a column early; layer 0 is whole."""
+    monkeypatch.setattr(distributed_metadata, "MAX_CELLS", max_cells)
+    boxes = [((0, 0, 0), (1, 4, 6)), *(((1, row, column), (1, 2, 3)) for row in (0, 2) for column in (0, 3))]
+    records = [Record("x", *box, (2, 4, 6), "bfloat16", "f", i, 1) for i, box in enumerate(boxes)]
+    write_metadata(tmp_path, records)
+    (tmp_path / ".metadata").unlink()
+    records[-1] = replace(records[-1], offset=(1, 2, 2))
+    with pytest.raises(ValueError, match=r"x: the chunk at \(1, 2, 2\) overlaps another"):
+        write_metadata(tmp_path, records)
 
 
 # ------------------------------------------------------------------------------------------------ failures
