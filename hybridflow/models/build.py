@@ -1,8 +1,8 @@
 """Build a megatron-core model on a grid and fill it from a HuggingFace directory or a torch_dist checkpoint.
 
 Every rank reads only the slices it holds: those of its tensor-parallel rank and its pipeline stage, in one model chunk
-or, with virtual pipeline parallelism, several. The last stage of a policy model returns this rank's columns of the
-logits, that of a value model one scalar, both only for the rows that the micro-batch wants.
+or, with virtual pipeline parallelism, several. The last stage of a policy model returns what makes this rank's columns
+of the logits, that of a value model one scalar, both only for the rows that the micro-batch wants.
 """
 
 import math
@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
@@ -26,7 +26,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from megatron.core.typed_torch import not_none
 from torch import Tensor, nn
 
 from hybridflow.architecture.parts import read_shard, shard_shape
@@ -51,6 +50,7 @@ from hybridflow.models.experts import MixtureOfExperts
 from hybridflow.models.layers import LayerNorm, ReLU, RMSNorm, SwiGLU, mark
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.opt import PostNormLayer, ProjectedEmbedding
+from hybridflow.models.output_layer import OutputLayer, Outputs
 from hybridflow.models.shared_prompt import Kernel
 from hybridflow.parallel.device import current_device, uses_cuda
 from hybridflow.parallel.grid import Grid
@@ -97,31 +97,21 @@ class PackedModel(GPTModel):
         self.inverse_frequencies = None if frequencies is None else frequencies.to(current_device())
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Where megatron ties the ends of the model, which it has made of the hidden size."""
-        if self.projected_size is not None:
-            self._project_ends(self.projected_size)
-        super().setup_embeddings_and_output_layer()
-
-    def _project_ends(self, size: int) -> None:
-        """Embedding and output layer of another size, and what leads from it to the hidden size and back."""
-        config, tp_group = self.config, self.pg_collection.tp
-        if self.pre_process:
+        """Where megatron ties the ends of the model, which it has made of its own classes and of the hidden size."""
+        config, tp_group, size = self.config, self.pg_collection.tp, self.projected_size
+        if self.pre_process and size is not None:
             self.embedding.word_embeddings = ProjectedEmbedding(config, self.vocab_size, size, tp_group)
         if self.post_process:
             del self.output_layer  # megatron's buffers have parameters in the order in which they are made
-            self.project_out = nn.Linear(config.hidden_size, size, bias=False, dtype=config.params_dtype)
-            self.output_layer = ColumnParallelLinear(
-                size,
-                self.vocab_size,
-                config=config,
-                init_method=not_none(config.init_method),
-                bias=False,
-                skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
-                gather_output=False,
-                tp_group=tp_group,
+            if size is not None:
+                self.project_out = nn.Linear(config.hidden_size, size, bias=False, dtype=config.params_dtype)
+            tied = self.pre_process and self.share_embeddings_and_output_weights
+            self.output_layer = OutputLayer(
+                size or config.hidden_size, self.vocab_size, config=config, tied=tied, tp_group=tp_group
             )
+        super().setup_embeddings_and_output_layer()
 
-    def forward(self, micro_batch: MicroBatch) -> Tensor:  # type: ignore[override]  # our step alone calls it
+    def forward(self, micro_batch: MicroBatch) -> Tensor | Outputs:  # type: ignore[override]  # our step alone calls it
         embedded, packed = None, micro_batch.packed
         if self.pre_process:
             positions = micro_batch.positions[None] + self._position_offset  # read where they are learned
@@ -149,24 +139,20 @@ class PackedModel(GPTModel):
         )
         return whole
 
-    def outputs(self, hidden: Tensor) -> Tensor:
+    def outputs(self, hidden: Tensor) -> Tensor | Outputs:
         raise NotImplementedError
 
 
 class PolicyModel(PackedModel):
-    """Output: (r, padded vocabulary / tp) logits in the model's dtype."""
+    """Output: r rows of `Outputs`."""
 
     def __init__(self, config: TransformerConfig, spec: ModelSpec, grid: Grid, chunk: int) -> None:
         super().__init__(config, spec, grid, chunk, tied=spec.tied)
-        if self.post_process and config.sequence_parallel:
-            # its input is whole already: it must not gather again, and must sum its input's gradient over the group
-            self.output_layer.sequence_parallel = False
-            self.output_layer.allreduce_dgrad = True
 
-    def outputs(self, hidden: Tensor) -> Tensor:
+    def outputs(self, hidden: Tensor) -> Outputs:
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits: Tensor = self.output_layer(hidden, weight=weight)[0]
-        return logits
+        outputs: Outputs = self.output_layer(hidden, weight=weight)
+        return outputs
 
 
 class ValueModel(PackedModel):

@@ -20,8 +20,9 @@ from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.parallel.grid import Grid
 
 Results = dict[str, Tensor]
-Readout = Callable[[Tensor, MicroBatch], Results]
-Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, Results]]
+Output = Any  # what a model gives: `models.output_layer.Outputs`, or (r,) values
+Readout = Callable[[Output, MicroBatch], Results]
+Loss = Callable[[Output, MicroBatch], tuple[Tensor, Results]]
 Reduce = Callable[[Tensor], tuple[Tensor, Tensor, Results]]  # of a loss: also the tokens that it counts, ignored
 Chunks = Sequence[MegatronModule]  # models, or their data-parallel wrappers
 
@@ -58,8 +59,8 @@ class StageCommunicator(P2PCommunicator):
 def forward(chunks: Chunks, grid: Grid, micro_batches: list[MicroBatch], readout: Readout) -> list[Results]:
     """`readout` of the model's output for every micro-batch, on the last stage, else empty; without gradients."""
 
-    def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Results]:
-        return output.new_zeros(()), readout(output, micro_batch)
+    def loss(output: Output, micro_batch: MicroBatch) -> tuple[Tensor, Results]:
+        return torch.zeros((), device=micro_batch.input_ids.device), readout(output, micro_batch)
 
     with torch.no_grad():  # forward_only alone keeps the graph
         return _run(chunks, grid, micro_batches, loss, forward_only=True) if micro_batches else []
@@ -86,7 +87,7 @@ def _run(
     def step(batches: Iterator[MicroBatch], model: MegatronModule) -> tuple[Tensor, Reduce]:
         micro_batch = next(batches)
 
-        def reduce(output: Tensor) -> tuple[Tensor, Tensor, Results]:
+        def reduce(output: Output) -> tuple[Tensor, Tensor, Results]:
             value, results = loss(output, micro_batch)
             return value, torch.zeros((), dtype=torch.int), results
 

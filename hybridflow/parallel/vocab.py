@@ -2,7 +2,8 @@
 
 megatron's own vocabulary-parallel cross entropy works on the global tensor-parallel group and overwrites its input;
 here the group is given. Work goes in chunks of rows, so that no float32 copy of all logits ever exists: what is kept
-for the backward pass are the logits themselves, and the backward pass writes their gradient over them.
+for the backward pass are the logits themselves, and the backward pass writes their gradient over them. Where even they
+are too many, `models.output_layer` makes them in chunks, too.
 
 With z = logits / temperature, m = max z, over the true vocabulary (padding columns take no part):
     log p(y) = z_y - logsumexp(z)            H = logsumexp(z) - sum_j p_j z_j
@@ -11,6 +12,7 @@ With z = logits / temperature, m = max z, over the true vocabulary (padding colu
 
 from collections.abc import Callable
 from functools import partial
+from math import ceil
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,10 +24,12 @@ from hybridflow.cpu.kernels.library import library
 from hybridflow.parallel.device import uses_cuda
 
 Temperature = float | Tensor  # of all rows, or (R,)
-# logits handled at a time, by device, of which up to three float32 copies exist: on a CPU 4 MiB each, which stay in its
-# caches; on a GPU 256 MiB each: a chunk takes some twenty kernels, whose launches would else take longer than they
+# logits handled at a time, by device, of which float32 copies exist, two forward and three backward: on a CPU 4 MiB
+# each, which stay in its caches; on a GPU 256 MiB each: a chunk takes some twenty kernels, whose launches would else
+# take longer than they
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
-NUM_COPIES = 3
+FORWARD_COPIES, BACKWARD_COPIES = 2, 3
+LOGITS_AT_ONCE = 1 << 28  # that exist: 512 MiB in bfloat16, 1 GiB in float32
 
 
 class Gradients(Protocol):
@@ -82,46 +86,70 @@ def vocab_parallel_log_probs(
     temperature: of all rows, or float32 (R,), of each. kernels: see `vocab_kernels`.
     """
     assert logits.dim() == 2 and targets.shape == logits.shape[:1], f"{tuple(logits.shape)}, {tuple(targets.shape)}"
-    both: tuple[Tensor, Tensor] = _VocabParallelLogProbs.apply(logits, targets, group, vocab_size, temperature, kernels)
+    own = OwnColumns(logits.shape[1], group=group, vocab_size=vocab_size, kernels=kernels)
+    both: tuple[Tensor, Tensor] = _VocabParallelLogProbs.apply(logits, targets, temperature, own)
     return both
+
+
+class OwnColumns:
+    """This rank's columns of the logits, and what it takes from the others of its group to make results of them.
+
+    num_columns: padded vocabulary / tp, of which the last rank's last may lie past the vocabulary.
+    """
+
+    def __init__(self, num_columns: int, *, group: dist.ProcessGroup, vocab_size: int, kernels: VocabKernels) -> None:
+        self._first, self._group, self._kernels = group.rank() * num_columns, group, kernels
+        self._columns = max(0, min(num_columns, vocab_size - self._first))  # true columns on this rank
+
+    def local(self, targets: Tensor) -> Tensor:
+        """(R,): which of the columns a target is; -1 where it is another rank's."""
+        local = targets - self._first
+        return torch.where((local >= 0) & (local < self._columns), local, -1)
+
+    def partial_sums(self, logits: Tensor, local: Tensor, temperature: Temperature) -> tuple[Tensor, Tensor]:
+        """As `VocabKernels`."""
+        return self._kernels.partial_sums(logits.detach(), self._columns, local, temperature)
+
+    def combined(self, own_peak: Tensor, sums: Tensor, local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(log-probs, entropy, logsumexp), each (R,), of all ranks' partial sums. Collective over the group."""
+        peak = own_peak.clone()
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=self._group)
+        sums = _below(peak, own_peak, sums, local >= 0)
+        dist.all_reduce(sums, group=self._group)
+        exp_sum, weighted, target = sums  # of exp(z - m), exp(z - m)(z - m), and z_y - m
+        log_norm = exp_sum.log()
+        return target - log_norm, log_norm - weighted / exp_sum, peak + log_norm
+
+    def write_gradients(
+        self, logits: Tensor, local: Tensor, temperature: Temperature, **of_rows: Tensor | None
+    ) -> None:
+        """Over the logits. of_rows: see `Gradients`."""
+        self._kernels.gradients(logits, self._columns, local, temperature, **of_rows)  # type: ignore[arg-type]
+
+    def sum(self, x: Tensor) -> None:
+        """In place, over the group."""
+        dist.all_reduce(x, group=self._group)
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        group: dist.ProcessGroup,
-        vocab_size: int,
-        temperature: Temperature,
-        kernels: VocabKernels,
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: Temperature, own: OwnColumns
     ) -> tuple[Tensor, Tensor]:
-        first = group.rank() * logits.shape[1]
-        columns = max(0, min(logits.shape[1], vocab_size - first))  # true columns on this rank
-        local = targets - first
-        local = torch.where((local >= 0) & (local < columns), local, -1)
-        own_peak, sums = kernels.partial_sums(logits.detach(), columns, local, temperature)
-        peak = own_peak.clone()
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-        sums = _below(peak, own_peak, sums, local >= 0)
-        dist.all_reduce(sums, group=group)
-        exp_sum, weighted, target = sums  # of exp(z - m), exp(z - m)(z - m), and z_y - m
-        log_norm = exp_sum.log()
-        entropy = log_norm - weighted / exp_sum
-        ctx.save_for_backward(logits, local, peak + log_norm, entropy)
-        ctx.columns, ctx.temperature, ctx.kernels = columns, temperature, kernels
+        local = own.local(targets)
+        log_probs, entropy, normalizer = own.combined(*own.partial_sums(logits, local, temperature), local)
+        ctx.save_for_backward(logits, local, normalizer, entropy)
+        ctx.own, ctx.temperature = own, temperature
         ctx.set_materialize_grads(False)
-        return target - log_norm, entropy
+        return log_probs, entropy
 
     @staticmethod
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor, None, None, None, None, None]:
+    ) -> tuple[Tensor, None, None, None]:
         logits, local, normalizer, entropy = ctx.saved_tensors
-        ctx.kernels.gradients(
+        ctx.own.write_gradients(
             logits,
-            ctx.columns,
             local,
             ctx.temperature,
             normalizer=normalizer,
@@ -129,7 +157,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             grad_log_probs=grad_log_probs,
             grad_entropy=grad_entropy,
         )
-        return logits, None, None, None, None, None
+        return logits, None, None, None
 
 
 def _below(peak: Tensor, own: Tensor, sums: Tensor, mine: Tensor) -> Tensor:
@@ -150,6 +178,12 @@ def by_torch(device: str) -> VocabKernels:
     return VocabKernels(partial(_partial_sums, device), partial(_gradients, device))
 
 
+def chunks_of_rows(rows: int, columns: int) -> list[slice]:
+    """Rows whose logits exist at once, of a rank's columns: in as few chunks as can be, nearly alike in size."""
+    count = ceil(rows / max(1, LOGITS_AT_ONCE // columns))
+    return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
+
+
 def rows_of_chunk(columns: int, device: str) -> int:
     return max(1, CHUNK_ELEMENTS[device] // columns)
 
@@ -159,7 +193,11 @@ def _row_chunks(logits: Tensor, device: str) -> list[slice]:
     return [slice(i, i + step) for i in range(0, logits.shape[0], step)]
 
 
-def _of_rows(temperature: Temperature, rows: slice) -> Temperature:
+def of_rows(temperature: Temperature, rows: slice) -> Temperature:
+    return temperature[rows] if isinstance(temperature, Tensor) else temperature
+
+
+def _divisors(temperature: Temperature, rows: slice) -> Temperature:
     """What logits of these rows are divided by: a number, or (rows, 1)."""
     return temperature[rows, None] if isinstance(temperature, Tensor) else temperature
 
@@ -172,7 +210,7 @@ def _partial_sums(
     if columns == 0:
         return peak, sums
     for rows in _row_chunks(logits, device):
-        z = logits[rows, :columns].to(torch.float32, copy=True).div_(_of_rows(temperature, rows))
+        z = logits[rows, :columns].to(torch.float32, copy=True).div_(_divisors(temperature, rows))
         peak[rows] = z.amax(dim=1)
         z.sub_(peak[rows, None])
         of_target = z.gather(1, targets[rows, None].clamp(min=0)).squeeze(1)
@@ -180,6 +218,7 @@ def _partial_sums(
         e = z.exp()
         sums[0, rows] = e.sum(dim=1)
         sums[1, rows] = e.mul_(z).sum(dim=1)
+        del z, e  # else they are there beside the next
     return peak, sums
 
 
@@ -196,7 +235,7 @@ def _gradients(
     grad_entropy: Tensor | None,
 ) -> None:
     for rows in _row_chunks(logits, device):
-        divisor = _of_rows(temperature, rows)
+        divisor = _divisors(temperature, rows)
         log_p = logits[rows, :columns].float().div_(divisor).sub_(normalizer[rows, None])
         p = log_p.exp()
         grad = torch.zeros_like(p)
@@ -209,5 +248,6 @@ def _gradients(
         if grad_entropy is not None:
             g = grad_entropy[rows].float()
             grad.addcmul_(p.mul_(log_p.add_(entropy[rows, None])), g[:, None], value=-1.0)
-        logits[rows, :columns] = grad.div_(divisor).to(logits.dtype)
+        logits[rows, :columns] = grad.div_(divisor)
+        del log_p, p, grad
     logits[:, columns:] = 0

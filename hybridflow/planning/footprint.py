@@ -18,7 +18,7 @@ from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.architecture.weights import Weight, embedding, head_weights, layer_weights, table_of
 from hybridflow.config import OptimizerConfig
 from hybridflow.parallel.layout import Layout
-from hybridflow.parallel.vocab import NUM_COPIES, rows_of_chunk
+from hybridflow.parallel.vocab import BACKWARD_COPIES, FORWARD_COPIES, chunks_of_rows, rows_of_chunk
 
 MAIN_BYTES = 4  # gradients, main weights and moments are float32
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -188,7 +188,8 @@ def training_activation_bytes(
     again = tokens * (passing_bytes(spec, itemsize) + (one_layer(recompute="none") if recompute == "full" else 0))
     last = stage == layout.pp - 1
     gathered = (2 / layout.tp + 1 if sequence_parallel and layout.tp > 1 else 2) * spec.hidden_size * itemsize
-    ends = tokens * gathered + output_bytes(spec, head, tp=layout.tp, itemsize=itemsize, rows=tokens) if last else 0
+    outputs = output_bytes(spec, head, tp=layout.tp, itemsize=itemsize, rows=tokens, backward=True) if last else 0
+    ends = tokens * gathered + outputs if last else 0
     embedded = in_flight * itemsize * (spec.projected_size or 0) if stage == 0 else 0
     return ceil(embedded + kept + max(again, ends))
 
@@ -204,18 +205,24 @@ def forward_activation_bytes(
     return ceil(max(layer, outputs))
 
 
-def output_bytes(spec: ModelSpec, head: Head, *, tp: int, itemsize: int, rows: int) -> int:
-    """The wanted rows of the last hidden state, and their logits in the model's dtype or, in float32, their values.
+def output_bytes(spec: ModelSpec, head: Head, *, tp: int, itemsize: int, rows: int, backward: bool = False) -> int:
+    """The wanted rows of the last hidden state, and logits in the model's dtype or, in float32, their values.
 
-    Where the embeddings have another size, the rows projected to it are there beside them.
-    No other copy of all logits exists: their gradient is written over them (`parallel.vocab`), by chunks of rows with
-    float32 copies. A value head takes its rows in float32, which is a copy where the model is in 16 bits.
+    Where the embeddings have another size, the rows projected to it are there beside them. Of many rows not all logits
+    exist at once (`models.output_layer`); their gradient is written over them, by chunks of rows with float32 copies.
+    backward: beside them the gradient of the rows and, in place of the copies if it is larger, that of the weight.
+    A value head takes its rows in float32, which is a copy where the model is in 16 bits.
     """
     hidden = spec.hidden_size + (spec.projected_size or 0)
     if head == "lm":
         columns = spec.padded_vocab_size // tp
-        chunk = 4 * NUM_COPIES * min(rows, rows_of_chunk(columns, "cuda")) * columns
-        return rows * itemsize * (hidden + columns) + chunk
+        at_once = max((chunk.stop - chunk.start for chunk in chunks_of_rows(rows, columns)), default=0)
+        copies = BACKWARD_COPIES if backward else FORWARD_COPIES
+        beside = 4 * copies * min(at_once, rows_of_chunk(columns, "cuda")) * columns
+        if backward:
+            size = itemsize * spec.embedding_size
+            beside = rows * size + max(beside, columns * size)
+        return itemsize * (rows * hidden + at_once * columns) + beside
     widened = 4 * spec.embedding_size if itemsize < 4 else 0
     return rows * (itemsize * hidden + widened + 4)
 

@@ -21,6 +21,7 @@ from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.config import RoleConfig, TrainedRoleConfig
 from hybridflow.models.prompt_groups import SAVED_TO_PAY
 from hybridflow.parallel.layout import Layout
+from hybridflow.parallel.vocab import chunks_of_rows
 from hybridflow.planning.cost import Cost, Device, total
 from hybridflow.planning.footprint import MAIN_BYTES, stage_elements
 
@@ -201,7 +202,8 @@ class Model:
     # ---- ends
 
     def output(self, mb: Pass, *, backward: bool = False) -> Cost:
-        """The head over the wanted rows, and log-probs of its logits."""
+        """The head over the wanted rows, and log-probs of its logits; backward more logits than exist at once are made
+        again."""
         return self.device.known(("output", *self._key, mb.outputs, backward), lambda: self._output(mb, backward))
 
     def _output(self, mb: Pass, backward: bool) -> Cost:
@@ -210,7 +212,8 @@ class Model:
         k, n = self.spec.hidden_size, self.spec.padded_vocab_size / self.tp
         product = self._product(mb.outputs, k, n)
         if backward:
-            product = self._product(mb.outputs, n, k) + self._product(n, mb.outputs, k)
+            again = product if len(chunks_of_rows(ceil(mb.outputs), int(n))) > 1 else Cost()
+            product = again + self._product(mb.outputs, n, k) + self._product(n, mb.outputs, k)
         logits = self.device.logits(mb.outputs * n, backward=backward, busy=self.tp)
         messages = self.device.all_reduce(LOGIT_BYTES * mb.outputs, self.tp, hosts=self.hosts)
         return total((product, logits, messages if backward else messages.times(2)))

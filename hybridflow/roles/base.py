@@ -23,7 +23,7 @@ from hybridflow.models.micro_batch import (
     sequence_micro_batches,
 )
 from hybridflow.models.optimizer import TrainedModel, learning_rate
-from hybridflow.models.pipeline import Readout
+from hybridflow.models.pipeline import Output, Readout
 from hybridflow.models.prompt_groups import replica_rows
 from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.grid import Grid, ProcessGroups
@@ -35,7 +35,7 @@ from hybridflow.roles.objectives import MeanOver
 
 MakeMicroBatches = Callable[..., list[MicroBatch]]
 Places = Callable[[RolloutBatch, Tensor], Tensor]  # of some rows of a batch, in its (T,) or (N,) tensors
-PerOutputLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, Mapping[str, Tensor]]]  # (r,) and, by name, (r,)
+PerOutputLoss = Callable[[Output, MicroBatch], tuple[Tensor, Mapping[str, Tensor]]]  # (r,) and, by name, (r,)
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class TrainedRole(Role):
         weights, divisor = mean(batch)
         self._losses: list[tuple[Tensor, Tensor]] = []
 
-        def loss(output: Tensor, mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss(output: Output, mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             each, known = per_output(output, mb)
             total = (each * sent(weights[mb.where], each.device)).sum()
             self._losses.append((mb.where, each.detach()))

@@ -10,9 +10,10 @@ from hybridflow.batch import RolloutBatch, Tokens, sent
 from hybridflow.by_length import ByLength
 from hybridflow.models.build import named_weights
 from hybridflow.models.micro_batch import MicroBatch
+from hybridflow.models.output_layer import Outputs
 from hybridflow.models.pipeline import Readout
 from hybridflow.parallel.exchange import Contribution
-from hybridflow.parallel.vocab import Temperature, vocab_kernels, vocab_parallel_log_probs
+from hybridflow.parallel.vocab import Temperature, vocab_kernels
 from hybridflow.planning.placed import PlacedModel
 from hybridflow.roles.base import PerOutputLoss, Role, Step, TrainedRole, World
 from hybridflow.roles.objectives import PolicyObjective
@@ -76,8 +77,8 @@ class Actor(TrainedRole):
     def _per_token(self, batch: RolloutBatch, objective: PolicyObjective) -> PerOutputLoss:
         temperature = _temperatures(self.temperature, batch)
 
-        def per_token(logits: Tensor, mb: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-            log_probs, entropy = _log_probs_and_entropy(self, logits, mb, temperature(mb))
+        def per_token(outputs: Outputs, mb: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+            log_probs, entropy = _log_probs_and_entropy(self, outputs, mb, temperature(mb))
             each, known = objective.loss(log_probs, entropy, Tokens(batch, mb.where, log_probs.device))
             return each, {"entropy": entropy, **known}
 
@@ -95,7 +96,7 @@ def _linear(gradients: Tensor) -> PolicyObjective:
 
 def _log_probs(role: Reference | Actor, batch: RolloutBatch) -> Readout:
     temperature = _temperatures(role.temperature, batch)
-    return lambda logits, mb: {"out": _log_probs_and_entropy(role, logits, mb, temperature(mb))[0]}
+    return lambda outputs, mb: {"out": _log_probs_and_entropy(role, outputs, mb, temperature(mb))[0]}
 
 
 def _temperatures(temperature: SamplingTemperature, batch: RolloutBatch) -> Callable[[MicroBatch], Temperature]:
@@ -110,12 +111,10 @@ def _temperatures(temperature: SamplingTemperature, batch: RolloutBatch) -> Call
 
 
 def _log_probs_and_entropy(
-    role: Reference | Actor, logits: Tensor, micro_batch: MicroBatch, temperature: Temperature
+    role: Reference | Actor, outputs: Outputs, micro_batch: MicroBatch, temperature: Temperature
 ) -> tuple[Tensor, Tensor]:
-    return vocab_parallel_log_probs(
-        logits,
+    return outputs.log_probs_and_entropy(
         micro_batch.targets,
-        group=role.grid.groups.tp,
         vocab_size=role.spec.vocab_size,
         temperature=temperature,
         kernels=role.vocab_kernels,

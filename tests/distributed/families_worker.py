@@ -79,7 +79,7 @@ def whole_logits(spec: ModelSpec, inputs: list[Tensor], grid: Grid, platform: Pl
     options = dict(dtype="float32", sequence_parallel=False, recompute="none", device=platform.device)
     chunks = build_model(spec, grid, head="lm", **options)
     batch = packed_micro_batch(inputs, platform.device)
-    results = pipeline.forward(chunks, grid, [batch], lambda output, _: {"logits": output})
+    results = pipeline.forward(chunks, grid, [batch], lambda output, _: {"logits": output.logits()})
     if grid.is_last_stage:
         own = results[0]["logits"]
         columns = [torch.empty_like(own) for _ in range(grid.tp)]

@@ -19,6 +19,7 @@ from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import model_weights
 from hybridflow.models import build, pipeline
 from hybridflow.models.build import PackedModel, named_weights
+from hybridflow.models.output_layer import plain
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout
@@ -57,9 +58,9 @@ def seen(
     spec: ModelSpec, chunks: list[PackedModel], grid: Grid, prompts: list[torch.Tensor], expected: torch.Tensor
 ) -> dict[str, Any]:
     (model,), micro_batch = chunks, packed_micro_batch(prompts, torch.device("cpu"))
-    logits = pipeline.forward(chunks, grid, [micro_batch], lambda output, _: {"logits": output})[0]["logits"]
+    logits = pipeline.forward(chunks, grid, [micro_batch], lambda output, _: {"logits": plain(output)})[0]["logits"]
     logits = logits[:, None] if spec.head == "score" else logits[:, : spec.vocab_size]
-    model(micro_batch).square().mean().backward()
+    plain(model(micro_batch)).square().mean().backward()
     layer = model.decoder.layers[0]
     return {
         "difference": float((logits - expected).abs().max()),

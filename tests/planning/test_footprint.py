@@ -105,7 +105,8 @@ def test_projected_embeddings_by_hand() -> None:
         return found[0] - found[1]
 
     assert more(0, "lm") == 4 * 2 * 10 * 6  # of two micro-batches under way
-    assert more(1, "lm") == more(1, "score") == 4 * 10 * 6
+    assert more(1, "score") == 4 * 10 * 6
+    assert more(1, "lm") == 4 * 10 * (6 + 6 - 8)  # the rows' gradient has 6 columns, too, in place of 8
 
 
 def test_a_tied_model_has_one_embedding_and_its_last_stage_a_copy() -> None:
@@ -255,13 +256,13 @@ def activations(stage: int, *, recompute: str = "none", replica_tokens: int = 10
 
 def test_training_activations_by_hand() -> None:
     assert activations(0) == 2 * 10 * 264  # two micro-batches of 10 tokens, one layer
-    # one, the last norm's input and output, and the logits, of which three float32 copies
-    norm = 10 * 2 * 2 * 8
-    assert activations(1) == 10 * 264 + norm + 10 * 2 * (8 + 64) + 3 * 4 * 10 * 64
+    # one, the last norm's input and output, the logits, of which three float32 copies, and the gradient of their rows
+    norm, outputs = 10 * 2 * 2 * 8, 10 * 2 * (8 + 64 + 8) + 3 * 4 * 10 * 64
+    assert activations(1) == 10 * 264 + norm + outputs
     assert activations(1, head="score") == 10 * 264 + norm + 10 * (2 * 8 + 4 * 8 + 4)  # the rows in float32 too
     # run again when the outputs are gone: the larger of the two
     assert activations(1, head="score", recompute="full") == 10 * 16 + 10 * 264
-    assert activations(1, recompute="full") == 10 * 16 + norm + 10 * 2 * (8 + 64) + 3 * 4 * 10 * 64
+    assert activations(1, recompute="full") == 10 * 16 + norm + outputs
     assert output_bytes(small_spec(), "score", tp=2, itemsize=4, rows=10) == 10 * (4 * 8 + 4)
     assert activations(0, replica_tokens=15) == 15 * 264  # there are no two full micro-batches
     assert activations(0, recompute="full") == 2 * 10 * 16 + 10 * 264
@@ -272,10 +273,15 @@ def test_activations_without_gradients_by_hand() -> None:
     sizes = {"head": "lm", "itemsize": 2, "sequence_parallel": False, "tokens": 10}
     assert forward_activation_bytes(spec, layout(1, 2, 1), 0, **sizes) == 10 * 264
     wide = small_spec(vocab_size=1000)  # padded to 1024
-    assert output_bytes(wide, "lm", tp=2, itemsize=2, rows=10) == 10 * (2 * 8 + 2 * 512 + 3 * 4 * 512)
-    assert forward_activation_bytes(wide, layout(2, 1, 1), 0, **sizes) == 10 * (2 * 8 + 2 * 512 + 3 * 4 * 512)
-    # of more rows than a chunk on a GPU, the copies are of a chunk
-    assert output_bytes(wide, "lm", tp=2, itemsize=2, rows=2**20) == 2**20 * 2 * (8 + 512) + 3 * 4 * 2**26
+    assert output_bytes(wide, "lm", tp=2, itemsize=2, rows=10) == 10 * (2 * 8 + 2 * 512 + 2 * 4 * 512)
+    assert forward_activation_bytes(wide, layout(2, 1, 1), 0, **sizes) == 10 * (2 * 8 + 2 * 512 + 2 * 4 * 512)
+    # of more rows than a chunk on a GPU, the copies are of a chunk; of more than 2^28 logits, those are made
+    assert output_bytes(wide, "lm", tp=2, itemsize=2, rows=2**18) == 2**18 * 2 * (8 + 512) + 2 * 4 * 2**26
+    assert output_bytes(wide, "lm", tp=2, itemsize=2, rows=2**20) == 2**20 * 2 * 8 + 2**28 * 2 + 2 * 4 * 2**26
+    # of few rows the gradient of the weight is larger than the copies, of which there are three
+    few = {"tp": 2, "itemsize": 2, "backward": True}
+    assert output_bytes(wide, "lm", rows=1, **few) == 2 * (8 + 512) + 2 * 8 + 2 * 8 * 512
+    assert output_bytes(wide, "lm", rows=10, **few) == 10 * (2 * (8 + 512) + 2 * 8 + 3 * 4 * 512)
     assert engine_activation_bytes(spec, tp=1, itemsize=2, tokens=10, sequences=2) == 10 * 264
     assert engine_activation_bytes(wide, tp=2, itemsize=2, tokens=10, sequences=2) == 4 * 2 * 1024
 

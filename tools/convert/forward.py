@@ -16,6 +16,7 @@ from hybridflow.models import pipeline
 from hybridflow.models.attention import PackedSequences
 from hybridflow.models.build import build_model
 from hybridflow.models.micro_batch import MicroBatch
+from hybridflow.models.output_layer import plain
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout
@@ -80,10 +81,8 @@ def megatron_logits(spec: ModelSpec, prompts: list[Tensor], platform: Platform) 
         recompute="none",
         device=platform.device,
     )
-    results = pipeline.forward(
-        chunks, grid, [packed_micro_batch(prompts, platform.device)], lambda output, _: {"logits": output.cpu()}
-    )
-    logits = results[0]["logits"]
+    batch = packed_micro_batch(prompts, platform.device)
+    logits = pipeline.forward(chunks, grid, [batch], lambda output, _: {"out": plain(output).cpu()})[0]["out"]
     return logits[:, None] if spec.head == "score" else logits[:, : spec.vocab_size]
 
 
