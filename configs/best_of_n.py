@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridflow.algorithm_config import Custom
 from hybridflow.batch import PerSequence, RolloutBatch
+from hybridflow.config.algorithms import Custom
 from hybridflow.flows.run import Run
 from hybridflow.roles.objectives import PolicyObjective
 

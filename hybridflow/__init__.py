@@ -6,8 +6,8 @@
 
     RLTrainer.from_yaml("my_experiment.yaml", ["seed=3"]).fit()
 
-on the rows of files by `FixedDataTrainer`; or of models, as in tutorials: `hybridflow.front`. A flow of one's own is a
-function of a `hybridflow.flows.run.Run`.
+on the rows of files by `FixedDataTrainer`; or of models, as in tutorials: `hybridflow.trainers.tutorial_names`. A flow
+of one's own is a function of a `hybridflow.flows.run.Run`.
 docs/architecture.md shows what lies where.
 """
 
@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from hybridflow.fixed_trainer import FixedDataTrainer as FixedDataTrainer
-    from hybridflow.front import RLTrainer as RLTrainer
-    from hybridflow.front import create_critic_model as create_critic_model
-    from hybridflow.front import get_trainer_config as get_trainer_config
-    from hybridflow.front import make_rl_data_loader as make_rl_data_loader
+    from hybridflow.trainers.fixed_data import FixedDataTrainer as FixedDataTrainer
+    from hybridflow.trainers.tutorial_names import RLTrainer as RLTrainer
+    from hybridflow.trainers.tutorial_names import create_critic_model as create_critic_model
+    from hybridflow.trainers.tutorial_names import get_trainer_config as get_trainer_config
+    from hybridflow.trainers.tutorial_names import make_rl_data_loader as make_rl_data_loader
 else:
 
     def __getattr__(name: str) -> object:
         if name in ("RLTrainer", "create_critic_model", "get_trainer_config", "make_rl_data_loader"):
-            from hybridflow import front
+            from hybridflow.trainers import tutorial_names
 
-            return getattr(front, name)
+            return getattr(tutorial_names, name)
         if name == "FixedDataTrainer":
-            from hybridflow.fixed_trainer import FixedDataTrainer
+            from hybridflow.trainers.fixed_data import FixedDataTrainer
 
             return FixedDataTrainer
         raise AttributeError(f"module 'hybridflow' has no attribute '{name}'")

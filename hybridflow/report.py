@@ -1,54 +1,8 @@
-"""One HTML file of one run or several: curves, phase times, the layout, samples, the configs and how they differ.
+"""`python -m hybridflow.report`: see `hybridflow.cli.report`."""
 
-    python -m hybridflow.report runs/math [runs/math_seed2 ...] [--output report.html]
-
-RUN is a run's directory, of a run that is over or under way. The file needs nothing beside it and no network: it can be
-sent and opened in any browser. A run of more iterations than a chart has points for is drawn as means with the range
-around them, and the page says so. The exit status is 0, or 1 after a message that says what is wrong.
-"""
-
-import argparse
 import sys
-from pathlib import Path
 
-from hybridflow import __version__
-from hybridflow.command import program
-from hybridflow.errors import RunDirError, UserError
-from hybridflow.recording.run_dir import replace_file
-from hybridflow.reporting.page import SAMPLED_ITERATIONS, page
-from hybridflow.reporting.runs import read_runs
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program("hybridflow.report"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", type=Path, help="directories of runs, as training leaves them"
-    )
-    parser.add_argument(
-        "--output", metavar="FILE", type=Path, default=Path("report.html"), help="what to write (default report.html)"
-    )
-    parser.add_argument("--version", action="version", version=__version__)
-    options = parser.parse_args(arguments)
-    try:
-        write_report(options.runs, options.output)
-    except UserError as error:
-        print(f"hybridflow.report: error: {error}", file=sys.stderr)
-        return 1
-    print(f"{options.output}: {len(options.runs)} run{'s' * (len(options.runs) > 1)}")
-    return 0
-
-
-def write_report(runs: list[Path], output: Path) -> None:
-    """Errors: RunDirError and ConfigError, naming the directory or the file."""
-    text = page(read_runs(runs, sampled_iterations=SAMPLED_ITERATIONS))
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(output, [text.encode(errors="backslashreplace")])
-    except OSError as error:
-        raise RunDirError(f"{output}: cannot be written: {error.strerror}") from error
-
+from hybridflow.cli.report import main
 
 if __name__ == "__main__":
     sys.exit(main())

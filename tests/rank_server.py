@@ -29,7 +29,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "glm", "opt", "mixtral", "qwen3_moe")
 ENGINE_MODELS = (*(name for name in FAMILIES if name != "glm"), "transformers")  # GLM-4 runs by transformers' class
 MODULES = (
-    "hybridflow.trainer",
+    "hybridflow.trainers.online",
     "vllm",  # whatever an engine loads when it is built
     "vllm.entrypoints.llm",
     "vllm.entrypoints.launchers.cli_args",

@@ -13,7 +13,7 @@ import pytest
 
 from hybridflow.checkpoint.inventory import look
 from hybridflow.checkpoint.store import MANIFEST, STATE, begin, point_to, publish, read_manifest
-from hybridflow.checkpoints import main
+from hybridflow.cli.checkpoints import main
 from tests.launch import ROOT
 from tests.messages import like
 

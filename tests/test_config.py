@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from hybridflow.algorithm_config import ALGORITHMS
 from hybridflow.config import ExperimentConfig
+from hybridflow.config.algorithms import ALGORITHMS
+from hybridflow.config.fixed_data import load_config
 from hybridflow.errors import ConfigError, UserError
-from hybridflow.fixed_config import load_config
 from hybridflow.parallel.layout import Layout
 
 ROOT = Path(__file__).resolve().parents[1]

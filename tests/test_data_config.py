@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hybridflow.config import ExperimentConfig
-from hybridflow.data_config import SourceConfig
+from hybridflow.config.data import SourceConfig
 from hybridflow.errors import ConfigError
 from tests.test_config import MINIMAL
 

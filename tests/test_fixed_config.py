@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from hybridflow.config import ExperimentConfig
+from hybridflow.config.fixed_algorithms import DPO
+from hybridflow.config.fixed_data import FixedDataConfig, load_config
 from hybridflow.errors import ConfigError
-from hybridflow.fixed_algorithms import DPO
-from hybridflow.fixed_config import FixedDataConfig, load_config
 from tests.messages import like
 
 TRAINED = {"model": "m", "dtype": "float32", "optimizer": {"lr": 1e-3}}

@@ -10,9 +10,9 @@ import pytest
 from pydantic import BaseModel
 
 from hybridflow.config import ALGORITHMS, ExperimentConfig, set_key
+from hybridflow.config.fixed_algorithms import FIXED_ALGORITHMS
+from hybridflow.config.other_trainers import ALGORITHM_NAMES, NOT_HERE, ROWS, TABLE, algorithm_hint, hint, leaves
 from hybridflow.errors import ConfigError
-from hybridflow.fixed_algorithms import FIXED_ALGORITHMS
-from hybridflow.foreign_keys import ALGORITHM_NAMES, NOT_HERE, ROWS, TABLE, algorithm_hint, hint, leaves
 from tests.messages import like
 from tests.test_config import MINIMAL
 from tests.test_readme import quoted

@@ -11,10 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import hybridflow
-from hybridflow import RLTrainer, create_critic_model, front, get_trainer_config, make_rl_data_loader, trainer
+from hybridflow import RLTrainer, create_critic_model, get_trainer_config, make_rl_data_loader
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError, UserError
 from hybridflow.rewards.functions import exact_match
+from hybridflow.trainers import online as trainer
+from hybridflow.trainers import tutorial_names as front
 from hybridflow.user_code import load_function
 from tests.distributed.tiny_experiment import write_config
 from tests.tiny_models import make_checkpoints

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from hybridflow import generator
 from hybridflow.errors import EnvironmentProblem
 from hybridflow.parallel.exchange import Exchange
+from hybridflow.roles import generator
 from tests.reshard.simulated import SimulatedDevice
 
 PREFIX = "the weights that it gathers have no fixed addresses"

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from hybridflow import health
+from hybridflow.cli import health
 from hybridflow.config import read_tree
 from hybridflow.inspection import participant
 from hybridflow.inspection.findings import HealthReport
 from hybridflow.parallel.host_memory import LEAST_MEMORY
-from hybridflow.planning.forecast import fullest
-from hybridflow.planning.here import resolved_for
-from hybridflow.planning.placed import place
+from hybridflow.placement.forecast import fullest
+from hybridflow.placement.placed import place
+from hybridflow.trainers.auto import resolved_for
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.inspection.health_worker import NAMES
 from tests.launch import finish, free_port, run_ranks, start_torchrun

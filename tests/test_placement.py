@@ -4,16 +4,16 @@ from typing import Any
 
 import pytest
 
-from hybridflow.errors import ConfigError
-from hybridflow.placement import (
+from hybridflow.config.ranks import (
     check_engine_ranks,
     check_engine_sizes,
     check_placement,
     check_ranks,
     check_sizes,
     parse_ranks,
-    shown,
 )
+from hybridflow.errors import ConfigError
+from hybridflow.parallel.ranks import shown
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hybridflow.plan import main
+from hybridflow.cli.plan import main
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hybridflow.plan import main
+from hybridflow.cli.plan import main
 from tests.planning.round_profile import FIELDS
 from tests.test_plan import CONFIG, MODELS, SMALL
 

@@ -7,9 +7,9 @@ import pytest
 
 from hybridflow.architecture.spec import read_spec
 from hybridflow.architecture.weights import num_parameters
+from hybridflow.cli.plan import main
+from hybridflow.config.fixed_data import load_config
 from hybridflow.data.chat import rendered
-from hybridflow.fixed_config import load_config
-from hybridflow.plan import main
 from tests.data.test_prompts import word_tokenizer
 from tests.test_shipped_configs import GPU_BYTES, SPARE_BYTES
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.report import main
+from hybridflow.cli.report import main
 from tests.browser import Browser, program
 from tests.messages import like
 from tests.reporting.run_dirs import HOSTILE, make_run

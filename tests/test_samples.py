@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.cli.samples import Sample, chosen, main, read_samples
 from hybridflow.recording.writers import SampleWriter
-from hybridflow.samples import Sample, chosen, main, read_samples
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 
 from hybridflow.architecture.spec import read_spec
 from hybridflow.architecture.weights import num_parameters
-from hybridflow.plan import main
-from tools.tiny_models import Settings
+from hybridflow.cli.plan import main
+from hybridflow.examples.tiny.models import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))  # those of configs/recipes: test_recipes.py

@@ -21,23 +21,16 @@ PACKAGES = ("hybridflow", "tools", "launch")
 FLOORS: dict[int, list[str]] = {
     0: [
         "errors",
-        "foreign_keys",
-        "command",
         "user_code",
         "batch",
-        "by_length",
         "algorithms",
         "algorithms.*",
         "parallel.layout",
+        "parallel.ranks",
         "parallel.seeds",
-        "placement",
-        "auto_values",
-        "algorithm_config",
-        "fixed_algorithms",
-        "data_config",
-        "reward_config",
         "config",
-        "fixed_config",
+        "config.*",
+        "cli.command",
     ],
     1: [
         "parallel",
@@ -54,26 +47,30 @@ FLOORS: dict[int, list[str]] = {
     ],
     2: ["architecture", "architecture.*", "cpu.layers", "cpu.attention", "cpu.mover", "cpu.transport"],
     3: ["models", "models.*", "cpu.engine", "cpu.engine.*", "reshard", "reshard.*", "rollout", "rollout.*"],
-    4: ["recording", "recording.*", "planning", "planning.*"],
+    4: ["recording", "recording.*", "placement", "placement.*"],
     5: ["roles", "roles.*", "reporting", "reporting.*"],
-    6: ["rewards", "rewards.*", "data", "data.*", "checkpoint", "checkpoint.*", "generator"],
-    7: ["flows", "flows.*", "inspection", "inspection.*", "profiling", "profiling.*"],
-    8: ["loop", "trainer", "fixed_trainer"],
-    9: [
-        "front",
-        "front_inputs",
-        "front_models",
-        "train",
-        "plan",
-        "plan_search",
-        "plan_time",
-        "checkpoints",
-        "health",
-        "report",
-        "samples",
-    ],
+    6: ["rewards", "rewards.*", "data", "data.*", "checkpoint", "checkpoint.*", "automap", "automap.*"],
+    7: ["flows", "flows.*", "convert", "convert.*"],
+    8: ["trainers", "trainers.*"],
+    9: ["cli", "cli.*", "inspection", "inspection.*", "examples", "examples.*"],
 }
-ENTRY_FLOOR = 9  # hybridflow itself, whose __getattr__ imports the front
+# Former paths and commands: a few lines each, that lead to where it is now.
+FORWARDERS = [
+    "__main__",
+    "algorithm_config",
+    "checkpoints",
+    "data.__main__",
+    "fixed_config",
+    "fixed_trainer",
+    "front",
+    "health",
+    "plan",
+    "report",
+    "samples",
+    "train",
+    "trainer",
+]
+ENTRY_FLOOR = 9  # hybridflow itself, whose __getattr__ imports the trainers
 OUTER_FLOOR = 10  # tools and launch: nothing in hybridflow imports them
 
 ENVIRONMENT_USERS = [
@@ -97,7 +94,7 @@ SOLE_USERS: dict[str, list[str]] = {
     "triton": ["hybridflow.reshard.kernel"],
     "wandb": ["hybridflow.recording.trackers"],
     "mlflow": ["hybridflow.recording.trackers"],
-    "yaml": ["hybridflow.config"],
+    "yaml": ["hybridflow.config.files", "hybridflow.config.run"],
     "torch.cuda.is_available": ["hybridflow.parallel.device"],  # where the CPU is chosen, there may be CUDA
     **{name: ENVIRONMENT_USERS for name in ("os.environ", "os.getenv", "os.putenv", "os.unsetenv")},
 }
@@ -121,11 +118,21 @@ DOORS = {
 ASKERS = {
     "hybridflow.parallel.device": "defines the questions",
     "hybridflow.inspection.*": "tells people what is there",
-    "hybridflow.planning.*": "plans memory",
+    "hybridflow.placement.*": "plans memory",
+    "hybridflow.automap.*": "plans memory",
+    "hybridflow.trainers.auto": "plans memory",
     "hybridflow.models.memory": "pinned memory",
     "hybridflow.checkpoint.saver": "pinned memory",
 }
 QUESTIONS = {"is_cuda", "uses_cuda", "has_cuda", "takes"}
+
+# Who may import hybridflow/automap/: of what a run is made of the first alone.
+PLANNERS = [
+    "hybridflow.trainers.auto",
+    "hybridflow.cli.plan*",
+    "hybridflow.automap",
+    "hybridflow.automap.*",
+]
 
 # Neither may reach the other, not even through a third module: the trainer introduces them.
 STRANGERS = ("hybridflow.reshard", "hybridflow.rollout")
@@ -158,6 +165,7 @@ def violations(tree: dict[str, str]) -> list[str]:
         *forbidden_names(used),
         *strangers_met(imports),
         *doors_passed_by(imports),
+        *automap_met(imports),
         *questions_asked(tree),
     ]
 
@@ -245,6 +253,8 @@ def floor(module: str) -> float:
     if within(module, ("tools", "launch")):
         return OUTER_FLOOR
     short = module.removeprefix("hybridflow.")
+    if short in FORWARDERS:
+        return ENTRY_FLOOR
     return next((level for level, patterns in FLOORS.items() if matches(short, patterns)), float("inf"))
 
 
@@ -294,8 +304,10 @@ def room_cycles(imports: dict[str, dict[str, int]]) -> list[str]:
 def room(module: str) -> str:
     """The folder of hybridflow/ that a module lies in, or the module itself where it lies in none.
 
-    Each part of hybridflow/cpu/ is a room: one room would make circles with those that it serves.
+    Each part of hybridflow/cpu/ is a room: one room would make circles with those that it serves. A former path is one.
     """
+    if module.removeprefix("hybridflow.") in FORWARDERS:
+        return module
     parts = module.split(".")
     return ".".join(parts[: 3 if parts[:2] == ["hybridflow", "cpu"] else 2])
 
@@ -348,6 +360,16 @@ def doors_passed_by(imports: dict[str, dict[str, int]]) -> list[str]:
     ]
 
 
+def automap_met(imports: dict[str, dict[str, int]]) -> list[str]:
+    return [
+        f"{module}:{line} imports {target}: only {', '.join(PLANNERS[:2])} may"
+        for module, targets in imports.items()
+        if not matches(module, PLANNERS)
+        for target, line in targets.items()
+        if within(target, ["hybridflow.automap"])
+    ]
+
+
 def questions_asked(tree: dict[str, str]) -> list[str]:
     """Names, attributes and functions, however they came there."""
     return [
@@ -380,8 +402,9 @@ def reachable(module: str, imports: dict[str, dict[str, int]]) -> set[str]:
 # --------------------------------------------------------------------------- the checker finds what it has to
 
 CLEAN = {
-    "hybridflow": "__version__ = '0'\ndef __getattr__(name):\n    from hybridflow.trainer import RLTrainer",
-    "hybridflow.config": "import yaml",
+    "hybridflow": "__version__ = '0'\ndef __getattr__(name):\n    from hybridflow.trainers.online import RLTrainer",
+    "hybridflow.config": "",
+    "hybridflow.config.files": "import yaml",
     "hybridflow.algorithms": "",
     "hybridflow.algorithms.advantages": "import torch\nfrom hybridflow.algorithms.moments import whiten",
     "hybridflow.algorithms.moments": "import torch\ntorch.zeros(1).sum()",
@@ -394,7 +417,7 @@ CLEAN = {
     "hybridflow.reshard.plan": "from hybridflow.config import Experiment",
     "hybridflow.rollout.engine": "import os, vllm\nos.environ.get('A')\nfrom hybridflow import __version__",
     "hybridflow.checkpoint": "from megatron.core import dist_checkpointing",
-    "hybridflow.trainer": "import hybridflow.reshard.plan\nfrom hybridflow.rollout.engine import Engine",
+    "hybridflow.trainers.online": "import hybridflow.reshard.plan\nfrom hybridflow.rollout.engine import Engine",
     "tools.convert": "from hybridflow.models.pipeline import run",
     "launch.hosts": "from os import environ\nimport subprocess",
 }
@@ -407,17 +430,17 @@ BROKEN = {
     "unlisted room": ("hybridflow.lounge.sofa", "", "hybridflow.lounge.sofa is on no floor"),
     "upward import": (
         "hybridflow.data",
-        "from hybridflow.trainer import A",
+        "from hybridflow.trainers.online import A",
         "hybridflow.data:1 (floor 6) imports",
     ),
-    "upward, from the package": ("hybridflow.data", "from hybridflow import trainer", "trainer (floor 8)"),
+    "upward, from the package": ("hybridflow.data", "from hybridflow import trainers", "trainers (floor 8)"),
     "upward, in a function": (
         "hybridflow.data",
-        "def f():\n    import hybridflow.trainer",
+        "def f():\n    import hybridflow.trainers.online",
         "data:2 (floor 6)",
     ),
     "upward, relative": ("hybridflow.parallel.grid", "from ..roles import actor", "imports hybridflow.roles"),
-    "upward, by string": ("hybridflow.data", "importlib.import_module('hybridflow.trainer')", "(floor 8)"),
+    "upward, by string": ("hybridflow.data", "importlib.import_module('hybridflow.trainers.online')", "(floor 8)"),
     "upward, lazily": ("hybridflow.data", "from hybridflow import RLTrainer", "imports hybridflow (floor 9)"),
     "upward, to the tools": ("hybridflow.train", "import tools.convert", "imports tools.convert (floor 10)"),
     "circle of rooms": (
@@ -443,7 +466,7 @@ BROKEN = {
     ),
     "schedules": (ACTOR, "from megatron.core.pipeline_parallel.schedules import f", "only hybridflow.models"),
     "dist_checkpointing": (ACTOR, "import megatron.core.dist_checkpointing", "only hybridflow.checkpoint"),
-    "vllm": ("hybridflow.trainer", "from vllm import LLM", "only hybridflow.rollout"),
+    "vllm": ("hybridflow.trainers.online", "from vllm import LLM", "only hybridflow.rollout"),
     "triton": (
         "hybridflow.reshard.execute",
         "import triton.language as tl",
@@ -483,9 +506,14 @@ BROKEN = {
         "actor:1 asks uses_cuda",
     ),
     "the device, of the platform": (
-        "hybridflow.trainer",
+        "hybridflow.trainers.online",
         "def f(platform):\n    return platform.has_cuda",
-        "trainer:2 asks has_cuda",
+        "online:2 asks has_cuda",
+    ),
+    "the search, of a run": (
+        "hybridflow.trainers.online",
+        "from hybridflow.automap.search import search",
+        "online:1 imports hybridflow.automap.search",
     ),
     "launch to hybridflow": ("launch.hosts", "from hybridflow.config import load", "launch may not"),
     "collective": (MOMENTS, "import torch\ntorch.distributed.barrier()", "may not use torch.distributed"),

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # a run whose error is `error`, in a process of its own, since it ends at once
 PROGRAM = """
 import sys
-from hybridflow import train
+from hybridflow.cli import train
 from hybridflow.errors import ConfigError
 {setting}
 def fail(options):

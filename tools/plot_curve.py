@@ -11,7 +11,7 @@ import sys
 from html import escape
 from pathlib import Path
 
-from hybridflow.command import program
+from hybridflow.cli.command import program
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 360, 56, 44, 36
 FEW, BESIDE = 6, 220  # curves whose names fit in the picture; room for those of more

@@ -20,11 +20,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from hybridflow.algorithm_config import ALGORITHMS, PPO, Importance, Section, with_importance
 from hybridflow.config import OptimizerConfig
+from hybridflow.config.algorithms import ALGORITHMS, PPO
+from hybridflow.config.fixed_algorithms import FIXED_ALGORITHMS
+from hybridflow.config.fixed_data import config_class
+from hybridflow.config.losses import Importance, with_importance
+from hybridflow.config.section import Section
 from hybridflow.errors import ConfigError
-from hybridflow.fixed_algorithms import FIXED_ALGORITHMS
-from hybridflow.fixed_config import config_class
 from hybridflow.models.optimizer import learning_rate
 
 Tree = Mapping[str, Any]

@@ -1,55 +1,8 @@
-"""What a run would see of a data file: columns, token lengths as a histogram, three rows as their tokens.
+"""`python -m hybridflow.data`: see `hybridflow.cli.data`."""
 
-    python -m hybridflow.data data/train.parquet                                 # the columns alone
-    python -m hybridflow.data data/train.parquet configs/mine.yaml [section.key=value ...]
-
-FILE is a JSON-lines or Parquet file, or a directory of them. It takes the place of the config's data.train; the rest of
-the section `data` says how it is read, and the model that is trained has the tokenizer. What is trained on stands
-between [[ and ]]; of a run that generates, the prompts are shown. The exit status is 1 where the run would not begin.
-"""
-
-import argparse
-import json
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
-from hybridflow import __version__
-from hybridflow.auto_values import with_neutral
-from hybridflow.command import program
-from hybridflow.config import read_tree
-from hybridflow.data.sources import open_files
-from hybridflow.data.view import columns, seen_by
-from hybridflow.errors import UserError
-from hybridflow.fixed_config import config_class
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program("hybridflow.data"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("file", metavar="FILE", type=Path, help="a data file, or a directory of them")
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="of the run that would read it")
-    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="keys of the config to replace")
-    parser.add_argument("--version", action="version", version=__version__)
-    options = parser.parse_args(arguments)
-    try:
-        for line in _lines(options.file, options.config, options.overrides):
-            print(line)
-    except UserError as error:
-        for line in str(error).splitlines():
-            print(f"hybridflow.data: error: {line}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _lines(file: Path, config: str | None, overrides: list[str]) -> Iterator[str]:
-    yield from columns(open_files(file, "FILE"))
-    if config is not None:
-        yield ""
-        tree = with_neutral(read_tree(config, [*overrides, f"data.train={json.dumps(str(file))}"]))
-        yield from seen_by(config_class(tree).from_tree(tree, config))
-
+from hybridflow.cli.data import main
 
 if __name__ == "__main__":
     sys.exit(main())

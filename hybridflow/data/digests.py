@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from hybridflow.algorithm_config import Custom
 from hybridflow.config import ExperimentConfig
+from hybridflow.config.algorithms import Custom
+from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.fixed_inputs import FixedInputs
 from hybridflow.data.inputs import Inputs
-from hybridflow.fixed_config import FixedDataConfig
 from hybridflow.parallel.agreement import code_digests, digest_bytes, digest_files
 from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.user_code import load_function

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hybridflow.config.data import DataFiles
 from hybridflow.data.example_texts import ExampleTexts, Kind, example_texts
 from hybridflow.data.example_tokens import Problem, Tokens, no_tokens, tokens
 from hybridflow.data.fields import named
 from hybridflow.data.rows import OverlongError, Row, RowError, attempt, shown
 from hybridflow.data.sources import open_files
 from hybridflow.data.usable import CHECKED_BYTES, Drawn, Dropped, Order, Rules, UsableRows
-from hybridflow.data_config import DataFiles
 from hybridflow.errors import DataError
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from hybridflow.config.data import DataFiles
+from hybridflow.config.fixed_algorithms import KTO
+from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.examples import ExampleDataset, load_examples
 from hybridflow.data.inputs import load_tokenizer
 from hybridflow.data.left_out import left_out
-from hybridflow.data_config import DataFiles
 from hybridflow.errors import DataError
-from hybridflow.fixed_algorithms import KTO
-from hybridflow.fixed_config import FixedDataConfig
 
 
 @dataclass(frozen=True)

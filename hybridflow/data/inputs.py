@@ -7,9 +7,9 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridflow.config import ExperimentConfig, SamplingConfig
+from hybridflow.config.data import DataConfig
 from hybridflow.data.left_out import left_out
 from hybridflow.data.prompts import PromptDataset, load_prompts
-from hybridflow.data_config import DataConfig
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.formats.json_text import parse_json
 from hybridflow.rewards.functions import FunctionSpec

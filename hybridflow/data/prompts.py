@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybridflow.batch import PromptBatch
+from hybridflow.config.data import DataFiles
 from hybridflow.data.fields import named
 from hybridflow.data.messages import check_token_ids
 from hybridflow.data.order import PromptOrder
@@ -26,7 +27,6 @@ from hybridflow.data.prompt_texts import PromptText, prompt_text
 from hybridflow.data.rows import OverlongError, Row, RowError, attempt, shown
 from hybridflow.data.sources import open_files
 from hybridflow.data.usable import CHECKED_BYTES, Dropped, Order, Rules, UsableRows
-from hybridflow.data_config import DataFiles
 from hybridflow.errors import DataError
 
 

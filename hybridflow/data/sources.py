@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
+from hybridflow.config.data import DataFiles, SourceConfig
 from hybridflow.data.json_lines import JsonLines
 from hybridflow.data.order import MOST_TURNS, shares
 from hybridflow.data.rows import Row, Rows
-from hybridflow.data_config import DataFiles, SourceConfig
 from hybridflow.errors import DataError
 
 JSON_LINES = (".jsonl", ".json", ".ndjson")

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridflow.architecture.spec import read_spec
 from hybridflow.config import ExperimentConfig
+from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.data.examples import Example
 from hybridflow.data.fixed_inputs import load_rows
 from hybridflow.data.inputs import load_tokenizer, train_prompts
@@ -21,7 +22,6 @@ from hybridflow.data.prompts import Prompt
 from hybridflow.data.rows import Item, shown
 from hybridflow.data.sources import Files
 from hybridflow.data.usable import Dropped, UsableRows
-from hybridflow.fixed_config import AnyConfig, FixedDataConfig
 
 NUM_LOOKED_AT = 1000  # rows, for the columns
 NUM_MEASURED = 10_000  # rows whose tokens are counted, evenly spread

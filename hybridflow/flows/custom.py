@@ -3,8 +3,8 @@
 import traceback
 from collections.abc import Callable
 
-from hybridflow.algorithm_config import Custom
 from hybridflow.batch import RolloutBatch
+from hybridflow.config.algorithms import Custom
 from hybridflow.errors import FlowError, Stopped, UserError
 from hybridflow.flows.finite import NonFinite
 from hybridflow.flows.run import Run

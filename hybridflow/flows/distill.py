@@ -10,9 +10,9 @@ and the metric kl/reference_mean, nats a token, is what falls.
 
 from dataclasses import dataclass
 
-from hybridflow.algorithm_config import Distill
 from hybridflow.algorithms.advantages import discounted_returns
 from hybridflow.batch import PerToken, RolloutBatch
+from hybridflow.config.algorithms import Distill
 from hybridflow.flows.run import Run
 
 

@@ -16,10 +16,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from hybridflow.algorithm_config import DynamicSampling
 from hybridflow.algorithms.groups import equal_groups
 from hybridflow.batch import RolloutBatch, joined, offsets, token_index
 from hybridflow.checkpoint.state import Surplus
+from hybridflow.config.algorithms import DynamicSampling
 from hybridflow.flows.run import Run
 from hybridflow.rewards.scorer import Scores
 

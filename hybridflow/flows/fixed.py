@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from hybridflow.batch import RolloutBatch
+from hybridflow.config.fixed_algorithms import DPO, KTO, SFT, FixedAlgorithm, RewardModeling
 from hybridflow.data.example_batches import given_batch
 from hybridflow.data.examples import Example
-from hybridflow.fixed_algorithms import DPO, KTO, SFT, FixedAlgorithm, RewardModeling
 from hybridflow.flows.fixed_run import FixedRun
 from hybridflow.flows.judged import Judged, judge_dpo, judge_kto, judge_reward_model, judge_sft, means
 from hybridflow.recording.iteration import Metrics

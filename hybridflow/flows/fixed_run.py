@@ -18,12 +18,12 @@ import torch
 
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.state import RunState
+from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.example_batches import prompt_and_completion
 from hybridflow.data.examples import Example, ExampleDataset
 from hybridflow.data.left_out import dropped_metrics
 from hybridflow.data.usable import Dropped
 from hybridflow.errors import Stopped
-from hybridflow.fixed_config import FixedDataConfig
 from hybridflow.flows.finite import check_finite
 from hybridflow.flows.run import Known
 from hybridflow.flows.steps import step_metrics

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hybridflow.algorithm_config import GRPO, OPO, RLOO, DrGRPO, MaxRL
 from hybridflow.algorithms.advantages import sequence_sums, to_tokens, tokens_in_mask
 from hybridflow.algorithms.groups import (
     batch_std_advantages,
@@ -26,6 +25,7 @@ from hybridflow.algorithms.groups import (
     mean_normalized_advantages,
 )
 from hybridflow.batch import PerSequence, PerToken, RolloutBatch
+from hybridflow.config.algorithms import GRPO, OPO, RLOO, DrGRPO, MaxRL
 from hybridflow.errors import RewardError
 from hybridflow.flows.dynamic_sampling import sampled
 from hybridflow.flows.run import Run

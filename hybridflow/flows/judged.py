@@ -20,6 +20,7 @@ from hybridflow.algorithms.preferences import (
     kto_reference_point,
 )
 from hybridflow.batch import PerSequence, PerToken, RolloutBatch
+from hybridflow.config.fixed_algorithms import DPO, KTO
 from hybridflow.data.example_batches import (
     LabelledBatch,
     PairBatch,
@@ -29,7 +30,6 @@ from hybridflow.data.example_batches import (
     pair_batch,
 )
 from hybridflow.data.examples import Example
-from hybridflow.fixed_algorithms import DPO, KTO
 from hybridflow.flows.fixed_run import FixedRun
 
 Batch = TypeVar("Batch", bound=RolloutBatch, covariant=True)

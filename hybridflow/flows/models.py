@@ -4,9 +4,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from hybridflow.algorithm_config import KL
 from hybridflow.batch import RolloutBatch
 from hybridflow.checkpoint.sharded import SavedRole
+from hybridflow.config.losses import KL
 from hybridflow.parallel.exchange import Contribution
 from hybridflow.parallel.platform import Platform
 from hybridflow.rewards.scorer import Scorer

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hybridflow.algorithm_config import PPO
 from hybridflow.algorithms.advantages import gae, length_adaptive_lambda, tokens_in_mask, whiten
 from hybridflow.algorithms.rewards import token_rewards
 from hybridflow.batch import PerSequence, PerToken, RolloutBatch
+from hybridflow.config.algorithms import PPO
 from hybridflow.flows.run import Run
 from hybridflow.roles.objectives import value_loss, with_positive_nll
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hybridflow.algorithm_config import Reinforce
 from hybridflow.algorithms.advantages import discounted_returns, to_tokens, whiten
 from hybridflow.algorithms.groups import centred_advantages
 from hybridflow.algorithms.rewards import token_rewards
 from hybridflow.batch import PerSequence, PerToken, RolloutBatch
+from hybridflow.config.algorithms import Reinforce
 from hybridflow.flows.run import Known, Run
 
 

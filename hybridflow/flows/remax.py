@@ -8,10 +8,10 @@ the KL is taken off each token's reward (or is in the loss), and not off the bas
 
 from dataclasses import dataclass
 
-from hybridflow.algorithm_config import ReMax
 from hybridflow.algorithms.advantages import discounted_returns, to_tokens
 from hybridflow.algorithms.rewards import token_rewards
 from hybridflow.batch import PerSequence, PerToken, RolloutBatch, joined
+from hybridflow.config.algorithms import ReMax
 from hybridflow.flows.run import Greedy, Run, Sampled
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch, offsets, response_mask
-from hybridflow.by_length import ByLength
+from hybridflow.config.length_buckets import ByLength
 from hybridflow.errors import CheckpointError, DataError
 from hybridflow.formats.file_bytes import opened, read_box
 from hybridflow.formats.safetensors_files import read_header

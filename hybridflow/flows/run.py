@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.algorithm_config import PolicyLoss, Update
 from hybridflow.batch import PromptBatch, RolloutBatch
-from hybridflow.by_length import ByLength, always
 from hybridflow.checkpoint.state import RunState
 from hybridflow.config import ExperimentConfig
+from hybridflow.config.length_buckets import ByLength, always
+from hybridflow.config.losses import PolicyLoss, Update
 from hybridflow.data.left_out import dropped_metrics
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.usable import Dropped
@@ -35,17 +35,17 @@ from hybridflow.flows.models import Roles, training_memory_offloaded
 from hybridflow.flows.replay import Replay
 from hybridflow.flows.steps import shuffled, step_metrics
 from hybridflow.flows.while_waiting import WhileWaiting
-from hybridflow.generator import Generator
 from hybridflow.models.optimizer import NO_BYTES
 from hybridflow.parallel.agreement import check_agreement, digest_tensors
 from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.platform import Platform, world_group
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.parallel.watchdog import Watchdog
-from hybridflow.planning.first_step import first_step_tells
+from hybridflow.placement.first_step import first_step_tells
 from hybridflow.recording.iteration import Iteration, Metrics, batch_metrics, cost_metrics, length_metrics
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.rewards.scorer import FunctionCalls, Scores, call_metrics
+from hybridflow.roles.generator import Generator
 from hybridflow.roles.objectives import KLTerm, PolicyObjective, policy_loss
 from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.values import Critic

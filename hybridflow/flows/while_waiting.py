@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch
-from hybridflow.by_length import ByLength
+from hybridflow.config.length_buckets import ByLength
 from hybridflow.flows.unit_board import TokenLists, UnitBoard
 from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.parallel.noticeboard import Noticeboard
-from hybridflow.planning.waiting import UNITS_PER_BLOCK, Block
+from hybridflow.placement.waiting import UNITS_PER_BLOCK, Block
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.rewards.calls import Group, RolloutCalls
 from hybridflow.rewards.scorer import Scorer

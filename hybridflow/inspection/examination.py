@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hybridflow import __version__
-from hybridflow.fixed_config import AnyConfig
+from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.inspection.findings import Finding, HealthReport, Host, rate
 from hybridflow.inspection.fit import Free, fit_findings
 from hybridflow.inspection.hosts import hosts_of, missing_findings

@@ -6,15 +6,15 @@ Of memory it asks for what `planning.forecast` counts; what libraries take besid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.errors import UserError
-from hybridflow.fixed_config import AnyConfig
 from hybridflow.inspection.findings import Finding, Host, counted, gigabytes
 from hybridflow.parallel.host_memory import LEAST_MEMORY
-from hybridflow.placement import shown
-from hybridflow.planning.footprint import CUDA_MARGIN, together
-from hybridflow.planning.forecast import forecast, memory_of
-from hybridflow.planning.hosts import HostRanks, check_hosts
-from hybridflow.planning.placed import PlacedFixed, PlacedRun, place_either
+from hybridflow.parallel.ranks import shown
+from hybridflow.placement.footprint import CUDA_MARGIN, together
+from hybridflow.placement.forecast import forecast, memory_of
+from hybridflow.placement.hosts import HostRanks, check_hosts
+from hybridflow.placement.placed import PlacedFixed, PlacedRun, place_either
 
 AREA = "plan"
 LESS = "rollout.kv_cache_gib, micro_batch_tokens, offload_optimizer, or more ranks; hybridflow.plan shows what takes it"

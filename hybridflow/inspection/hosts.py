@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from hybridflow.inspection.findings import Finding, Host
-from hybridflow.placement import shown
+from hybridflow.parallel.ranks import shown
 
 
 def hosts_of(told: Mapping[int, tuple[str, int]]) -> tuple[Host, ...]:

@@ -14,6 +14,8 @@ from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weight_files import open_checkpoint
 from hybridflow.architecture.weights import model_weights
 from hybridflow.config import ExperimentConfig
+from hybridflow.config.data import DataFiles
+from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.data.digests import function_digests, tokenizer_digest
 from hybridflow.data.fields import named
 from hybridflow.data.fixed_inputs import load_rows
@@ -21,9 +23,7 @@ from hybridflow.data.inputs import load_tokenizer
 from hybridflow.data.prompt_texts import prompt_text
 from hybridflow.data.rows import Row, RowError, attempt
 from hybridflow.data.sources import open_files
-from hybridflow.data_config import DataFiles
 from hybridflow.errors import CheckpointError, UserError
-from hybridflow.fixed_config import AnyConfig, FixedDataConfig
 from hybridflow.inspection.findings import Finding, counted
 from hybridflow.parallel.agreement import digest_bytes, digest_files
 from hybridflow.rewards.specs import pool_specs

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from hybridflow.auto_values import autos
 from hybridflow.config import RunConfig, read_tree
+from hybridflow.config.auto import autos
+from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig, config_class
 from hybridflow.errors import EnvironmentProblem, UserError
-from hybridflow.fixed_config import AnyConfig, FixedDataConfig, config_class
 from hybridflow.inspection.attention import attention_findings, attention_in_use, is_flash_attn_available
 from hybridflow.inspection.findings import Finding
 from hybridflow.inspection.links import LINK_SECONDS, follow_link, lead_link, measure_all_reduce
@@ -32,7 +32,7 @@ from hybridflow.parallel.last_words import in_time
 from hybridflow.parallel.meeting import Answer, Order, doing
 from hybridflow.parallel.platform import Started, host_name, quiet, started
 from hybridflow.parallel.small_groups import SmallGroup
-from hybridflow.planning.here import facts_of, memory_here, resolved_for
+from hybridflow.trainers.auto import facts_of, memory_here, resolved_for
 from hybridflow.user_code import search_beside
 
 LOOK_SECONDS = 75.0  # for all areas of a host together

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.errors import DisagreementError
-from hybridflow.placement import shown
+from hybridflow.parallel.ranks import shown
 
 DIGEST_BYTES = 16  # as b2sum -l 128 prints them
 # what computes, each by the names it is installed under

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridflow.parallel.ranks import shown
 from hybridflow.parallel.versions import check_version
-from hybridflow.placement import shown
 
 # What all ranks of a group call alike, so that the number of calls can be compared, ...
 COLLECTIVES = (

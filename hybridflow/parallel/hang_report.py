@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from hybridflow.parallel.collectives import LastCall
-from hybridflow.placement import shown
+from hybridflow.parallel.ranks import shown
 
 
 @dataclass(frozen=True)

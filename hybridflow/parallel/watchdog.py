@@ -41,8 +41,8 @@ from hybridflow.parallel.peers import (
     out_of_memory_kills,
     this_process,
 )
+from hybridflow.parallel.ranks import shown
 from hybridflow.parallel.stop import StopRequest
-from hybridflow.placement import shown
 
 POLL_SECONDS = 1.0
 RANKS_PER_SECOND = 1000  # that ask the store: with more ranks each asks less often

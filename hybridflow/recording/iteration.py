@@ -11,7 +11,7 @@ from hybridflow.algorithms.groups import equal_groups
 from hybridflow.algorithms.kl import kl_k1, kl_k3
 from hybridflow.algorithms.value_loss import explained_variance
 from hybridflow.batch import PromptBatch, RolloutBatch
-from hybridflow.by_length import ByLength
+from hybridflow.config.length_buckets import ByLength
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.recording.measure import Stopwatch, peak_rss_mb
 from hybridflow.reshard.execute import ReshardCost

@@ -13,9 +13,9 @@ dp, then tp, so within a group the digits stand in this order too.
 from dataclasses import dataclass
 from math import gcd
 
+from hybridflow.config.ranks import check_engine_sizes
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Layout, RolloutLayout, Stages, TrainingCoordinates
-from hybridflow.placement import check_engine_sizes
 
 
 def rollout_layout(train: Layout, tp: int, pp: int) -> RolloutLayout:

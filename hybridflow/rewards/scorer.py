@@ -15,8 +15,8 @@ from hybridflow.algorithms.rewards import (
     penalize_truncated,
 )
 from hybridflow.batch import PromptBatch, RolloutBatch
-from hybridflow.by_length import ByLength
 from hybridflow.config import RewardConfig
+from hybridflow.config.length_buckets import ByLength
 from hybridflow.parallel.exchange import Contribution
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.rewards.calls import FAILURES, FunctionCaller, FunctionScores, RolloutCalls

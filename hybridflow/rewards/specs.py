@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import ExperimentConfig
+from hybridflow.config.rewards import RemoteRewardConfig, RewardFunctionConfig, ScoringConfig
 from hybridflow.errors import RewardError
-from hybridflow.reward_config import RemoteRewardConfig, RewardFunctionConfig, ScoringConfig
 from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.rewards.pool import PoolLimits
 from hybridflow.rewards.scout import Described, described

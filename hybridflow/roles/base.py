@@ -28,7 +28,7 @@ from hybridflow.models.prompt_groups import replica_rows
 from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.platform import Platform, overlaps_exchanges, rounded_rows
-from hybridflow.planning.placed import PlacedModel
+from hybridflow.placement.placed import PlacedModel
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.roles.ahead import Ahead
 from hybridflow.roles.objectives import MeanOver

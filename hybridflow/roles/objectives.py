@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hybridflow.algorithm_config import KL, Importance, LossMeanName, PolicyLoss
 from hybridflow.algorithms.advantages import to_tokens
 from hybridflow.algorithms.importance import (
     geometric_band_weights,
@@ -44,6 +43,7 @@ from hybridflow.algorithms.policy_loss import (
 )
 from hybridflow.algorithms.value_loss import clipped_value_loss, squared_value_loss
 from hybridflow.batch import RolloutBatch, Tokens
+from hybridflow.config.losses import KL, Importance, LossMeanName, PolicyLoss
 
 MeanOver = Callable[[RolloutBatch], LossMean]  # of the whole mini-batch
 Reports = Mapping[str, Tensor]

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from hybridflow.algorithms.loss_mean import token_sum
 from hybridflow.batch import RolloutBatch, Tokens, sent
-from hybridflow.by_length import ByLength
+from hybridflow.config.length_buckets import ByLength
 from hybridflow.models.build import named_weights
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.output_layer import Outputs
 from hybridflow.models.pipeline import Readout
 from hybridflow.parallel.exchange import Contribution
 from hybridflow.parallel.vocab import Temperature, vocab_kernels
-from hybridflow.planning.placed import PlacedModel
+from hybridflow.placement.placed import PlacedModel
 from hybridflow.roles.base import PerOutputLoss, Role, Step, TrainedRole, World
 from hybridflow.roles.objectives import PolicyObjective
 

@@ -13,7 +13,7 @@ from hybridflow.config import RewardModelConfig
 from hybridflow.errors import CheckpointError
 from hybridflow.models.micro_batch import MicroBatch, sequence_micro_batches
 from hybridflow.parallel.exchange import Contribution
-from hybridflow.planning.placed import PlacedModel
+from hybridflow.placement.placed import PlacedModel
 from hybridflow.roles.base import PerOutputLoss, Role, Step, TrainedRole, World
 from hybridflow.roles.objectives import ValueObjective
 

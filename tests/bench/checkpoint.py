@@ -25,16 +25,16 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from hybridflow.algorithm_config import KL, PolicyLoss
 from hybridflow.checkpoint.resume import find_source, restore
 from hybridflow.checkpoint.saver import Saver
 from hybridflow.checkpoint.state import RunState, SavedRun
 from hybridflow.checkpoint.store import CHECKPOINTS, LATEST, step_name
 from hybridflow.config import CheckpointConfig, ExperimentConfig
+from hybridflow.config.losses import KL, PolicyLoss
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
-from hybridflow.planning.placed import place
+from hybridflow.placement.placed import place
 from hybridflow.roles.base import World
 from hybridflow.roles.objectives import KLTerm, policy_loss
 from hybridflow.roles.policy import Actor

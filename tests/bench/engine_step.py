@@ -18,12 +18,12 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from hybridflow.generator import Generator
+from hybridflow.automap.profiling.tiny import PROMPT, make_model, placed_run
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
-from hybridflow.profiling.tiny import PROMPT, make_model, placed_run
 from hybridflow.roles.base import World
+from hybridflow.roles.generator import Generator
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.engine import Request
 from hybridflow.rollout.patches import prepare_vllm

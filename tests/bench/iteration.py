@@ -45,7 +45,7 @@ from hybridflow.flows.while_waiting import WhileWaiting
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.recording.recorder import Recorder
-from hybridflow.trainer import RLTrainer
+from hybridflow.trainers.online import RLTrainer
 from tests.bench.operators import Cells, print_profile, profiled
 
 SIZES = {  # hidden, ffn, layers, heads

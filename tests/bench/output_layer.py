@@ -25,7 +25,7 @@ from hybridflow.architecture.spec import ModelSpec
 from hybridflow.models.output_layer import OutputLayer, Outputs
 from hybridflow.parallel import vocab
 from hybridflow.parallel.vocab import by_torch
-from hybridflow.planning.footprint import output_bytes
+from hybridflow.placement.footprint import output_bytes
 
 SPEC = ModelSpec(
     path=Path("Qwen3-8B"),

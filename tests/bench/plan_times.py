@@ -129,9 +129,9 @@ def torchrun(ranks: int, *arguments: str) -> None:
 
 def work(options: argparse.Namespace, directory: Path) -> None:
     """On every rank: the layouts one after the other, all of this number of ranks."""
-    from hybridflow.generator import Generator
     from hybridflow.parallel import platform as platforms
-    from hybridflow.trainer import RLTrainer
+    from hybridflow.roles.generator import Generator
+    from hybridflow.trainers.online import RLTrainer
 
     platform = platforms.start(seed=0)
     found: dict[str, dict[str, float]] = {}
@@ -256,9 +256,9 @@ def config(directory: Path, name: str) -> Any:
 
 
 def report(found: Mapping[str, Mapping[str, float]], directory: Path, profile_file: str) -> None:
-    from hybridflow.planning.device import load_profile
-    from hybridflow.planning.placed import place
-    from hybridflow.planning.timing import predict
+    from hybridflow.automap.device import load_profile
+    from hybridflow.automap.timing import predict
+    from hybridflow.placement.placed import place
 
     profile, console = load_profile(profile_file), Console(width=190)
     for size in dict.fromkeys(key.split("/")[0] for key in found):

@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridflow.architecture.spec import read_spec
+from hybridflow.automap.cost import Device
+from hybridflow.automap.device import load_profile
+from hybridflow.automap.generation_time import Responses, generation_cost
+from hybridflow.automap.timing import Work, predict
 from hybridflow.config import ExperimentConfig
-from hybridflow.planning.cost import Device
-from hybridflow.planning.device import load_profile
-from hybridflow.planning.generation_time import Responses, generation_cost
-from hybridflow.planning.placed import place
-from hybridflow.planning.timing import Work, predict
+from hybridflow.placement.placed import place
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "vocab_size": 128256}
 MODELS: dict[str, dict[str, Any]] = {

@@ -22,7 +22,7 @@ from rich.table import Table
 from hybridflow.config import ExperimentConfig
 from hybridflow.parallel import platform as platforms
 from hybridflow.recording.recorder import Recorder
-from hybridflow.trainer import RLTrainer
+from hybridflow.trainers.online import RLTrainer
 from tests.bench.iteration import SIZES, Shape, config, inputs
 
 SHAPE = Shape(prompts=64, prompt_length=64, response_length=128, mini_batches=4)

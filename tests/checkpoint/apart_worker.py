@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from hybridflow.train import main
+from hybridflow.cli.train import main
 
 if __name__ == "__main__":
     own = Path(sys.argv[1]).parent / f"of rank {os.environ['RANK']}"

@@ -6,9 +6,9 @@ torchrun --nproc-per-node 2 -m tests.checkpoint.fixed_worker DIRECTORY RUN
 import sys
 from pathlib import Path
 
-from hybridflow.fixed_config import FixedDataConfig
-from hybridflow.fixed_trainer import FixedDataTrainer
+from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.parallel import platform as platforms
+from hybridflow.trainers.fixed_data import FixedDataTrainer
 from tests.checkpoint.test_fixed import ENDINGS, FLOWS
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.parallel import platform as platforms
-from hybridflow.trainer import RLTrainer
+from hybridflow.trainers.online import RLTrainer
 from tests.checkpoint.test_flows import FLOWS, SETTINGS
 
 

@@ -3,7 +3,7 @@
 import sys
 
 from hybridflow.checkpoint.saver import Saver
-from hybridflow.train import main
+from hybridflow.cli.train import main
 
 if __name__ == "__main__":
     Saver._check_room = lambda self, save: None

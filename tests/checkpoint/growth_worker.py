@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from hybridflow.checkpoint.keeper import Keeper
+from hybridflow.cli.train import main
 from hybridflow.models.memory import live_bytes
-from hybridflow.train import main
 
 
 def held() -> dict[str, int]:

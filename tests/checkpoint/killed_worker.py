@@ -13,7 +13,7 @@ import sys
 import threading
 from typing import Any
 
-from hybridflow.train import main
+from hybridflow.cli.train import main
 
 
 def kill() -> None:

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridflow.algorithm_config import KL, PolicyLoss
 from hybridflow.checkpoint import resume
 from hybridflow.checkpoint.resume import Source, restore
 from hybridflow.checkpoint.saver import Saver
 from hybridflow.checkpoint.state import RunState, SavedRun, load_state
 from hybridflow.checkpoint.store import step_name
 from hybridflow.config import CheckpointConfig
+from hybridflow.config.losses import KL, PolicyLoss
 from hybridflow.formats.distributed_directory import DistributedDirectory
 from hybridflow.models.optimizer_state import num_steps
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
-from hybridflow.planning.placed import place
+from hybridflow.placement.placed import place
 from hybridflow.roles.base import World
 from hybridflow.roles.objectives import KLTerm, policy_loss
 from hybridflow.roles.policy import Actor

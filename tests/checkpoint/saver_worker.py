@@ -29,7 +29,7 @@ from hybridflow.errors import SaveError
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
-from hybridflow.planning.placed import place
+from hybridflow.placement.placed import place
 from hybridflow.roles.base import World
 from hybridflow.roles.policy import Actor
 from tests.checkpoint.layouts import Case, experiment, layout

@@ -36,7 +36,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout
-from hybridflow.planning.placed import place
+from hybridflow.placement.placed import place
 from hybridflow.roles.base import TrainedRole, World
 from hybridflow.roles.objectives import value_loss
 from hybridflow.roles.policy import Actor

@@ -10,7 +10,6 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from hybridflow.algorithm_config import ALGORITHMS, Custom
 from hybridflow.checkpoint.changes import (
     FREE,
     GIVEN,
@@ -28,10 +27,11 @@ from hybridflow.checkpoint.changes import (
     table_rows,
 )
 from hybridflow.config import ExperimentConfig, OptimizerConfig, RoleConfig
+from hybridflow.config.algorithms import ALGORITHMS, Custom
+from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import load_inputs
 from hybridflow.errors import ConfigError
-from hybridflow.fixed_config import FixedDataConfig
 from hybridflow.models.optimizer import learning_rate
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.messages import like

@@ -24,9 +24,9 @@ from hybridflow.architecture.weight_files import open_checkpoint
 from hybridflow.architecture.weights import Weight, staged_weights
 from hybridflow.checkpoint import export
 from hybridflow.checkpoint.export import export_huggingface
+from hybridflow.convert.to_megatron import to_megatron
 from hybridflow.formats.safetensors_files import SafetensorsDirectory
 from hybridflow.parallel.layout import Layout
-from tools.convert.to_megatron import to_megatron
 
 PACKAGE = str(Path(hybridflow.__file__).parent)
 NUM_LAYERS = 2

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.checkpoints import main
+from hybridflow.cli.checkpoints import main
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks
 

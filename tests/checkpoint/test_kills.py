@@ -31,7 +31,7 @@ FIRST = "0"  # the rank that makes checkpoints of what all have written
 PLACES = {
     "loading": ("hybridflow.checkpoint.resume:load", None, 1, False),
     "hand-off": ("hybridflow.reshard.execute:WeightReshard.to_engine", None, 1, False),
-    "generation": ("hybridflow.generator:Generator.generate", None, 1, True),
+    "generation": ("hybridflow.roles.generator:Generator.generate", None, 1, True),
     "scoring": ("hybridflow.flows.run:Run.whole", None, 1, True),
     "update": ("hybridflow.models.optimizer:TrainedModel.step", None, 2, True),
     "row of metrics": ("hybridflow.recording.writers:MetricsWriter.write", FIRST, 1, False),
@@ -44,7 +44,7 @@ PLACES = {
     "between rename and pointer": ("hybridflow.checkpoint.store:point_to", FIRST, 1, False),
     "removal of old ones": ("hybridflow.checkpoint.saver:remove", FIRST, 1, False),
     "middle of a removal": ("hybridflow.checkpoint.store:shutil.rmtree", FIRST, 1, False),
-    "anywhere": ("hybridflow.trainer:RLTrainer.iterate", None, 1, True),
+    "anywhere": ("hybridflow.trainers.online:RLTrainer.iterate", None, 1, True),
 }
 
 

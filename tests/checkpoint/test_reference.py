@@ -8,8 +8,8 @@ import pytest
 
 from hybridflow.checkpoint.store import step_name
 from hybridflow.config import ExperimentConfig
-from hybridflow.planning.placed import place
-from hybridflow.planning.saving import written_bytes
+from hybridflow.placement.placed import place
+from hybridflow.placement.saving import written_bytes
 from tests.checkpoint.test_kills import COSTS
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks

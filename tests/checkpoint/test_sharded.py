@@ -10,14 +10,14 @@ from torch import Tensor
 from hybridflow.architecture.parts import whole_parts
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import model_weights, stored_at
+from hybridflow.convert.main import main
+from hybridflow.convert.to_huggingface import to_huggingface
+from hybridflow.convert.verify import verify
 from tests.checkpoint.layouts import MODELS
 from tests.checkpoint.sharded_worker import CASES
 from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints
 from tests.tools.convert.tiny import tensors_of
-from tools.convert.__main__ import main
-from tools.convert.to_huggingface import to_huggingface
-from tools.convert.verify import verify
 
 pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 

@@ -7,8 +7,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from hybridflow.config.data import SourceConfig
 from hybridflow.data.sources import Files, open_files
-from hybridflow.data_config import SourceConfig
 from hybridflow.errors import DataError
 from tests.messages import like
 

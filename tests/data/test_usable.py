@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from hybridflow.config.data import DataFiles, SourceConfig
 from hybridflow.data.left_out import left_out
 from hybridflow.data.order import PromptOrder
 from hybridflow.data.prompts import PromptDataset, load_prompts
 from hybridflow.data.sources import open_files
-from hybridflow.data_config import DataFiles, SourceConfig
 from hybridflow.errors import DataError
 from tests.data.test_prompts import WORDS, word_tokenizer
 from tests.messages import like

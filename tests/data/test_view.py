@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridflow.data.__main__ import main
+from hybridflow.cli.data import main
 from hybridflow.data.view import histogram, marked
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.messages import like

@@ -21,7 +21,7 @@ from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.roles.base import World
 from hybridflow.roles.objectives import PolicyObjective, ValueObjective
-from hybridflow.trainer import flow_of
+from hybridflow.trainers.online import flow_of
 from tests.distributed.algorithm_cases import (
     ALGORITHMS,
     BY_LENGTH,

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hybridflow.algorithm_config import GRPO, PPO
 from hybridflow.batch import RolloutBatch, offsets, response_mask
 from hybridflow.config import OptimizerConfig
+from hybridflow.config.algorithms import GRPO, PPO
 from tests.reference.ppo import Hyperparameters
 from tests.tiny_models import ROPE_LINEAR, ROPE_LLAMA3, VOCAB_SIZE
 

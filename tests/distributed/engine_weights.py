@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.by_length import always
 from hybridflow.checkpoint.export import export_huggingface
+from hybridflow.config.length_buckets import always
 from hybridflow.cpu.engine import decoder, decoding, sampling
 from hybridflow.rollout.engine import RolloutEngine
-from hybridflow.trainer import RLTrainer
+from hybridflow.trainers.online import RLTrainer
 from tests.distributed.gather import whole
 
 PADDING = 100.0  # of the vocabulary: what would win if it were looked at

@@ -13,7 +13,7 @@ from hybridflow.config import OptimizerConfig, TrainedRoleConfig
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
-from hybridflow.planning.placed import place_model
+from hybridflow.placement.placed import place_model
 from hybridflow.roles.base import World
 from hybridflow.roles.policy import Actor
 

@@ -17,16 +17,16 @@ from torch import Tensor
 
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.config import ExperimentConfig
+from hybridflow.convert.forward import huggingface_logits, packed_micro_batch, random_prompts
 from hybridflow.models import pipeline
 from hybridflow.models.build import build_model
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout
 from hybridflow.parallel.platform import Platform
-from hybridflow.trainer import RLTrainer
+from hybridflow.trainers.online import RLTrainer
 from tests.distributed.pairs import CHANGES, FAMILIES
 from tests.distributed.ppo_worker import config, layout, run
-from tools.convert.forward import huggingface_logits, packed_micro_batch, random_prompts
 
 LOGIT_LAYOUTS = {"tp1": (1, 1, 2), "tp2": (2, 1, 1), "pp2": (1, 2, 1)}
 LAYOUTS = {"actor": layout(2), "critic": layout(1, 2), "reward": layout(1, 1, 2), "reference": layout(2)}

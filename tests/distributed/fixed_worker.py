@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.example_batches import pair_batch
 from hybridflow.data.examples import Example
 from hybridflow.data.usable import Dropped
-from hybridflow.fixed_config import FixedDataConfig
-from hybridflow.fixed_trainer import build_models
 from hybridflow.flows.fixed import evaluate_fixed, fixed_flow
 from hybridflow.flows.fixed_run import FixedModels, FixedRun
 from hybridflow.models.prompt_groups import replica_rows
@@ -26,8 +25,9 @@ from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
-from hybridflow.planning.placed import place_fixed
+from hybridflow.placement.placed import place_fixed
 from hybridflow.roles.base import World
+from hybridflow.trainers.fixed_data import build_models
 from tests.distributed.cases import Case
 from tests.distributed.fixed_cases import (
     ALGORITHMS,

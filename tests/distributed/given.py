@@ -17,12 +17,12 @@ from hybridflow.flows.while_waiting import WhileWaiting
 from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
-from hybridflow.planning.placed import place
+from hybridflow.placement.placed import place
 from hybridflow.rewards.calls import FunctionCaller
 from hybridflow.rewards.pool import Pool
 from hybridflow.rewards.specs import pool_limits, pool_specs
 from hybridflow.roles.base import World
-from hybridflow.trainer import build_roles
+from hybridflow.trainers.online import build_roles
 
 
 class GivenResponses:

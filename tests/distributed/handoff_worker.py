@@ -17,7 +17,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.parallel import platform as platforms
 from hybridflow.recording.recorder import Recorder
 from hybridflow.roles.base import Role
-from hybridflow.trainer import RLTrainer
+from hybridflow.trainers.online import RLTrainer
 from tests.distributed.engine_weights import differs_from_export, wrong_parameters
 from tests.distributed.gather import whole
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hybridflow.parallel import platform as platforms
-from hybridflow.trainer import RLTrainer
+from hybridflow.trainers.online import RLTrainer
 from tests.distributed.waiting_worker import scored_by_new_weights, scored_in_all_ways
 
 NUM_RANKS = 4

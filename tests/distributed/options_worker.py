@@ -11,7 +11,7 @@ import torch
 
 from hybridflow.parallel import platform as platforms
 from hybridflow.recording.recorder import Recorder
-from hybridflow.trainer import RLTrainer
+from hybridflow.trainers.online import RLTrainer
 from tests.distributed.engine_weights import differs_from_export, wrong_parameters
 
 OFFLOADED = [f"{role}.offload_{what}=true" for role in ("actor", "critic") for what in ("optimizer", "gradients")]

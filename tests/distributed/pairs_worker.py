@@ -30,7 +30,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.layout import RolloutLayout
-from hybridflow.planning.placed import BLOCK_TOKENS, place_model
+from hybridflow.placement.placed import BLOCK_TOKENS, place_model
 from hybridflow.reshard.execute import WeightReshard
 from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout
 from hybridflow.reshard.plan import plan_reshard

@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.algorithm_config import GRPO, PPO
 from hybridflow.batch import RolloutBatch
 from hybridflow.config import ExperimentConfig, OptimizerConfig
+from hybridflow.config.algorithms import GRPO, PPO
 from hybridflow.flows.models import Roles
 from hybridflow.models import pipeline
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
-from hybridflow.planning.placed import place
+from hybridflow.placement.placed import place
 from hybridflow.roles.base import TrainedRole, World
 from hybridflow.roles.policy import Actor
-from hybridflow.trainer import flow_of
+from hybridflow.trainers.online import flow_of
 from tests.distributed.cases import (
     ADAM,
     ALGORITHM,

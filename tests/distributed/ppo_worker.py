@@ -11,12 +11,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybridflow import trainer as trainers
 from hybridflow.config import ExperimentConfig
 from hybridflow.parallel import platform as platforms
 from hybridflow.recording.recorder import Recorder
 from hybridflow.roles.base import World
-from hybridflow.trainer import RLTrainer
+from hybridflow.trainers import online as trainers
+from hybridflow.trainers.online import RLTrainer
 from tests.distributed.engine_weights import differs_from_export, wrong_parameters
 
 NUM_ITERATIONS = 2

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridflow.flows import while_waiting
 from hybridflow.flows.while_waiting import PHASE, Waiting, WhileWaiting
-from hybridflow.trainer import RLTrainer
+from hybridflow.trainers.online import RLTrainer
 
 WAYS = (
     "nobody computes ahead",

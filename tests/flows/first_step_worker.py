@@ -25,7 +25,7 @@ from hybridflow.parallel.exchange import Contribution
 from hybridflow.recording.recorder import record_run
 from hybridflow.roles import policy
 from hybridflow.roles.policy import Actor
-from hybridflow.trainer import RLTrainer
+from hybridflow.trainers.online import RLTrainer
 from tests.distributed.waiting_worker import asked, gathered
 
 NUM_ITERATIONS = 2

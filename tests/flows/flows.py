@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridflow.algorithm_config import Custom
 from hybridflow.batch import PerToken, RolloutBatch, Tokens
+from hybridflow.config.algorithms import Custom
 from hybridflow.flows.run import Greedy, Run, Sampled
 from hybridflow.roles.objectives import PolicyObjective, policy_loss
 

@@ -15,7 +15,7 @@ from hybridflow.errors import UserError
 from hybridflow.models.memory import live_bytes
 from hybridflow.parallel import platform as platforms
 from hybridflow.recording.recorder import record_run
-from hybridflow.trainer import RLTrainer
+from hybridflow.trainers.online import RLTrainer
 from hybridflow.user_code import search_beside
 from tests.distributed.tiny_experiment import make_uneven_prompts
 from tests.launch import ROOT

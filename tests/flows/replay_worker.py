@@ -15,7 +15,7 @@ from hybridflow.errors import UserError
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.agreement import digest_tensors
 from hybridflow.recording.iteration import Iteration
-from hybridflow.trainer import RLTrainer
+from hybridflow.trainers.online import RLTrainer
 from tests.flows.flows_worker import NO_CRITIC, NO_REWARD, custom
 
 GRPO = ["sampling.samples_per_prompt=2", "critic=null", "algorithm={name: grpo, update: {mini_batch_size: 4}}"]

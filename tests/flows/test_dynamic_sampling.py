@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hybridflow.algorithm_config import DynamicSampling
 from hybridflow.batch import RolloutBatch, response_mask
-from hybridflow.by_length import ByLength, always
 from hybridflow.checkpoint.state import RunState, SavedRun, load_state, write_state
 from hybridflow.config import ExperimentConfig
+from hybridflow.config.algorithms import DynamicSampling
+from hybridflow.config.length_buckets import ByLength, always
 from hybridflow.errors import ConfigError
 from hybridflow.flows.dynamic_sampling import sampled
 from tests.distributed.tiny_experiment import make_inputs, make_uneven_prompts, write_config

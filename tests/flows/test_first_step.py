@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from hybridflow.algorithm_config import GRPO, PPO, RLOO, Custom, Distill
 from hybridflow.batch import RolloutBatch, Tokens, response_mask
 from hybridflow.config import ExperimentConfig
+from hybridflow.config.algorithms import GRPO, PPO, RLOO, Custom, Distill
 from hybridflow.flows.first_step import ToCome
 from hybridflow.parallel.exchange import Contribution
-from hybridflow.planning.first_step import asks_for_log_probs, first_step_tells, rows_told
+from hybridflow.placement.first_step import asks_for_log_probs, first_step_tells, rows_told
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.flows.first_step_worker import CASES
 from tests.launch import run_ranks

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybridflow.plan import main as plan
+from hybridflow.cli.plan import main as plan
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.flows.flows import BAD_ROW
 from tests.flows.flows_worker import CRITIC_FREE, critic_free

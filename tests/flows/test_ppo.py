@@ -5,9 +5,9 @@ from unittest import mock
 import pytest
 import torch
 
-from hybridflow.algorithm_config import PPO
 from hybridflow.algorithms.advantages import gae
 from hybridflow.batch import RolloutBatch, response_mask
+from hybridflow.config.algorithms import PPO
 from hybridflow.flows import ppo
 
 LENGTHS, PROMPTS = torch.tensor([5, 3]), torch.tensor([2, 1])

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hybridflow import train
 from hybridflow.batch import PromptBatch
-from hybridflow.by_length import ByLength, always
+from hybridflow.cli import train
 from hybridflow.config import ExperimentConfig
+from hybridflow.config.length_buckets import ByLength, always
 from hybridflow.errors import DataError
 from hybridflow.flows.replay import FIELDS, Replay, differences, dumped_batches, read_batch
-from hybridflow.trainer import renamed
+from hybridflow.trainers.online import renamed
 from tests.distributed.test_determinism import MEASURED
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks

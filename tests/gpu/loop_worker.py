@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from hybridflow import generator
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.reshard.execute import WeightReshard
 from hybridflow.reshard.plan import Operation, ReshardPlan, Way, plan_reshard
-from hybridflow.trainer import RLTrainer
+from hybridflow.roles import generator
+from hybridflow.trainers.online import RLTrainer
 from tests.reshard.simulated import SimulatedDevice
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from hybridflow import health
+from hybridflow.cli import health
 from hybridflow.inspection import examination, participant, storage
 
 RANKS_PER_HOST = 2

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from hybridflow.config import ExperimentConfig
-from hybridflow.fixed_config import FixedDataConfig
+from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.inspection.findings import Finding, Host
 from hybridflow.inspection.fit import Free, fit_findings, peaks
 from hybridflow.inspection.machine import GIB
-from hybridflow.planning.forecast import forecast
-from hybridflow.planning.placed import place, place_fixed
+from hybridflow.placement.forecast import forecast
+from hybridflow.placement.placed import place, place_fixed
 from tests.distributed.tiny_experiment import make_inputs, write_config
 
 TWO = (Host("a", 0, (0,)), Host("b", 1, (1,)))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybridflow.config import ExperimentConfig
-from hybridflow.fixed_config import FixedDataConfig
+from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.inspection.inputs import THERE, input_findings
 from tests.distributed.tiny_experiment import make_inputs, write_config
 

@@ -17,6 +17,7 @@ from megatron.core.extensions import transformer_engine
 
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import model_weights
+from hybridflow.convert.forward import huggingface_logits, packed_micro_batch, random_prompts
 from hybridflow.models import build, pipeline
 from hybridflow.models.build import PackedModel, named_weights
 from hybridflow.models.output_layer import plain
@@ -24,7 +25,6 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout
 from hybridflow.parallel.platform import Platform
-from tools.convert.forward import huggingface_logits, packed_micro_batch, random_prompts
 
 
 def main(folder: Path, out: Path) -> None:

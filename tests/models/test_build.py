@@ -12,6 +12,7 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 
 from hybridflow.architecture.spec import read_spec
+from hybridflow.convert.forward import packed_micro_batch, random_prompts
 from hybridflow.models import build
 from hybridflow.models.layers import RMSNorm
 from hybridflow.models.opt import PostNormLayer
@@ -19,7 +20,6 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout
 from tests.tiny_models import make_checkpoints
-from tools.convert.forward import packed_micro_batch, random_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridflow.models.experts import Experts, Router
 from hybridflow.models.layers import SwiGLUFunction
-from hybridflow.planning.footprint import layer_bytes
+from hybridflow.placement.footprint import layer_bytes
 from tests.planning.kept import KeptBytes
 from tests.planning.round_profile import small_spec
 

@@ -21,7 +21,7 @@ from hybridflow.data.inputs import load_inputs
 from hybridflow.errors import DisagreementError, UserError
 from hybridflow.parallel import platform
 from hybridflow.parallel.agreement import check_agreement, digest_tensors
-from hybridflow.trainer import RLTrainer
+from hybridflow.trainers.online import RLTrainer
 from hybridflow.user_code import search_beside
 
 Check = Callable[[], object]

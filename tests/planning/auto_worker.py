@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
+from hybridflow.automap.explained import chosen_values
 from hybridflow.config import TrainedRoleConfig, read_tree
-from hybridflow.fixed_config import FixedDataConfig, config_class
-from hybridflow.fixed_trainer import FixedDataTrainer
+from hybridflow.config.fixed_data import FixedDataConfig, config_class
 from hybridflow.models import pipeline
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.parallel import platform as platforms
-from hybridflow.planning.explained import chosen_values
-from hybridflow.planning.footprint import ITEM_BYTES, output_bytes, training_activation_bytes
-from hybridflow.planning.forecast import RoleMemory, memory_of
+from hybridflow.placement.footprint import ITEM_BYTES, output_bytes, training_activation_bytes
+from hybridflow.placement.forecast import RoleMemory, memory_of
 from hybridflow.roles.base import TrainedRole
-from hybridflow.trainer import RLTrainer
+from hybridflow.trainers.fixed_data import FixedDataTrainer
+from hybridflow.trainers.online import RLTrainer
 from tests.planning.kept import KeptBytes
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.architecture.spec import ModelSpec
-from hybridflow.planning.cost import Device
-from hybridflow.planning.device import DeviceProfile, Overheads
+from hybridflow.automap.cost import Device
+from hybridflow.automap.device import DeviceProfile, Overheads
 
 NO_OVERHEADS = dict.fromkeys(Overheads.model_fields, 0.0)
 FIELDS: dict[str, Any] = {

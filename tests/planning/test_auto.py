@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import yaml
 
-from hybridflow.auto_values import autos, with_neutral
+from hybridflow.automap.auto import Facts, resolve
+from hybridflow.automap.device import load_profile
+from hybridflow.automap.placements import given_placement
+from hybridflow.automap.search import Request, search
+from hybridflow.cli.plan import main
 from hybridflow.config import ExperimentConfig
+from hybridflow.config.auto import autos, with_neutral
+from hybridflow.config.fixed_data import load_config
 from hybridflow.errors import ConfigError
-from hybridflow.fixed_config import load_config
-from hybridflow.plan import main
-from hybridflow.planning.auto import Facts, resolve
-from hybridflow.planning.device import load_profile
-from hybridflow.planning.forecast import fullest
-from hybridflow.planning.placed import place
-from hybridflow.planning.placements import given_placement
-from hybridflow.planning.search import Request, search
+from hybridflow.placement.forecast import fullest
+from hybridflow.placement.placed import place
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks
 from tests.planning.test_search import DEVICE, directory  # noqa: F401  # a fixture

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from hybridflow.automap.device import PROFILES, DeviceProfile, ProductRates, load_profile, shipped_profiles
 from hybridflow.errors import ConfigError
-from hybridflow.planning.device import PROFILES, DeviceProfile, ProductRates, load_profile, shipped_profiles
 from tests.planning.round_profile import FIELDS
 
 

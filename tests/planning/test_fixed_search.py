@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import yaml
 
-from hybridflow.auto_values import autos, with_neutral
+from hybridflow.automap.auto import Facts, resolve
+from hybridflow.automap.device import load_profile
+from hybridflow.automap.options import everything
+from hybridflow.automap.search import Request, _Search, search
+from hybridflow.automap.timing import predict
+from hybridflow.cli.plan import main
+from hybridflow.config.auto import autos, with_neutral
+from hybridflow.config.fixed_data import FixedDataConfig, load_config
 from hybridflow.errors import ConfigError
-from hybridflow.fixed_config import FixedDataConfig, load_config
-from hybridflow.fixed_trainer import FixedDataTrainer
-from hybridflow.plan import main
-from hybridflow.planning.auto import Facts, resolve
-from hybridflow.planning.device import load_profile
-from hybridflow.planning.forecast import fullest
-from hybridflow.planning.options import everything
-from hybridflow.planning.placed import place_fixed
-from hybridflow.planning.search import Request, _Search, search
-from hybridflow.planning.timing import predict
-from hybridflow.trainer import RLTrainer
+from hybridflow.placement.forecast import fullest
+from hybridflow.placement.placed import place_fixed
+from hybridflow.trainers.fixed_data import FixedDataTrainer
+from hybridflow.trainers.online import RLTrainer
 from tests.checkpoint.test_fixed import write_rows
 from tests.launch import run_ranks
 from tests.planning.test_auto import MOST_PARAMETERS, PADDING

@@ -17,7 +17,7 @@ from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import model_weights
 from hybridflow.config import OptimizerConfig
 from hybridflow.parallel.layout import Layout
-from hybridflow.planning.footprint import (
+from hybridflow.placement.footprint import (
     Footprint,
     chunks_in_flight,
     engine_activation_bytes,
@@ -32,7 +32,7 @@ from hybridflow.planning.footprint import (
     together,
     training_activation_bytes,
 )
-from hybridflow.planning.placed import KVCacheSize
+from hybridflow.placement.placed import KVCacheSize
 from hybridflow.reshard.groups import rollout_layout
 from hybridflow.reshard.plan import plan_reshard
 from tests.tiny_models import make_checkpoints
@@ -167,7 +167,7 @@ def measure(model: str) -> dict[str, dict[str, int]]:
     from hybridflow.parallel import platform as platforms
     from hybridflow.parallel.exchange import Exchange
     from hybridflow.parallel.grid import ProcessGroups
-    from hybridflow.planning.placed import place_model
+    from hybridflow.placement.placed import place_model
     from hybridflow.roles.base import World
     from hybridflow.roles.policy import Actor
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from hybridflow.planning.frontier import MOST_POINTS, Frontier
+from hybridflow.automap.frontier import MOST_POINTS, Frontier
 
 
 def roles(count: int, options: int, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hybridflow.planning.gantt import BAR, LEFT, RIGHT, WIDTH, gantt
-from hybridflow.planning.timeline import Span
+from hybridflow.automap.gantt import BAR, LEFT, RIGHT, WIDTH, gantt
+from hybridflow.automap.timeline import Span
 from tests.browser import Browser
 
 SVG = "{http://www.w3.org/2000/svg}"

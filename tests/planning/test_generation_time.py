@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from hybridflow.planning.generation_time import Responses, decode_cost, decode_step, generation_cost, prefill_cost
-from hybridflow.planning.role_time import Model, Pass
+from hybridflow.automap.generation_time import Responses, decode_cost, decode_step, generation_cost, prefill_cost
+from hybridflow.automap.role_time import Model, Pass
 from tests.planning.round_profile import device, overheads, small_spec
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
-from hybridflow.planning.hosts import check_hosts, for_launch, parse_hosts, place_on_hosts, placement_lines
-from hybridflow.planning.placed import place
+from hybridflow.placement.hosts import check_hosts, for_launch, parse_hosts, place_on_hosts, placement_lines
+from hybridflow.placement.placed import place
 from tests.distributed.tiny_experiment import write_config
 from tests.tiny_models import make_checkpoints
 

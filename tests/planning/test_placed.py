@@ -10,8 +10,8 @@ from hybridflow.architecture.spec import read_spec
 from hybridflow.config import ExperimentConfig, RoleConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Layout, RolloutLayout
-from hybridflow.planning import placed
-from hybridflow.planning.placed import PlacedRun, check_output_dir, place, place_model
+from hybridflow.placement import placed
+from hybridflow.placement.placed import PlacedRun, check_output_dir, place, place_model
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.messages import like
 

@@ -1,6 +1,6 @@
 """Groupings and divisions, counted by hand."""
 
-from hybridflow.planning.placements import Placement, divisions, partitions, placements, unit_of
+from hybridflow.automap.placements import Placement, divisions, partitions, placements, unit_of
 
 
 def test_as_many_partitions_as_bell_counted() -> None:

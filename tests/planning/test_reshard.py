@@ -12,7 +12,7 @@ from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import embedding
 from hybridflow.parallel.layout import Layout
-from hybridflow.planning.reshard import ReshardForecast
+from hybridflow.placement.reshard import ReshardForecast
 from hybridflow.reshard import parcels
 from hybridflow.reshard.execute import WeightReshard
 from hybridflow.reshard.groups import rollout_layout, standalone_layout

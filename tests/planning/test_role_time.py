@@ -4,11 +4,8 @@ from typing import Any
 
 import pytest
 
-from hybridflow.config import RoleConfig, TrainedRoleConfig
-from hybridflow.parallel.layout import Layout
-from hybridflow.planning.cost import Cost, Part
-from hybridflow.planning.footprint import stage_elements
-from hybridflow.planning.role_time import (
+from hybridflow.automap.cost import Cost, Part
+from hybridflow.automap.role_time import (
     Model,
     Pass,
     Rows,
@@ -20,6 +17,9 @@ from hybridflow.planning.role_time import (
     step_cost,
     update_cost,
 )
+from hybridflow.config import RoleConfig, TrainedRoleConfig
+from hybridflow.parallel.layout import Layout
+from hybridflow.placement.footprint import stage_elements
 from tests.planning.round_profile import device, overheads, small_spec
 
 SHARED = {"products": 2.0, "memory": 2.0, "overhead": 2.0}

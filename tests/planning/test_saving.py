@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hybridflow.config import CheckpointConfig, ExperimentConfig
-from hybridflow.planning.placed import PlacedRun, place
-from hybridflow.planning.saving import most_kept, written_bytes, zero1_shares
+from hybridflow.placement.placed import PlacedRun, place
+from hybridflow.placement.saving import most_kept, written_bytes, zero1_shares
 from tests.checkpoint.layouts import LAYOUTS, OPTIMIZERS
 from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints

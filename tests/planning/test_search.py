@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 import yaml
 
+from hybridflow.automap.branches import Branches
+from hybridflow.automap.choices import Best, Counts
+from hybridflow.automap.device import load_profile
+from hybridflow.automap.engine_memory import EngineMemory
+from hybridflow.automap.explained import differences, phase_changes
+from hybridflow.automap.options import everything
+from hybridflow.automap.search import Found, Request, _Search, least_that_fits, search
+from hybridflow.automap.timing import predict
+from hybridflow.cli.plan import main
+from hybridflow.cli.plan_search import ranks_per_host
 from hybridflow.config import ExperimentConfig
+from hybridflow.config.fixed_data import load_config
 from hybridflow.errors import ConfigError
-from hybridflow.fixed_config import load_config
 from hybridflow.parallel.layout import Layout
-from hybridflow.plan import main
-from hybridflow.plan_search import ranks_per_host
-from hybridflow.planning.branches import Branches
-from hybridflow.planning.choices import Best, Counts
-from hybridflow.planning.device import load_profile
-from hybridflow.planning.engine_memory import EngineMemory
-from hybridflow.planning.explained import differences, phase_changes
-from hybridflow.planning.forecast import fullest
-from hybridflow.planning.options import everything
-from hybridflow.planning.placed import place
-from hybridflow.planning.reshard import EngineHoldings, ReshardForecast
-from hybridflow.planning.search import Found, Request, _Search, least_that_fits, search
-from hybridflow.planning.timing import predict
+from hybridflow.placement.forecast import fullest
+from hybridflow.placement.placed import place
+from hybridflow.placement.reshard import EngineHoldings, ReshardForecast
 from hybridflow.reshard.groups import rollout_layout
 from hybridflow.reshard.plan import plan_reshard
 from tests.messages import like

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hybridflow.planning.cost import Cost, Part
-from hybridflow.planning.timeline import Operation, busy_seconds, schedule
+from hybridflow.automap.cost import Cost, Part
+from hybridflow.automap.timeline import Operation, busy_seconds, schedule
 
 
 def work(name: str, ranks: tuple[int, ...], seconds: float, load: float = 0.0) -> Operation:

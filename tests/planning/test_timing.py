@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from hybridflow.fixed_config import load_config
-from hybridflow.planning.cost import Device
-from hybridflow.planning.device import DeviceProfile, load_profile
-from hybridflow.planning.placed import PlacedFixed, PlacedRun, place_either
-from hybridflow.planning.time_report import _peak, _with_rows, largest_batch, time_report
-from hybridflow.planning.timing import (
+from hybridflow.automap.cost import Device
+from hybridflow.automap.device import DeviceProfile, load_profile
+from hybridflow.automap.time_report import _peak, _with_rows, largest_batch, time_report
+from hybridflow.automap.timing import (
     exchange_cost,
     offload_cost,
     predict,
@@ -23,6 +21,8 @@ from hybridflow.planning.timing import (
     scoring_cost,
     work_of,
 )
+from hybridflow.config.fixed_data import load_config
+from hybridflow.placement.placed import PlacedFixed, PlacedRun, place_either
 from hybridflow.reshard.plan import plan_reshard
 from tests.planning.round_profile import overheads, profile
 from tests.test_plan import CONFIG, MODELS, SMALL

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from hybridflow.automap.profiling import arithmetic, groups
+from hybridflow.automap.profiling.measure import measure_profile
 from hybridflow.parallel import platform as platforms
-from hybridflow.profiling import arithmetic, groups
-from hybridflow.profiling.measure import measure_profile
 
 
 def main(out: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.planning.device import Overheads, load_profile
+from hybridflow.automap.device import Overheads, load_profile
 from tests.launch import run_ranks
 
 

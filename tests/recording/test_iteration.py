@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybridflow.batch import PerSequence, PerToken, RolloutBatch, response_mask
-from hybridflow.by_length import ByLength
+from hybridflow.config.length_buckets import ByLength
 from hybridflow.recording.iteration import batch_metrics, length_metrics
 
 

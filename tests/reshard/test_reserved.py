@@ -10,7 +10,7 @@ import torch.multiprocessing as processes
 from torch import Tensor
 
 from hybridflow.architecture.parts import shard_shape
-from hybridflow.planning.reshard import ReshardForecast
+from hybridflow.placement.reshard import ReshardForecast
 from hybridflow.reshard import parcels
 from hybridflow.reshard.execute import WeightReshard
 from hybridflow.reshard.plan import ReshardPlan, Way

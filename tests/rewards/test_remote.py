@@ -12,8 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from hybridflow.config import ExperimentConfig, MetricsConfig
+from hybridflow.config.rewards import ScoringConfig
 from hybridflow.errors import RewardError
-from hybridflow.reward_config import ScoringConfig
 from hybridflow.rewards.remote import filled
 from hybridflow.rewards.specs import pool_specs
 from tests.rewards.pools import asked, pool_of, rows

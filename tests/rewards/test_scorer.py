@@ -6,8 +6,8 @@ import torch
 
 from hybridflow.algorithms.rewards import RunningMoments
 from hybridflow.batch import RolloutBatch, response_mask
-from hybridflow.by_length import ByLength, always
 from hybridflow.config import RewardConfig
+from hybridflow.config.length_buckets import ByLength, always
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.rewards.calls import FunctionCaller
 from hybridflow.rewards.scorer import Scorer, _part_names

@@ -6,8 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from hybridflow.config import ExperimentConfig, MetricsConfig
+from hybridflow.config.rewards import ScoringConfig
 from hybridflow.errors import RewardError
-from hybridflow.reward_config import ScoringConfig
 from hybridflow.rewards.specs import function_names, function_weights, pool_limits, pool_specs
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.algorithm_config import KL, PolicyLoss
 from hybridflow.batch import PerToken, RolloutBatch, Tokens
+from hybridflow.config.losses import KL, PolicyLoss
 from hybridflow.roles.objectives import KLTerm, policy_loss, with_positive_nll
 
 NO_KL = KLTerm(KL(use="none"), 0.0)

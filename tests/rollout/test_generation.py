@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybridflow.batch import PromptBatch
-from hybridflow.by_length import ByLength, always
+from hybridflow.config.length_buckets import ByLength, always
 from hybridflow.rollout.generation import prompts_of_replicas
 
 

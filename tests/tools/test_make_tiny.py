@@ -1,4 +1,4 @@
-"""tools.make_tiny: the task by itself, then what short runs leave on disk."""
+"""hybridflow.examples.tiny.make_tiny: the task by itself, then what short runs leave on disk."""
 
 import json
 import random
@@ -9,11 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.tools.runs import BRIEF, in_forks
-from tools import make_tiny
-from tools.tiny_models import Policy, Settings
-from tools.tiny_runs import RunFailed
-from tools.tiny_task import (
+from hybridflow.examples.tiny import make_tiny
+from hybridflow.examples.tiny.models import Policy, Settings
+from hybridflow.examples.tiny.runs import RunFailed
+from hybridflow.examples.tiny.task import (
     MISTAKES,
     Problem,
     draw_wrong,
@@ -22,6 +21,7 @@ from tools.tiny_task import (
     write_tokenizer,
     wrong_answer,
 )
+from tests.tools.runs import BRIEF, in_forks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 # until some prompts are answered rightly, so that accuracies are not all 0

@@ -1,4 +1,4 @@
-"""tools.stages: two iterations of each stage, and what is told of them."""
+"""hybridflow.examples.tiny.stages: two iterations of each stage, and what is told of them."""
 
 import csv
 import json
@@ -9,9 +9,9 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hybridflow.examples.tiny.runs import RunFailed
+from hybridflow.examples.tiny.stages import Reached, Stages, main, table
 from tests.tools.runs import BRIEF, in_forks
-from tools.stages import Reached, Stages, main, table
-from tools.tiny_runs import RunFailed
 
 pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
@@ -77,7 +77,7 @@ def test_a_stage_that_fails_ends_it(
 ) -> None:
     with pytest.raises(RunFailed, match="seed 5: sft has ended with status 3"):
         Stages(tmp_path / "seed_5", 5, lambda arguments: 3).run()
-    monkeypatch.setattr("tools.stages.by_torchrun", lambda arguments: 4)
+    monkeypatch.setattr("hybridflow.examples.tiny.stages.by_torchrun", lambda arguments: 4)
     assert main([str(tmp_path / "all"), "--seeds", "2"]) == 1
     assert "error: seed 2: sft has ended with status 4" in capsys.readouterr().err
     assert not (tmp_path / "all" / "stages.json").exists()

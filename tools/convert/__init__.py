@@ -1,1 +1,1 @@
-"""Checkpoints between HuggingFace and megatron-core, complete or not at all: `python -m tools.convert --help`."""
+"""The command `python -m tools.convert`; its code is `hybridflow.convert`."""

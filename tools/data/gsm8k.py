@@ -14,9 +14,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hybridflow.config.data import SourceConfig
 from hybridflow.data.rows import Row
 from hybridflow.data.sources import open_files
-from hybridflow.data_config import SourceConfig
 from hybridflow.errors import DataError, UserError
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'  # verl's, by which its scores are

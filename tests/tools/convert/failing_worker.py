@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.architecture.weight_files import MegatronDirectory
+from hybridflow.convert import output
+from hybridflow.convert.main import main
+from hybridflow.convert.processes import Processes
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.safetensors_files import SafetensorsDirectory
-from tools.convert import output
-from tools.convert.__main__ import main
-from tools.convert.processes import Processes
 
 failing = int(sys.argv[1])
 

@@ -6,8 +6,8 @@ python -m tests.tools.convert.slow_worker SOURCE TARGET [--overwrite]
 import sys
 import time
 
-from tools.convert import __main__ as command
-from tools.convert.progress import ByteProgress
+from hybridflow.convert import main as command
+from hybridflow.convert.progress import ByteProgress
 
 
 def advance(self: ByteProgress, num_bytes: int) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridflow.convert.to_huggingface import to_huggingface
+from hybridflow.convert.to_megatron import to_megatron
+from hybridflow.convert.verify import verify
 from hybridflow.errors import CheckpointError
 from tests.tools.convert.tiny import INDEX, change_config, left_in, rewrite, tensors_of
-from tools.convert.to_huggingface import to_huggingface
-from tools.convert.to_megatron import to_megatron
-from tools.convert.verify import verify
 
 SECOND = "model-00002-of-00002.safetensors"
 

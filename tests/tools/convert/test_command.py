@@ -11,12 +11,12 @@ import pytest
 import torch
 from rich.console import Console
 
+from hybridflow.convert.main import main
+from hybridflow.convert.progress import ByteProgress, size_text
+from hybridflow.convert.to_megatron import to_megatron
 from tests.launch import ROOT
 from tests.messages import like
 from tests.tools.convert.tiny import Models, left_in, rewrite, tensors_of
-from tools.convert.__main__ import main
-from tools.convert.progress import ByteProgress, size_text
-from tools.convert.to_megatron import to_megatron
 
 
 def test_there_and_back(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -68,7 +68,7 @@ def test_sizes_that_are_none(size: str, tmp_path: Path, capsys: pytest.CaptureFi
     ("text", "size"), [("5GB", 5 * 10**9), ("500 MB", 5 * 10**8), ("1.5gib", 3 << 29), ("12kB", 12000)]
 )
 def test_sizes(text: str, size: int) -> None:
-    from tools.convert.__main__ import parse
+    from hybridflow.convert.main import parse
 
     options = parse(["megatron-to-hf", "a", "b", "--max-shard-size", text])
     assert options.max_shard_size == size
@@ -77,7 +77,7 @@ def test_sizes(text: str, size: int) -> None:
 
 def test_help_and_wrong_arguments_load_no_heavy_package() -> None:
     code = (
-        "import sys; from tools.convert.__main__ import parse; parse(['show', 'x']); assert 'torch' not in sys.modules"
+        "import sys; from hybridflow.convert.main import parse; parse(['show', 'x']); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
@@ -86,7 +86,7 @@ def test_help_and_wrong_arguments_load_no_heavy_package() -> None:
 def test_a_conversion_loads_neither_transformers_nor_megatron(source: Path, tmp_path: Path) -> None:
     """They take half a gigabyte and seconds."""
     code = (
-        "import sys; from tools.convert.__main__ import main\n"
+        "import sys; from hybridflow.convert.main import main\n"
         f"assert main(['hf-to-megatron', {str(source)!r}, {str(tmp_path / 'megatron')!r}]) == 0\n"
         f"assert main(['megatron-to-hf', {str(tmp_path / 'megatron')!r}, {str(tmp_path / 'back')!r}]) == 0\n"
         f"assert main(['verify', {str(source)!r}, {str(tmp_path / 'back')!r}]) == 0\n"
@@ -99,7 +99,7 @@ def test_a_conversion_loads_neither_transformers_nor_megatron(source: Path, tmp_
 
 
 def shown(path: Path) -> tuple[bool, list[str]]:
-    from tools.convert.show import show
+    from hybridflow.convert.show import show
 
     console = Console(record=True, width=112, file=io.StringIO())
     complete = show(path, console)

@@ -9,15 +9,15 @@ from rich.console import Console
 from hybridflow.architecture.parts import Block, blocks
 from hybridflow.architecture.weight_files import write_distributed
 from hybridflow.architecture.weights import Weight
+from hybridflow.convert import chunks as chunks_module
+from hybridflow.convert.survey import open_survey
+from hybridflow.convert.to_huggingface import to_huggingface
+from hybridflow.convert.to_megatron import make_plan, to_megatron
+from hybridflow.convert.verify import verify
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.distributed_storage import Chunk
 from tests.messages import like
 from tests.tools.convert.tiny import Models, assert_same_bytes, change_config, left_in, rewrite, tensors_of
-from tools.convert import chunks as chunks_module
-from tools.convert.survey import open_survey
-from tools.convert.to_huggingface import to_huggingface
-from tools.convert.to_megatron import make_plan, to_megatron
-from tools.convert.verify import verify
 
 FIRST_LAYER = "model.layers.0.self_attn"
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.convert.to_huggingface import to_huggingface
+from hybridflow.convert.to_megatron import to_megatron
+from hybridflow.convert.verify import verify
 from hybridflow.errors import UserError
 from tests.tools.convert.damage import HUGGINGFACE, MEGATRON
 from tests.tools.convert.tiny import Models, left_in, rewrite, tensors_of
-from tools.convert.to_huggingface import to_huggingface
-from tools.convert.to_megatron import to_megatron
-from tools.convert.verify import verify
 
 NUM_CASES = 200  # of each of the below
 BASES = {"llama": False, "qwen2": True, "mixtral": False}  # family: tied

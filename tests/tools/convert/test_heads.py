@@ -9,13 +9,13 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hybridflow.architecture.spec import read_spec
+from hybridflow.convert.survey import open_survey
+from hybridflow.convert.to_huggingface import to_huggingface
+from hybridflow.convert.to_megatron import to_megatron
 from hybridflow.errors import CheckpointError
 from tests.messages import like
 from tests.tiny_models import FAMILIES
 from tests.tools.convert.tiny import Models, assert_same_bytes, change_config, left_in, rewrite, tensors_of
-from tools.convert.survey import open_survey
-from tools.convert.to_huggingface import to_huggingface
-from tools.convert.to_megatron import to_megatron
 
 
 @pytest.mark.parametrize("family", FAMILIES)

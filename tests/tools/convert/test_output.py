@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridflow.convert import output
+from hybridflow.convert.to_huggingface import to_huggingface
+from hybridflow.convert.to_megatron import to_megatron
+from hybridflow.convert.verify import verify
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.directories import replace_directory
 from hybridflow.formats.safetensors_files import SafetensorsDirectory
 from tests.launch import ROOT
 from tests.messages import like
 from tests.tools.convert.tiny import left_in, rewrite, tensors_of
-from tools.convert import output
-from tools.convert.to_huggingface import to_huggingface
-from tools.convert.to_megatron import to_megatron
-from tools.convert.verify import verify
 
 
 def refusal(convert: Callable, source: Path, target: Path, **options: object) -> str:

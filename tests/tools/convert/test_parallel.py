@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.convert.chunks import own_share
+from hybridflow.convert.processes import Processes
+from hybridflow.convert.survey import open_survey
+from hybridflow.convert.to_huggingface import own_files, to_huggingface
+from hybridflow.convert.to_megatron import make_plan, to_megatron
+from hybridflow.convert.verify import verify
 from tests.launch import run_ranks, torchrun
 from tests.tools.convert.tiny import INDEX, Models, assert_same_bytes, left_in
-from tools.convert.chunks import own_share
-from tools.convert.processes import Processes
-from tools.convert.survey import open_survey
-from tools.convert.to_huggingface import own_files, to_huggingface
-from tools.convert.to_megatron import make_plan, to_megatron
-from tools.convert.verify import verify
 
 
 def convert(num_ranks: int, *arguments: object) -> list[str]:

@@ -7,6 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from hybridflow.convert.to_huggingface import to_huggingface
+from hybridflow.convert.to_megatron import to_megatron
+from hybridflow.convert.verify import verify
 from tests.tiny_models import FAMILIES
 from tests.tools.convert.tiny import (
     CHAT_TEMPLATE,
@@ -20,9 +23,6 @@ from tests.tools.convert.tiny import (
     rewrite,
     tensors_of,
 )
-from tools.convert.to_huggingface import to_huggingface
-from tools.convert.to_megatron import to_megatron
-from tools.convert.verify import verify
 
 LAYOUTS = {  # dtype, files of the source, bytes of a file of the result
     "bfloat16": (torch.bfloat16, 3, 40_000),

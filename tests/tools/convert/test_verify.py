@@ -8,14 +8,14 @@ import pytest
 import torch
 from rich.console import Console
 
+from hybridflow.convert import compare
+from hybridflow.convert.main import main
+from hybridflow.convert.to_megatron import to_megatron
+from hybridflow.convert.verify import verify
 from tests.launch import ROOT
 from tests.messages import like
 from tests.tiny_models import FAMILIES
 from tests.tools.convert.tiny import Models, change_config, rewrite, tensors_of
-from tools.convert import compare
-from tools.convert.__main__ import main
-from tools.convert.to_megatron import to_megatron
-from tools.convert.verify import verify
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_forward(models: Models, tmp_path: Path) -> None:
     tensors["model.layers.0.self_attn.q_proj.weight"] *= 1.5
     rewrite(tmp_path / "changed" / "source", tensors)
     code = (
-        "import sys; from tools.convert.__main__ import main\n"
+        "import sys; from hybridflow.convert.main import main\n"
         "for pair in zip(sys.argv[1::2], sys.argv[2::2]): print('status', main(['verify', *pair, '--forward']))"
     )
     paths = [str(path) for pair in pairs for path in pair]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hybridflow.convert.to_huggingface import to_huggingface
+from hybridflow.convert.to_megatron import to_megatron
 from tests.launch import run_ranks
 from tests.tiny_models import make_checkpoints
-from tools.convert.to_huggingface import to_huggingface
-from tools.convert.to_megatron import to_megatron
 
 
 @pytest.mark.thorough

@@ -1,0 +1,1 @@
+"""How long an iteration takes by layout, and the search for the best: what `auto` and `hybridflow.plan --time` ask."""

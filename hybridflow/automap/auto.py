@@ -1,0 +1,130 @@
+"""`auto` in a config: sizes that are chosen at the start, from the devices that there are. Pure: trees in, trees out.
+
+    actor: {tensor_parallel_size: auto, micro_batch_tokens: auto, recompute: auto}
+    rollout: {kv_cache_gib: auto}
+
+    resolved = resolve(tree, "my.yaml", 8, facts)       what `auto` stands for is searched, all other values stay
+    resolved.tree, resolved.lines                       plain values; each with the reason
+
+A run that is started again resolves anew, on as many devices as there are then: `checkpoint.changes` lets all of these
+keys change. The search is that of `planning.search`, on the one placement that the config has.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hybridflow.automap.device import DeviceProfile
+from hybridflow.automap.explained import memory_words
+from hybridflow.automap.placements import given_placement
+from hybridflow.automap.search import Found, Least, Request, gib, least_that_fits, search
+from hybridflow.config import ExperimentConfig
+from hybridflow.config.auto import ENGINE, Tree, autos, sections, with_neutral
+from hybridflow.config.fixed_data import AnyConfig, config_class
+from hybridflow.errors import ConfigError, Reasons
+
+SECONDS = 60.0  # that it may take to choose
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of the devices, alike for all ranks. what: for people, with where the profile comes from.
+
+    memory_bytes: of a rank; margin_bytes: of these, what is left to libraries.
+    """
+
+    profile: DeviceProfile
+    memory_bytes: int
+    margin_bytes: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A config's tree without `auto`, and what was chosen."""
+
+    tree: Tree
+    lines: tuple[str, ...]
+
+
+def config_of_tree(tree: Mapping[str, Any], source: object) -> AnyConfig:
+    """The config, with neutral values for `auto`. Errors: ConfigError of what else is wrong."""
+    neutral = with_neutral(tree)
+    return config_class(neutral).from_tree(neutral, str(source))
+
+
+def resolve(tree: Mapping[str, Any], source: object, world_size: int, facts: Facts) -> Resolved:
+    """Errors: ConfigError where the rest of the config is wrong, or nothing fits, with the least that would."""
+    free, config = autos(tree), config_of_tree(tree, source)
+    request = request_of(config, free, world_size, facts)
+    found = search(request)
+    if not found.plans:
+        raise ConfigError(f"{source}: " + "\n".join(why_nothing_fits(request, least_that_fits(request), facts.what)))
+    chosen = found.plans[0].config.model_dump(mode="json")
+    resolved: Tree = copy.deepcopy(dict(tree))
+    before = {name: section for name, section, _ in sections(resolved)}
+    lines = []
+    for name, section, _ in sections(chosen):
+        for key in sorted(free.get(name, ())):
+            before[name][key] = section[key]
+            lines.append(f"{'rollout' if name == ENGINE else name}.{key} = {section[key]}  (auto)")
+    return Resolved(resolved, (*lines, *reasons_of(found, facts)))
+
+
+def request_of(config: AnyConfig, free: Mapping[str, frozenset[str]], world_size: int, facts: Facts) -> Request:
+    """Of the keys that are free, on the ranks that the config gives its roles."""
+    reasons, whole = Reasons(), tuple(range(world_size))
+    reasons.of(_check_ranks, config, world_size)
+    reasons.refuse()
+    engine = config.rollout_ranks(world_size) if isinstance(config, ExperimentConfig) else None
+    placement = given_placement({name: role.ranks or whole for name, role in config.roles().items()}, engine)
+    none: frozenset[str] = frozenset()
+    return Request(
+        config,
+        world_size,
+        facts.profile,
+        facts.memory_bytes - facts.margin_bytes,
+        free={name: free.get(name, none) for name in placement},
+        placement=placement,
+        seconds=SECONDS,
+    )
+
+
+def _check_ranks(config: AnyConfig, world_size: int) -> None:
+    lie = {name: role.ranks for name, role in config.roles().items()}
+    if isinstance(config, ExperimentConfig):
+        lie = {"rollout": config.rollout.ranks, **lie}
+    for name, ranks in lie.items():
+        if ranks is not None and ranks[-1] >= world_size:
+            raise ConfigError(f"{name}.ranks names rank {ranks[-1]}, the run has {world_size} ranks")
+
+
+def reasons_of(found: Found, facts: Facts) -> list[str]:
+    """Why these values."""
+    best, room = found.plans[0], facts.memory_bytes - facts.margin_bytes
+    lines = [
+        f"auto: on {found.request.world_size} ranks of {facts.what}, the fastest that is foretold of what fits in "
+        f"{gib(room)} GiB a rank: {best.seconds:.3g} s an iteration, {gib(best.fullest.bytes)} GiB on rank "
+        f"{best.fullest.rank} ({best.fullest.moment})"
+    ]
+    if len(found.plans) > 1:
+        lines.append(f"auto: the next best of other sizes takes {found.plans[1].seconds:.3g} s")
+    if not found.closed:
+        lines.append(f"auto: after {SECONDS:g} s not all layouts had been looked at")
+    return lines
+
+
+def why_nothing_fits(request: Request, least: Least, what: str) -> list[str]:
+    """The tightest constraint, and the least that would fit."""
+    room = gib(request.memory_bytes)
+    lines = [f"no layout fits on {request.world_size} ranks of {what} with room for {room} GiB a rank"]
+    if least.plan is None:
+        lines.append("nor with any memory: sizes of the model or of the batch do not go up in the ranks")
+    else:
+        fullest = least.plan.fullest
+        told = memory_words(fullest.roles, 4)
+        lines.append(f"the least is {gib(fullest.bytes)} GiB, on rank {fullest.rank} in {fullest.moment}: {told}")
+    if least.ranks is not None:
+        lines.append(f"with {room} GiB a rank it fits on {least.ranks} ranks")
+    return lines

@@ -1,0 +1,101 @@
+"""How the engine may run on so many ranks: its parallel sizes and its KV cache, with their seconds. Pure."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hybridflow.architecture.spec import ModelSpec
+from hybridflow.automap.cost import Device
+from hybridflow.automap.generation_time import generation_cost
+from hybridflow.automap.sizes import at_once, stage_counts, tensor_sizes, values
+from hybridflow.automap.timing import Work, share_of_responses
+from hybridflow.config import ExperimentConfig
+from hybridflow.errors import ConfigError
+from hybridflow.parallel.layout import Layout, RolloutLayout
+from hybridflow.placement.placed import BLOCK_TOKENS, KVCacheSize, gib_of, size_kv_cache
+from hybridflow.reshard.groups import engine_stages, standalone_layout
+
+CACHES = (1.0, 0.75, 0.5, 0.375, 0.25, 0.125, 0.0625)  # of what the batch takes
+
+
+@dataclass(frozen=True)
+class EngineOption:
+    """The engine on n ranks, with its KV cache as a config gives it."""
+
+    tp: int
+    pp: int
+    kv_cache_gib: float | None
+    kv_cache: KVCacheSize
+    generating: float  # seconds
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.tp, self.pp
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Of one config. free: the keys that may be chosen."""
+
+    config: ExperimentConfig
+    actor: ModelSpec
+    work: Work
+    free: frozenset[str]
+    device: Device
+    cuda: bool
+
+    def on(self, num_ranks: int) -> list[EngineOption]:
+        """Fastest first."""
+        found = [option for sizes in self._sizes(num_ranks) for option in self._caches(*sizes, num_ranks)]
+        return sorted(found, key=lambda option: (option.generating, option.kv_cache.whole, *option.sizes))
+
+    def _sizes(self, num_ranks: int) -> Iterator[tuple[int, int]]:
+        """(tp, pp); all tp that there may be where it is the actor's, whatever that is."""
+        given = self.config.rollout
+        across = self.config.tensor_parallel_across_hosts
+        tps = tensor_sizes(self.actor, num_ranks, self.work.ranks_per_host, across=across)
+        if given.tensor_parallel_size is not None:
+            tps = values(self.free, given, "tensor_parallel_size", tps)
+        for tp in tps:
+            for pp in values(self.free, given, "pipeline_parallel_size", stage_counts(self.actor, num_ranks, tp)):
+                if num_ranks % (tp * pp) == 0:
+                    yield tp, pp
+
+    def _caches(self, tp: int, pp: int, num_ranks: int) -> Iterator[EngineOption]:
+        ranks = tuple(range(num_ranks))
+        rollout = standalone_layout(ranks, tp, pp)
+        stages = engine_stages(self.actor.num_layers, Layout(1, 1, num_ranks, ranks), rollout)
+        given = self.config.rollout.kv_cache_gib
+        gibs: list[float | None] = [given]
+        if "kv_cache_gib" in self.free:
+            whole = self._sized(None, rollout, stages)
+            assert whole is not None, "what the batch takes holds a sequence"
+            sizes = sorted({max(int(whole.whole * part), whole.least) for part in CACHES}, reverse=True)
+            gibs = [*(float(gib_of(size)) for size in sizes), *([given] if given is not None else [])]
+        for gib in dict.fromkeys(gibs):
+            sized = self._sized(gib, rollout, stages)
+            if sized is not None:
+                yield self._option(rollout, gib, sized)
+
+    def _sized(self, gib: float | None, rollout: RolloutLayout, stages: Any) -> KVCacheSize | None:
+        """None: it holds no sequence."""
+        rollout_config = self.config.rollout.model_copy(update={"kv_cache_gib": gib})
+        config = self.config.model_copy(update={"rollout": rollout_config})
+        tokens = BLOCK_TOKENS["cuda" if self.cuda else "cpu"]
+        try:
+            return size_kv_cache(config, self.actor, rollout, stages, block_tokens=tokens)
+        except ConfigError:
+            return None
+
+    def _option(self, rollout: RolloutLayout, gib: float | None, cache: KVCacheSize) -> EngineOption:
+        replicas = len(rollout.replicas)
+        cost = generation_cost(
+            self.actor,
+            tp=rollout.tp,
+            pp=rollout.pp,
+            dtype=self.config.actor.dtype,
+            responses=share_of_responses(self.config, replicas, cache, self.work),
+            device=self.device,
+        )
+        hosts = max(1, rollout.tp * rollout.pp * replicas // self.work.ranks_per_host)
+        return EngineOption(rollout.tp, rollout.pp, gib, cache, at_once(cost, replicas, hosts=hosts))

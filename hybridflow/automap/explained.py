@@ -1,0 +1,111 @@
+"""Why a plan that a search has found is better than another, in numbers and keys. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from hybridflow.automap.search import Plan
+from hybridflow.automap.timing import SCORING_PHASES
+from hybridflow.config.auto import sections
+from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.placement.footprint import Footprint
+from hybridflow.placement.placed import PlacedFixed, PlacedRun
+
+GENERATION = ("reshard", "generate")
+SCORING = ("reward", *SCORING_PHASES.values())
+UPDATES = ("critic_update", "actor_update", "reward_model_update")
+LEAST_SHARE = 0.002  # of an iteration: of a difference that is told
+
+
+def chosen_values(config: AnyConfig) -> dict[str, Any]:
+    """What a search chooses, by the keys of the config."""
+    tree = config.model_dump(mode="json")
+    found: dict[str, Any] = {}
+    for name, section, keys in sections(tree):
+        shown = "rollout" if name == "engine" else name
+        found |= {f"{shown}.{key}": section[key] for key in (*keys, "ranks") if key in section}
+    return found
+
+
+def differences(config: AnyConfig, other: AnyConfig) -> dict[str, tuple[Any, Any]]:
+    """Keys that a search chooses -> both values, where they differ. The number of replicas follows from the rest."""
+    mine, others = chosen_values(config), chosen_values(other)
+    return {
+        key: (mine[key], others[key])
+        for key in mine
+        if mine[key] != others[key] and not key.endswith("data_parallel_size")
+    }
+
+
+def summary(plan: Plan) -> dict[str, str]:
+    """Where the roles lie, and how they are cut: a few words for each."""
+    found = {}
+    for name, model in plan.placed.models.items():
+        layout, config = model.layout, model.config
+        chunks = f" (vpp {layout.vpp})" if layout.vpp > 1 else ""
+        split = " sp" if config.sequence_parallel else ""
+        found[name] = f"tp {layout.tp}{split} x pp {layout.pp}{chunks} x dp {layout.dp}"
+    if isinstance(plan.placed, PlacedFixed):
+        return found
+    rollout = plan.placed.rollout
+    found["engine"] = f"{len(rollout.replicas)} of tp {rollout.tp} x pp {rollout.pp}"
+    return found
+
+
+def groups(plan: Plan) -> str:
+    """`actor + critic + engine on 8 | reward.models.0 on 8`"""
+    lie: dict[tuple[int, ...], list[str]] = {}
+    for name, model in plan.placed.models.items():
+        lie.setdefault(model.layout.ranks, []).append(name)
+    if isinstance(plan.placed, PlacedRun):
+        lie.setdefault(plan.placed.rollout.ranks, []).append("engine")
+    if len(lie) == 1:
+        return f"all on {plan.placed.world_size}"
+    return " | ".join(f"{' + '.join(names)} on {len(ranks)}" for ranks, names in sorted(lie.items()))
+
+
+def phase_changes(plan: Plan, other: Plan) -> dict[str, tuple[float, float]]:
+    """Phase -> seconds of both, the largest difference first; those that differ by hardly anything are left out."""
+    mine, others = plan.prediction.phases, other.prediction.phases
+    both = {name: (mine.get(name, 0.0), others.get(name, 0.0)) for name in dict.fromkeys((*mine, *others))}
+    least = LEAST_SHARE * plan.seconds
+    told = {name: pair for name, pair in both.items() if abs(pair[0] - pair[1]) >= least}
+    return dict(sorted(told.items(), key=lambda item: item[1][0] - item[1][1]))
+
+
+def stages(plan: Plan) -> dict[str, float]:
+    """Seconds from the first begin to the last end of what roles do side by side."""
+    found = {}
+    for name, of in (("generation", GENERATION), ("scoring", SCORING), ("updates", UPDATES)):
+        spans = [span for span in plan.prediction.spans if span.phase in of]
+        if spans:
+            found[name] = max(span.begin + span.seconds for span in spans) - min(span.begin for span in spans)
+    return found
+
+
+def why(plan: Plan, other: Plan, name: str) -> list[str]:
+    """A sentence on which phases make the difference, and one on the keys."""
+    share = 1 - plan.seconds / other.seconds
+    gain = f"{plan.seconds:.4g} s against {other.seconds:.4g} s ({share:.1%} less)"
+    mine, others = stages(plan), stages(other)
+    whole = ", ".join(f"{name} {others[name]:.4g} -> {mine[name]:.4g} s" for name in mine if name in others)
+    phases = [f"{phase} {b:.3g} -> {a:.3g} s" for phase, (a, b) in phase_changes(plan, other).items()]
+    keys = [f"{key} {b} -> {a}" for key, (a, b) in differences(plan.config, other.config).items()]
+    lines = [f"Against {name}: {gain}: {whole}. By phase: {'; '.join(phases) or 'none differs by more than a hair'}."]
+    if keys:
+        lines.append(f"  What differs: {', '.join(keys)}.")
+    return lines
+
+
+def memory_words(roles: Mapping[str, Footprint], most: int = 3) -> str:
+    """What takes most on a rank. Models take turns to compute: of their activations the largest are there."""
+    largest = max(held.activations for held in roles.values())
+    kinds = sorted(
+        (
+            (size, f"{name} {kind.replace('_', ' ')}")
+            for name, held in roles.items()
+            for kind, size in vars(held).items()
+            if kind != "activations" or size == largest
+        ),
+        reverse=True,
+    )
+    return ", ".join(f"{kind} {size / (1 << 30):.3g} GiB" for size, kind in kinds[:most] if size)

@@ -1,0 +1,113 @@
+"""Seconds that an engine replica takes for its responses: prefill, decode steps by how many run, and the tail. Pure.
+
+A decode step with b sequences at context length c reads the replica's weights and b c keys and values once:
+
+    max(products of b rows, weights / bandwidth) + b c kv bytes / bandwidth + messages + what the engine takes itself
+
+Of responses with mean length mu and longest L the share that still runs after s tokens is taken as
+(1 - s / L)^(L / mu - 1), whose integral over s is mu; all run to the end where mu = L.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from hybridflow.architecture.spec import ModelSpec
+from hybridflow.automap.cost import Cost, Device, total
+from hybridflow.automap.role_time import Model, Pass
+
+SEGMENTS = 24  # that the decode steps are cut in, each with one number of sequences
+
+
+@dataclass(frozen=True)
+class Responses:
+    """What an engine replica generates."""
+
+    number: float
+    prompts: float
+    prompt: float  # tokens
+    mean: float
+    longest: float
+    at_once: int  # most sequences that run, by max_num_seqs and the KV cache
+    batched_tokens: int  # of a step, at most
+    prefix_caching: bool = True  # samples of a prompt read it once
+
+
+def generation_cost(spec: ModelSpec, *, tp: int, pp: int, dtype: str, responses: Responses, device: Device) -> Cost:
+    """One replica of tp x pp ranks. Its stages work one after another: a step waits for the token of the one before."""
+    key = ("generate", spec, tp, pp, dtype, responses)
+    return device.known(key, lambda: _generation_cost(spec, tp, pp, dtype, responses, device))
+
+
+def _generation_cost(spec: ModelSpec, tp: int, pp: int, dtype: str, responses: Responses, device: Device) -> Cost:
+    model = Model(spec, tp, dtype, "lm", sequence_parallel=False, device=device)
+    wakes = device.overhead(device.profile.overheads.engine_wake, busy=tp * pp)
+    return total((wakes, prefill_cost(model, pp, responses), decode_cost(model, pp, responses)))
+
+
+def prefill_cost(model: Model, pp: int, responses: Responses) -> Cost:
+    read = responses.prompts if responses.prefix_caching else responses.number
+    tokens = read * responses.prompt
+    steps = max(1, ceil(tokens / responses.batched_tokens))
+    mb = Pass(tokens / steps, responses.number / steps, read * responses.prompt**2 / 2 / steps)
+    layers = model.forward_layer(mb).times(model.spec.num_layers)
+    return total((layers, _messages(model, pp, mb.tokens), _sampled(model, mb.outputs))).times(steps)
+
+
+def decode_cost(model: Model, pp: int, responses: Responses) -> Cost:
+    """Full while others wait for a place, then fewer and fewer. Each response has one token of its prefill."""
+    at_once = min(responses.number, responses.at_once)
+    mean, longest = max(responses.mean - 1, 0.0), max(responses.longest - 1, 0.0)
+    waiting = responses.number - at_once
+    middle = responses.prompt + mean / 2
+    parts = [decode_step(model, pp, at_once, middle).times(waiting * mean / at_once)] if waiting > 0 else []
+    if mean and longest:
+        power, width = longest / mean - 1, longest / SEGMENTS
+        for i in range(SEGMENTS if power > 1e-9 else 1):
+            begin, end = (i / SEGMENTS, (i + 1) / SEGMENTS) if power > 1e-9 else (0.0, 1.0)
+            share = ((1 - begin) ** (power + 1) - (1 - end) ** (power + 1)) / (power + 1) / (end - begin)
+            context = responses.prompt + longest * (begin + end) / 2
+            step = decode_step(model, pp, max(1.0, at_once * share), context)
+            parts.append(step.times(width if power > 1e-9 else longest))
+    return total(parts)
+
+
+def decode_step(model: Model, pp: int, sequences: float, context: float) -> Cost:
+    """One token for each of the running sequences."""
+    spec, device, overheads = model.spec, model.device, model.device.profile.overheads
+    products = total(device.product(sequences, k, n, dtype=model.dtype, busy=model.tp) for k, n in model.matrices)
+    heads = max(1.0, spec.num_kv_heads / model.tp)
+    read = 2 * heads * spec.head_dim * device.itemsize(model.dtype) * sequences * context
+    size = sequences * spec.hidden_size * device.itemsize(model.dtype)
+    message = overheads.engine_message if model.tp > 1 else 0.0
+    layer = total(
+        (
+            products,
+            device.memory(read, busy=model.tp),
+            device.all_reduce(size, model.tp, hosts=model.hosts).times(2),
+            device.overhead(overheads.engine_layer + 2 * message, busy=model.tp),
+        )
+    )
+    return total((layer.times(spec.num_layers), _messages(model, pp, sequences), _sampled(model, sequences)))
+
+
+def _sampled(model: Model, sequences: float) -> Cost:
+    """The logits of the last tokens, and what the engine does about each sequence, on every rank of the replica."""
+    spec, device, overheads = model.spec, model.device, model.device.profile.overheads
+    columns = spec.padded_vocab_size / model.tp
+    message = overheads.engine_message if model.tp > 1 else 0.0
+    each = overheads.engine_sequence + spec.padded_vocab_size * overheads.engine_logit
+    return total(
+        (
+            device.product(sequences, spec.hidden_size, columns, dtype=model.dtype, busy=model.tp),
+            device.all_gather(4 * sequences * spec.padded_vocab_size, model.tp, hosts=model.hosts),
+            device.overhead(overheads.engine_step + sequences * each + message, busy=model.tp),
+        )
+    )
+
+
+def _messages(model: Model, pp: int, tokens: float) -> Cost:
+    """Hidden states from stage to stage, and the logits from the last to all others."""
+    if pp == 1:
+        return Cost()
+    size = tokens * model.spec.hidden_size * model.device.itemsize(model.dtype)
+    return model.device.send(size).times(pp, busy=model.tp)

@@ -1,0 +1,180 @@
+"""The profile of the machine that this runs on, by all its ranks together; see the modules beside it.
+
+profile = measure_profile("our machine", tell=print)        # on every rank that torchrun has started, or alone
+"""
+
+import os
+import platform as machine
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.automap.device import DeviceProfile, Overheads, ProductRates, Shared
+from hybridflow.automap.profiling import arithmetic, groups
+from hybridflow.automap.profiling.crowds import crowding
+from hybridflow.automap.profiling.engine import engine_overheads
+from hybridflow.automap.profiling.layers import elementwise_bandwidths, layer_overheads
+from hybridflow.models.build import DTYPES
+from hybridflow.parallel import platform as platforms
+from hybridflow.parallel.exchange import Exchange
+from hybridflow.parallel.grid import ProcessGroups
+from hybridflow.parallel.platform import Platform
+from hybridflow.roles.base import World
+
+Tell = Callable[[str], None]
+DISK_BYTES = 1 << 27
+NO_OVERHEADS = dict.fromkeys(Overheads.model_fields, 0.0)
+
+
+def measure_profile(name: str, *, tell: Tell) -> DeviceProfile:
+    """Collective over the ranks that torchrun has started. tell: of the first rank, what comes next.
+
+    Every rank is given the same profile.
+    """
+    platform = platforms.start(seed=0)
+    tell = tell if platform.rank == 0 else _nothing
+    with tempfile.TemporaryDirectory() as own:
+        box = [own]
+        dist.broadcast_object_list(box, src=0, group=dist.group.WORLD)
+        directory, began = Path(box[0]), time.monotonic()
+        world = _world(platform)
+        profile = _raw(name, platform, world.groups, directory, tell)
+        tell("layers and steps of training models")
+        overheads = {
+            **NO_OVERHEADS,
+            "operation": profile.overheads.operation,
+            **asdict(layer_overheads(directory, world)),
+        }
+        profile = _with(profile, platform, overheads=Overheads(**overheads))
+        tell("elementwise operations")
+        forward, backward = elementwise_bandwidths(directory, world, profile)
+        profile = _with(profile, platform, elementwise_bandwidth=forward, elementwise_backward=backward)
+        tell("the engine")
+        overheads |= asdict(engine_overheads(directory, world, profile))
+        profile = _with(profile, platform, overheads=Overheads(**overheads))
+        if profile.shared is not None and platform.world_size > 1:
+            tell("many ranks at once")
+            profile = _with(profile, platform, crowding=crowding(directory, world, profile.shared))
+        tell(f"measured in {time.monotonic() - began:.0f} s")
+        dist.barrier(group=dist.group.WORLD)
+    return profile
+
+
+def _world(platform: Platform) -> World:
+    from hybridflow.rollout.patches import prepare_vllm
+
+    prepare_vllm()
+    exchange = Exchange(platforms.world_group(), platform.device)
+    return World(platform, ProcessGroups(), exchange, bucket_bytes=24 << 20)
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """What the first rank measures by itself, in FLOP/s, logits/s, bytes/s and seconds."""
+
+    attention: tuple[float, float]
+    logits: tuple[float, float]
+    stream: float
+    host: float
+    disk: float
+    operation: float
+
+
+def _alone(device: torch.device, group: dist.ProcessGroup, directory: Path) -> _Alone:
+    return _Alone(
+        arithmetic.attention_rates("float32" if device.type == "cpu" else "bfloat16", device),
+        arithmetic.logit_rates(device, group),
+        arithmetic.stream_bandwidth(device),
+        arithmetic.host_bandwidth(device),
+        _disk_bandwidth(directory),
+        arithmetic.operation_seconds(device),
+    )
+
+
+def _raw(name: str, platform: Platform, own_groups: ProcessGroups, directory: Path, tell: Tell) -> DeviceProfile:
+    """All but what the trainer's own models and engine take."""
+    device, is_first = platform.device, platform.rank == 0
+    alone = own_groups.own((rank,) for rank in range(platform.world_size))
+    assert alone is not None, "every rank is in a group"
+    tell("matrix products by shape")
+    tables = {dtype: tuple(arithmetic.product_table(dtype, device)) if is_first else () for dtype in DTYPES}
+    tell("attention, log-probs, memory, disk")
+    found = _alone(device, alone, directory) if is_first else None
+    tell("ranks at once")
+    shared = _shared(platform) if device.type == "cpu" else None
+    tell("messages between ranks")
+    messages = groups.collectives(own_groups, platform.rank, platform.world_size, device)
+    link = groups.link(own_groups, platform.rank, platform.world_size, device)
+    box = [(tables, found)]
+    dist.broadcast_object_list(box, src=0, group=dist.group.WORLD)
+    tables, found = box[0]
+    assert found is not None, "the first rank has measured"
+    where = f"measured on {machine.machine()}, {_processor(device)}, with {platform.world_size} ranks"
+    fields = {
+        "name": name,
+        "measured": True,
+        "memory_bytes": platform.memory_bytes(),
+        "products": {dtype: ProductRates(table=table) for dtype, table in tables.items()},
+        "attention_forward": found.attention[0],
+        "attention_backward": found.attention[1],
+        "memory_bandwidth": found.stream,
+        "elementwise_bandwidth": found.stream,
+        "logits_forward": found.logits[0],
+        "logits_backward": found.logits[1],
+        "inside": link,
+        "between": link,
+        "collectives": tuple(messages),
+        "overheads": Overheads(**NO_OVERHEADS | {"operation": found.operation}),
+        "host_bandwidth": found.host,
+        "disk_bandwidth": found.disk,
+        "shared": shared,
+        "ranks_per_host": platform.world_size,
+    }
+    sources = {field: where for field in fields if field not in ("name", "measured")}
+    sources["between"] = "not measured: as inside, these ranks were on one host"
+    return DeviceProfile(sources=sources, **fields)
+
+
+def _with(profile: DeviceProfile, platform: Platform, **fields: object) -> DeviceProfile:
+    """As the first rank has measured it, on every rank."""
+    box = [fields]
+    dist.broadcast_object_list(box, src=0, group=dist.group.WORLD)
+    return profile.model_copy(update=box[0])
+
+
+def _shared(platform: Platform) -> Shared:
+    """Of ranks on the processors of one host."""
+    x, weight = torch.randn(512, 512), torch.randn(1024, 512)
+    some, other = torch.ones(1 << 20), torch.empty(1 << 20)
+    small = torch.ones(16)
+    return Shared(
+        products=groups.together(lambda: torch.nn.functional.linear(x, weight), 0.7, platform.device),
+        memory=groups.together(lambda: other.copy_(some), 0.7, platform.device),
+        overhead=groups.together(lambda: small.add_(1.0), 0.7, platform.device),
+    )
+
+
+def _disk_bandwidth(directory: Path) -> float:
+    """Of one file, until it lies on the disk."""
+    data = bytes(DISK_BYTES)
+    begin = time.perf_counter()
+    with (directory / "disk").open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - begin
+    (directory / "disk").unlink()
+    return DISK_BYTES / seconds
+
+
+def _processor(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads a rank"
+
+
+def _nothing(text: str) -> None:
+    pass

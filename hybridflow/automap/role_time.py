@@ -1,0 +1,357 @@
+"""Seconds that a model takes on its grid: scoring rows, and an update of its weights. Pure.
+
+    forward_cost(spec, layout, config, rows, device, head="lm")     one replica scores its rows
+    update_cost(spec, layout, config, rows, device, head="lm")      one optimizer step on a mini-batch
+
+With m micro-batches on p stages of v chunks, and t_s the seconds of one on stage s, a pipeline takes
+
+    m max t + (sum t - max t) / v
+
+(Narayanan et al. 2021, arXiv 2104.04473, section 2.2, where all t are alike: the bubble is (p - 1) t / v).
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+from typing import Literal
+
+from hybridflow.architecture.spec import Head, ModelSpec
+from hybridflow.automap.cost import Cost, Device, total
+from hybridflow.config import RoleConfig, TrainedRoleConfig
+from hybridflow.models.prompt_groups import SAVED_TO_PAY
+from hybridflow.parallel.layout import Layout
+from hybridflow.parallel.vocab import chunks_of_rows
+from hybridflow.placement.footprint import MAIN_BYTES, stage_elements
+
+ADAM_BYTES = 28  # an element's gradient, main weight and two moments read, the last three written, in float32
+SGD_BYTES = 20
+BACKWARD_ATTENTION = 2.5  # times the operations of forward: five products instead of two
+LOGIT_BYTES = 4  # log-probs of logits are computed in float32
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sequences that a replica runs in one go, by their means.
+
+    samples: rows that share a prompt. whole: outputs are one a sequence, so that its last token is run, too.
+    """
+
+    number: float
+    prompt: float  # tokens
+    response: float
+    samples: int = 1
+    whole: bool = False
+
+    @property
+    def shared(self) -> float:
+        """Tokens of a prompt that are run once for all its rows, as `models.prompt_groups` has it; 0: none."""
+        saved = (self.samples - 1) * (self.prompt - 1)
+        return self.prompt - 1 if saved and saved >= SAVED_TO_PAY * self.samples * self.length else 0.0
+
+    @property
+    def length(self) -> float:
+        """Tokens of a row that would be run by itself."""
+        return self.prompt + self.response - (0 if self.whole else 1)
+
+    @property
+    def tokens(self) -> float:
+        """That are run."""
+        return self.number * (self.length - self.shared * (1 - 1 / self.samples))
+
+    @property
+    def outputs(self) -> float:
+        return self.number if self.whole else self.number * self.response
+
+    @property
+    def pairs(self) -> float:
+        """Queries times keys that causal attention looks at."""
+        prompts = self.shared * self.shared / 2 * self.number / self.samples
+        rest = self.length - self.shared
+        return prompts + self.number * (rest * rest / 2 + rest * self.shared)
+
+    def split(self, replicas: int) -> "Rows":
+        """The largest share."""
+        return Rows(ceil(self.number / replicas), self.prompt, self.response, self.samples, self.whole)
+
+    def micro_batches(self, budget: int) -> int:
+        """Into which a budget of tokens cuts them: as many whole rows, or groups, in each as go in."""
+        if not self.number:
+            return 0
+        of_group = self.tokens / self.number * self.samples if self.shared else self.length
+        groups = self.number / self.samples if self.shared else self.number
+        if of_group > budget:  # groups that are cut
+            return ceil(self.tokens / budget)
+        return ceil(groups / max(1, int(budget / of_group)))
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A micro-batch on a rank: what its products see."""
+
+    tokens: float
+    outputs: float
+    pairs: float
+
+
+def passes(rows: Rows, budget: int) -> tuple[int, Pass]:
+    """How many micro-batches, and the mean one."""
+    count = rows.micro_batches(budget)
+    return count, Pass(rows.tokens / max(count, 1), rows.outputs / max(count, 1), rows.pairs / max(count, 1))
+
+
+@dataclass(frozen=True)
+class Model:
+    """What of a role its time depends on, on a tensor-parallel rank. hosts: that a tensor-parallel group lies on."""
+
+    spec: ModelSpec
+    tp: int
+    dtype: str
+    head: Head
+    sequence_parallel: bool
+    device: Device
+    hosts: int = 1
+
+    # ---- layers
+
+    def forward_layer(self, mb: Pass) -> Cost:
+        """A layer forward on one rank; tp ranks of a group keep their host busy together."""
+        return self.device.known(("forward", *self._key, mb), lambda: self._forward_layer(mb))
+
+    def _forward_layer(self, mb: Pass) -> Cost:
+        products = total(self._product(mb.tokens, k, n) for k, n in self.matrices)
+        work = total((products, *self._besides(mb, 1.0, backward=False)))
+        return self.device.launched(work, self.device.profile.overheads.layer_forward, busy=self.tp)
+
+    def backward_layer(self, mb: Pass, recompute: str) -> Cost:
+        """Its gradients: two products for each of forward; what is not kept runs again."""
+        return self.device.known(("backward", *self._key, mb, recompute), lambda: self._backward_layer(mb, recompute))
+
+    def _backward_layer(self, mb: Pass, recompute: str) -> Cost:
+        backward = total(self._product(mb.tokens, n, k) + self._product(n, mb.tokens, k) for k, n in self.matrices)
+        parts = [backward, *self._besides(mb, 2.0, backward=True)]
+        if recompute == "selective":
+            parts.append(self._attention(mb, backward=False))
+        work = self.device.launched(total(parts), self.device.profile.overheads.layer_backward, busy=self.tp)
+        return work + self.forward_layer(mb) if recompute == "full" else work
+
+    @cached_property
+    def _key(self) -> tuple[Hashable, ...]:
+        """All that a cost depends on beside a micro-batch."""
+        return self.spec, self.tp, self.dtype, self.head, self.sequence_parallel, self.hosts
+
+    @cached_property
+    def matrices(self) -> list[tuple[float, float]]:
+        """(k, n) of a layer's products on a rank, by token: those of a token's experts are so many narrow ones."""
+        spec, tp = self.spec, self.tp
+        q, kv = spec.num_heads * spec.head_dim, max(spec.num_kv_heads, tp) * spec.head_dim
+        attention: list[tuple[float, float]] = [(spec.hidden_size, (q + 2 * kv) / tp), (q / tp, spec.hidden_size)]
+        width = spec.ffn_hidden_size / tp
+        mlp = [(float(spec.hidden_size), self._gates * width), (width, float(spec.hidden_size))]
+        if spec.num_experts:
+            return [*attention, (spec.hidden_size, spec.num_experts), *mlp * spec.experts_per_token]
+        return [*attention, *mlp]
+
+    @property
+    def _gates(self) -> int:
+        return 2 if self.spec.traits.gated else 1
+
+    def _product(self, m: float, k: float, n: float) -> Cost:
+        return self.device.product(m, k, n, dtype=self.dtype, busy=self.tp)
+
+    def _attention(self, mb: Pass, *, backward: bool) -> Cost:
+        """4 heads head_dim operations a pair forward, 2.5 times as many backward (Dao et al. 2022)."""
+        operations = (
+            4
+            * mb.pairs
+            * self.spec.num_heads
+            * self.spec.head_dim
+            / self.tp
+            * (BACKWARD_ATTENTION if backward else 1.0)
+        )
+        return self.device.attention(operations, backward=backward, busy=self.tp)
+
+    def _besides(self, mb: Pass, times: float, *, backward: bool) -> list[Cost]:
+        """Attention, elementwise operations, messages."""
+        return [
+            self._attention(mb, backward=backward),
+            self.device.elementwise(times * mb.tokens * self.elementwise_bytes(), backward=backward, busy=self.tp),
+            self._messages(mb, backward=backward),
+        ]
+
+    def elementwise_bytes(self) -> float:
+        """A token's, forward: two norms (8 h: x three times read, written once each), two residual sums (6 h), rotary
+        (4 (q + k): both read and written, twice), SwiGLU (5 f, or 2 f without a gate); b bytes each."""
+        spec, b = self.spec, self.device.itemsize(self.dtype)
+        q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        sp = self.tp if self.sequence_parallel else 1
+        width = (5 if spec.traits.gated else 2) * spec.ffn_hidden_size * max(1, spec.experts_per_token)
+        return b * (14 * spec.hidden_size / sp + (4 * (q + kv) + width) / self.tp)
+
+    def _messages(self, mb: Pass, *, backward: bool) -> Cost:
+        """Two all-reduces of the activations each way; with sequence parallelism each is a reduce-scatter and an
+        all-gather, and backward the inputs of both column-parallel products are gathered again."""
+        if self.tp == 1:
+            return Cost()
+        size = mb.tokens * self.spec.hidden_size * self.device.itemsize(self.dtype)
+        if not self.sequence_parallel:
+            return self.device.all_reduce(size, self.tp, hosts=self.hosts).times(2)
+        return self.device.all_gather(size, self.tp, hosts=self.hosts).times(6 if backward else 4)
+
+    # ---- ends
+
+    def output(self, mb: Pass, *, backward: bool = False) -> Cost:
+        """The head over the wanted rows, and log-probs of its logits; backward more logits than exist at once are made
+        again."""
+        return self.device.known(("output", *self._key, mb.outputs, backward), lambda: self._output(mb, backward))
+
+    def _output(self, mb: Pass, backward: bool) -> Cost:
+        if self.head == "score":
+            return self.device.memory(mb.outputs * self.spec.hidden_size * 4, busy=self.tp)
+        k, n = self.spec.hidden_size, self.spec.padded_vocab_size / self.tp
+        product = self._product(mb.outputs, k, n)
+        if backward:
+            again = product if len(chunks_of_rows(ceil(mb.outputs), int(n))) > 1 else Cost()
+            product = again + self._product(mb.outputs, n, k) + self._product(n, mb.outputs, k)
+        logits = self.device.logits(mb.outputs * n, backward=backward, busy=self.tp)
+        messages = self.device.all_reduce(LOGIT_BYTES * mb.outputs, self.tp, hosts=self.hosts)
+        return total((product, logits, messages if backward else messages.times(2)))
+
+
+def model_of(spec: ModelSpec, layout: Layout, config: RoleConfig, device: Device, *, head: Head) -> Model:
+    hosts = _hosts(layout, "tp", device)
+    return Model(spec, layout.tp, config.dtype, head, config.sequence_parallel, device, hosts)
+
+
+def _hosts(layout: Layout, axis: Literal["tp", "dp", "pp"], device: Device) -> int:
+    """That a group along the axis lies on; 2 stands for more, as the slower link is the same."""
+    return 2 if layout.crosses_hosts(axis, device.profile.ranks_per_host) else 1
+
+
+# ------------------------------------------------------------------------------------------------ on a grid
+
+
+def forward_cost(
+    spec: ModelSpec, layout: Layout, config: RoleConfig, rows: Rows, device: Device, *, head: Head, units: int = 1
+) -> Cost:
+    """One replica scores `rows`, each of so many units of them in micro-batches of its own. Loads are of a replica."""
+    grid = (layout.tp, layout.pp, layout.vpp, layout.first_stage_layers, layout.last_stage_layers)
+    how = (config.dtype, config.sequence_parallel, config.micro_batch_tokens)
+    where = (_hosts(layout, "tp", device), _hosts(layout, "pp", device))
+    key = ("score", spec, *grid, *how, *where, rows, head, units)  # the same of an actor and of a reference like it
+    return device.known(key, lambda: _forward_cost(spec, layout, config, rows, device, head=head, units=units))
+
+
+def _forward_cost(
+    spec: ModelSpec, layout: Layout, config: RoleConfig, rows: Rows, device: Device, *, head: Head, units: int
+) -> Cost:
+    count, mb = passes(replace(rows, number=rows.number / units), config.micro_batch_tokens)
+    count *= units
+    if not count:
+        return Cost()
+    model = model_of(spec, layout, config, device, head=head)
+    overhead = device.overhead(device.profile.overheads.micro_batch, busy=layout.tp)
+    layer, message = model.forward_layer(mb), _between_stages(model, layout, mb)
+    stages = {
+        (layers, is_last): total((layer.times(layers), overhead, message, model.output(mb) if is_last else Cost()))
+        for layers, is_last in dict.fromkeys(_stages(spec, layout))
+    }
+    return pipelined([stages[stage] for stage in _stages(spec, layout)], count, chunks=layout.vpp)
+
+
+def update_cost(
+    spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, rows: Rows, device: Device, *, head: Head
+) -> Cost:
+    """One optimizer step on a mini-batch of these rows, on all replicas at once. Loads are of the whole grid."""
+    own = rows.split(layout.dp)
+    gradients = gradient_cost(spec, layout, config, own, device, head=head)
+    reduced = reduction_cost(spec, layout, config, device, head=head)
+    if device.profile.shared is None:  # while the last micro-batch runs backward, which is two thirds of its time
+        hidden = 2 / 3 * gradients.seconds / max(own.micro_batches(config.micro_batch_tokens), 1)
+        reduced = reduced.times(max(0.0, 1 - hidden / reduced.seconds) if reduced.seconds else 1.0)
+    return total((gradients.times(1, busy=layout.dp), reduced, step_cost(spec, layout, config, device, head=head)))
+
+
+def gradient_cost(
+    spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, rows: Rows, device: Device, *, head: Head
+) -> Cost:
+    """One replica adds up the gradients of its rows, at least of one micro-batch. Loads are of one replica."""
+    count, mb = passes(rows, config.micro_batch_tokens)
+    model = model_of(spec, layout, config, device, head=head)
+    overhead = device.overhead(2 * device.profile.overheads.micro_batch, busy=layout.tp)
+    layer = model.forward_layer(mb) + model.backward_layer(mb, config.recompute)
+    ends = model.output(mb) + model.output(mb, backward=True)
+    message = _between_stages(model, layout, mb).times(2)
+    stages = {
+        (layers, is_last): total((layer.times(layers), overhead, message, ends if is_last else Cost()))
+        for layers, is_last in dict.fromkeys(_stages(spec, layout))
+    }
+    return pipelined([stages[stage] for stage in _stages(spec, layout)], max(count, 1), chunks=layout.vpp)
+
+
+def reduction_cost(spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, device: Device, *, head: Head) -> Cost:
+    """The sum of the gradients over dp replicas, on the largest stage: 4 n bytes, which are float32; all-reduced, or
+    with ZeRO-1 reduce-scattered."""
+    if layout.dp == 1:
+        return Cost()
+    size, hosts = MAIN_BYTES * max(stage_elements(spec, head, layout)), _hosts(layout, "dp", device)
+    reduce = device.reduce_scatter if _zero1(config) else device.all_reduce
+    return reduce(size, layout.dp, hosts=hosts, groups=_side_by_side(layout, hosts))
+
+
+def _side_by_side(layout: Layout, hosts: int) -> int:
+    """Groups of replicas that send over the same links: of those that leave their hosts the ones of a stage."""
+    return layout.tp if hosts > 1 else layout.tp * layout.pp
+
+
+def step_cost(spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, device: Device, *, head: Head) -> Cost:
+    """An optimizer step on the largest stage, on all ranks at once: gradients are set to zero, their norm taken, and
+    the optimizer passes over its state. With ZeRO-1 a replica has n / dp elements, and b n bytes are gathered."""
+    elements = max(stage_elements(spec, head, layout))
+    layers = max(layers for layers, _ in _stages(spec, layout))
+    busy, overheads, optimizer = len(layout.ranks), device.profile.overheads, config.optimizer
+    own = elements / layout.dp if _zero1(config) else elements
+    passes = {"adam": ADAM_BYTES, "sgd": SGD_BYTES if optimizer.momentum else SGD_BYTES - 8}[optimizer.name]
+    costs = [
+        device.memory(MAIN_BYTES * elements + MAIN_BYTES * own + passes * own, busy=busy),
+        device.overhead(overheads.step + layers * overheads.step_layer, busy=busy),
+    ]
+    if layout.dp > 1 and _zero1(config):
+        size, hosts = device.itemsize(config.dtype) * elements, _hosts(layout, "dp", device)
+        costs.append(device.all_gather(size, layout.dp, hosts=hosts, groups=_side_by_side(layout, hosts)))
+    return total(costs)
+
+
+def _zero1(config: TrainedRoleConfig) -> bool:
+    return config.optimizer.zero1 and config.optimizer.name == "adam"
+
+
+def pipelined(stages: Sequence[Cost], count: int, *, chunks: int) -> Cost:
+    """`count` micro-batches through the stages; see the module. Loads of stages that work at once add up."""
+    if len(stages) == 1:
+        return stages[0].times(count)
+    longest = max(stages, key=lambda stage: stage.seconds)
+    whole = sum(stage.seconds for stage in stages)
+    if not whole:
+        return Cost()
+    alike = Counter(stages)
+    alone = [stage.times(number / chunks) for stage, number in alike.items()]  # while the pipeline fills and empties
+    rounds = count - 1 / chunks
+    busy = rounds and (count * whole - whole / chunks) / (rounds * longest.seconds)
+    return total((*alone, longest.times(rounds, busy=busy)))
+
+
+def _stages(spec: ModelSpec, layout: Layout) -> list[tuple[int, bool]]:
+    """(layers, whether it is the last) of each stage."""
+    return [(layers, i == layout.pp - 1) for i, layers in enumerate(layout.layers_per_stage(spec.num_layers))]
+
+
+def _between_stages(model: Model, layout: Layout, mb: Pass) -> Cost:
+    """What a stage sends on, of each of its chunks."""
+    if layout.pp == 1:
+        return Cost()
+    split = layout.tp if model.sequence_parallel else 1
+    size = mb.tokens * model.spec.hidden_size * model.device.itemsize(model.dtype) / split
+    sent = model.device.send(size, hosts=_hosts(layout, "pp", model.device))
+    return sent.times(layout.vpp, busy=layout.tp)

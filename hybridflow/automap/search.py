@@ -1,0 +1,327 @@
+"""The fastest layout of a config on so many devices, by the model of time and within their memory. Pure.
+
+    found = search(Request(config, 64, profile, memory_bytes=76 << 30))
+    found.plans[0].config                a config that `hybridflow.train` takes
+    found.given                          the config as it is, where it fits
+
+It goes over placements (HybridFlow's algorithm 1, arXiv 2409.19256, section 6) in the order of a bound that each has:
+the seconds that its roles take at least, whatever the memory. A placement whose bound is no less than the seconds of
+what is known already is not looked into, nor are those after it. What is left is placed as `hybridflow.plan` places it,
+counted by its memory table and timed by `predict`, which has the last word.
+
+Where this departs from the paper: the engine may lie on ranks of its own; recomputation, offloading, micro-batches and
+the KV cache are chosen, too; memory is the exact table and not a least number of devices; scoring and updates of groups
+take the longest of them, as there, but what all ranks wait for is added up; branches are cut by bounds, not all tried.
+"""
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hybridflow.architecture.spec import ModelSpec, read_spec
+from hybridflow.automap.branches import Branches
+from hybridflow.automap.choices import Best, Choice, Counts
+from hybridflow.automap.device import DeviceProfile
+from hybridflow.automap.engine_memory import EngineMemory
+from hybridflow.automap.engine_options import EngineOption
+from hybridflow.automap.options import Free, Options, everything
+from hybridflow.automap.placements import Placement, placements
+from hybridflow.automap.timing import Prediction, Work, predict, work_of_config
+from hybridflow.config import ExperimentConfig
+from hybridflow.config.auto import ENGINE
+from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
+from hybridflow.errors import ConfigError
+from hybridflow.parallel.device import uses_cuda
+from hybridflow.placement.forecast import Fullest, fullest
+from hybridflow.placement.hosts import HostRanks, check_hosts
+from hybridflow.placement.placed import PlacedFixed, PlacedRun, place_either
+
+SHOWN = 10
+MOST_KEPT = 320  # choices that are timed in full, at most
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for. memory_bytes: of a rank, that the memory table may fill."""
+
+    config: AnyConfig
+    world_size: int
+    profile: DeviceProfile
+    memory_bytes: int
+    work: Work | None = None  # None: as long as the config allows
+    free: Free | None = None  # the keys that are chosen; None: all
+    placement: Placement | None = None  # None: every one
+    seconds: float = float("inf")  # to search
+    shown: int = SHOWN
+    first: bool = False  # the first that fits will do
+
+    @property
+    def iteration(self) -> Work:
+        return self.work or work_of_config(self.config, self.profile)
+
+    @property
+    def hosts(self) -> list[HostRanks]:
+        per_host = self.iteration.ranks_per_host
+        starts = range(0, self.world_size, per_host)
+        return [HostRanks(f"host {i}", range(at, min(at + per_host, self.world_size))) for i, at in enumerate(starts)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A config that fits, with what it is foretold to take."""
+
+    config: AnyConfig
+    placed: PlacedRun | PlacedFixed
+    prediction: Prediction
+    fullest: Fullest
+    choice: Choice | None = None  # None: the config as given
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.seconds
+
+
+@dataclass(frozen=True)
+class Found:
+    """plans: fastest first. unseen: placements that time ran out for. given: None where it does not fit; why_not."""
+
+    request: Request
+    plans: list[Plan]
+    given: Plan | None
+    why_not: str
+    placements: int
+    unseen: int
+    bounded: int  # placements that the bound left out
+    closed: bool  # whether nothing that was left out can be among those shown
+    counts: Counts = field(default_factory=Counts)
+    seconds: float = 0.0
+
+
+def search(request: Request, *, known: EngineMemory | None = None, exhaustive: bool = False) -> Found:
+    """The best plans, the config as given among them where it fits: never worse than that. No plan where none fits.
+
+    known: `known_of` a request that differs in its ranks or memory alone: what is found of options serves both.
+    """
+    return _Search(request, known=known, exhaustive=exhaustive).run()
+
+
+def known_of(request: Request) -> EngineMemory:
+    """What searches of one config on one kind of device can share, whatever their ranks and their memory."""
+    options = Options(
+        request.config,
+        specs_of(request.config),
+        request.profile,
+        work=request.iteration,
+        free=request.free or everything(request.config),
+        cuda=uses_cuda(request.config.platform),
+    )
+    return EngineMemory(options)
+
+
+class _Search:
+    def __init__(self, request: Request, *, known: EngineMemory | None = None, exhaustive: bool) -> None:
+        self.request, self.exhaustive = request, exhaustive
+        self.engines = known or known_of(request)
+        self.begun = time.monotonic()
+        self.until = self.begun + request.seconds
+        self.counts = Counts()
+        self.plans: dict[Any, Plan | None] = {}
+
+    def run(self) -> Found:
+        branches = self._bounded()
+        kept = self.request.shown + max(2, self.request.shown // 4)
+        while True:
+            best, unseen, bounded = self._searched(branches, kept)
+            plans = self._timed(best)
+            # what was left out takes as long as the last that was kept, or longer
+            shown = plans[: self.request.shown]
+            closed = not unseen and (best.limit == float("inf") or self._proven(shown, best))
+            if closed or self.request.first or kept >= MOST_KEPT or time.monotonic() > self.until:
+                break
+            kept *= 2
+        given, why_not = self._given()
+        if given is not None and (not plans or given.seconds < plans[0].seconds):
+            plans = [given, *plans]
+        return Found(
+            self.request,
+            plans[: self.request.shown],
+            given,
+            why_not,
+            placements=len(branches),
+            unseen=unseen,
+            bounded=bounded,
+            closed=closed,
+            counts=self.counts,
+            seconds=time.monotonic() - self.begun,
+        )
+
+    def _proven(self, shown: list[Plan], best: Best) -> bool:
+        return len(shown) == self.request.shown and shown[-1].seconds <= best.limit
+
+    @property
+    def options(self) -> Options:
+        return self.engines.options
+
+    def _placements(self) -> Iterable[Placement]:
+        request = self.request
+        if request.placement is not None:
+            return [request.placement]
+        engine = () if isinstance(request.config, FixedDataConfig) else (ENGINE,)
+        names = (*request.config.roles(), *engine)
+        found = placements(names, request.world_size, ranks_per_host=request.iteration.ranks_per_host)
+        if self.options.reference_follows:
+            return [each for each in found if each["reference"] == each["actor"]]
+        return found
+
+    def _bounded(self) -> list[Branches]:
+        """By what they take at least, as far as it is known without a look at any role's options."""
+        budget = self.request.memory_bytes
+        found = [Branches(self.options, each, budget, self.engines) for each in self._placements()]
+        return sorted(found, key=lambda each: each.floor)
+
+    def _searched(self, branches: list[Branches], kept: int) -> tuple[Best, int, int]:
+        """The best choices by their bounds; placements that were not looked into for time, and for their bound."""
+        best, bounded = Best(kept, first=self.request.first), 0
+        for i, each in enumerate(branches):
+            if each.floor >= best.limit and not self.exhaustive:
+                return best, 0, bounded + len(branches) - i
+            if time.monotonic() > self.until:
+                return best, len(branches) - i, bounded
+            if each.bound >= best.limit and not self.exhaustive:
+                bounded += 1
+            elif not each.search(best, self.counts, exhaustive=self.exhaustive, until=self.until):
+                return best, len(branches) - i, bounded
+        return best, 0, bounded
+
+    def _timed(self, best: Best) -> list[Plan]:
+        """In the order of their predicted seconds."""
+        found = []
+        for choice in best.sorted():
+            if choice.key not in self.plans:
+                self.plans[choice.key] = self._plan(choice)
+            plan = self.plans[choice.key]
+            if plan is not None:
+                found.append(plan)
+        return sorted(found, key=lambda plan: plan.seconds)
+
+    def _plan(self, choice: Choice) -> Plan | None:
+        """None where the exact table has more than there is, or a check of the config refuses it."""
+        try:
+            plan = plan_of(config_of(self.request, choice), self.request, choice)
+        except ConfigError:
+            return None
+        return plan if plan.fullest.bytes <= self.request.memory_bytes else None
+
+    def _given(self) -> tuple[Plan | None, str]:
+        if self.request.free is not None:
+            return None, "is not complete"
+        try:
+            plan = plan_of(self.request.config, self.request, None)
+        except ConfigError as error:
+            return None, str(error)
+        if plan.fullest.bytes <= self.request.memory_bytes:
+            return plan, ""
+        return None, f"holds {gib(plan.fullest.bytes)} GiB on rank {plan.fullest.rank} ({plan.fullest.moment})"
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / (1 << 30):.3g}"
+
+
+def specs_of(config: AnyConfig) -> dict[str, ModelSpec]:
+    """By role. Errors: CheckpointError where a model has no config.json."""
+    read = {path: read_spec(path) for path in dict.fromkeys(role.model for role in config.roles().values())}
+    return {name: read[role.model] for name, role in config.roles().items()}
+
+
+def plan_of(config: AnyConfig, request: Request, choice: Choice | None) -> Plan:
+    """Errors: ConfigError where it cannot be placed on the ranks or hosts."""
+    placed = place_either(config, request.world_size)
+    check_hosts(placed, request.hosts)
+    return Plan(config, placed, predict(placed, request.profile, request.iteration), fullest(placed), choice)
+
+
+def config_of(request: Request, choice: Choice) -> AnyConfig:
+    """The config with the chosen values, checked like any other. Errors: ConfigError."""
+    tree: dict[str, Any] = request.config.model_dump(mode="json")
+    whole = tuple(range(request.world_size))
+    for name, option in choice.roles.items():
+        own = option.config
+        if request.placement is None:
+            own = own.model_copy(update={"ranks": None if choice.placement[name] == whole else choice.placement[name]})
+        _section(tree, name).update(own.model_dump(mode="json"))
+    if choice.engine is not None:
+        assert isinstance(request.config, ExperimentConfig), "a run on fixed data has no engine"
+        tree["rollout"].update(_engine_keys(request, request.config, choice.placement, choice.engine))
+    return type(request.config).from_tree(tree, "the search")
+
+
+def _engine_keys(
+    request: Request, config: ExperimentConfig, placement: Placement, engine: EngineOption
+) -> dict[str, Any]:
+    """Of the section rollout: those that were chosen."""
+    free = (request.free or everything(config))[ENGINE]
+    chosen = {
+        "tensor_parallel_size": engine.tp,
+        "pipeline_parallel_size": engine.pp,
+        "kv_cache_gib": engine.kv_cache_gib,
+    }
+    found: dict[str, Any] = {key: value for key, value in chosen.items() if key in free}
+    if request.placement is None:
+        ranks = placement[ENGINE]
+        found["ranks"] = replace_ranks(config, None if ranks == placement["actor"] else ranks)
+    return found
+
+
+def replace_ranks(config: ExperimentConfig, ranks: tuple[int, ...] | None) -> Any:
+    """As the config writes it."""
+    return config.rollout.model_copy(update={"ranks": ranks}).model_dump(mode="json")["ranks"]
+
+
+def _section(tree: Mapping[str, Any], name: str) -> Any:
+    """Of a role, by its key: actor, reward.models.0."""
+    node: Any = tree
+    for key in name.split("."):
+        node = node[int(key)] if isinstance(node, list) else node[key]
+    return node
+
+
+# ------------------------------------------------------------------------------------------------ what would fit
+
+
+@dataclass(frozen=True)
+class Least:
+    """The least that would fit. memory: with as many ranks; a plan that then fits. ranks: with as much memory."""
+
+    memory_bytes: int | None
+    plan: Plan | None
+    ranks: int | None
+
+
+MOST_DOUBLINGS, PRECISION = 6, 128
+UNBOUNDED = 1 << 60  # bytes
+SECONDS_OF_ONE = 6.0  # to find one that fits
+
+
+def least_that_fits(request: Request) -> Least:
+    """For a request that nothing fits: memory to 1 part in 128, ranks by doubling."""
+    known = known_of(request)
+    plan = _any(replace(request, memory_bytes=UNBOUNDED), known)
+    low, high = request.memory_bytes, 0 if plan is None else plan.fullest.bytes
+    while plan is not None and high - low > high // PRECISION:
+        found = _any(replace(request, memory_bytes=(low + high) // 2), known)
+        low, high, plan = ((low + high) // 2, high, plan) if found is None else (low, found.fullest.bytes, found)
+    ranks: int | None = None
+    for doublings in range(1, MOST_DOUBLINGS + 1 if request.placement is None else 1):
+        more = replace(request, world_size=request.world_size << doublings)
+        if _any(more, known) is not None:
+            ranks = more.world_size
+            break
+    return Least(None if plan is None else plan.fullest.bytes, plan, ranks)
+
+
+def _any(request: Request, known: EngineMemory) -> Plan | None:
+    """One that fits."""
+    found = search(replace(request, shown=1, seconds=min(request.seconds, SECONDS_OF_ONE), first=True), known=known)
+    return found.plans[0] if found.plans else None

@@ -1,0 +1,47 @@
+"""Values that a search goes over, whatever has them: a role or the engine. Pure."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from hybridflow.architecture.spec import ModelSpec
+from hybridflow.automap.cost import Cost
+from hybridflow.config import RoleConfig, RolloutConfig
+from hybridflow.errors import ConfigError
+
+MOST_STAGES = 32
+
+
+def tensor_sizes(spec: ModelSpec, num_ranks: int, ranks_per_host: int, *, across: bool) -> list[int]:
+    """That divide the model and the ranks, and stay on a host unless they may lie across."""
+    most = num_ranks if across else min(num_ranks, ranks_per_host)
+    stay = [tp for tp in range(1, most + 1) if across or ranks_per_host % tp == 0]
+    return [tp for tp in stay if num_ranks % tp == 0 and divides(spec, tp)]
+
+
+def stage_counts(spec: ModelSpec, num_ranks: int, tp: int) -> range:
+    """Pipeline stages that there may be, whether or not they divide the ranks; none where tp is more than these."""
+    return range(1, min(MOST_STAGES, spec.num_layers, num_ranks // tp) + 1)
+
+
+def divides(spec: ModelSpec, tp: int) -> bool:
+    """Whether so many ranks can share the model."""
+    try:
+        spec.check_parallel("", tp)
+    except ConfigError:
+        return False
+    return True
+
+
+def values(free: frozenset[str], given: RoleConfig | RolloutConfig, key: str, all_values: Iterable[Any]) -> list[Any]:
+    """All where the key is free, else the config's."""
+    return list(all_values) if key in free else [getattr(given, key)]
+
+
+def at_once(cost: Cost, count: int, *, hosts: int) -> float:
+    """Seconds of so many alike on hosts that are shared, as `timeline` has it; else of one.
+
+    They are taken to be spread evenly over the hosts; what else goes on at the time is left out.
+    """
+    here = max(1, count // max(1, hosts))
+    others = (here - 1) * cost.load
+    return cost.on_share(min(1.0, max(1 / here, 1 - others)))

@@ -1,0 +1,138 @@
+"""Who works when: operations in program order, each on all of its ranks at once, on ranks that may share a host. Pure.
+
+An operation begins when it is the next of every one of its ranks. On devices of one's own it then takes its seconds. On
+a host whose processors are shared, and asked for more than they have, each operation has its part of them; see `Cost`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hybridflow.automap.cost import Bound, Cost
+
+
+@dataclass(frozen=True)
+class Operation:
+    phase: str
+    role: str
+    ranks: tuple[int, ...]
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Span:
+    """What ranks do from `begin` on, in seconds since the iteration's begin."""
+
+    phase: str
+    role: str
+    ranks: tuple[int, ...]
+    begin: float
+    seconds: float
+    bound: Bound
+
+
+Crowded = Callable[[float, str], float]  # how many times longer with so many busy ranks on a host, by role
+
+
+def schedule(
+    operations: Sequence[Operation], *, ranks_per_host: int, shared: bool, crowded: Crowded = lambda busy, role: 1.0
+) -> tuple[Span, ...]:
+    """In the order in which they were given. shared: whether ranks of a host share its processors."""
+    times = _sharing(operations, ranks_per_host, crowded) if shared else _alone(operations)
+    return tuple(
+        Span(each.phase, each.role, each.ranks, begin, end - begin, each.cost.bound)
+        for each, (begin, end) in zip(operations, times, strict=True)
+    )
+
+
+def _alone(operations: Sequence[Operation]) -> list[tuple[float, float]]:
+    free: dict[int, float] = {}
+    found = []
+    for each in operations:
+        begin = max((free.get(rank, 0.0) for rank in each.ranks), default=0.0)
+        end = begin + each.cost.seconds
+        free.update(dict.fromkeys(each.ranks, end))
+        found.append((begin, end))
+    return found
+
+
+@dataclass
+class _Active:
+    """An operation under way: what is left of it, from 1 to 0."""
+
+    number: int
+    operation: Operation
+    hosts: tuple[int, ...]
+    begin: float
+    left: float = 1.0
+    seconds: float = field(default=0.0)  # of the whole of it, at the share that it has now
+
+
+def _sharing(operations: Sequence[Operation], ranks_per_host: int, crowded: Crowded) -> list[tuple[float, float]]:
+    """From one begin or end to the next."""
+    queues: dict[int, list[int]] = {}
+    for number, each in enumerate(operations):
+        for rank in each.ranks:
+            queues.setdefault(rank, []).append(number)
+    for queue in queues.values():
+        queue.reverse()
+    waiting = {number: len(each.ranks) for number, each in enumerate(operations)}  # ranks that are not there yet
+    found: list[tuple[float, float]] = [(0.0, 0.0)] * len(operations)
+    active: list[_Active] = []
+    now, arrived = 0.0, list(queues)
+    while arrived or active:
+        for rank in arrived:
+            if queues[rank]:
+                number = queues[rank][-1]
+                waiting[number] -= 1
+                if not waiting[number]:
+                    each = operations[number]
+                    hosts = tuple(sorted({rank // ranks_per_host for rank in each.ranks}))
+                    active.append(_Active(number, each, hosts, now))
+        if not active:
+            break
+        _share_out(active, crowded)
+        step = min(one.left * one.seconds for one in active)
+        now += step
+        done = [one for one in active if one.left * one.seconds <= step * (1 + 1e-12)]
+        for one in active:
+            one.left -= step / one.seconds if one.seconds else 1.0
+        active = [one for one in active if one not in done]
+        arrived = []
+        for one in done:
+            found[one.number] = (one.begin, now)
+            for rank in operations[one.number].ranks:
+                queues[rank].pop()
+                arrived.append(rank)
+    return found
+
+
+def _share_out(active: Sequence[_Active], crowded: Crowded) -> None:
+    """Seconds of each at the share of its hosts that it has: what the others leave, or its part of what all ask for."""
+    asked: dict[int, float] = {}
+    busy: dict[int, float] = {}
+    for one in active:
+        for host in one.hosts:
+            asked[host] = asked.get(host, 0.0) + one.operation.cost.load / len(one.hosts)
+            busy[host] = busy.get(host, 0.0) + len(one.operation.ranks) / len(one.hosts)
+    for one in active:
+        cost = one.operation.cost
+        own = cost.load / len(one.hosts)
+        share = min((_share(own, asked[host]) for host in one.hosts), default=1.0)
+        most = max((busy[host] for host in one.hosts), default=0.0)
+        one.seconds = cost.on_share(share * len(one.hosts)) * crowded(most, one.operation.role)
+
+
+def _share(own: float, asked: float) -> float:
+    """Of one host."""
+    if not own:
+        return 1.0
+    return min(1.0, max(own / asked, 1 - (asked - own)))
+
+
+def busy_seconds(spans: Sequence[Span]) -> Mapping[int, float]:
+    """By rank: the seconds in which it does something."""
+    found: dict[int, float] = {}
+    for span in spans:
+        for rank in span.ranks if span.bound != "waiting" else ():
+            found[rank] = found.get(rank, 0.0) + span.seconds
+    return found

@@ -1,0 +1,1 @@
+"""The commands: `hybridflow`, `hybridflow-plan`, ..., and the same as `python -m hybridflow.plan`."""

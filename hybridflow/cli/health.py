@@ -1,0 +1,105 @@
+"""Check the machines of a run before it starts: packages, GPUs, memory, links, clocks, disks, and a config's inputs.
+
+    torchrun --nproc-per-node 8 -m hybridflow.health [CONFIG] [section.key=value ...] [--json FILE]
+
+Start it as `hybridflow.train` will be: on all hosts, with as many ranks. One process without torchrun looks at its own
+host. With a config each host also looks whether it can read the models, prompts and functions that this names, and
+rank 0 whether it fits the ranks and their memory. No model is built and no weights are read. The exit status is 1 if a
+line fails; warnings do not fail. A line that is not ok says what to do. docs/health.md explains each.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from hybridflow import __version__
+from hybridflow.cli.command import program
+from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.errors import EnvironmentProblem, UserError
+from hybridflow.parallel.last_words import leave, still_busy
+
+if TYPE_CHECKING:
+    from hybridflow.inspection.findings import HealthReport
+
+WIDTH = 112  # columns of a pipe
+STORE_TIMEOUT = timedelta(seconds=60)
+END_SECONDS = 20.0  # that rank 0 waits until all others know what came of it
+LOST = "the health check has lost the store of the run, or rank 0"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog=program("hybridflow.health"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="the experiment's YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - for stdout, without the table")
+    parser.add_argument("--version", action="version", version=__version__)
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        status = _check(options.config, options.overrides, lambda report: _show(report, options.json)).exit_code
+    except UserError as error:
+        print(f"hybridflow.health: error: {error}", file=sys.stderr, flush=True)
+        status = 1
+    if still_busy() and arguments is None:  # a command, with a disk or a connection that does not answer
+        leave(status)
+    return status
+
+
+def run(config: str | Path | AnyConfig | None = None, overrides: Sequence[str] = ()) -> "HealthReport":
+    """The same check from Python: collective over the ranks that torchrun has started, and alike on all of them.
+
+    Needs no process group and leaves none behind. Errors: EnvironmentProblem where the ranks cannot meet at all. What
+    is wrong with config, machines and links is in the report.
+    """
+    return _check(config, overrides, lambda report: None)
+
+
+def _check(
+    config: str | Path | AnyConfig | None, overrides: Sequence[str], show: Callable[["HealthReport"], None]
+) -> "HealthReport":
+    """show: called on rank 0, before any other rank goes on: torchrun ends all ranks when the first one fails."""
+    # torch loads for seconds: a wrong option fails before
+    from hybridflow.inspection.examination import Examination
+    from hybridflow.inspection.findings import HealthReport
+    from hybridflow.inspection.participant import Participant
+    from hybridflow.parallel.meeting import Leader, follow
+    from hybridflow.parallel.platform import meeting_store, started
+
+    place = started()
+    store = meeting_store(STORE_TIMEOUT)
+    participant = Participant(store, place, config, tuple(overrides))
+    try:
+        if place.rank:
+            return HealthReport.from_dict(follow(store, place.rank, participant.perform))
+        leader = Leader(store, place.world_size, participant.perform)
+        report = Examination(leader, place).report(participant.config)
+        try:
+            show(report)
+        finally:
+            leader.end(report.as_dict(), END_SECONDS)
+        return report
+    except RuntimeError as error:  # of the store, whose host has left
+        raise EnvironmentProblem(f"rank {place.rank}: {LOST}: {error}") from error
+
+
+def _show(report: "HealthReport", file: str | None) -> None:
+    from hybridflow.inspection.table import print_report
+
+    text = json.dumps(report.as_dict(), indent=2)
+    if file == "-":
+        print(text, flush=True)
+        return
+    print_report(report, Console() if sys.stdout.isatty() else Console(width=WIDTH))
+    sys.stdout.flush()
+    if file is not None:
+        try:
+            Path(file).write_text(text + "\n")
+        except OSError as error:
+            raise EnvironmentProblem(f"--json {file}: cannot be written: {error.strerror}") from error

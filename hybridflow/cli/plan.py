@@ -1,0 +1,456 @@
+"""Plan an experiment without running it: grids, memory per GPU, what the reshard will move, and what checkpoints take.
+
+    python -m hybridflow.plan configs/quickstart.yaml [section.key=value ...] [--world-size N] [--json | --smallest]
+    python -m hybridflow.plan configs/x.yaml --hosts worker-0=8,worker-1=8        and which grid lies on which host
+    python -m hybridflow.plan configs/x.yaml --time [--profile NAME_OR_FILE]      and seconds of each phase
+    torchrun --nproc-per-node 8 -m hybridflow.plan --profile-device [--output F]  measures the machine for --time
+
+No process is started and no weights are read: of each model its config.json is enough. The roles are those of the
+config's algorithm. Without --world-size the smallest number of ranks that fits is taken. Where a run cannot work,
+`hybridflow.train` would refuse it in the same words: all reasons are printed and the status is 1.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hybridflow import __version__
+from hybridflow.checkpoint.inventory import size_of
+from hybridflow.checkpoint.store import CHECKPOINTS
+from hybridflow.cli.command import program
+from hybridflow.config import ExperimentConfig, RoleConfig, RunConfig, read_tree
+from hybridflow.config.auto import autos, with_neutral
+from hybridflow.config.fixed_data import AnyConfig, config_class
+from hybridflow.errors import ConfigError, UserError
+from hybridflow.parallel.ranks import shown
+from hybridflow.user_code import search_beside
+
+if TYPE_CHECKING:
+    from hybridflow.automap.device import DeviceProfile
+    from hybridflow.placement.forecast import Report
+    from hybridflow.placement.placed import PlacedFixed, PlacedRun
+
+DEFAULT_PROFILE = "h100-sxm"  # of --time
+WIDTH = 112  # columns of a pipe
+FEW = 24  # characters of ranks that are shown whole
+GIB = 1 << 30
+TRIED = (1, 2, 3, 4, 6, 8, 16, 32, 64)  # numbers of ranks, for a config with `auto` of which no number is given
+UNBOUNDED = 1 << 60
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog=program("hybridflow.plan"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="the experiment's YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--world-size", type=_positive, default=None, metavar="N", help="ranks of the run")
+    size.add_argument(
+        "--hosts", metavar="NAME=N,...", help="the hosts of the run with their ranks, in order; with --search a number"
+    )
+    parser.add_argument("--least-hosts", type=_positive, default=None, metavar="N", help=argparse.SUPPRESS)
+    parser.add_argument("--for-launch", action="store_true", help=argparse.SUPPRESS)  # launch/experiment.py
+    parser.add_argument("--smallest", action="store_true", help="print the smallest number of ranks, nothing else")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--time", action="store_true", help="also foretell the seconds of an iteration")
+    parser.add_argument("--profile", metavar="FILE|NAME", help=f"what a device can do (default {DEFAULT_PROFILE})")
+    parser.add_argument("--prompt-tokens", type=_positive, metavar="N", help="of the mean prompt; default: the longest")
+    parser.add_argument("--response-tokens", type=_positive, metavar="N", help="of the mean response")
+    parser.add_argument("--profile-device", action="store_true", help="measure this machine's profile, with all ranks")
+    parser.add_argument("--search", action="store_true", help="look for the fastest layout on --gpus devices")
+    parser.add_argument("--gpus", type=_positive, metavar="N", help="devices to search on")
+    parser.add_argument(
+        "--memory-gib", type=_positive_float, metavar="GIB", help="of a device (default: the profile's)"
+    )
+    parser.add_argument("--minutes", type=_positive_float, default=2.0, metavar="M", help="to search (default 2)")
+    parser.add_argument("--svg", metavar="FILE", help="a picture of one iteration")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="where --profile-device writes (default profile.json), and --search the best config (best.yaml)",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    options = parser.parse_intermixed_args(arguments)
+    if options.config is None and not options.profile_device:
+        parser.error("the following arguments are required: CONFIG")
+    try:
+        if options.profile_device:
+            from hybridflow.cli.plan_time import measure
+
+            measure(options.output or "profile.json")
+        elif options.search:
+            _search(options)
+        else:
+            _plan(options)
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"hybridflow.plan: error: {line}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _search(options: argparse.Namespace) -> None:
+    if options.gpus is None:
+        raise ConfigError("--search: give --gpus, on how many devices")
+    tree = with_neutral(read_tree(options.config, options.overrides))
+    config = config_class(tree).from_tree(tree, options.config)
+    search_beside(options.config)
+    # torch loads for a second: a bad config fails before
+    from hybridflow.cli.plan_search import print_search, ranks_per_host
+    from hybridflow.trainers.auto import facts_by
+
+    facts = facts_by(_profile(options, tree), _memory(options))
+    per_host = ranks_per_host(options.gpus, options.hosts, facts.profile.ranks_per_host)
+    profile = facts.profile.model_copy(update={"ranks_per_host": per_host})
+    print_search(
+        config,
+        replace(facts, profile=profile),
+        options.gpus,
+        _console(),
+        minutes=options.minutes,
+        output=Path(options.output or "best.yaml"),
+        svg=None if options.svg is None else Path(options.svg),
+        source=str(options.config),
+    )
+
+
+def _profile(options: argparse.Namespace, tree: Mapping[str, Any]) -> "DeviceProfile":
+    """As asked for, or as the config says, or the default."""
+    from hybridflow.automap.device import load_profile
+
+    return load_profile(options.profile or tree.get("device_profile") or DEFAULT_PROFILE)
+
+
+def _memory(options: argparse.Namespace) -> int | None:
+    return None if options.memory_gib is None else int(options.memory_gib * GIB)
+
+
+def _console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
+
+
+def _resolved(options: argparse.Namespace, world_size: int | None) -> AnyConfig:
+    """The config, `auto` resolved for so many ranks, or for the smallest number on which something fits."""
+    tree = read_tree(options.config, options.overrides)
+    if not autos(tree):
+        return config_class(tree).from_tree(tree, options.config)
+    from hybridflow.trainers.auto import facts_by, resolved_for
+
+    if options.for_launch:  # the machine that starts the ranks need not be like theirs
+        facts = facts_by(_profile(options, tree), UNBOUNDED)
+    elif options.profile or options.memory_gib:
+        facts = facts_by(_profile(options, tree), _memory(options))
+    else:
+        facts = None
+    for count in [world_size] if world_size else TRIED:
+        try:
+            config, lines = resolved_for(tree, options.config, count, facts)
+        except ConfigError:
+            if world_size or count == TRIED[-1]:
+                raise
+            continue
+        if not (options.json or options.smallest or options.for_launch):
+            print("\n".join(lines) + "\n")
+        options.world_size = None if options.hosts else count
+        return config
+    raise AssertionError("the last that is tried tells why it does not fit")
+
+
+def _disk(config: RunConfig) -> "Report":
+    """What this machine has for checkpoints where the config's output_dir lies, or will lie."""
+    directory = Path(config.output_dir).absolute()
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    own = config.run_dir / CHECKPOINTS
+    return {
+        "directory": config.output_dir,
+        "free_bytes": shutil.disk_usage(there).free,
+        "own_bytes": size_of(own) if own.is_dir() else 0,
+    }
+
+
+def _ranks_of(hosts: str | None) -> int | None:
+    """Of all hosts that are named."""
+    if hosts is None:
+        return None
+    from hybridflow.placement.hosts import parse_hosts
+
+    return parse_hosts(hosts)[-1].ranks.stop
+
+
+def _positive_float(text: str) -> float:
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text}: a positive number")
+    return number
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: a run has at least one rank")
+    return number
+
+
+def _plan(options: argparse.Namespace) -> None:
+    chosen = options.world_size is None and options.hosts is None
+    config = _resolved(options, options.world_size or _ranks_of(options.hosts))
+    search_beside(options.config)
+    if options.smallest:
+        print(options.world_size or smallest_world_size(config))
+        return
+    # torch loads for a second: a bad config fails before
+    from hybridflow.placement.forecast import forecast
+    from hybridflow.placement.hosts import for_launch, parse_hosts, place_on_hosts, placement_lines
+    from hybridflow.placement.placed import place_either
+
+    plan: Report = {"config": str(options.config), "smallest_that_fits": chosen}
+    if options.hosts is None:
+        placed = place_either(config, options.world_size or smallest_world_size(config))
+    else:
+        given = parse_hosts(options.hosts)
+        placed, hosts, unfit = place_on_hosts(config, given, options.least_hosts or len(given))
+        if options.for_launch:
+            print(json.dumps(for_launch(placed, hosts, unfit)))
+            return
+        plan["placement"] = placement_lines(placed, hosts)
+    plan |= forecast(placed)
+    plan["checkpoint"] |= _disk(config)
+    if options.time:
+        plan["time"] = _timed(placed, options)
+    if options.json:
+        print(json.dumps(plan, indent=2))
+    else:
+        print_plan(plan, _console())
+
+
+def _timed(placed: "PlacedRun | PlacedFixed", options: argparse.Namespace) -> "Report":
+    from hybridflow.automap.time_report import time_report
+    from hybridflow.automap.timing import work_of
+
+    profile = _profile(options, {"device_profile": placed.config.device_profile})
+    work = work_of(placed, profile)
+    mean = options.response_tokens or work.mean
+    if mean > work.longest:
+        raise ConfigError(f"--response-tokens {mean:g}: responses have {work.longest:g} tokens at most")
+    return time_report(placed, profile, replace(work, prompt=options.prompt_tokens or work.prompt, mean=mean))
+
+
+def smallest_world_size(config: AnyConfig) -> int:
+    """The least number of ranks that `check_world_size` accepts. Errors: ConfigError where there is none.
+
+    No fewer than a grid needs or a `ranks` key names; and what does not fit within one common multiple of the grids
+    that lie over all ranks fits nowhere.
+    """
+    grids = [(role.ranks, _least_ranks(role)) for role in config.roles().values()]
+    if isinstance(config, ExperimentConfig):
+        engine = config.rollout_tensor_parallel_size * config.rollout.pipeline_parallel_size
+        grids.append((config.rollout.ranks or config.actor.ranks, engine))
+    least = max(max([least, *(rank + 1 for rank in ranks or ())]) for ranks, least in grids)
+    step = math.lcm(*(least for ranks, least in grids if ranks is None))
+    for world_size in range(least, least + step):
+        with contextlib.suppress(ConfigError):
+            config.check_world_size(world_size)
+            return world_size
+    try:
+        config.check_world_size(least)
+    except ConfigError as error:
+        raise ConfigError(f"no number of ranks fits; on {least}, the least that the grids need: {error}") from error
+    raise AssertionError(f"{least} ranks fit, and do not")
+
+
+def _least_ranks(role: RoleConfig) -> int:
+    return role.tensor_parallel_size * role.pipeline_parallel_size * (role.data_parallel_size or 1)
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+
+def print_plan(plan: "Report", console: Console) -> None:
+    """The tables of a forecast."""
+    chosen = " (the smallest that fits)" if plan["smallest_that_fits"] else ""
+    console.print(Text(f"{plan['config']}: {plan['name']}, world size {plan['world_size']}{chosen}"))
+    if "placement" in plan:
+        console.print(Text(f"\n{plan['placement']}"))
+    checkpoint, generates = plan["checkpoint"], "reshard" in plan
+    tables: list[tuple[Table, Sequence[str]]] = [
+        (_roles_table(plan), _rollout_notes(plan) if generates else ()),
+        (_memory_table(plan), MEMORY_NOTES if generates else FIXED_MEMORY_NOTES),
+    ]
+    if generates:
+        tables.append((_reshard_table(plan["reshard"]), _reshard_notes(plan["reshard"])))
+    for table, notes in (*tables, (_checkpoint_table(checkpoint), _checkpoint_notes(checkpoint))):
+        console.print()
+        console.print(table)
+        for note in notes:
+            console.print(Text(note))
+    if "time" in plan:
+        from hybridflow.cli.plan_time import print_time
+
+        print_time(plan["time"], console)
+
+
+def _table(title: str, columns: Iterable[str], num_left: int = 1) -> Table:
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(
+            column, justify="left" if i < num_left else "right", overflow="fold", no_wrap=column != "model"
+        )
+    return table
+
+
+def _roles_table(plan: "Report") -> Table:
+    columns = ("role", "dtype", "parameters", "grid", "ranks", "layers a stage", "model")
+    table = _table("Roles", columns, num_left=len(columns))
+    for role in plan["roles"]:
+        table.add_row(
+            role["role"],
+            role["dtype"],
+            _count(role["parameters"]),
+            _grid(role),
+            role["ranks"],
+            _layers(role["layers_per_stage"]),
+            Text(role["model"]),
+        )
+    if "rollout" not in plan:
+        return table
+    rollout = plan["rollout"]
+    engine = f"{rollout['replicas']} of tp {rollout['tp']} x pp {rollout['pp']}"
+    table.add_row("engine", "", "", engine, rollout["ranks"], _layers(rollout["layers_per_stage"]), "the actor's")
+    return table
+
+
+def _grid(role: "Report") -> str:
+    chunks = f" (vpp {role['vpp']})" if role["vpp"] > 1 else ""
+    split = " sp" if role["sequence_parallel"] else ""
+    return f"tp {role['tp']}{split} x pp {role['pp']}{chunks} x dp {role['dp']}"
+
+
+def _layers(counts: list[int]) -> str:
+    return f"{len(counts)} x {counts[0]}" if len(set(counts)) == 1 else ", ".join(map(str, counts))
+
+
+def _rollout_notes(plan: "Report") -> list[str]:
+    """The groups of the actor's first rank, and the first engine replica."""
+    actor = plan["roles"][0]["groups_of_first_rank"]
+    groups = "; ".join(f"{axis} {_few(ranks)}" for axis, ranks in actor.items())
+    return [f"The actor's first groups: {groups}. The first engine replica: {_few(plan['rollout']['first_replica'])}."]
+
+
+def _few(ranks: list[int]) -> str:
+    text = shown(ranks)
+    return text if len(text) <= FEW else f"{','.join(map(str, ranks[:3]))},...,{ranks[-1]}"
+
+
+MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "kv_cache", "total")
+MEMORY_NOTES = (
+    "Of each role the rank with most. Models on a rank take turns: of their activations the largest count.",
+    "The engine's weights are those beyond the actor's memory; the actor's are without what is released meanwhile.",
+    "Without padding; activations are an estimate. The CUDA context, NCCL and CUDA graphs take several GiB more.",
+)
+FIXED_MEMORY_NOTES = (
+    MEMORY_NOTES[0],
+    "Without padding; activations are an estimate. The CUDA context and NCCL take several GiB more.",
+)
+
+
+def _memory_table(plan: "Report") -> Table:
+    columns = ("moment", "role", "rank", *(name.replace("_", " ") for name in MEMORY_COLUMNS))
+    table = _table("Memory per GPU, GiB", columns, num_left=2)
+    for moment, report in plan["memory"].items():
+        for name, row in report["roles"].items():
+            table.add_row(moment, name, str(row["rank"]), *(_gib(row[kind]) for kind in MEMORY_COLUMNS))
+        row = report["worst_rank"]
+        cells = (moment, "together", str(row["rank"]), *(_gib(row[kind]) for kind in MEMORY_COLUMNS))
+        table.add_row(*cells, style="bold", end_section=True)
+    return table
+
+
+def _reshard_table(reshard: "Report") -> Table:
+    table = _table("Reshard: bytes per rank", ("", "least", "mean", "most", "all ranks"))
+    for label, key in (
+        ("received", "received_bytes"),
+        ("lower bound", "lower_bound_bytes"),
+        ("sent", "sent_bytes"),
+        ("permuted in place", "permuted_bytes"),
+        ("peak extra (estimate)", "peak_extra_bytes"),
+    ):
+        row = reshard[key]
+        total = "" if key == "peak_extra_bytes" else _bytes(row["total"])
+        table.add_row(label, _bytes(row["min"]), _bytes(row["mean"]), _bytes(row["max"]), total)
+    table.add_section()
+    for label, key in (
+        ("HybridFlow's formula", "hybridflow_bytes"),
+        ("DeepSpeed-Chat's formula", "deepspeed_chat_bytes"),
+    ):
+        table.add_row(label, "", "does not apply" if reshard[key] is None else _bytes(reshard[key]), "", "")
+    return table
+
+
+def _reshard_notes(reshard: "Report") -> list[str]:
+    ways = "; ".join(f"{way} {row['parameters']:,} ({_bytes(row['bytes'])})" for way, row in reshard["ways"].items())
+    notes = [f"Parameters of all engine ranks by way: {ways}. {reshard['num_buckets']} buckets."]
+    mean = reshard["received_bytes"]["mean"]
+    shares = [
+        f"{mean / reshard[key]:.3f} of {name}'s formula"
+        for name, key in (("HybridFlow", "hybridflow_bytes"), ("DeepSpeed-Chat", "deepspeed_chat_bytes"))
+        if reshard[key]
+    ]
+    if shares:
+        notes.append(f"The mean received is {' and '.join(shares)}.")
+    return notes
+
+
+def _checkpoint_table(checkpoint: "Report") -> Table:
+    table = _table("Checkpoint: bytes per rank", ("", "least", "mean", "most", "all ranks"))
+    rows = [("written", "rank_bytes")]
+    if checkpoint["async_save"]:
+        rows.append(("copied to host memory, and kept there", "host_bytes"))
+    for label, key in rows:
+        table.add_row(label, *(_bytes(checkpoint[key][name]) for name in ("min", "mean", "max", "total")))
+    return table
+
+
+def _checkpoint_notes(checkpoint: "Report") -> list[str]:
+    """How many there will be, and whether the disk holds them."""
+    interval, kept = checkpoint["save_interval"], checkpoint["kept_bytes"]
+    when = f"Every {interval} iterations" if interval else "Only when the run is told to stop (save_interval = 0)"
+    memory = " A save takes memory for one tensor at a time."
+    if checkpoint["async_save"]:  # torch 2.13 rounds each page-locked block up to a power of two
+        memory = " On GPUs the copies are page-locked, which takes up to twice as much."
+    notes = [
+        f"{when}; at most {checkpoint['num_kept']} at a time, the one being written with them: {_bytes(kept)}.{memory}"
+    ]
+    free, own = checkpoint["free_bytes"], checkpoint["own_bytes"]
+    beside = f" beside the {_bytes(own)} of this run's checkpoints" if own else ""
+    room = f"output_dir = {checkpoint['directory']} has {_bytes(free)} free{beside} on this machine"
+    return [*notes, f"{room}." if free + own >= kept else f"warning: {room}: too little for {_bytes(kept)}."]
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}" if size >= GIB / 100 else f"{size / GIB:.4f}" if size else "-"
+
+
+def _bytes(size: int) -> str:
+    for unit, scale in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= scale:
+            return f"{size / scale:,.2f} {unit}"
+    return f"{size} B"
+
+
+def _count(number: int) -> str:
+    for unit, scale in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= scale:
+            return f"{number / scale:.2f} {unit}"
+    return str(number)

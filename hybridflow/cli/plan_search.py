@@ -1,0 +1,223 @@
+"""What `hybridflow.plan --search` prints and writes."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hybridflow.automap.auto import Facts
+    from hybridflow.automap.engine_memory import EngineMemory
+    from hybridflow.automap.search import Found, Plan, Request
+
+FIRST_SHARE = 0.6  # of the minutes: the search itself; what is left is for the two questions after it
+GIB = 1 << 30
+TOLD = ("actor", "critic", "reward_model", "engine")  # columns of the table, those that there are
+OF_OTHERS = ("actor", "reward_model", "engine")  # that are told of other clusters
+STAGES = ("generation", "scoring", "updates")
+
+
+def ranks_per_host(world_size: int, hosts: str | None, of_profile: int) -> int:
+    """--hosts of a search is a number; without it as many ranks as the profile's hosts have. Errors: ConfigError."""
+    if hosts is None:
+        count = -(-world_size // of_profile)
+    elif hosts.isdecimal() and int(hosts):
+        count = int(hosts)
+    else:
+        raise ConfigError(f"--hosts {hosts}: with --search it is a number of hosts, alike in size, such as --hosts 8")
+    if world_size % count:
+        raise ConfigError(
+            f"--gpus {world_size} on {count} hosts: {world_size} = {world_size // count} x {count} + "
+            f"{world_size % count}; hosts are alike in size: give another --hosts"
+        )
+    return world_size // count
+
+
+def print_search(
+    config: AnyConfig,
+    facts: "Facts",
+    world_size: int,
+    console: Console,
+    *,
+    minutes: float,
+    output: Path | None,
+    svg: Path | None,
+    source: str,
+) -> None:
+    """Errors: ConfigError where nothing fits, with the least that would, and where a file cannot be written."""
+    from hybridflow.automap.auto import why_nothing_fits
+    from hybridflow.automap.search import Request, known_of, least_that_fits, search
+
+    began, seconds = time.monotonic(), 60 * minutes
+    room = facts.memory_bytes - facts.margin_bytes
+    request = Request(config, world_size, facts.profile, room, seconds=FIRST_SHARE * seconds)
+    known = known_of(request)
+    found = search(request, known=known)
+    if not found.plans:
+        raise ConfigError("\n".join(why_nothing_fits(request, least_that_fits(request), facts.what)))
+    console.print(Text(f"{source}: {config.name} on {world_size} x {_device(facts)}\n"))
+    console.print(_plans_table(found))
+    for line in _distinguished(found):
+        console.print(Text(line))
+    console.print()
+    console.print(_phases_table(found))
+    for line in (*_why(found), *_looked(found)):
+        console.print(Text(line))
+    console.print()
+    for line in _otherwise(request, known, found.plans[0], seconds - (time.monotonic() - began)):
+        console.print(Text(line))
+    _written(found.plans[0], output, svg, source, console)
+
+
+def _device(facts: "Facts") -> str:
+    profile = facts.profile
+    where = "measured" if profile.measured else "not measured here"
+    return (
+        f"{profile.name} ({where}), {profile.ranks_per_host} a host, {facts.memory_bytes / GIB:.4g} GiB each, of which "
+        f"{facts.margin_bytes / GIB:.2g} are left to what the memory table does not count"
+    )
+
+
+def _plans_table(found: "Found") -> Table:
+    from hybridflow.automap.explained import groups, summary
+
+    table = Table(title="The fastest that fit, by the model of time", title_justify="left")
+    roles = [name for name in TOLD if name in summary(found.plans[0])]
+    for column in ("", "s", "tokens/s/GPU", "GiB", "placement", *roles):
+        right = column in ("", "s", "tokens/s/GPU", "GiB")
+        table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=right)
+    for i, plan in enumerate(found.plans, 1):
+        words = summary(plan)
+        cells = [
+            str(i),
+            f"{plan.seconds:.4g}",
+            f"{plan.prediction.tokens_per_second_per_device:,.0f}",
+            f"{plan.fullest.bytes / GIB:.4g}",
+            groups(plan),
+            *(words[name] for name in roles),
+        ]
+        table.add_row(*cells)
+    return table
+
+
+def _distinguished(found: "Found") -> list[str]:
+    from hybridflow.automap.explained import differences
+
+    lines = ["What sets each apart from the first:"]
+    for i, plan in enumerate(found.plans[1:], 2):
+        keys = differences(plan.config, found.plans[0].config)
+        lines.append(f"  {i}: {', '.join(f'{key} {mine}' for key, (mine, _) in keys.items())}")
+    return lines if len(found.plans) > 1 else []
+
+
+def _phases_table(found: "Found") -> Table:
+    from hybridflow.automap.explained import stages
+
+    others = {"first": found.plans[0]}
+    if len(found.plans) > 1:
+        others["second"] = found.plans[1]
+    if found.given is not None:
+        others["as given"] = found.given
+    table = Table(title="Seconds by phase, of the rank that takes longest", title_justify="left")
+    table.add_column("phase")
+    for name in others:
+        table.add_column(name, justify="right")
+    phases = dict.fromkeys(phase for plan in others.values() for phase in plan.prediction.phases)
+    for phase in phases:
+        table.add_row(phase, *(f"{plan.prediction.phases.get(phase, 0.0):.3f}" for plan in others.values()))
+    table.add_section()
+    there = [stages(plan) for plan in others.values()]
+    for stage in [each for each in STAGES if any(each in one for one in there)]:
+        table.add_row(f"{stage}, whole", *(f"{one.get(stage, 0.0):.3f}" for one in there))
+    table.add_section()
+    table.add_row("iteration", *(f"{plan.seconds:.3f}" for plan in others.values()), style="bold")
+    table.add_row("idle, mean of the ranks", *(_idle(plan) for plan in others.values()))
+    return table
+
+
+def _idle(plan: "Plan") -> str:
+    return f"{sum(plan.prediction.idle) / len(plan.prediction.idle):.1%}"
+
+
+def _why(found: "Found") -> list[str]:
+    from hybridflow.automap.explained import memory_words, why
+
+    best = found.plans[0]
+    lines = [
+        f"Memory of the first is fullest on rank {best.fullest.rank} in {best.fullest.moment}: "
+        f"{memory_words(best.fullest.roles)}."
+    ]
+    if len(found.plans) > 1:
+        lines += why(best, found.plans[1], "the second")
+    if found.given is None:
+        lines.append(f"The config as given does not fit: {found.why_not.splitlines()[0]}.")
+    elif found.given.config == best.config:
+        lines.append("The config as given is the first.")
+    else:
+        lines += why(best, found.given, "the config as given")
+    return lines
+
+
+def _looked(found: "Found") -> list[str]:
+    counts = found.counts
+    lines = [
+        f"{found.placements} placements, {found.bounded} left out by their bound; {counts.branches:,} branches, of "
+        f"these {counts.tight:,} too large for the memory; {found.seconds:.0f} s."
+    ]
+    if found.unseen:
+        lines.append(
+            f"warning: time ran out: {found.unseen} placements were not looked into to the end, a better one may be "
+            f"among them; give more --minutes"
+        )
+    elif not found.closed:
+        lines.append("warning: choices beyond those that were timed in full may come between these")
+    return lines
+
+
+def _otherwise(request: "Request", known: "EngineMemory", best: "Plan", seconds: float) -> list[str]:
+    """With twice the devices, and with half the memory."""
+    from hybridflow.automap.explained import groups, summary
+    from hybridflow.automap.search import search
+
+    rooms = {
+        f"With twice the GPUs ({2 * request.world_size})": replace(request, world_size=2 * request.world_size),
+        f"With half the memory ({request.memory_bytes / GIB / 2:.3g} GiB of room)": replace(
+            request, memory_bytes=request.memory_bytes // 2
+        ),
+    }
+    lines = []
+    for what, asked in rooms.items():
+        found = search(replace(asked, shown=1, seconds=max(5.0, seconds / len(rooms))), known=known)
+        ended = " (time ran out)" if found.unseen else ""
+        if not found.plans:
+            lines.append(f"{what}: nothing {'was found in the time' if found.unseen else 'fits'}.")
+            continue
+        plan = found.plans[0]
+        words = ", ".join(f"{name} {text}" for name, text in summary(plan).items() if name in OF_OTHERS)
+        ratio = f"{best.seconds / plan.seconds:.2f} times as fast"
+        lines.append(f"{what}: {plan.seconds:.4g} s, {ratio}{ended}; {groups(plan)}, {words}.")
+    return lines
+
+
+def _written(best: "Plan", output: Path | None, svg: Path | None, source: str, console: Console) -> None:
+    from hybridflow.automap.gantt import gantt
+
+    files: list[tuple[Path, str]] = []
+    if output is not None:
+        files.append((output, f"# Found by hybridflow.plan --search of {source}.\n{best.config.to_yaml()}"))
+    if svg is not None:
+        title = f"{best.config.name}: an iteration on {best.placed.world_size} ranks, {best.seconds:.4g} s foretold"
+        files.append((svg, gantt(best.prediction.spans, best.placed.world_size, title=title)))
+    for path, text in files:
+        try:
+            path.write_text(text)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+        console.print(Text(f"wrote {path}"))

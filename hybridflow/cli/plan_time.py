@@ -1,0 +1,89 @@
+"""The tables of `hybridflow.plan --time`, and the file that `hybridflow.plan --profile-device` measures and writes."""
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hybridflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hybridflow.placement.forecast import Report
+
+NOTES = (
+    "Seconds of the rank that takes longest. Roles on ranks of their own work at the same time: their seconds do not "
+    "add up. Without reward functions, whose time nobody can tell.",
+)
+
+
+def print_time(report: "Report", console: Console) -> None:
+    for table, notes in ((_phases(report), NOTES), (_idle(report), _largest(report))):
+        console.print()
+        console.print(table)
+        for note in notes:
+            console.print(Text(note))
+
+
+def _phases(report: "Report") -> Table:
+    where = "measured" if report["measured"] else "not measured here"
+    table = Table(title=f"Time of an iteration on {report['profile']} ({where})", title_justify="left")
+    for column in ("phase", "role", "ranks", "seconds", "share", "bound by"):
+        table.add_column(column, justify="right" if column in ("seconds", "share") else "left", overflow="fold")
+    for row in report["phases"]:
+        cells = (row["phase"], row["role"], row["ranks"], _seconds(row["seconds"]), f"{row['share']:.1%}")
+        table.add_row(*cells, row["bound"])
+    table.add_section()
+    lengths = f"{report['prompt_tokens']:g} + {report['response_tokens']['mean']:g} tokens a row"
+    rate = f"{report['tokens_per_second_per_device']:,.0f} tokens/s per device"
+    table.add_row("iteration", "", lengths, _seconds(report["seconds"]), "", rate, style="bold")
+    return table
+
+
+def _idle(report: "Report") -> Table:
+    table = Table(title="Idle share", title_justify="left")
+    table.add_column("ranks")
+    table.add_column("share", justify="right")
+    for row in report["idle"]:
+        table.add_row(row["ranks"], f"{row['share']:.1%}")
+    return table
+
+
+def _largest(report: "Report") -> list[str]:
+    found = report["largest_batch"]
+    room = f"{found['room'] / (1 << 30):.1f} GiB"
+    if found["rows"] is None:
+        return [f"No batch fits in {room} a device: the table of memory says what takes it."]
+    if not found["is_bound"]:
+        return [f"Any batch fits in {room} a device: more rows are more micro-batches, which take no more memory."]
+    return [
+        f"The largest batch that fits in {room} a device, with as many mini-batches: {found['key']} = {found['rows']}."
+    ]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.1f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
+
+
+def measure(output: str) -> None:
+    """Measure this machine with all ranks that were started, and write the profile; the first rank tells how far it is.
+
+    Errors: ConfigError where the file cannot be written, before anything is measured.
+    """
+    path, began = Path(output), time.monotonic()
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--output {output}: {path.absolute().parent} is no directory")
+    from hybridflow.automap.profiling.measure import measure_profile
+    from hybridflow.parallel import platform as platforms
+
+    def tell(text: str) -> None:
+        print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+    profile = measure_profile(path.stem, tell=tell)
+    if platforms.torchrun_rank()[0] == 0:
+        path.write_text(profile.model_dump_json(indent=1) + "\n")
+        print(f"wrote {path}")
+    platforms.stop()

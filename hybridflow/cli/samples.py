@@ -1,0 +1,140 @@
+"""Prompts, responses and scores of an iteration of a run, for a person to read: the best, the worst, and some others.
+
+    python -m hybridflow.samples runs/math [--iteration N] [--number K] [--seed S]
+
+RUN is a run's directory or its samples.jsonl, which holds metrics.num_samples responses of each iteration. Without
+--iteration the last one is shown. Which others are shown follows from --seed. The exit status is 1 where there is
+nothing to show.
+"""
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from hybridflow import __version__
+from hybridflow.cli.command import program
+from hybridflow.errors import DataError, UserError
+
+WIDTH = 112  # columns of a pipe
+STYLES = {"best": "green", "worst": "red", "random": "blue"}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A line of samples.jsonl."""
+
+    iteration: int
+    prompt: str
+    response: str
+    score: float | None
+    parts: Mapping[str, float]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog=program("hybridflow.samples"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run's directory, or a samples.jsonl")
+    parser.add_argument("--iteration", type=int, metavar="N", help="instead of the last")
+    parser.add_argument("--number", type=int, default=2, metavar="K", help="of each kind at most (2)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="another choice of the others (0)")
+    parser.add_argument("--version", action="version", version=__version__)
+    options = parser.parse_args(arguments)
+    if options.number < 1:
+        parser.error(f"--number {options.number}: at least 1")
+    try:
+        samples = of_iteration(read_samples(options.run), options.iteration, options.run)
+    except UserError as error:
+        print(f"hybridflow.samples: error: {error}", file=sys.stderr)
+        return 1
+    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
+    scores = [sample.score for sample in samples if sample.score is not None]
+    mean = f", mean score {sum(scores) / len(scores):.4g}" if scores else ""
+    console.print(
+        Text(f"{options.run}: iteration {samples[0].iteration}, {len(samples)} responses written{mean}"), soft_wrap=True
+    )
+    for kind, sample in chosen(samples, options.number, options.seed):
+        console.print(_panel(kind, sample))
+    return 0
+
+
+def read_samples(run: Path) -> list[Sample]:
+    """In the order of the file; a last line that is being written is left out. Errors: DataError."""
+    file = run / "samples.jsonl" if run.is_dir() else run
+    try:
+        lines = file.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}") from error
+    return [_sample(line, f"{file}: line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def of_iteration(samples: Sequence[Sample], iteration: int | None, run: Path) -> list[Sample]:
+    """Those of this iteration, or of the last. Errors: DataError where there are none."""
+    there = sorted({sample.iteration for sample in samples})
+    if not there:
+        raise DataError(f"{run}: holds no samples; metrics.num_samples says how many responses are written")
+    wanted = there[-1] if iteration is None else iteration
+    if wanted not in there:
+        raise DataError(f"{run}: --iteration {wanted}: has none; there are iterations {there[0]} to {there[-1]}")
+    return [sample for sample in samples if sample.iteration == wanted]
+
+
+def chosen(samples: Sequence[Sample], number: int, seed: int) -> list[tuple[str, Sample]]:
+    """So many of the best, worst and other ones at most, each with its kind and shown once. Without scores: others.
+
+    Of equal scores the first of the file comes first. With few samples the best have the first pick.
+    """
+    scored = [(-sample.score, place) for place, sample in enumerate(samples) if sample.score is not None]
+    order = [place for _, place in sorted(scored)]
+    best = order[:number]
+    worst = [place for _, place in sorted((-score, place) for score, place in scored) if place not in best][:number]
+    others = [place for place in range(len(samples)) if place not in best and place not in worst]
+    drawn = sorted(random.Random(seed).sample(others, min(number, len(others))))
+    kinds = {"best": best, "worst": worst, "random": drawn}
+    return [(kind, samples[place]) for kind, places in kinds.items() for place in places]
+
+
+def _sample(line: bytes, where: str) -> Sample:
+    try:
+        tree: Any = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: is not JSON: {error}") from error
+    keys = {"iteration", "prompt", "response", "score"}
+    if not isinstance(tree, dict) or not keys <= tree.keys():
+        raise DataError(f"{where}: is no sample of a run: expected an object with {', '.join(sorted(keys))}")
+    parts = tree["parts"] if "parts" in tree else {}  # earlier versions wrote none
+    return Sample(tree["iteration"], str(tree["prompt"]), str(tree["response"]), tree["score"], parts)
+
+
+def _panel(kind: str, sample: Sample) -> Panel:
+    text = Text()
+    text.append(_readable(sample.prompt), style="dim")
+    text.append("\n")
+    text.append(_readable(sample.response), style="bold")
+    parts = ", ".join(f"{name} {value:.4g}" for name, value in sample.parts.items())
+    score = "no score" if sample.score is None else f"score {sample.score:.4g}"
+    return Panel(
+        text,
+        title=Text(f"{kind}: {score}"),
+        subtitle=Text(parts) if parts else None,
+        title_align="left",
+        subtitle_align="left",
+        border_style=STYLES[kind],
+    )
+
+
+def _readable(text: str) -> str:
+    """What a terminal would take for a command is shown as an escape."""
+    shown = (c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(shown)

@@ -1,0 +1,172 @@
+"""Train a language model as one experiment config says, on as many ranks as torchrun starts:
+
+    torchrun --nproc-per-node 2 -m hybridflow.train configs/quickstart.yaml [section.key=value ...]
+
+CONFIG is a YAML file with the sections data, sampling, actor, rollout, algorithm, nonfinite and metrics, and those of
+critic, reference and reward that the algorithm has. algorithm.name is ppo (if left out), grpo, dr_grpo, rloo, remax,
+reinforce, opo, maxrl, distill, or custom: a function of your own, found in the working directory or beside CONFIG. With
+sft, reward_model, dpo and kto it trains on the rows of a file: nothing is generated, and there is no sampling, rollout
+or reward. Each override replaces a value: `actor.optimizer.lr=1e-5`, `reward.models.0.weight=2`, `critic=null`. How
+many ranks fit, and what they will hold, `hybridflow.plan` tells. Parallel sizes, budgets of tokens, recompute,
+offloading and the KV cache may be `auto`: they are then chosen for the devices that there are.
+
+A run leaves behind, in OUTPUT_DIR/NAME (runs/NAME), where an earlier run of that name has moved to NAME.1:
+
+    config.yaml                                 with every default
+    metrics.csv, tensorboard/                   a row an iteration
+    samples.jsonl                               some responses with their scores
+    checkpoints/step_NNNNNN/                    what the run goes on from; `hybridflow.checkpoints` lists them
+    batches/iteration_NNNNNN.safetensors        every batch, with metrics.dump_batches
+    batches/nonfinite_NNNNNN.safetensors        what was at hand when a number was not finite
+    hf/                                         the trained model, for transformers and vLLM
+
+With --replay DIR the batches that an earlier run has dumped take the place of what would be generated: its iterations
+again, to find out why one went as it did. DIR is that run's directory, or one of the files. With --rollout-only the run
+generates, scores and dumps its batches, and trains nothing. They write to NAME-replay and NAME-rollout, and no hf/.
+
+With checkpoint.save_interval the same command goes on where a run has ended, for whatever reason; SIGTERM and SIGUSR1
+make it save and end. The exit status is 0; 1 after one message that says what is wrong; 70 after a report on a rank
+that was stuck; 75 when it has ended as told and is saved; 76 when it has ended as told and is not.
+"""
+
+import argparse
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from hybridflow import __version__
+from hybridflow.cli.command import program
+from hybridflow.config import ExperimentConfig, read_tree
+from hybridflow.config.auto import autos, with_neutral
+from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig, config_class
+from hybridflow.errors import ConfigError, ExitStatus, Stopped, UserError
+from hybridflow.parallel.last_words import leave
+from hybridflow.user_code import search_beside
+
+if TYPE_CHECKING:
+    from hybridflow.parallel.watchdog import Watchdog
+    from hybridflow.trainers.fixed_data import FixedDataTrainer
+    from hybridflow.trainers.online import RLTrainer
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog=program("hybridflow.train"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", metavar="CONFIG", help="the experiment's YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")
+    parser.add_argument("--num-iterations", type=int, default=None, help="instead of the config's num_iterations")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--replay", metavar="DIR", type=Path, help="train on the dumped batches of an earlier run")
+    instead.add_argument("--rollout-only", action="store_true", help="generate and score, and train nothing")
+    parser.add_argument("--version", action="version", version=__version__)
+    options = parser.parse_intermixed_args(arguments)  # options may stand between overrides
+    try:
+        _train(options)
+    except Stopped as stopped:
+        _end_as_told(stopped)
+    except Exception as error:  # the boundary of the process: one rank reports, all end
+        try:
+            _report(error)
+        finally:  # a full disk under the output must not leave this process behind
+            leave(ExitStatus.ERROR)
+    leave(ExitStatus.FINISHED)
+
+
+def _train(options: argparse.Namespace) -> None:
+    num_iterations = [] if options.num_iterations is None else [f"num_iterations={options.num_iterations}"]
+    config, chosen = _config(options.config, options.overrides + num_iterations)
+    fixed = isinstance(config, FixedDataConfig)
+    if isinstance(config, FixedDataConfig) and (options.replay or options.rollout_only):
+        given = "--replay" if options.replay else "--rollout-only"
+        raise ConfigError(f"{given}: algorithm {config.algorithm.name} trains on fixed data and generates nothing")
+    search_beside(options.config)
+    # torch and megatron load for seconds: a bad config fails before
+    from hybridflow.parallel.device import device_name
+    from hybridflow.parallel.platform import prepare_imports, set_environment, torchrun_rank
+    from hybridflow.placement.placed import check_output_dir
+
+    set_environment(config.environment)
+    prepare_imports(config.platform)
+    rank, world_size = torchrun_rank()
+    if rank == 0:
+        check_output_dir(config)
+        where = f"{world_size} ranks, platform {device_name()}"
+        engine = "" if options.replay or fixed else " and the engine"
+        for line in chosen:
+            print(f"{config.name}: {line}", flush=True)
+        print(f"{config.name}: loading {', '.join(config.roles())}{engine}, {where}", flush=True)
+    from hybridflow.parallel.stop import StopRequest
+    from hybridflow.parallel.watchdog import Watchdog
+    from hybridflow.recording.progress import print_summary
+
+    watchdog = Watchdog(config.watchdog.deadlines(), StopRequest(config.checkpoint.grace_seconds))
+    try:
+        trainer = _trainer(config, watchdog, options)
+        summary = trainer.fit()
+    except Stopped:
+        watchdog.close()
+        raise
+    except Exception as error:
+        watchdog.failed(error)  # does not return where another rank's end is the cause
+        raise
+    if trainer.platform.rank == 0:
+        rows = summary.rows(trainer.config.run_dir, exported=trainer.writes_model)
+        print_summary(f"hybridflow {trainer.config.name}", rows)
+    watchdog.close()
+
+
+def _config(path: str, overrides: list[str]) -> tuple[AnyConfig, tuple[str, ...]]:
+    """The config, and what was chosen where it says `auto`: that takes torch, a config without is read without."""
+    tree = read_tree(path, overrides)
+    if not autos(tree):
+        return config_class(tree).from_tree(tree, path), ()
+    neutral = with_neutral(tree)
+    checked = config_class(neutral).from_tree(neutral, path)
+    from hybridflow.parallel.platform import prepare_imports, set_environment
+    from hybridflow.trainers.auto import load_for_run
+
+    set_environment(checked.environment)
+    prepare_imports(checked.platform)
+    return load_for_run(path, overrides)
+
+
+def _trainer(
+    config: "ExperimentConfig | FixedDataConfig", watchdog: "Watchdog", options: argparse.Namespace
+) -> "RLTrainer | FixedDataTrainer":
+    """What trains such a config. Without an engine vLLM is not looked for."""
+    if isinstance(config, FixedDataConfig):
+        from hybridflow.trainers.fixed_data import FixedDataTrainer
+
+        return FixedDataTrainer(config, watchdog)
+    from hybridflow.trainers.online import RLTrainer
+
+    return RLTrainer(config, watchdog, replay=options.replay, rollout_only=options.rollout_only)
+
+
+def _report(error: Exception) -> None:
+    """Print the error on the first rank that meets one. Ranks that fail because a peer left stay silent."""
+    if not _first_to_fail():
+        return
+    if isinstance(error, UserError):
+        print(f"hybridflow: error: {error}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
+
+
+def _end_as_told(stopped: Stopped) -> NoReturn:
+    from hybridflow.parallel.platform import torchrun_rank
+
+    if torchrun_rank()[0] == 0:
+        saved = "it is saved: the same command goes on from there" if stopped.saved else "it is not saved"
+        print(f"hybridflow: stopped {stopped}; {saved}", flush=True)
+    leave(ExitStatus.STOPPED if stopped.saved else ExitStatus.NOT_SAVED)
+
+
+def _first_to_fail() -> bool:
+    try:
+        from hybridflow.parallel.platform import first_to_fail
+    except Exception:  # torch cannot be imported, which is the error to report
+        return True
+    return first_to_fail()

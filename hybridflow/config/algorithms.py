@@ -1,0 +1,353 @@
+"""The section `algorithm` of a config: a class an algorithm, with its paper's defaults, and the parts that they share.
+
+Each says what it is and where it departs from its paper. `needs` says which roles there have to be. `hybridflow.config`
+reads it: this module knows sections, not files.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from hybridflow.config.losses import KL, LossMeanName, PolicyKind, PolicyLoss, UnitInterval, Update
+from hybridflow.config.section import Section
+
+# ------------------------------------------------------------------------------------------------ with a critic
+
+
+class PPO(Section):
+    """Proximal policy optimisation with a critic. Schulman et al. 2017, arXiv 1707.06347.
+
+    VC-PPO (arXiv 2503.01491) is `value_gae_lambda: 1` and a critic warm-up; VAPO (2504.05118) has besides
+    `length_adaptive_alpha: 0.05`, `positive_nll_coef: 0.1`, clip-higher and the token mean.
+    """
+
+    name: Literal["ppo"] = "ppo"
+    gamma: UnitInterval = 1.0
+    gae_lambda: UnitInterval = 0.95
+    value_gae_lambda: UnitInterval | None = None  # of the returns that the critic learns; None: gae_lambda
+    length_adaptive_alpha: PositiveFloat | None = None  # of advantages lambda = 1 - 1 / (this x response tokens) then
+    whiten_advantages: bool = True
+    positive_nll_coef: NonNegativeFloat = (
+        0.0  # of the mean -log p over the tokens of responses with a raw score above 0
+    )
+    policy: PolicyLoss = PolicyLoss()
+    value_clip_range: PositiveFloat | None = 0.2
+    kl: KL = KL()
+    update: Update = Update()
+    critic_warmup_iterations: NonNegativeInt = 0  # the actor is not updated in these
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.positive_nll_coef and self.policy.loss_mean != "token_mean":
+            raise ValueError(
+                f"positive_nll_coef = {self.positive_nll_coef} is of a mean over tokens: it goes with "
+                f"policy.loss_mean: token_mean, not {self.policy.loss_mean}"
+            )
+        return self
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor", "critic", "reward"}) | self.kl.needs()
+
+
+# ------------------------------------------------------------------------------------------------ groups of responses
+
+
+class DynamicSampling(Section):
+    """Train on groups whose raw scores are not all the same, and generate until there are enough. arXiv 2503.14476."""
+
+    max_generation_rounds: PositiveInt = 10  # of an iteration; what is missing then are groups of equal scores
+    surplus: Literal["keep", "drop"] = "keep"  # groups beyond a full batch: the first of the next iteration
+
+
+class GRPOPolicyLoss(PolicyLoss):
+    loss_mean: LossMeanName = "sequence_token_mean"
+
+
+class GRPOKL(KL):
+    """In the loss: an advantage is of a whole response, and has no place for a penalty a token."""
+
+    use: Literal["loss", "none"] = "loss"
+    estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
+    coef: NonNegativeFloat = 0.04
+
+
+class GRPO(Section):
+    """Group relative policy optimisation, without a critic. Shao et al. 2024, arXiv 2402.03300.
+
+    A = (r - mean of the group) / (std + 1e-6), the unbiased std. `std: batch` has that of all scores of the iteration
+    (arXiv 2508.08221). With `policy.kind` gspo, cispo or sapo it is what those papers train with.
+    """
+
+    name: Literal["grpo"] = "grpo"
+    std: Literal["group", "batch"] = "group"
+    policy: GRPOPolicyLoss = GRPOPolicyLoss()
+    kl: GRPOKL = GRPOKL()
+    dynamic_sampling: DynamicSampling | None = None
+    update: Update = Update()
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor", "reward"}) | self.kl.needs()
+
+
+class OffGroupKL(GRPOKL):
+    use: Literal["loss", "none"] = "none"
+
+
+class DrGRPOPolicyLoss(PolicyLoss):
+    loss_mean: LossMeanName = "constant"
+
+
+class DrGRPO(Section):
+    """GRPO without its two biases: A = r - mean of the group, and a loss over a constant length, with no KL.
+
+    Liu et al. 2025, arXiv 2503.20783. The constant is sampling.max_response_length, whatever the batch holds.
+    """
+
+    name: Literal["dr_grpo"] = "dr_grpo"
+    policy: DrGRPOPolicyLoss = DrGRPOPolicyLoss()
+    kl: OffGroupKL = OffGroupKL()
+    dynamic_sampling: DynamicSampling | None = None
+    update: Update = Update()
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor", "reward"}) | self.kl.needs()
+
+
+class PolicyGradient(PolicyLoss):
+    """The gradient of the expected score, term by term: a sum over the tokens of a response, a mean over responses."""
+
+    kind: PolicyKind = "reinforce"
+    loss_mean: LossMeanName = "sequence_sum_mean"
+
+
+class RLOO(Section):
+    """REINFORCE with the mean of the other responses as the baseline. Ahmadian et al. 2024, arXiv 2402.14740.
+
+    The KL of a whole response is taken off its score, as in the paper. There is one step an iteration unless `update`
+    says otherwise; for several give `policy.kind: clip`.
+    """
+
+    name: Literal["rloo"] = "rloo"
+    policy: PolicyGradient = PolicyGradient()
+    kl: KL = KL()
+    dynamic_sampling: DynamicSampling | None = None
+    update: Update = Update()
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor", "reward"}) | self.kl.needs()
+
+
+class OPO(Section):
+    """REINFORCE with the baseline of least variance: scores weighted by length. Hao et al. 2025, arXiv 2505.23585.
+
+    Exactly on-policy: one step an iteration, no KL, no entropy bonus.
+    """
+
+    name: Literal["opo"] = "opo"
+    policy: PolicyGradient = PolicyGradient()
+    kl: OffGroupKL = OffGroupKL()
+    dynamic_sampling: DynamicSampling | None = None
+    update: Update = Update()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for key, value, neutral in (
+            ("kl.use", self.kl.use, "none"),
+            ("policy.entropy_coef", self.policy.entropy_coef, 0),
+            ("update.epochs", self.update.epochs, 1),
+        ):
+            if value != neutral:
+                raise ValueError(f"{key} = {value}: opo is exactly on-policy, without KL and entropy bonus: {neutral}")
+        if self.dynamic_sampling is not None and self.dynamic_sampling.surplus == "keep":
+            raise ValueError(
+                "dynamic_sampling.surplus = keep: opo is exactly on-policy, a surplus is one update old: drop"
+            )
+        return self
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor", "reward"})
+
+
+class MaxRL(Section):
+    """A = (r - mean of the group) / mean, towards the likelihood of a right response. arXiv 2602.02710.
+
+    Scores are not negative: a group whose mean is 0 gives nothing. The mean over tokens is that of a policy gradient,
+    which is our choice.
+    """
+
+    name: Literal["maxrl"] = "maxrl"
+    policy: PolicyGradient = PolicyGradient()
+    kl: OffGroupKL = OffGroupKL()
+    dynamic_sampling: DynamicSampling | None = None
+    update: Update = Update()
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor", "reward"}) | self.kl.needs()
+
+
+# ------------------------------------------------------------------------------------------------ one response
+
+
+class ReMax(Section):
+    """REINFORCE with the score of a greedy response to the same prompt as the baseline.
+
+    Li et al. 2023, arXiv 2310.10505. One more response a prompt is generated, with the same hand-off; its score is
+    shaped as the others are.
+    """
+
+    name: Literal["remax"] = "remax"
+    policy: PolicyGradient = PolicyGradient()
+    kl: KL = KL()
+    update: Update = Update()
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor", "reward"}) | self.kl.needs()
+
+
+class Reinforce(Section):
+    """REINFORCE++: rewards to go, whitened over all tokens of the batch, under PPO's clipped loss. arXiv 2501.03262.
+
+    baseline none: G_t = sum_k gamma^k r_{t+k} with the k1 KL in each reward. group: the score less the mean of its
+    group, with the KL as k2 in the loss. The variance is the unbiased one.
+    """
+
+    name: Literal["reinforce"] = "reinforce"
+    baseline: Literal["none", "group"] = "none"
+    gamma: UnitInterval = 1.0  # baseline none
+    policy: PolicyLoss = PolicyLoss()
+    kl: KL = KL(coef=0.01)
+    update: Update = Update()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled(cls, given: Any) -> Any:
+        """What `kl` leaves open is that of the baseline."""
+        if not isinstance(given, dict) or not isinstance(given.get("kl", {}), dict):
+            return given
+        own = {"use": "loss", "estimator": "k2"} if given.get("baseline") == "group" else {}
+        return {**given, "kl": {"coef": 0.01, **own, **given.get("kl", {})}}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.baseline == "group" and self.kl.use == "reward":
+            raise ValueError("kl.use = reward: with baseline: group the KL is in the loss, a reward is of a response")
+        if self.baseline == "group" and self.gamma != 1.0:
+            raise ValueError(f"gamma = {self.gamma}: with baseline: group nothing is discounted, it is 1")
+        return self
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor", "reward"}) | self.kl.needs()
+
+
+# ------------------------------------------------------------------------------------------------ a teacher
+
+
+class DistillPolicyLoss(PolicyLoss):
+    kind: PolicyKind = "reinforce"
+
+
+class NoKL(KL):
+    """There is no penalty beside the advantage, which is a KL itself."""
+
+    use: Literal["none"] = "none"
+
+
+class Distill(Section):
+    """On-policy distillation: towards the role `reference`, the teacher, on the actor's own responses.
+
+    A_t = sum_k gamma^k (log pi_teacher - log pi_student) of the tokens from t on. Agarwal et al. 2023, arXiv
+    2306.13649.
+    """
+
+    name: Literal["distill"] = "distill"
+    gamma: UnitInterval = 0.0  # 0: each token answers for itself; 1: also for all that follow
+    policy: DistillPolicyLoss = DistillPolicyLoss()
+    kl: NoKL = NoKL()
+    update: Update = Update()
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor", "reference"})
+
+
+# ------------------------------------------------------------------------------------------------ one's own
+
+
+class CustomKL(KL):
+    use: Literal["reward", "loss", "none"] = "none"
+
+
+class Custom(Section):
+    """A flow of the user's own: `function(run, c) -> batch`, where c is this section."""
+
+    name: Literal["custom"]
+    flow: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]  # package.module:function
+    roles: tuple[Literal["actor", "critic", "reference", "reward"], ...]
+    options: dict[str, Any] = {}  # for the flow alone
+    policy: PolicyLoss = PolicyLoss()
+    kl: CustomKL = CustomKL()
+    update: Update = Update()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if "actor" not in self.roles:
+            raise ValueError(f"roles = {list(self.roles)} leaves out actor, which generates")
+        if self.kl.use != "none" and "reference" not in self.roles:
+            raise ValueError(f"kl.use = {self.kl.use} needs a reference: add reference to roles = {list(self.roles)}")
+        return self
+
+    def needs(self) -> frozenset[str]:
+        return frozenset(self.roles)
+
+
+# ------------------------------------------------------------------------------------------------ what goes with what
+
+
+Algorithm = PPO | GRPO | DrGRPO | RLOO | ReMax | Reinforce | OPO | MaxRL | Distill | Custom
+ALGORITHMS: Mapping[str, type[Section]] = {
+    "ppo": PPO,
+    "grpo": GRPO,
+    "dr_grpo": DrGRPO,
+    "rloo": RLOO,
+    "remax": ReMax,
+    "reinforce": Reinforce,
+    "opo": OPO,
+    "maxrl": MaxRL,
+    "distill": Distill,
+    "custom": Custom,
+}
+
+
+def compares_responses(algorithm: Algorithm) -> bool:
+    """Whether an advantage is one of a whole response, relative to the others of its prompt."""
+    match algorithm:
+        case GRPO() | DrGRPO() | RLOO() | OPO() | MaxRL():
+            return True
+        case Reinforce():
+            return algorithm.baseline == "group"
+        case PPO() | ReMax() | Distill() | Custom():
+            return False
+
+
+def check_parts(algorithm: Algorithm) -> None:
+    """Raise ValueError, with the reason, where parts of an algorithm make no sense together. A custom flow knows."""
+    kl, policy, name = algorithm.kl, algorithm.policy, algorithm.name
+    if isinstance(algorithm, Custom):
+        return
+    if kl.use == "loss" and kl.estimator == "k1":
+        raise ValueError(
+            "algorithm.kl.estimator = k1 in the loss: the expectation of its gradient is zero; k2 and k3+ have that of "
+            "the KL, k3 that of the KL the other way"
+        )
+    if policy.kind == "gspo" and not compares_responses(algorithm):
+        raise ValueError(
+            f"algorithm.policy.kind = gspo: its ratio is of a whole response, the advantages of {name} are of tokens; "
+            f"it goes with those that compare the responses of a prompt"
+        )

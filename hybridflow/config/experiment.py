@@ -1,0 +1,267 @@
+"""The config of a run that learns from responses which its engine generates: frozen, and validated.
+
+    config = ExperimentConfig.from_yaml("configs/quickstart.yaml", ["actor.optimizer.lr=1e-5", "seed=3"])
+
+Unknown keys are errors that name the nearest known one. Everything that can be checked without reading a model is
+checked here, once; nothing later asks whether a field is there.
+"""
+
+from typing import Any, Self
+
+from pydantic import PositiveInt, model_validator
+
+from hybridflow.config.algorithms import OPO, PPO, Custom, MaxRL, check_parts, compares_responses
+from hybridflow.config.data import DataConfig
+from hybridflow.config.old_keys import AlgorithmConfig
+from hybridflow.config.ranks import check_engine_ranks, check_engine_sizes, check_placement, check_ranks
+from hybridflow.config.roles import LayoutConfig, RewardConfig, RoleConfig, RolloutConfig, TrainedRoleConfig
+from hybridflow.config.run import RunConfig
+from hybridflow.config.sampling import REPLACED, SamplingConfig
+from hybridflow.errors import ConfigError, Reasons
+from hybridflow.parallel.layout import Layout
+
+
+class ExperimentConfig(RunConfig):
+    """A run that learns from responses which its engine generates."""
+
+    num_iterations: PositiveInt
+    data: DataConfig
+    sampling: SamplingConfig
+    actor: TrainedRoleConfig
+    critic: TrainedRoleConfig | None = None  # this one and the next two: where the algorithm has them
+    reference: RoleConfig | None = None
+    reward: RewardConfig | None = None
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = PPO()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_parts(self.algorithm)
+        for check in (
+            self._check_roles,
+            self._check_reset,
+            self._check_buckets,
+            self._check_batch,
+            self._check_sampling,
+            self._check_lengths,
+            self._check_scores,
+            self._check_rounds,
+        ):
+            check()
+        if self.metrics.eval_interval and not (self.data.heldout and self.metrics.eval_reward):
+            raise ValueError(
+                f"metrics.eval_interval = {self.metrics.eval_interval} needs data.heldout and metrics.eval_reward"
+            )
+        return self
+
+    def _check_roles(self) -> None:
+        """The sections that the algorithm needs are there, and no others."""
+        needed, kl = self.algorithm.needs(), f"algorithm.kl.use = {self.algorithm.kl.use}"
+        for name in ("critic", "reference", "reward"):
+            given = getattr(self, name) is not None
+            why = f"{self.algorithm.name} with {kl}" if name == "reference" else f"algorithm {self.algorithm.name}"
+            if name in needed and not given:
+                raise ValueError(f"{name}: is required by {why}: add the section {name}")
+            if given and name not in needed:
+                raise ValueError(f"{name}: {why} has none: remove the section {name}, or set {name}=null")
+
+    def _check_reset(self) -> None:
+        """A reference that becomes the actor lies where the actor does: each rank copies its own."""
+        interval = self.algorithm.kl.reset_reference_interval
+        if interval is None or self.reference is None:
+            return
+        for key in LayoutConfig.model_fields:
+            mine, actors = getattr(self.reference, key), getattr(self.actor, key)
+            if key not in ("data_parallel_size", "sequence_parallel") and mine != actors:
+                raise ValueError(
+                    f"algorithm.kl.reset_reference_interval = {interval} copies the actor's weights where they lie: "
+                    f"reference.{key} = {mine} and actor.{key} = {actors} must be the same"
+                )
+
+    def _check_buckets(self) -> None:
+        """Those of sampling.by_prompt_length ascend, each is of some prompt, and says what the section allows."""
+        before = 0
+        for i, bucket in enumerate(self.sampling.by_prompt_length):
+            name = f"sampling.by_prompt_length.{i}"
+            if not bucket.replaced():
+                raise ValueError(
+                    f"{name}: replaces nothing: give one of {', '.join(REPLACED)}, or leave the bucket out"
+                )
+            if bucket.up_to <= before:
+                raise ValueError(f"{name}.up_to = {bucket.up_to}: buckets ascend, the one before ends at {before}")
+            if before >= self.data.max_prompt_length:
+                raise ValueError(
+                    f"{name}.up_to = {bucket.up_to}: no prompt is in this bucket, the one before ends at {before} and "
+                    f"data.max_prompt_length = {self.data.max_prompt_length}"
+                )
+            self._check_limit(f"{name}.max_response_length", bucket.max_response_length)
+            if isinstance(self.algorithm, Custom) and self.sampling.samples.varies and bucket.samples_per_prompt:
+                raise ValueError(
+                    f"{name}.samples_per_prompt = {bucket.samples_per_prompt}: a flow of your own may take the "
+                    f"responses of a prompt to be equally many: leave it out, or give all buckets the same as sampling"
+                )
+            before = bucket.up_to
+
+    def _check_limit(self, name: str, limit: int | None) -> None:
+        """The section's limit is the longest: positions, KV cache and budgets of tokens are made for it."""
+        sampling = self.sampling
+        if limit is not None and limit > sampling.max_response_length:
+            raise ValueError(f"{name} = {limit} exceeds sampling.max_response_length = {sampling.max_response_length}")
+        if limit is not None and limit < sampling.min_response_length:
+            raise ValueError(f"{name} = {limit} is below sampling.min_response_length = {sampling.min_response_length}")
+
+    def _check_batch(self) -> None:
+        batch, kl = self.batch_size, self.algorithm.kl
+        self._check_mini_batch()
+        for name, samples in self._by_bucket("samples_per_prompt"):
+            if compares_responses(self.algorithm) and samples == 1:
+                raise ValueError(
+                    f"{name} = 1: algorithm {self.algorithm.name} compares the responses of a prompt "
+                    f"with each other, it needs at least 2"
+                )
+        if isinstance(self.algorithm, OPO) and self.mini_batch_size != batch:
+            raise ValueError(
+                f"algorithm.update.mini_batch_size = {self.mini_batch_size}: opo is exactly on-policy, it takes one "
+                f"step with all {batch} sequences of an iteration: leave it out"
+            )
+        if kl.controller == "adaptive" and batch >= 5 * kl.horizon:
+            raise ValueError(
+                f"algorithm.kl.horizon = {kl.horizon} is too short for {batch} sequences an iteration: one step may "
+                f"change the coefficient by 0.2 x {batch} / {kl.horizon}, which must stay below 1"
+            )
+
+    def _check_mini_batch(self) -> None:
+        prompts, batch, most = self.data.prompts_per_iteration, self.batch_size, max(self.sampling.samples.values)
+        if self.algorithm.update.whole_prompts and self.sampling.samples.varies:
+            raise ValueError(
+                "algorithm.update.whole_prompts = true: with sampling.by_prompt_length prompts have unlike numbers of "
+                "responses, and mini-batches are cut by responses: leave one out"
+            )
+        if self.algorithm.update.whole_prompts and self.mini_batch_size % most:
+            raise ValueError(
+                f"algorithm.update.whole_prompts = true: algorithm.update.mini_batch_size = {self.mini_batch_size} is "
+                f"no multiple of sampling.samples_per_prompt = {most}"
+            )
+        if self.sampling.samples.varies and self.mini_batch_size > batch:
+            raise ValueError(
+                f"algorithm.update.mini_batch_size = {self.mini_batch_size} exceeds the most sequences of an "
+                f"iteration: data.prompts_per_iteration x the largest samples_per_prompt = {prompts} x {most} = {batch}"
+            )
+        if not self.sampling.samples.varies and batch % self.mini_batch_size:
+            raise ValueError(
+                f"algorithm.update.mini_batch_size = {self.mini_batch_size} does not divide the sequences of an "
+                f"iteration: data.prompts_per_iteration x sampling.samples_per_prompt = {prompts} x {most} = {batch}"
+            )
+
+    def _by_bucket(self, key: str) -> list[tuple[str, Any]]:
+        """The values of a key of `sampling`, each with its name: the section's own, and those that buckets have."""
+        found = [(f"sampling.{key}", getattr(self.sampling, key))]
+        for i, bucket in enumerate(self.sampling.by_prompt_length):
+            if getattr(bucket, key) is not None:
+                found.append((f"sampling.by_prompt_length.{i}.{key}", getattr(bucket, key)))
+        return found
+
+    def _check_rounds(self) -> None:
+        dynamic = getattr(self.algorithm, "dynamic_sampling", None)
+        if dynamic is not None and self.checkpoint.save_rollout:
+            raise ValueError(
+                "checkpoint.save_rollout = true: with algorithm.dynamic_sampling an iteration has several generations, "
+                "which are not kept: leave one out"
+            )
+
+    def _check_sampling(self) -> None:
+        changed, policy = self.sampling.changed_distribution(), self.algorithm.policy
+        if policy.old_log_probs == "engine" and changed:
+            raise ValueError(
+                f"algorithm.policy.old_log_probs = engine cannot go with {', '.join(changed)}: the engine's log-probs "
+                f"are then of the truncated or penalised distribution, and the ratio of the first step would not be 1"
+            )
+        if policy.importance is not None and changed:
+            bound = "kind" if policy.importance.cap is None else "cap"
+            raise ValueError(
+                f"algorithm.policy.importance.{bound} = {getattr(policy.importance, bound)} cannot go with "
+                f"{', '.join(changed)}: the engine's log-probs are then of the truncated or penalised distribution, "
+                f"the trainer's of the full one, and the weights would carry the difference of the two"
+            )
+
+    def _check_scores(self) -> None:
+        """What shapes scores leaves them as the algorithm takes them."""
+        reward = self.reward
+        for name, limit in self._by_bucket("max_response_length"):
+            if reward is not None and reward.overlong is not None and reward.overlong.buffer > limit:
+                raise ValueError(f"reward.overlong.buffer = {reward.overlong.buffer} is longer than {name} = {limit}")
+        if isinstance(self.algorithm, MaxRL) and reward is not None:
+            for key, neutral in (("normalization", "none"), ("truncation_penalty", 0.0), ("overlong", None)):
+                if getattr(reward, key) != neutral:
+                    raise ValueError(
+                        f"reward.{key} = {getattr(reward, key)}: maxrl divides by the mean score of a group, and this "
+                        f"makes scores negative: leave it out"
+                    )
+
+    def _check_lengths(self) -> None:
+        longest = self.max_sequence_length
+        for name, role in self.roles().items():
+            if role.micro_batch_tokens < longest:
+                raise ValueError(
+                    f"{name}.micro_batch_tokens = {role.micro_batch_tokens} cannot hold one sequence: "
+                    f"data.max_prompt_length + sampling.max_response_length = {longest}"
+                )
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of an iteration; the most where samples_per_prompt goes by the length of a prompt."""
+        return self.data.prompts_per_iteration * max(self.sampling.samples.values)
+
+    @property
+    def mini_batch_size(self) -> int:
+        return self.algorithm.update.mini_batch_size or self.batch_size
+
+    @property
+    def max_sequence_length(self) -> int:
+        return self.data.max_prompt_length + self.sampling.max_response_length
+
+    @property
+    def rollout_tensor_parallel_size(self) -> int:
+        return self.rollout.tensor_parallel_size or self.actor.tensor_parallel_size
+
+    def roles(self) -> dict[str, RoleConfig]:
+        """Every model of the run by the config key that names it."""
+        models = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
+        rewards = {f"reward.models.{i}": model for i, model in enumerate(self.reward.models if self.reward else ())}
+        return {name: model for name, model in models.items() if model is not None} | rewards
+
+    def layouts(self, world_size: int, reasons: Reasons) -> dict[str, Layout]:
+        """Each role's layout on `world_size` ranks. What is wrong is noted; a role that has none is left out.
+
+        Every role's grid fills its ranks, its replicas get rows, the engine's replicas fill theirs, all ranks are used.
+        """
+        layouts = self.role_layouts(world_size, reasons)
+        for name, layout in layouts.items():
+            reasons.of(self._check_replicas, name, layout)
+        reasons.of(self._check_engine, layouts.get("actor"), world_size)
+        if not reasons.lines:
+            placed = {f"{name}.ranks": layout.ranks for name, layout in layouts.items()}
+            reasons.of(check_placement, placed | {"rollout.ranks": self.rollout_ranks(world_size)}, world_size)
+        return layouts
+
+    def _check_replicas(self, name: str, layout: Layout) -> None:
+        fewest = min(self.mini_batch_size, self.data.prompts_per_iteration * min(self.sampling.samples.values))
+        if isinstance(self.roles()[name], TrainedRoleConfig) and fewest < layout.dp:
+            what = "algorithm.update.mini_batch_size"
+            if fewest < self.mini_batch_size:
+                what = "data.prompts_per_iteration x the smallest samples_per_prompt"
+            raise ConfigError(
+                f"{what} = {fewest} leaves replicas of {name} without "
+                f"a sequence: {name} has data_parallel_size {layout.dp} on {len(layout.ranks)} ranks"
+            )
+
+    def _check_engine(self, actor: Layout | None, world_size: int) -> None:
+        check_ranks("rollout.ranks", self.rollout.ranks, world_size)
+        if actor is not None:
+            ranks = self.rollout_ranks(world_size)
+            check_engine_ranks(ranks, actor.ranks)
+            check_engine_sizes(self.rollout_tensor_parallel_size, self.rollout.pipeline_parallel_size, len(ranks))
+
+    def rollout_ranks(self, world_size: int) -> tuple[int, ...]:
+        """Where the engine runs: by default on the actor's ranks."""
+        return self.rollout.ranks or self.actor.ranks or tuple(range(world_size))

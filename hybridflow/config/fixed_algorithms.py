@@ -1,0 +1,99 @@
+"""The section `algorithm` of a run on fixed data: nothing is generated, the rows of a file are what is learnt from.
+
+Each says what it is, what a row holds, and where it departs from its paper. `hybridflow.config.fixed_data` reads it.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, PositiveFloat, model_validator
+
+from hybridflow.config.section import Section
+
+Kind = Literal["sft", "pairs", "labelled"]  # of a row: a completion; a chosen and a rejected one; one with a label
+
+
+class SFT(Section):
+    """Supervised fine-tuning: -log pi of the tokens that count, their mean over all of them in the batch."""
+
+    name: Literal["sft"] = "sft"
+
+    @property
+    def kind(self) -> Kind:
+        return "sft"
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor"})
+
+
+class RewardModeling(Section):
+    """A reward model of pairs: -log sigma(r(chosen) - r(rejected) - margin). Bradley and Terry 1952; arXiv 2203.02155.
+
+    The score is read at the last token. The margin is the row's, 0 where it has none (Llama 2, arXiv 2307.09288).
+    """
+
+    name: Literal["reward_model"] = "reward_model"
+
+    @property
+    def kind(self) -> Kind:
+        return "pairs"
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"reward_model"})
+
+
+class DPO(Section):
+    """Direct preference optimisation. Rafailov et al. 2023, arXiv 2305.18290.
+
+    loss sigmoid: -log sigma(beta h), h the log-ratio to the reference of the chosen completion less that of the
+    rejected one, each a sum over its tokens. With label_smoothing e (cDPO) it is (1 - e) of that and e of the reverse.
+    loss ipo: (h - 1 / (2 beta))^2, arXiv 2310.12036, where beta is the paper's tau. The log-ratios are sums as in the
+    paper: no length divides them, as it does in some trainers, whose beta is then another.
+    """
+
+    name: Literal["dpo"] = "dpo"
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    beta: PositiveFloat = 0.1
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0  # the share of pairs that are the wrong way round
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.loss == "ipo" and self.label_smoothing:
+            raise ValueError(f"label_smoothing = {self.label_smoothing} is for loss: sigmoid, the loss is ipo")
+        return self
+
+    @property
+    def kind(self) -> Kind:
+        return "pairs"
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor", "reference"})
+
+
+class KTO(Section):
+    """Kahneman-Tversky optimisation of completions that are good or bad, not in pairs. arXiv 2402.01306.
+
+    The point that log-ratios are compared with is the mean log-ratio of mismatched pairs, each prompt with the
+    completion of the next row of the batch, over the global batch, and not below 0; no gradient flows through it.
+    """
+
+    name: Literal["kto"] = "kto"
+    beta: PositiveFloat = 0.1
+    desirable_weight: PositiveFloat = 1.0
+    undesirable_weight: PositiveFloat = 1.0
+
+    @property
+    def kind(self) -> Kind:
+        return "labelled"
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"actor", "reference"})
+
+
+FixedAlgorithm = SFT | RewardModeling | DPO | KTO
+FIXED_ALGORITHMS: Mapping[str, type[Section]] = {
+    "sft": SFT,
+    "reward_model": RewardModeling,
+    "dpo": DPO,
+    "kto": KTO,
+}

@@ -1,0 +1,163 @@
+"""The config of a run on fixed data: supervised fine-tuning, reward models, DPO, KTO. Nothing is generated.
+
+    config = load_config("configs/quickstart_sft.yaml", ["num_epochs=2"])     # of either kind, by algorithm.name
+
+Sections that such a run has no use for (sampling, rollout, reward, a critic) are refused, with what to remove.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from hybridflow.config import ExperimentConfig, RoleConfig, RunConfig, TrainedRoleConfig, read_tree
+from hybridflow.config.data import FilesConfig
+from hybridflow.config.fixed_algorithms import FIXED_ALGORITHMS, KTO, FixedAlgorithm
+from hybridflow.config.ranks import check_placement
+from hybridflow.errors import ConfigError, Reasons
+from hybridflow.parallel.layout import Layout
+
+ROLES = ("actor", "reference", "reward_model")  # in the order of the config
+OF_GENERATION = ("sampling", "rollout", "reward", "critic")
+
+
+class FixedDataSection(FilesConfig):
+    """Where rows come from. A pair of completions is one row."""
+
+    batch_size: PositiveInt  # rows of an optimizer step, which is an iteration
+    max_length: PositiveInt  # tokens of a sequence, prompt and completion
+    overlong: Literal["drop", "error"] = "error"  # a row with a longer sequence
+
+
+class FixedDataConfig(RunConfig):
+    """A run that learns from the rows of files."""
+
+    num_iterations: PositiveInt | None = None  # this or the next one
+    num_epochs: PositiveInt | None = None  # passes over data.train, in whole batches
+    data: FixedDataSection
+    actor: TrainedRoleConfig | None = None  # this one and the next two: where the algorithm has them
+    reference: RoleConfig | None = None
+    reward_model: TrainedRoleConfig | None = None
+    algorithm: Annotated[FixedAlgorithm, Field(discriminator="name")]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_of_generation(cls, given: Any) -> Any:
+        """Sections of a run that generates are named as what they are; set to null they are not there."""
+        if not isinstance(given, dict):
+            return given
+        there = [key for key in OF_GENERATION if given.get(key) is not None]
+        if there:
+            raise ValueError(
+                f"{there[0]}: this algorithm trains on fixed data and generates nothing: remove the section "
+                f"{there[0]}, or set {there[0]}=null"
+            )
+        return {key: value for key, value in given.items() if key not in OF_GENERATION}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.num_iterations is None) == (self.num_epochs is None):
+            both = f"num_iterations = {self.num_iterations}, num_epochs = {self.num_epochs}"
+            raise ValueError(f"{both}: give one of the two")
+        self._check_roles()
+        self._check_lengths()
+        self._check_metrics()
+        if isinstance(self.algorithm, KTO) and self.data.batch_size == 1:
+            raise ValueError("data.batch_size = 1: kto compares each prompt with the completion of another row")
+        return self
+
+    def _check_roles(self) -> None:
+        """The models that the algorithm needs are there, and no others."""
+        for name in ROLES:
+            given, needed = getattr(self, name) is not None, name in self.algorithm.needs()
+            if needed and not given:
+                raise ValueError(f"{name}: is required by algorithm {self.algorithm.name}: add the section {name}")
+            if given and not needed:
+                raise ValueError(
+                    f"{name}: algorithm {self.algorithm.name} has none: remove the section {name}, or set {name}=null"
+                )
+        for key in ("offload_optimizer", "offload_gradients"):
+            if getattr(self.trained, key):
+                raise ValueError(f"{self.trained_name}.{key} = true: it waits while an engine generates, and none does")
+
+    def _check_lengths(self) -> None:
+        for name, role in self.roles().items():
+            if role.micro_batch_tokens < self.data.max_length:
+                raise ValueError(
+                    f"{name}.micro_batch_tokens = {role.micro_batch_tokens} cannot hold one sequence: "
+                    f"data.max_length = {self.data.max_length}"
+                )
+
+    def _check_metrics(self) -> None:
+        metrics, checkpoint = self.metrics, self.checkpoint
+        if metrics.eval_reward is not None:
+            raise ValueError(f"metrics.eval_reward = {metrics.eval_reward}: there are no responses to judge: remove it")
+        if metrics.eval_interval and not self.data.heldout:
+            raise ValueError(f"metrics.eval_interval = {metrics.eval_interval} needs data.heldout")
+        if checkpoint.keep_best and checkpoint.best_metric.startswith("reward/"):
+            raise ValueError(
+                f"checkpoint.best_metric = {checkpoint.best_metric}: there are no rewards; name a metric of this run "
+                f"that is the better the higher it is"
+            )
+
+    @property
+    def trained_name(self) -> str:
+        return "reward_model" if "reward_model" in self.algorithm.needs() else "actor"
+
+    @property
+    def trained(self) -> TrainedRoleConfig:
+        found = self.roles()[self.trained_name]
+        assert isinstance(found, TrainedRoleConfig), f"{self.trained_name} has no optimizer"
+        return found
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Of the models' batch: two of a pair; of kto's also the mismatched ones."""
+        return self.data.batch_size * (1 if self.algorithm.kind == "sft" else 2)
+
+    def iterations(self, num_rows: int) -> int:
+        """Of a run on so many rows: what is given, or `num_epochs` passes in whole batches. Errors: ConfigError."""
+        if self.num_iterations is not None:
+            return self.num_iterations
+        assert self.num_epochs is not None, "one of the two is given"
+        if self.num_epochs * num_rows < self.data.batch_size:
+            raise ConfigError(
+                f"data.batch_size = {self.data.batch_size} is more than num_epochs x rows of data.train = "
+                f"{self.num_epochs} x {num_rows}"
+            )
+        return self.num_epochs * num_rows // self.data.batch_size
+
+    def roles(self) -> dict[str, RoleConfig]:
+        """Every model of the run by the config key that names it."""
+        return {name: role for name in ROLES if (role := getattr(self, name)) is not None}
+
+    def layouts(self, world_size: int, reasons: Reasons) -> dict[str, Layout]:
+        """Each role's layout on `world_size` ranks. What is wrong is noted; a role that has none is left out."""
+        layouts = self.role_layouts(world_size, reasons)
+        name, rows = self.trained_name, self.data.batch_size
+        if name in layouts and rows < layouts[name].dp:
+            reasons.lines.append(
+                f"data.batch_size = {rows} leaves replicas of {name} without a row: {name} has data_parallel_size "
+                f"{layouts[name].dp} on {len(layouts[name].ranks)} ranks"
+            )
+        if not reasons.lines:
+            placed = {f"{name}.ranks": layout.ranks for name, layout in layouts.items()}
+            reasons.of(check_placement, placed, world_size)
+        return layouts
+
+
+AnyConfig = ExperimentConfig | FixedDataConfig
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> AnyConfig:
+    """The config of a file, of the kind that its algorithm.name asks for. Errors: ConfigError."""
+    tree = read_tree(path, overrides)
+    return config_class(tree).from_tree(tree, path)
+
+
+def config_class(tree: Mapping[str, Any]) -> type[ExperimentConfig] | type[FixedDataConfig]:
+    """By the name of the algorithm alone."""
+    algorithm = tree.get("algorithm")
+    fixed = isinstance(algorithm, Mapping) and algorithm.get("name") in FIXED_ALGORITHMS
+    return FixedDataConfig if fixed else ExperimentConfig

@@ -1,0 +1,162 @@
+"""What the sections of most algorithms have: the KL penalty, the policy loss with importance weights, updates."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from hybridflow.config.section import Section
+
+UnitInterval = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class KL(Section):
+    """Where the KL to the reference enters: taken off the reward of each token, or added to the actor's loss."""
+
+    use: Literal["reward", "loss", "none"] = "reward"
+    estimator: Literal["k1", "k2", "k3", "k3+"] = "k1"  # k3+: the value of k3 with the gradient of k2
+    coef: NonNegativeFloat = 0.05
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    target: PositiveFloat = 6.0  # adaptive: nats per sequence
+    horizon: PositiveFloat = 10000.0  # adaptive: sequences
+    reset_reference_interval: PositiveInt | None = None  # iterations after which the reference becomes the actor
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.use == "none" and self.controller == "adaptive":
+            raise ValueError("controller: adaptive has nothing to control where use is none")
+        if self.use == "none" and self.reset_reference_interval is not None:
+            interval = self.reset_reference_interval
+            raise ValueError(f"reset_reference_interval = {interval} has no reference to reset where use is none")
+        if self.use == "reward" and self.estimator == "k3+":
+            raise ValueError(
+                "estimator = k3+ differs from k3 in its gradient, and no gradient flows in a reward: use k3"
+            )
+        return self
+
+    def needs(self) -> frozenset[str]:
+        return frozenset() if self.use == "none" else frozenset({"reference"})
+
+
+BAND_KINDS = ("geometric", "icepop")
+
+
+class Importance(Section):
+    """Weights of tokens whose probabilities differ between the engine and the trainer before its updates.
+
+    w_t = exp(log pi_t - log mu_t), mu the engine's. What is left out stays in the divisor of the loss mean.
+    """
+
+    kind: Literal["token", "sequence", "geometric", "icepop"] = "token"
+    cap: PositiveFloat | None = None  # token, sequence (there of the product over a response): at most this; there 2
+    low: PositiveFloat | None = None  # geometric: responses whose geometric mean of w_t lies outside are left out
+    high: PositiveFloat | None = None  # icepop: tokens outside are left out; there 0.5 and 5
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        kind = given.get("kind", "token")
+        defaults = {"low": 0.5, "high": 5.0} if kind == "icepop" else {"cap": 2.0} if kind not in BAND_KINDS else {}
+        return {**given, **{key: value for key, value in defaults.items() if given.get(key) is None}}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        band = self.kind in BAND_KINDS
+        for key in ("cap",) if band else ("low", "high"):
+            if getattr(self, key) is not None:
+                needed = "low and high" if band else "cap"
+                raise ValueError(f"{key} = {getattr(self, key)} is not for kind: {self.kind}, which has {needed}")
+        if band and (self.low is None or self.high is None):
+            raise ValueError("kind: geometric needs low and high, such as 0.99 and 1.01: no paper has numbers for it")
+        if self.low is not None and self.high is not None and not self.low <= 1 <= self.high:
+            raise ValueError(f"low = {self.low}, high = {self.high}: 1, where engine and trainer agree, lies between")
+        return self
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Of the weights, those that lie within are as they were."""
+        return self.low or 0.0, self.cap or self.high or 0.0
+
+
+def with_importance(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """A section `policy` as it is written now: the `importance_cap` of old is the cap of `importance`."""
+    tree = {key: value for key, value in policy.items() if key != "importance_cap"}
+    if policy.get("importance_cap") is not None:
+        if tree.get("importance") is not None:
+            raise ValueError("importance_cap is now importance.cap, which is given too: leave one out")
+        tree["importance"] = {"kind": "token", "cap": policy["importance_cap"]}
+    return tree
+
+
+LossMeanName = Literal["token_mean", "sequence_token_mean", "sequence_sum_mean", "constant", "prompt_mean"]
+PolicyKind = Literal["clip", "dual_clip", "gspo", "cispo", "sapo", "reinforce"]
+CLIP_RANGES: Mapping[str, tuple[float, float]] = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+ONLY_FOR = {"dual_clip": "dual_clip", "tau_positive": "sapo", "tau_negative": "sapo"}
+
+
+class PolicyLoss(Section):
+    """The actor's loss of each response token, and its mean over the mini-batch.
+
+    kind: `clip` (PPO), `dual_clip`, `gspo` (the ratio is a response's), `cispo` (the clipped ratio is a weight), `sapo`
+    (a soft gate in place of the clip), `reinforce` (no ratio). CISPO's paper has no number for its bound: by default a
+    weight is 5 at most, and has no lower one.
+    """
+
+    kind: PolicyKind = "clip"
+    clip_range: PositiveFloat = 0.2  # probability ratios are clipped at 1 - this; gspo 3e-4; cispo 1: no lower bound
+    clip_range_high: PositiveFloat | None = None  # and at 1 + this; None: clip_range; gspo 4e-4; cispo 4
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = None  # kind dual_clip, there 3 by default: L <= -3 A if A < 0
+    tau_positive: PositiveFloat | None = None  # kind sapo, there 1 by default: where A > 0
+    tau_negative: PositiveFloat | None = None  # kind sapo, there 1.05 by default: elsewhere
+    loss_mean: LossMeanName = "token_mean"  # constant: over sampling.max_response_length tokens a sequence
+    mask_truncated: bool = False  # responses cut at the limit are in no loss, nor its mean: overlong filtering
+    entropy_coef: NonNegativeFloat = 0.0
+    old_log_probs: Literal["trainer", "engine"] = "trainer"  # engine: as sampled, one forward pass less
+    importance: Importance | None = None  # engine against trainer; None: no weights
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled(cls, given: Any) -> Any:
+        """An `importance_cap` goes where it is now; gspo and cispo have clip ranges of their own."""
+        if not isinstance(given, dict):
+            return given
+        low_high = CLIP_RANGES.get(str(given.get("kind", cls.model_fields["kind"].default)))
+        ranges = dict(zip(("clip_range", "clip_range_high"), low_high, strict=True)) if low_high else {}
+        return ranges | with_importance(given)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for key, kind in ONLY_FOR.items():
+            if getattr(self, key) is not None and self.kind != kind:
+                raise ValueError(f"{key} = {getattr(self, key)} is for kind: {kind}, the kind is {self.kind}")
+        for key in ("clip_range", "clip_range_high"):
+            neutral = PolicyLoss.model_fields[key].default
+            if self.kind in ("sapo", "reinforce") and getattr(self, key) != neutral:
+                raise ValueError(f"{key} = {getattr(self, key)}: kind: {self.kind} clips nothing")
+        if self.kind == "gspo" and self.loss_mean != "sequence_token_mean":
+            raise ValueError(
+                f"kind: gspo has the loss of a response at each of its tokens: loss_mean = {self.loss_mean} would "
+                f"weigh it by its length, it goes with sequence_token_mean"
+            )
+        if self.old_log_probs == "engine" and self.importance is not None:
+            raise ValueError(
+                "old_log_probs: engine has the difference between engine and trainer in the ratio; importance would "
+                "count it twice: leave one out"
+            )
+        return self
+
+
+class Update(Section):
+    """Passes over the batch of an iteration, cut into mini-batches in random order: an optimizer step each."""
+
+    epochs: PositiveInt = 1
+    mini_batch_size: PositiveInt | None = None  # sequences per optimizer step; None: all of the iteration
+    whole_prompts: bool = False  # a mini-batch has all responses of its prompts, each of which is then run but once

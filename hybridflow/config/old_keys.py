@@ -1,0 +1,54 @@
+"""Where the keys went that `algorithm` had before algorithms had names."""
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from hybridflow.config.algorithms import Algorithm
+
+# where the keys of configs without a name went: before there were names, there was PPO with these
+MOVED = {
+    "clip_range": "policy",
+    "clip_range_high": "policy",
+    "dual_clip": "policy",
+    "entropy_coef": "policy",
+    "importance_cap": "policy",
+    "ppo_epochs": "update",
+    "mini_batch_size": "update",
+}
+
+
+def moved_to(key: str) -> str:
+    return {"ppo_epochs": "update.epochs", "importance_cap": "policy.importance.cap"}.get(key, f"{MOVED[key]}.{key}")
+
+
+def _moved(key: str, value: Any) -> dict[str, Any]:
+    """What an old key is in the section that it went to; nothing where it turned off what is off unless it is given."""
+    if key in ("dual_clip", "importance_cap") and value is None:
+        return {}
+    match key:
+        case "dual_clip":
+            return {"dual_clip": value, "kind": "dual_clip"}
+        case "importance_cap":
+            return {"importance": {"kind": "token", "cap": value}}
+        case "ppo_epochs":
+            return {"epochs": value}
+    return {key: value}
+
+
+def _named(given: Any) -> Any:
+    """An `algorithm` section without a name is PPO's; the keys that it had of old go where they are now."""
+    if not isinstance(given, dict) or "name" in given:
+        return given
+    tree = {key: value for key, value in given.items() if key not in MOVED}
+    for key, section in MOVED.items():
+        if key not in given:
+            continue
+        new, part = _moved(key, given[key]), tree.get(section) or {}
+        if not isinstance(part, dict) or (new.keys() - {"kind"}) & part.keys():
+            raise ValueError(f"{key} is now {moved_to(key)}, which is given too: leave one out")
+        tree[section] = part | new
+    return {"name": "ppo", **tree}
+
+
+AlgorithmConfig = Annotated[Algorithm, Field(discriminator="name"), BeforeValidator(_named)]

@@ -1,0 +1,123 @@
+"""Which ranks a role lies on: what a `ranks` key means, and the rules that hold between roles. Pure.
+
+ranks: "0-7,12"    the ranks 0 to 7 and 12: inclusive intervals and single ranks, ascending, each once
+"""
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybridflow.errors import ConfigError
+from hybridflow.parallel.ranks import Ranks, shown
+
+LARGEST_RANK = 1 << 20
+RULE = 'ranks are inclusive intervals and single ranks, ascending, each once, such as "0-7,12"'
+
+
+def parse_ranks(given: Any) -> Ranks | None:
+    """The ranks that a `ranks` key names. Errors: ValueError with the rule, and for a list with what to write now."""
+    if given is None:
+        return None
+    if isinstance(given, list | tuple):
+        spelling = _spelling_of(given)
+        raise ValueError(f'{_listed(given)} is now written "{spelling}"' if spelling else f"{given!r}: {RULE}")
+    if isinstance(given, bool) or not isinstance(given, str | int):
+        raise ValueError(f"{given!r}: {RULE}")
+    ranks = [rank for part in str(given).split(",") for rank in _interval(part.strip(), given)]
+    if ranks != sorted(set(ranks)):
+        raise ValueError(f"{given!r} names {shown(ranks)}: {RULE}")
+    return tuple(ranks)
+
+
+def _interval(text: str, given: str | int) -> range:
+    found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", text)
+    if not found:
+        raise ValueError(f"{given!r}: {text!r} is no rank and no interval; {RULE}")
+    first, last = int(found[1]), int(found[2] or found[1])
+    if last < first:
+        raise ValueError(f"{given!r}: the interval {text} is empty; {RULE}")
+    if last > LARGEST_RANK:  # a slip that would fill the memory
+        raise ValueError(f"{given!r}: no run has a rank {last}")
+    return range(first, last + 1)
+
+
+def _spelling_of(given: Sequence[Any]) -> str:
+    """What a list meant: intervals [start, stop], one interval start, stop, or else ranks; "" if it meant nothing."""
+    if all(isinstance(entry, list | tuple) and len(entry) == 2 for entry in given):
+        intervals = [tuple(entry) for entry in given]
+    elif len(given) == 2:
+        intervals = [tuple(given)]
+    else:
+        intervals = [(rank, rank + 1) if type(rank) is int else (rank,) for rank in given]
+    if not all(type(bound) is int and 0 <= bound <= LARGEST_RANK for interval in intervals for bound in interval):
+        return ""
+    ranks = [rank for start, stop in intervals for rank in range(start, stop)]
+    return shown(ranks) if ranks == sorted(set(ranks)) else ""
+
+
+def _listed(given: Sequence[Any]) -> list[Any]:
+    return [list(entry) if isinstance(entry, tuple) else entry for entry in given]
+
+
+def check_ranks(key: str, given: Ranks | None, world_size: int) -> Ranks:
+    """The ranks, all of them where none are given, if the run has them. Errors: ConfigError."""
+    if given is None:
+        return tuple(range(world_size))
+    if given[-1] >= world_size:
+        raise ConfigError(
+            f"{key} = {shown(given)} names rank {given[-1]}, the run has {world_size} ranks: {shown(range(world_size))}"
+        )
+    return given
+
+
+def check_sizes(role: str, sizes: tuple[int, int, int | None], given: Ranks | None, ranks: Ranks) -> None:
+    """Tensor x pipeline x data parallel sizes (data parallel: None for what is left) are as many as the ranks."""
+    tp, pp, dp = sizes
+    count = len(ranks)
+    where = "ranks of the run" if given is None else f"ranks of {role}.ranks = {shown(given)}"
+    if dp is None and count % (tp * pp):
+        raise ConfigError(
+            f"{role}: tensor_parallel_size x pipeline_parallel_size = {tp} x {pp} = {tp * pp} does not divide the "
+            f"{count} {where}: {count} = {count // (tp * pp)} x {tp * pp} + {count % (tp * pp)}"
+        )
+    if dp is not None and tp * pp * dp != count:
+        raise ConfigError(
+            f"{role}: tensor_parallel_size x pipeline_parallel_size x data_parallel_size = {tp} x {pp} x {dp} = "
+            f"{tp * pp * dp}, but there are {count} {where}"
+        )
+
+
+def check_engine_ranks(ranks: Ranks, actor: Ranks) -> None:
+    """The engine lies on the actor's ranks or on none of them."""
+    shared = sorted(set(ranks) & set(actor))
+    if shared and ranks != actor:
+        raise ConfigError(
+            f"rollout.ranks = {shown(ranks)} and actor.ranks = {shown(actor)} share {shown(shared)}: the engine runs "
+            f"on exactly the actor's ranks, where it uses the actor's memory, or on none of them"
+        )
+
+
+def check_engine_sizes(tp: int, pp: int, num_ranks: int) -> None:
+    """The engine's replicas fill its ranks."""
+    size = tp * pp
+    if num_ranks % size:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size x rollout.pipeline_parallel_size = {tp} x {pp} = {size} does not divide the "
+            f"{num_ranks} ranks of the engine: {num_ranks} = {num_ranks // size} x {size} + {num_ranks % size}"
+        )
+
+
+def check_placement(placed: Mapping[str, Ranks], world_size: int) -> None:
+    """Every rank has work; any two roles lie on the same ranks, on others, or one within the other."""
+    unused = sorted(set(range(world_size)) - {rank for ranks in placed.values() for rank in ranks})
+    if unused:
+        used = ", ".join(f"{key} = {shown(ranks)}" for key, ranks in placed.items())
+        raise ConfigError(f"of the {world_size} ranks of the run nothing uses {shown(unused)}: {used}")
+    for (one, first), (other, second) in itertools.combinations(placed.items(), 2):
+        shared = sorted(set(first) & set(second))
+        if shared and len(shared) < min(len(first), len(second)):
+            raise ConfigError(
+                f"{one} = {shown(first)} and {other} = {shown(second)} overlap in {shown(shared)} only: two roles lie "
+                f"on the same ranks, on different ones, or one within the other; else each waits for the other"
+            )

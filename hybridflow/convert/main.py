@@ -1,0 +1,247 @@
+"""Convert checkpoints between HuggingFace and megatron-core's torch_dist, compare them, and look into them.
+
+    python -m tools.convert hf-to-megatron models/Qwen2.5-7B models/Qwen2.5-7B-megatron
+    python -m tools.convert verify         models/Qwen2.5-7B models/Qwen2.5-7B-megatron --forward
+    python -m tools.convert megatron-to-hf runs/math/checkpoint models/math-7B --dtype bfloat16
+    python -m tools.convert show           models/math-7B
+
+A critic starts from a model whose language model head has given way to a value head:
+
+    python -m tools.convert hf-to-megatron models/Qwen2.5-7B models/critic-7B --value-head
+
+Several processes convert together, with the same result:
+
+    torchrun --nproc-per-node 8 -m tools.convert hf-to-megatron SRC DST
+
+A conversion is complete or does not happen: every tensor of the source has its place, or is named. The target appears
+when all of it is on the disk. The exit status is 0, or 1 after an error, a difference, or something unknown.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from hybridflow import __version__
+from hybridflow.cli.command import program
+
+if TYPE_CHECKING:
+    from hybridflow.convert.processes import Processes
+
+WIDTH = 112  # columns of a pipe
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    # torch loads for a second: a wrong argument fails before
+    from hybridflow.convert import processes
+
+    try:
+        together = processes.join()
+        status: int = options.run(options, together, _console() if together.first else None)
+        together.barrier()
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        status = 1
+    except Exception as error:  # the boundary of the process: one process reports, all end
+        processes.report(error)
+        status = 1
+        processes.abandon(status)
+    processes.leave()
+    return status
+
+
+def _console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
+
+
+# ------------------------------------------------------------------------------------------------ the commands
+
+
+def _to_megatron(options: argparse.Namespace, processes: "Processes", console: Console | None) -> int:
+    from hybridflow.convert.to_megatron import to_megatron
+
+    to_megatron(
+        options.source,
+        options.target,
+        value_head=options.value_head,
+        lm_head=options.lm_head,
+        overwrite=options.overwrite,
+        trust_remote_code=options.trust_remote_code,
+        processes=processes,
+        console=console,
+    )
+    return 0
+
+
+def _to_huggingface(options: argparse.Namespace, processes: "Processes", console: Console | None) -> int:
+    import torch
+
+    from hybridflow.convert.to_huggingface import to_huggingface
+
+    to_huggingface(
+        options.source,
+        options.target,
+        max_shard_bytes=options.max_shard_size,
+        dtype=None if options.dtype is None else getattr(torch, options.dtype),
+        overwrite=options.overwrite,
+        trust_remote_code=options.trust_remote_code,
+        processes=processes,
+        console=console,
+    )
+    return 0
+
+
+def _verify(options: argparse.Namespace, processes: "Processes", console: Console | None) -> int:
+    from hybridflow.convert.verify import huggingface_first, verify
+    from hybridflow.errors import UserError
+
+    if options.forward and processes.group is not None:
+        raise UserError("--forward runs in one process: start it without torchrun")
+    pair = huggingface_first(options.one, options.other) if options.forward else None
+    differences = verify(options.one, options.other, processes=processes, console=console)
+    alike = pair is None or _forward(*pair, console, trust_remote_code=options.trust_remote_code)
+    return 0 if alike and not differences else 1
+
+
+def _forward(huggingface: Path, megatron: Path, console: Console | None, *, trust_remote_code: bool) -> bool:
+    from hybridflow.parallel.platform import prepare_imports
+
+    prepare_imports("cpu")  # before megatron and transformers, which load for seconds
+    from hybridflow.convert.forward import TOLERANCE, largest_difference
+    from hybridflow.convert.progress import say
+
+    largest = largest_difference(huggingface, megatron, trust_remote_code=trust_remote_code)
+    verdict = "within" if largest <= TOLERANCE else "NOT within"
+    say(console, f"forward: the largest difference of a logit is {largest:.3g}, {verdict} {TOLERANCE:g} (float32)")
+    return largest <= TOLERANCE
+
+
+def _show(options: argparse.Namespace, processes: "Processes", console: Console | None) -> int:
+    from hybridflow.convert.show import show
+
+    return 0 if console is None or show(options.directory, console) else 1
+
+
+# ------------------------------------------------------------------------------------------------ the arguments
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=program("tools.convert"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_to_megatron(commands)
+    _add_to_huggingface(commands)
+    _add_verify(commands)
+    _add_show(commands)
+    return parser.parse_args(arguments)
+
+
+def _add_to_megatron(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser("hf-to-megatron", help="HuggingFace directory to torch_dist checkpoint")
+    command.description = (
+        "Write DST, a torch_dist checkpoint that megatron-core and hybridflow load on any layout (tensor, pipeline and "
+        "data parallel), from SRC, a HuggingFace directory with safetensors. Every tensor keeps its dtype and its "
+        "bits. config.json, tokenizer and generation config go along."
+    )
+    _add_paths(command, "HuggingFace directory")
+    command.add_argument(
+        "--value-head",
+        action="store_true",
+        help="for critics and reward models: DST ends in a value head, that of SRC if it has one, else a new one of "
+        "zeros in place of the language model head",
+    )
+    command.add_argument(
+        "--lm-head",
+        choices=("keep", "drop"),
+        default=None,
+        help="keep: the default without --value-head. drop: DST has no head at all; config.json then names "
+        "...ForSequenceClassification, a critic that starts from DST gets a value head of zeros, and megatron-to-hf "
+        "refuses DST",
+    )
+    _add_trust(command)
+    command.set_defaults(run=_to_megatron)
+
+
+def _add_to_huggingface(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser("megatron-to-hf", help="torch_dist checkpoint to HuggingFace directory")
+    command.description = (
+        "Write DST, a directory that transformers and vLLM load, from SRC, a torch_dist checkpoint with config.json "
+        "beside it. Optimizer state and whatever else is no weight is left out."
+    )
+    _add_paths(command, "torch_dist checkpoint")
+    command.add_argument(
+        "--max-shard-size",
+        type=_size,
+        default="5GB",
+        metavar="SIZE",
+        help="of a safetensors file: 500MB, 5GB (the default), 4GiB; a larger tensor has a file of its own",
+    )
+    command.add_argument("--dtype", choices=DTYPES, default=None, help="cast every tensor; without it none is changed")
+    _add_trust(command)
+    command.set_defaults(run=_to_huggingface)
+
+
+def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser("verify", help="compare two model directories of either kind, bit by bit")
+    command.description = (
+        "Compare the models in A and B, each a HuggingFace directory or a torch_dist checkpoint: which tensors there "
+        "are, their shapes, dtypes and every bit. Status 1 if anything differs."
+    )
+    command.add_argument("one", type=Path, metavar="A", help="model directory")
+    command.add_argument("other", type=Path, metavar="B", help="model directory")
+    command.add_argument(
+        "--forward",
+        action="store_true",
+        help="also run a few random prompts through transformers (from A, or B if A is no HuggingFace directory) and "
+        "through megatron (from the other), in float32: logits must agree to 1e-4; both models must fit in memory, "
+        "one after the other",
+    )
+    command.add_argument(
+        "--trust-remote-code", action="store_true", help="with --forward: let transformers run code of the directory"
+    )
+    command.set_defaults(run=_verify)
+
+
+def _add_show(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser("show", help="what a model directory holds")
+    command.description = (
+        "Print the architecture, sizes and files of a model directory of either kind, how its tensors are called in "
+        "the other kind, and what is missing or unknown. Status 1 if anything is."
+    )
+    command.add_argument("directory", type=Path, metavar="DIR", help="model directory")
+    command.set_defaults(run=_show)
+
+
+def _add_paths(command: argparse.ArgumentParser, source: str) -> None:
+    command.add_argument("source", type=Path, metavar="SRC", help=f"{source}; is only read")
+    command.add_argument("target", type=Path, metavar="DST", help="directory to write; appears when it is complete")
+    command.add_argument(
+        "--overwrite", action="store_true", help="replace DST if it exists, when the new one is complete"
+    )
+
+
+def _add_trust(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="copy the Python files of SRC, and keep auto_map in config.json, which makes transformers offer to run "
+        "them; a conversion itself runs none of them, with or without this",
+    )
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?", text.strip().upper())
+    if match is None or match[2] not in UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 500MB, 5GB or 4GiB")
+    size = int(float(match[1]) * UNITS[match[2]])
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a file holds at least one byte")
+    return size

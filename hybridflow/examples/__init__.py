@@ -1,0 +1,1 @@
+"""Tasks, models and runs that are small enough for a CPU."""

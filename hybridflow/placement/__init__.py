@@ -1,0 +1,1 @@
+"""What a config means on so many ranks, before anything starts: grids, memory, hosts, refusals."""

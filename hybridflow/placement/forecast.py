@@ -1,0 +1,399 @@
+"""What a placed run will mean, before any process starts: grids, memory per GPU, and the reshard. Pure.
+
+forecast(place_either(config, 64))    all that `hybridflow.plan` prints, as lists and dicts for JSON; bytes throughout
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+from typing import Any
+
+from hybridflow.architecture.spec import ModelSpec
+from hybridflow.architecture.weights import num_parameters
+from hybridflow.config import ExperimentConfig, RoleConfig, RolloutConfig, TrainedRoleConfig
+from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
+from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
+from hybridflow.parallel.ranks import shown
+from hybridflow.placement.footprint import (
+    ITEM_BYTES,
+    Footprint,
+    engine_activation_bytes,
+    forward_activation_bytes,
+    gradient_bytes,
+    model_elements,
+    optimizer_bytes,
+    sampler_bytes,
+    stage_elements,
+    together,
+    training_activation_bytes,
+)
+from hybridflow.placement.placed import PlacedFixed, PlacedModel, PlacedRun
+from hybridflow.placement.reshard import EngineHoldings, ReshardForecast
+from hybridflow.placement.saving import most_kept, written_bytes
+from hybridflow.reshard.plan import plan_reshard
+from hybridflow.rollout.runner import second_runner
+
+Report = dict[str, Any]
+MANY_ITERATIONS = 1 << 20
+Moments = dict[str, Callable[[int], dict[str, Footprint]]]  # what lies on a rank in each moment, by role
+
+
+def forecast(run: PlacedRun | PlacedFixed) -> Report:
+    """Roles, memory and checkpoints of a run; rollout and reshard where there is an engine."""
+    memory = memory_of(run)
+    engine: Report = {}
+    if isinstance(memory, RunMemory):
+        engine = {"rollout": _rollout_report(memory.rollout, memory.run.stages), "reshard": _reshard_report(memory)}
+    return {
+        "name": run.config.name,
+        "world_size": run.world_size,
+        "roles": [_role_report(model) for model in run.models.values()],
+        "memory": {moment: _memory_report(rows, run.world_size) for moment, rows in memory.moments().items()},
+        "checkpoint": _checkpoint_report(run),
+        **engine,
+    }
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """What a role holds on a rank of each of its pipeline stages."""
+
+    model: PlacedModel
+    max_length: int  # tokens of the longest sequence
+    rows: int  # most sequences of a replica that are computed together: a mini-batch, or a batch where none is trained
+
+    @cached_property
+    def training(self) -> tuple[Footprint, ...]:
+        """Of each stage, while models train."""
+        elements = stage_elements(self.model.spec, self.model.head, self.model.layout)
+        return tuple(self._training(stage, count) for stage, count in enumerate(elements))
+
+    def _training(self, stage: int, elements: int) -> Footprint:
+        spec, layout, config = self.model.spec, self.model.layout, self.model.config
+        itemsize, replica_tokens = ITEM_BYTES[config.dtype], self.rows * self.max_length
+        tokens = min(config.micro_batch_tokens, replica_tokens)
+        if not isinstance(config, TrainedRoleConfig):
+            activations = forward_activation_bytes(
+                spec,
+                layout,
+                stage,
+                head=self.model.head,
+                itemsize=itemsize,
+                sequence_parallel=config.sequence_parallel,
+                tokens=tokens,
+            )
+            return Footprint(weights=itemsize * elements, activations=activations)
+        return Footprint(
+            weights=itemsize * elements,
+            gradients=gradient_bytes(elements),
+            optimizer=optimizer_bytes(elements, config.optimizer, dtype=config.dtype, dp=layout.dp),
+            activations=training_activation_bytes(
+                spec,
+                layout,
+                stage,
+                head=self.model.head,
+                itemsize=itemsize,
+                sequence_parallel=config.sequence_parallel,
+                recompute=config.recompute,
+                tokens=tokens,
+                replica_tokens=replica_tokens,
+            ),
+        )
+
+    def at_rest(self, stage: int) -> Footprint:
+        """While the engine generates: without activations and what is offloaded."""
+        return resting(self.training[stage], self.model.config)
+
+
+def resting(held: Footprint, config: RoleConfig) -> Footprint:
+    """Of what a role holds while models train, that which is left while the engine generates."""
+    if not isinstance(config, TrainedRoleConfig):
+        return Footprint(held.weights)
+    return Footprint(
+        weights=held.weights,
+        gradients=0 if config.offload_gradients else held.gradients,
+        optimizer=0 if config.offload_optimizer else held.optimizer,
+    )
+
+
+class FixedMemory:
+    """What lies on every rank of a run on fixed data: there is no moment but training."""
+
+    def __init__(self, run: PlacedFixed) -> None:
+        self._world_size = run.world_size
+        self.roles = {name: role_memory(run.config, model) for name, model in run.models.items()}
+
+    def one_of_each(self) -> list[int]:
+        """Ranks such that each other one holds what one of them does."""
+        return one_of_each(self._world_size, lambda rank: _stages(self.roles, rank))
+
+    def moments(self) -> Moments:
+        return {"training": self._training}
+
+    def _training(self, rank: int) -> dict[str, Footprint]:
+        return {name: role.training[stage] for name, role, stage in _on(self.roles, rank)}
+
+
+class RunMemory:
+    """What lies on every rank of a run, and what the reshard takes."""
+
+    def __init__(self, run: PlacedRun) -> None:
+        self.run, self.actor, self.rollout = run, run.actor, run.rollout
+        self.roles = {name: role_memory(run.config, model) for name, model in run.models.items()}
+        self.itemsize = ITEM_BYTES[self.actor.config.dtype]
+        bucket_elements = run.config.rollout.bucket_bytes(cuda=True) // self.itemsize
+        self.plan = plan_reshard(self.actor.spec, self.actor.layout, self.rollout, bucket_elements=bucket_elements)
+        self.storage_elements = storage_elements(run.config)
+        self.holdings = EngineHoldings(
+            self.plan, self.actor.spec, itemsize=self.itemsize, bucket_elements=self.storage_elements
+        )
+
+    @cached_property
+    def reshard(self) -> ReshardForecast:
+        """With what is under way, which no moment has."""
+        return ReshardForecast(
+            self.plan, self.actor.spec, itemsize=self.itemsize, bucket_elements=self.storage_elements
+        )
+
+    def one_of_each(self) -> list[int]:
+        """Ranks such that each other one holds what one of them does."""
+
+        def standing(rank: int) -> Hashable:
+            engine = self.holdings.standing(rank) if rank in self.rollout else None
+            return *_stages(self.roles, rank), engine
+
+        return one_of_each(self.run.world_size, standing)
+
+    def moments(self) -> Moments:
+        """What lies on a rank in each moment, by role."""
+        return {"training": self._training, "generation": self._generation}
+
+    def _training(self, rank: int) -> dict[str, Footprint]:
+        rows = {name: role.training[stage] for name, role, stage in _on(self.roles, rank)}
+        if rank in self.rollout and self.run.config.rollout.sleep_level == 0:
+            rows["engine"] = Footprint(activations=self._sampler(), kv_cache=self._kv_cache(rank))
+        return rows
+
+    def _generation(self, rank: int) -> dict[str, Footprint]:
+        rows = {name: role.at_rest(stage) for name, role, stage in _on(self.roles, rank)}
+        if rank in self.rollout:
+            own, released = self.holdings.of(rank)
+            if "actor" in rows:
+                held = rows["actor"]
+                rows["actor"] = Footprint(held.weights - released, held.gradients, held.optimizer)
+            rows["engine"] = Footprint(
+                weights=own,
+                activations=engine_bytes(self.run.config, self.actor.spec, tp=self.rollout.tp, pp=self.rollout.pp),
+                kv_cache=self._kv_cache(rank),
+            )
+        return rows
+
+    def _sampler(self) -> int:
+        return kept_by_sampler(self.run.config, self.actor.spec, pp=self.rollout.pp)
+
+    def _kv_cache(self, rank: int) -> int:
+        return self.run.kv_cache.of_stage(self.run.stages, self.rollout.coordinates(rank).pp)
+
+
+def storage_elements(config: ExperimentConfig) -> int:
+    """Of the buckets that the actor's weights lie in; 0: each weight has a storage of its own, as without ZeRO-1."""
+    optimizer = config.actor.optimizer
+    one_bucket = config.rollout.bucket_bytes(cuda=True) // ITEM_BYTES[config.actor.dtype]
+    return one_bucket if optimizer.zero1 and optimizer.name == "adam" else 0
+
+
+def engine_bytes(config: ExperimentConfig, actor: ModelSpec, *, tp: int, pp: int) -> int:
+    """What an engine rank takes beside its weights and the KV cache while it generates."""
+    activations = engine_activation_bytes(
+        actor,
+        tp=tp,
+        itemsize=ITEM_BYTES[config.actor.dtype],
+        tokens=config.rollout.batched_tokens(config.max_sequence_length, cuda=True),
+        sequences=config.rollout.max_num_seqs,
+    )
+    return activations + kept_by_sampler(config, actor, pp=pp)
+
+
+def kept_by_sampler(config: ExperimentConfig, actor: ModelSpec, *, pp: int) -> int:
+    if not second_runner(config.sampling, cuda=True, pp=pp):
+        return 0
+    return sampler_bytes(actor, sequences=config.rollout.max_num_seqs)
+
+
+def memory_of(run: PlacedRun | PlacedFixed) -> RunMemory | FixedMemory:
+    return FixedMemory(run) if isinstance(run, PlacedFixed) else RunMemory(run)
+
+
+def _on(roles: Mapping[str, RoleMemory], rank: int) -> Iterator[tuple[str, RoleMemory, int]]:
+    """(name, role, pipeline stage) of what lies on a rank."""
+    for name, role in roles.items():
+        if rank in role.model.layout:
+            yield name, role, role.model.layout.coordinates(rank).pp
+
+
+def _stages(roles: Mapping[str, RoleMemory], rank: int) -> tuple[tuple[str, int], ...]:
+    """(name, pipeline stage) of what lies on a rank."""
+    return tuple((name, stage) for name, _, stage in _on(roles, rank))
+
+
+def role_memory(config: AnyConfig, model: PlacedModel) -> RoleMemory:
+    rows = rows_together(config, model.config)
+    return RoleMemory(model, longest_sequence(config), ceil(rows / model.layout.dp))
+
+
+def rows_together(config: AnyConfig, role: RoleConfig) -> int:
+    """Most sequences that all replicas of a role compute in one go: of an optimizer step, or of an iteration."""
+    if isinstance(config, FixedDataConfig):
+        return config.sequences_per_step
+    return config.mini_batch_size if isinstance(role, TrainedRoleConfig) else config.batch_size
+
+
+def longest_sequence(config: AnyConfig) -> int:
+    """Tokens."""
+    return config.data.max_length if isinstance(config, FixedDataConfig) else config.max_sequence_length
+
+
+@dataclass(frozen=True)
+class Fullest:
+    """The rank with most bytes at a time, the moment of it, and what takes them by role."""
+
+    rank: int
+    moment: str
+    roles: Mapping[str, Footprint]
+
+    @property
+    def bytes(self) -> int:
+        return together(list(self.roles.values())).total
+
+
+def fullest(run: PlacedRun | PlacedFixed) -> Fullest:
+    """The first of those alike, as in the table of `hybridflow.plan`."""
+    memory = memory_of(run)
+    ranks = memory.one_of_each()
+    found = [Fullest(rank, moment, rows(rank)) for moment, rows in memory.moments().items() for rank in ranks]
+    return max(found, key=lambda each: each.bytes)
+
+
+def one_of_each(world_size: int, standing: Callable[[int], Hashable]) -> list[int]:
+    """The first rank of each standing, ascending."""
+    found: dict[Hashable, int] = {}
+    for rank in range(world_size):
+        found.setdefault(standing(rank), rank)
+    return list(found.values())
+
+
+# ------------------------------------------------------------------------------------------------ reports
+
+
+def _role_report(model: PlacedModel) -> Report:
+    spec, layout = model.spec, model.layout
+    return {
+        "role": model.name,
+        "model": str(spec.path),
+        "parameters": num_parameters(spec, spec.head),
+        "dtype": model.config.dtype,
+        **{axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "dp")},
+        "sequence_parallel": model.config.sequence_parallel,
+        "ranks": shown(layout.ranks),
+        "layers_per_stage": [len(layers) for layers in layout.stages(spec.num_layers)],
+        "groups_of_first_rank": {axis: list(layout.groups(axis)[0]) for axis in ("tp", "pp", "dp")},
+    }
+
+
+def _rollout_report(rollout: RolloutLayout, stages: Stages) -> Report:
+    return {
+        "tp": rollout.tp,
+        "pp": rollout.pp,
+        "replicas": len(rollout.replicas),
+        "ranks": shown(rollout.ranks),
+        "first_replica": list(rollout.replicas[0]),
+        "layers_per_stage": [len(layers) for layers in stages],
+    }
+
+
+def _memory_report(rows_of: Callable[[int], dict[str, Footprint]], world_size: int) -> Report:
+    """The rank with most for each role, and over all that lies on a rank; the first of those alike."""
+    rows = {rank: rows_of(rank) for rank in range(world_size)}
+    names = dict.fromkeys(name for found in rows.values() for name in found)
+    most = {
+        name: max((rank for rank in rows if name in rows[rank]), key=lambda rank: rows[rank][name].total)
+        for name in names
+    }
+    sums = {rank: together(list(found.values())) for rank, found in rows.items()}
+    worst = max(sums, key=lambda rank: sums[rank].total)
+    return {
+        "roles": {name: _footprint_report(rank, rows[rank][name]) for name, rank in most.items()},
+        "worst_rank": _footprint_report(worst, sums[worst]) | {"roles": list(rows[worst])},
+    }
+
+
+def _footprint_report(rank: int, footprint: Footprint) -> Report:
+    return {"rank": rank, **vars(footprint), "total": footprint.total}
+
+
+def _reshard_report(of: RunMemory) -> Report:
+    plan, size = of.plan, of.itemsize
+    training, engine = plan.train.ranks, plan.rollout.ranks
+    reshard, model_bytes = of.reshard, size * model_elements(of.actor.spec, "lm")
+    memory = reshard.memory
+    return {
+        "colocated": training == engine,
+        "model_bytes": model_bytes,
+        "ways": {way.value: {"parameters": number, "bytes": sizes} for way, (number, sizes) in reshard.ways.items()},
+        "received_bytes": _spread(size * plan.received_elements(rank) for rank in engine),
+        "lower_bound_bytes": _spread(size * plan.lower_bound(rank) for rank in engine),
+        "sent_bytes": _spread(size * plan.sent_elements(rank) for rank in training),
+        "permuted_bytes": _spread(size * plan.permuted_elements(rank) for rank in engine),
+        "peak_extra_bytes": _spread(memory[rank].peak_extra for rank in reshard.ranks),
+        "num_buckets": len(plan.buckets),
+        **formulas(model_bytes, plan.train, plan.rollout),
+    }
+
+
+def _checkpoint_report(run: PlacedRun | PlacedFixed) -> Report:
+    """Of one checkpoint, and of all that lie on the disk at a time. host_bytes: copies, by checkpoint.async_save."""
+    config, written = run.config.checkpoint, dict.fromkeys(range(run.world_size), 0)
+    rollout = run.config.rollout if isinstance(run, PlacedRun) else RolloutConfig()  # by which the buckets go
+    resets = isinstance(run, PlacedRun) and run.config.algorithm.kl.reset_reference_interval is not None
+    for name, model in run.models.items():
+        if isinstance(model.config, TrainedRoleConfig) or (resets and name == "reference"):
+            bucket_bytes = rollout.bucket_bytes(cuda=True) if name == "actor" else None
+            for rank, size in written_bytes(model, bucket_bytes=bucket_bytes).items():
+                written[rank] += size
+    # of a run of so many passes only the data tells the number of iterations
+    num_iterations = run.config.num_iterations or MANY_ITERATIONS
+    num_kept, spread = most_kept(config, num_iterations), _spread(written.values())
+    return {
+        "save_interval": config.save_interval,
+        "async_save": config.async_save,
+        "rank_bytes": spread,
+        "host_bytes": spread if config.async_save else None,
+        "num_kept": num_kept,
+        "kept_bytes": num_kept * spread["total"],
+    }
+
+
+def formulas(model_bytes: int, train: Layout, rollout: RolloutLayout) -> Report:
+    """Bytes a rank receives by the papers' formulas, None where their premise does not hold.
+
+    HybridFlow (arXiv 2409.19256, table 2): (tp pp - t_g p_g) / (t_g p_g tp pp) M, where generation groups are within
+    the training groups: t_g divides tp, p_g divides pp, on the same ranks. DeepSpeed-Chat (the same table):
+    (tp pp dp - 1) / (tp pp dp) M, where training and generation share ranks. Both count a model whose every weight is
+    split evenly over all ranks of a group; norms, which are not, and stages of unequal size make a rank differ.
+    """
+    shards, groups, ranks = train.tp * train.pp, rollout.tp * rollout.pp, len(train.ranks)
+    same = train.ranks == rollout.ranks
+    within = same and train.tp % rollout.tp == 0 and train.pp % rollout.pp == 0
+    return {
+        "hybridflow_bytes": (shards - groups) * model_bytes // (groups * shards) if within else None,
+        "deepspeed_chat_bytes": (ranks - 1) * model_bytes // ranks if same else None,
+    }
+
+
+def _spread(values: Iterable[int]) -> Report:
+    found = list(values)
+    return {"min": min(found), "max": max(found), "mean": sum(found) // len(found), "total": sum(found)}

@@ -1,0 +1,348 @@
+"""A config on so many ranks: every model's spec read once, every layout, and all reasons why it cannot run.
+
+    run = place(config, world_size)    what `hybridflow.train`, `hybridflow.plan` and the roles are built on
+    place_fixed(config, world_size)    the same of a run on fixed data, which has no engine
+
+Reads the config.json of each model, no weights, and needs no process group. Memory is not looked at, the engine's KV
+cache apart, which must hold one sequence.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+
+from hybridflow.architecture.spec import HEADS, Head, ModelSpec, read_spec
+from hybridflow.config import ExperimentConfig, RoleConfig, RolloutConfig, RunConfig
+from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
+from hybridflow.errors import ConfigError, Reasons
+from hybridflow.parallel.device import uses_cuda
+from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
+from hybridflow.placement.footprint import ITEM_BYTES
+from hybridflow.recording.trackers import check_trackers
+from hybridflow.reshard.groups import check_engine_stages, engine_stages, rollout_layout, standalone_layout
+
+GIB = 1 << 30
+HEAD_CLASSES = {head: f"*{suffix}" for suffix, head in HEADS.items()}
+# of the KV cache: a prompt that samples share is kept once in whole blocks. On a CPU the least that vLLM 0.32.0 takes,
+# whose default is 128 there; on CUDA its default
+BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
+
+
+@dataclass(frozen=True)
+class PlacedModel:
+    """A role's model on its grid."""
+
+    name: str  # the config key: "actor", "reward.models.0"
+    config: RoleConfig
+    spec: ModelSpec
+    layout: Layout
+    head: Head  # the one that the role runs it with, whichever its directory has
+
+
+@dataclass(frozen=True)
+class KVCacheSize:
+    """Bytes of the KV cache on a rank of the engine stage with most layers: its own, and what one sequence takes."""
+
+    whole: int
+    least: int
+    block_tokens: int  # that it is handed out in
+    is_given: bool  # in the config; else the batch says it
+
+    def of_stage(self, stages: Stages, stage: int, *, free: int | None = None) -> int:
+        """In proportion to the layers of a stage: as many blocks on all.
+
+        Each rank schedules for itself: with more blocks on one stage than on another they would part in a full cache.
+
+        free: bytes that the rank with least of them has; of those, what the config does not give takes half at most.
+        Errors: ConfigError where that holds no sequence.
+        """
+        whole = self.whole
+        if free is not None and not self.is_given:
+            whole = min(whole, free // 2)
+            if whole < self.least:
+                raise ConfigError(
+                    f"rollout.kv_cache_gib is not given, and half of the {free:,} bytes that are free on the rank with "
+                    f"least of them cannot hold one sequence, which takes {self.least:,}: hybridflow.plan shows what "
+                    f"takes memory"
+                )
+        return whole * len(stages[stage]) // max(map(len, stages))
+
+
+@dataclass(frozen=True)
+class PlacedModels:
+    """All models of a config."""
+
+    config: RunConfig
+    world_size: int
+    models: dict[str, PlacedModel]  # by name
+    cuda: bool  # whether they are on GPUs
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Of the buckets in which the actor's weights, or those of the trained model, live and travel."""
+        return RolloutConfig().bucket_bytes(cuda=self.cuda)
+
+
+@dataclass(frozen=True)
+class PlacedFixed(PlacedModels):
+    """Those of a run on fixed data. Made by `place_fixed`."""
+
+    config: FixedDataConfig
+
+    @property
+    def trained(self) -> PlacedModel:
+        return self.models[self.config.trained_name]
+
+
+@dataclass(frozen=True)
+class PlacedRun(PlacedModels):
+    """All models of a config, and its engine. Made by `place`."""
+
+    config: ExperimentConfig
+    rollout: RolloutLayout
+    stages: Stages  # the layers of each engine stage
+    kv_cache: KVCacheSize
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.config.rollout.bucket_bytes(cuda=self.cuda)
+
+    @property
+    def captures_graphs(self) -> bool:
+        """Whether the engine replays CUDA graphs, which keep the addresses of the weights."""
+        return self.cuda and not self.config.rollout.enforce_eager
+
+    @property
+    def actor(self) -> PlacedModel:
+        return self.models["actor"]
+
+    @property
+    def reward_models(self) -> list[PlacedModel]:
+        """In the order of the config."""
+        return [model for name, model in self.models.items() if name.startswith("reward.models.")]
+
+
+def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None) -> PlacedRun:
+    """The run on `world_size` ranks. Errors: ConfigError with a line for each reason why there is none.
+
+    cuda: whether it runs on GPUs; None: as the config says, by default whether this machine has any.
+    """
+    reasons = Reasons()
+    layouts = config.layouts(world_size, reasons)
+    reasons.of(check_trackers, config.metrics)
+    all_placed = not reasons.lines
+    specs = _specs(config, reasons)
+    for name, spec in specs.items():
+        _check_model(name, config.roles()[name], spec, reasons)
+        reasons.of(spec.check_length, config.max_sequence_length)
+        if "actor" in specs:
+            reasons.of(spec.check_vocabulary, name, specs["actor"])
+    engine = kv_cache = None
+    if config.algorithm.kl.reset_reference_interval is not None and {"actor", "reference"} <= specs.keys():
+        reasons.of(_check_alike, specs["actor"], specs["reference"])
+    if "actor" in specs:
+        _check_engine(config, specs["actor"], reasons)
+        if all_placed:
+            engine = reasons.of(_place_engine, config, specs["actor"], layouts["actor"], world_size)
+    has_cuda = uses_cuda(config.platform) if cuda is None else cuda
+    if engine is not None:
+        block_tokens = BLOCK_TOKENS["cuda" if has_cuda else "cpu"]
+        kv_cache = reasons.of(size_kv_cache, config, specs["actor"], *engine, block_tokens=block_tokens)
+    reasons.refuse()
+    assert engine is not None and kv_cache is not None, "no reason, and no engine"
+    models = {name: _placed(name, role, specs[name], layouts[name]) for name, role in config.roles().items()}
+    return PlacedRun(config, world_size, models, has_cuda, *engine, kv_cache)
+
+
+def place_fixed(config: FixedDataConfig, world_size: int, *, cuda: bool | None = None) -> PlacedFixed:
+    """The run on `world_size` ranks. Errors and `cuda` as of `place`."""
+    reasons = Reasons()
+    layouts = config.layouts(world_size, reasons)
+    specs = _specs(config, reasons)
+    for name, spec in specs.items():
+        _check_model(name, config.roles()[name], spec, reasons)
+        reasons.of(spec.check_length, config.data.max_length, "data.max_length")
+        if "actor" in specs:
+            reasons.of(spec.check_vocabulary, name, specs["actor"])
+    reasons.refuse()
+    models = {name: _placed(name, role, specs[name], layouts[name]) for name, role in config.roles().items()}
+    has_cuda = uses_cuda(config.platform) if cuda is None else cuda
+    return PlacedFixed(config, world_size, models, has_cuda)
+
+
+def place_either(config: AnyConfig, world_size: int, *, cuda: bool | None = None) -> PlacedRun | PlacedFixed:
+    """By the kind of the config."""
+    if isinstance(config, FixedDataConfig):
+        return place_fixed(config, world_size, cuda=cuda)
+    return place(config, world_size, cuda=cuda)
+
+
+def place_model(name: str, config: RoleConfig, world_size: int) -> PlacedModel:
+    """One role's model without a run around it. Errors: as `place`."""
+    reasons = Reasons()
+    layout, spec = reasons.of(config.layout, name, world_size), reasons.of(read_spec, config.model)
+    if spec is not None:
+        _check_model(name, config, spec, reasons)
+    reasons.refuse()
+    assert layout is not None and spec is not None, "no reason, and no model"
+    return _placed(name, config, spec, layout)
+
+
+def _specs(config: RunConfig, reasons: Reasons) -> dict[str, ModelSpec]:
+    """By role, those that can be read. Roles may share a directory, which is then read once."""
+    roles = config.roles()
+    read = {path: reasons.of(read_spec, path) for path in dict.fromkeys(role.model for role in roles.values())}
+    return {name: spec for name, role in roles.items() if (spec := read[role.model]) is not None}
+
+
+def _placed(name: str, config: RoleConfig, spec: ModelSpec, layout: Layout) -> PlacedModel:
+    return PlacedModel(name, config, spec, layout, _head(name))
+
+
+def _head(name: str) -> Head:
+    return "lm" if name in ("actor", "reference") else "score"
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+def _check_model(name: str, config: RoleConfig, spec: ModelSpec, reasons: Reasons) -> None:
+    """Whether the model suits its role and can be cut as it says, on however many ranks."""
+    reasons.of(_check_head, name, spec)
+    reasons.of(spec.check_parallel, f"{name}.tensor_parallel_size", config.tensor_parallel_size)
+    reasons.of(_check_layers, name, config, spec)
+
+
+def _check_alike(actor: ModelSpec, reference: ModelSpec) -> None:
+    """A reference that becomes the actor is of its architecture."""
+    if replace(reference, path=actor.path) != actor or reference.rope != actor.rope:
+        raise ConfigError(
+            f"algorithm.kl.reset_reference_interval: reference.model = {reference.path} must have the sizes of "
+            f"actor.model = {actor.path}, whose weights it takes"
+        )
+
+
+def _check_head(name: str, spec: ModelSpec) -> None:
+    """What is trained to score may start from either; what is only read needs its head, and so does the actor."""
+    head = _head(name)
+    if name not in ("critic", "reward_model") and spec.head != head:
+        trained = " with a trained score.weight" if head == "score" else ""
+        raise ConfigError(
+            f"{name}.model = {spec.path} must be a {HEAD_CLASSES[head]}{trained}, it is a {HEAD_CLASSES[spec.head]}"
+        )
+
+
+def _check_layers(name: str, config: RoleConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError unless the layers go up in the role's pipeline stages and model chunks."""
+    one_replica = range(config.tensor_parallel_size * config.pipeline_parallel_size)
+    try:
+        config.layout_on(tuple(one_replica)).stages(spec.num_layers)
+    except ValueError as error:
+        keys = {
+            "pipeline_parallel_size": None,  # always told
+            "virtual_pipeline_parallel_size": 1,
+            "num_layers_in_first_pipeline_stage": None,
+            "num_layers_in_last_pipeline_stage": None,
+        }
+        given = [f"{name}.{key} = {getattr(config, key)}" for key in keys if getattr(config, key) != keys[key]]
+        raise ConfigError(
+            f"{', '.join(given)} and num_hidden_layers = {spec.num_layers} of {spec.path}: {error}"
+        ) from error
+
+
+# ------------------------------------------------------------------------------------------------ the engine
+
+
+def _check_engine(config: ExperimentConfig, actor: ModelSpec, reasons: Reasons) -> None:
+    """Whether the engine can cut the actor's model; with the actor's own size that is said of the actor."""
+    if config.rollout.tensor_parallel_size is not None:
+        key = "rollout.tensor_parallel_size"
+        reasons.of(actor.check_parallel, key, config.rollout.tensor_parallel_size)
+    reasons.of(check_engine_stages, actor.num_layers, config.rollout.pipeline_parallel_size)
+
+
+def _place_engine(
+    config: ExperimentConfig, actor: ModelSpec, train: Layout, world_size: int
+) -> tuple[RolloutLayout, Stages]:
+    """Which ranks generate together, and the layers of each engine stage."""
+    _check_layers("actor", config.actor, actor)  # the engine is cut where training is
+    tp, pp = config.rollout_tensor_parallel_size, config.rollout.pipeline_parallel_size
+    ranks = config.rollout_ranks(world_size)
+    layout = rollout_layout(train, tp, pp) if ranks == train.ranks else standalone_layout(ranks, tp, pp)
+    return layout, engine_stages(actor.num_layers, train, layout)
+
+
+def size_kv_cache(
+    config: ExperimentConfig, spec: ModelSpec, rollout: RolloutLayout, stages: Stages, *, block_tokens: int
+) -> KVCacheSize:
+    """What kv_cache_gib gives, or the batch needs, in whole blocks. It must hold one sequence.
+
+    vLLM 0.32.0 keeps one block to itself, and one more where attention has a window.
+    """
+    length, itemsize = config.max_sequence_length, ITEM_BYTES[config.actor.dtype]
+    own_blocks = 2 if spec.sliding_window else 1
+    blocks_of_one = ceil(length / block_tokens)
+    num_blocks = blocks_of_one + own_blocks
+    num_heads, num_layers = max(1, spec.num_kv_heads // rollout.tp), max(map(len, stages))
+    block_bytes = block_tokens * 2 * num_layers * num_heads * spec.head_dim * itemsize
+    needed = num_blocks * block_bytes
+    if config.rollout.kv_cache_gib is None:
+        prompts = ceil(config.data.prompts_per_iteration / len(rollout.replicas))
+        sequences = min(prompts * max(config.sampling.samples.values), config.rollout.max_num_seqs)
+        return KVCacheSize((sequences * blocks_of_one + own_blocks) * block_bytes, needed, block_tokens, is_given=False)
+    given = int(config.rollout.kv_cache_gib * GIB)
+    if given < needed:
+        raise ConfigError(
+            f"rollout.kv_cache_gib = {config.rollout.kv_cache_gib:g} ({given:,} bytes) cannot hold one sequence of "
+            f"data.max_prompt_length + sampling.max_response_length = {length} tokens: {num_blocks} blocks "
+            f"({own_blocks} of them vLLM's own) of {block_tokens} tokens x 2 (keys and values) x {num_layers} layers x "
+            f"{num_heads} key/value heads x head_dim {spec.head_dim} x {itemsize} bytes = {needed:,} bytes on an "
+            f"engine rank; the least that fits is {gib_of(needed)}"
+        )
+    return KVCacheSize(given, needed, block_tokens, is_given=True)
+
+
+def gib_of(num_bytes: int) -> str:
+    """As many GiB as a config may say, with four digits and no less than the bytes."""
+    gib = num_bytes / GIB
+    digits = f"{gib:.3e}"
+    if int(float(digits) * GIB) < num_bytes:
+        mantissa, exponent = digits.split("e")
+        digits = f"{float(mantissa) + 0.001:.3f}e{exponent}"
+    return f"{float(digits):.10f}".rstrip("0").rstrip(".")
+
+
+# ------------------------------------------------------------------------------------------------ the output directory
+
+
+def check_output_dir(config: RunConfig) -> None:
+    """Raise ConfigError unless a run directory can be made and written to; nothing of the attempt is left behind.
+
+    For one rank to call: the first, which writes the run directory.
+    """
+    directory = Path(config.output_dir)
+    try:
+        with _made(directory), tempfile.TemporaryDirectory(prefix=f".{config.name}.", dir=directory) as attempt:
+            (Path(attempt) / "file").write_bytes(b"0")
+    except OSError as error:
+        above = error.filename is not None and not Path(error.filename).is_relative_to(directory)
+        path = error.filename if above else directory
+        raise ConfigError(f"output_dir = {config.output_dir}: cannot write to {path}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _made(directory: Path) -> Iterator[None]:
+    """`directory` is there within the block; after it those parts of its path that were missing are gone again."""
+    made: list[Path] = []
+    try:
+        for path in reversed([path for path in (directory, *directory.parents) if not path.exists()]):
+            path.mkdir()
+            made.append(path)
+        yield
+    finally:
+        for path in reversed(made):
+            with contextlib.suppress(OSError):  # another run has put something there by now
+                path.rmdir()

@@ -1,0 +1,200 @@
+"""What saving takes, from shapes alone: the bytes that each rank writes, and how many checkpoints are kept. Pure.
+
+    written_bytes(model, bucket_bytes=...)    by rank; with checkpoint.async_save also what it copies to host memory
+
+As `checkpoint.sharded.prepare_save` deals it out: of what ranks hold alike one copy is written. Data-parallel replicas
+share the weights, whole parameters each; so they do with optimizer state, unless ZeRO-1 has it lie in shares, of which
+each is written where it lies. Not counted: a kilobyte a tensor that describes it, and the tokenizer.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import ceil, lcm, prod
+
+from hybridflow.architecture.parts import shard_shape
+from hybridflow.architecture.shards import Split
+from hybridflow.architecture.weights import Weight, embedding, head_weights, layer_weights, staged_weights, table_of
+from hybridflow.batch import balanced_partition
+from hybridflow.config import CheckpointConfig, OptimizerConfig, TrainedRoleConfig
+from hybridflow.placement.footprint import ITEM_BYTES, optimizer_bytes
+from hybridflow.placement.placed import PlacedModel
+
+STEPS_BYTES = 8  # the number of optimizer steps
+PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # elements, in megatron-core 0.16.1 with ZeRO-1
+
+# The order in which a layer of megatron registers its modules, and so fills its buckets; Transformer Engine's layers
+# have their norms within the linear modules, which moves the border of a share by as much.
+REGISTERED = (
+    *("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv"),
+    *("self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp"),
+    *("post_attention_layernorm", "post_mlp_layernorm"),
+)
+
+
+def written_bytes(model: PlacedModel, *, bucket_bytes: int | None) -> dict[int, int]:
+    """By rank of the model's grid. bucket_bytes: of the buckets that its weights lie in; None: there is one."""
+    layout, found = model.layout, {}
+    stages = [_Stage(model, stage, bucket_bytes) for stage in range(layout.pp)]
+    for rank in layout.ranks:
+        at = layout.coordinates(rank)
+        found[rank] = stages[at.pp].bytes_of(at.dp, is_first_of_tp=at.tp == 0)
+    if isinstance(model.config, TrainedRoleConfig):
+        found[layout.ranks[0]] += STEPS_BYTES
+    return found
+
+
+def most_kept(config: CheckpointConfig, num_iterations: int) -> int:
+    """Checkpoints that lie on the disk at a time, at most: those that are kept, and the one that is being written.
+
+    Where none is saved but when a run is told to stop, it is that one.
+    """
+    interval, every = config.save_interval, config.keep_every
+    if not interval:
+        return 1
+    saved = ceil(num_iterations / interval)  # the last iteration is saved too
+    also = 0
+    if every:
+        also = num_iterations // lcm(interval, every)
+        also += num_iterations % interval != 0 and num_iterations % every == 0
+    return min(saved, config.keep_last + config.keep_best + also + 1)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """The weights of a pipeline stage; those that several ranks hold alike are counted where they are written."""
+
+    model: PlacedModel
+    number: int
+    bucket_bytes: int | None
+
+    def bytes_of(self, dp_rank: int, *, is_first_of_tp: bool) -> int:
+        """What a rank of this stage writes."""
+        total = 0
+        for i, weight in enumerate(self._weights):
+            if weight == self._copy or (weight.split is Split.REPLICATED and not is_first_of_tp):
+                continue
+            own = self._sizes[weight] if i in self._dealt[dp_rank] else 0
+            state = self._shares[weight][dp_rank] if self._zero1 else own
+            total += self._itemsize * own + self._state_bytes * state
+        return total
+
+    @property
+    def _optimizer(self) -> OptimizerConfig | None:
+        """None: the model is not trained, as a reference that is reset."""
+        return self.model.config.optimizer if isinstance(self.model.config, TrainedRoleConfig) else None
+
+    @property
+    def _itemsize(self) -> int:
+        return ITEM_BYTES[self.model.config.dtype]
+
+    @property
+    def _zero1(self) -> bool:
+        return self._optimizer is not None and self._optimizer.zero1 and self._optimizer.name == "adam"
+
+    @property
+    def _state_bytes(self) -> int:
+        """Of the optimizer, an element."""
+        if self._optimizer is None:
+            return 0
+        return optimizer_bytes(1, self._optimizer, dtype=self.model.config.dtype, dp=1)
+
+    @property
+    def _is_last(self) -> bool:
+        return self.number == self.model.layout.pp - 1
+
+    @cached_property
+    def _copy(self) -> Weight | None:
+        """The embedding, where this is the last of several stages and has it again as the output layer."""
+        spec = self.model.spec
+        again = spec.tied and self.model.head == "lm" and self._is_last and self.number > 0
+        return embedding(spec) if again else None
+
+    @cached_property
+    def _weights(self) -> list[Weight]:
+        """In the order of the table."""
+        spec, stages = self.model.spec, self.model.layout.stages(self.model.spec.num_layers)
+        own = [weight for weight, stage in staged_weights(spec, self.model.head, stages) if stage == self.number]
+        return own if self._copy is None else [self._copy, *own]
+
+    @cached_property
+    def _sizes(self) -> Mapping[Weight, int]:
+        return {weight: prod(shard_shape(weight, self.model.spec, self.model.layout.tp)) for weight in self._weights}
+
+    @cached_property
+    def _dealt(self) -> list[set[int]]:
+        """The weights that each replica writes."""
+        sizes = [self._sizes[weight] for weight in self._weights]
+        return [set(rows) for rows in balanced_partition(sizes, self.model.layout.dp)]
+
+    @cached_property
+    def _shares(self) -> Mapping[Weight, list[int]]:
+        """With ZeRO-1: the elements of each weight whose state each replica holds."""
+        found: dict[Weight, list[int]] = {}
+        elements = None if self.bucket_bytes is None else self.bucket_bytes // self._itemsize
+        tied = self.model.spec.tied and self.model.head == "lm" and self.model.layout.pp > 1
+        for chunk in self._registered():
+            alone = {i for i, weight in enumerate(chunk) if tied and weight == embedding(self.model.spec)}
+            sizes = [self._sizes[weight] for weight in chunk]
+            shares = zero1_shares(sizes, alone=alone, bucket_elements=elements, dp=self.model.layout.dp)
+            found |= dict(zip(chunk, shares, strict=True))
+        return found
+
+    def _registered(self) -> Iterator[list[Weight]]:
+        """The weights of each model chunk, in megatron's order."""
+        spec = self.model.spec
+        chunks = self.model.layout.chunks(spec.num_layers)[self.number]
+        table, in_layer = table_of(spec), sorted(layer_weights(spec), key=_registered_at)
+        for i, layers in enumerate(chunks):
+            weights = list(table.embeddings) if self.number == i == 0 else []
+            weights += [weight.for_layer(layer) for layer in layers for weight in in_layer]
+            if self._is_last and i == len(chunks) - 1:
+                weights += [*table.final, *head_weights(spec, self.model.head)]
+                weights += [] if self._copy is None else [self._copy]
+            yield weights
+
+
+def _registered_at(weight: Weight) -> int:
+    name = weight.megatron.removeprefix("decoder.layers.{layer}.")
+    return next(i for i, prefix in enumerate(REGISTERED) if name.startswith(prefix))
+
+
+def zero1_shares(
+    sizes: Sequence[int], *, alone: Collection[int], bucket_elements: int | None, dp: int
+) -> list[list[int]]:
+    """How many elements of each parameter every replica's optimizer steps, as megatron-core 0.16.1 cuts its buffer.
+
+    From the last parameter to the first they fill buckets, which end where they have `bucket_elements` or more, and
+    before and after a parameter of `alone`. Parameters and buckets are padded; of each bucket replica i has the i-th of
+    dp equal runs.
+    """
+    found = [[0] * dp for _ in sizes]
+    begin = end = 0  # of the bucket
+    bucket: list[tuple[int, int]] = []  # (parameter, start)
+
+    def closed() -> int:
+        stop = _padded(end, lcm(dp, BUCKET_ALIGNMENT))
+        bounds = [begin, *accumulate([(stop - begin) // dp] * dp, initial=begin)][1:]
+        for parameter, start in bucket:
+            found[parameter] = [
+                max(0, min(start + sizes[parameter], bounds[i + 1]) - max(start, bounds[i])) for i in range(dp)
+            ]
+        bucket.clear()
+        return stop
+
+    for parameter in reversed(range(len(sizes))):
+        start = end = _padded(end, PARAMETER_ALIGNMENT)
+        if parameter in alone and bucket:
+            start = begin = closed()
+        bucket.append((parameter, start))
+        end = start + sizes[parameter]
+        if parameter in alone or (bucket_elements is not None and end - begin >= bucket_elements):
+            begin = end = closed()
+    if bucket:
+        closed()
+    return found
+
+
+def _padded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,46 @@
+"""Which models score finished responses while other engine replicas still generate. Pure.
+
+A model can where ranks of one engine replica, which finish at the same moment, hold all of it: its collectives need
+them all. Only what the flow is known to ask for of the very rollout is computed. It takes no more memory than training:
+a rank that waits has given its KV cache and the engine's weights back, so that `forecast` needs no row for it.
+"""
+
+from hybridflow.config import ExperimentConfig
+from hybridflow.config.algorithms import Custom, ReMax
+from hybridflow.parallel.layout import Layout, RolloutLayout
+from hybridflow.placement.first_step import asks_for_log_probs
+from hybridflow.placement.placed import PlacedRun
+
+UNITS_PER_BLOCK = 4  # that the rows of a replica are cut in: one may be under way when the last response is there
+Block = tuple[int, ...]  # the ranks of one data-parallel replica of a model, ascending
+
+
+def models_that_wait(run: PlacedRun) -> tuple[str, ...]:
+    """Names of the models that compute ahead on some rank, in the order in which they do."""
+    if not run.config.rollout.scores_while_waiting(cuda=run.cuda) or len(run.rollout.replicas) == 1:
+        return ()
+    asked = [name for name in run.models if asks_for(run.config, name)]
+    asked.sort(key=lambda name: not name.startswith("reward"))  # which every flow asks for
+    return tuple(name for name in asked if blocks_within(run.models[name].layout, run.rollout))
+
+
+def asks_for(config: ExperimentConfig, name: str) -> bool:
+    """Whether the flow asks for the results of this model of what `run.generate()` gave, as it was given."""
+    algorithm = config.algorithm
+    if isinstance(algorithm, ReMax):  # scores both kinds of responses as one batch
+        return False
+    if getattr(algorithm, "dynamic_sampling", None) is not None:  # the others see the groups that are kept
+        return name.startswith("reward")
+    if name == "actor":
+        return not isinstance(algorithm, Custom) and asks_for_log_probs(config)
+    return True
+
+
+def blocks_within(layout: Layout, rollout: RolloutLayout) -> dict[int, list[Block]]:
+    """The blocks that lie within each engine replica; those that lie within none are left out."""
+    found: dict[int, list[Block]] = {}
+    for block in layout.groups("tp", "pp"):
+        replicas = {rollout.coordinates(rank).replica if rank in rollout else None for rank in block}
+        if len(replicas) == 1 and (replica := replicas.pop()) is not None:
+            found.setdefault(replica, []).append(tuple(sorted(block)))
+    return found

@@ -1,1 +1,0 @@
-"""What a config means on so many ranks, before anything starts: grids, memory, reshard."""

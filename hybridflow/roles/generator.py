@@ -1,0 +1,198 @@
+"""The engine, and the reshard of the actor's weights to it: here reshard and rollout meet.
+
+with generator.resharded():             # alias / permute / gather, and back
+    with generator.awake():             # KV cache
+        rollout = generator.generate(prompts, ...)
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from hybridflow.batch import PromptBatch, RolloutBatch
+from hybridflow.config.length_buckets import ByLength
+from hybridflow.errors import EnvironmentProblem
+from hybridflow.models.build import DTYPES
+from hybridflow.parallel.exchange import Exchange
+from hybridflow.parallel.platform import Platform, world_group
+from hybridflow.placement.placed import PlacedRun
+from hybridflow.recording.measure import own_bytes
+from hybridflow.reshard.device_memory import reserved_space
+from hybridflow.reshard.execute import ReshardCost, WeightReshard
+from hybridflow.reshard.plan import plan_reshard
+from hybridflow.reshard.reserved import AddressSpace
+from hybridflow.roles.policy import Actor
+from hybridflow.rollout.engine import Response, RolloutEngine
+from hybridflow.rollout.generation import Beside, generate
+from hybridflow.rollout.patches import join_groups
+
+
+class Generator:
+    """Building it is collective over the world. A rank outside the rollout has no engine, but takes part in all calls.
+
+    why_eager: the reason for which the engine runs without CUDA graphs, where the config lets it have them; else None.
+    params: vLLM's sampling parameters of `sampled` and `greedy` responses. costs: of the reshards since somebody
+    emptied the list. own_bytes: weights of the engine outside the trainer's memory, while it has them.
+    """
+
+    def __init__(
+        self,
+        placed: PlacedRun,
+        actor: Actor,
+        *,
+        eos_token_ids: tuple[int, ...],
+        platform: Platform,
+        exchange: Exchange,
+    ) -> None:
+        self._placed, self._actor, self._platform, self._exchange = placed, actor, platform, exchange
+        self.layout, config = placed.rollout, placed.config
+        dtype = DTYPES[config.actor.dtype]
+        bucket_elements = placed.bucket_bytes // dtype.itemsize
+        weights = {name: tensor for name, (_, tensor) in actor.weights().items()}
+        plan = plan_reshard(actor.spec, actor.grid.layout, self.layout, bucket_elements=bucket_elements)
+        space, self.why_eager = None, None
+        if placed.captures_graphs and not plan.is_in_place:
+            space, self.why_eager = addresses(platform.device, exchange)
+        self.reshard = WeightReshard(
+            plan,
+            weights,
+            rank=platform.rank,
+            dtype=dtype,
+            device=platform.device,
+            group=world_group(),
+            space=space,
+            reads=True,
+        )
+        self.costs: list[ReshardCost] = []
+        self.engine: RolloutEngine | None = None
+        self.own_bytes, self.params = 0, {}
+        join_groups(self.layout, placed.stages, platform.local_rank)
+        with self.resharded():  # the engine takes the memory that it finds as its own
+            free = -int(exchange.maximum(torch.tensor(-platform.free_bytes(), device=exchange.device)))
+            if platform.rank in self.layout:
+                self.engine = self._new_engine(actor, free)
+                self.params = {
+                    "sampled": self.engine.sampling_params(config.sampling, eos_token_ids),
+                    "greedy": self.engine.greedy_params(config.sampling, eos_token_ids),
+                }
+                self.own_bytes = own_bytes(self.engine.parameters().values(), weights.values())
+                self.engine.sleep()
+        self.costs.clear()
+
+    def _new_engine(self, actor: Actor, free: int) -> RolloutEngine:
+        config, rollout = self._placed.config, self._placed.config.rollout
+        if self.why_eager is not None:
+            rollout = rollout.model_copy(update={"enforce_eager": True})
+        return RolloutEngine(
+            actor.spec.path,
+            self.reshard.source,
+            dtype=config.actor.dtype,
+            layout=self.layout,
+            stages=self._placed.stages,
+            max_length=config.max_sequence_length,
+            sampling=config.sampling,
+            config=rollout,
+            kv_cache_bytes=self._placed.kv_cache.of_stage(
+                self._placed.stages, self.layout.coordinates(self._platform.rank).pp, free=free
+            ),
+            block_tokens=self._placed.kv_cache.block_tokens,
+            platform=self._platform,
+        )
+
+    @contextlib.contextmanager
+    def resharded(self) -> Iterator[None]:
+        """Within the block the engine has the actor's weights; after it the trainer has them, bitwise as before."""
+        self._actor.wait_for_weights()
+        self.costs.append(self.reshard.to_engine())
+        try:
+            yield
+        finally:
+            if self.reshard.with_engine:
+                self.costs.append(self.reshard.to_trainer())
+
+    def give_back(self) -> None:
+        """This rank has nothing more to generate within the block: its cache is released, the trainer has its weights.
+
+        Local: other replicas still work. What a rank holds from now on is at most what it holds while models train.
+        """
+        if self.engine is not None:
+            self.engine.sleep()
+        self.costs.append(self.reshard.to_trainer())
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """Within the block the engine has its KV cache, empty at first. Its weights must be in place."""
+        if self.engine is None:
+            yield
+            return
+        self.engine.wake_up()
+        self.engine.reset_prefix_cache()
+        try:
+            yield
+        finally:
+            self.engine.sleep()
+
+    def generate(
+        self,
+        prompts: PromptBatch,
+        *,
+        greedy: bool = False,
+        samples_per_prompt: ByLength[int],
+        iteration: int,
+        first_prompt: int,
+        generation: int = 0,
+        beside: Beside | None = None,
+    ) -> RolloutBatch:
+        """See `rollout.generation.generate`; greedy takes the likeliest token always.
+
+        beside: waits when this rank has given back what the engine had; nothing more can be generated in the block.
+        """
+        return generate(
+            self.engine,
+            prompts,
+            self.params.get("greedy" if greedy else "sampled"),
+            samples_per_prompt=samples_per_prompt,
+            buckets=self._placed.config.sampling.buckets,
+            limits=self._placed.config.sampling.limits,
+            seed=self._placed.config.seed,
+            iteration=iteration,
+            first_prompt=first_prompt,
+            generation=generation,
+            layout=self.layout,
+            rank=self._platform.rank,
+            exchange=self._exchange,
+            beside=None if beside is None else _AfterGivingBack(self, beside),
+        )
+
+
+def addresses(device: torch.device, exchange: Exchange) -> tuple[AddressSpace | None, str | None]:
+    """Where memory that comes and goes keeps its addresses for CUDA graphs; without it on any rank, none and why.
+
+    Collective over the world: some ranks of an engine would else capture graphs, and others not.
+    """
+    space: AddressSpace | None = None
+    why = "the weights that it gathers have no fixed addresses on another rank"
+    try:
+        space = reserved_space(device)
+    except EnvironmentProblem as problem:
+        why = f"the weights that it gathers have no fixed addresses: {problem}"
+    missing = exchange.maximum(torch.tensor(int(space is None), device=exchange.device))
+    return (None, why) if int(missing) else (space, None)
+
+
+@dataclass(frozen=True)
+class _AfterGivingBack:
+    generator: Generator
+    beside: Beside
+
+    def finished(self, row: int, response: Response) -> None:
+        self.beside.finished(row, response)
+
+    def stepped(self) -> None:
+        self.beside.stepped()
+
+    def waits(self, own: RolloutBatch) -> None:
+        self.generator.give_back()
+        self.beside.waits(own)

@@ -1,0 +1,1 @@
+"""What runs a config on the ranks that torchrun started: iterations, checkpoints, display; the names of tutorials."""

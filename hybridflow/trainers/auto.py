@@ -1,0 +1,117 @@
+"""A config whose `auto` is resolved for the devices that this run has, the same on every rank.
+
+    config, lines = load_for_run("my.yaml", overrides)     collective over the ranks that torchrun has started
+
+Rank 0 chooses, by the memory of the rank that has least, and the others take what it has chosen: a search that ends by
+the clock may find another layout on another rank. Without `auto` no rank waits for another.
+"""
+
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from hybridflow.automap.auto import Facts, resolve
+from hybridflow.automap.device import DeviceProfile, load_profile
+from hybridflow.config import ExperimentConfig, read_tree
+from hybridflow.config.auto import autos, with_neutral
+from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig, config_class
+from hybridflow.errors import ConfigError, UserError
+from hybridflow.parallel import platform as platforms
+from hybridflow.parallel.device import choose_platform, uses_cuda
+from hybridflow.parallel.host_memory import LEAST_MEMORY, host_memory
+from hybridflow.placement.footprint import CUDA_MARGIN
+from hybridflow.placement.hosts import parse_hosts
+
+Kind = TypeVar("Kind", ExperimentConfig, FixedDataConfig)
+WAIT = timedelta(minutes=10)  # for rank 0, which may search for a minute
+CPU_PROFILE, GPU_PROFILE = "cpu", "a100-80gb-sxm"  # where nothing is known of the device
+# part of the name that CUDA has for a device -> profile; the first that is in it
+BY_NAME = (("H200", "h200"), ("H100", "h100-sxm"), ("L40S", "l40s"), ("A100", "a100-80gb-sxm"))
+
+
+def load_for_run(path: str | Path, overrides: Sequence[str] = ()) -> tuple[AnyConfig, tuple[str, ...]]:
+    """The config, and what was chosen and why. Errors: ConfigError, on all ranks where nothing fits."""
+    tree = read_tree(path, tuple(overrides))
+    if not autos(tree):
+        return config_class(tree).from_tree(tree, path), ()
+    choose_platform(tree.get("platform", "auto"))
+    rank, world_size = platforms.torchrun_rank()
+    store = platforms.meeting_store(WAIT)
+    store.set(f"memory/{rank}", str(memory_here()))
+    if rank == 0:
+        try:
+            facts = facts_of(tree, min(int(store.get(f"memory/{other}")) for other in range(world_size)))
+            found = resolve(tree, path, world_size, facts)
+        except UserError as error:
+            store.set("resolved", json.dumps({"error": str(error)}))
+            raise
+        store.set("resolved", json.dumps({"tree": found.tree, "lines": found.lines}))
+    told = json.loads(store.get("resolved"))
+    if "error" in told:
+        raise ConfigError(told["error"])
+    return config_class(told["tree"]).from_tree(told["tree"], path), tuple(told["lines"])
+
+
+def read_for_run(kind: type[Kind], path: str | Path, overrides: Sequence[str] = ()) -> Kind:
+    """The config of a file that is to be of this kind; what was chosen is told by rank 0. Errors: as `load_for_run`."""
+    tree = read_tree(path, tuple(overrides))
+    if not autos(tree):
+        return kind.from_tree(tree, path)
+    kind.from_tree(with_neutral(tree), path)  # one of the other kind is refused before any rank waits
+    config, lines = load_for_run(path, overrides)
+    assert isinstance(config, kind), f"read as {kind.__name__}, resolved to {type(config).__name__}"
+    if platforms.torchrun_rank()[0] == 0:
+        print("\n".join(lines), flush=True)
+    return config
+
+
+def resolved_for(
+    tree: dict[str, Any], path: str | Path, world_size: int, facts: Facts | None = None
+) -> tuple[AnyConfig, tuple[str, ...]]:
+    """For one process that asks of a run that is not there: as on `world_size` devices like its own, or others."""
+    if not autos(tree):
+        return config_class(tree).from_tree(tree, path), ()
+    if facts is None:
+        facts = facts_of(tree, memory_here(world_size))
+    found = resolve(tree, path, world_size, facts)
+    return config_class(found.tree).from_tree(found.tree, path), found.lines
+
+
+def memory_here(world_size: int | None = None) -> int:
+    """Bytes of this rank's device: of a CPU its share of the host's, by the ranks that torchrun has started there.
+
+    world_size: without torchrun, so many on this host. All of the memory, not what is free now, which is another number
+    at the next start.
+    """
+    if uses_cuda():
+        return int(torch.cuda.get_device_properties(platforms.started().local_rank).total_memory)
+    return host_memory()[1] // (world_size or platforms.started().local_world_size)
+
+
+def facts_of(tree: dict[str, Any], memory_bytes: int) -> Facts:
+    """Of the devices that this process computes on."""
+    given = tree.get("device_profile")
+    hosts = parse_hosts(platforms.hosts_of_ranks())
+    changes = {"ranks_per_host": max(len(host.ranks) for host in hosts)}
+    if uses_cuda():
+        name = torch.cuda.get_device_name()
+        known = next((profile for part, profile in BY_NAME if part in name), None)
+        profile = load_profile(given or known or GPU_PROFILE)
+        whose = "" if given or known else ", which is another device: give device_profile"
+        what = f"{name} (profile {profile.name}{whose})"
+        return Facts(profile.model_copy(update=changes), memory_bytes, CUDA_MARGIN, what)
+    profile = load_profile(given or CPU_PROFILE)
+    whose = "" if given else ", a default that is of no particular machine: `hybridflow.plan --profile-device` measures"
+    return Facts(
+        profile.model_copy(update=changes), memory_bytes, LEAST_MEMORY, f"a CPU (profile {profile.name}{whose})"
+    )
+
+
+def facts_by(profile: DeviceProfile, memory_bytes: int | None) -> Facts:
+    """Of devices that need not be here."""
+    margin = LEAST_MEMORY if profile.shared is not None else CUDA_MARGIN
+    return Facts(profile, memory_bytes or profile.memory_bytes, margin, profile.name)

@@ -1,0 +1,154 @@
+"""The loop of a run on fixed data: every rank draws rows, judges them, steps, records. No engine is built.
+
+trainer = FixedDataTrainer.from_yaml("configs/quickstart_sft.yaml", ["seed=3"])
+trainer.fit()
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+from hybridflow.checkpoint.export import export_huggingface
+from hybridflow.checkpoint.keeper import Keeper
+from hybridflow.config.fixed_data import FixedDataConfig
+from hybridflow.data.digests import fixed_digests
+from hybridflow.data.fixed_inputs import FixedInputs, load_fixed_inputs
+from hybridflow.errors import ConfigError, Stopped
+from hybridflow.flows.finite import NonFinite
+from hybridflow.flows.fixed import evaluate_fixed, fixed_flow
+from hybridflow.flows.fixed_run import FixedModels, FixedRun
+from hybridflow.parallel import platform as platforms
+from hybridflow.parallel.agreement import check_agreement
+from hybridflow.parallel.device import choose_platform
+from hybridflow.parallel.exchange import Exchange
+from hybridflow.parallel.grid import ProcessGroups
+from hybridflow.parallel.watchdog import Watchdog
+from hybridflow.placement.hosts import check_hosts, parse_hosts
+from hybridflow.placement.placed import PlacedFixed, place_fixed
+from hybridflow.recording.iteration import Iteration
+from hybridflow.recording.measure import Stopwatch
+from hybridflow.recording.recorder import Recorder, RunSummary
+from hybridflow.roles.base import World
+from hybridflow.roles.policy import Actor, Reference
+from hybridflow.roles.values import TrainedRewardModel
+from hybridflow.trainers.auto import read_for_run
+from hybridflow.trainers.loop import keeper_of, kernels, lost, start, train
+
+
+def build_models(placed: PlacedFixed, world: World) -> FixedModels:
+    """The models of the run, those that it has. Collective over the world."""
+    models = placed.models
+    actor = Actor(models["actor"], temperature=1.0, world=world) if "actor" in models else None
+    reference = Reference(models["reference"], temperature=1.0, world=world) if "reference" in models else None
+    reward_model = None
+    if "reward_model" in models:
+        reward_model = TrainedRewardModel(models["reward_model"], world=world, head_seed=placed.config.seed)
+    return FixedModels(actor, reference, reward_model)
+
+
+class FixedDataTrainer:
+    """One config, ready to run. Building it is collective over the world and checks everything a user gave.
+
+    watchdog: one that has not started, with the stop request of the process; without it signals end a run at once.
+    """
+
+    writes_model = True
+
+    def __init__(self, config: FixedDataConfig, watchdog: Watchdog | None = None) -> None:
+        choose_platform(config.platform)  # before anything asks
+        _, world_size = platforms.torchrun_rank()
+        self.config, self.placed = config, place_fixed(config, world_size)
+        check_hosts(self.placed, parse_hosts(platforms.hosts_of_ranks()))
+        self.platform, self.watchdog = start(config, watchdog)
+        with self.watchdog.during("start"):
+            self._build()
+
+    def _build(self) -> None:
+        """Inputs and models: what takes long, and is collective over the world."""
+        config, platform = self.config, self.platform
+        self.inputs: FixedInputs = load_fixed_inputs(config, self.placed.trained.spec.vocab_size)
+        self.num_iterations = config.iterations(len(self.inputs.train))
+        digests = fixed_digests(config, self.inputs)
+        check_agreement(digests, platforms.world_group())
+        exchange = Exchange(platforms.world_group(), platform.device)
+        watch = Stopwatch(platform.synchronize)
+        self.models = build_models(
+            self.placed, World(platform, ProcessGroups(), exchange, self.placed.bucket_bytes, watch)
+        )
+        self.keeper: Keeper = keeper_of(
+            config, digests, (self.models.trained,), platform=platform, watchdog=self.watchdog
+        )
+        self.run = FixedRun(
+            config, self.models, self.inputs.train, exchange=exchange, watch=watch, watchdog=self.watchdog
+        )
+        self.run.state = self.keeper.state or self.run.state
+        self.run.stops, self.run.decode = self.keeper.stops, self.inputs.decode
+        platform.settle()
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Self:
+        """The trainer of a config file, `auto` resolved."""
+        return cls(read_for_run(FixedDataConfig, path, overrides))
+
+    def fit(self, num_iterations: int | None = None) -> RunSummary:
+        """Train up to iteration `num_iterations` (default: the config's) and write the run directory.
+
+        Ends with runs/NAME/hf. Errors: Stopped where it was told to end before, and is saved.
+        """
+        last = self.num_iterations if num_iterations is None else num_iterations
+        if last < 1:
+            raise ConfigError(f"num_iterations = {last}: a run has at least one iteration")
+        with self.keeper.recorder(last, self.inputs.decode) as recorder:
+            layouts = {name: model.layout for name, model in self.placed.models.items()}
+            recorder.layout(self.placed.world_size, layouts, None)
+            for line in self.keeper.notes + self.inputs.notes() + self._notes(last):
+                recorder.message(line)
+            if self.config.metrics.eval_interval and self.keeper.state is None:
+                recorder.phase("evaluating before training")
+                recorder.before_training(self.evaluate())
+            train(self, range(self.run.state.iteration + 1, last + 1), last, recorder)
+            self.keeper.finish()
+            recorder.phase("writing the trained model")
+            with self.watchdog.during("save"):
+                export_huggingface(self.models.trained, self.config.run_dir / "hf", report=recorder.message)
+        return recorder.summary()
+
+    def evaluate(self) -> dict[str, float]:
+        """The loss of the held-out rows and, of pairs, how many are the right way round and by how much."""
+        heldout = self.inputs.heldout
+        assert heldout is not None, "the config names no held-out data"
+        with self.watchdog.during("evaluate"):
+            examples = heldout.examples(range(len(heldout)))
+            return evaluate_fixed(self.run, self.config.algorithm, examples, self.config.data.batch_size)
+
+    def iterate(self, iteration: int, last: int, recorder: Recorder) -> Iteration | None:
+        """One iteration of the flow; None where it lost its step to a number that is not finite, and may."""
+        before = self.run.state
+        self.run.begin(iteration, last, recorder.phase)
+        try:
+            done = self.run.finished(fixed_flow(self.run, self.config.algorithm))
+        except Stopped as stopped:
+            self.run.abandon(before)
+            self.keeper.ended_within(before, recorder, stopped)
+        except NonFinite as found:
+            self.run.state = lost(self.config, self.run.state, found, recorder)
+            return None
+        finally:
+            self.watchdog.rest()
+        self.run.state = replace(self.run.state, nonfinite_in_a_row=0)
+        return done
+
+    def _notes(self, last: int) -> list[str]:
+        """What the user should know of the choices that were made."""
+        notes = [kernels(self.config)]
+        if self.run.state.iteration >= last:
+            notes.append(f"all {last} iterations are done; checkpoint.load=none starts anew")
+        epochs, rows = self.config.num_epochs, len(self.inputs.train)
+        if epochs is not None:
+            batch = self.config.data.batch_size
+            left_out = epochs * rows - self.num_iterations * batch
+            rest = f", which leaves out the last {left_out}" if left_out else ""
+            notes.append(
+                f"{epochs} x {rows} rows of data.train in batches of {batch}: {self.num_iterations} iterations{rest}"
+            )
+        return notes

@@ -1,0 +1,142 @@
+"""What the loop of every trainer does alike: it starts a platform, keeps checkpoints, and loses a step to a NaN.
+
+`hybridflow.trainers.online` and `hybridflow.trainers.fixed_data` are built on it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch.distributed as dist
+
+from hybridflow.checkpoint.keeper import Keeper
+from hybridflow.checkpoint.sharded import SavedRole
+from hybridflow.checkpoint.state import RunState
+from hybridflow.config import RunConfig, TrainedRoleConfig
+from hybridflow.errors import NonFiniteError
+from hybridflow.flows.finite import NonFinite
+from hybridflow.models.kernels import kernel_facts, kernel_line
+from hybridflow.parallel import platform as platforms
+from hybridflow.parallel.platform import Platform
+from hybridflow.parallel.stop import StopRequest
+from hybridflow.parallel.watchdog import Watchdog
+from hybridflow.recording.iteration import Iteration, Metrics
+from hybridflow.recording.recorder import Recorder
+
+
+def start(config: RunConfig, watchdog: Watchdog | None) -> tuple[Platform, Watchdog]:
+    """The ranks find each other, and the watchdog, one that has not started or a new one, begins. Collective."""
+    deadlines = config.watchdog.deadlines()
+    platform = platforms.start(config.seed, config.platform, longest_phase_seconds=max(deadlines.values()))
+    if watchdog is None:
+        watchdog = Watchdog(deadlines, StopRequest(config.checkpoint.grace_seconds, signals=()))
+    watchdog.start(platforms.world_group(), config.run_dir / "logs")
+    return platform, watchdog
+
+
+def keeper_of(
+    config: RunConfig,
+    digests: Mapping[str, bytes],
+    roles: Sequence[SavedRole],
+    *,
+    platform: Platform,
+    watchdog: Watchdog,
+    saves: bool = True,
+) -> Keeper:
+    """Collective over the world: it loads a checkpoint into the models, if there is one."""
+    return Keeper(
+        config,
+        digests,
+        roles,
+        platform=platform,
+        group=platforms.world_group(),
+        store=platforms.fresh_store(),
+        watchdog=watchdog,
+        restarts=platforms.restart_count(),
+        saves=saves,
+    )
+
+
+class HasState(Protocol):
+    """A run, of either kind."""
+
+    state: RunState
+
+
+class Trainer(Protocol):
+    """What the loop asks of a trainer."""
+
+    @property
+    def config(self) -> RunConfig: ...
+    @property
+    def keeper(self) -> Keeper: ...
+    @property
+    def run(self) -> HasState: ...
+    def iterate(self, iteration: int, last: int, recorder: Recorder, /) -> Iteration | None: ...
+    def evaluate(self) -> dict[str, float]: ...
+
+
+def train(trainer: Trainer, iterations: Iterable[int], last: int, recorder: Recorder) -> None:
+    """Iterate, evaluate where it is time to, record and save, until all is done or `stop_when` holds. Collective.
+
+    last: the run's last iteration. Errors: Stopped where the run was told to end before, and is saved; SaveError.
+    """
+    keeper = trainer.keeper
+    over = keeper.ended()
+    if over is not None:
+        recorder.message(f"the run is over: {over}; without stop_when it goes on")
+        return
+    for iteration in iterations:
+        metrics, why = _recorded(trainer, trainer.iterate(iteration, last, recorder), iteration, last, recorder)
+        keeper.after(trainer.run.state, metrics, recorder, is_last=iteration == last or why is not None)
+        if why is not None:
+            recorder.message(f"iteration {iteration} of {last} was the last: {why}")
+            return
+
+
+def _recorded(
+    trainer: Trainer, done: Iteration | None, iteration: int, last: int, recorder: Recorder
+) -> tuple[Metrics, str | None]:
+    """Its metrics, and why it is the last one by `stop_when`; an iteration that lost its step has none."""
+    if done is None:
+        return {}, None
+    interval = trainer.config.metrics.eval_interval
+    why = trainer.keeper.reached(done.metrics, recorder)
+    if evaluates(interval, iteration, last) or (interval and why is not None):
+        recorder.phase(f"iteration {iteration}: evaluating")
+        recorder.evaluated(done, trainer.evaluate())
+        why = why or trainer.keeper.reached(done.metrics, recorder)
+    done.metrics["time/save_seconds"] = trainer.keeper.seconds()
+    recorder.iteration(done)
+    return done.metrics, why
+
+
+def lost(config: RunConfig, state: RunState, found: NonFinite, recorder: Recorder) -> RunState:
+    """Keep what was computed in the iteration of `state`, which loses a step; the state after it.
+
+    Every rank has found the same. Errors: NonFiniteError unless the config lets the run go on.
+    """
+    rules, in_a_row, iteration = config.nonfinite, state.nonfinite_in_a_row + 1, state.iteration
+    recorder.lost(iteration, str(found), found.tensors)
+    dist.barrier(group=dist.group.WORLD)  # the first rank to leave ends the others
+    if rules.action == "stop" or in_a_row > rules.max_in_a_row:
+        rule = "nonfinite.action = stop"
+        if rules.action == "skip":
+            rule = f"{in_a_row} iterations in a row, nonfinite.max_in_a_row = {rules.max_in_a_row}"
+        raise NonFiniteError(f"iteration {iteration}: {found} ({rule})") from found
+    return replace(state, nonfinite_in_a_row=in_a_row)
+
+
+def evaluates(interval: int, iteration: int, num_iterations: int) -> bool:
+    """Every so many iterations, and at the end; 0: never."""
+    return interval > 0 and (iteration % interval == 0 or iteration == num_iterations)
+
+
+def kernels(config: RunConfig) -> str:
+    """Which kernels the models take."""
+    on_cpu = platforms.kernel_line()
+    if on_cpu is not None:
+        return on_cpu
+    roles = config.roles()
+    adam = any(isinstance(role, TrainedRoleConfig) and role.optimizer.name == "adam" for role in roles.values())
+    return kernel_line(kernel_facts(), {name: role.dtype for name, role in roles.items()}, adam=adam)

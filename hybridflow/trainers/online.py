@@ -1,0 +1,357 @@
+"""The loop: every rank evaluates, runs the flow, records. A flow (`hybridflow.flows`) owns what an iteration is.
+
+Every rank runs this same program over the same global batch; the roles shard the work. Start it under torchrun:
+
+    trainer = RLTrainer.from_yaml("configs/quickstart.yaml", ["seed=3"])
+    trainer.fit()
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+from hybridflow.batch import PromptBatch, RolloutBatch
+from hybridflow.checkpoint.export import export_huggingface
+from hybridflow.config import ExperimentConfig
+from hybridflow.config.algorithms import (
+    GRPO,
+    OPO,
+    PPO,
+    RLOO,
+    Algorithm,
+    Custom,
+    Distill,
+    DrGRPO,
+    MaxRL,
+    Reinforce,
+    ReMax,
+)
+from hybridflow.config.rewards import ScoringConfig
+from hybridflow.data.digests import run_digests
+from hybridflow.data.inputs import Inputs, load_inputs
+from hybridflow.data.same_tokens import check_same_tokens
+from hybridflow.errors import ConfigError, Stopped
+from hybridflow.flows.custom import custom_flow
+from hybridflow.flows.distill import distill
+from hybridflow.flows.evaluate import evaluate
+from hybridflow.flows.finite import NonFinite
+from hybridflow.flows.groups import dr_grpo, grpo, maxrl, opo, rloo
+from hybridflow.flows.models import Roles, training_memory_offloaded
+from hybridflow.flows.ppo import ppo
+from hybridflow.flows.reinforce import reinforce
+from hybridflow.flows.remax import remax
+from hybridflow.flows.replay import Replay, dumped_batches
+from hybridflow.flows.run import Run
+from hybridflow.flows.while_waiting import Waiting, WhileWaiting
+from hybridflow.parallel import platform as platforms
+from hybridflow.parallel.agreement import check_agreement
+from hybridflow.parallel.device import choose_platform
+from hybridflow.parallel.exchange import Exchange
+from hybridflow.parallel.grid import ProcessGroups
+from hybridflow.parallel.noticeboard import Noticeboard
+from hybridflow.parallel.watchdog import Watchdog
+from hybridflow.placement.hosts import check_hosts, parse_hosts
+from hybridflow.placement.placed import PlacedRun, place
+from hybridflow.placement.waiting import blocks_within, models_that_wait
+from hybridflow.recording.iteration import Iteration
+from hybridflow.recording.measure import Stopwatch
+from hybridflow.recording.recorder import Recorder, RunSummary
+from hybridflow.rewards.calls import FunctionCaller
+from hybridflow.rewards.pool import Pool
+from hybridflow.rewards.scorer import Scorer
+from hybridflow.rewards.specs import pool_limits
+from hybridflow.roles.base import World
+from hybridflow.roles.generator import Generator
+from hybridflow.roles.policy import Actor, Reference
+from hybridflow.roles.values import Critic, RewardModel
+from hybridflow.rollout.patches import prepare_vllm
+from hybridflow.trainers.auto import read_for_run
+from hybridflow.trainers.loop import keeper_of, kernels, lost, start, train
+from hybridflow.user_code import search_beside
+
+Flow = Callable[[Run], RolloutBatch]
+
+
+def flow_of(algorithm: Algorithm) -> Flow:
+    """The function that runs an iteration of the algorithm."""
+    match algorithm:
+        case PPO():
+            return lambda run: ppo(run, algorithm)
+        case GRPO():
+            return lambda run: grpo(run, algorithm)
+        case DrGRPO():
+            return lambda run: dr_grpo(run, algorithm)
+        case RLOO():
+            return lambda run: rloo(run, algorithm)
+        case OPO():
+            return lambda run: opo(run, algorithm)
+        case MaxRL():
+            return lambda run: maxrl(run, algorithm)
+        case ReMax():
+            return lambda run: remax(run, algorithm)
+        case Reinforce():
+            return lambda run: reinforce(run, algorithm)
+        case Distill():
+            return lambda run: distill(run, algorithm)
+        case Custom():
+            return custom_flow(algorithm)
+
+
+def build_roles(placed: PlacedRun, world: World, caller: FunctionCaller) -> Roles:
+    """The models of the run, those that it has. Collective over the world."""
+    config, models, temperature = placed.config, placed.models, placed.config.sampling.temperatures
+    actor = Actor(placed.actor, temperature=temperature, world=world)
+    critic = Critic(models["critic"], world=world) if "critic" in models else None
+    reference = None
+    if "reference" in models:
+        reference = Reference(models["reference"], temperature=temperature, world=world)
+    scorer = None
+    if config.reward is not None:
+        rewards = [RewardModel(model, world=world) for model in placed.reward_models]
+        scorer = Scorer(config.reward, rewards, caller=caller, watch=world.watch, limits=config.sampling.limits)
+    return Roles(actor, critic, reference, scorer)
+
+
+def renamed(config: ExperimentConfig, *, replay: Path | None, rollout_only: bool) -> ExperimentConfig:
+    """The config of a run that looks into another: it has a directory of its own, so that the other's stays, and begins
+    with the models or the checkpoint that it is given, never where it was itself."""
+    metrics: dict[str, Any] = {}
+    if replay is not None:
+        metrics["eval_interval"] = 0  # which takes an engine
+    if rollout_only:
+        metrics["dump_batches"] = True
+    if not metrics:
+        return config
+    checkpoint: dict[str, Any] = {"save_interval": 0}
+    if config.checkpoint.load == "auto":
+        checkpoint["load"] = "none"
+    return config.model_copy(
+        update={
+            "name": f"{config.name}-{'rollout' if rollout_only else 'replay'}",
+            "stop_when": None,
+            "metrics": config.metrics.model_copy(update=metrics),
+            "checkpoint": config.checkpoint.model_copy(update=checkpoint),
+        }
+    )
+
+
+class RLTrainer:
+    """One config, ready to run. Building it is collective over the world and checks everything a user gave.
+
+    watchdog: one that has not started, with the stop request of the process; without it signals end a run at once.
+    replay: a run directory whose dumped batches take the engine's place, or one of them.
+    rollout_only: generate and score, and train nothing.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        watchdog: Watchdog | None = None,
+        *,
+        replay: Path | None = None,
+        rollout_only: bool = False,
+    ) -> None:
+        assert replay is None or not rollout_only, "a replay does not generate"
+        files = None if replay is None else dumped_batches(replay)
+        if files is not None and getattr(config.algorithm, "dynamic_sampling", None) is not None:
+            raise ConfigError("algorithm.dynamic_sampling: a batch is of several generations, which no replay has")
+        config = renamed(config, replay=replay, rollout_only=rollout_only)
+        self.writes_model = replay is None and not rollout_only
+        choose_platform(config.platform)  # before anything asks
+        _, world_size = platforms.torchrun_rank()
+        self.config, self.placed = config, place(config, world_size)
+        check_hosts(self.placed, parse_hosts(platforms.hosts_of_ranks()))
+        self.flow = flow_of(config.algorithm)
+        self.platform, self.watchdog = start(config, watchdog)
+        self.stop = self.watchdog.stop
+        with self.watchdog.during("start"):
+            self._build(files)
+
+    def _build(self, files: dict[int, Path] | None) -> None:
+        """Inputs, models, engine: what takes long, and is collective over the world."""
+        config = self.config
+        self.inputs: Inputs = load_inputs(config, self.placed.actor.spec.vocab_size)
+        if config.reference is not None:
+            check_same_tokens("reference", Path(config.reference.model), Path(config.actor.model))
+        digests = run_digests(config, self.inputs)
+        check_agreement(digests, platforms.world_group())
+        if files is None:
+            prepare_vllm()  # a missing vLLM is told before the models load
+        self.exchange = Exchange(platforms.world_group(), self.platform.device)
+        watch = Stopwatch(self.platform.synchronize)
+        self.caller = self._caller()
+        world = World(self.platform, ProcessGroups(), self.exchange, self.placed.bucket_bytes, watch)
+        self.roles = build_roles(self.placed, world, self.caller)
+        self.keeper = keeper_of(
+            config,
+            digests,
+            self.roles.saved(config.algorithm.kl),
+            platform=self.platform,
+            watchdog=self.watchdog,
+            saves=self.writes_model,
+        )
+        self.generator = self._engine() if files is None else self._replay(files)
+        self.run = Run(
+            config,
+            self.roles,
+            self.generator,
+            self.inputs.train,
+            ahead=self._while_waiting(world),
+            platform=self.platform,
+            exchange=self.exchange,
+            watch=watch,
+            trains=self.writes_model or isinstance(self.generator, Replay),
+            watchdog=self.watchdog,
+        )
+        self.run.state = self.keeper.state or self.run.state
+        self.run.stops = self.keeper.stops
+        self.run.keep_rollout, self.run.kept_rollout = self.keeper.keep_rollout, self._kept_rollout
+        self.platform.settle()
+
+    def _caller(self) -> FunctionCaller:
+        """Its processes start while the models are built."""
+        specs, scoring = self.inputs.functions, self.config.reward or ScoringConfig()
+        own = self.platform.rank, self.platform.world_size
+        hosts = parse_hosts(platforms.hosts_of_ranks())
+        limits = pool_limits(scoring, max(len(host.ranks) for host in hosts))
+        pool = Pool(specs, limits) if specs else None
+        return FunctionCaller(self.inputs.decode, *own, pool, scoring.error_score)
+
+    def _while_waiting(self, world: World) -> WhileWaiting:
+        """Collective over the world."""
+        placed, rank = self.placed, self.platform.rank
+        known = self.roles.scoring()
+        models = [
+            Waiting(*known[name], blocks_within(placed.models[name].layout, placed.rollout))
+            for name in models_that_wait(placed)
+        ]
+        self.notices = Noticeboard(platforms.fresh_store(), "while waiting") if models else None
+        return WhileWaiting(
+            models,
+            self.roles.scorer,
+            placed.rollout,
+            rank=rank,
+            groups=world.groups,
+            notices=self.notices,
+            exchange=self.exchange,
+            watch=world.watch,
+        )
+
+    def _kept_rollout(self, prompts: PromptBatch, iteration: int) -> RolloutBatch | None:
+        """What an earlier start of the run has generated for the iteration in which it ended."""
+        samples = self.config.sampling.samples
+
+        def read(file: Path) -> RolloutBatch:
+            return self._replay({iteration: file}).generate(prompts, samples_per_prompt=samples, iteration=iteration)
+
+        return self.keeper.kept_rollout(iteration, read)
+
+    def _engine(self) -> Generator:
+        with training_memory_offloaded(self.roles, self.platform):
+            return Generator(
+                self.placed,
+                self.roles.actor,
+                eos_token_ids=self.inputs.eos_token_ids,
+                platform=self.platform,
+                exchange=self.exchange,
+            )
+
+    def _replay(self, files: dict[int, Path]) -> Replay:
+        vocab_size = self.placed.actor.spec.vocab_size
+        return Replay(files, vocab_size=vocab_size, max_length=self.config.max_sequence_length)
+
+    @classmethod
+    def from_yaml(cls, path: str, overrides: list[str] | tuple[str, ...] = ()) -> Self:
+        """The trainer of a config file, `auto` resolved; a user's functions may lie beside it."""
+        search_beside(path)
+        return cls(read_for_run(ExperimentConfig, path, overrides))
+
+    def fit(self, num_iterations: int | None = None) -> RunSummary:
+        """Train up to iteration `num_iterations` (default: the config's) and write the run directory.
+
+        Ends with runs/NAME/hf, unless it is a replay or rolls out alone. Errors: Stopped where it was told to end
+        before, and is saved.
+        """
+        num_iterations = self.config.num_iterations if num_iterations is None else num_iterations
+        if num_iterations < 1:
+            raise ConfigError(f"num_iterations = {num_iterations}: a run has at least one iteration")
+        with self.keeper.recorder(num_iterations, self.inputs.decode) as recorder:
+            layouts = {name: model.layout for name, model in self.placed.models.items()}
+            recorder.layout(self.placed.world_size, layouts, self.placed.rollout)
+            for line in self.keeper.notes + self.inputs.notes() + self._notes():
+                recorder.message(line)
+            if self.run.state.iteration >= num_iterations:
+                recorder.message(f"all {num_iterations} iterations are done; checkpoint.load=none starts anew")
+            if self.config.metrics.eval_interval and self.keeper.state is None:
+                recorder.phase("evaluating before training")
+                recorder.before_training(self.evaluate())
+            train(self, self._iterations(num_iterations), num_iterations, recorder)
+            self.keeper.finish()
+            if self.writes_model:
+                recorder.phase("writing the trained actor")
+                with self.watchdog.during("save"):
+                    export_huggingface(self.roles.actor, self.config.run_dir / "hf", report=recorder.message)
+        return recorder.summary()
+
+    def iterate(self, iteration: int, num_iterations: int, recorder: Recorder) -> Iteration | None:
+        """One iteration of the flow; None where it lost a step to a number that is not finite, and may."""
+        if isinstance(self.generator, Replay):
+            self.run.skip_to(iteration)
+        before = self.run.state
+        self.run.say = recorder.message
+        self.run.begin(iteration, num_iterations, recorder.phase)
+        try:
+            done = self.run.finished(self.flow(self.run))
+        except Stopped as stopped:
+            self.run.abandon(before)
+            self.keeper.ended_within(before, recorder, stopped)
+        except NonFinite as found:
+            self.run.state = lost(self.config, self.run.state, found, recorder)
+            return None
+        finally:
+            self.watchdog.rest()
+        if isinstance(self.generator, Replay):
+            recorder.message(self.generator.compared(done))
+        self.run.state = replace(self.run.state, nonfinite_in_a_row=0)
+        return done
+
+    def _iterations(self, num_iterations: int) -> Sequence[int]:
+        """Those to run, which ascend."""
+        if isinstance(self.generator, Replay):
+            return self.generator.iterations(num_iterations, after=self.run.state.iteration)
+        return range(self.run.state.iteration + 1, num_iterations + 1)
+
+    def evaluate(self) -> dict[str, float]:
+        """Greedy responses to the held-out prompts: how many are right, and their mean score."""
+        heldout, pool = self.inputs.heldout, self.caller.pool
+        assert heldout is not None and self.config.metrics.eval_reward is not None, "the config names no held-out data"
+        assert pool is not None, "eval_reward is a function"
+        prompts = heldout.batch(list(range(len(heldout))))
+        with self.watchdog.during("evaluate"):
+            responses = self.run.greedy_responses(prompts)
+            right = len(pool.specs) - 1  # the last, see `rewards.specs`
+            return evaluate(
+                responses, prompts, right, caller=self.caller, scorer=self.roles.scorer, exchange=self.exchange
+            )
+
+    def _notes(self) -> list[str]:
+        """What the user should know of the choices that were made."""
+        notes = []
+        if isinstance(self.generator, Replay):
+            notes.append(
+                f"a replay of the dumped batches of {len(self.generator.files)} iterations: nothing is generated, "
+                f"held-out prompts are not evaluated, and no model is written"
+            )
+        elif not self.writes_model:
+            notes.append("rollout only: nothing is trained, and no model is written")
+        notes.append(kernels(self.config))
+        if self.generator.why_eager is not None:
+            notes.append(f"rollout: the engine runs without CUDA graphs: {self.generator.why_eager}")
+        changed = self.config.sampling.changed_distribution()
+        if changed:
+            notes.append(
+                f"{', '.join(changed)}: the engine's log-probs are of the distribution it samples from, the "
+                f"trainer's of the whole softmax; rollout/log_prob_diff_* and gen_kl measure that difference too"
+            )
+        return notes
