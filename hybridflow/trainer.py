@@ -1,7 +1,4 @@
 """The former path of `hybridflow.trainers.online`, for code that was written for it."""
 
-import sys
-
-from hybridflow.trainers import online
-
-sys.modules[__name__] = online
+from hybridflow.trainers.online import *  # noqa: F403
+from hybridflow.trainers.online import OnlineTrainer as RLTrainer  # noqa: F401

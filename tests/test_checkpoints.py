@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hybridflow.checkpoint.inventory import look
+from hybridflow.checkpoint.listing import look
 from hybridflow.checkpoint.store import MANIFEST, STATE, begin, point_to, publish, read_manifest
 from hybridflow.cli.checkpoints import main
 from tests.launch import ROOT

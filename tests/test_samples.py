@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.cli.samples import Sample, chosen, main, read_samples
+from hybridflow.cli.samples import ShownSample, chosen, main, read_samples
 from hybridflow.recording.writers import SampleWriter
 
 
@@ -43,8 +43,8 @@ def test_an_iteration_by_its_number(run: Path, capsys: pytest.CaptureFixture) ->
     assert "--iteration 7: has none; there are iterations 1 to 2" in capsys.readouterr().err
 
 
-def sample(score: float | None) -> Sample:
-    return Sample(1, "p", "r", score, {})
+def sample(score: float | None) -> ShownSample:
+    return ShownSample(1, "p", "r", score, {})
 
 
 def test_each_is_shown_once_and_ties_come_in_the_order_of_the_file() -> None:

@@ -122,7 +122,7 @@ ASKERS = {
     "hybridflow.automap.*": "plans memory",
     "hybridflow.trainers.auto": "plans memory",
     "hybridflow.models.memory": "pinned memory",
-    "hybridflow.checkpoint.saver": "pinned memory",
+    "hybridflow.checkpoint.writer": "pinned memory",
 }
 QUESTIONS = {"is_cuda", "uses_cuda", "has_cuda", "takes"}
 
@@ -133,6 +133,9 @@ PLANNERS = [
     "hybridflow.automap",
     "hybridflow.automap.*",
 ]
+
+MAX_LINES, MAX_FUNCTION_LINES = 400, 60
+TABLES = ["hybridflow.config.other_trainers", "hybridflow.architecture.weights"]  # rows, one after the other
 
 # Neither may reach the other, not even through a third module: the trainer introduces them.
 STRANGERS = ("hybridflow.reshard", "hybridflow.rollout")
@@ -167,6 +170,8 @@ def violations(tree: dict[str, str]) -> list[str]:
         *doors_passed_by(imports),
         *automap_met(imports),
         *questions_asked(tree),
+        *names_that_stand_twice(tree),
+        *too_long(tree),
     ]
 
 
@@ -381,6 +386,39 @@ def questions_asked(tree: dict[str, str]) -> list[str]:
     ]
 
 
+def names_that_stand_twice(tree: dict[str, str]) -> list[str]:
+    """Public classes: whoever looks for one by its name finds one."""
+    found: dict[str, list[str]] = {}
+    for module, source in tree.items():
+        if within(module, ["hybridflow"]):
+            classes = [node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+            for name in classes:
+                found.setdefault(name, []).append(module)
+    return [
+        f"{modules[1]}: the class {name} has the name of one in {modules[0]}"
+        for name, modules in found.items()
+        if len(modules) > 1 and not name.startswith("_")
+    ]
+
+
+def too_long(tree: dict[str, str]) -> list[str]:
+    return [
+        *(
+            f"{module} has {lines} lines, at most {MAX_LINES}: cut it by what it is for"
+            for module, source in tree.items()
+            if module not in TABLES and (lines := source.count("\n")) > MAX_LINES
+        ),
+        *(
+            f"{module}:{node.lineno} {node.name} has {lines} lines, at most {MAX_FUNCTION_LINES}"
+            for module, source in tree.items()
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.end_lineno is not None
+            and (lines := node.end_lineno - node.lineno + 1) > MAX_FUNCTION_LINES
+        ),
+    ]
+
+
 def asked(node: ast.AST) -> str:
     if isinstance(node, ast.Name):
         return node.id
@@ -403,7 +441,7 @@ def reachable(module: str, imports: dict[str, dict[str, int]]) -> set[str]:
 
 CLEAN = {
     "hybridflow": "__version__ = '0'\ndef __getattr__(name):\n    from hybridflow.trainers.online import RLTrainer",
-    "hybridflow.config": "",
+    "hybridflow.config": "class Experiment:\n    pass",
     "hybridflow.config.files": "import yaml",
     "hybridflow.algorithms": "",
     "hybridflow.algorithms.advantages": "import torch\nfrom hybridflow.algorithms.moments import whiten",
@@ -514,6 +552,17 @@ BROKEN = {
         "hybridflow.trainers.online",
         "from hybridflow.automap.search import search",
         "online:1 imports hybridflow.automap.search",
+    ),
+    "a class's name twice": (
+        "hybridflow.roles.actor",
+        "class Experiment:\n    pass",
+        "hybridflow.roles.actor: the class Experiment has the name of one in hybridflow.config",
+    ),
+    "a long file": ("hybridflow.roles.actor", "x = 1\n" * 401, "hybridflow.roles.actor has 401 lines"),
+    "a long function": (
+        "hybridflow.roles.actor",
+        "def f():\n" + "    x = 1\n" * 60,
+        "hybridflow.roles.actor:1 f has 61 lines",
     ),
     "launch to hybridflow": ("launch.hosts", "from hybridflow.config import load", "launch may not"),
     "collective": (MOMENTS, "import torch\ntorch.distributed.barrier()", "may not use torch.distributed"),

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms._shapes import require_flat, require_lengths, require_mask
+from hybridflow.algorithms.checks import require_flat, require_lengths, require_mask
 
 WHITEN_EPS = 1e-8  # added to the variance
 

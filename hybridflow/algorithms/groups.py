@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms._shapes import require_flat
+from hybridflow.algorithms.checks import require_flat
 
 GROUP_EPS = 1e-6  # added to a standard deviation
 

@@ -8,7 +8,7 @@ are factors of a loss per token and detached. What a weight of zero takes out of
 
 from torch import Tensor
 
-from hybridflow.algorithms._shapes import require_flat
+from hybridflow.algorithms.checks import require_flat
 from hybridflow.algorithms.policy_loss import MAX_LOG_RATIO, sequence_means, sequence_totals
 
 

@@ -23,7 +23,7 @@ from typing import Self
 
 from torch import Tensor
 
-from hybridflow.algorithms._shapes import require_flat
+from hybridflow.algorithms.checks import require_flat
 
 MAX_RELATIVE_ERROR = 0.2
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms._shapes import require_flat, require_lengths, require_mask
 from hybridflow.algorithms.advantages import to_tokens, tokens_in_mask
+from hybridflow.algorithms.checks import require_flat, require_lengths, require_mask
 
 
 class LossMean(NamedTuple):

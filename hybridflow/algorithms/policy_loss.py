@@ -7,7 +7,7 @@ Outside the response log-probs and advantages are zero, and so is every loss.
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms._shapes import require_flat
+from hybridflow.algorithms.checks import require_flat
 
 MAX_LOG_RATIO = 20.0
 

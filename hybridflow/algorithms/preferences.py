@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from hybridflow.algorithms._shapes import require_flat, require_mask, require_nonempty
+from hybridflow.algorithms.checks import require_flat, require_mask, require_nonempty
 
 
 def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms._shapes import require_flat, require_lengths, require_mask, require_nonempty
 from hybridflow.algorithms.advantages import tokens_in_mask
+from hybridflow.algorithms.checks import require_flat, require_lengths, require_mask, require_nonempty
 
 SCORE_EPS = 1e-6  # added to the standard deviation
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms._shapes import require_flat, require_mask
+from hybridflow.algorithms.checks import require_flat, require_mask
 
 
 def squared_value_loss(values: Tensor, returns: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(frozen=True)
-class Rule:
+class ConfigFieldRule:
     """A field of config.json that must have one of these values; the first is what a missing field means."""
 
     key: str
@@ -39,7 +39,7 @@ class Family:
     has_window: bool = False  # sliding_window counts
     window: int | None = None  # what a missing sliding_window means
     window_switch: bool = False  # it counts only with use_sliding_window
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[ConfigFieldRule, ...] = ()
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -50,16 +50,18 @@ class Family:
         return (*SIZES, self.ffn_key, "vocab_size", *eps, *positions, *experts)
 
 
-SILU = Rule("hidden_act", ("silu",), "must be silu")
-NO_ATTENTION_BIAS = Rule("attention_bias", (False, None), "biases of attention are not supported in this family")
+SILU = ConfigFieldRule("hidden_act", ("silu",), "must be silu")
+NO_ATTENTION_BIAS = ConfigFieldRule(
+    "attention_bias", (False, None), "biases of attention are not supported in this family"
+)
 
 FAMILIES = {
     "Llama": Family(
         "llama",
         rules=(
             SILU,
-            Rule("attention_bias", (False, None), "biases of Llama are not supported"),
-            Rule("mlp_bias", (False, None), "biases of Llama are not supported"),
+            ConfigFieldRule("attention_bias", (False, None), "biases of Llama are not supported"),
+            ConfigFieldRule("mlp_bias", (False, None), "biases of Llama are not supported"),
         ),
     ),
     "Mistral": Family("mistral", has_window=True, window=4096, rules=(SILU,)),
@@ -79,7 +81,7 @@ FAMILIES = {
         qkv_bias=True,
         rotary_part=0.5,
         rotary_interleaved=True,
-        rules=(SILU, Rule("attention_bias", (True,), "GLM-4 has biases of queries, keys and values")),
+        rules=(SILU, ConfigFieldRule("attention_bias", (True,), "GLM-4 has biases of queries, keys and values")),
     ),
     "OPT": Family(
         "opt",
@@ -94,10 +96,10 @@ FAMILIES = {
         pre_norm_key="do_layer_norm_before",
         embedding_size_key="word_embed_proj_dim",
         rules=(
-            Rule("_remove_final_layer_norm", (False,), "the norm after the last layer is needed"),
-            Rule("activation_function", ("relu",), "must be relu"),
-            Rule("enable_bias", (True,), "linear layers without biases are not supported"),
-            Rule("layer_norm_elementwise_affine", (True,), "norms without weights are not supported"),
+            ConfigFieldRule("_remove_final_layer_norm", (False,), "the norm after the last layer is needed"),
+            ConfigFieldRule("activation_function", ("relu",), "must be relu"),
+            ConfigFieldRule("enable_bias", (True,), "linear layers without biases are not supported"),
+            ConfigFieldRule("layer_norm_elementwise_affine", (True,), "norms without weights are not supported"),
         ),
     ),
     "Mixtral": Family("mixtral", expert_keys=("num_local_experts",), has_window=True, rules=(SILU,)),
@@ -113,8 +115,8 @@ FAMILIES = {
         rules=(
             SILU,
             NO_ATTENTION_BIAS,
-            Rule("decoder_sparse_step", (1,), "dense layers among layers of experts are not supported"),
-            Rule("mlp_only_layers", (None, []), "dense layers among layers of experts are not supported"),
+            ConfigFieldRule("decoder_sparse_step", (1,), "dense layers among layers of experts are not supported"),
+            ConfigFieldRule("mlp_only_layers", (None, []), "dense layers among layers of experts are not supported"),
         ),
     ),
 }

@@ -18,7 +18,7 @@ from typing import Any
 from hybridflow.automap.device import DeviceProfile
 from hybridflow.automap.explained import memory_words
 from hybridflow.automap.placements import given_placement
-from hybridflow.automap.search import Found, Least, Request, gib, least_that_fits, search
+from hybridflow.automap.search import Found, Least, SearchRequest, gib, least_that_fits, search
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.auto import ENGINE, Tree, autos, sections, with_neutral
 from hybridflow.config.fixed_data import AnyConfig, config_class
@@ -72,7 +72,7 @@ def resolve(tree: Mapping[str, Any], source: object, world_size: int, facts: Fac
     return Resolved(resolved, (*lines, *reasons_of(found, facts)))
 
 
-def request_of(config: AnyConfig, free: Mapping[str, frozenset[str]], world_size: int, facts: Facts) -> Request:
+def request_of(config: AnyConfig, free: Mapping[str, frozenset[str]], world_size: int, facts: Facts) -> SearchRequest:
     """Of the keys that are free, on the ranks that the config gives its roles."""
     reasons, whole = Reasons(), tuple(range(world_size))
     reasons.of(_check_ranks, config, world_size)
@@ -80,7 +80,7 @@ def request_of(config: AnyConfig, free: Mapping[str, frozenset[str]], world_size
     engine = config.rollout_ranks(world_size) if isinstance(config, ExperimentConfig) else None
     placement = given_placement({name: role.ranks or whole for name, role in config.roles().items()}, engine)
     none: frozenset[str] = frozenset()
-    return Request(
+    return SearchRequest(
         config,
         world_size,
         facts.profile,
@@ -115,7 +115,7 @@ def reasons_of(found: Found, facts: Facts) -> list[str]:
     return lines
 
 
-def why_nothing_fits(request: Request, least: Least, what: str) -> list[str]:
+def why_nothing_fits(request: SearchRequest, least: Least, what: str) -> list[str]:
     """The tightest constraint, and the least that would fit."""
     room = gib(request.memory_bytes)
     lines = [f"no layout fits on {request.world_size} ranks of {what} with room for {room} GiB a rank"]

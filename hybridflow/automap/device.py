@@ -89,7 +89,7 @@ class Collective(Section):
     bandwidth_load: NonNegativeFloat = 0.0
 
 
-class Shared(Section):
+class Contention(Section):
     """How many times what one rank alone does, all ranks of a host do together, by what bounds them."""
 
     products: Annotated[float, Field(ge=1.0)]
@@ -98,7 +98,7 @@ class Shared(Section):
 
 
 class Crowding(Section):
-    """How many times longer than `Shared` says work takes while so many ranks of a host are busy: what they lose to
+    """How many times longer than `Contention` says work takes while so many ranks of a host are busy: what they lose to
     each other's caches and to changing places. training: passes of models; engine: decode steps."""
 
     ranks: PositiveInt
@@ -147,7 +147,7 @@ class DeviceProfile(Section):
     overheads: Overheads
     host_bandwidth: PositiveFloat  # device to host memory
     disk_bandwidth: PositiveFloat  # of a host, all ranks together
-    shared: Shared | None = None  # None: each rank has a device of its own
+    shared: Contention | None = None  # None: each rank has a device of its own
     crowding: tuple[Crowding, ...] = ()  # by ranks, ascending; only where they share
     ranks_per_host: PositiveInt = 8
 

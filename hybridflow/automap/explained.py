@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from hybridflow.automap.search import Plan
+from hybridflow.automap.search import SearchedPlan
 from hybridflow.automap.timing import SCORING_PHASES
 from hybridflow.config.auto import sections
 from hybridflow.config.fixed_data import AnyConfig
@@ -36,7 +36,7 @@ def differences(config: AnyConfig, other: AnyConfig) -> dict[str, tuple[Any, Any
     }
 
 
-def summary(plan: Plan) -> dict[str, str]:
+def summary(plan: SearchedPlan) -> dict[str, str]:
     """Where the roles lie, and how they are cut: a few words for each."""
     found = {}
     for name, model in plan.placed.models.items():
@@ -51,7 +51,7 @@ def summary(plan: Plan) -> dict[str, str]:
     return found
 
 
-def groups(plan: Plan) -> str:
+def groups(plan: SearchedPlan) -> str:
     """`actor + critic + engine on 8 | reward.models.0 on 8`"""
     lie: dict[tuple[int, ...], list[str]] = {}
     for name, model in plan.placed.models.items():
@@ -63,7 +63,7 @@ def groups(plan: Plan) -> str:
     return " | ".join(f"{' + '.join(names)} on {len(ranks)}" for ranks, names in sorted(lie.items()))
 
 
-def phase_changes(plan: Plan, other: Plan) -> dict[str, tuple[float, float]]:
+def phase_changes(plan: SearchedPlan, other: SearchedPlan) -> dict[str, tuple[float, float]]:
     """Phase -> seconds of both, the largest difference first; those that differ by hardly anything are left out."""
     mine, others = plan.prediction.phases, other.prediction.phases
     both = {name: (mine.get(name, 0.0), others.get(name, 0.0)) for name in dict.fromkeys((*mine, *others))}
@@ -72,7 +72,7 @@ def phase_changes(plan: Plan, other: Plan) -> dict[str, tuple[float, float]]:
     return dict(sorted(told.items(), key=lambda item: item[1][0] - item[1][1]))
 
 
-def stages(plan: Plan) -> dict[str, float]:
+def stages(plan: SearchedPlan) -> dict[str, float]:
     """Seconds from the first begin to the last end of what roles do side by side."""
     found = {}
     for name, of in (("generation", GENERATION), ("scoring", SCORING), ("updates", UPDATES)):
@@ -82,7 +82,7 @@ def stages(plan: Plan) -> dict[str, float]:
     return found
 
 
-def why(plan: Plan, other: Plan, name: str) -> list[str]:
+def why(plan: SearchedPlan, other: SearchedPlan, name: str) -> list[str]:
     """A sentence on which phases make the difference, and one on the keys."""
     share = 1 - plan.seconds / other.seconds
     gain = f"{plan.seconds:.4g} s against {other.seconds:.4g} s ({share:.1%} less)"

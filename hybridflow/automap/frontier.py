@@ -9,7 +9,7 @@ from typing import Self
 
 import numpy as np
 
-from hybridflow.automap.cells import Float, Int
+from hybridflow.automap.rank_classes import Float, Int
 
 MOST_POINTS = 256
 

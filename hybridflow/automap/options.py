@@ -21,7 +21,7 @@ from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.automap.cost import Device
 from hybridflow.automap.device import DeviceProfile
 from hybridflow.automap.engine_options import EngineOption, EngineOptions
-from hybridflow.automap.role_time import Model, Rows
+from hybridflow.automap.role_time import MeanRows, Model
 from hybridflow.automap.sizes import at_once, stage_counts, tensor_sizes, values
 from hybridflow.automap.timing import (
     Work,
@@ -38,8 +38,8 @@ from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.parallel.layout import Layout
 from hybridflow.placement.footprint import Footprint
 from hybridflow.placement.forecast import longest_sequence, resting, role_memory, rows_together
+from hybridflow.placement.overlapped_scoring import asks_for
 from hybridflow.placement.placed import PlacedModel
-from hybridflow.placement.waiting import asks_for
 
 GIB = 1 << 30
 ROUNDED = 1 - 1e-9  # a sum in another order may be as much less
@@ -180,7 +180,7 @@ class Options:
         return scores, sum(self._fastest(spec, role, name, updating, backward=each) for each in (False, True))
 
     @cached_property
-    def _whole(self) -> dict[str, tuple[Rows, Rows]]:
+    def _whole(self) -> dict[str, tuple[MeanRows, MeanRows]]:
         """By role: the rows of an iteration that it scores, and that it is updated by."""
         found = {}
         for name in self.config.roles():
@@ -188,7 +188,9 @@ class Options:
             found[name] = scored_rows(name, self.config, self.work), replace(rows, number=rows.number * steps)
         return found
 
-    def _fastest(self, spec: ModelSpec, role: RoleConfig, name: str, rows: Rows, *, backward: bool = False) -> float:
+    def _fastest(
+        self, spec: ModelSpec, role: RoleConfig, name: str, rows: MeanRows, *, backward: bool = False
+    ) -> float:
         """Seconds of one rank."""
         profile = self.device.profile
         model = Model(spec, 1, role.dtype, _head(name), False, self.device)

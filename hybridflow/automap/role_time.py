@@ -32,7 +32,7 @@ LOGIT_BYTES = 4  # log-probs of logits are computed in float32
 
 
 @dataclass(frozen=True)
-class Rows:
+class MeanRows:
     """Sequences that a replica runs in one go, by their means.
 
     samples: rows that share a prompt. whole: outputs are one a sequence, so that its last token is run, too.
@@ -71,9 +71,9 @@ class Rows:
         rest = self.length - self.shared
         return prompts + self.number * (rest * rest / 2 + rest * self.shared)
 
-    def split(self, replicas: int) -> "Rows":
+    def split(self, replicas: int) -> "MeanRows":
         """The largest share."""
-        return Rows(ceil(self.number / replicas), self.prompt, self.response, self.samples, self.whole)
+        return MeanRows(ceil(self.number / replicas), self.prompt, self.response, self.samples, self.whole)
 
     def micro_batches(self, budget: int) -> int:
         """Into which a budget of tokens cuts them: as many whole rows, or groups, in each as go in."""
@@ -95,7 +95,7 @@ class Pass:
     pairs: float
 
 
-def passes(rows: Rows, budget: int) -> tuple[int, Pass]:
+def passes(rows: MeanRows, budget: int) -> tuple[int, Pass]:
     """How many micro-batches, and the mean one."""
     count = rows.micro_batches(budget)
     return count, Pass(rows.tokens / max(count, 1), rows.outputs / max(count, 1), rows.pairs / max(count, 1))
@@ -233,7 +233,7 @@ def _hosts(layout: Layout, axis: Literal["tp", "dp", "pp"], device: Device) -> i
 
 
 def forward_cost(
-    spec: ModelSpec, layout: Layout, config: RoleConfig, rows: Rows, device: Device, *, head: Head, units: int = 1
+    spec: ModelSpec, layout: Layout, config: RoleConfig, rows: MeanRows, device: Device, *, head: Head, units: int = 1
 ) -> Cost:
     """One replica scores `rows`, each of so many units of them in micro-batches of its own. Loads are of a replica."""
     grid = (layout.tp, layout.pp, layout.vpp, layout.first_stage_layers, layout.last_stage_layers)
@@ -244,7 +244,7 @@ def forward_cost(
 
 
 def _forward_cost(
-    spec: ModelSpec, layout: Layout, config: RoleConfig, rows: Rows, device: Device, *, head: Head, units: int
+    spec: ModelSpec, layout: Layout, config: RoleConfig, rows: MeanRows, device: Device, *, head: Head, units: int
 ) -> Cost:
     count, mb = passes(replace(rows, number=rows.number / units), config.micro_batch_tokens)
     count *= units
@@ -261,7 +261,7 @@ def _forward_cost(
 
 
 def update_cost(
-    spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, rows: Rows, device: Device, *, head: Head
+    spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, rows: MeanRows, device: Device, *, head: Head
 ) -> Cost:
     """One optimizer step on a mini-batch of these rows, on all replicas at once. Loads are of the whole grid."""
     own = rows.split(layout.dp)
@@ -274,7 +274,7 @@ def update_cost(
 
 
 def gradient_cost(
-    spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, rows: Rows, device: Device, *, head: Head
+    spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, rows: MeanRows, device: Device, *, head: Head
 ) -> Cost:
     """One replica adds up the gradients of its rows, at least of one micro-batch. Loads are of one replica."""
     count, mb = passes(rows, config.micro_batch_tokens)

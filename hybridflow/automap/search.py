@@ -1,6 +1,6 @@
 """The fastest layout of a config on so many devices, by the model of time and within their memory. Pure.
 
-    found = search(Request(config, 64, profile, memory_bytes=76 << 30))
+    found = search(SearchRequest(config, 64, profile, memory_bytes=76 << 30))
     found.plans[0].config                a config that `hybridflow.train` takes
     found.given                          the config as it is, where it fits
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridflow.architecture.spec import ModelSpec, read_spec
-from hybridflow.automap.branches import Branches
+from hybridflow.automap.branch_search import BranchSearch
 from hybridflow.automap.choices import Best, Choice, Counts
 from hybridflow.automap.device import DeviceProfile
 from hybridflow.automap.engine_memory import EngineMemory
@@ -42,7 +42,7 @@ MOST_KEPT = 320  # choices that are timed in full, at most
 
 
 @dataclass(frozen=True)
-class Request:
+class SearchRequest:
     """What is asked for. memory_bytes: of a rank, that the memory table may fill."""
 
     config: AnyConfig
@@ -68,7 +68,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SearchedPlan:
     """A config that fits, with what it is foretold to take."""
 
     config: AnyConfig
@@ -86,9 +86,9 @@ class Plan:
 class Found:
     """plans: fastest first. unseen: placements that time ran out for. given: None where it does not fit; why_not."""
 
-    request: Request
-    plans: list[Plan]
-    given: Plan | None
+    request: SearchRequest
+    plans: list[SearchedPlan]
+    given: SearchedPlan | None
     why_not: str
     placements: int
     unseen: int
@@ -98,7 +98,7 @@ class Found:
     seconds: float = 0.0
 
 
-def search(request: Request, *, known: EngineMemory | None = None, exhaustive: bool = False) -> Found:
+def search(request: SearchRequest, *, known: EngineMemory | None = None, exhaustive: bool = False) -> Found:
     """The best plans, the config as given among them where it fits: never worse than that. No plan where none fits.
 
     known: `known_of` a request that differs in its ranks or memory alone: what is found of options serves both.
@@ -106,7 +106,7 @@ def search(request: Request, *, known: EngineMemory | None = None, exhaustive: b
     return _Search(request, known=known, exhaustive=exhaustive).run()
 
 
-def known_of(request: Request) -> EngineMemory:
+def known_of(request: SearchRequest) -> EngineMemory:
     """What searches of one config on one kind of device can share, whatever their ranks and their memory."""
     options = Options(
         request.config,
@@ -120,13 +120,13 @@ def known_of(request: Request) -> EngineMemory:
 
 
 class _Search:
-    def __init__(self, request: Request, *, known: EngineMemory | None = None, exhaustive: bool) -> None:
+    def __init__(self, request: SearchRequest, *, known: EngineMemory | None = None, exhaustive: bool) -> None:
         self.request, self.exhaustive = request, exhaustive
         self.engines = known or known_of(request)
         self.begun = time.monotonic()
         self.until = self.begun + request.seconds
         self.counts = Counts()
-        self.plans: dict[Any, Plan | None] = {}
+        self.plans: dict[Any, SearchedPlan | None] = {}
 
     def run(self) -> Found:
         branches = self._bounded()
@@ -156,7 +156,7 @@ class _Search:
             seconds=time.monotonic() - self.begun,
         )
 
-    def _proven(self, shown: list[Plan], best: Best) -> bool:
+    def _proven(self, shown: list[SearchedPlan], best: Best) -> bool:
         return len(shown) == self.request.shown and shown[-1].seconds <= best.limit
 
     @property
@@ -174,13 +174,13 @@ class _Search:
             return [each for each in found if each["reference"] == each["actor"]]
         return found
 
-    def _bounded(self) -> list[Branches]:
+    def _bounded(self) -> list[BranchSearch]:
         """By what they take at least, as far as it is known without a look at any role's options."""
         budget = self.request.memory_bytes
-        found = [Branches(self.options, each, budget, self.engines) for each in self._placements()]
+        found = [BranchSearch(self.options, each, budget, self.engines) for each in self._placements()]
         return sorted(found, key=lambda each: each.floor)
 
-    def _searched(self, branches: list[Branches], kept: int) -> tuple[Best, int, int]:
+    def _searched(self, branches: list[BranchSearch], kept: int) -> tuple[Best, int, int]:
         """The best choices by their bounds; placements that were not looked into for time, and for their bound."""
         best, bounded = Best(kept, first=self.request.first), 0
         for i, each in enumerate(branches):
@@ -194,7 +194,7 @@ class _Search:
                 return best, len(branches) - i, bounded
         return best, 0, bounded
 
-    def _timed(self, best: Best) -> list[Plan]:
+    def _timed(self, best: Best) -> list[SearchedPlan]:
         """In the order of their predicted seconds."""
         found = []
         for choice in best.sorted():
@@ -205,7 +205,7 @@ class _Search:
                 found.append(plan)
         return sorted(found, key=lambda plan: plan.seconds)
 
-    def _plan(self, choice: Choice) -> Plan | None:
+    def _plan(self, choice: Choice) -> SearchedPlan | None:
         """None where the exact table has more than there is, or a check of the config refuses it."""
         try:
             plan = plan_of(config_of(self.request, choice), self.request, choice)
@@ -213,7 +213,7 @@ class _Search:
             return None
         return plan if plan.fullest.bytes <= self.request.memory_bytes else None
 
-    def _given(self) -> tuple[Plan | None, str]:
+    def _given(self) -> tuple[SearchedPlan | None, str]:
         if self.request.free is not None:
             return None, "is not complete"
         try:
@@ -235,14 +235,14 @@ def specs_of(config: AnyConfig) -> dict[str, ModelSpec]:
     return {name: read[role.model] for name, role in config.roles().items()}
 
 
-def plan_of(config: AnyConfig, request: Request, choice: Choice | None) -> Plan:
+def plan_of(config: AnyConfig, request: SearchRequest, choice: Choice | None) -> SearchedPlan:
     """Errors: ConfigError where it cannot be placed on the ranks or hosts."""
     placed = place_either(config, request.world_size)
     check_hosts(placed, request.hosts)
-    return Plan(config, placed, predict(placed, request.profile, request.iteration), fullest(placed), choice)
+    return SearchedPlan(config, placed, predict(placed, request.profile, request.iteration), fullest(placed), choice)
 
 
-def config_of(request: Request, choice: Choice) -> AnyConfig:
+def config_of(request: SearchRequest, choice: Choice) -> AnyConfig:
     """The config with the chosen values, checked like any other. Errors: ConfigError."""
     tree: dict[str, Any] = request.config.model_dump(mode="json")
     whole = tuple(range(request.world_size))
@@ -258,7 +258,7 @@ def config_of(request: Request, choice: Choice) -> AnyConfig:
 
 
 def _engine_keys(
-    request: Request, config: ExperimentConfig, placement: Placement, engine: EngineOption
+    request: SearchRequest, config: ExperimentConfig, placement: Placement, engine: EngineOption
 ) -> dict[str, Any]:
     """Of the section rollout: those that were chosen."""
     free = (request.free or everything(config))[ENGINE]
@@ -295,7 +295,7 @@ class Least:
     """The least that would fit. memory: with as many ranks; a plan that then fits. ranks: with as much memory."""
 
     memory_bytes: int | None
-    plan: Plan | None
+    plan: SearchedPlan | None
     ranks: int | None
 
 
@@ -304,7 +304,7 @@ UNBOUNDED = 1 << 60  # bytes
 SECONDS_OF_ONE = 6.0  # to find one that fits
 
 
-def least_that_fits(request: Request) -> Least:
+def least_that_fits(request: SearchRequest) -> Least:
     """For a request that nothing fits: memory to 1 part in 128, ranks by doubling."""
     known = known_of(request)
     plan = _any(replace(request, memory_bytes=UNBOUNDED), known)
@@ -321,7 +321,7 @@ def least_that_fits(request: Request) -> Least:
     return Least(None if plan is None else plan.fullest.bytes, plan, ranks)
 
 
-def _any(request: Request, known: EngineMemory) -> Plan | None:
+def _any(request: SearchRequest, known: EngineMemory) -> SearchedPlan | None:
     """One that fits."""
     found = search(replace(request, shown=1, seconds=min(request.seconds, SECONDS_OF_ONE), first=True), known=known)
     return found.plans[0] if found.plans else None

@@ -11,7 +11,7 @@ from hybridflow.automap.cost import Bound, Cost
 
 
 @dataclass(frozen=True)
-class Operation:
+class TimedOperation:
     phase: str
     role: str
     ranks: tuple[int, ...]
@@ -34,7 +34,11 @@ Crowded = Callable[[float, str], float]  # how many times longer with so many bu
 
 
 def schedule(
-    operations: Sequence[Operation], *, ranks_per_host: int, shared: bool, crowded: Crowded = lambda busy, role: 1.0
+    operations: Sequence[TimedOperation],
+    *,
+    ranks_per_host: int,
+    shared: bool,
+    crowded: Crowded = lambda busy, role: 1.0,
 ) -> tuple[Span, ...]:
     """In the order in which they were given. shared: whether ranks of a host share its processors."""
     times = _sharing(operations, ranks_per_host, crowded) if shared else _alone(operations)
@@ -44,7 +48,7 @@ def schedule(
     )
 
 
-def _alone(operations: Sequence[Operation]) -> list[tuple[float, float]]:
+def _alone(operations: Sequence[TimedOperation]) -> list[tuple[float, float]]:
     free: dict[int, float] = {}
     found = []
     for each in operations:
@@ -60,14 +64,14 @@ class _Active:
     """An operation under way: what is left of it, from 1 to 0."""
 
     number: int
-    operation: Operation
+    operation: TimedOperation
     hosts: tuple[int, ...]
     begin: float
     left: float = 1.0
     seconds: float = field(default=0.0)  # of the whole of it, at the share that it has now
 
 
-def _sharing(operations: Sequence[Operation], ranks_per_host: int, crowded: Crowded) -> list[tuple[float, float]]:
+def _sharing(operations: Sequence[TimedOperation], ranks_per_host: int, crowded: Crowded) -> list[tuple[float, float]]:
     """From one begin or end to the next."""
     queues: dict[int, list[int]] = {}
     for number, each in enumerate(operations):

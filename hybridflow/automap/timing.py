@@ -16,16 +16,16 @@ from typing import Self
 from hybridflow.automap.cost import Cost, Device, total
 from hybridflow.automap.device import DeviceProfile
 from hybridflow.automap.generation_time import Responses, generation_cost
-from hybridflow.automap.role_time import Rows, forward_cost, update_cost
-from hybridflow.automap.timeline import Operation, Span, busy_seconds, schedule
+from hybridflow.automap.role_time import MeanRows, forward_cost, update_cost
+from hybridflow.automap.timeline import Span, TimedOperation, busy_seconds, schedule
 from hybridflow.config import ExperimentConfig, TrainedRoleConfig
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.parallel.layout import RolloutLayout, TrainingCoordinates
-from hybridflow.placement.first_step import asks_for_log_probs, rows_told
+from hybridflow.placement.deferred_log_probs import asks_for_log_probs, rows_told
 from hybridflow.placement.footprint import ITEM_BYTES, optimizer_bytes, stage_elements
+from hybridflow.placement.overlapped_scoring import UNITS_PER_BLOCK, models_that_wait
 from hybridflow.placement.placed import KVCacheSize, PlacedFixed, PlacedModel, PlacedRun
 from hybridflow.placement.saving import written_bytes
-from hybridflow.placement.waiting import UNITS_PER_BLOCK, models_that_wait
 from hybridflow.reshard.plan import ReshardPlan, plan_reshard
 
 SCORING_PHASES = {"actor": "log_probs", "reference": "reference", "critic": "values", "reward_model": "scores"}
@@ -107,7 +107,7 @@ def predict(run: PlacedRun | PlacedFixed, profile: DeviceProfile, work: Work | N
 # ------------------------------------------------------------------------------------------------ an iteration
 
 
-def _generated(run: PlacedRun, work: Work, device: Device) -> Iterator[Operation]:
+def _generated(run: PlacedRun, work: Work, device: Device) -> Iterator[TimedOperation]:
     """In the order of `flows`: generate, score, exchange, update."""
     config, world = run.config, tuple(range(run.world_size))
     hosts = ceil(run.world_size / work.ranks_per_host)
@@ -115,7 +115,7 @@ def _generated(run: PlacedRun, work: Work, device: Device) -> Iterator[Operation
     note = exchange_cost(0, run.world_size, device, hosts=hosts)  # lengths, who has done what, whether to stop
     reshard = reshard_cost(run.actor, run.rollout, device, work.ranks_per_host, _bucket_elements(run))
     waits = total((reshard, *(offload_cost(model, device) for model in run.models.values())))
-    yield Operation("reshard", "actor", world, waits)
+    yield TimedOperation("reshard", "actor", world, waits)
     generated = generation_cost(
         run.actor.spec,
         tp=run.rollout.tp,
@@ -125,17 +125,17 @@ def _generated(run: PlacedRun, work: Work, device: Device) -> Iterator[Operation
         device=device,
     )
     for replica in run.rollout.replicas:
-        yield Operation("generate", "engine", tuple(sorted(replica)), generated)
-    yield Operation("exchange", "", world, total((exchange.times(2), note.times(3))))
+        yield TimedOperation("generate", "engine", tuple(sorted(replica)), generated)
+    yield TimedOperation("exchange", "", world, total((exchange.times(2), note.times(3))))
     waiting = models_that_wait(run)
     for name in scoring_order(config, run.models):
         yield from _scored(run.models[name], config, work, device, in_units=name in waiting)
-    yield Operation("exchange", "", world, exchange + note.times(3))
+    yield TimedOperation("exchange", "", world, exchange + note.times(3))
     for name in ("critic", "actor"):
         if name in run.models:
             cost = training_cost(run.models[name], config, work, device)
-            yield Operation(f"{name}_update", name, run.models[name].layout.ranks, cost)
-    yield Operation("exchange", "", world, note.times(4))
+            yield TimedOperation(f"{name}_update", name, run.models[name].layout.ranks, cost)
+    yield TimedOperation("exchange", "", world, note.times(4))
     yield from _saved(run, device, work)
 
 
@@ -151,12 +151,12 @@ def scoring_order(config: AnyConfig, models: Collection[str]) -> list[str]:
 
 def _scored(
     model: PlacedModel, config: AnyConfig, work: Work, device: Device, *, in_units: bool
-) -> Iterator[Operation]:
+) -> Iterator[TimedOperation]:
     """Each replica its share of the rows."""
     cost = scoring_cost(model, config, work, device, in_units=in_units)
     phase = SCORING_PHASES.get(model.name, "reward")
     for block in model.layout.groups("tp", "pp"):
-        yield Operation(phase, model.name, block, cost)
+        yield TimedOperation(phase, model.name, block, cost)
 
 
 def scoring_cost(model: PlacedModel, config: AnyConfig, work: Work, device: Device, *, in_units: bool = False) -> Cost:
@@ -177,9 +177,9 @@ def training_cost(model: PlacedModel, config: AnyConfig, work: Work, device: Dev
     return update_cost(model.spec, model.layout, model.config, rows, device, head=model.head).times(steps)
 
 
-def scored_rows(name: str, config: AnyConfig, work: Work) -> Rows:
+def scored_rows(name: str, config: AnyConfig, work: Work) -> MeanRows:
     """Of an iteration, by the model's config key. The actor's without those whose log-probs come with an update."""
-    rows = Rows(work.sequences, work.prompt, work.mean, work.samples, whole=name.startswith("reward"))
+    rows = MeanRows(work.sequences, work.prompt, work.mean, work.samples, whole=name.startswith("reward"))
     if name != "actor" or not isinstance(config, ExperimentConfig):
         return rows
     number = work.sequences - min(rows_told(config), work.sequences)
@@ -188,23 +188,23 @@ def scored_rows(name: str, config: AnyConfig, work: Work) -> Rows:
     return replace(rows, number=number, samples=max(1, round(work.samples * number / work.sequences)))
 
 
-def updated_rows(name: str, config: AnyConfig, work: Work) -> tuple[Rows, int]:
+def updated_rows(name: str, config: AnyConfig, work: Work) -> tuple[MeanRows, int]:
     """(rows of an optimizer step, steps of an iteration)."""
     if isinstance(config, FixedDataConfig):
         return scored_rows(name, config, work), 1
-    rows = Rows(_mini_batch(config, work), work.prompt, work.mean, _together(config, work))
+    rows = MeanRows(_mini_batch(config, work), work.prompt, work.mean, _together(config, work))
     return rows, config.algorithm.update.epochs * ceil(work.sequences / _mini_batch(config, work))
 
 
-def _saved(run: PlacedRun | PlacedFixed, device: Device, work: Work) -> Iterator[Operation]:
+def _saved(run: PlacedRun | PlacedFixed, device: Device, work: Work) -> Iterator[TimedOperation]:
     """Its part of an iteration."""
     interval = run.config.checkpoint.save_interval
     if interval:
         cost = save_cost(run, device, work.ranks_per_host).times(1 / interval)
-        yield Operation("save", "", tuple(range(run.world_size)), cost)
+        yield TimedOperation("save", "", tuple(range(run.world_size)), cost)
 
 
-def _fixed(run: PlacedFixed, work: Work, device: Device) -> Iterator[Operation]:
+def _fixed(run: PlacedFixed, work: Work, device: Device) -> Iterator[TimedOperation]:
     """In the order of `flows.fixed`: what the loss asks of the models, then a step."""
     world, trained = tuple(range(run.world_size)), run.trained
     exchange = exchange_cost(work.tokens, run.world_size, device, hosts=ceil(run.world_size / work.ranks_per_host))
@@ -212,10 +212,10 @@ def _fixed(run: PlacedFixed, work: Work, device: Device) -> Iterator[Operation]:
     for name in scored:
         yield from _scored(run.models[name], run.config, work, device, in_units=False)
     if scored:
-        yield Operation("exchange", "", world, exchange)
+        yield TimedOperation("exchange", "", world, exchange)
     cost = training_cost(trained, run.config, work, device)
-    yield Operation(f"{trained.name}_update", trained.name, trained.layout.ranks, cost)
-    yield Operation("exchange", "", world, exchange_cost(0, run.world_size, device))
+    yield TimedOperation(f"{trained.name}_update", trained.name, trained.layout.ranks, cost)
+    yield TimedOperation("exchange", "", world, exchange_cost(0, run.world_size, device))
     yield from _saved(run, device, work)
 
 

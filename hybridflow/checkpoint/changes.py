@@ -43,7 +43,7 @@ FREE, NOTICED, REFUSED = Effect.FREE, Effect.NOTICED, Effect.REFUSED
 
 
 @dataclass(frozen=True)
-class Rule:
+class ChangeRule:
     """What it means that one of these keys has changed.
 
     keys: paths, where * is any one key, MODEL any model of the run and TRAINED any that is trained; or names of
@@ -59,14 +59,14 @@ class Rule:
         return self.fork if fork else self.resume
 
 
-def _rule(keys: str, resume: Effect, fork: Effect, why: str) -> Rule:
-    return Rule(tuple(keys.split()), resume, fork, why)
+def _rule(keys: str, resume: Effect, fork: Effect, why: str) -> ChangeRule:
+    return ChangeRule(tuple(keys.split()), resume, fork, why)
 
 
 MODELS = ("actor", "critic", "reference", "reward.models.*", "reward_model")
 TRAINED = ("actor", "critic", "reward_model")
 
-TABLE: tuple[Rule, ...] = (
+TABLE: tuple[ChangeRule, ...] = (
     # ---- where and how the same is computed
     _rule("name output_dir", FREE, FREE, "where the run is written; checkpoint.load: auto looks there"),
     _rule(
@@ -241,35 +241,35 @@ TABLE: tuple[Rule, ...] = (
 )
 
 # of `data.digests.run_digests`; what one side lacks is told by the config
-CONTENTS: tuple[Rule, ...] = (
+CONTENTS: tuple[ChangeRule, ...] = (
     _rule("data.train", REFUSED, NOTICED, "the place reached in the order of prompts means something else"),
     _rule("data.heldout", NOTICED, NOTICED, "eval/accuracy is not comparable with that before"),
-    Rule(
+    ChangeRule(
         ("the tokenizer of actor.model", "the tokenizer of reward_model.model"),
         REFUSED,
         NOTICED,
         "token ids have to mean what the actor was trained on",
     ),
-    Rule(
+    ChangeRule(
         ("config.json of actor.model", "config.json of critic.model", "config.json of reward_model.model"),
         REFUSED,
         REFUSED,
         "the weights of the checkpoint are of that architecture",
     ),
-    Rule(
+    ChangeRule(
         ("config.json of reference.model", "config.json of reward.models.*.model"),
         REFUSED,
         NOTICED,
         "it is another model: KL or scores before and after are not comparable",
     ),
-    Rule(
+    ChangeRule(
         ("the file of *", "hybridflow's code", "the version of *"),
         NOTICED,
         NOTICED,
         "bit for bit the same only with the same code and versions",
     ),
 )
-UNKNOWN = Rule((), NOTICED, NOTICED, "this version does not know it")
+UNKNOWN = ChangeRule((), NOTICED, NOTICED, "this version does not know it")
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ class Change:
     key: str
     before: Any
     after: Any
-    rule: Rule
+    rule: ChangeRule
     effect: Effect
     why: str  # the rule's, or what it comes to here
 
@@ -358,7 +358,7 @@ def content_changes(
     return Changes(tuple(found), next_iteration, fork)
 
 
-def rule_of(key: str) -> Rule:
+def rule_of(key: str) -> ChangeRule:
     """The rule with the most of the key in it."""
     matching = [(pattern, rule) for rule in TABLE for pattern in _patterns(rule) if _matches(key, pattern)]
     return max(matching, key=lambda found: found[0].count(".") - found[0].count("*"), default=("", UNKNOWN))[1]
@@ -388,7 +388,9 @@ def flat_config(tree: Tree) -> dict[str, Any]:
 DROPS = "data.overlong_prompts"
 
 
-def _judged(key: str, rule: Rule, before: Tree, after: Tree, *, next_iteration: int, fork: bool) -> tuple[Effect, str]:
+def _judged(
+    key: str, rule: ChangeRule, before: Tree, after: Tree, *, next_iteration: int, fork: bool
+) -> tuple[Effect, str]:
     """What the rule comes to with these two configs."""
     if before.get(key) == NOT_THERE:
         return NOTICED, "the version that saved did not have it"
@@ -436,10 +438,10 @@ def _difference(change: Change) -> str:
     return f"{change.key}: {change.before} -> {change.after}"
 
 
-def _content(rule: Rule) -> Rule:
+def _content(rule: ChangeRule) -> ChangeRule:
     """As the table names it beside the keys of the config."""
     of_files = tuple(f"content of {key}" if key.startswith("data.") else key for key in rule.keys)
-    return Rule(of_files, rule.resume, rule.fork, rule.why)
+    return ChangeRule(of_files, rule.resume, rule.fork, rule.why)
 
 
 def _readable(digest: str) -> str:
@@ -451,7 +453,7 @@ def _readable(digest: str) -> str:
     return text if text.isprintable() and text else digest[:12]
 
 
-def _patterns(rule: Rule) -> Iterator[str]:
+def _patterns(rule: ChangeRule) -> Iterator[str]:
     for key in rule.keys:
         first, _, rest = key.partition(".")
         names = {"MODEL": MODELS, "TRAINED": TRAINED}.get(first)

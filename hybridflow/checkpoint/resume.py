@@ -32,7 +32,7 @@ from hybridflow.roles.policy import Reference
 
 
 @dataclass(frozen=True)
-class Source:
+class ResumeSource:
     """What a run goes on from."""
 
     step: Path
@@ -42,7 +42,7 @@ class Source:
     notes: tuple[str, ...]  # what was found damaged
 
 
-def find_source(config: RunConfig, *, restarts: int, group: dist.ProcessGroup) -> Source | None:
+def find_source(config: RunConfig, *, restarts: int, group: dist.ProcessGroup) -> ResumeSource | None:
     """The newest intact checkpoint of where `checkpoint.load` points; None where there is none to go on from.
 
     Every rank reads its share of the files, all of them are checked. Collective. Errors: CheckpointError where there
@@ -66,12 +66,12 @@ def find_source(config: RunConfig, *, restarts: int, group: dist.ProcessGroup) -
         if not problems:
             saved = load_state(step)
             forked_from = str(Path(config.checkpoint.load).resolve()) if is_fork else saved.forked_from
-            return Source(step, saved, is_fork, forked_from, tuple(f"warning: {line}" for line in damaged))
+            return ResumeSource(step, saved, is_fork, forked_from, tuple(f"warning: {line}" for line in damaged))
         damaged.append(f"{step} is not intact and is left out: {'; '.join(problems)}")
     raise CheckpointError("\n".join([*damaged, "no checkpoint is intact; checkpoint.load=none starts anew"]))
 
 
-def restore(source: Source, roles: Sequence[SavedRole], group: dist.ProcessGroup) -> None:
+def restore(source: ResumeSource, roles: Sequence[SavedRole], group: dist.ProcessGroup) -> None:
     """Fill weights and optimizers. A reference that was not reset so far stays as it is.
 
     Collective. Errors: CheckpointError, on every rank.

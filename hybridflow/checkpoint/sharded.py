@@ -30,11 +30,11 @@ from hybridflow.architecture.shards import Interval, Split
 from hybridflow.architecture.weight_files import BACKEND, extra_states
 from hybridflow.architecture.weights import Shape, Weight, embedding, stored_at
 from hybridflow.batch import balanced_partition
-from hybridflow.checkpoint.pieces import Piece, pieces, stored_shape
+from hybridflow.checkpoint.share_chunks import ShareChunk, pieces, stored_shape
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.distributed_directory import DistributedDirectory
 from hybridflow.formats.distributed_metadata import METADATA
-from hybridflow.formats.distributed_storage import Chunk, Record, write_metadata
+from hybridflow.formats.distributed_storage import Chunk, ChunkRecord, write_metadata
 from hybridflow.formats.safetensors_files import TensorInfo
 from hybridflow.models.build import named_weights
 from hybridflow.models.optimizer_state import num_steps, owned_states, set_num_steps
@@ -70,7 +70,7 @@ def prepare_save(role: SavedRole, directory: Path) -> ToWrite:
     return ToWrite(chunks, tuple(key for chunk in chunks for key in extra_states(chunk)))
 
 
-def finish_save(directory: Path, records: Iterable[Record]) -> None:
+def finish_save(directory: Path, records: Iterable[ChunkRecord]) -> None:
     """On one rank, once every rank has written its records: what says where they lie, and of what kind this is.
 
     Errors: ValueError unless they cover every tensor once.
@@ -137,7 +137,7 @@ def _boxes(
     return [sharded_box(key, stored_shape(weight, role.spec), piece, flat, written=written) for piece in found]
 
 
-def sharded_box(key: str, whole: Shape, piece: Piece, flat: Tensor, *, written: bool) -> ShardedTensor:
+def sharded_box(key: str, whole: Shape, piece: ShareChunk, flat: Tensor, *, written: bool) -> ShardedTensor:
     data = flat.as_strided(piece.shape, piece.strides, flat.storage_offset() + piece.start)
     return ShardedTensor(
         key,
@@ -154,7 +154,7 @@ def sharded_box(key: str, whole: Shape, piece: Piece, flat: Tensor, *, written: 
 
 def _steps(steps: int, *, written: bool) -> ShardedTensor:
     return sharded_box(
-        STEPS, (1,), Piece(0, (1,), (1,), (0,)), torch.tensor([steps], dtype=torch.float64), written=written
+        STEPS, (1,), ShareChunk(0, (1,), (1,), (0,)), torch.tensor([steps], dtype=torch.float64), written=written
     )
 
 

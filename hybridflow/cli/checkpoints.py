@@ -22,7 +22,14 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridflow import __version__
-from hybridflow.checkpoint.inventory import Entry, Inventory, Told, find_checkpoints, look, size_of
+from hybridflow.checkpoint.listing import (
+    CheckpointFacts,
+    CheckpointListing,
+    ListedCheckpoint,
+    find_checkpoints,
+    look,
+    size_of,
+)
 from hybridflow.checkpoint.store import CHECKPOINTS, CONFIG
 from hybridflow.cli.command import program
 from hybridflow.errors import UserError
@@ -57,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     return int(any(entry.problems for entry in entries))
 
 
-def _looked_at(steps: Sequence[Path], *, thorough: bool) -> list[Entry]:
+def _looked_at(steps: Sequence[Path], *, thorough: bool) -> list[ListedCheckpoint]:
     with _progress(sum(map(size_of, steps)), shown=thorough) as read:
         found = [look(step, thorough=thorough, read=read) for step in steps]
     return [entry for entry in found if entry is not None]
@@ -76,16 +83,20 @@ def _progress(num_bytes: int, *, shown: bool) -> Iterator[Read]:
 # ------------------------------------------------------------------------------------------------ the table
 
 
-def _columns(chosen: Sequence[str] | None, entries: Sequence[Entry]) -> list[str]:
+def _columns(chosen: Sequence[str] | None, entries: Sequence[ListedCheckpoint]) -> list[str]:
     return list(dict.fromkeys(chosen)) if chosen else [name for name in METRICS if _has(entries, name)]
 
 
-def _has(entries: Sequence[Entry], metric: str) -> bool:
+def _has(entries: Sequence[ListedCheckpoint], metric: str) -> bool:
     return any(entry.told is not None and metric in entry.told.metrics for entry in entries)
 
 
 def _table(
-    directory: Path, inventory: Inventory, entries: Sequence[Entry], metrics: Sequence[str], verified: bool
+    directory: Path,
+    inventory: CheckpointListing,
+    entries: Sequence[ListedCheckpoint],
+    metrics: Sequence[str],
+    verified: bool,
 ) -> Table:
     table = Table(title=Text(f"Checkpoints of {directory}"), title_justify="left")
     for name in ("iteration", "size", "written", *metrics):
@@ -99,17 +110,17 @@ def _table(
     return table
 
 
-def _state(entry: Entry, verified: bool) -> str:
+def _state(entry: ListedCheckpoint, verified: bool) -> str:
     if entry.written is None:
         return "incomplete"
     return "damaged" if entry.problems else "verified" if verified else "complete"
 
 
-def _date(entry: Entry) -> str:
+def _date(entry: ListedCheckpoint) -> str:
     return "-" if entry.written is None else f"{datetime.fromtimestamp(entry.written):%Y-%m-%d %H:%M}"
 
 
-def _metric(entry: Entry, name: str) -> str:
+def _metric(entry: ListedCheckpoint, name: str) -> str:
     known = entry.told.metrics if entry.told is not None else {}
     return f"{known[name]:.4g}" if name in known else "-"
 
@@ -117,7 +128,7 @@ def _metric(entry: Entry, name: str) -> str:
 # ------------------------------------------------------------------------------------------------ below it
 
 
-def _notes(inventory: Inventory, entries: Sequence[Entry], chosen: Sequence[str]) -> Iterator[str]:
+def _notes(inventory: CheckpointListing, entries: Sequence[ListedCheckpoint], chosen: Sequence[str]) -> Iterator[str]:
     for entry in entries:
         yield from entry.problems
     for path in inventory.leftovers:
@@ -135,7 +146,7 @@ def _notes(inventory: Inventory, entries: Sequence[Entry], chosen: Sequence[str]
         yield from _commands(intact[-1], goes_on=not inventory.is_one)
 
 
-def _forks(entries: Sequence[Entry]) -> Iterator[str]:
+def _forks(entries: Sequence[ListedCheckpoint]) -> Iterator[str]:
     """Where the run began: one line for all of one origin."""
     origins: dict[str, list[str]] = {}
     for entry in entries:
@@ -145,7 +156,7 @@ def _forks(entries: Sequence[Entry]) -> Iterator[str]:
         yield f"forked from {origin}: {', '.join(iterations)}"
 
 
-def _commands(entry: Entry, *, goes_on: bool) -> Iterator[str]:
+def _commands(entry: ListedCheckpoint, *, goes_on: bool) -> Iterator[str]:
     """What to do with the newest intact checkpoint, which is the one that a run goes on from."""
     assert entry.told is not None, f"{entry.step} is intact"
     train = f"torchrun --nproc-per-node N -m hybridflow.train {_quoted(entry.step / CONFIG)}"
@@ -156,7 +167,7 @@ def _commands(entry: Entry, *, goes_on: bool) -> Iterator[str]:
     yield f"convert {entry.iteration}: python -m tools.convert megatron-to-hf {_quoted(entry.step / 'actor')} OUT"
 
 
-def _keys(run_dir: Path, told: Told) -> Iterator[str]:
+def _keys(run_dir: Path, told: CheckpointFacts) -> Iterator[str]:
     """What the saved config needs to mean this run: a directory may have been moved."""
     if (Path(told.output_dir) / told.name).resolve() != run_dir:
         yield from (f"output_dir={run_dir.parent}", f"name={run_dir.name}")

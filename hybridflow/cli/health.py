@@ -22,7 +22,7 @@ from hybridflow import __version__
 from hybridflow.cli.command import program
 from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.errors import EnvironmentProblem, UserError
-from hybridflow.parallel.last_words import leave, still_busy
+from hybridflow.parallel.process_exit import leave, still_busy
 
 if TYPE_CHECKING:
     from hybridflow.inspection.findings import HealthReport
@@ -69,8 +69,8 @@ def _check(
     from hybridflow.inspection.examination import Examination
     from hybridflow.inspection.findings import HealthReport
     from hybridflow.inspection.participant import Participant
-    from hybridflow.parallel.meeting import Leader, follow
     from hybridflow.parallel.platform import meeting_store, started
+    from hybridflow.parallel.rank0_commands import CommandLeader, follow
 
     place = started()
     store = meeting_store(STORE_TIMEOUT)
@@ -78,7 +78,7 @@ def _check(
     try:
         if place.rank:
             return HealthReport.from_dict(follow(store, place.rank, participant.perform))
-        leader = Leader(store, place.world_size, participant.perform)
+        leader = CommandLeader(store, place.world_size, participant.perform)
         report = Examination(leader, place).report(participant.config)
         try:
             show(report)

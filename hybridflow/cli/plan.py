@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridflow import __version__
-from hybridflow.checkpoint.inventory import size_of
+from hybridflow.checkpoint.listing import size_of
 from hybridflow.checkpoint.store import CHECKPOINTS
 from hybridflow.cli.command import program
 from hybridflow.config import ExperimentConfig, RoleConfig, RunConfig, read_tree

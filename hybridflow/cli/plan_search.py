@@ -15,7 +15,7 @@ from hybridflow.errors import ConfigError
 if TYPE_CHECKING:
     from hybridflow.automap.auto import Facts
     from hybridflow.automap.engine_memory import EngineMemory
-    from hybridflow.automap.search import Found, Plan, Request
+    from hybridflow.automap.search import Found, SearchedPlan, SearchRequest
 
 FIRST_SHARE = 0.6  # of the minutes: the search itself; what is left is for the two questions after it
 GIB = 1 << 30
@@ -53,11 +53,11 @@ def print_search(
 ) -> None:
     """Errors: ConfigError where nothing fits, with the least that would, and where a file cannot be written."""
     from hybridflow.automap.auto import why_nothing_fits
-    from hybridflow.automap.search import Request, known_of, least_that_fits, search
+    from hybridflow.automap.search import SearchRequest, known_of, least_that_fits, search
 
     began, seconds = time.monotonic(), 60 * minutes
     room = facts.memory_bytes - facts.margin_bytes
-    request = Request(config, world_size, facts.profile, room, seconds=FIRST_SHARE * seconds)
+    request = SearchRequest(config, world_size, facts.profile, room, seconds=FIRST_SHARE * seconds)
     known = known_of(request)
     found = search(request, known=known)
     if not found.plans:
@@ -142,7 +142,7 @@ def _phases_table(found: "Found") -> Table:
     return table
 
 
-def _idle(plan: "Plan") -> str:
+def _idle(plan: "SearchedPlan") -> str:
     return f"{sum(plan.prediction.idle) / len(plan.prediction.idle):.1%}"
 
 
@@ -181,7 +181,7 @@ def _looked(found: "Found") -> list[str]:
     return lines
 
 
-def _otherwise(request: "Request", known: "EngineMemory", best: "Plan", seconds: float) -> list[str]:
+def _otherwise(request: "SearchRequest", known: "EngineMemory", best: "SearchedPlan", seconds: float) -> list[str]:
     """With twice the devices, and with half the memory."""
     from hybridflow.automap.explained import groups, summary
     from hybridflow.automap.search import search
@@ -206,7 +206,7 @@ def _otherwise(request: "Request", known: "EngineMemory", best: "Plan", seconds:
     return lines
 
 
-def _written(best: "Plan", output: Path | None, svg: Path | None, source: str, console: Console) -> None:
+def _written(best: "SearchedPlan", output: Path | None, svg: Path | None, source: str, console: Console) -> None:
     from hybridflow.automap.gantt import gantt
 
     files: list[tuple[Path, str]] = []

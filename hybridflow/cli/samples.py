@@ -29,7 +29,7 @@ STYLES = {"best": "green", "worst": "red", "random": "blue"}
 
 
 @dataclass(frozen=True)
-class Sample:
+class ShownSample:
     """A line of samples.jsonl."""
 
     iteration: int
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def read_samples(run: Path) -> list[Sample]:
+def read_samples(run: Path) -> list[ShownSample]:
     """In the order of the file; a last line that is being written is left out. Errors: DataError."""
     file = run / "samples.jsonl" if run.is_dir() else run
     try:
@@ -79,7 +79,7 @@ def read_samples(run: Path) -> list[Sample]:
     return [_sample(line, f"{file}: line {number}") for number, line in enumerate(lines, start=1)]
 
 
-def of_iteration(samples: Sequence[Sample], iteration: int | None, run: Path) -> list[Sample]:
+def of_iteration(samples: Sequence[ShownSample], iteration: int | None, run: Path) -> list[ShownSample]:
     """Those of this iteration, or of the last. Errors: DataError where there are none."""
     there = sorted({sample.iteration for sample in samples})
     if not there:
@@ -90,7 +90,7 @@ def of_iteration(samples: Sequence[Sample], iteration: int | None, run: Path) ->
     return [sample for sample in samples if sample.iteration == wanted]
 
 
-def chosen(samples: Sequence[Sample], number: int, seed: int) -> list[tuple[str, Sample]]:
+def chosen(samples: Sequence[ShownSample], number: int, seed: int) -> list[tuple[str, ShownSample]]:
     """So many of the best, worst and other ones at most, each with its kind and shown once. Without scores: others.
 
     Of equal scores the first of the file comes first. With few samples the best have the first pick.
@@ -105,7 +105,7 @@ def chosen(samples: Sequence[Sample], number: int, seed: int) -> list[tuple[str,
     return [(kind, samples[place]) for kind, places in kinds.items() for place in places]
 
 
-def _sample(line: bytes, where: str) -> Sample:
+def _sample(line: bytes, where: str) -> ShownSample:
     try:
         tree: Any = json.loads(line)
     except ValueError as error:
@@ -114,10 +114,10 @@ def _sample(line: bytes, where: str) -> Sample:
     if not isinstance(tree, dict) or not keys <= tree.keys():
         raise DataError(f"{where}: is no sample of a run: expected an object with {', '.join(sorted(keys))}")
     parts = tree["parts"] if "parts" in tree else {}  # earlier versions wrote none
-    return Sample(tree["iteration"], str(tree["prompt"]), str(tree["response"]), tree["score"], parts)
+    return ShownSample(tree["iteration"], str(tree["prompt"]), str(tree["response"]), tree["score"], parts)
 
 
-def _panel(kind: str, sample: Sample) -> Panel:
+def _panel(kind: str, sample: ShownSample) -> Panel:
     text = Text()
     text.append(_readable(sample.prompt), style="dim")
     text.append("\n")

@@ -41,13 +41,13 @@ from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.config.auto import autos, with_neutral
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig, config_class
 from hybridflow.errors import ConfigError, ExitStatus, Stopped, UserError
-from hybridflow.parallel.last_words import leave
+from hybridflow.parallel.process_exit import leave
 from hybridflow.user_code import search_beside
 
 if TYPE_CHECKING:
     from hybridflow.parallel.watchdog import Watchdog
     from hybridflow.trainers.fixed_data import FixedDataTrainer
-    from hybridflow.trainers.online import RLTrainer
+    from hybridflow.trainers.online import OnlineTrainer
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -134,15 +134,15 @@ def _config(path: str, overrides: list[str]) -> tuple[AnyConfig, tuple[str, ...]
 
 def _trainer(
     config: "ExperimentConfig | FixedDataConfig", watchdog: "Watchdog", options: argparse.Namespace
-) -> "RLTrainer | FixedDataTrainer":
+) -> "OnlineTrainer | FixedDataTrainer":
     """What trains such a config. Without an engine vLLM is not looked for."""
     if isinstance(config, FixedDataConfig):
         from hybridflow.trainers.fixed_data import FixedDataTrainer
 
         return FixedDataTrainer(config, watchdog)
-    from hybridflow.trainers.online import RLTrainer
+    from hybridflow.trainers.online import OnlineTrainer
 
-    return RLTrainer(config, watchdog, replay=options.replay, rollout_only=options.rollout_only)
+    return OnlineTrainer(config, watchdog, replay=options.replay, rollout_only=options.rollout_only)
 
 
 def _report(error: Exception) -> None:

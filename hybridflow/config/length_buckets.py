@@ -1,6 +1,6 @@
 """A value that goes by the length of a prompt: `sampling.by_prompt_length` as code reads it. Pure Python, for a config.
 
-limits = ByLength((64, 256), (32, 512, 1024))    # up to 64 tokens, up to 256, longer
+limits = LengthBuckets((64, 256), (32, 512, 1024))    # up to 64 tokens, up to 256, longer
 limits.each([64, 65, 300])                       # [32, 512, 1024]
 """
 
@@ -13,7 +13,7 @@ Value = TypeVar("Value", int, float)
 
 
 @dataclass(frozen=True)
-class ByLength(Generic[Value]):
+class LengthBuckets(Generic[Value]):
     """values[i] is that of prompts of at most ends[i] tokens and more than ends[i - 1]; the last, of longer ones.
 
     ends: ascending, one fewer than values.
@@ -38,6 +38,6 @@ class ByLength(Generic[Value]):
         return [self.at(length) for length in lengths]
 
 
-def always(value: Value) -> ByLength[Value]:
+def always(value: Value) -> LengthBuckets[Value]:
     """The same for all prompts."""
-    return ByLength((), (value,))
+    return LengthBuckets((), (value,))

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from hybridflow.config.length_buckets import ByLength
+from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.config.section import Section
 
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -69,23 +69,23 @@ class SamplingConfig(Section):
         return (*(alone.model_copy(update=bucket.replaced()) for bucket in self.by_prompt_length), alone)
 
     @property
-    def buckets(self) -> ByLength[int]:
+    def buckets(self) -> LengthBuckets[int]:
         """The number of a prompt's entry in `sections`."""
-        return ByLength(self._ends, tuple(range(len(self._ends) + 1)))
+        return LengthBuckets(self._ends, tuple(range(len(self._ends) + 1)))
 
     @property
-    def samples(self) -> ByLength[int]:
+    def samples(self) -> LengthBuckets[int]:
         """samples_per_prompt of each bucket."""
-        return ByLength(self._ends, tuple(section.samples_per_prompt for section in self.sections()))
+        return LengthBuckets(self._ends, tuple(section.samples_per_prompt for section in self.sections()))
 
     @property
-    def temperatures(self) -> ByLength[float]:
-        return ByLength(self._ends, tuple(section.temperature for section in self.sections()))
+    def temperatures(self) -> LengthBuckets[float]:
+        return LengthBuckets(self._ends, tuple(section.temperature for section in self.sections()))
 
     @property
-    def limits(self) -> ByLength[int]:
+    def limits(self) -> LengthBuckets[int]:
         """max_response_length of each bucket, in tokens."""
-        return ByLength(self._ends, tuple(section.max_response_length for section in self.sections()))
+        return LengthBuckets(self._ends, tuple(section.max_response_length for section in self.sections()))
 
     @property
     def _ends(self) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from hybridflow.formats.safetensors_files import ALL, TensorInfo
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """What will be written."""
 
     num_tensors: int  # by their HuggingFace names
@@ -73,7 +73,7 @@ def to_megatron(
     say(console, f"{target}: {plan.num_tensors} tensors, {progress.totals()}")
 
 
-def make_plan(survey: Survey, *, value_head: bool, lm_head: str | None) -> Plan:
+def make_plan(survey: Survey, *, value_head: bool, lm_head: str | None) -> ConversionPlan:
     """Errors: CheckpointError where a tensor would not be read once, or a parameter not be written once."""
     spec, infos = survey.spec, dict(survey.weights)
     files: WeightFiles = survey.files
@@ -88,7 +88,7 @@ def make_plan(survey: Survey, *, value_head: bool, lm_head: str | None) -> Plan:
     weights = [weight for weight in model_weights(spec, head or "score") if head or weight is not VALUE_HEAD]
     chunks = make_chunks(weights, spec, files, infos)
     notes = [*(f"dropped: {line}" for line in survey.dropped_lines()), *_head_notes(spec, head, new_head)]
-    return Plan(len(infos), tuple(chunks), tuple(notes), config_changes(spec, head))
+    return ConversionPlan(len(infos), tuple(chunks), tuple(notes), config_changes(spec, head))
 
 
 # -------------------------------------------------------------------------------------------------------- heads

@@ -18,7 +18,7 @@ from hybridflow.cpu.kernels.layers import rotate
 Groups = tuple[tuple[int, tuple[int, ...]], ...]  # prompts, and the lengths of all that follow each
 
 
-class Shared(Protocol):
+class SharedPromptsLike(Protocol):
     """`models.shared_prompt.SharedPrompts`."""
 
     @property
@@ -35,7 +35,7 @@ class Packed(Protocol):
     @property
     def lengths(self) -> tuple[int, ...]: ...
     @property
-    def shared(self) -> Shared | None: ...
+    def shared(self) -> SharedPromptsLike | None: ...
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, packed: Packed, scale: float) -> Tensor:
@@ -43,7 +43,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, packed: Packed, scale: 
     return kernels.attend(query, key, value, items_of(packed.lengths, packed.shared), scale=scale)
 
 
-def items_of(lengths: tuple[int, ...], shared: Shared | None) -> Items:
+def items_of(lengths: tuple[int, ...], shared: SharedPromptsLike | None) -> Items:
     """Sequences by themselves, and prompts with what follows them, as they lie one after another."""
     if shared is None:
         return _items(lengths, 0, 0, 0, ())
@@ -61,7 +61,7 @@ def _items(lengths: tuple[int, ...], start: int, middle: int, stop: int, groups:
     return Items.of(alone, together)
 
 
-class Rotate(torch.autograd.Function):
+class RotateInC(torch.autograd.Function):
     """Rotary embedding (Su et al. 2021, eq. 34): dimension i turns with i + n.
 
     x: (t, heads, head_dim), of which the first 2 n dimensions turn; cos, sin: (t, 1, n).
@@ -79,15 +79,15 @@ class Rotate(torch.autograd.Function):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See `Rotate`."""
-    y: Tensor = Rotate.apply(x, cos, sin)
+    """See `RotateInC`."""
+    y: Tensor = RotateInC.apply(x, cos, sin)
     return y
 
 
 # ------------------------------------------------------------------------------------------- without a compiler
 
 
-class Spans(Protocol):
+class SpansLike(Protocol):
     """`models.shared_prompt.Spans`."""
 
     @property
@@ -95,7 +95,7 @@ class Spans(Protocol):
     def runs(self) -> list[tuple[int, int, int]]: ...
 
 
-def flash_forward(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
+def flash_forward(query: Tensor, key: Tensor, value: Tensor, spans: SpansLike, scale: float) -> tuple[Tensor, Tensor]:
     """Outputs and log-sum-exps by torch's CPU kernel, once for every run of stretches of equal lengths."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     found = [
@@ -115,7 +115,7 @@ def flash_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    spans: Spans,
+    spans: SpansLike,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """In the log-sum-exp's dtype: in bfloat16 torch's backward kernel takes up to ten times as long as in float32."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from hybridflow.cpu.kernels import layers as kernels
 
 
-class RMSNormFunction(torch.autograd.Function):
+class RMSNormFunctionInC(torch.autograd.Function):
     """With r = 1 / sqrt(mean(x^2) + eps) and n = x r:  y = w n,  dw = sum(dy n),  dx = r (w dy - n mean(w dy n))."""
 
     @staticmethod
@@ -50,7 +50,7 @@ class SumAndNormFunction(torch.autograd.Function):
         return grad_x, grad_x, grad_weight, None
 
 
-class SwiGLUFunction(torch.autograd.Function):
+class SwiGLUFunctionInC(torch.autograd.Function):
     """silu(gate) up of [gate; up].
 
     The gradients are written over gate and up where these are nobody's but the graph's. autograd is told, and refuses a

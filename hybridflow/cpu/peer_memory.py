@@ -24,7 +24,7 @@ _probe = ctypes.c_int64(secrets.randbits(62) + 1)
 
 
 @dataclass(frozen=True)
-class Piece:
+class PeerRectangle:
     """A rectangle in another process: where it begins, bytes from row to row, and where it goes.
 
     target: (rows, columns) or (columns,), of neighbouring columns.
@@ -51,13 +51,13 @@ def can_read(introduction: Tensor) -> bool:
     if not host or host != _host():
         return False
     try:
-        read(process, [Piece(address, found.nbytes, found)])
+        read(process, [PeerRectangle(address, found.nbytes, found)])
     except RuntimeError:
         return False
     return bool(found == number)
 
 
-def read(process: int, pieces: Sequence[Piece]) -> None:
+def read(process: int, pieces: Sequence[PeerRectangle]) -> None:
     """Copy all pieces out of the memory of `process`, which leaves it as it is meanwhile.
 
     Errors: RuntimeError, worded as that of a lost connection: the process is gone, or its memory is.

@@ -23,7 +23,7 @@ class Traffic(NamedTuple):
     sources: list[Parts]
 
 
-class Source(NamedTuple):
+class PeerSource(NamedTuple):
     """A peer whose memory is read: its process, and where the pieces lie that are to come."""
 
     process: int
@@ -35,7 +35,7 @@ class Reads:
 
     def __init__(self, buckets: Sequence[Traffic], group: dist.ProcessGroup) -> None:
         self._buckets, self._group = buckets, group
-        self.sources: dict[int, Source] = {}
+        self.sources: dict[int, PeerSource] = {}
         self.readers: set[int] = set()
 
     def begin(self) -> None:
@@ -52,7 +52,7 @@ class Reads:
         asked = {peer: torch.zeros(1, dtype=torch.bool) for peer in told}
         self._exchange(answers, asked)
         self.sources = {
-            peer: Source(int(x[1]), map(tuple, x[len(own) :].view(-1, 2).tolist()))
+            peer: PeerSource(int(x[1]), map(tuple, x[len(own) :].view(-1, 2).tolist()))
             for peer, x in heard.items()
             if answers[peer]
         }
@@ -63,7 +63,7 @@ class Reads:
         of_peers = {peer: x for peer, x in self._by_peer([bucket.targets]).items() if peer in self.sources}
         for peer, targets in of_peers.items():
             process, places = self.sources[peer]
-            pieces = [peer_memory.Piece(*next(places), target) for target in targets]
+            pieces = [peer_memory.PeerRectangle(*next(places), target) for target in targets]
             peer_memory.read(process, pieces)
         for_peers = {peer: x for peer, x in self._by_peer([bucket.sources]).items() if peer in self.readers}
         self._exchange({peer: torch.ones(1) for peer in of_peers}, {peer: torch.empty(1) for peer in for_peers})

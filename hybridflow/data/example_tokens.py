@@ -12,7 +12,7 @@ from hybridflow.data.rows import RowError
 
 
 @dataclass(frozen=True)
-class Tokens:
+class ExampleTokens:
     ids: list[int]
     trained: list[bool]
 
@@ -24,7 +24,7 @@ class Tokens:
 Problem = str  # why there are no tokens, for a message that says where
 
 
-def tokens(texts: Sequence[Plain | Rendered], tokenizer: PreTrainedTokenizerBase) -> list[Tokens | Problem]:
+def tokens(texts: Sequence[Plain | Rendered], tokenizer: PreTrainedTokenizerBase) -> list[ExampleTokens | Problem]:
     """Of each; encoded together, which fast tokenizers do on several threads."""
     plain = iter(_of_pairs([text for text in texts if isinstance(text, Plain)], tokenizer))
     chats = iter(_of_chats([text for text in texts if isinstance(text, Rendered)], tokenizer))
@@ -34,7 +34,7 @@ def tokens(texts: Sequence[Plain | Rendered], tokenizer: PreTrainedTokenizerBase
 # ------------------------------------------------------------------------------------------------ conversations
 
 
-def _of_chats(chats: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> list[Tokens | Problem]:
+def _of_chats(chats: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> list[ExampleTokens | Problem]:
     if not chats:
         return []
     if not tokenizer.is_fast:  # the others do not say which characters a token stands for
@@ -46,7 +46,7 @@ def _of_chats(chats: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> 
     return [_masked(chat, ids, offsets) for chat, ids, offsets in found]
 
 
-def _masked(chat: Rendered, ids: list[int], offsets: list[tuple[int, int]]) -> Tokens | Problem:
+def _masked(chat: Rendered, ids: list[int], offsets: list[tuple[int, int]]) -> ExampleTokens | Problem:
     """A token counts where all of its characters do."""
     counts = np.zeros(len(chat.text) + 1, np.int64)
     for start, end in chat.spans:
@@ -59,13 +59,13 @@ def _masked(chat: Rendered, ids: list[int], offsets: list[tuple[int, int]]) -> T
         start, end = offsets[int(partly[0])]
         return f"the token {chat.text[start:end]!r} reaches over the boundary of what the assistant says"
     trained = ((counting > 0) & (counting == ends - starts)).tolist()
-    return Tokens(ids, trained) if any(trained) else "the tokenizer makes no tokens of what the assistant says"
+    return ExampleTokens(ids, trained) if any(trained) else "the tokenizer makes no tokens of what the assistant says"
 
 
 # ------------------------------------------------------------------------------------------------ prompt and completion
 
 
-def _of_pairs(pairs: Sequence[Plain], tokenizer: PreTrainedTokenizerBase) -> list[Tokens | Problem]:
+def _of_pairs(pairs: Sequence[Plain], tokenizer: PreTrainedTokenizerBase) -> list[ExampleTokens | Problem]:
     texts = [(pair.prompt, pair.completion) for pair in pairs]
     encoded = iter(_encoded([(p, c) for p, c in texts if isinstance(p, str) and isinstance(c, str)], tokenizer))
     end = tokenizer.eos_token_id
@@ -75,12 +75,12 @@ def _of_pairs(pairs: Sequence[Plain], tokenizer: PreTrainedTokenizerBase) -> lis
     ]
 
 
-def _joined(prompt: list[int], completion: list[int], *, end: int | None) -> Tokens | Problem:
+def _joined(prompt: list[int], completion: list[int], *, end: int | None) -> ExampleTokens | Problem:
     for name, ids in (("prompt", prompt), ("completion", completion)):  # a first token is predicted from nothing
         if not ids:
             return f"the tokenizer makes no tokens of the {name}"
     ended = completion if end is None else [*completion, end]
-    return Tokens(prompt + ended, [False] * len(prompt) + [True] * len(ended))
+    return ExampleTokens(prompt + ended, [False] * len(prompt) + [True] * len(ended))
 
 
 def _encoded(pairs: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], list[int]]]:

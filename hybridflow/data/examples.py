@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridflow.config.data import DataFiles
 from hybridflow.data.example_texts import ExampleTexts, Kind, example_texts
-from hybridflow.data.example_tokens import Problem, Tokens, no_tokens, tokens
+from hybridflow.data.example_tokens import ExampleTokens, Problem, no_tokens, tokens
 from hybridflow.data.fields import named
 from hybridflow.data.rows import OverlongError, Row, RowError, attempt, shown
 from hybridflow.data.sources import open_files
@@ -127,8 +127,8 @@ class _Encoder:
     def _texts(self, row: Row) -> ExampleTexts:
         return example_texts(named(row, self.columns), self.kind, self.tokenizer)
 
-    def _example(self, texts: ExampleTexts, made: Sequence[Tokens | Problem]) -> Example | RowError:
-        whole = [its for its in made if isinstance(its, Tokens)]
+    def _example(self, texts: ExampleTexts, made: Sequence[ExampleTokens | Problem]) -> Example | RowError:
+        whole = [its for its in made if isinstance(its, ExampleTokens)]
         for its in made:
             problem = no_tokens(texts.where, its) if isinstance(its, Problem) else self._problem(texts.where, its.ids)
             if problem is not None:

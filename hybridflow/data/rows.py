@@ -37,7 +37,7 @@ class Row:
     problem: RowError | None = None  # why it has no fields
 
 
-class Rows(Protocol):
+class DataRows(Protocol):
     """The rows of one file or of several, by number from 0. num_bytes: of the files; nbytes: of memory."""
 
     def __len__(self) -> int: ...

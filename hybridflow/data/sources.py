@@ -13,7 +13,7 @@ from pathlib import Path
 from hybridflow.config.data import DataFiles, SourceConfig
 from hybridflow.data.json_lines import JsonLines
 from hybridflow.data.order import MOST_TURNS, shares
-from hybridflow.data.rows import Row, Rows
+from hybridflow.data.rows import DataRows, Row
 from hybridflow.errors import DataError
 
 JSON_LINES = (".jsonl", ".json", ".ndjson")
@@ -26,7 +26,7 @@ class Files:
     names: of the sources; ends: of each the number of rows up to its end; weights: of them, None without.
     """
 
-    def __init__(self, sources: Sequence[tuple[str, Sequence[Rows]]], weights: tuple[float, ...] | None) -> None:
+    def __init__(self, sources: Sequence[tuple[str, Sequence[DataRows]]], weights: tuple[float, ...] | None) -> None:
         self.names = tuple(name for name, _ in sources)
         self.weights = weights
         self._files = [file for _, files in sources for file in files]
@@ -92,7 +92,7 @@ def _expanded(path: Path) -> list[Path]:
     return found
 
 
-def _opened(path: Path) -> Rows:
+def _opened(path: Path) -> DataRows:
     if path.suffix != PARQUET and not _begins_as_parquet(path):
         return JsonLines(path)
     from hybridflow.data.parquet import Parquet  # whose pyarrow takes 60 MB: only where there is such a file

@@ -14,8 +14,8 @@ from hybridflow.batch import RolloutBatch
 from hybridflow.config.fixed_algorithms import DPO, KTO, SFT, FixedAlgorithm, RewardModeling
 from hybridflow.data.example_batches import given_batch
 from hybridflow.data.examples import Example
+from hybridflow.flows.fixed_losses import LossResult, judge_dpo, judge_kto, judge_reward_model, judge_sft, means
 from hybridflow.flows.fixed_run import FixedRun
-from hybridflow.flows.judged import Judged, judge_dpo, judge_kto, judge_reward_model, judge_sft, means
 from hybridflow.recording.iteration import Metrics
 from hybridflow.roles.objectives import negative_log_likelihood
 
@@ -62,7 +62,7 @@ def fixed_flow(run: FixedRun, algorithm: FixedAlgorithm) -> RolloutBatch:
             return kto(run, algorithm)
 
 
-def judge(run: FixedRun, algorithm: FixedAlgorithm, examples: Sequence[Example]) -> Judged[RolloutBatch]:
+def judge(run: FixedRun, algorithm: FixedAlgorithm, examples: Sequence[Example]) -> LossResult[RolloutBatch]:
     """Rows by the algorithm's loss, without a step."""
     match algorithm:
         case SFT():

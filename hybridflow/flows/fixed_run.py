@@ -26,7 +26,7 @@ from hybridflow.data.usable import Dropped
 from hybridflow.errors import Stopped
 from hybridflow.flows.finite import check_finite
 from hybridflow.flows.run import Known
-from hybridflow.flows.steps import step_metrics
+from hybridflow.flows.step_metrics import step_metrics
 from hybridflow.models.optimizer import NO_BYTES
 from hybridflow.parallel.agreement import check_agreement, digest_tensors
 from hybridflow.parallel.exchange import Contribution, Exchange

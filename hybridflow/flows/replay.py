@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch, offsets, response_mask
-from hybridflow.config.length_buckets import ByLength
+from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.errors import CheckpointError, DataError
 from hybridflow.formats.file_bytes import opened, read_box
 from hybridflow.formats.safetensors_files import read_header
@@ -84,11 +84,11 @@ class Replay:
         prompts: PromptBatch,
         *,
         greedy: bool = False,
-        samples_per_prompt: ByLength[int],
+        samples_per_prompt: LengthBuckets[int],
         iteration: int,
         first_prompt: int = 0,
         generation: int = 0,
-        beside: object = None,
+        listener: object = None,
     ) -> RolloutBatch:
         """What the engine gave in that iteration. It is there at once: nobody does anything beside.
 
@@ -149,7 +149,9 @@ def _check_bounds(file: Path, name: str, values: Tensor, least: int, most: int) 
         raise DataError(f"{file}: {name}[{at}] is {int(values[at])}; this config has those from {least} to {most}")
 
 
-def _check_prompts(file: Path, rollout: RolloutBatch, prompts: PromptBatch, samples_per_prompt: ByLength[int]) -> None:
+def _check_prompts(
+    file: Path, rollout: RolloutBatch, prompts: PromptBatch, samples_per_prompt: LengthBuckets[int]
+) -> None:
     """The rows answer these prompts: as many each, side by side, and token by token."""
     counts = samples_per_prompt.each(prompts.lengths.tolist())
     expected = torch.arange(len(prompts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))

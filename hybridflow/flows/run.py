@@ -23,25 +23,25 @@ from torch import Tensor
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.state import RunState
 from hybridflow.config import ExperimentConfig
-from hybridflow.config.length_buckets import ByLength, always
+from hybridflow.config.length_buckets import LengthBuckets, always
 from hybridflow.config.losses import PolicyLoss, Update
 from hybridflow.data.left_out import dropped_metrics
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.usable import Dropped
 from hybridflow.errors import ConfigError, Stopped
+from hybridflow.flows.deferred_log_probs import Deferred, DeferredLogProbs
 from hybridflow.flows.finite import check_finite
-from hybridflow.flows.first_step import FirstStep, ToCome
 from hybridflow.flows.models import Roles, training_memory_offloaded
+from hybridflow.flows.overlapped_scoring import OverlappedScoring
 from hybridflow.flows.replay import Replay
-from hybridflow.flows.steps import shuffled, step_metrics
-from hybridflow.flows.while_waiting import WhileWaiting
+from hybridflow.flows.step_metrics import shuffled, step_metrics
 from hybridflow.models.optimizer import NO_BYTES
 from hybridflow.parallel.agreement import check_agreement, digest_tensors
 from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.platform import Platform, world_group
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.parallel.watchdog import Watchdog
-from hybridflow.placement.first_step import first_step_tells
+from hybridflow.placement.deferred_log_probs import first_step_tells
 from hybridflow.recording.iteration import Iteration, Metrics, batch_metrics, cost_metrics, length_metrics
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.rewards.scorer import FunctionCalls, Scores, call_metrics
@@ -87,7 +87,7 @@ class Run:
         generator: Generator | Replay,
         prompts: PromptDataset,
         *,
-        ahead: WhileWaiting,
+        ahead: OverlappedScoring,
         platform: Platform,
         exchange: Exchange,
         watch: Stopwatch,
@@ -109,7 +109,7 @@ class Run:
         self.kept_rollout: Callable[[PromptBatch, int], RolloutBatch | None] = lambda prompts, iteration: None
         self.metrics: Metrics = {}
         self._passed_over: list[Dropped] = []  # of the iteration, by draw
-        self._first_step: FirstStep | None = None  # where it tells old log-probs
+        self._first_step: DeferredLogProbs | None = None  # where it tells old log-probs
         self._told: set[str] = set()  # reasons for which rows are left out
         self.score_parts: Mapping[str, Tensor] = {}  # by name, of `rollout`
         self._calls: list[FunctionCalls] = []
@@ -126,7 +126,7 @@ class Run:
         return self._config.sampling.samples_per_prompt
 
     @property
-    def samples(self) -> ByLength[int]:
+    def samples(self) -> LengthBuckets[int]:
         """How many responses a prompt has, by its length."""
         return self._config.sampling.samples
 
@@ -187,7 +187,7 @@ class Run:
             raise self._absent("reward")
         return self._roles.scorer.scores(rollout, self.prompts)
 
-    def old_log_probs(self, rollout: RolloutBatch) -> Contribution | Tensor | ToCome:
+    def old_log_probs(self, rollout: RolloutBatch) -> Contribution | Tensor | Deferred:
         """Those that ratios are to, of (T,): the actor's before the updates or the engine's (policy.old_log_probs).
 
         In a flow of ours that reads them in ratios alone, those of the first mini-batch are NaN until its update, which
@@ -197,14 +197,14 @@ class Run:
             return rollout.rollout_log_probs
         if not self._first_step_tells():
             return self.actor.log_probs(rollout)
-        self._first_step = FirstStep(self.actor, rollout, self._first_rows(rollout.prompt_indices))
+        self._first_step = DeferredLogProbs(self.actor, rollout, self._first_rows(rollout.prompt_indices))
         return self._first_step.others()
 
     def ref_log_probs(self, rollout: RolloutBatch) -> dict[str, Contribution]:
         """Those of the reference under the name ref_log_probs; nothing where there is no KL."""
         return {"ref_log_probs": self.reference.log_probs(rollout)} if self.has_reference else {}
 
-    def whole(self, **asked: Contribution | Scores | Tensor | ToCome) -> Known:
+    def whole(self, **asked: Contribution | Scores | Tensor | Deferred) -> Known:
         """Whole tensors by name, in one exchange: it waits until all ranks have done what they can.
 
         A tensor is taken for whole as it is.
@@ -220,7 +220,7 @@ class Run:
             if isinstance(pending, Scores):
                 self._note_parts(pending, found)
         check_finite(known, self.rollout)
-        return Known(**known | {name: x.of(known[name]) for name, x in asked.items() if isinstance(x, ToCome)})
+        return Known(**known | {name: x.of(known[name]) for name, x in asked.items() if isinstance(x, Deferred)})
 
     def shaped(self, raw_scores: Tensor, rollout: RolloutBatch) -> Tensor:
         """(N,) scores as training sees them: cut responses penalised, then normalised, then clipped."""
@@ -371,7 +371,7 @@ class Run:
         ahead.settle(rollout)
         return rollout
 
-    def _generate(self, how: Sampled | Greedy, beside: WhileWaiting | None = None) -> RolloutBatch:
+    def _generate(self, how: Sampled | Greedy, listener: OverlappedScoring | None = None) -> RolloutBatch:
         greedy = isinstance(how, Greedy)
         generation = 0 if greedy else self._num_sampled
         self._num_sampled += not greedy
@@ -382,7 +382,7 @@ class Run:
             iteration=self.iteration,
             first_prompt=self._first_prompt,
             generation=generation,
-            beside=beside,
+            listener=listener,
         )
 
     def _mini_batch_rows(self, prompt_indices: Tensor, update: Update, epoch: int) -> Sequence[Tensor]:
@@ -484,19 +484,19 @@ class Run:
         )
 
 
-def _contributions(pending: Contribution | Scores | Tensor | ToCome) -> tuple[Contribution, ...]:
+def _contributions(pending: Contribution | Scores | Tensor | Deferred) -> tuple[Contribution, ...]:
     match pending:
         case Tensor():
             return ()
         case Scores():
             return pending.contributions
-        case ToCome():
+        case Deferred():
             return (pending.others,)
         case _:
             return (pending,)
 
 
-def _put_together(pending: Contribution | Scores | Tensor | ToCome, wholes: list[Tensor]) -> Tensor:
+def _put_together(pending: Contribution | Scores | Tensor | Deferred, wholes: list[Tensor]) -> Tensor:
     if isinstance(pending, Tensor):
         return pending
     return pending.total(wholes) if isinstance(pending, Scores) else wholes[0]

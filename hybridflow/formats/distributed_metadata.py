@@ -17,14 +17,14 @@ import torch
 
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.file_bytes import Shape, file_size, opened, read_bytes
-from hybridflow.formats.plain_pickle import IndexRecord, Record, load_plain
+from hybridflow.formats.plain_pickle import PickledIndex, PickledObject, load_plain
 from hybridflow.formats.safetensors_files import MAX_ELEMENTS, TensorInfo
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 1 << 30
 MAX_CELLS = 1 << 24
 
-Storage = Mapping[object, object]  # as the file has it: IndexRecord -> Record, if it is whole
+Storage = Mapping[object, object]  # as the file has it: PickledIndex -> PickledObject, if it is whole
 
 
 class StoredChunk(NamedTuple):
@@ -118,12 +118,12 @@ def read_metadata(directory: Path) -> tuple[dict[str, StoredTensor], tuple[str, 
 
 
 def _parse(root: object, directory: Path) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
-    if not isinstance(root, Record):
+    if not isinstance(root, PickledObject):
         raise ValueError(f"it holds {type(root).__name__}")
     storage: Storage = root.field("storage_data", dict)
     tensors, objects, files = {}, [], _Files(directory)
     for key, entry in root.field("state_dict_metadata", dict).items():
-        if not isinstance(key, str) or not isinstance(entry, Record):
+        if not isinstance(key, str) or not isinstance(entry, PickledObject):
             raise ValueError(f"an entry is {type(key).__name__}: {type(entry).__name__}")
         if not key.isprintable():
             raise ValueError(f"the key {key!r} is not printable")
@@ -134,10 +134,10 @@ def _parse(root: object, directory: Path) -> tuple[dict[str, StoredTensor], tupl
     return tensors, tuple(objects)
 
 
-def _tensor(key: str, entry: Record, storage: Storage, files: "_Files") -> StoredTensor:
+def _tensor(key: str, entry: PickledObject, storage: Storage, files: "_Files") -> StoredTensor:
     try:
         shape = _shape(entry.field("size", tuple))
-        properties = entry.field("properties", Record).state
+        properties = entry.field("properties", PickledObject).state
         dtype = properties[0] if isinstance(properties, tuple) and properties else None
         if not isinstance(dtype, torch.dtype):
             raise ValueError("it has no dtype")
@@ -148,7 +148,7 @@ def _tensor(key: str, entry: Record, storage: Storage, files: "_Files") -> Store
 
 
 def _chunk(key: str, chunk: object, shape: Shape, storage: Storage, files: "_Files") -> StoredChunk:
-    if not isinstance(chunk, Record):
+    if not isinstance(chunk, PickledObject):
         raise ValueError(f"a chunk is {type(chunk).__name__}")
     offset, size = _shape(chunk.field("offsets", tuple)), _shape(chunk.field("sizes", tuple))
     inside = len(offset) == len(size) == len(shape) and all(
@@ -156,10 +156,10 @@ def _chunk(key: str, chunk: object, shape: Shape, storage: Storage, files: "_Fil
     )
     if not inside:
         raise ValueError(f"the chunk at {offset} of size {size} is not inside of shape {shape}")
-    index = IndexRecord()
+    index = PickledIndex()
     index.key = (key, offset)
     info = storage.get(index)
-    if not isinstance(info, Record):
+    if not isinstance(info, PickledObject):
         raise ValueError(f"the chunk at {offset} is in no file")
     if info.state.get("transform_descriptors"):
         raise ValueError(f"the chunk at {offset} is compressed or otherwise transformed")

@@ -62,7 +62,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Record:
+class ChunkRecord:
     """Where a chunk lies, or under `key` alone no object: then shape, whole and dtype say nothing."""
 
     key: str
@@ -77,7 +77,7 @@ class Record:
 
 def write_records(
     directory: Path, name: str, chunks: Iterable[Chunk], empty: Sequence[str] = (), written: Written = lambda size: None
-) -> tuple[list[Record], FileSum]:
+) -> tuple[list[ChunkRecord], FileSum]:
     """Write DIRECTORY/NAME, which is on the disk when this returns: the chunks, and under the keys `empty` no object.
 
     Errors: those of `Chunk.read`; CheckpointError naming the file where it cannot be written.
@@ -89,16 +89,16 @@ def write_records(
             tensor = _tensor_of(chunk)
             _save(tensor, file)
             place = name, start, file.tell() - start
-            records.append(Record(chunk.key, chunk.offset, chunk.shape, chunk.whole, str(chunk.dtype)[6:], *place))
+            records.append(ChunkRecord(chunk.key, chunk.offset, chunk.shape, chunk.whole, str(chunk.dtype)[6:], *place))
             written(tensor.nbytes)
         for key in empty:
             start = file.tell()
             _save(EMPTY, file)
-            records.append(Record(key, None, (), (), "", name, start, file.tell() - start))
+            records.append(ChunkRecord(key, None, (), (), "", name, start, file.tell() - start))
     return records, FileSum(file.tell(), file.crc32)
 
 
-def write_metadata(directory: Path, records: Iterable[Record]) -> None:
+def write_metadata(directory: Path, records: Iterable[ChunkRecord]) -> None:
     """DIRECTORY/.metadata, on the disk when this returns. Errors: ValueError unless chunks cover every tensor once."""
     results, items = [], []
     for record in records:

@@ -33,7 +33,7 @@ REFUSED = frozenset(
 )
 
 
-class Record:
+class PickledObject:
     """An object of the pickle: its state as it stands there. It runs nothing and keeps no arguments."""
 
     state: Any = None
@@ -52,7 +52,7 @@ class Record:
         return value
 
 
-class IndexRecord(Record):
+class PickledIndex(PickledObject):
     """MetadataIndex, a key of dictionaries: the name of an entry and the offset of the chunk."""
 
     def __setstate__(self, state: Any) -> None:
@@ -66,7 +66,7 @@ class IndexRecord(Record):
         return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, IndexRecord) and self.key == other.key
+        return isinstance(other, PickledIndex) and self.key == other.key
 
 
 class _Unpickler(pickle._Unpickler):
@@ -82,9 +82,9 @@ class _Unpickler(pickle._Unpickler):
         if found in self._plain:
             return self._plain[found]
         if found in INERT:
-            return Record
+            return PickledObject
         if module.startswith(PREFIXES) and name.isidentifier():
-            return IndexRecord if name == "MetadataIndex" else Record
+            return PickledIndex if name == "MetadataIndex" else PickledObject
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype

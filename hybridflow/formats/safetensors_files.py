@@ -51,7 +51,7 @@ class TensorInfo(NamedTuple):
     dtype: torch.dtype
 
 
-class Entry(NamedTuple):
+class HeaderEntry(NamedTuple):
     """A tensor of one file."""
 
     file: Path
@@ -77,7 +77,7 @@ class SafetensorsDirectory:
         else:
             _check_files(index, listed)
         self._files = [self.path / name for name in names]
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, HeaderEntry] = {}
         for file in self._files:
             for name, entry in read_header(file).items():
                 if name in self._entries:
@@ -199,7 +199,7 @@ def _check_files(index: Path, listed: dict[str, str]) -> None:
         )
 
 
-def _check_index(index: Path, listed: dict[str, str], entries: dict[str, Entry]) -> None:
+def _check_index(index: Path, listed: dict[str, str], entries: dict[str, HeaderEntry]) -> None:
     """Index and headers say the same."""
     for name, file in listed.items():
         if name not in entries:
@@ -214,7 +214,7 @@ def _check_index(index: Path, listed: dict[str, str], entries: dict[str, Entry])
 # --------------------------------------------------------------------------------------------------- headers
 
 
-def read_header(file: Path) -> dict[str, Entry]:
+def read_header(file: Path) -> dict[str, HeaderEntry]:
     """The tensors of a safetensors file in the order of their bytes, which must fill the file."""
     wrong = f"{file}: is damaged or cut short: "
     with opened(file) as fd:
@@ -231,7 +231,7 @@ def read_header(file: Path) -> dict[str, Entry]:
     for name, (info, start, stop) in sorted(spans.items(), key=lambda item: item[1][1:]):
         if start != position:
             raise CheckpointError(f"{wrong}{name} starts at byte {start}, the tensor before it ends at {position}")
-        entries[name] = Entry(file, 8 + length + start, info)
+        entries[name] = HeaderEntry(file, 8 + length + start, info)
         position = stop
     if 8 + length + position != size:
         raise CheckpointError(f"{wrong}it has {size} bytes, its header asks for {8 + length + position}")

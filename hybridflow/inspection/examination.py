@@ -1,6 +1,6 @@
 """Rank 0's part in a health check: who is there, what each host has found, what the links between them can do.
 
-    report = examine(Leader(store, world_size, participant.perform), started, config)
+    report = examine(CommandLeader(store, world_size, participant.perform), started, config)
 
 Every step asks some ranks and waits so long for their answers. A rank that gives none is left out from then on, and
 its host is named in the report.
@@ -15,7 +15,7 @@ from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.inspection.findings import Finding, HealthReport, Host, rate
 from hybridflow.inspection.fit import Free, fit_findings
 from hybridflow.inspection.hosts import hosts_of, missing_findings
-from hybridflow.inspection.machine import Device, device_findings
+from hybridflow.inspection.machine import DeviceFacts, device_findings
 from hybridflow.inspection.participant import LOOK_SECONDS, MEASURE_SECONDS
 from hybridflow.inspection.rounds import MOST_FOR_ALL_PAIRS, Pair, between_hosts, ring
 from hybridflow.inspection.verdicts import (
@@ -28,8 +28,8 @@ from hybridflow.inspection.verdicts import (
     slow_links,
 )
 from hybridflow.parallel.device import uses_cuda
-from hybridflow.parallel.meeting import Answer, Leader, Order
 from hybridflow.parallel.platform import Started
+from hybridflow.parallel.rank0_commands import Answer, CommandLeader, Order
 
 GREET_SECONDS = 60.0  # ranks load torch at different speeds
 ANSWER_SECONDS = LOOK_SECONDS + 15
@@ -49,7 +49,7 @@ DEAD = "no connection: look at cable, switch and firewall between them, and at G
 class Examination:
     """One health check as rank 0 conducts it."""
 
-    def __init__(self, leader: Leader, started: Started) -> None:
+    def __init__(self, leader: CommandLeader, started: Started) -> None:
         self._leader, self._started = leader, started
         self._hosts: tuple[Host, ...] = ()
         self._findings: list[Finding] = []
@@ -98,7 +98,7 @@ class Examination:
         answers = self._leader.ask(orders, ANSWER_SECONDS)
         self._facts = {rank: answer.get("facts", {}) for rank, answer in answers.items()}
         for host in self._hosts:
-            devices = {rank: Device(**self._facts[rank]["device"]) for rank in self._seen(host, "device")}
+            devices = {rank: DeviceFacts(**self._facts[rank]["device"]) for rank in self._seen(host, "device")}
             self._findings += device_findings(devices, host.name) if devices else []
             for rank in host.ranks:
                 self._findings += [Finding(**finding) for finding in answers.get(rank, {}).get("findings", [])]

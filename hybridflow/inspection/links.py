@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.inspection.verdicts import LinkFigures, clock_offset
-from hybridflow.parallel.small_groups import SmallGroup
+from hybridflow.parallel.standalone_groups import StandaloneGroup
 
 LINK_SECONDS = timedelta(seconds=10)  # that anything may take before a link counts as dead
 DIRECTION_SECONDS = 0.8  # for the messages of one direction; the first and the last one may go beyond
@@ -26,7 +26,7 @@ REPEATS = 3  # of the largest message, where there is time
 PING, OUT, BACK, END = range(4)
 
 
-def lead_link(group: SmallGroup, clock: Callable[[], float] = time.time) -> LinkFigures:
+def lead_link(group: StandaloneGroup, clock: Callable[[], float] = time.time) -> LinkFigures:
     """Measure the link to rank 1 of a group of two, which calls `follow_link`. Errors: RuntimeError if it is dead."""
     latency, offset = _ping(group, clock)
     out_rate, out_bytes = _grow(lambda size: _timed(group, OUT, size), MOST_BYTES[group.device.type])
@@ -35,7 +35,7 @@ def lead_link(group: SmallGroup, clock: Callable[[], float] = time.time) -> Link
     return LinkFigures(out_rate, back_rate, latency, offset, max(out_bytes, back_bytes))
 
 
-def follow_link(group: SmallGroup, clock: Callable[[], float] = time.time) -> None:
+def follow_link(group: StandaloneGroup, clock: Callable[[], float] = time.time) -> None:
     """The other end of `lead_link`: does what that says until it says the end."""
     order, answer = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)
     while True:
@@ -54,7 +54,7 @@ def follow_link(group: SmallGroup, clock: Callable[[], float] = time.time) -> No
             group.send(answer, 0)
 
 
-def _ping(group: SmallGroup, clock: Callable[[], float]) -> tuple[float, float]:
+def _ping(group: StandaloneGroup, clock: Callable[[], float]) -> tuple[float, float]:
     """(latency, offset of the other clock) in seconds: of the shortest round trip, which can be off the least."""
     answer = torch.zeros(2, dtype=torch.float64)
     best = (float("inf"), 0.0)
@@ -72,7 +72,7 @@ def _ping(group: SmallGroup, clock: Callable[[], float]) -> tuple[float, float]:
     return best[0] / 2, best[1]
 
 
-def _timed(group: SmallGroup, act: int, size: int) -> float:
+def _timed(group: StandaloneGroup, act: int, size: int) -> float:
     """Seconds of a message of so many bytes, from the order until it is there."""
     payload = _payload(group, size)
     start = time.perf_counter()
@@ -85,11 +85,11 @@ def _timed(group: SmallGroup, act: int, size: int) -> float:
     return time.perf_counter() - start
 
 
-def _order(group: SmallGroup, act: int, size: int) -> None:
+def _order(group: StandaloneGroup, act: int, size: int) -> None:
     group.send(torch.tensor([act, size], dtype=torch.int64), 1)
 
 
-def _payload(group: SmallGroup, size: int) -> Tensor:
+def _payload(group: StandaloneGroup, size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.uint8, device=group.device)
 
 
@@ -119,7 +119,7 @@ def _sizes(most_bytes: int) -> Iterator[int]:
 # ------------------------------------------------------------------------------------------------ all-reduce
 
 
-def measure_all_reduce(group: SmallGroup) -> tuple[float, float]:
+def measure_all_reduce(group: StandaloneGroup) -> tuple[float, float]:
     """(bus bytes a second, seconds of the smallest one). Collective over the group, whose rank 0 sets the sizes.
 
     The bus rate is 2 (n - 1) / n x bytes / seconds, what each of n ranks sends and receives in the best algorithm: it
@@ -148,7 +148,7 @@ def measure_all_reduce(group: SmallGroup) -> tuple[float, float]:
         _all_reduce(group, int(size))
 
 
-def _all_reduce(group: SmallGroup, num_bytes: int) -> float:
+def _all_reduce(group: StandaloneGroup, num_bytes: int) -> float:
     tensor = torch.zeros(num_bytes // 4, dtype=torch.float32, device=group.device)
     start = time.perf_counter()
     group.all_reduce(tensor)

@@ -18,7 +18,7 @@ FILES_BASE, FILES_PER_RANK = 512, 8  # a rank has a socket to each other one in 
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceFacts:
     """What a rank computes on."""
 
     name: str
@@ -28,18 +28,18 @@ class Device:
     capability: tuple[int, int] | None
 
 
-def this_device(local_rank: int) -> Device:
+def this_device(local_rank: int) -> DeviceFacts:
     """Of this rank."""
     if not uses_cuda():
-        return Device("CPU", None, None, 0, None)
+        return DeviceFacts("CPU", None, None, 0, None)
     count = torch.cuda.device_count()
     index = min(local_rank, count - 1)
     torch.cuda.set_device(index)
     free, total = torch.cuda.mem_get_info(index)
-    return Device(torch.cuda.get_device_name(index), total, free, count, torch.cuda.get_device_capability(index))
+    return DeviceFacts(torch.cuda.get_device_name(index), total, free, count, torch.cuda.get_device_capability(index))
 
 
-def device_findings(devices: Mapping[int, Device], host: str) -> list[Finding]:
+def device_findings(devices: Mapping[int, DeviceFacts], host: str) -> list[Finding]:
     """Of the ranks of one host. Pure."""
     names = dict.fromkeys(device.name for device in devices.values())
     value = f"{counted(len(devices), 'rank')} on {', '.join(names)}"

@@ -28,10 +28,10 @@ from hybridflow.inspection.versions import installed, version_findings
 from hybridflow.parallel.agreement import code_digests
 from hybridflow.parallel.device import CPU, choose_platform, uses_cuda
 from hybridflow.parallel.host_memory import host_memory
-from hybridflow.parallel.last_words import in_time
-from hybridflow.parallel.meeting import Answer, Order, doing
 from hybridflow.parallel.platform import Started, host_name, quiet, started
-from hybridflow.parallel.small_groups import SmallGroup
+from hybridflow.parallel.process_exit import in_time
+from hybridflow.parallel.rank0_commands import Answer, Order, doing
+from hybridflow.parallel.standalone_groups import StandaloneGroup
 from hybridflow.trainers.auto import facts_of, memory_here, resolved_for
 from hybridflow.user_code import search_beside
 
@@ -166,9 +166,9 @@ class Participant:
 
         return _given_up(measure)
 
-    def _group(self, order: Order) -> SmallGroup:
+    def _group(self, order: Order) -> StandaloneGroup:
         ranks: list[int] = order["ranks"]
-        return SmallGroup(
+        return StandaloneGroup(
             self._store,
             order["group"],
             rank=ranks.index(self._started.rank),

@@ -23,9 +23,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hybridflow.models.shared_prompt import (
     VARLEN,
-    Kernel,
+    AttentionKernel,
+    AttentionSpans,
     SharedPrompts,
-    Spans,
     attention_with_copies,
     bounds,
     merged_attention,
@@ -62,9 +62,9 @@ class PackedSequences(PackedSeqParams):
         )
 
     @property
-    def own(self) -> Spans:
+    def own(self) -> AttentionSpans:
         """Every sequence with itself."""
-        return Spans(self.lengths, self.lengths, self.cu_seqlens_q, self.cu_seqlens_kv, causal=True)
+        return AttentionSpans(self.lengths, self.lengths, self.cu_seqlens_q, self.cu_seqlens_kv, causal=True)
 
     def with_rotary(self, angles: Tensor, dtype: torch.dtype) -> "PackedSequences":
         """The same with the rotary angles of every token, (t, rotary dimensions / 2) float32."""
@@ -212,7 +212,7 @@ def flash_or_exact(dtype: torch.dtype) -> Attend:
     return either(varlen_attention, partial(merged_attention, kernel=VARLEN))
 
 
-def by_length_or_merged(kernel: Kernel) -> Attend:
+def by_length_or_merged(kernel: AttentionKernel) -> Attend:
     """Without a kernel for packed sequences: where prompts are shared, by one that tells log-sum-exps."""
     return either(attention_by_length, partial(merged_attention, kernel=kernel))
 

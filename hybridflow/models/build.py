@@ -51,7 +51,7 @@ from hybridflow.models.layers import LayerNorm, ReLU, RMSNorm, SwiGLU, mark
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.opt import PostNormLayer, ProjectedEmbedding
 from hybridflow.models.output_layer import OutputLayer, Outputs
-from hybridflow.models.shared_prompt import Kernel
+from hybridflow.models.shared_prompt import AttentionKernel
 from hybridflow.parallel.device import current_device, uses_cuda
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.platform import adapt_megatron
@@ -270,11 +270,11 @@ class LayerClasses:
 
 
 class RMSNormInC(RMSNorm):
-    function = cpu_layers.RMSNormFunction
+    function = cpu_layers.RMSNormFunctionInC
 
 
 class SwiGLUInC(SwiGLU):
-    function = cpu_layers.SwiGLUFunction
+    function = cpu_layers.SwiGLUFunctionInC
 
 
 class SelfAttentionInC(cpu_layers.TurningHeads, GroupedSelfAttention):
@@ -295,7 +295,7 @@ def attention_functions(dtype: torch.dtype, *, interleaved: bool = False) -> Att
     if uses_cuda():
         return AttentionFunctions(flash_or_exact(dtype), by_torch)
     if library() is None:
-        kernel = Kernel(cpu_attention.flash_forward, cpu_attention.flash_backward)
+        kernel = AttentionKernel(cpu_attention.flash_forward, cpu_attention.flash_backward)
         return AttentionFunctions(by_length_or_merged(kernel), by_torch)
     return AttentionFunctions(cpu_attention.attend, by_torch if interleaved else cpu_attention.rotated)
 

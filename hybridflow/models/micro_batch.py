@@ -70,7 +70,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RunOrder:
     """What a micro-batch runs, in its order. The responses follow the prompts."""
 
     alone: list[Stretch]  # whole rows
@@ -96,17 +96,17 @@ class Layout:
         return SharedPrompts.of(lengths, start=sum(stretch.length for stretch in self.alone), device=device)
 
 
-def _layout(groups: Sequence[PromptGroup], lengths: Sequence[int]) -> Layout:
+def _layout(groups: Sequence[PromptGroup], lengths: Sequence[int]) -> RunOrder:
     """lengths: the tokens of each row of the batch that are run."""
     together = [group for group in groups if group.shared]
-    return Layout(
+    return RunOrder(
         [Stretch(row, 0, lengths[row]) for group in groups if not group.shared for row in group.rows],
         [Stretch(group.rows[0], 0, group.shared) for group in together],
         [[Stretch(row, group.shared, lengths[row] - group.shared) for row in group.rows] for group in together],
     )
 
 
-def _prediction_micro_batch(batch: RolloutBatch, layout: Layout, padded: Padded, device: torch.device) -> MicroBatch:
+def _prediction_micro_batch(batch: RolloutBatch, layout: RunOrder, padded: Padded, device: torch.device) -> MicroBatch:
     tokens = _tokens(batch, layout.stretches)
     predicts = batch.response_mask[tokens + 1]  # each token that is run has a successor in its sequence
     where = tokens[predicts] + 1
@@ -114,7 +114,7 @@ def _prediction_micro_batch(batch: RolloutBatch, layout: Layout, padded: Padded,
     return _micro_batch(batch, tokens, layout, rows=rows, where=where, padded=padded, device=device)
 
 
-def _sequence_micro_batch(batch: RolloutBatch, layout: Layout, padded: Padded, device: torch.device) -> MicroBatch:
+def _sequence_micro_batch(batch: RolloutBatch, layout: RunOrder, padded: Padded, device: torch.device) -> MicroBatch:
     tokens = _tokens(batch, layout.stretches)
     where = torch.tensor([stretch.row for stretch in layout.ends])
     last = torch.tensor([stretch.length for stretch in layout.stretches]).cumsum(0) - 1
@@ -143,7 +143,7 @@ def _within(lengths: Tensor) -> Tensor:
 def _micro_batch(
     batch: RolloutBatch,
     tokens: Tensor,
-    layout: Layout,
+    layout: RunOrder,
     *,
     rows: Tensor,
     where: Tensor,

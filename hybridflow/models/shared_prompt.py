@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 @dataclass(frozen=True)
-class Spans:
+class AttentionSpans:
     """Stretches of queries, each of which attends to the stretch of keys of the same number."""
 
     queries: tuple[int, ...]  # their lengths
@@ -44,7 +44,7 @@ class SharedPrompts:
     prompts: slice  # of tokens: one prompt after another
     responses: slice  # what follows the first prompt, then what follows the second
     lengths: tuple[tuple[int, tuple[int, ...]], ...]  # of each prompt, and of all that follow it
-    spans: Spans  # from responses to prompts
+    spans: AttentionSpans  # from responses to prompts
 
     @classmethod
     def of(cls, lengths: Sequence[tuple[int, tuple[int, ...]]], *, start: int, device: torch.device) -> "SharedPrompts":
@@ -52,7 +52,7 @@ class SharedPrompts:
         keys = tuple(prompt for prompt, _ in lengths)
         queries = tuple(sum(responses) for _, responses in lengths)
         middle = start + sum(keys)
-        spans = Spans(queries, keys, bounds(queries, device), bounds(keys, device), causal=False)
+        spans = AttentionSpans(queries, keys, bounds(queries, device), bounds(keys, device), causal=False)
         return cls(slice(start, middle), slice(middle, middle + sum(queries)), tuple(lengths), spans)
 
 
@@ -61,11 +61,11 @@ def bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor((0, *lengths)).cumsum(0).to(device=device, dtype=torch.int32)
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, Spans, float], tuple[Tensor, Tensor]]  # out and log-sum-exp
+Forward = Callable[[Tensor, Tensor, Tensor, AttentionSpans, float], tuple[Tensor, Tensor]]  # out and log-sum-exp
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]  # of query, key, value
 
 
-class Kernel(NamedTuple):
+class AttentionKernel(NamedTuple):
     """Attention that tells its log-sum-exp, and its gradients from an output and a log-sum-exp."""
 
     forward: Forward
@@ -73,7 +73,14 @@ class Kernel(NamedTuple):
 
 
 def merged_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, own: Spans, shared: SharedPrompts, scale: float, kernel: Kernel
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    own: AttentionSpans,
+    shared: SharedPrompts,
+    scale: float,
+    kernel: AttentionKernel,
 ) -> Tensor:
     """(tokens, heads, head_dim). own: every stretch with itself, causal."""
     out: Tensor = Merged.apply(query, key, value, own, shared, scale, *kernel)
@@ -89,7 +96,7 @@ class Merged(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        own: Spans,
+        own: AttentionSpans,
         shared: SharedPrompts,
         scale: float,
         forward: Forward,
@@ -127,7 +134,9 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
 # ------------------------------------------------------------------------------------------------ on CUDA
 
 
-def varlen_forward(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
+def varlen_forward(
+    query: Tensor, key: Tensor, value: Tensor, spans: AttentionSpans, scale: float
+) -> tuple[Tensor, Tensor]:
     """torch's variable-length flash attention, in 16 bits."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
@@ -155,7 +164,7 @@ def varlen_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    spans: Spans,
+    spans: AttentionSpans,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What autograd would call, with an output and log-sum-exp of our own."""
@@ -180,14 +189,14 @@ def varlen_backward(
     return found
 
 
-VARLEN = Kernel(varlen_forward, varlen_backward)
+VARLEN = AttentionKernel(varlen_forward, varlen_backward)
 
 
 # ------------------------------------------------------------------------------------------------ in any dtype
 
 
 def attention_with_copies(
-    query: Tensor, key: Tensor, value: Tensor, *, own: Spans, shared: SharedPrompts, scale: float
+    query: Tensor, key: Tensor, value: Tensor, *, own: AttentionSpans, shared: SharedPrompts, scale: float
 ) -> Tensor:
     """The same stretch by stretch, each response with its own copy of the prompt's keys and values: any dtype."""
     before = dict(zip(_starts(own.queries), _prompts_before(own, shared), strict=True))
@@ -202,7 +211,7 @@ def attention_with_copies(
     return torch.cat(outputs)
 
 
-def _prompts_before(own: Spans, shared: SharedPrompts) -> Iterator[slice]:
+def _prompts_before(own: AttentionSpans, shared: SharedPrompts) -> Iterator[slice]:
     """The tokens that each stretch of `own` attends to besides itself."""
     starts = [shared.prompts.start + start for start in _starts([prompt for prompt, _ in shared.lengths])]
     followed = chain.from_iterable(

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.errors import UserError
-from hybridflow.parallel.last_words import in_time
-from hybridflow.parallel.peers import NOT_RUNNING, Condition
+from hybridflow.parallel.peer_processes import NOT_RUNNING, Condition
+from hybridflow.parallel.process_exit import in_time
 
 # what gloo's and NCCL's errors say of a connection whose other end is gone
 LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "NCCL", "gloo/transport")

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.errors import ExitStatus
-from hybridflow.parallel.last_words import leave, say
+from hybridflow.parallel.process_exit import leave, say
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # torchrun forwards what it gets, a scheduler or a terminal signals all processes at once: one wish comes twice

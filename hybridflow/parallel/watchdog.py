@@ -30,9 +30,7 @@ from hybridflow.errors import ExitStatus
 from hybridflow.parallel.collectives import Collectives
 from hybridflow.parallel.diagnosis import dump_nccl_trace, lost_peer, python_stacks, told_by_host
 from hybridflow.parallel.hang_report import Statement, report, report_alone
-from hybridflow.parallel.last_words import in_time, leave, say
-from hybridflow.parallel.noticeboard import ANSWER_SECONDS, Noticeboard
-from hybridflow.parallel.peers import (
+from hybridflow.parallel.peer_processes import (
     Condition,
     Wake,
     condition,
@@ -41,8 +39,10 @@ from hybridflow.parallel.peers import (
     out_of_memory_kills,
     this_process,
 )
+from hybridflow.parallel.process_exit import in_time, leave, say
 from hybridflow.parallel.ranks import shown
 from hybridflow.parallel.stop import StopRequest
+from hybridflow.parallel.store_client import ANSWER_SECONDS, StoreClient
 
 POLL_SECONDS = 1.0
 RANKS_PER_SECOND = 1000  # that ask the store: with more ranks each asks less often
@@ -73,7 +73,7 @@ class Watchdog:
         self._paused = 0.0
         self._closed = threading.Event()
         self._ending = threading.Event()
-        self._board: Noticeboard | None = None
+        self._board: StoreClient | None = None
 
     # ---- what the main thread calls
 
@@ -86,7 +86,7 @@ class Watchdog:
         self._names = [str(peer) for peer in self._peers]
         self._near = {peer.rank: peer for peer in self._peers if peer.machine == own.machine and peer.pid != own.pid}
         self._machines = list(dict.fromkeys(peer.machine for peer in self._peers))
-        self._board = Noticeboard(dist.distributed_c10d._get_default_store(), nonce)
+        self._board = StoreClient(dist.distributed_c10d._get_default_store(), nonce)
         self._wake = Wake(self._near.values())
         self._oom_kills = out_of_memory_kills()
         self._interval = max(POLL_SECONDS, len(self._peers) / RANKS_PER_SECOND)
@@ -158,7 +158,7 @@ class Watchdog:
         self._beat()
 
     @property
-    def _notices(self) -> Noticeboard:
+    def _notices(self) -> StoreClient:
         assert self._board is not None, "the watchdog has not started"
         return self._board
 

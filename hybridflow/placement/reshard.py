@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.parallel.layout import TrainingCoordinates
-from hybridflow.reshard.parcels import (
+from hybridflow.reshard.packing import (
     Content,
     Parcel,
     WeightPiece,

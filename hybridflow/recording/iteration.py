@@ -11,7 +11,7 @@ from hybridflow.algorithms.groups import equal_groups
 from hybridflow.algorithms.kl import kl_k1, kl_k3
 from hybridflow.algorithms.value_loss import explained_variance
 from hybridflow.batch import PromptBatch, RolloutBatch
-from hybridflow.config.length_buckets import ByLength
+from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.recording.measure import Stopwatch, peak_rss_mb
 from hybridflow.reshard.execute import ReshardCost
@@ -65,7 +65,7 @@ def batch_metrics(batch: RolloutBatch) -> Metrics:
     return metrics
 
 
-def length_metrics(batch: RolloutBatch, buckets: ByLength[int]) -> Metrics:
+def length_metrics(batch: RolloutBatch, buckets: LengthBuckets[int]) -> Metrics:
     """How many prompts of each bucket of lengths the batch has, and of their responses: mean length, share cut, score.
 
     sampling/up_to_64/..., and sampling/longer/... of prompts beyond the last; of an empty bucket the number alone.

@@ -1,6 +1,6 @@
 """What a person sees of a run: a live bar on a terminal, elsewhere a line an iteration; on rank 0 alone.
 
-    with Progress(config.num_iterations) as progress:
+    with ProgressDisplay(config.num_iterations) as progress:
         progress.phase("iteration 1: generating")
         progress.iteration(1, metrics)
 
@@ -37,7 +37,7 @@ SHOWN = {
 SHOWN_IN_BAR = ("reward/score_mean", "eval/accuracy", "train/tokens_per_sec")  # 80 columns hold no more
 
 
-class Progress:
+class ProgressDisplay:
     """The display of rank 0: a bar where the console is a terminal, else a line an iteration. completed: by an earlier
     start of the run, or the run that this one is a fork of."""
 

@@ -12,7 +12,7 @@ from hybridflow.config import RunConfig
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.layout import write_layout
-from hybridflow.recording.progress import Progress
+from hybridflow.recording.progress import ProgressDisplay
 from hybridflow.recording.resume import KeptMetrics, remove_batches
 from hybridflow.recording.run_dir import dump_batch, open_run_dir, reopen_run_dir
 from hybridflow.recording.trackers import open_trackers
@@ -136,7 +136,7 @@ class WritingRecorder(Recorder):
     def __init__(
         self,
         config: RunConfig,
-        progress: Progress,
+        progress: ProgressDisplay,
         *,
         metrics: MetricsWriter,
         samples: SampleWriter,
@@ -216,7 +216,7 @@ def record_run(
         return
     notes = _opened(config, resumed)
     written = config.metrics
-    with Progress(num_iterations, completed=forked if resumed is None else resumed) as progress:
+    with ProgressDisplay(num_iterations, completed=forked if resumed is None else resumed) as progress:
         metrics = MetricsWriter(
             config.run_dir,
             csv=written.csv,

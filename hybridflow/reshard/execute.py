@@ -22,7 +22,7 @@ from hybridflow.cpu.transport import Parts, Reads, Traffic
 from hybridflow.models.memory import storages
 from hybridflow.reshard.kernel import BY_TRITON, Copy, Mover, copy_pieces, permute_blocks
 from hybridflow.reshard.memory import OwnMemory, moves
-from hybridflow.reshard.parcels import Content, content, parcels_of
+from hybridflow.reshard.packing import Content, content, parcels_of
 from hybridflow.reshard.plan import BucketTraffic, Message, Operation, ReshardPlan, Way, inverse
 from hybridflow.reshard.reserved import AddressSpace
 from hybridflow.reshard.slices import Piece

@@ -208,14 +208,14 @@ BY_TRITON = Mover(permute_each_by_triton, copy_triton)
 # ------------------------------------------------------------------------------------------------------ kernels
 
 
-class Kernel(Protocol):
+class CompiledKernel(Protocol):
     """kernel[grid](arguments): what the compiler makes of a function, whose arguments are of other types inside."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]: ...
 
 
 if triton is not None:
-    jit: Callable[[Callable[..., None]], Kernel] = triton.jit
+    jit: Callable[[Callable[..., None]], CompiledKernel] = triton.jit
 
     @jit
     def permute_kernel(

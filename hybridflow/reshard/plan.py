@@ -22,7 +22,7 @@ from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import Weight
 from hybridflow.parallel.layout import Layout, RolloutCoordinates, RolloutLayout, TrainingCoordinates
 from hybridflow.reshard.groups import engine_stages
-from hybridflow.reshard.parcels import WeightPiece
+from hybridflow.reshard.packing import WeightPiece
 from hybridflow.reshard.slices import (
     Arrangement,
     Piece,

@@ -21,7 +21,7 @@ from hybridflow.errors import RewardError
 from hybridflow.parallel.exchange import Contribution
 from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.rewards.pool import Outcome, Pool, Rows
-from hybridflow.roles.ahead import NOBODY
+from hybridflow.roles.precomputed_scores import NOBODY
 
 FAILURES = {"scored": 0.0, "error": 1.0, "timeout": 2.0}  # as ranks exchange them
 MOST_SHOWN = 3  # failures of a function and a rollout that a rank tells in full
@@ -46,7 +46,7 @@ class FunctionScores:
 
 
 @dataclass(frozen=True)
-class Unit:
+class CallUnit:
     """A call that is asked for: its rows."""
 
     ticket: int
@@ -72,14 +72,14 @@ class FunctionCaller:
     def texts(self, group: Group, prompts: PromptBatch) -> Rows:
         return self._texts([group.prompt] * len(group.rows), group.responses, group.rows, prompts)
 
-    def begin(self, function: int, rows: Rows) -> list[Unit]:
+    def begin(self, function: int, rows: Rows) -> list[CallUnit]:
         """Have it called with the rows of a group, or with all that this rank calls it for."""
         places = range(len(rows["rows"]))
         cuts = [[i] for i in places] if self.spec(function).per == "row" else [list(places)] * bool(places)
         parts = [_some(rows, cut) for cut in cuts]
-        return [Unit(self._pool.submit(function, part), tuple(part["rows"])) for part in parts]
+        return [CallUnit(self._pool.submit(function, part), tuple(part["rows"])) for part in parts]
 
-    def all_begun(self, function: int, rollout: RolloutBatch, prompts: PromptBatch) -> list[Unit]:
+    def all_begun(self, function: int, rollout: RolloutBatch, prompts: PromptBatch) -> list[CallUnit]:
         """Have it called for this rank's share of a whole rollout: prompts in turn; all on one rank where it is so."""
         if self.spec(function).per == "batch":
             own = list(range(len(rollout))) if function % self.world_size == self.rank else []
@@ -88,7 +88,7 @@ class FunctionCaller:
         groups = [group_of(rollout, prompt) for prompt in range(len(prompts))[self.rank :: self.world_size]]
         return [unit for group in groups if group.rows for unit in self.begin(function, self.texts(group, prompts))]
 
-    def finish(self, function: int, units: Sequence[Unit], size: int) -> FunctionScores:
+    def finish(self, function: int, units: Sequence[CallUnit], size: int) -> FunctionScores:
         """Of (size,), once all of them have an outcome. Errors: RewardError, of the first that failed."""
         outcomes, num_parts = self._outcomes(function, units), max(len(self.spec(function).parts), 1)
         rows: list[int] = []
@@ -111,7 +111,7 @@ class FunctionCaller:
 
     # ---- inside
 
-    def _outcomes(self, function: int, units: Sequence[Unit]) -> list[Outcome]:
+    def _outcomes(self, function: int, units: Sequence[CallUnit]) -> list[Outcome]:
         """In their order, up to one that ends the run: what is still under way behind it need not be waited for."""
         outcomes: list[Outcome] = []
         for unit in units:
@@ -122,7 +122,7 @@ class FunctionCaller:
         self._show(function, outcomes)
         return outcomes
 
-    def _scores(self, unit: Unit, outcome: Outcome, num_parts: int) -> Sequence[tuple[float, ...]]:
+    def _scores(self, unit: CallUnit, outcome: Outcome, num_parts: int) -> Sequence[tuple[float, ...]]:
         """Of each row its parts."""
         if outcome.kind == "scored":
             return outcome.scores
@@ -173,7 +173,7 @@ class RolloutCalls:
 
     def __init__(self, caller: FunctionCaller, functions: Sequence[int], prompts: PromptBatch) -> None:
         self._caller, self.functions, self._prompts = caller, tuple(functions), prompts
-        self._units: dict[int, dict[int, list[Unit]]] = {}  # by prompt, by function
+        self._units: dict[int, dict[int, list[CallUnit]]] = {}  # by prompt, by function
         self._rollout: RolloutBatch | None = None
         self._own: list[int] = []
 
@@ -228,7 +228,7 @@ class RolloutCalls:
         for function, places in missing.items():
             known[function] += self._caller.begin(function, _some(texts, places))
 
-    def _of_prompt(self, prompt: int) -> list[Unit]:
+    def _of_prompt(self, prompt: int) -> list[CallUnit]:
         return [unit for units in self._units[prompt].values() for unit in units]
 
 
@@ -241,13 +241,13 @@ def _responses(rollout: RolloutBatch, rows: list[int]) -> list[list[int]]:
     return list(rollout.response_token_lists(rows)) if rows else []
 
 
-def _missing(group: Group, units: Sequence[Unit]) -> list[int]:
+def _missing(group: Group, units: Sequence[CallUnit]) -> list[int]:
     """Which of its rows none of these units has, by their places in the group."""
     there = {row for unit in units for row in unit.rows}
     return [place for place, row in enumerate(group.rows) if row not in there]
 
 
-def _without(units: dict[int, list[Unit]], gone: set[int]) -> dict[int, list[Unit]]:
+def _without(units: dict[int, list[CallUnit]], gone: set[int]) -> dict[int, list[CallUnit]]:
     return {function: [unit for unit in some if unit.ticket not in gone] for function, some in units.items()}
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.errors import RewardError, UserCodeError
-from hybridflow.rewards.reading import Reading
+from hybridflow.rewards.row_tracking import RowTracking
 from hybridflow.user_code import load_function
 
 RewardFunction = Callable[..., Any]  # of prompts, responses, columns, and what the config gives by keyword
@@ -102,12 +102,14 @@ def call_reward_function(
         RewardError: it raised (with several rows it is then called once more, and the one that it had read last is
             named), or did not return one finite number a row. Ints, bools, 0-d tensors and numpy numbers are numbers.
     """
-    asked = Asked(name, prompts, responses, columns, range(len(prompts)) if rows is None else rows, arguments or {})
+    asked = FunctionCall(
+        name, prompts, responses, columns, range(len(prompts)) if rows is None else rows, arguments or {}
+    )
     return [score for (score,) in call_for_parts(function, asked)]
 
 
 @dataclass(frozen=True)
-class Asked:
+class FunctionCall:
     """What a function is called with, what messages call it, and what they number its rows by.
 
     parts: of the dictionaries that it returns, one a row; none where it returns numbers.
@@ -125,7 +127,7 @@ class Asked:
         return list(self.prompts), list(self.responses), {key: list(column) for key, column in self.columns.items()}
 
 
-def call_for_parts(function: RewardFunction, asked: Asked) -> list[tuple[float, ...]]:
+def call_for_parts(function: RewardFunction, asked: FunctionCall) -> list[tuple[float, ...]]:
     """Of each row the score, or each part of it. Errors: as `call_reward_function`."""
     try:
         returned = function(*asked.copies(), **asked.arguments)
@@ -135,7 +137,7 @@ def call_for_parts(function: RewardFunction, asked: Asked) -> list[tuple[float, 
     return _checked_rows(returned, results, asked)
 
 
-async def await_for_parts(function: RewardFunction, asked: Asked) -> list[tuple[float, ...]]:
+async def await_for_parts(function: RewardFunction, asked: FunctionCall) -> list[tuple[float, ...]]:
     """The same of an `async def`, which is not called again to find the row."""
     try:
         returned = await function(*asked.copies(), **asked.arguments)
@@ -146,7 +148,7 @@ async def await_for_parts(function: RewardFunction, asked: Asked) -> list[tuple[
     return _checked_rows(returned, results, asked)
 
 
-def _checked_rows(returned: Any, results: list[Any] | None, asked: Asked) -> list[tuple[float, ...]]:
+def _checked_rows(returned: Any, results: list[Any] | None, asked: FunctionCall) -> list[tuple[float, ...]]:
     name, wanted = asked.name, len(asked.prompts)
     where = f"row {asked.rows[0]}: " if wanted == 1 else ""
     if results is None:
@@ -196,12 +198,12 @@ def _checked(value: Any, where: str, prompt: str) -> float:
     return float(number)
 
 
-def _explain_failure(function: RewardFunction, asked: Asked, error: BaseException) -> str:
+def _explain_failure(function: RewardFunction, asked: FunctionCall, error: BaseException) -> str:
     """What went wrong, and in which row: the function is called once more, with lists that know what is read."""
     raised = _raised(error)
     if len(asked.prompts) == 1:
         return _at_row(asked, 0, raised)
-    reading = Reading(len(asked.prompts))
+    reading = RowTracking(len(asked.prompts))
     watched: dict[str, list[Any]] = {key: reading.watched(column) for key, column in asked.columns.items()}
     try:
         returned = function(
@@ -216,7 +218,7 @@ def _explain_failure(function: RewardFunction, asked: Asked, error: BaseExceptio
     return _read_last(asked, reading, raised)
 
 
-def _read_last(asked: Asked, reading: Reading, raised: str) -> str:
+def _read_last(asked: FunctionCall, reading: RowTracking, raised: str) -> str:
     rows = asked.rows
     if reading.is_past_all:
         last = "" if len(reading.at) > 1 else f", row {rows[reading.at[0]]} last"
@@ -228,12 +230,12 @@ def _read_last(asked: Asked, reading: Reading, raised: str) -> str:
     return _at_row(asked, reading.at[0], raised)
 
 
-def _at_row(asked: Asked, place: int, what: str) -> str:
+def _at_row(asked: FunctionCall, place: int, what: str) -> str:
     prompt, response = _shown(asked.prompts[place]), _shown(asked.responses[place])
     return f"row {asked.rows[place]}: {what}; its prompt is {prompt}, the response {response}"
 
 
-def _all_of(asked: Asked) -> str:
+def _all_of(asked: FunctionCall) -> str:
     return f"among rows {asked.rows[0]} to {asked.rows[-1]}" if asked.rows else "of no rows"
 
 

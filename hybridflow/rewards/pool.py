@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards.frames import Channel, Closed, Header
 from hybridflow.rewards.functions import FunctionSpec
+from hybridflow.rewards.messages import ChannelClosed, Header, MessageChannel
 from hybridflow.rewards.processes import light_python
-from hybridflow.rewards.warden import Charge
+from hybridflow.rewards.supervisor import Charge
 
 Rows = Mapping[str, Any]  # prompts, responses, columns and rows, as `functions.Asked` has them
 END_SECONDS = 10.0  # that a warden takes to kill what it has, at most
@@ -59,7 +59,7 @@ class Pool:
         near, far = socket.socketpair()
         process = _start(far)
         far.close()
-        self._channel = Channel(near)
+        self._channel = MessageChannel(near)
         self.warden = process.pid
         self.close = weakref.finalize(self, _end, self._channel, process)
         charge = Charge(
@@ -102,7 +102,7 @@ class Pool:
     def _send(self, header: Header, body: bytes = b"") -> None:
         try:
             self._channel.send_all(header, body)
-        except Closed:
+        except ChannelClosed:
             raise self._lost() from None
 
     def _receive(self) -> None:
@@ -114,7 +114,7 @@ class Pool:
                     self._withdrawn.append(header["withdrawn"])
                 else:
                     self._outcomes[header["unit"]] = self._outcome(header)
-        except Closed:
+        except ChannelClosed:
             raise self._lost() from None
 
     def _outcome(self, answer: Header) -> Outcome:
@@ -149,13 +149,13 @@ def _shown_first(rows: Rows) -> str:
 
 def _start(end: socket.socket) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        light_python("hybridflow.rewards.warden", end.fileno(), os.getpid()),
+        light_python("hybridflow.rewards.supervisor", end.fileno(), os.getpid()),
         stdin=subprocess.DEVNULL,
         pass_fds=[end.fileno()],
         start_new_session=True,
     )
 
 
-def _end(channel: Channel, process: subprocess.Popen[bytes]) -> None:
+def _end(channel: MessageChannel, process: subprocess.Popen[bytes]) -> None:
     channel.close()
     process.wait(END_SECONDS)

@@ -16,7 +16,7 @@ from hybridflow.algorithms.rewards import (
 )
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config import RewardConfig
-from hybridflow.config.length_buckets import ByLength
+from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.parallel.exchange import Contribution
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.rewards.calls import FAILURES, FunctionCaller, FunctionScores, RolloutCalls
@@ -96,7 +96,7 @@ class Scorer:
         *,
         caller: FunctionCaller,
         watch: Stopwatch,
-        limits: ByLength[int],
+        limits: LengthBuckets[int],
     ) -> None:
         self._config, self.models, self._caller, self._watch = config, models, caller, watch
         self._limits = limits

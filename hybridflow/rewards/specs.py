@@ -10,7 +10,7 @@ from hybridflow.config.rewards import RemoteRewardConfig, RewardFunctionConfig, 
 from hybridflow.errors import RewardError
 from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.rewards.pool import PoolLimits
-from hybridflow.rewards.scout import Described, described
+from hybridflow.rewards.probe import Described, described
 
 MOST_WORKERS = 8  # of a rank, unless the config says how many
 GIB = 1 << 30

@@ -23,15 +23,15 @@ from random import seed as seed_random  # as it is before a user's code has run
 from typing import Any, NoReturn
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards.frames import Channel, Closed, Header
 from hybridflow.rewards.functions import (
-    Asked,
+    FunctionCall,
     FunctionSpec,
     RewardFunction,
     await_for_parts,
     call_for_parts,
     load_reward_function,
 )
+from hybridflow.rewards.messages import ChannelClosed, Header, MessageChannel
 from hybridflow.rewards.processes import adopt_orphans, end_with_parent, limit_memory
 
 TOLD_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # a job's, to all of it
@@ -69,9 +69,9 @@ def run_worker(
         limit_memory(memory_bytes)
     sys.path[:] = path
     loaded = {number: _loaded(spec) for number, spec in specs.items()}
-    channel = Channel(end)
+    channel = MessageChannel(end)
     channel.send({"ready": True})
-    with contextlib.suppress(Closed):
+    with contextlib.suppress(ChannelClosed):
         if any(spec.awaited for spec in specs.values()):
             asyncio.run(_serve_many(channel, loaded))
         _serve(channel, loaded)
@@ -85,7 +85,7 @@ def _loaded(spec: FunctionSpec) -> Loaded:
         return Loaded(spec, None, str(error))
 
 
-def _serve(channel: Channel, loaded: Mapping[int, Loaded]) -> NoReturn:
+def _serve(channel: MessageChannel, loaded: Mapping[int, Loaded]) -> NoReturn:
     """One call after the other."""
     home, own, path = os.getcwd(), os.getpid(), list(sys.path)
     while True:
@@ -98,7 +98,7 @@ def _serve(channel: Channel, loaded: Mapping[int, Loaded]) -> NoReturn:
             channel.send_all(answer)
 
 
-async def _serve_many(channel: Channel, loaded: Mapping[int, Loaded]) -> None:
+async def _serve_many(channel: MessageChannel, loaded: Mapping[int, Loaded]) -> None:
     """Calls of `async def` functions, beside each other. The warden says how many there are at a time."""
     loop, tasks, own = asyncio.get_running_loop(), set[asyncio.Task[None]](), os.getpid()
     ended = loop.create_future()
@@ -116,7 +116,7 @@ async def _serve_many(channel: Channel, loaded: Mapping[int, Loaded]) -> None:
                 task = loop.create_task(one(header, body))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
-        except Closed as closed:
+        except ChannelClosed as closed:
             loop.remove_reader(channel)
             ended.set_exception(closed)
 
@@ -150,7 +150,7 @@ async def _awaited(loaded: Loaded, unit: int, body: bytes) -> Header:
     return {"unit": unit, "scores": scores, "seconds": time.perf_counter() - started}
 
 
-def _prepared(loaded: Loaded, body: bytes) -> Asked:
+def _prepared(loaded: Loaded, body: bytes) -> FunctionCall:
     """What the function is called with. The generators of random numbers begin with these texts."""
     rows: Mapping[str, Any] = pickle.loads(body)  # of the trainer
     seed = zlib.crc32("\0".join([*rows["prompts"], *rows["responses"]]).encode(errors="backslashreplace"))
@@ -158,12 +158,12 @@ def _prepared(loaded: Loaded, body: bytes) -> Asked:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     spec = loaded.spec
-    return Asked(
+    return FunctionCall(
         spec.path, rows["prompts"], rows["responses"], rows["columns"], rows["rows"], spec.arguments, spec.parts
     )
 
 
-def _failed(unit: int, asked: Asked, error: BaseException, started: float) -> Header:
+def _failed(unit: int, asked: FunctionCall, error: BaseException, started: float) -> Header:
     message = str(error)
     if not isinstance(error, RewardError):
         message = f"reward function {asked.name}: row {asked.rows[0]}: raised {type(error).__name__}: {error}"

@@ -30,8 +30,8 @@ from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.platform import Platform, overlaps_exchanges, rounded_rows
 from hybridflow.placement.placed import PlacedModel
 from hybridflow.recording.measure import Stopwatch
-from hybridflow.roles.ahead import Ahead
 from hybridflow.roles.objectives import MeanOver
+from hybridflow.roles.precomputed_scores import PrecomputedScores
 
 MakeMicroBatches = Callable[..., list[MicroBatch]]
 Places = Callable[[RolloutBatch, Tensor], Tensor]  # of some rows of a batch, in its (T,) or (N,) tensors
@@ -79,7 +79,7 @@ class Role:
                 head_seed=head_seed,
             )
         self.chunks: pipeline.Chunks = self._models
-        self.ahead: Ahead | None = None
+        self.ahead: PrecomputedScores | None = None
         self._alone = False
 
     @contextlib.contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hybridflow.batch import PromptBatch, RolloutBatch
-from hybridflow.config.length_buckets import ByLength
+from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.errors import EnvironmentProblem
 from hybridflow.models.build import DTYPES
 from hybridflow.parallel.exchange import Exchange
@@ -25,7 +25,7 @@ from hybridflow.reshard.plan import plan_reshard
 from hybridflow.reshard.reserved import AddressSpace
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.engine import Response, RolloutEngine
-from hybridflow.rollout.generation import Beside, generate
+from hybridflow.rollout.generation import RolloutListener, generate
 from hybridflow.rollout.patches import join_groups
 
 
@@ -139,15 +139,15 @@ class Generator:
         prompts: PromptBatch,
         *,
         greedy: bool = False,
-        samples_per_prompt: ByLength[int],
+        samples_per_prompt: LengthBuckets[int],
         iteration: int,
         first_prompt: int,
         generation: int = 0,
-        beside: Beside | None = None,
+        listener: RolloutListener | None = None,
     ) -> RolloutBatch:
         """See `rollout.generation.generate`; greedy takes the likeliest token always.
 
-        beside: waits when this rank has given back what the engine had; nothing more can be generated in the block.
+        listener: waits when this rank has given back what the engine had; nothing more can be generated in the block.
         """
         return generate(
             self.engine,
@@ -163,7 +163,7 @@ class Generator:
             layout=self.layout,
             rank=self._platform.rank,
             exchange=self._exchange,
-            beside=None if beside is None else _AfterGivingBack(self, beside),
+            listener=None if listener is None else _ReleasingListener(self, listener),
         )
 
 
@@ -183,16 +183,16 @@ def addresses(device: torch.device, exchange: Exchange) -> tuple[AddressSpace | 
 
 
 @dataclass(frozen=True)
-class _AfterGivingBack:
+class _ReleasingListener:
     generator: Generator
-    beside: Beside
+    listener: RolloutListener
 
     def finished(self, row: int, response: Response) -> None:
-        self.beside.finished(row, response)
+        self.listener.finished(row, response)
 
     def stepped(self) -> None:
-        self.beside.stepped()
+        self.listener.stepped()
 
     def waits(self, own: RolloutBatch) -> None:
         self.generator.give_back()
-        self.beside.waits(own)
+        self.listener.waits(own)

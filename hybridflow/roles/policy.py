@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.loss_mean import token_sum
 from hybridflow.batch import RolloutBatch, Tokens, sent
-from hybridflow.config.length_buckets import ByLength
+from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.models.build import named_weights
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.output_layer import Outputs
@@ -18,7 +18,7 @@ from hybridflow.placement.placed import PlacedModel
 from hybridflow.roles.base import PerOutputLoss, Role, Step, TrainedRole, World
 from hybridflow.roles.objectives import PolicyObjective
 
-SamplingTemperature = float | ByLength[float]  # of all prompts, or by their length
+SamplingTemperature = float | LengthBuckets[float]  # of all prompts, or by their length
 
 
 class Reference(Role):
@@ -101,7 +101,7 @@ def _log_probs(role: Reference | Actor, batch: RolloutBatch) -> Readout:
 
 def _temperatures(temperature: SamplingTemperature, batch: RolloutBatch) -> Callable[[MicroBatch], Temperature]:
     """What the logits of a micro-batch of `batch` were divided by when its rows were sampled."""
-    if not isinstance(temperature, ByLength):
+    if not isinstance(temperature, LengthBuckets):
         return lambda micro_batch: temperature
     if not temperature.varies:
         return lambda micro_batch: temperature.values[0]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch, balanced_partition, offsets, response_mask, token_index
-from hybridflow.config.length_buckets import ByLength
+from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.parallel.seeds import request_seed
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import SamplingParams
 
 
-class Beside(Protocol):
+class RolloutListener(Protocol):
     """Who is told of responses as they finish, on each rank of the replica that gives them, and may use its wait."""
 
     def finished(self, row: int, response: Response) -> None:
@@ -36,7 +36,7 @@ PROMPT_TOKENS_A_STEP = 8
 
 
 def prompts_of_replicas(
-    prompts: PromptBatch, num_samples: Tensor, limits: ByLength[int], num_replicas: int
+    prompts: PromptBatch, num_samples: Tensor, limits: LengthBuckets[int], num_replicas: int
 ) -> list[list[int]]:
     """Which prompts each engine replica answers, ascending: nearly equal costs, and so nearly equal responses.
 
@@ -52,9 +52,9 @@ def generate(
     prompts: PromptBatch,
     params: "Sequence[SamplingParams] | None",
     *,
-    samples_per_prompt: ByLength[int],
-    buckets: ByLength[int],
-    limits: ByLength[int],
+    samples_per_prompt: LengthBuckets[int],
+    buckets: LengthBuckets[int],
+    limits: LengthBuckets[int],
     seed: int,
     iteration: int,
     first_prompt: int,
@@ -62,7 +62,7 @@ def generate(
     layout: RolloutLayout,
     rank: int,
     exchange: Exchange,
-    beside: Beside | None = None,
+    listener: RolloutListener | None = None,
 ) -> RolloutBatch:
     """As many responses to each prompt as `samples_per_prompt` says, side by side, prompt after prompt.
 
@@ -87,9 +87,9 @@ def generate(
         ]
         first = offsets(counts).tolist()
         rows = [first[p] + s for p, s in samples]
-        responses = _generated(engine, requests, params, rows, beside=beside)
-        if beside is not None:
-            beside.waits(responses_to(prompts, own, counts, responses))
+        responses = _generated(engine, requests, params, rows, listener=listener)
+        if listener is not None:
+            listener.waits(responses_to(prompts, own, counts, responses))
     if not layout.contributes(rank):
         rows, responses = [], []
     sources = layout.contributing_ranks
@@ -102,15 +102,15 @@ def _generated(
     params: "Sequence[SamplingParams]",
     rows: list[int],
     *,
-    beside: Beside | None,
+    listener: RolloutListener | None,
 ) -> list[Response]:
     """In the order of the requests, which are for these rows."""
-    if beside is None:
+    if listener is None:
         return engine.generate(requests, params)
     responses: dict[int, Response] = {}
-    for i, response in engine.stream(requests, params, stepped=beside.stepped):
+    for i, response in engine.stream(requests, params, stepped=listener.stepped):
         responses[i] = response
-        beside.finished(rows[i], response)
+        listener.finished(rows[i], response)
     return [responses[i] for i in range(len(requests))]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from hybridflow.checkpoint.export import export_huggingface
-from hybridflow.checkpoint.keeper import Keeper
+from hybridflow.checkpoint.manager import CheckpointManager
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.digests import fixed_digests
 from hybridflow.data.fixed_inputs import FixedInputs, load_fixed_inputs
@@ -32,7 +32,7 @@ from hybridflow.roles.base import World
 from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.values import TrainedRewardModel
 from hybridflow.trainers.auto import read_for_run
-from hybridflow.trainers.loop import keeper_of, kernels, lost, start, train
+from hybridflow.trainers.loop import checkpoint_manager_of, kernels, lost, start, train
 
 
 def build_models(placed: PlacedFixed, world: World) -> FixedModels:
@@ -75,14 +75,14 @@ class FixedDataTrainer:
         self.models = build_models(
             self.placed, World(platform, ProcessGroups(), exchange, self.placed.bucket_bytes, watch)
         )
-        self.keeper: Keeper = keeper_of(
+        self.checkpoint_manager: CheckpointManager = checkpoint_manager_of(
             config, digests, (self.models.trained,), platform=platform, watchdog=self.watchdog
         )
         self.run = FixedRun(
             config, self.models, self.inputs.train, exchange=exchange, watch=watch, watchdog=self.watchdog
         )
-        self.run.state = self.keeper.state or self.run.state
-        self.run.stops, self.run.decode = self.keeper.stops, self.inputs.decode
+        self.run.state = self.checkpoint_manager.state or self.run.state
+        self.run.stops, self.run.decode = self.checkpoint_manager.stops, self.inputs.decode
         platform.settle()
 
     @classmethod
@@ -98,16 +98,16 @@ class FixedDataTrainer:
         last = self.num_iterations if num_iterations is None else num_iterations
         if last < 1:
             raise ConfigError(f"num_iterations = {last}: a run has at least one iteration")
-        with self.keeper.recorder(last, self.inputs.decode) as recorder:
+        with self.checkpoint_manager.recorder(last, self.inputs.decode) as recorder:
             layouts = {name: model.layout for name, model in self.placed.models.items()}
             recorder.layout(self.placed.world_size, layouts, None)
-            for line in self.keeper.notes + self.inputs.notes() + self._notes(last):
+            for line in self.checkpoint_manager.notes + self.inputs.notes() + self._notes(last):
                 recorder.message(line)
-            if self.config.metrics.eval_interval and self.keeper.state is None:
+            if self.config.metrics.eval_interval and self.checkpoint_manager.state is None:
                 recorder.phase("evaluating before training")
                 recorder.before_training(self.evaluate())
             train(self, range(self.run.state.iteration + 1, last + 1), last, recorder)
-            self.keeper.finish()
+            self.checkpoint_manager.finish()
             recorder.phase("writing the trained model")
             with self.watchdog.during("save"):
                 export_huggingface(self.models.trained, self.config.run_dir / "hf", report=recorder.message)
@@ -129,7 +129,7 @@ class FixedDataTrainer:
             done = self.run.finished(fixed_flow(self.run, self.config.algorithm))
         except Stopped as stopped:
             self.run.abandon(before)
-            self.keeper.ended_within(before, recorder, stopped)
+            self.checkpoint_manager.ended_within(before, recorder, stopped)
         except NonFinite as found:
             self.run.state = lost(self.config, self.run.state, found, recorder)
             return None

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from hybridflow.checkpoint.keeper import Keeper
+from hybridflow.checkpoint.manager import CheckpointManager
 from hybridflow.checkpoint.sharded import SavedRole
 from hybridflow.checkpoint.state import RunState
 from hybridflow.config import RunConfig, TrainedRoleConfig
@@ -34,7 +34,7 @@ def start(config: RunConfig, watchdog: Watchdog | None) -> tuple[Platform, Watch
     return platform, watchdog
 
 
-def keeper_of(
+def checkpoint_manager_of(
     config: RunConfig,
     digests: Mapping[str, bytes],
     roles: Sequence[SavedRole],
@@ -42,9 +42,9 @@ def keeper_of(
     platform: Platform,
     watchdog: Watchdog,
     saves: bool = True,
-) -> Keeper:
+) -> CheckpointManager:
     """Collective over the world: it loads a checkpoint into the models, if there is one."""
-    return Keeper(
+    return CheckpointManager(
         config,
         digests,
         roles,
@@ -69,7 +69,7 @@ class Trainer(Protocol):
     @property
     def config(self) -> RunConfig: ...
     @property
-    def keeper(self) -> Keeper: ...
+    def checkpoint_manager(self) -> CheckpointManager: ...
     @property
     def run(self) -> HasState: ...
     def iterate(self, iteration: int, last: int, recorder: Recorder, /) -> Iteration | None: ...
@@ -81,14 +81,14 @@ def train(trainer: Trainer, iterations: Iterable[int], last: int, recorder: Reco
 
     last: the run's last iteration. Errors: Stopped where the run was told to end before, and is saved; SaveError.
     """
-    keeper = trainer.keeper
-    over = keeper.ended()
+    checkpoint_manager = trainer.checkpoint_manager
+    over = checkpoint_manager.ended()
     if over is not None:
         recorder.message(f"the run is over: {over}; without stop_when it goes on")
         return
     for iteration in iterations:
         metrics, why = _recorded(trainer, trainer.iterate(iteration, last, recorder), iteration, last, recorder)
-        keeper.after(trainer.run.state, metrics, recorder, is_last=iteration == last or why is not None)
+        checkpoint_manager.after(trainer.run.state, metrics, recorder, is_last=iteration == last or why is not None)
         if why is not None:
             recorder.message(f"iteration {iteration} of {last} was the last: {why}")
             return
@@ -101,12 +101,12 @@ def _recorded(
     if done is None:
         return {}, None
     interval = trainer.config.metrics.eval_interval
-    why = trainer.keeper.reached(done.metrics, recorder)
+    why = trainer.checkpoint_manager.reached(done.metrics, recorder)
     if evaluates(interval, iteration, last) or (interval and why is not None):
         recorder.phase(f"iteration {iteration}: evaluating")
         recorder.evaluated(done, trainer.evaluate())
-        why = why or trainer.keeper.reached(done.metrics, recorder)
-    done.metrics["time/save_seconds"] = trainer.keeper.seconds()
+        why = why or trainer.checkpoint_manager.reached(done.metrics, recorder)
+    done.metrics["time/save_seconds"] = trainer.checkpoint_manager.seconds()
     recorder.iteration(done)
     return done.metrics, why
 

@@ -2,7 +2,7 @@
 
 Every rank runs this same program over the same global batch; the roles shard the work. Start it under torchrun:
 
-    trainer = RLTrainer.from_yaml("configs/quickstart.yaml", ["seed=3"])
+    trainer = OnlineTrainer.from_yaml("configs/quickstart.yaml", ["seed=3"])
     trainer.fit()
 """
 
@@ -38,22 +38,22 @@ from hybridflow.flows.evaluate import evaluate
 from hybridflow.flows.finite import NonFinite
 from hybridflow.flows.groups import dr_grpo, grpo, maxrl, opo, rloo
 from hybridflow.flows.models import Roles, training_memory_offloaded
+from hybridflow.flows.overlapped_scoring import OverlappedModel, OverlappedScoring
 from hybridflow.flows.ppo import ppo
 from hybridflow.flows.reinforce import reinforce
 from hybridflow.flows.remax import remax
 from hybridflow.flows.replay import Replay, dumped_batches
 from hybridflow.flows.run import Run
-from hybridflow.flows.while_waiting import Waiting, WhileWaiting
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.agreement import check_agreement
 from hybridflow.parallel.device import choose_platform
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
-from hybridflow.parallel.noticeboard import Noticeboard
+from hybridflow.parallel.store_client import StoreClient
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.placement.hosts import check_hosts, parse_hosts
+from hybridflow.placement.overlapped_scoring import blocks_within, models_that_wait
 from hybridflow.placement.placed import PlacedRun, place
-from hybridflow.placement.waiting import blocks_within, models_that_wait
 from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.recorder import Recorder, RunSummary
@@ -67,7 +67,7 @@ from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.values import Critic, RewardModel
 from hybridflow.rollout.patches import prepare_vllm
 from hybridflow.trainers.auto import read_for_run
-from hybridflow.trainers.loop import keeper_of, kernels, lost, start, train
+from hybridflow.trainers.loop import checkpoint_manager_of, kernels, lost, start, train
 from hybridflow.user_code import search_beside
 
 Flow = Callable[[Run], RolloutBatch]
@@ -136,7 +136,7 @@ def renamed(config: ExperimentConfig, *, replay: Path | None, rollout_only: bool
     )
 
 
-class RLTrainer:
+class OnlineTrainer:
     """One config, ready to run. Building it is collective over the world and checks everything a user gave.
 
     watchdog: one that has not started, with the stop request of the process; without it signals end a run at once.
@@ -183,7 +183,7 @@ class RLTrainer:
         self.caller = self._caller()
         world = World(self.platform, ProcessGroups(), self.exchange, self.placed.bucket_bytes, watch)
         self.roles = build_roles(self.placed, world, self.caller)
-        self.keeper = keeper_of(
+        self.checkpoint_manager = checkpoint_manager_of(
             config,
             digests,
             self.roles.saved(config.algorithm.kl),
@@ -204,9 +204,9 @@ class RLTrainer:
             trains=self.writes_model or isinstance(self.generator, Replay),
             watchdog=self.watchdog,
         )
-        self.run.state = self.keeper.state or self.run.state
-        self.run.stops = self.keeper.stops
-        self.run.keep_rollout, self.run.kept_rollout = self.keeper.keep_rollout, self._kept_rollout
+        self.run.state = self.checkpoint_manager.state or self.run.state
+        self.run.stops = self.checkpoint_manager.stops
+        self.run.keep_rollout, self.run.kept_rollout = self.checkpoint_manager.keep_rollout, self._kept_rollout
         self.platform.settle()
 
     def _caller(self) -> FunctionCaller:
@@ -218,16 +218,16 @@ class RLTrainer:
         pool = Pool(specs, limits) if specs else None
         return FunctionCaller(self.inputs.decode, *own, pool, scoring.error_score)
 
-    def _while_waiting(self, world: World) -> WhileWaiting:
+    def _while_waiting(self, world: World) -> OverlappedScoring:
         """Collective over the world."""
         placed, rank = self.placed, self.platform.rank
         known = self.roles.scoring()
         models = [
-            Waiting(*known[name], blocks_within(placed.models[name].layout, placed.rollout))
+            OverlappedModel(*known[name], blocks_within(placed.models[name].layout, placed.rollout))
             for name in models_that_wait(placed)
         ]
-        self.notices = Noticeboard(platforms.fresh_store(), "while waiting") if models else None
-        return WhileWaiting(
+        self.notices = StoreClient(platforms.fresh_store(), "while waiting") if models else None
+        return OverlappedScoring(
             models,
             self.roles.scorer,
             placed.rollout,
@@ -245,7 +245,7 @@ class RLTrainer:
         def read(file: Path) -> RolloutBatch:
             return self._replay({iteration: file}).generate(prompts, samples_per_prompt=samples, iteration=iteration)
 
-        return self.keeper.kept_rollout(iteration, read)
+        return self.checkpoint_manager.kept_rollout(iteration, read)
 
     def _engine(self) -> Generator:
         with training_memory_offloaded(self.roles, self.platform):
@@ -276,18 +276,18 @@ class RLTrainer:
         num_iterations = self.config.num_iterations if num_iterations is None else num_iterations
         if num_iterations < 1:
             raise ConfigError(f"num_iterations = {num_iterations}: a run has at least one iteration")
-        with self.keeper.recorder(num_iterations, self.inputs.decode) as recorder:
+        with self.checkpoint_manager.recorder(num_iterations, self.inputs.decode) as recorder:
             layouts = {name: model.layout for name, model in self.placed.models.items()}
             recorder.layout(self.placed.world_size, layouts, self.placed.rollout)
-            for line in self.keeper.notes + self.inputs.notes() + self._notes():
+            for line in self.checkpoint_manager.notes + self.inputs.notes() + self._notes():
                 recorder.message(line)
             if self.run.state.iteration >= num_iterations:
                 recorder.message(f"all {num_iterations} iterations are done; checkpoint.load=none starts anew")
-            if self.config.metrics.eval_interval and self.keeper.state is None:
+            if self.config.metrics.eval_interval and self.checkpoint_manager.state is None:
                 recorder.phase("evaluating before training")
                 recorder.before_training(self.evaluate())
             train(self, self._iterations(num_iterations), num_iterations, recorder)
-            self.keeper.finish()
+            self.checkpoint_manager.finish()
             if self.writes_model:
                 recorder.phase("writing the trained actor")
                 with self.watchdog.during("save"):
@@ -305,7 +305,7 @@ class RLTrainer:
             done = self.run.finished(self.flow(self.run))
         except Stopped as stopped:
             self.run.abandon(before)
-            self.keeper.ended_within(before, recorder, stopped)
+            self.checkpoint_manager.ended_within(before, recorder, stopped)
         except NonFinite as found:
             self.run.state = lost(self.config, self.run.state, found, recorder)
             return None

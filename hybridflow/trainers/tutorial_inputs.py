@@ -1,6 +1,6 @@
 """What `hybridflow.trainers.tutorial_names` was given, as an experiment config.
 
-asked = Asked(actor_model="models/policy", reward_model=my_rewards.score, algo="grpo", data_loader="train.jsonl", ...)
+asked = TrainerArguments(actor_model="models/policy", reward_model=my_rewards.score, algo="grpo", ...)
 config = asked.experiment(num_iterations=1000, run_dir=Path("runs/mine"))
 with written(asked.in_memory(config), tokenizer, config):    # models in memory are directories within the block
     ...
@@ -45,7 +45,7 @@ OF_EACH_MODEL = TrainedRoleConfig.model_fields.keys() - {"model", "optimizer", "
 
 
 @dataclass(frozen=True)
-class Asked:
+class TrainerArguments:
     """The arguments of `RLTrainer`, checked."""
 
     actor_model: Model

@@ -30,8 +30,8 @@ from hybridflow.config.other_trainers import hint
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.recording.recorder import RunSummary
-from hybridflow.trainers import online as trainer
-from hybridflow.trainers.tutorial_inputs import Asked
+from hybridflow.trainers.online import OnlineTrainer
+from hybridflow.trainers.tutorial_inputs import TrainerArguments
 from hybridflow.trainers.tutorial_models import Model, Reward, Tokenizer, check_model, written
 from hybridflow.user_code import search_beside
 
@@ -93,11 +93,11 @@ def make_rl_data_loader(
     return section | more
 
 
-class RLTrainer(trainer.RLTrainer):
+class RLTrainer(OnlineTrainer):
     """The trainer, of a config or of models.
 
-    Of a config it is `hybridflow.trainers.online.RLTrainer`. Of models, nothing is loaded before `fit`, which builds
-    that from the config that they make.
+    Of a config it is `trainers.online.OnlineTrainer`. Of models, nothing is loaded before `fit`, which builds that from
+    the config that they make.
 
     actor_model, critic_model, reference_model: a HuggingFace directory, or a model of transformers. One in memory is
         written once, by the first rank, beside the run directory, and removed when the run is over.
@@ -147,7 +147,7 @@ class RLTrainer(trainer.RLTrainer):
         rollout_only: bool = False,
         **given: Any,
     ) -> None:
-        self._asked: Asked | None = None
+        self._asked: TrainerArguments | None = None
         self._load: Path | None = None
         self._was_fitted = False
         if isinstance(config, ExperimentConfig):
@@ -185,7 +185,7 @@ class RLTrainer(trainer.RLTrainer):
 
         checkpoint_dir: of a trainer of models, the run directory. A run that is given one saves ten times, or every
         `checkpoint.save_interval`, and the same program goes on where it ended. None: `output_dir`/`name` of the
-        config, without checkpoints. Errors: as `hybridflow.trainers.online.RLTrainer.fit`.
+        config, without checkpoints. Errors: as `hybridflow.trainers.online.OnlineTrainer.fit`.
         """
         if num_iterations is not None and num_steps is not None:
             raise ConfigError(f"fit: num_iterations = {num_iterations} and num_steps = {num_steps} are one: give one")
@@ -198,7 +198,7 @@ class RLTrainer(trainer.RLTrainer):
             raise ConfigError("fit: was called before; one call trains for all of num_steps")
         return self._fit_models(self._asked, num, None if checkpoint_dir is None else Path(checkpoint_dir))
 
-    def _fit_models(self, asked: Asked, num: int | None, run_dir: Path | None) -> RunSummary:
+    def _fit_models(self, asked: TrainerArguments, num: int | None, run_dir: Path | None) -> RunSummary:
         if num is None and not asked.says("num_iterations"):
             raise ConfigError("fit: num_steps is required")
         num = self.config.num_iterations if num is None else num
@@ -210,7 +210,7 @@ class RLTrainer(trainer.RLTrainer):
             super().__init__(config)
             return super().fit(num)
 
-    def _experiment(self, asked: Asked, num: int, run_dir: Path | None) -> ExperimentConfig:
+    def _experiment(self, asked: TrainerArguments, num: int, run_dir: Path | None) -> ExperimentConfig:
         """Of so many iterations in this run directory."""
         more: dict[str, Any] = {}
         if run_dir is not None and not asked.says("checkpoint.save_interval"):
@@ -221,7 +221,7 @@ class RLTrainer(trainer.RLTrainer):
         return asked.experiment(num, run_dir, more | {"checkpoint.load": _load_of(self._load, config.run_dir)})
 
 
-def _asked(config: object, given: dict[str, Any]) -> Asked:
+def _asked(config: object, given: dict[str, Any]) -> TrainerArguments:
     """The arguments, with those left out. Errors: ConfigError for what is missing, unknown, or means nothing here."""
     known = "actor_model critic_model reference_model reward_model tokenizer algo data_loader config".split()
     if given.pop("hybrid_engine", True) is not True:
@@ -244,7 +244,7 @@ def _asked(config: object, given: dict[str, Any]) -> Asked:
             f"data_loader: is of type {type(loader).__name__}; every rank reads the file: "
             "make_rl_data_loader('data.jsonl')"
         )
-    return Asked(
+    return TrainerArguments(
         actor_model=given["actor_model"],
         critic_model=given.get("critic_model"),
         reference_model=given.get("reference_model"),

@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridflow.checkpoint.resume import find_source, restore
-from hybridflow.checkpoint.saver import Saver
 from hybridflow.checkpoint.state import RunState, SavedRun
 from hybridflow.checkpoint.store import CHECKPOINTS, LATEST, step_name
+from hybridflow.checkpoint.writer import CheckpointWriter
 from hybridflow.config import CheckpointConfig, ExperimentConfig
 from hybridflow.config.losses import KL, PolicyLoss
 from hybridflow.parallel import platform as platforms
@@ -90,8 +90,8 @@ class Bench:
         self.seconds: dict[str, list[float]] = {}
         self.num_steps = 1
 
-    def saver(self, in_background: bool) -> Saver:
-        return Saver(
+    def saver(self, in_background: bool) -> CheckpointWriter:
+        return CheckpointWriter(
             [self.actor],
             self.directory / "run" / CHECKPOINTS,
             CheckpointConfig(async_save=in_background, keep_last=1),

@@ -21,11 +21,11 @@ from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.shards import Split, common
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import Weight, embedding, model_weights, stored_at
-from hybridflow.checkpoint.pieces import pieces, stored_shape
 from hybridflow.checkpoint.sharded import chunk_of, finish_save, sharded_box
+from hybridflow.checkpoint.share_chunks import pieces, stored_shape
 from hybridflow.formats.distributed_directory import DistributedDirectory
 from hybridflow.formats.distributed_metadata import METADATA
-from hybridflow.formats.distributed_storage import Chunk, Record
+from hybridflow.formats.distributed_storage import Chunk, ChunkRecord
 from hybridflow.parallel.layout import Layout
 
 QWEN3_235B = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936} | dict(
@@ -102,12 +102,12 @@ def _stage(weight: Weight, spec: ModelSpec, layout: Layout) -> int:
     return next(i for i, layers in enumerate(layout.stages(spec.num_layers)) if weight.layer in layers)
 
 
-def _records(root: Path, file: str, chunks: list[Chunk]) -> Iterator[Record]:
+def _records(root: Path, file: str, chunks: list[Chunk]) -> Iterator[ChunkRecord]:
     """Of a file that is as long as if they were in it."""
     end = 0
     for chunk in chunks:
         length = chunk.num_bytes + HEAD_BYTES
-        yield Record(chunk.key, chunk.offset, chunk.shape, chunk.whole, str(chunk.dtype)[6:], file, end, length)
+        yield ChunkRecord(chunk.key, chunk.offset, chunk.shape, chunk.whole, str(chunk.dtype)[6:], file, end, length)
         end += length
     with (root / file).open("wb") as stream:
         stream.truncate(end)

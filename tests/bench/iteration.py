@@ -41,11 +41,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import num_parameters
 from hybridflow.config import ExperimentConfig
-from hybridflow.flows.while_waiting import WhileWaiting
+from hybridflow.flows.overlapped_scoring import OverlappedScoring
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.recording.recorder import Recorder
-from hybridflow.trainers.online import RLTrainer
+from hybridflow.trainers.online import OnlineTrainer
 from tests.bench.operators import Cells, print_profile, profiled
 
 SIZES = {  # hidden, ffn, layers, heads
@@ -147,7 +147,7 @@ def parse() -> argparse.Namespace:
 
 
 def bench(size: str, dtype: str, shape: Shape, options: argparse.Namespace, directory: Path) -> None:
-    trainer = RLTrainer(config(directory, dtype, shape, options.tp, options.pp))
+    trainer = OnlineTrainer(config(directory, dtype, shape, options.tp, options.pp))
     rate = matrix_product_rate(dtype)
     seconds = []
     for iteration in range(1, options.iterations + 2):
@@ -162,7 +162,7 @@ def bench(size: str, dtype: str, shape: Shape, options: argparse.Namespace, dire
         profile_iterations(trainer, options.iterations, f"{size}, {dtype}")
 
 
-def profile_iterations(trainer: RLTrainer, count: int, title: str) -> None:
+def profile_iterations(trainer: OnlineTrainer, count: int, title: str) -> None:
     """As many iterations with the profiler as without, by turns: means over them and over the ranks."""
     assert not trainer.platform.has_cuda, "--profile is for CPUs: on GPUs operators end after the calls that start them"
     plain: list[float] = []
@@ -182,7 +182,7 @@ def profile_iterations(trainer: RLTrainer, count: int, title: str) -> None:
         print_profile(of_all["cells"], of_all["measured"], plain=of_all["plain"]["seconds"], title=title)
 
 
-def iterated(trainer: RLTrainer) -> dict:
+def iterated(trainer: OnlineTrainer) -> dict:
     return trainer.iterate(trainer.run.iteration + 1, 10**6, Recorder()).metrics
 
 
@@ -194,9 +194,9 @@ def mean_of(rows: Sequence[dict]) -> dict:
 
 def compare_waiting(size: str, dtype: str, shape: Shape, options: argparse.Namespace, directory: Path) -> None:
     """The first iteration, by either way in turn."""
-    trainer = RLTrainer(config(directory, dtype, shape, options.tp, options.pp))
+    trainer = OnlineTrainer(config(directory, dtype, shape, options.tp, options.pp))
     run, state, scores = trainer.run, trainer.run.state, trainer.run._ahead
-    waits = WhileWaiting(
+    waits = OverlappedScoring(
         [],
         trainer.roles.scorer,
         trainer.placed.rollout,

@@ -131,13 +131,13 @@ def work(options: argparse.Namespace, directory: Path) -> None:
     """On every rank: the layouts one after the other, all of this number of ranks."""
     from hybridflow.parallel import platform as platforms
     from hybridflow.roles.generator import Generator
-    from hybridflow.trainers.online import RLTrainer
+    from hybridflow.trainers.online import OnlineTrainer
 
     platform = platforms.start(seed=0)
     found: dict[str, dict[str, float]] = {}
     for size in options.size:
         for name in options.layouts:
-            trainer = RLTrainer(config(directory / size, name))
+            trainer = OnlineTrainer(config(directory / size, name))
             rows: list[dict[str, float]] = []
             iterated(trainer, 1)
             for iteration in range(2, 2 + TRIES):

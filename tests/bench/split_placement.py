@@ -22,7 +22,7 @@ from rich.table import Table
 from hybridflow.config import ExperimentConfig
 from hybridflow.parallel import platform as platforms
 from hybridflow.recording.recorder import Recorder
-from hybridflow.trainers.online import RLTrainer
+from hybridflow.trainers.online import OnlineTrainer
 from tests.bench.iteration import SIZES, Shape, config, inputs
 
 SHAPE = Shape(prompts=64, prompt_length=64, response_length=128, mini_batches=4)
@@ -54,7 +54,7 @@ def main() -> None:
     options = parse()
     with inputs([options.size], SHAPE) as directory:
         _, world_size = platforms.torchrun_rank()
-        trainer = RLTrainer(split(config(directory / options.size, options.dtype, SHAPE, 1, 1), world_size))
+        trainer = OnlineTrainer(split(config(directory / options.size, options.dtype, SHAPE, 1, 1), world_size))
         together, in_turn = measure(trainer, options.iterations)
         if trainer.platform.rank == 0:
             report(f"{options.size}, {options.dtype}, {world_size} ranks", together, in_turn)
@@ -79,7 +79,7 @@ def split(experiment: ExperimentConfig, world_size: int) -> ExperimentConfig:
     return ExperimentConfig.model_validate(tree)
 
 
-def measure(trainer: RLTrainer, iterations: int) -> tuple[list[Seconds], list[Seconds]]:
+def measure(trainer: OnlineTrainer, iterations: int) -> tuple[list[Seconds], list[Seconds]]:
     """The metrics of iterations at the same time and one after the other, by turns; the first pair does not count."""
     together: list[Seconds] = []
     in_turn: list[Seconds] = []
@@ -93,7 +93,7 @@ def measure(trainer: RLTrainer, iterations: int) -> tuple[list[Seconds], list[Se
     return together[1:], in_turn[1:]
 
 
-def work_of(trainer: RLTrainer) -> list[tuple[Any, tuple[str, ...]]]:
+def work_of(trainer: OnlineTrainer) -> list[tuple[Any, tuple[str, ...]]]:
     return [
         (trainer.roles.scorer, ("scores",)),
         (trainer.roles.reference, ("log_probs",)),
@@ -102,7 +102,7 @@ def work_of(trainer: RLTrainer) -> list[tuple[Any, tuple[str, ...]]]:
     ]
 
 
-def one_at_a_time(trainer: RLTrainer, role: Any, names: tuple[str, ...]) -> tuple[str, ...]:
+def one_at_a_time(trainer: OnlineTrainer, role: Any, names: tuple[str, ...]) -> tuple[str, ...]:
     """Let all ranks wait for the end of what `role` does; counted as idle, like the wait in an exchange."""
 
     def then_wait(work: Callable) -> Callable:
@@ -119,7 +119,7 @@ def one_at_a_time(trainer: RLTrainer, role: Any, names: tuple[str, ...]) -> tupl
     return names
 
 
-def iterate(trainer: RLTrainer) -> Seconds:
+def iterate(trainer: OnlineTrainer) -> Seconds:
     dist.barrier(group=dist.group.WORLD)
     return {name: float(value) for name, value in trainer.iterate(1, 10**6, Recorder()).metrics.items()}
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.parallel import platform as platforms
-from hybridflow.trainers.online import RLTrainer
+from hybridflow.trainers.online import OnlineTrainer
 from tests.checkpoint.test_flows import FLOWS, SETTINGS
 
 
 def main(config: Path, run: str) -> None:
     for name, overrides in FLOWS.items():
-        trainer = RLTrainer(ExperimentConfig.from_yaml(config, [*SETTINGS, *overrides, f"name={name}-{run}"]))
+        trainer = OnlineTrainer(ExperimentConfig.from_yaml(config, [*SETTINGS, *overrides, f"name={name}-{run}"]))
         trainer.fit()
         trainer.generator.engine.close()
     platforms.stop()

@@ -2,9 +2,9 @@
 
 import sys
 
-from hybridflow.checkpoint.saver import Saver
+from hybridflow.checkpoint.writer import CheckpointWriter
 from hybridflow.cli.train import main
 
 if __name__ == "__main__":
-    Saver._check_room = lambda self, save: None
+    CheckpointWriter._check_room = lambda self, save: None
     main(sys.argv[1:])

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hybridflow.checkpoint.keeper import Keeper
+from hybridflow.checkpoint.manager import CheckpointManager
 from hybridflow.cli.train import main
 from hybridflow.models.memory import live_bytes
 
@@ -36,17 +36,17 @@ def held() -> dict[str, int]:
 
 
 def counting(out: str, iterations: set[int]) -> None:
-    """Have `Keeper.after` count."""
-    after, found = Keeper.after, dict[int, dict[str, int]]()
+    """Have `CheckpointManager.after` count."""
+    after, found = CheckpointManager.after, dict[int, dict[str, int]]()
 
-    def counted(self: Keeper, state: Any, *arguments: Any, **named: Any) -> None:
+    def counted(self: CheckpointManager, state: Any, *arguments: Any, **named: Any) -> None:
         after(self, state, *arguments, **named)
         if state.iteration in iterations:
             self._saver.wait()
             found[state.iteration] = held()
             Path(f"{out}.{os.environ['RANK']}").write_text(json.dumps(found))
 
-    Keeper.after = counted
+    CheckpointManager.after = counted
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.checkpoint import resume
-from hybridflow.checkpoint.resume import Source, restore
-from hybridflow.checkpoint.saver import Saver
+from hybridflow.checkpoint.resume import ResumeSource, restore
 from hybridflow.checkpoint.state import RunState, SavedRun, load_state
 from hybridflow.checkpoint.store import step_name
+from hybridflow.checkpoint.writer import CheckpointWriter
 from hybridflow.config import CheckpointConfig
 from hybridflow.config.losses import KL, PolicyLoss
 from hybridflow.formats.distributed_directory import DistributedDirectory
@@ -50,7 +50,7 @@ def main(checkpoints: Path, out: Path) -> None:
         other = actor_of(checkpoints / case.model, case.target, case, world)
         step = first / step_name(1)
         with counted_reads() as reads:
-            restore(Source(step, load_state(step), False, None, ()), [other], dist.group.WORLD)
+            restore(ResumeSource(step, load_state(step), False, None, ()), [other], dist.group.WORLD)
         all_reads: list[Any] = [None] * platform.world_size
         dist.all_gather_object(all_reads, reads)
         steps = num_steps(other.trained) if other.trained else None
@@ -102,7 +102,7 @@ def train(actor: Actor) -> None:
 
 def save(actor: Actor, root: Path, iteration: int, store: dist.Store, platform: platforms.Platform) -> None:
     own = dist.PrefixStore(f"{root} {iteration}", store)
-    saver = Saver(
+    saver = CheckpointWriter(
         [actor], root, CheckpointConfig(), config_yaml="", platform=platform, group=dist.group.WORLD, store=own
     )
     saver.save(SavedRun(RunState(iteration=iteration), {}, {}, {}, None))

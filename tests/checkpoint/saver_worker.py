@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridflow.checkpoint import saver as module
-from hybridflow.checkpoint.saver import Saver
+from hybridflow.checkpoint import writer as module
 from hybridflow.checkpoint.state import RunState, SavedRun
 from hybridflow.checkpoint.store import read_manifest, step_name, steps
+from hybridflow.checkpoint.writer import CheckpointWriter
 from hybridflow.config import CheckpointConfig
 from hybridflow.errors import SaveError
 from hybridflow.parallel import platform as platforms
@@ -46,9 +46,9 @@ class Scene:
         self._platform, self._store, self._num_savers = platform, store, 0
         self.reports: list[str] = []
 
-    def saver(self, **config: Any) -> Saver:
+    def saver(self, **config: Any) -> CheckpointWriter:
         self._num_savers += 1
-        return Saver(
+        return CheckpointWriter(
             [self.actor],
             self.root,
             CheckpointConfig(**config),

@@ -3,8 +3,8 @@ plain GPTModel at tensor-parallel size 2 its weights, and every rank all tensors
 
 torchrun --nproc-per-node 2 -m tests.checkpoint.sharded_worker MODELS OUT
 
-Written for each checkpoint NAME: OUT/NAME/step_000001 (by `Saver`), OUT/NAME/hf (by `export_huggingface`, of actors),
-OUT/NAME/memory.pt (what the role had in memory), OUT/NAME/plain_N.pt (all tensors as megatron loads them),
+Written for each checkpoint NAME: OUT/NAME/step_000001 (by `CheckpointWriter`), OUT/NAME/hf (by `export_huggingface`,
+of actors), OUT/NAME/memory.pt (what the role had in memory), OUT/NAME/plain_N.pt (all tensors as megatron loads them),
 OUT/NAME/rank_N.pt (parameters of the GPTModel) and expected_N.pt (of an actor in its place); OUT/errors_N.json: what
 loading into the wrong role says.
 """
@@ -23,10 +23,10 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from torch import Tensor
 
 from hybridflow.checkpoint.export import export_huggingface
-from hybridflow.checkpoint.saver import Saver
 from hybridflow.checkpoint.sharded import load
 from hybridflow.checkpoint.state import RunState, SavedRun
 from hybridflow.checkpoint.store import step_name
+from hybridflow.checkpoint.writer import CheckpointWriter
 from hybridflow.config import CheckpointConfig, ExperimentConfig
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.distributed_directory import DistributedDirectory
@@ -76,7 +76,7 @@ class Roles:
         return Critic(place(config, self.platform.world_size).models["critic"], world=self._world)
 
     def save(self, role: TrainedRole, root: Path) -> None:
-        saver = Saver(
+        saver = CheckpointWriter(
             [role],
             root,
             CheckpointConfig(),

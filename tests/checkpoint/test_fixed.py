@@ -30,7 +30,7 @@ FLOWS: dict[str, dict[str, Any]] = {
 # where a rank is killed, and at which call of it, in the third iteration
 PLACES = {
     "sft": ("hybridflow.models.optimizer:TrainedModel.step", "3"),
-    "reward_model": ("hybridflow.checkpoint.saver:write_records", "3"),
+    "reward_model": ("hybridflow.checkpoint.writer:write_records", "3"),
     "dpo": ("hybridflow.flows.fixed_run:FixedRun.whole", "4"),  # the first is of the evaluation before training
     "kto": ("hybridflow.checkpoint.store:_write_manifest", "3"),
 }

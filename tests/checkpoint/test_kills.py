@@ -35,16 +35,16 @@ PLACES = {
     "scoring": ("hybridflow.flows.run:Run.whole", None, 1, True),
     "update": ("hybridflow.models.optimizer:TrainedModel.step", None, 2, True),
     "row of metrics": ("hybridflow.recording.writers:MetricsWriter.write", FIRST, 1, False),
-    "state": ("hybridflow.checkpoint.saver:write_state", FIRST, 1, False),
-    "tensors": ("hybridflow.checkpoint.saver:write_records", None, 1, False),
+    "state": ("hybridflow.checkpoint.writer:write_state", FIRST, 1, False),
+    "tensors": ("hybridflow.checkpoint.writer:write_records", None, 1, False),
     "middle of tensors": ("hybridflow.formats.distributed_storage:_save", None, 20, False),
-    "metadata": ("hybridflow.checkpoint.saver:finish_save", FIRST, 1, False),
+    "metadata": ("hybridflow.checkpoint.writer:finish_save", FIRST, 1, False),
     "manifest": ("hybridflow.checkpoint.store:_write_manifest", FIRST, 1, False),
     "rename": ("hybridflow.checkpoint.store:replace_directory", FIRST, 1, False),
     "between rename and pointer": ("hybridflow.checkpoint.store:point_to", FIRST, 1, False),
-    "removal of old ones": ("hybridflow.checkpoint.saver:remove", FIRST, 1, False),
+    "removal of old ones": ("hybridflow.checkpoint.writer:remove", FIRST, 1, False),
     "middle of a removal": ("hybridflow.checkpoint.store:shutil.rmtree", FIRST, 1, False),
-    "anywhere": ("hybridflow.trainers.online:RLTrainer.iterate", None, 1, True),
+    "anywhere": ("hybridflow.trainers.online:OnlineTrainer.iterate", None, 1, True),
 }
 
 

@@ -8,7 +8,7 @@ from hybridflow.architecture.parts import matrix_of
 from hybridflow.architecture.shards import training_shard
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import Weight, model_weights
-from hybridflow.checkpoint.pieces import Piece, pieces, stored_shape
+from hybridflow.checkpoint.share_chunks import ShareChunk, pieces, stored_shape
 from tests.tiny_models import make_checkpoints
 
 FAMILIES = ("llama", "opt", "opt_350m", "qwen3_moe")
@@ -54,11 +54,11 @@ def test_every_element_is_where_its_index_says(family: str, tp: int, specs: dict
                 assert found.equal(own[run[0] : run[1]]), (weight.megatron, tp_rank, run)
 
 
-def _leading(piece: Piece) -> tuple[int, ...]:
+def _leading(piece: ShareChunk) -> tuple[int, ...]:
     return piece.offset[: len(piece.offset) - len(piece.shape)]
 
 
-def _box(piece: Piece) -> tuple[slice, ...]:
+def _box(piece: ShareChunk) -> tuple[slice, ...]:
     ends = piece.offset[len(piece.offset) - len(piece.shape) :]
     return tuple(slice(start, start + size) for start, size in zip(ends, piece.shape, strict=True))
 
@@ -70,15 +70,15 @@ def test_a_run_of_a_matrix_is_three_boxes_at_most(specs: dict) -> None:
     weight = next(weight for weight in model_weights(spec, "lm") if weight.megatron == name)
     assert stored_shape(weight, spec) == (2, 64, 64)
     assert list(pieces(weight, spec, tp=1, tp_rank=0, run=(10, 300))) == [
-        Piece(0, (1, 54), (64, 1), (1, 0, 10)),
-        Piece(54, (3, 64), (64, 1), (1, 1, 0)),
-        Piece(246, (1, 44), (64, 1), (1, 4, 0)),
+        ShareChunk(0, (1, 54), (64, 1), (1, 0, 10)),
+        ShareChunk(54, (3, 64), (64, 1), (1, 1, 0)),
+        ShareChunk(246, (1, 44), (64, 1), (1, 4, 0)),
     ]
     # with half of the columns, rows of 32: elements 10 .. 70 are in rows 0, 1 and 2
     assert list(pieces(weight, spec, tp=2, tp_rank=1, run=(10, 70))) == [
-        Piece(0, (1, 22), (32, 1), (1, 0, 42)),
-        Piece(22, (1, 32), (32, 1), (1, 1, 32)),
-        Piece(54, (1, 6), (32, 1), (1, 2, 32)),
+        ShareChunk(0, (1, 22), (32, 1), (1, 0, 42)),
+        ShareChunk(22, (1, 32), (32, 1), (1, 1, 32)),
+        ShareChunk(54, (1, 6), (32, 1), (1, 2, 32)),
     ]
 
 
@@ -89,19 +89,19 @@ def test_whole_experts_are_one_box_for_each_run_of_rows(specs: dict) -> None:
     fc1 = found["decoder.layers.1.mlp.experts.linear_fc1.weight"]
     assert stored_shape(fc1, spec) == (2, 4, 64, 64)
     assert list(pieces(fc1, spec, tp=2, tp_rank=1, run=(0, 4 * 2048))) == [
-        Piece(0, (4, 16, 64), (2048, 64, 1), (1, 0, 16, 0)),
-        Piece(1024, (4, 16, 64), (2048, 64, 1), (1, 0, 48, 0)),
+        ShareChunk(0, (4, 16, 64), (2048, 64, 1), (1, 0, 16, 0)),
+        ShareChunk(1024, (4, 16, 64), (2048, 64, 1), (1, 0, 48, 0)),
     ]
     # from row 15 of expert 0's gate on, and of expert 3 two rows and an element
     assert list(pieces(fc1, spec, tp=2, tp_rank=1, run=(15 * 64, 3 * 2048 + 2 * 64 + 1))) == [
-        Piece(0, (1, 1, 64), (2048, 64, 1), (1, 0, 31, 0)),
-        Piece(64, (1, 16, 64), (2048, 64, 1), (1, 0, 48, 0)),
-        Piece(17 * 64, (2, 16, 64), (2048, 64, 1), (1, 1, 16, 0)),
-        Piece(33 * 64, (2, 16, 64), (2048, 64, 1), (1, 1, 48, 0)),
-        Piece(17 * 64 + 2 * 2048, (1, 2, 64), (2048, 64, 1), (1, 3, 16, 0)),
-        Piece(19 * 64 + 2 * 2048, (1, 1, 1), (2048, 64, 1), (1, 3, 18, 0)),
+        ShareChunk(0, (1, 1, 64), (2048, 64, 1), (1, 0, 31, 0)),
+        ShareChunk(64, (1, 16, 64), (2048, 64, 1), (1, 0, 48, 0)),
+        ShareChunk(17 * 64, (2, 16, 64), (2048, 64, 1), (1, 1, 16, 0)),
+        ShareChunk(33 * 64, (2, 16, 64), (2048, 64, 1), (1, 1, 48, 0)),
+        ShareChunk(17 * 64 + 2 * 2048, (1, 2, 64), (2048, 64, 1), (1, 3, 16, 0)),
+        ShareChunk(19 * 64 + 2 * 2048, (1, 1, 1), (2048, 64, 1), (1, 3, 18, 0)),
     ]
     fc2 = found["decoder.layers.1.mlp.experts.linear_fc2.weight"]
     assert list(pieces(fc2, spec, tp=2, tp_rank=1, run=(0, 4 * 64 * 16))) == [
-        Piece(0, (4, 64, 16), (64 * 16, 16, 1), (1, 0, 0, 16))
+        ShareChunk(0, (4, 64, 16), (64 * 16, 16, 1), (1, 0, 0, 16))
     ]

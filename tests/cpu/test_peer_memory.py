@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.cpu import peer_memory
-from hybridflow.cpu.peer_memory import Piece
+from hybridflow.cpu.peer_memory import PeerRectangle
 from hybridflow.parallel.diagnosis import lost_peer
 
 CHILD = """
@@ -37,7 +37,7 @@ def test_rectangles_land_and_nothing_else_does(rows: int, theirs: int, ours: int
     source, held = matrix(rows, 5, width=theirs), torch.full((rows, ours), -1, dtype=torch.int16)
     first = min(1, ours - 5)
     target = held[:, first : first + 5]
-    peer_memory.read(os.getpid(), [Piece(*place(source), target)])
+    peer_memory.read(os.getpid(), [PeerRectangle(*place(source), target)])
     assert torch.equal(target, source)
     assert (held[:, :first] == -1).all() and (held[:, first + 5 :] == -1).all()
 
@@ -48,7 +48,7 @@ def test_a_call_takes_no_more_than_its_limit(limit: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(peer_memory, "MAX_BYTES", limit)
     sources = [matrix(9, 4, width=7), matrix(9, 4, width=4), torch.arange(11.0)]
     targets = [torch.zeros_like(x).contiguous() for x in sources]
-    peer_memory.read(os.getpid(), [Piece(*place(x), y) for x, y in zip(sources, targets, strict=True)])
+    peer_memory.read(os.getpid(), [PeerRectangle(*place(x), y) for x, y in zip(sources, targets, strict=True)])
     for source, target in zip(sources, targets, strict=True):
         assert torch.equal(source, target)
 
@@ -56,10 +56,10 @@ def test_a_call_takes_no_more_than_its_limit(limit: int, monkeypatch: pytest.Mon
 def test_nothing_is_read_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(peer_memory, "_read", lambda *arguments: calls.append(arguments))
-    peer_memory.read(os.getpid(), [Piece(8, 8, torch.zeros(1, 1))])
+    peer_memory.read(os.getpid(), [PeerRectangle(8, 8, torch.zeros(1, 1))])
     assert len(calls) == 1
     peer_memory.read(os.getpid(), [])
-    peer_memory.read(os.getpid(), [Piece(0, 0, torch.empty(0)), Piece(0, 8, torch.empty(3, 0))])
+    peer_memory.read(os.getpid(), [PeerRectangle(0, 0, torch.empty(0)), PeerRectangle(0, 8, torch.empty(3, 0))])
     assert len(calls) == 1
 
 
@@ -70,20 +70,20 @@ def test_another_process_is_read_and_when_it_is_gone_the_error_says_so() -> None
     introduction, address = torch.tensor(numbers[:-1]), numbers[-1]
     assert peer_memory.can_read(introduction)
     target = torch.zeros(6, 4, dtype=torch.int64)
-    peer_memory.read(child.pid, [Piece(address + 3 * 8, 10 * 8, target)])
+    peer_memory.read(child.pid, [PeerRectangle(address + 3 * 8, 10 * 8, target)])
     assert target.tolist() == [[10 * row + column for column in range(3, 7)] for row in range(6)]
     child.communicate("")
     assert not peer_memory.can_read(introduction)
     with pytest.raises(
         RuntimeError, match=f"memory of process {child.pid} cannot be read \\(No such process\\)"
     ) as caught:
-        peer_memory.read(child.pid, [Piece(address, 80, target)])
+        peer_memory.read(child.pid, [PeerRectangle(address, 80, target)])
     assert lost_peer(caught.value)
 
 
 def test_what_is_no_memory_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"cannot be read \(Bad address\)"):
-        peer_memory.read(os.getpid(), [Piece(8, 8, torch.zeros(2, 1, dtype=torch.int64))])
+        peer_memory.read(os.getpid(), [PeerRectangle(8, 8, torch.zeros(2, 1, dtype=torch.int64))])
 
 
 @pytest.mark.parametrize("field", [0, 1, 2, 3])

@@ -14,7 +14,7 @@ from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.config.length_buckets import always
 from hybridflow.cpu.engine import decoder, decoding, sampling
 from hybridflow.rollout.engine import RolloutEngine
-from hybridflow.trainers.online import RLTrainer
+from hybridflow.trainers.online import OnlineTrainer
 from tests.distributed.gather import whole
 
 PADDING = 100.0  # of the vocabulary: what would win if it were looked at
@@ -49,7 +49,7 @@ class EngineShards:
         return torch.cat([whole, padding]).chunk(self._tp)[self._tp_rank]
 
 
-def wrong_parameters(trainer: RLTrainer) -> list[str]:
+def wrong_parameters(trainer: OnlineTrainer) -> list[str]:
     """Ranks and names of the engines' parameters that are not the actor's weights, bit by bit, after a hand-off.
 
     Of a model whose embeddings are not tied. Collective over the world.
@@ -64,7 +64,7 @@ def wrong_parameters(trainer: RLTrainer) -> list[str]:
     return [f"rank {rank}: {name}" for rank, names in enumerate(everyone) for name in names]
 
 
-def _wrong_parameters(trainer: RLTrainer, tensors: dict[str, Tensor]) -> list[str]:
+def _wrong_parameters(trainer: OnlineTrainer, tensors: dict[str, Tensor]) -> list[str]:
     layout, found = trainer.generator.layout, trainer.generator.engine.parameters()
     tp_rank = layout.coordinates(trainer.platform.rank).tp
     expected = EngineShards(tensors, trainer.roles.actor.spec.num_kv_heads, tp_rank, layout.tp)
@@ -78,7 +78,7 @@ def _same(found: Tensor, expected: Tensor) -> bool:
     return found.shape == expected.shape and torch.equal(found[used], expected[used])
 
 
-def differs_from_export(trainer: RLTrainer, directory: Path) -> list[str]:
+def differs_from_export(trainer: OnlineTrainer, directory: Path) -> list[str]:
     """What of sampled and greedy responses is not equal, bit by bit, when vLLM itself has loaded the exported actor.
 
     Collective over the world. The trainer's engine is asked for the last time: its place is the other's.
@@ -111,7 +111,7 @@ def differs_from_export(trainer: RLTrainer, directory: Path) -> list[str]:
     return [name for name, x in expected.items() if not torch.equal(x, found[name])]
 
 
-def _responses(trainer: RLTrainer) -> dict[str, Tensor]:
+def _responses(trainer: OnlineTrainer) -> dict[str, Tensor]:
     found, prompts = {}, trainer.inputs.train.batch([0, 1, 2, 3])
     for kind, greedy in (("sampled", False), ("greedy", True)):
         rollout = trainer.generator.generate(

@@ -24,7 +24,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout
 from hybridflow.parallel.platform import Platform
-from hybridflow.trainers.online import RLTrainer
+from hybridflow.trainers.online import OnlineTrainer
 from tests.distributed.pairs import CHANGES, FAMILIES
 from tests.distributed.ppo_worker import config, layout, run
 
@@ -46,7 +46,7 @@ def main(checkpoints: Path, prompts: Path, out: Path) -> None:
         for kind in KINDS[family]:
             models = family if kind == "huggingface" else f"{family}-converted"
             rollout = ROLLOUTS["in place" if kind == "huggingface" else "gathered"]
-            trainer = RLTrainer(once(config(checkpoints / models, prompts, LAYOUTS, rollout)))
+            trainer = OnlineTrainer(once(config(checkpoints / models, prompts, LAYOUTS, rollout)))
             results[f"{family}/{kind}"] = [run(trainer, iteration) for iteration in (1, 2)]
             trainer.generator.engine.close()
             del trainer

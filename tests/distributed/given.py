@@ -12,8 +12,8 @@ from hybridflow.data.order import PromptOrder
 from hybridflow.data.prompts import DrawnPrompts
 from hybridflow.data.usable import Dropped
 from hybridflow.flows.models import Roles
+from hybridflow.flows.overlapped_scoring import OverlappedScoring
 from hybridflow.flows.run import Run
-from hybridflow.flows.while_waiting import WhileWaiting
 from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
@@ -80,10 +80,10 @@ def trained_weights(roles: Roles) -> list[Tensor]:
     return [p.data for role in roles.trained() for chunk in role.chunks for p in chunk.parameters()]
 
 
-def nobody_waits(world: World) -> WhileWaiting:
+def nobody_waits(world: World) -> OverlappedScoring:
     """Given responses are there at once: everything is scored when the rollout is whole."""
     layout = RolloutLayout(1, 1, ((0,),))
-    return WhileWaiting(
+    return OverlappedScoring(
         [],
         None,
         layout,

@@ -17,7 +17,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.parallel import platform as platforms
 from hybridflow.recording.recorder import Recorder
 from hybridflow.roles.base import Role
-from hybridflow.trainers.online import RLTrainer
+from hybridflow.trainers.online import OnlineTrainer
 from tests.distributed.engine_weights import differs_from_export, wrong_parameters
 from tests.distributed.gather import whole
 
@@ -31,7 +31,7 @@ FROZEN = gc.get_freeze_count()  # by those who started this process
 def main(tp: int, checkpoints: Path, prompts: Path, out: Path) -> None:
     results: dict[str, list] = {}
     for family, dtype in (("llama", "float32"), ("qwen2", "float32"), ("llama", "bfloat16")):
-        trainer = RLTrainer(config(tp, checkpoints / family, prompts, dtype))
+        trainer = OnlineTrainer(config(tp, checkpoints / family, prompts, dtype))
         results[f"{family}-{dtype}"] = run(trainer, checkpoints / family / "policy", dtype)
         if dtype == "bfloat16":
             results["differs_from_export"] = differs_from_export(trainer, out.with_suffix(".export"))
@@ -66,7 +66,7 @@ def config(tp: int, models: Path, prompts: Path, dtype: str) -> ExperimentConfig
     )
 
 
-def run(trainer: RLTrainer, model: Path, dtype: str) -> list[dict]:
+def run(trainer: OnlineTrainer, model: Path, dtype: str) -> list[dict]:
     """One record before training and one after each iteration."""
     records = [check(trainer, model, dtype)]
     for iteration in range(1, NUM_ITERATIONS + 1):
@@ -75,7 +75,7 @@ def run(trainer: RLTrainer, model: Path, dtype: str) -> list[dict]:
     return records
 
 
-def check(trainer: RLTrainer, model: Path, dtype: str) -> dict:
+def check(trainer: OnlineTrainer, model: Path, dtype: str) -> dict:
     """Greedy tokens of the engine against HuggingFace's with the trainer's current weights, and what memory holds."""
     before = {name: tensor.clone() for name, (_, tensor) in trainer.roles.actor.weights().items()}
     prompts = trainer.inputs.train.batch(list(range(NUM_PROMPTS)))
@@ -111,7 +111,7 @@ def equal_to_huggingface(responses: RolloutBatch, model: Path, weights: dict[str
     return right
 
 
-def weight_copies(trainer: RLTrainer) -> int:
+def weight_copies(trainer: OnlineTrainer) -> int:
     """Bytes of live tensors shaped like a weight of the actor that belong to no role and no optimizer."""
     assert gc.get_freeze_count() <= FROZEN, "tensors that vLLM has frozen would not be seen"
     gc.collect()

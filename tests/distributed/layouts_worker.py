@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hybridflow.parallel import platform as platforms
-from hybridflow.trainers.online import RLTrainer
+from hybridflow.trainers.online import OnlineTrainer
 from tests.distributed.waiting_worker import scored_by_new_weights, scored_in_all_ways
 
 NUM_RANKS = 4
@@ -39,7 +39,7 @@ SCORES = (
 def main(config: str, out: Path, overrides: list[str]) -> None:
     results = {}
     for name, layout in LAYOUTS.items():
-        trainer = RLTrainer.from_yaml(config, [*overrides, *layout, *SCORES])
+        trainer = OnlineTrainer.from_yaml(config, [*overrides, *layout, *SCORES])
         prompts = trainer.inputs.train.batch(PROMPTS)
         samples = trainer.config.sampling.samples
         with trainer.run.engine_awake():

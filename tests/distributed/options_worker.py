@@ -11,7 +11,7 @@ import torch
 
 from hybridflow.parallel import platform as platforms
 from hybridflow.recording.recorder import Recorder
-from hybridflow.trainers.online import RLTrainer
+from hybridflow.trainers.online import OnlineTrainer
 from tests.distributed.engine_weights import differs_from_export, wrong_parameters
 
 OFFLOADED = [f"{role}.offload_{what}=true" for role in ("actor", "critic") for what in ("optimizer", "gradients")]
@@ -61,7 +61,7 @@ OPTIONS = {
 def main(config: str, out: Path) -> None:
     records = {}
     for name, overrides in OPTIONS.items():
-        trainer = RLTrainer.from_yaml(config, overrides)
+        trainer = OnlineTrainer.from_yaml(config, overrides)
         iterations = []
         for i in (1, 2):
             before = {k: x.clone() for k, (_, x) in trainer.roles.actor.weights().items()}

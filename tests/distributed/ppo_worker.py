@@ -16,7 +16,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.recording.recorder import Recorder
 from hybridflow.roles.base import World
 from hybridflow.trainers import online as trainers
-from hybridflow.trainers.online import RLTrainer
+from hybridflow.trainers.online import OnlineTrainer
 from tests.distributed.engine_weights import differs_from_export, wrong_parameters
 
 NUM_ITERATIONS = 2
@@ -93,7 +93,7 @@ def main(checkpoints: Path, prompts: Path, out: Path, names: list[str]) -> None:
     for name, (num_ranks, layouts, rollout) in PLACEMENTS.items():
         if num_ranks == world_size and name in names:
             trainers.World = partial(World, overlap=name == OVERLAPPED)
-            trainer = RLTrainer(config(checkpoints, prompts, layouts, rollout))
+            trainer = OnlineTrainer(config(checkpoints, prompts, layouts, rollout))
             handed_over = noted_hand_offs(trainer)
             results[name] = [
                 run(trainer, iteration) | {"wrong_parameters": wrong_parameters(trainer)}
@@ -107,7 +107,7 @@ def main(checkpoints: Path, prompts: Path, out: Path, names: list[str]) -> None:
     platforms.stop()
 
 
-def noted_hand_offs(trainer: RLTrainer) -> list[list[bool]]:
+def noted_hand_offs(trainer: OnlineTrainer) -> list[list[bool]]:
     """Of each hand-off from here on: whether a gather of parameters had been under way, and whether one still is."""
     found: list[list[bool]] = []
     actor, reshard = trainer.roles.actor, trainer.generator.reshard
@@ -129,7 +129,7 @@ def noted_hand_offs(trainer: RLTrainer) -> list[list[bool]]:
     return found
 
 
-def run(trainer: RLTrainer, iteration: int) -> dict[str, float]:
+def run(trainer: OnlineTrainer, iteration: int) -> dict[str, float]:
     done = trainer.iterate(iteration, NUM_ITERATIONS, Recorder())
     tokens = {"tokens_checksum": float((done.batch.input_ids * (1 + done.batch.input_ids.cumsum(0) % 97)).sum())}
     return tokens | {name: float(value) for name, value in done.metrics.items()}

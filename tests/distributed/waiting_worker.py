@@ -9,9 +9,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from hybridflow.flows import while_waiting
-from hybridflow.flows.while_waiting import PHASE, Waiting, WhileWaiting
-from hybridflow.trainers.online import RLTrainer
+from hybridflow.flows import overlapped_scoring as while_waiting
+from hybridflow.flows.overlapped_scoring import PHASE, OverlappedModel, OverlappedScoring
+from hybridflow.trainers.online import OnlineTrainer
 
 WAYS = (
     "nobody computes ahead",
@@ -25,12 +25,12 @@ LATE = WAYS[2:4]
 RAN = "test: units that were run"
 
 
-def scored_in_all_ways(trainer: RLTrainer) -> dict[str, dict[str, Any]]:
+def scored_in_all_ways(trainer: OnlineTrainer) -> dict[str, dict[str, Any]]:
     """By way: the rollout and its results, and how much each rank has computed ahead, by rank."""
     return {way: scored(trainer, way) for way in WAYS}
 
 
-def scored(trainer: RLTrainer, way: str) -> dict[str, Any]:
+def scored(trainer: OnlineTrainer, way: str) -> dict[str, Any]:
     run, state = trainer.run, trainer.run.state
     run.begin(1, 1, lambda text: None)
     kept: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -55,7 +55,7 @@ def scored(trainer: RLTrainer, way: str) -> dict[str, Any]:
     }
 
 
-def scored_by_new_weights(trainer: RLTrainer) -> tuple[float, float]:
+def scored_by_new_weights(trainer: OnlineTrainer) -> tuple[float, float]:
     """The KL of a rollout to a reference that has run it ahead, and that then becomes the actor: before, and after."""
     run, state = trainer.run, trainer.run.state
     run.begin(1, 1, lambda text: None)
@@ -72,16 +72,16 @@ def scored_by_new_weights(trainer: RLTrainer) -> tuple[float, float]:
 
 def asked(way: str) -> contextlib.AbstractContextManager[Any]:
     """Within the block whether others still generate is answered without looking."""
-    answers: dict[str, Callable[[WhileWaiting], bool]] = {
+    answers: dict[str, Callable[[OverlappedScoring], bool]] = {
         "nobody computes ahead": lambda ahead: False,
         "all compute ahead": lambda ahead: any(ahead._pending.values()),
     }
     if way not in answers:
         return contextlib.nullcontext()
-    return patch.object(WhileWaiting, "_others_generate", lambda self, board: answers[way](self))
+    return patch.object(OverlappedScoring, "_others_generate", lambda self, board: answers[way](self))
 
 
-def late(trainer: RLTrainer, way: str) -> contextlib.AbstractContextManager[Any]:
+def late(trainer: OnlineTrainer, way: str) -> contextlib.AbstractContextManager[Any]:
     """Within the block one replica has its last response only when others have run all the units that they can."""
     layout, engine, models = trainer.generator.layout, trainer.generator.engine, trainer.run._ahead._models
     if not models or engine is None or way not in LATE:
@@ -109,7 +109,7 @@ def late(trainer: RLTrainer, way: str) -> contextlib.AbstractContextManager[Any]
     return patch.object(engine, "stream", held_up)
 
 
-def late_replica(trainer: RLTrainer, way: str) -> int:
+def late_replica(trainer: OnlineTrainer, way: str) -> int:
     """The first, or the last that has a prompt."""
     return 0 if way == LATE[0] else min(len(trainer.generator.layout.replicas), len(trainer.run.prompts)) - 1
 
@@ -117,7 +117,7 @@ def late_replica(trainer: RLTrainer, way: str) -> int:
 def noted(run: Callable[..., None], note: Callable[[], object]) -> Callable[..., None]:
     """`run`, noted once for all ranks of the model's block."""
 
-    def run_and_note(model: Waiting, *args: Any) -> None:
+    def run_and_note(model: OverlappedModel, *args: Any) -> None:
         run(model, *args)
         if model.role.grid.contributes:
             note()
@@ -125,7 +125,7 @@ def noted(run: Callable[..., None], note: Callable[[], object]) -> Callable[...,
     return run_and_note
 
 
-def gathered(trainer: RLTrainer, value: float) -> list[float]:
+def gathered(trainer: OnlineTrainer, value: float) -> list[float]:
     """Of every rank."""
     own = torch.zeros(trainer.platform.world_size, dtype=torch.float64)
     own[trainer.platform.rank] = value

@@ -25,7 +25,7 @@ from hybridflow.parallel.exchange import Contribution
 from hybridflow.recording.recorder import record_run
 from hybridflow.roles import policy
 from hybridflow.roles.policy import Actor
-from hybridflow.trainers.online import RLTrainer
+from hybridflow.trainers.online import OnlineTrainer
 from tests.distributed.waiting_worker import asked, gathered
 
 NUM_ITERATIONS = 2
@@ -85,7 +85,7 @@ def main(config: Path, out: Path) -> None:
 
 def iterations(config: ExperimentConfig, case: str) -> dict[str, Any]:
     """What the run does, and how many tokens the actor has made a forward pass for, in each iteration."""
-    trainer = RLTrainer(config)
+    trainer = OnlineTrainer(config)
     found: dict[str, Any] = {"batches": [], "metrics": [], "computed": [], "first": []}
     waiting = "all compute ahead" if case.endswith("while waiting") else "by timing alone"
     with record_run(config, NUM_ITERATIONS, rank=trainer.platform.rank, decode=trainer.inputs.decode) as recorder:
@@ -105,7 +105,7 @@ def iterations(config: ExperimentConfig, case: str) -> dict[str, Any]:
 
 def not_finite(config: ExperimentConfig) -> dict[str, Any]:
     """What is said where log-probs are NaN in the first step alone, and whether a weight has moved."""
-    trainer = RLTrainer(config)
+    trainer = OnlineTrainer(config)
     before = {name: x.clone() for name, (_, x) in trainer.roles.actor.weights().items()}
     computed = policy._log_probs_and_entropy
 
@@ -143,7 +143,7 @@ def counted() -> Iterator[list[int]]:
         yield found
 
 
-def first_mini_batch_tokens(trainer: RLTrainer, batch: RolloutBatch) -> int:
+def first_mini_batch_tokens(trainer: OnlineTrainer, batch: RolloutBatch) -> int:
     rows = trainer.run._rows["actor"]
     return batch.select(rows[0]).num_response_tokens if rows else 0
 

@@ -15,7 +15,7 @@ from hybridflow.errors import UserError
 from hybridflow.models.memory import live_bytes
 from hybridflow.parallel import platform as platforms
 from hybridflow.recording.recorder import record_run
-from hybridflow.trainers.online import RLTrainer
+from hybridflow.trainers.online import OnlineTrainer
 from hybridflow.user_code import search_beside
 from tests.distributed.tiny_experiment import make_uneven_prompts
 from tests.launch import ROOT
@@ -59,7 +59,7 @@ def main(inputs: Path, config: Path, out: Path) -> None:
     search_beside(ROOT / "configs" / "best_of_n.yaml")
     for name, overrides in cases(inputs).items():
         try:
-            trainer = RLTrainer(ExperimentConfig.from_yaml(config, [f"name={name}", *overrides]))
+            trainer = OnlineTrainer(ExperimentConfig.from_yaml(config, [f"name={name}", *overrides]))
         except UserError as error:
             records[name] = {"error": f"{type(error).__name__}: {error}"}
             continue
@@ -111,7 +111,7 @@ def cases(inputs: Path) -> dict[str, list[str]]:
     }
 
 
-def iterate(trainer: RLTrainer) -> dict[str, Any]:
+def iterate(trainer: OnlineTrainer) -> dict[str, Any]:
     """Three iterations at most; the metrics of each, the error, whether the weights moved in each."""
     record: dict[str, Any] = {"metrics": [], "moved": [], "mini_batches": []}
     rank = trainer.platform.rank
@@ -135,7 +135,7 @@ def iterate(trainer: RLTrainer) -> dict[str, Any]:
     return record
 
 
-def bytes_held(trainer: RLTrainer) -> dict[str, int]:
+def bytes_held(trainer: OnlineTrainer) -> dict[str, int]:
     """Of the weights of each role that there is, on this rank."""
     roles = {name: getattr(trainer.roles, name) for name in ("actor", "critic", "reference")}
     return {

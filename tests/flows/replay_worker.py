@@ -15,14 +15,14 @@ from hybridflow.errors import UserError
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.agreement import digest_tensors
 from hybridflow.recording.iteration import Iteration
-from hybridflow.trainers.online import RLTrainer
+from hybridflow.trainers.online import OnlineTrainer
 from tests.flows.flows_worker import NO_CRITIC, NO_REWARD, custom
 
 GRPO = ["sampling.samples_per_prompt=2", "critic=null", "algorithm={name: grpo, update: {mini_batch_size: 4}}"]
 ROLLOUTS = {"ppo": [], "grpo": GRPO, "direct_step": [*NO_REWARD, custom("products")]}
 
 
-class Watched(RLTrainer):
+class Watched(OnlineTrainer):
     """A trainer that notes the weights after each iteration, `start` before the first."""
 
     def iterate(self, *arguments: Any) -> Iteration | None:

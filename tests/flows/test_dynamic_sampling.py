@@ -17,7 +17,7 @@ from hybridflow.batch import RolloutBatch, response_mask
 from hybridflow.checkpoint.state import RunState, SavedRun, load_state, write_state
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.algorithms import DynamicSampling
-from hybridflow.config.length_buckets import ByLength, always
+from hybridflow.config.length_buckets import LengthBuckets, always
 from hybridflow.errors import ConfigError
 from hybridflow.flows.dynamic_sampling import sampled
 from tests.distributed.tiny_experiment import make_inputs, make_uneven_prompts, write_config
@@ -152,7 +152,7 @@ def test_groups_may_differ_in_size() -> None:
     """Three responses to prompts of two tokens, the odd ones: kept, filled up and carried over."""
     scores = {0: DEAD, 1: (0.0, 0.0, 2.0), 2: LIVE, 3: (5.0, 4.0, 3.0), 4: DEAD, 5: (1.0, 1.0, 1.0)}
     run = Run(scores, count=2)
-    run.samples = ByLength((1,), (2, 3))
+    run.samples = LengthBuckets((1,), (2, 3))
     rollout, raw = sampled(run, DynamicSampling())
     assert run.prompt_rows == (1, 2) and raw.tolist() == [0, 0, 2, 0, 1]
     assert rollout.prompt_indices.tolist() == [0, 0, 0, 1, 1]
@@ -166,10 +166,12 @@ def test_groups_may_differ_in_size() -> None:
     assert counts(run)["groups_filled"] == 1 and counts(run)["groups_equal"] == 2
 
 
-@pytest.mark.parametrize(("sizes", "goes_on"), [(ByLength((1,), (2, 3)), True), (ByLength((1,), (3, 2)), False)])
-def test_a_surplus_goes_on_where_its_groups_have_the_sizes_asked_for(sizes: ByLength[int], goes_on: bool) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "goes_on"), [(LengthBuckets((1,), (2, 3)), True), (LengthBuckets((1,), (3, 2)), False)]
+)
+def test_a_surplus_goes_on_where_its_groups_have_the_sizes_asked_for(sizes: LengthBuckets[int], goes_on: bool) -> None:
     run = Run({0: DEAD, 1: (0.0, 0.0, 2.0), 2: LIVE, 3: (5.0, 4.0, 3.0)}, count=2)
-    run.samples = ByLength((1,), (2, 3))
+    run.samples = LengthBuckets((1,), (2, 3))
     sampled(run, DynamicSampling())
     assert run.state.surplus is not None and run.state.surplus.prompts == (3,)
     later = Run({4: (0.0, 1.0, 2.0)[: sizes.at(1)], 5: (0.0, 1.0, 2.0)[: sizes.at(2)]}, count=2, state=run.state)

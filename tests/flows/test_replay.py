@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridflow.batch import PromptBatch
 from hybridflow.cli import train
 from hybridflow.config import ExperimentConfig
-from hybridflow.config.length_buckets import ByLength, always
+from hybridflow.config.length_buckets import LengthBuckets, always
 from hybridflow.errors import DataError
 from hybridflow.flows.replay import FIELDS, Replay, differences, dumped_batches, read_batch
 from hybridflow.trainers.online import renamed
@@ -67,14 +67,14 @@ def test_a_file_gives_the_rollout_that_it_holds(file: Path) -> None:
 
 def test_prompts_may_have_as_many_responses_as_their_length_says(file: Path) -> None:
     """Two to the prompt of 2 tokens, one to that of 1."""
-    whole, samples = batch(), ByLength((1,), (1, 2))
+    whole, samples = batch(), LengthBuckets((1,), (1, 2))
     per_row = {name: x[:3] for name, x in whole.items() if len(x) == 4}
     save_file({name: x[:9].clone() for name, x in whole.items()} | per_row, file)
     replay = Replay({3: file}, vocab_size=10, max_length=4)
     rollout = replay.generate(prompts(), samples_per_prompt=samples, iteration=3)
     assert rollout.prompt_indices.tolist() == [0, 0, 1] and rollout.input_ids.tolist() == [5, 6, 8, 9, 5, 6, 9, 7, 8]
     with pytest.raises(DataError, match=r"not those of 2 prompts .* x 1 to 2 responses"):
-        replay.generate(prompts(), samples_per_prompt=ByLength((1,), (2, 1)), iteration=3)
+        replay.generate(prompts(), samples_per_prompt=LengthBuckets((1,), (2, 1)), iteration=3)
 
 
 def changed(name: str, value: Callable[[Tensor], Tensor] | None) -> dict[str, Tensor]:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
-from hybridflow.flows.unit_board import UnitBoard
-from hybridflow.parallel import noticeboard
-from hybridflow.parallel.noticeboard import Noticeboard
+from hybridflow.flows.work_queue import WorkQueue
+from hybridflow.parallel import store_client as noticeboard
+from hybridflow.parallel.store_client import StoreClient
 
 NUM_REPLICAS = 3
 
@@ -23,11 +23,11 @@ def store() -> TCPStore:
 
 
 @pytest.fixture
-def boards(store: TCPStore) -> Iterator[list[UnitBoard]]:
-    yield [UnitBoard(Noticeboard(store, "test"), replica, NUM_REPLICAS) for replica in range(NUM_REPLICAS)]
+def boards(store: TCPStore) -> Iterator[list[WorkQueue]]:
+    yield [WorkQueue(StoreClient(store, "test"), replica, NUM_REPLICAS) for replica in range(NUM_REPLICAS)]
 
 
-def begin(boards: list[UnitBoard]) -> None:
+def begin(boards: list[WorkQueue]) -> None:
     """When the notes of all are there."""
     for board in boards:
         holds(lambda board=board: board._notices.read_all(board._keys) is not None)
@@ -43,7 +43,7 @@ def holds(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-def test_somebody_waits_while_others_generate(boards: list[UnitBoard]) -> None:
+def test_somebody_waits_while_others_generate(boards: list[WorkQueue]) -> None:
     for _ in range(2):
         begin(boards)
         assert not boards[0].others_generate()  # nobody is done: nobody asks for work
@@ -55,7 +55,7 @@ def test_somebody_waits_while_others_generate(boards: list[UnitBoard]) -> None:
             assert boards[1].others_generate() == (number < 2)
 
 
-def test_each_is_told_of_each_unit_once(boards: list[UnitBoard]) -> None:
+def test_each_is_told_of_each_unit_once(boards: list[WorkQueue]) -> None:
     for responses in ([[1, 2, 3], [], [70000]], [[5]]):
         begin(boards)
         boards[0].done()
@@ -70,7 +70,7 @@ def test_each_is_told_of_each_unit_once(boards: list[UnitBoard]) -> None:
     assert boards[0].responses(7) is None, "those of the rollout before"
 
 
-def told(board: UnitBoard, count: int) -> list[int]:
+def told(board: WorkQueue, count: int) -> list[int]:
     """The next `count` units; what comes beside them is too much."""
     found: list[int] = []
 
@@ -83,7 +83,7 @@ def told(board: UnitBoard, count: int) -> list[int]:
     return found
 
 
-def test_a_unit_is_taken_once_for_each_model(boards: list[UnitBoard]) -> None:
+def test_a_unit_is_taken_once_for_each_model(boards: list[WorkQueue]) -> None:
     for first, second in ((0, 1), (1, 2), (1, 0)):
         begin(boards)
         assert boards[first].take(0, 5)
@@ -91,7 +91,7 @@ def test_a_unit_is_taken_once_for_each_model(boards: list[UnitBoard]) -> None:
         assert boards[second].take(1, 5) and boards[second].take(0, 6)
 
 
-def test_without_a_store_there_is_nothing_to_wait_for(boards: list[UnitBoard]) -> None:
+def test_without_a_store_there_is_nothing_to_wait_for(boards: list[WorkQueue]) -> None:
     begin(boards)
     boards[0].done()
     boards[1]._notices.close()
@@ -125,7 +125,7 @@ class Late:
 
 
 @pytest.fixture
-def late(boards: list[UnitBoard], monkeypatch: pytest.MonkeyPatch) -> Late:
+def late(boards: list[WorkQueue], monkeypatch: pytest.MonkeyPatch) -> Late:
     """The store of the first replica. Nobody waits long for an answer."""
     monkeypatch.setattr(noticeboard, "ANSWER_SECONDS", 0.2)
     monkeypatch.setattr(noticeboard, "RETRY_SECONDS", 0.05)
@@ -135,7 +135,7 @@ def late(boards: list[UnitBoard], monkeypatch: pytest.MonkeyPatch) -> Late:
     return notices._store
 
 
-def test_a_store_that_is_late_hears_who_is_done(boards: list[UnitBoard], late: Late) -> None:
+def test_a_store_that_is_late_hears_who_is_done(boards: list[WorkQueue], late: Late) -> None:
     """One question is under way as the replica is done: what it says next waits for its turn, and is not lost."""
     boards[1].done()
     late.go.clear()
@@ -151,7 +151,7 @@ def test_a_store_that_is_late_hears_who_is_done(boards: list[UnitBoard], late: L
     holds(lambda: not boards[1].others_generate())
 
 
-def test_a_note_whose_answer_is_lost_is_written_again(boards: list[UnitBoard], late: Late) -> None:
+def test_a_note_whose_answer_is_lost_is_written_again(boards: list[WorkQueue], late: Late) -> None:
     """And counts once."""
     late.answers = False
     boards[0].done()
@@ -162,7 +162,7 @@ def test_a_note_whose_answer_is_lost_is_written_again(boards: list[UnitBoard], l
     assert boards[1].num_done() == 1
 
 
-def test_an_announcement_that_is_lost_holds_up_no_other(boards: list[UnitBoard], late: Late) -> None:
+def test_an_announcement_that_is_lost_holds_up_no_other(boards: list[WorkQueue], late: Late) -> None:
     boards[2].done()
     late.answers = False
     boards[0].announce(3, [[1]])  # whether its tokens are there is not known
@@ -173,7 +173,7 @@ def test_an_announcement_that_is_lost_holds_up_no_other(boards: list[UnitBoard],
     assert boards[2].responses(4) == [[2]] and boards[2].responses(5) == [[3]]
 
 
-def test_a_replica_whose_store_is_gone_waits_for_nobody(boards: list[UnitBoard], late: Late) -> None:
+def test_a_replica_whose_store_is_gone_waits_for_nobody(boards: list[WorkQueue], late: Late) -> None:
     boards[1].done()
     late.gone = True
     boards[0].done()

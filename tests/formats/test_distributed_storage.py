@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from hybridflow.errors import CheckpointError
 from hybridflow.formats import distributed_metadata
 from hybridflow.formats.distributed_directory import DistributedDirectory
-from hybridflow.formats.distributed_storage import Chunk, FileSum, Record, save, write_metadata, write_records
+from hybridflow.formats.distributed_storage import Chunk, ChunkRecord, FileSum, save, write_metadata, write_records
 
 WHOLE = {
     "matrix": torch.arange(24.0).view(4, 6),
@@ -43,7 +43,7 @@ SHARES = (
 )
 
 
-def write_shares(directory: Path) -> tuple[list[Record], dict[str, FileSum]]:
+def write_shares(directory: Path) -> tuple[list[ChunkRecord], dict[str, FileSum]]:
     records, sums = [], {}
     for rank, chunks in enumerate(SHARES):
         name = f"__{rank}_0.distcp"
@@ -135,7 +135,7 @@ def test_progress_is_told_in_bytes(tmp_path: Path) -> None:
     assert told == [32, 6, 56]
 
 
-def without(records: list[Record], key: str) -> list[Record]:
+def without(records: list[ChunkRecord], key: str) -> list[ChunkRecord]:
     """Without the first of its chunks."""
     first = next(record for record in records if record.key == key)
     return [record for record in records if record is not first]
@@ -147,18 +147,18 @@ def without(records: list[Record], key: str) -> list[Record]:
         (lambda records: without(records, "matrix"), r"matrix: its chunks have 16 elements, shape \(4, 6\) has 24"),
         (lambda records: [*records, records[0]], r"matrix: its chunks have 32 elements, shape \(4, 6\) has 24"),
         (
-            lambda records: [*without(records, "half"), Record("half", (4,), (3,), (10,), "bfloat16", "f", 0, 1)],
+            lambda records: [*without(records, "half"), ChunkRecord("half", (4,), (3,), (10,), "bfloat16", "f", 0, 1)],
             r"half: the chunk at \(4,\) overlaps another",
         ),
         (
-            lambda records: [*records, Record("half", (0,), (1,), (11,), "bfloat16", "f", 0, 1)],
+            lambda records: [*records, ChunkRecord("half", (0,), (1,), (11,), "bfloat16", "f", 0, 1)],
             r"half: its chunks are of tensors of torch\.Size\(\[10\]\) and torch\.Size\(\[11\]\)",
         ),
     ],
     ids=["missing", "twice", "overlap", "another whole"],
 )
 def test_chunks_must_cover_every_tensor_once(
-    change: Callable[[list[Record]], list[Record]], message: str, tmp_path: Path
+    change: Callable[[list[ChunkRecord]], list[ChunkRecord]], message: str, tmp_path: Path
 ) -> None:
     records, _ = write_shares(tmp_path)
     with pytest.raises(ValueError, match=message):
@@ -173,7 +173,7 @@ def test_overlaps_are_found_however_many_edges_there_are(
     """Four boxes of 2 x 3 of layer 1, the last of which begins a column early; layer 0 is whole."""
     monkeypatch.setattr(distributed_metadata, "MAX_CELLS", max_cells)
     boxes = [((0, 0, 0), (1, 4, 6)), *(((1, row, column), (1, 2, 3)) for row in (0, 2) for column in (0, 3))]
-    records = [Record("x", *box, (2, 4, 6), "bfloat16", "f", i, 1) for i, box in enumerate(boxes)]
+    records = [ChunkRecord("x", *box, (2, 4, 6), "bfloat16", "f", i, 1) for i, box in enumerate(boxes)]
     write_metadata(tmp_path, records)
     (tmp_path / ".metadata").unlink()
     records[-1] = replace(records[-1], offset=(1, 2, 2))

@@ -19,7 +19,7 @@ from hybridflow.parallel.device import uses_cuda
 from hybridflow.reshard.execute import WeightReshard
 from hybridflow.reshard.plan import Operation, ReshardPlan, Way, plan_reshard
 from hybridflow.roles import generator
-from hybridflow.trainers.online import RLTrainer
+from hybridflow.trainers.online import OnlineTrainer
 from tests.reshard.simulated import SimulatedDevice
 
 
@@ -45,7 +45,7 @@ def on_simulated_device(*arguments: Any, **named: Any) -> WeightReshard:
 def main(config: Path, out: Path) -> None:
     reshard = WeightReshard if uses_cuda() else on_simulated_device
     with mock.patch.multiple(generator, plan_reshard=gathered_plan, WeightReshard=reshard):
-        trainer = RLTrainer.from_yaml(str(config))
+        trainer = OnlineTrainer.from_yaml(str(config))
     engine, awake, addresses = trainer.generator.engine, trainer.generator.awake, []
 
     def watched() -> AbstractContextManager[None]:

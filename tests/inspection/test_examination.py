@@ -12,13 +12,13 @@ from hybridflow.inspection.examination import Examination
 from hybridflow.inspection.findings import Finding
 from hybridflow.inspection.participant import Participant
 from hybridflow.inspection.verdicts import LinkFigures
-from hybridflow.parallel.meeting import Leader, follow
 from hybridflow.parallel.platform import Started
+from hybridflow.parallel.rank0_commands import CommandLeader, follow
 from tests.messages import like
 
 
 class Scripted:
-    """In the place of `Leader`: every rank is a host, and `link` says what a link is each time that it is measured."""
+    """In the place of `CommandLeader`: each rank is a host; `link` says what a link is each time it is measured."""
 
     def __init__(self, count: int, link: Callable[[tuple[int, int], int], dict]) -> None:
         self.count, self.link, self.missing = count, link, {}
@@ -43,7 +43,7 @@ def figures(rate: float, offset: float = 0.0) -> dict:
     return asdict(LinkFigures(rate, rate, 1e-4, offset, 1 << 24))
 
 
-def links_of(leader: Leader | Scripted, count: int) -> list[Finding]:
+def links_of(leader: CommandLeader | Scripted, count: int) -> list[Finding]:
     found = Examination(leader, Started(0, count, 0, 1, 0))
     found._meet()
     found._links_until = float("inf")
@@ -101,7 +101,7 @@ def test_more_than_16_hosts_measure_their_neighbours_alone(monkeypatch: pytest.M
     threads = [threading.Thread(target=follow, args=(store, r, ranks[r].perform)) for r in range(1, count)]
     for thread in threads:
         thread.start()
-    leader = Leader(store, count, ranks[0].perform)
+    leader = CommandLeader(store, count, ranks[0].perform)
     findings = links_of(leader, count)
     leader.end({}, 10)
     for thread in threads:

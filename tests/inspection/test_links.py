@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 
 from hybridflow.inspection import links
 from hybridflow.inspection.links import FIRST_BYTES, follow_link, lead_link, measure_all_reduce
-from hybridflow.parallel.small_groups import SmallGroup
+from hybridflow.parallel.standalone_groups import StandaloneGroup
 
 SECONDS = timedelta(seconds=20)
 
@@ -36,8 +36,8 @@ def both(count: int, act: Callable[[int, HashStore], Any]) -> list[Any]:
     return found
 
 
-def group(rank: int, store: HashStore, size: int = 2, timeout: timedelta = SECONDS) -> SmallGroup:
-    return SmallGroup(store, "test", rank=rank, size=size, timeout=timeout)
+def group(rank: int, store: HashStore, size: int = 2, timeout: timedelta = SECONDS) -> StandaloneGroup:
+    return StandaloneGroup(store, "test", rank=rank, size=size, timeout=timeout)
 
 
 def test_a_link_with_a_clock_that_is_ahead() -> None:
@@ -51,7 +51,7 @@ def test_a_link_with_a_clock_that_is_ahead() -> None:
     assert found.num_bytes == links.MOST_BYTES["cpu"] and found.rate == min(found.out_rate, found.back_rate) > 20e6
 
 
-class Slowed(SmallGroup):
+class Slowed(StandaloneGroup):
     """The sender of a link of so many bytes a second."""
 
     bytes_per_second = 125_000.0  # 1 Mbit/s

@@ -4,7 +4,7 @@ import pytest
 
 from hybridflow.inspection.machine import (
     GIB,
-    Device,
+    DeviceFacts,
     device_findings,
     files_finding,
     host_memory,
@@ -14,11 +14,11 @@ from hybridflow.inspection.machine import (
     shm_finding,
 )
 
-CPU = Device("CPU", None, None, 0, None)
+CPU = DeviceFacts("CPU", None, None, 0, None)
 
 
-def gpu(free: int, count: int = 8) -> Device:
-    return Device("NVIDIA H100", 80 * GIB, free * GIB, count, (9, 0))
+def gpu(free: int, count: int = 8) -> DeviceFacts:
+    return DeviceFacts("NVIDIA H100", 80 * GIB, free * GIB, count, (9, 0))
 
 
 def test_memory() -> None:

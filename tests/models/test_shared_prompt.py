@@ -10,8 +10,8 @@ from hybridflow.models import build
 from hybridflow.models.attention import PackedSequences, attention_by_length
 from hybridflow.models.build import attention_functions
 from hybridflow.models.shared_prompt import (
+    AttentionSpans,
     SharedPrompts,
-    Spans,
     attention_with_copies,
     merge,
     varlen_backward,
@@ -182,7 +182,7 @@ def test_torchs_variable_length_operators_take_what_they_are_given(causal: bool)
     """Names, order and shapes by torch's own descriptions of them: the kernel itself is on CUDA alone."""
     query, key = (torch.empty(shape, device="meta", dtype=torch.bfloat16) for shape in ((9, 4, 8), (5, 2, 8)))
     where = torch.zeros(3, dtype=torch.int32, device="meta")
-    spans = Spans((6, 3), (3, 2), where, where, causal)
+    spans = AttentionSpans((6, 3), (3, 2), where, where, causal)
     out, lse = varlen_forward(query, key, key, spans, SCALE)
     assert out.shape == (9, 4, 8) and lse.shape == (9, 4)
     gradients = varlen_backward(out, query, key, key, out, lse, spans, SCALE)

@@ -21,7 +21,7 @@ from hybridflow.data.inputs import load_inputs
 from hybridflow.errors import DisagreementError, UserError
 from hybridflow.parallel import platform
 from hybridflow.parallel.agreement import check_agreement, digest_tensors
-from hybridflow.trainers.online import RLTrainer
+from hybridflow.trainers.online import OnlineTrainer
 from hybridflow.user_code import search_beside
 
 Check = Callable[[], object]
@@ -58,7 +58,7 @@ def checks(config: Path, rank: int) -> Iterator[tuple[str, Check]]:
     yield "batch alike", lambda: iteration(batch)
     yield "batch", lambda: iteration(other)
     yield "other names", lambda: iteration(batch if rank else {"values": batch["values"]})
-    yield "trainer", lambda: RLTrainer.from_yaml(str(config), ["data.train=other.jsonl"])
+    yield "trainer", lambda: OnlineTrainer.from_yaml(str(config), ["data.train=other.jsonl"])
 
 
 def start(path: Path, *overrides: str) -> None:

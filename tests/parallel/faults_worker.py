@@ -22,9 +22,9 @@ import torch.distributed as dist
 from hybridflow.errors import ConfigError, ExitStatus
 from hybridflow.parallel import watchdog as watchdogs
 from hybridflow.parallel.collectives import Collectives
-from hybridflow.parallel.last_words import leave
-from hybridflow.parallel.peers import Condition, Peer, condition, this_process
+from hybridflow.parallel.peer_processes import Condition, Peer, condition, this_process
 from hybridflow.parallel.platform import join_world
+from hybridflow.parallel.process_exit import leave
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
 

@@ -7,8 +7,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from hybridflow.errors import EnvironmentProblem
-from hybridflow.parallel import meeting
-from hybridflow.parallel.meeting import Leader, doing, follow
+from hybridflow.parallel import rank0_commands as meeting
+from hybridflow.parallel.rank0_commands import CommandLeader, doing, follow
 
 
 def act(rank: int, store: HashStore):
@@ -28,7 +28,7 @@ def test_who_is_silent_is_named_and_left_out_and_ends_late() -> None:
     ]
     for follower in followers:
         follower.start()
-    leader = Leader(store, 4, act(0, store))  # rank 3 never comes
+    leader = CommandLeader(store, 4, act(0, store))  # rank 3 never comes
     order = {"act": "look", "sleeps": {"2": 1.0}}
     assert leader.ask(dict.fromkeys(range(4), order), 0.5) == {rank: {"rank": rank, "act": "look"} for rank in (0, 1)}
     assert leader.missing == {2: "in look", 3: "has not started"}
@@ -44,7 +44,7 @@ def test_who_is_silent_is_named_and_left_out_and_ends_late() -> None:
 
 def test_a_leader_alone() -> None:
     store = HashStore()
-    leader = Leader(store, 1, act(0, store))
+    leader = CommandLeader(store, 1, act(0, store))
     assert leader.ask({0: {"act": "greet"}}, 1) == {0: {"rank": 0, "act": "greet"}}
     leader.end({}, 1)
     assert leader.missing == {}

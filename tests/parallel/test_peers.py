@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.parallel.peers import (
+from hybridflow.parallel.peer_processes import (
     Condition,
     Peer,
     Wake,

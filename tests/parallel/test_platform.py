@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hybridflow.cpu.megatron import overlays
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.gloo import use_one_thread
-from hybridflow.parallel.small_groups import SmallGroup
+from hybridflow.parallel.standalone_groups import StandaloneGroup
 
 
 class Store:
@@ -121,7 +121,7 @@ def test_a_group_of_gloo_has_one_thread() -> None:
     try:
         groups = [dist.group.WORLD, dist.new_group([0], timeout=timeout)]
         options = [group._get_backend(torch.device("cpu")).options for group in groups]
-        alone = SmallGroup(dist.HashStore(), "alone", rank=0, size=1, timeout=timeout)
+        alone = StandaloneGroup(dist.HashStore(), "alone", rank=0, size=1, timeout=timeout)
         assert [(o._threads, o._timeout) for o in [*options, alone._gloo.options]] == [(1, timeout)] * 3
         whole, own = torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])
         dist.all_gather_into_tensor(whole, own)

@@ -20,11 +20,11 @@ from hybridflow.placement.footprint import ITEM_BYTES, output_bytes, training_ac
 from hybridflow.placement.forecast import RoleMemory, memory_of
 from hybridflow.roles.base import TrainedRole
 from hybridflow.trainers.fixed_data import FixedDataTrainer
-from hybridflow.trainers.online import RLTrainer
+from hybridflow.trainers.online import OnlineTrainer
 from tests.planning.kept import KeptBytes
 
 
-def report(trainer: RLTrainer | FixedDataTrainer, passes: dict[int, list[dict[str, int]]]) -> dict[str, object]:
+def report(trainer: OnlineTrainer | FixedDataTrainer, passes: dict[int, list[dict[str, int]]]) -> dict[str, object]:
     rank, memory = trainer.platform.rank, memory_of(trainer.placed)
     found: dict[str, object] = {"chosen": chosen_values(trainer.config), "first": trainer.run.state.iteration}
     for name, role in trained(trainer).items():
@@ -38,14 +38,14 @@ def report(trainer: RLTrainer | FixedDataTrainer, passes: dict[int, list[dict[st
             "counted": {kind: getattr(counted, kind) for kind in ("weights", "gradients", "optimizer")},
             "activations": activations(memory.roles[name], stage, passes[id(role.chunks)]),
         }
-    if isinstance(trainer, RLTrainer) and trainer.generator.engine is not None:
+    if isinstance(trainer, OnlineTrainer) and trainer.generator.engine is not None:
         counted = memory.moments()["generation"](rank)["engine"]
         held = sum(storage.nbytes() for storage in cache_storages(trainer))
         found["kv_cache"] = {"held": held, "counted": counted.kv_cache}
     return found
 
 
-def cache_storages(trainer: RLTrainer) -> list[torch.UntypedStorage]:
+def cache_storages(trainer: OnlineTrainer) -> list[torch.UntypedStorage]:
     """Of vLLM's own tensors, taken back."""
     engine = trainer.generator.engine
     assert engine is not None
@@ -101,15 +101,15 @@ def note_passes(seen: dict[int, list[dict[str, int]]]) -> None:
     pipeline.forward_backward = noted
 
 
-def trained(trainer: RLTrainer | FixedDataTrainer) -> dict[str, TrainedRole | None]:
+def trained(trainer: OnlineTrainer | FixedDataTrainer) -> dict[str, TrainedRole | None]:
     if isinstance(trainer, FixedDataTrainer):
         return {trainer.config.trained_name: trainer.models.trained}
     return {"actor": trainer.roles.actor, "critic": trainer.roles.critic}
 
 
-def start(config: Path) -> RLTrainer | FixedDataTrainer:
+def start(config: Path) -> OnlineTrainer | FixedDataTrainer:
     fixed = config_class(read_tree(config, ())) is FixedDataConfig
-    return FixedDataTrainer.from_yaml(config) if fixed else RLTrainer.from_yaml(str(config))
+    return FixedDataTrainer.from_yaml(config) if fixed else OnlineTrainer.from_yaml(str(config))
 
 
 def main(out: Path, num_iterations: int, configs: list[Path]) -> None:
@@ -123,7 +123,7 @@ def main(out: Path, num_iterations: int, configs: list[Path]) -> None:
         found = report(trainer, passes) | {"first": first + 1}
         (out / f"{config.stem}_{trainer.platform.rank}.json").write_text(json.dumps(found))
         # a winner may have its engine on one rank alone
-        if isinstance(trainer, RLTrainer) and trainer.generator.engine is not None:
+        if isinstance(trainer, OnlineTrainer) and trainer.generator.engine is not None:
             trainer.generator.engine.close()
     platforms.stop()
 

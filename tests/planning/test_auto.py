@@ -11,7 +11,7 @@ import yaml
 from hybridflow.automap.auto import Facts, resolve
 from hybridflow.automap.device import load_profile
 from hybridflow.automap.placements import given_placement
-from hybridflow.automap.search import Request, search
+from hybridflow.automap.search import SearchRequest, search
 from hybridflow.cli.plan import main
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.auto import autos, with_neutral
@@ -90,7 +90,7 @@ def test_what_is_chosen_is_the_best_and_all_else_stays() -> None:
     none: frozenset[str] = frozenset()
     whole = (0, 1, 2, 3)
     placement = given_placement(dict.fromkeys(base.roles(), whole), whole)
-    wanted = Request(base, 4, DEVICE, ENOUGH, free={n: free.get(n, none) for n in placement}, placement=placement)
+    wanted = SearchRequest(base, 4, DEVICE, ENOUGH, free={n: free.get(n, none) for n in placement}, placement=placement)
     best = search(wanted).plans[0]
     assert resolved.lines[0] == f"actor.pipeline_parallel_size = {config.actor.pipeline_parallel_size}  (auto)"
     assert f"{best.seconds:.3g} s an iteration" in resolved.lines[len([k for keys in free.values() for k in keys])]
@@ -176,8 +176,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "auto.yaml").write_text(json.dumps(base))
     config = ExperimentConfig.from_tree(with_neutral(base) | {"checkpoint": {}}, "auto.yaml")
     profile = load_profile("cpu")
-    loose = search(Request(config, 2, profile, ENOUGH, shown=1)).plans[0]
-    tight = search(Request(config, 2, profile, loose.fullest.bytes * 3 // 4, shown=1)).plans[0]
+    loose = search(SearchRequest(config, 2, profile, ENOUGH, shown=1)).plans[0]
+    tight = search(SearchRequest(config, 2, profile, loose.fullest.bytes * 3 // 4, shown=1)).plans[0]
     winners = []
     for name, plan in (("loose", loose), ("tight", tight)):
         found = plan.config.model_copy(update={"name": name})

@@ -12,7 +12,7 @@ import yaml
 from hybridflow.automap.auto import Facts, resolve
 from hybridflow.automap.device import load_profile
 from hybridflow.automap.options import everything
-from hybridflow.automap.search import Request, _Search, search
+from hybridflow.automap.search import SearchRequest, _Search, search
 from hybridflow.automap.timing import predict
 from hybridflow.cli.plan import main
 from hybridflow.config.auto import autos, with_neutral
@@ -21,7 +21,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.placement.forecast import fullest
 from hybridflow.placement.placed import place_fixed
 from hybridflow.trainers.fixed_data import FixedDataTrainer
-from hybridflow.trainers.online import RLTrainer
+from hybridflow.trainers.online import OnlineTrainer
 from tests.checkpoint.test_fixed import write_rows
 from tests.launch import run_ranks
 from tests.planning.test_auto import MOST_PARAMETERS, PADDING
@@ -57,8 +57,8 @@ def config_of(algorithm: str, *overrides: str) -> FixedDataConfig:
     return config
 
 
-def request(algorithm: str, world_size: int, *overrides: str, **changes: Any) -> Request:
-    return replace(Request(config_of(algorithm, *overrides), world_size, DEVICE, ENOUGH), **changes)
+def request(algorithm: str, world_size: int, *overrides: str, **changes: Any) -> SearchRequest:
+    return replace(SearchRequest(config_of(algorithm, *overrides), world_size, DEVICE, ENOUGH), **changes)
 
 
 # ------------------------------------------------------------------------------------------------ against all choices
@@ -121,7 +121,7 @@ def test_nothing_is_offloaded_that_no_engine_would_make_room_for() -> None:
 def test_never_worse_than_a_recipe(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config = load_config(f"configs/recipes/{name}.yaml")
-    found = search(Request(config, 8, load_profile("h100-sxm"), 76 << 30, seconds=120.0))
+    found = search(SearchRequest(config, 8, load_profile("h100-sxm"), 76 << 30, seconds=120.0))
     assert found.closed and found.given is not None and found.plans[0].seconds <= found.given.seconds
     assert found.plans[0].fullest.bytes <= 76 << 30
 
@@ -138,7 +138,7 @@ def test_the_command_writes_what_train_and_plan_take(tmp_path: Path, capsys: pyt
     for words in ("The fastest that fit", "Against the second:", "the config as given", "With twice the GPUs (8)"):
         assert words in said
     assert "engine" not in said and "generation" not in said
-    best = search(Request(config_of("dpo"), 4, DEVICE, 1 << 30)).plans[0]
+    best = search(SearchRequest(config_of("dpo"), 4, DEVICE, 1 << 30)).plans[0]
     assert load_config("best.yaml") == best.config
     assert main(["best.yaml", "--world-size", "4", "--time", "--profile", "device.json", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -167,7 +167,7 @@ def test_a_config_of_the_other_kind_is_refused_before_any_rank_waits(tmp_path: P
     """With `auto` as without it."""
     (tmp_path / "fixed.yaml").write_text(json.dumps(tree("dpo", actor=AUTO)))
     with pytest.raises(ConfigError, match=r"dpo.*it trains on fixed data"):
-        RLTrainer.from_yaml(str(tmp_path / "fixed.yaml"))
+        OnlineTrainer.from_yaml(str(tmp_path / "fixed.yaml"))
     with pytest.raises(ConfigError, match=r"this algorithm trains on fixed data"):
         FixedDataTrainer.from_yaml(ROOT / "configs/quickstart.yaml", ["actor.tensor_parallel_size=auto"])
 

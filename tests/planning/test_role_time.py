@@ -6,9 +6,9 @@ import pytest
 
 from hybridflow.automap.cost import Cost, Part
 from hybridflow.automap.role_time import (
+    MeanRows,
     Model,
     Pass,
-    Rows,
     forward_cost,
     gradient_cost,
     passes,
@@ -124,7 +124,7 @@ def test_a_pipeline(stages: tuple[float, ...], count: int, chunks: int, expected
 
 
 def test_a_replica_scores_its_micro_batches() -> None:
-    rows = Rows(4, prompt=6, response=5)  # 10 tokens of each are run
+    rows = MeanRows(4, prompt=6, response=5)  # 10 tokens of each are run
     one = passes(rows, 20)[1]
     assert (passes(rows, 20)[0], one) == (2, Pass(20, 10, 100))
     own = model(overheads=overheads(micro_batch=0.25))
@@ -168,7 +168,7 @@ def test_what_leaves_a_host_takes_the_link_between_hosts() -> None:
 
 
 def test_a_stage_on_another_host_is_sent_to_over_the_link_between_hosts() -> None:
-    arguments = (trained(micro_batch_tokens=30), Rows(1, 10, 20))
+    arguments = (trained(micro_batch_tokens=30), MeanRows(1, 10, 20))
     one, two = (
         forward_cost(small_spec(), layout(pp=2), *arguments, device(ranks_per_host=number), head="lm").seconds
         for number in (2, 1)
@@ -188,7 +188,7 @@ def test_a_step_passes_over_its_share_of_the_state_and_gathers_the_weights() -> 
 
 
 def test_the_sum_of_gradients_hides_behind_the_last_backward_pass_of_a_device() -> None:
-    rows, config = Rows(4, prompt=6, response=5), trained(micro_batch_tokens=10)
+    rows, config = MeanRows(4, prompt=6, response=5), trained(micro_batch_tokens=10)
 
     def parts(**changes: Any) -> tuple[float, float]:
         own = device(**changes)
@@ -208,7 +208,7 @@ def test_the_sum_of_gradients_hides_behind_the_last_backward_pass_of_a_device() 
 
 
 def test_rows_that_share_a_prompt_run_it_once() -> None:
-    rows = Rows(8, prompt=9, response=4, samples=4)  # 12 tokens a row, of which 8 are shared
+    rows = MeanRows(8, prompt=9, response=4, samples=4)  # 12 tokens a row, of which 8 are shared
     assert rows.shared == 8
     assert rows.tokens == 2 * 8 + 8 * 4
     assert rows.outputs == 32
@@ -216,13 +216,13 @@ def test_rows_that_share_a_prompt_run_it_once() -> None:
     assert rows.micro_batches(48) == 1
     assert rows.micro_batches(24) == 2  # a group of 8 + 16 in each
     assert rows.micro_batches(20) == 3  # groups are cut
-    alone = Rows(8, prompt=2, response=40, samples=4)  # 3 tokens saved of 164: it does not pay
+    alone = MeanRows(8, prompt=2, response=40, samples=4)  # 3 tokens saved of 164: it does not pay
     assert (alone.shared, alone.tokens) == (0, 8 * 41)
 
 
 def test_rows_of_scores_run_their_last_token() -> None:
-    rows = Rows(3, prompt=6, response=4, whole=True)
+    rows = MeanRows(3, prompt=6, response=4, whole=True)
     assert (rows.tokens, rows.outputs) == (30, 3)
     assert rows.split(2).number == 2
     assert [rows.micro_batches(budget) for budget in (30, 29, 19)] == [1, 2, 3]
-    assert Rows(0, 6, 4).micro_batches(10) == 0
+    assert MeanRows(0, 6, 4).micro_batches(10) == 0

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
-from hybridflow.automap.branches import Branches
+from hybridflow.automap.branch_search import BranchSearch
 from hybridflow.automap.choices import Best, Counts
 from hybridflow.automap.device import load_profile
 from hybridflow.automap.engine_memory import EngineMemory
 from hybridflow.automap.explained import differences, phase_changes
 from hybridflow.automap.options import everything
-from hybridflow.automap.search import Found, Request, _Search, least_that_fits, search
+from hybridflow.automap.search import Found, SearchRequest, _Search, least_that_fits, search
 from hybridflow.automap.timing import predict
 from hybridflow.cli.plan import main
 from hybridflow.cli.plan_search import ranks_per_host
@@ -70,8 +70,8 @@ def config_of(file: str, *overrides: str) -> ExperimentConfig:
     return config
 
 
-def request(file: str, world_size: int, *overrides: str, **changes: Any) -> Request:
-    given = Request(config_of(file, *overrides), world_size, DEVICE, ENOUGH)
+def request(file: str, world_size: int, *overrides: str, **changes: Any) -> SearchRequest:
+    given = SearchRequest(config_of(file, *overrides), world_size, DEVICE, ENOUGH)
     return replace(given, **changes)
 
 
@@ -162,7 +162,7 @@ def test_on_every_placement_the_count_is_never_below_the_table() -> None:
     engines = EngineMemory(whole.options)
     for placement in whole._placements():
         best = Best(2)
-        branches = Branches(whole.options, placement, ENOUGH, engines)
+        branches = BranchSearch(whole.options, placement, ENOUGH, engines)
         assert branches.search(best, Counts(), exhaustive=False, until=float("inf"))
         for plan in whole._timed(best):
             assert plan.choice is not None and plan.choice.bytes >= plan.fullest.bytes, placement
@@ -203,7 +203,7 @@ def test_a_shipped_layout_is_among_those_that_are_looked_at(ranks: int, monkeypa
     config, device, room = config_of(f"configs/qwen2_72b_{ranks}gpus.yaml"), load_profile("h100-sxm"), 76 << 30
     sizes = {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "kv_cache_gib"}
     free = {name: keys & sizes for name, keys in everything(config).items()}
-    found = search(Request(config, ranks, device, room, free=free, seconds=240.0, shown=1))
+    found = search(SearchRequest(config, ranks, device, room, free=free, seconds=240.0, shown=1))
     assert found.closed and not found.unseen
     given = place(config, ranks)
     assert fullest(given).bytes <= room >= found.plans[0].fullest.bytes
@@ -214,7 +214,7 @@ def test_a_shipped_layout_is_among_those_that_are_looked_at(ranks: int, monkeypa
 def test_never_worse_than_a_shipped_config_by_its_own_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config = config_of("configs/llama3_8b_8gpus.yaml")
-    found = search(Request(config, 8, load_profile("h100-sxm"), 76 << 30, seconds=240.0, shown=3))
+    found = search(SearchRequest(config, 8, load_profile("h100-sxm"), 76 << 30, seconds=240.0, shown=3))
     assert found.given is not None and found.plans[0].seconds <= found.given.seconds
     assert found.plans[0].fullest.bytes <= 76 << 30 and found.closed and not found.unseen
 
@@ -271,7 +271,7 @@ def test_the_command_writes_what_train_and_plan_take(tmp_path: Path, capsys: pyt
     for words in ("The fastest that fit", "Against the second:", "the config as given", "With twice the GPUs (8)"):
         assert words in said
     assert "With half the memory (0.5 GiB of room)" in said and "wrote best.yaml" in said
-    best = search(Request(config_of("config.yaml"), 4, DEVICE, 1 << 30)).plans[0]
+    best = search(SearchRequest(config_of("config.yaml"), 4, DEVICE, 1 << 30)).plans[0]
     assert config_of("best.yaml") == best.config
     assert main(["best.yaml", "--world-size", "4", "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]

@@ -3,14 +3,14 @@
 import pytest
 
 from hybridflow.automap.cost import Cost, Part
-from hybridflow.automap.timeline import Operation, busy_seconds, schedule
+from hybridflow.automap.timeline import TimedOperation, busy_seconds, schedule
 
 
-def work(name: str, ranks: tuple[int, ...], seconds: float, load: float = 0.0) -> Operation:
-    return Operation(name, name, ranks, Cost((Part("products", seconds, load),)))
+def work(name: str, ranks: tuple[int, ...], seconds: float, load: float = 0.0) -> TimedOperation:
+    return TimedOperation(name, name, ranks, Cost((Part("products", seconds, load),)))
 
 
-def times(operations: list[Operation], *, shared: bool, ranks_per_host: int = 8) -> dict[str, tuple[float, float]]:
+def times(operations: list[TimedOperation], *, shared: bool, ranks_per_host: int = 8) -> dict[str, tuple[float, float]]:
     spans = schedule(operations, ranks_per_host=ranks_per_host, shared=shared)
     return {span.phase: (pytest.approx(span.begin), pytest.approx(span.begin + span.seconds)) for span in spans}
 

@@ -7,8 +7,8 @@ import pytest
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.parallel.layout import Layout, RolloutLayout
+from hybridflow.placement.overlapped_scoring import blocks_within, models_that_wait
 from hybridflow.placement.placed import place
-from hybridflow.placement.waiting import blocks_within, models_that_wait
 from tests.distributed.tiny_experiment import make_inputs, write_config
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybridflow.batch import PerSequence, PerToken, RolloutBatch, response_mask
-from hybridflow.config.length_buckets import ByLength
+from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.recording.iteration import batch_metrics, length_metrics
 
 
@@ -66,7 +66,7 @@ def test_metrics_by_bucket_of_prompt_lengths_by_hand() -> None:
         input_ids=torch.ones(26, dtype=torch.int64),
         response_mask=response_mask(lengths, prompts),
     )
-    found = {name: float(x) for name, x in length_metrics(given, ByLength((1, 2, 3), (0, 1, 2, 3))).items()}
+    found = {name: float(x) for name, x in length_metrics(given, LengthBuckets((1, 2, 3), (0, 1, 2, 3))).items()}
     assert found == {
         "sampling/up_to_1/prompts": 1,
         "sampling/up_to_1/response_length_mean": 1.5,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from hybridflow.recording.progress import Progress, iteration_line, print_summary, summary_table
+from hybridflow.recording.progress import ProgressDisplay, iteration_line, print_summary, summary_table
 
 METRICS = {
     "time/iteration_seconds": 1.94,
@@ -52,7 +52,7 @@ def test_absent_metrics_are_left_out(metrics: dict, expected: str) -> None:
 
 def test_into_a_file_goes_one_plain_line_an_iteration() -> None:
     console = file_console()
-    with Progress(60, console=console) as progress:
+    with ProgressDisplay(60, console=console) as progress:
         progress.phase("iteration 12: generating")
         progress.iteration(12, METRICS)
         progress.message("saved [bold]runs/a[/bold] :smile:")
@@ -66,7 +66,7 @@ def test_into_a_file_goes_one_plain_line_an_iteration() -> None:
 
 def test_on_a_terminal_a_bar_shows_phase_and_metrics() -> None:
     console = terminal()
-    with Progress(3, console=console) as progress:
+    with ProgressDisplay(3, console=console) as progress:
         progress.iteration(0, {"eval/accuracy": 0.25})
         progress.phase("iteration 1: [generating]")
         progress.iteration(1, METRICS)
@@ -85,7 +85,7 @@ def test_on_a_terminal_a_bar_shows_phase_and_metrics() -> None:
 
 def test_a_bar_of_long_numbers_fits_eighty_columns() -> None:
     console = terminal()
-    with Progress(10000, console=console) as progress:
+    with ProgressDisplay(10000, console=console) as progress:
         progress.iteration(9999, {**METRICS, "eval/accuracy": 0.123, "train/tokens_per_sec": 123456.7})
     bars = [line.rsplit("\r", 1)[-1] for line in printed(console).splitlines() if "/10000" in line]
     assert "score 0.812  accuracy 0.123  123457 tok/s" in bars[-1]
@@ -94,7 +94,7 @@ def test_a_bar_of_long_numbers_fits_eighty_columns() -> None:
 
 def test_an_exception_ends_the_display_and_passes() -> None:
     console = terminal()
-    with pytest.raises(ZeroDivisionError), Progress(3, console=console):
+    with pytest.raises(ZeroDivisionError), ProgressDisplay(3, console=console):
         raise ZeroDivisionError
     assert console.file.getvalue().endswith("\x1b[?25h")  # the cursor is back
     console.print("after")
@@ -102,7 +102,7 @@ def test_an_exception_ends_the_display_and_passes() -> None:
 
 
 def test_the_default_console_is_standard_output(capsys: pytest.CaptureFixture) -> None:
-    with Progress(2) as progress:
+    with ProgressDisplay(2) as progress:
         progress.iteration(1, {})
     print_summary("done", [("a", "b")])
     out = capsys.readouterr().out
@@ -128,6 +128,6 @@ def test_a_summary_table_has_a_row_each() -> None:
 
 def test_the_bar_of_a_resumed_run_starts_where_it_was() -> None:
     console = terminal()
-    with Progress(60, completed=12, console=console) as progress:
+    with ProgressDisplay(60, completed=12, console=console) as progress:
         progress.message("resumed")
     assert "12/60" in printed(console) and "0/60" not in printed(console).replace("12/60", "")

@@ -10,7 +10,7 @@ from hybridflow.batch import PromptBatch, RolloutBatch, response_mask
 from hybridflow.errors import RewardError
 from hybridflow.rewards.calls import FunctionCaller, FunctionScores, Group, RolloutCalls
 from hybridflow.rewards.pool import Pool
-from hybridflow.roles.ahead import NOBODY
+from hybridflow.roles.precomputed_scores import NOBODY
 from tests.messages import like
 from tests.rewards.pools import pool_of, spec
 

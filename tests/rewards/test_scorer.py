@@ -7,7 +7,7 @@ import torch
 from hybridflow.algorithms.rewards import RunningMoments
 from hybridflow.batch import RolloutBatch, response_mask
 from hybridflow.config import RewardConfig
-from hybridflow.config.length_buckets import ByLength, always
+from hybridflow.config.length_buckets import LengthBuckets, always
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.rewards.calls import FunctionCaller
 from hybridflow.rewards.scorer import Scorer, _part_names
@@ -40,7 +40,7 @@ def test_overlong_counts_from_the_limit_of_the_prompts_bucket() -> None:
     """Responses to prompts of 2 tokens are cut at 8: those of 4, 8 and 10 tokens are 0, 4 and 4 into a buffer of 4."""
     config = RewardConfig(functions=[{"function": "hybridflow.rewards:exact_match"}], overlong={"buffer": 4})
     caller = FunctionCaller(lambda ids: "", 0, 1)
-    scorer = Scorer(config, [], caller=caller, watch=Stopwatch(lambda: None), limits=ByLength((2, 5), (8, 9, 10)))
+    scorer = Scorer(config, [], caller=caller, watch=Stopwatch(lambda: None), limits=LengthBuckets((2, 5), (8, 9, 10)))
     assert scorer.shaped(SCORES, rollout(), RunningMoments())[0].tolist() == [1.0, 1.0, 2.0]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards.scout import Described, described
+from hybridflow.rewards.probe import Described, described
 
 HARMLESS = """
 import os, signal, sys

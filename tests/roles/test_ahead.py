@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybridflow.batch import RolloutBatch, response_mask
-from hybridflow.roles.ahead import NOBODY, Ahead, Units, cut_in_units, tokens_of_units
+from hybridflow.roles.precomputed_scores import NOBODY, PrecomputedScores, ScoringUnits, cut_in_units, tokens_of_units
 
 
 def rollout(lengths: list[int]) -> RolloutBatch:
@@ -16,13 +16,13 @@ def rollout(lengths: list[int]) -> RolloutBatch:
 def test_prompts_are_cut_in_units_of_nearly_equal_cost() -> None:
     """Rows 0-1, 2, 3-5, 6, 7 of prompts 0 to 4; the dearest prompt of a replica has a unit by itself."""
     units = cut_in_units([[0, 2, 3], [1, 4]], [2, 1, 3, 1, 1], [5, 9, 9, 4, 1], per_replica=2, num_shares=1)
-    assert units == Units(rows=((3, 4, 5), (0, 1, 6), (2,), (7,)), replicas=(0, 0, 1, 1))
+    assert units == ScoringUnits(rows=((3, 4, 5), (0, 1, 6), (2,), (7,)), replicas=(0, 0, 1, 1))
     assert (units.of_replica(0), units.of_replica(1)) == ([0, 1], [2, 3])
 
 
 def test_a_prompt_is_a_unit_at_least() -> None:
     units = cut_in_units([[0], [], [1]], [4, 4], [1, 1], per_replica=8, num_shares=2)
-    assert units == Units(rows=((0, 1, 2, 3), (4, 5, 6, 7)), replicas=(0, 2))
+    assert units == ScoringUnits(rows=((0, 1, 2, 3), (4, 5, 6, 7)), replicas=(0, 2))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_prompt_is_cut_where_shares_would_be_unlike(
 
 
 def test_what_nobody_has_run_is_balanced_by_its_tokens() -> None:
-    ahead = Ahead(Units(rows=((0, 3), (1,), (2,), (4,)), replicas=(0, 0, 1, 1)))
+    ahead = PrecomputedScores(ScoringUnits(rows=((0, 3), (1,), (2,), (4,)), replicas=(0, 0, 1, 1)))
     batch = rollout([4, 3, 6, 1, 2])
     tokens = tokens_of_units(batch, ahead.units)
     assert tokens == [5, 3, 6, 2]
@@ -58,9 +58,9 @@ def test_what_nobody_has_run_is_balanced_by_its_tokens() -> None:
 
 def test_units_without_some_rows_keep_their_numbers() -> None:
     """Rows 3 and 1 are not asked for: unit 1 is empty, and nobody has anything to run for it."""
-    units = Units(rows=((0, 3), (1,), (2,), (4,)), replicas=(0, 0, 1, 1)).without([3, 1])
-    assert units == Units(rows=((0,), (), (2,), (4,)), replicas=(0, 0, 1, 1))
-    ahead, batch = Ahead(units), rollout([4, 3, 6, 1, 2])
+    units = ScoringUnits(rows=((0, 3), (1,), (2,), (4,)), replicas=(0, 0, 1, 1)).without([3, 1])
+    assert units == ScoringUnits(rows=((0,), (), (2,), (4,)), replicas=(0, 0, 1, 1))
+    ahead, batch = PrecomputedScores(units), rollout([4, 3, 6, 1, 2])
     tokens = tokens_of_units(batch, units)
     assert tokens == [4, 0, 6, 2]
     ahead.settle(batch, [NOBODY, NOBODY, NOBODY, NOBODY], 2, tokens)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybridflow.batch import PromptBatch
-from hybridflow.config.length_buckets import ByLength, always
+from hybridflow.config.length_buckets import LengthBuckets, always
 from hybridflow.rollout.generation import prompts_of_replicas
 
 
@@ -33,7 +33,7 @@ def test_replicas_give_nearly_as_many_responses(lengths: list[int], num_samples:
 
 def test_responses_that_may_be_longer_count_more() -> None:
     """Eight short limits beside a long one: 8 x 100 x 8 + 8 x 10 against 800 x 8 + 100."""
-    limits = ByLength((10,), (100, 800))
+    limits = LengthBuckets((10,), (100, 800))
     shares = prompts_of_replicas(prompts([10] * 8 + [100]), torch.ones(9, dtype=torch.int64), limits, 2)
     assert shares == [[8], [0, 1, 2, 3, 4, 5, 6, 7]]
 

@@ -15,7 +15,7 @@ import torch
 from hybridflow.automap.cost import Device
 from hybridflow.automap.device import DeviceProfile
 from hybridflow.automap.profiling.tiny import PROMPT, batch, make_model, placed_run
-from hybridflow.automap.role_time import Rows, forward_cost, gradient_cost, model_of
+from hybridflow.automap.role_time import MeanRows, forward_cost, gradient_cost, model_of
 from hybridflow.placement.placed import PlacedRun
 from hybridflow.roles.base import World
 from hybridflow.roles.objectives import negative_log_likelihood
@@ -97,7 +97,7 @@ def elementwise_bandwidths(directory: Path, world: World, profile: DeviceProfile
         return 1.0, 1.0
     some, device = batch(rows, response), Device(without_elementwise(profile))
     config = run.config.actor
-    role = actor.spec, actor.grid.layout, config, Rows(rows, PROMPT, response), device
+    role = actor.spec, actor.grid.layout, config, MeanRows(rows, PROMPT, response), device
     forward = _median(lambda: actor.log_probs(some), world)
     both = _median(lambda: actor.accumulate(some, negative_log_likelihood()), world)
     known = forward_cost(*role, head="lm").seconds

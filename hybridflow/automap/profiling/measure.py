@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hybridflow.automap.device import DeviceProfile, Overheads, ProductRates, Shared
+from hybridflow.automap.device import Contention, DeviceProfile, Overheads, ProductRates
 from hybridflow.automap.profiling import arithmetic, groups
-from hybridflow.automap.profiling.crowds import crowding
+from hybridflow.automap.profiling.contention import measured_contention
 from hybridflow.automap.profiling.engine import engine_overheads
 from hybridflow.automap.profiling.layers import elementwise_bandwidths, layer_overheads
 from hybridflow.models.build import DTYPES
@@ -59,7 +59,7 @@ def measure_profile(name: str, *, tell: Tell) -> DeviceProfile:
         profile = _with(profile, platform, overheads=Overheads(**overheads))
         if profile.shared is not None and platform.world_size > 1:
             tell("many ranks at once")
-            profile = _with(profile, platform, crowding=crowding(directory, world, profile.shared))
+            profile = _with(profile, platform, crowding=measured_contention(directory, world, profile.shared))
         tell(f"measured in {time.monotonic() - began:.0f} s")
         dist.barrier(group=dist.group.WORLD)
     return profile
@@ -147,12 +147,12 @@ def _with(profile: DeviceProfile, platform: Platform, **fields: object) -> Devic
     return profile.model_copy(update=box[0])
 
 
-def _shared(platform: Platform) -> Shared:
+def _shared(platform: Platform) -> Contention:
     """Of ranks on the processors of one host."""
     x, weight = torch.randn(512, 512), torch.randn(1024, 512)
     some, other = torch.ones(1 << 20), torch.empty(1 << 20)
     small = torch.ones(16)
-    return Shared(
+    return Contention(
         products=groups.together(lambda: torch.nn.functional.linear(x, weight), 0.7, platform.device),
         memory=groups.together(lambda: other.copy_(some), 0.7, platform.device),
         overhead=groups.together(lambda: small.add_(1.0), 0.7, platform.device),

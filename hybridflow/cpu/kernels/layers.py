@@ -17,7 +17,7 @@ BLOCK = 64  # rows that a thread takes at a time: of layers.c
 RMS_NORM, ADD_RMS_NORM, RMS_NORM_BACKWARD, SWIGLU, SWIGLU_BACKWARD, ROTATE = range(6)
 
 
-class Rows(ctypes.Structure):
+class RowsInC(ctypes.Structure):
     """That of layers.c."""
 
     _fields_ = fields(
@@ -132,5 +132,5 @@ def _call(
     assert kernels is not None, "a process without kernels does not come here"
     pointers = {name: other.data_ptr() for name, other in {"x": x, **others}.items() if other is not None}
     of = {"rows": rows, "columns": columns, "what": what, "bfloat16": x.dtype == torch.bfloat16, **(numbers or {})}
-    arguments = Rows(**pointers, **of, eps=eps)
+    arguments = RowsInC(**pointers, **of, eps=eps)
     run(kernels.hybridflow_rows, arguments, -(-rows // BLOCK))

@@ -18,7 +18,7 @@ WIDTH = 768  # columns at a time, for each of which a is read again: of matrix.c
 DEPTH = 512  # inner numbers at a time, about: c is read and written for each
 
 
-class Matrix(ctypes.Structure):
+class MatrixInC(ctypes.Structure):
     """That of matrix.c."""
 
     _fields_ = fields(
@@ -66,7 +66,7 @@ def product(a: Tensor, b: Tensor, *, to: Tensor | None = None) -> Tensor:
     if _packing(a, b) > _packing(b.t(), a.t(), turns_c=True):  # c^T = b^T a^T; not by threads, as sums differ
         a, b, rows, columns, c_strides = b.t(), a.t(), columns, rows, (1, columns)
     share = -(-rows // torch.get_num_threads() // SIDE) * SIDE
-    arguments = Matrix(
+    arguments = MatrixInC(
         a.data_ptr(),
         b.data_ptr(),
         c.data_ptr(),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.cpu import peer_memory
-from hybridflow.cpu.peer_memory import Piece
+from hybridflow.cpu.peer_memory import PeerRectangle
 
 CHUNK_BYTES = 1 << 19  # of a sum: stays in a core's cache
 
@@ -28,7 +28,7 @@ def all_gather_into_tensor(output: Tensor, own: Tensor, *, group: dist.ProcessGr
     parts, rank = output.view(-1).chunk(len(processes)), group.rank()
     places = _tell(own.data_ptr(), group)
     for peer in _others(group):
-        peer_memory.read(processes[peer], [Piece(places[peer], own.nbytes, parts[peer])])
+        peer_memory.read(processes[peer], [PeerRectangle(places[peer], own.nbytes, parts[peer])])
     if parts[rank].data_ptr() != own.data_ptr():
         parts[rank].copy_(own.view(-1))
     dist.barrier(group)  # until then others read
@@ -60,7 +60,7 @@ def reduce_scatter_tensor(
                 into.copy_(parts[rank][start : start + count])
             else:
                 place = places[peer] + (rank * output.numel() + start) * whole.element_size()
-                peer_memory.read(process, [Piece(place, into.nbytes, into)])
+                peer_memory.read(process, [PeerRectangle(place, into.nbytes, into)])
             if peer:
                 total[:count] += into
         output.view(-1)[start : start + count] = total[:count]

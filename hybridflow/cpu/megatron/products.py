@@ -62,13 +62,13 @@ def use_fast_products() -> bool:
 _libraries: list[torch.library.Library] = []  # what one has registered goes with it
 
 
-class Way(Protocol):
+class ProductFunction(Protocol):
     """a b + bias, contiguous; float32 (m, k), (k, n), (n,)."""
 
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
 
-def way_of(a: Tensor, b: Tensor) -> Way | None:
+def way_of(a: Tensor, b: Tensor) -> ProductFunction | None:
     """None: torch's."""
     if not a.dtype == b.dtype == torch.float32 or a.shape[0] * a.shape[1] * b.shape[1] < WORTH_IT:
         return None

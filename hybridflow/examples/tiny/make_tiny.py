@@ -34,7 +34,7 @@ from hybridflow.cli.command import program
 from hybridflow.examples.tiny.models import Policy, Settings, write_start
 from hybridflow.examples.tiny.runs import HALF_TRAINED, RunFailed, Runs, Train, by_torchrun, last_of, rows
 from hybridflow.examples.tiny.task import (
-    Split,
+    TaskSplit,
     draw_wrong,
     split_problems,
     write_answers,
@@ -68,7 +68,7 @@ def require(name: str, value: float, *, low: float, high: float) -> None:
         raise TargetMissed(f"{name} is {value:.3f}, not within {low:.2f} to {high:.2f}; try another --seed")
 
 
-def checked_accuracies(policy: Policy, settings: Settings, split: Split) -> dict[str, float]:
+def checked_accuracies(policy: Policy, settings: Settings, split: TaskSplit) -> dict[str, float]:
     """By generation: greedy on both sets of unseen prompts, and sampled, which is where PPO starts from.
 
     Errors: TargetMissed.
@@ -84,7 +84,9 @@ def checked_accuracies(policy: Policy, settings: Settings, split: Split) -> dict
     return found
 
 
-def write_wrong(directory: Path, settings: Settings, *, policy: Policy, split: Split, source: random.Random) -> None:
+def write_wrong(
+    directory: Path, settings: Settings, *, policy: Policy, split: TaskSplit, source: random.Random
+) -> None:
     """The rows with wrong answers."""
     sampled = source.sample(split.train, min(len(split.train), settings.num_policy_samples)) + split.heldout
     written = policy.mistakes(sampled)
@@ -129,7 +131,7 @@ def fill(directory: Path, settings: Settings, runs: Runs) -> dict[str, object]:
     return report
 
 
-def write_task(directory: Path, split: Split) -> None:
+def write_task(directory: Path, split: TaskSplit) -> None:
     """What no model is needed for."""
     write_prompts(directory / "train.jsonl", split.train)
     write_prompts(directory / "heldout.jsonl", split.heldout)

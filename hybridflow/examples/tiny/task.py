@@ -45,7 +45,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Split:
+class TaskSplit:
     """Disjoint sets of problems; digits and their mirror are never in two of them."""
 
     train: list[Problem]
@@ -57,7 +57,7 @@ def is_right(text: str, answer: str) -> bool:
     return text.strip() == answer
 
 
-def split_problems(source: random.Random, *, num_validation: int, num_heldout: int) -> Split:
+def split_problems(source: random.Random, *, num_validation: int, num_heldout: int) -> TaskSplit:
     every = map("".join, itertools.product(string.digits, repeat=LENGTH))
     mirrored = sorted({min(digits, digits[::-1]) for digits in every})
     source.shuffle(mirrored)
@@ -66,7 +66,7 @@ def split_problems(source: random.Random, *, num_validation: int, num_heldout: i
     reserved = [Problem(source.choice([digits, digits[::-1]])) for digits in mirrored[:num_reserved]]
     train = [Problem(one) for digits in mirrored[num_reserved:] for one in sorted({digits, digits[::-1]})]
     source.shuffle(train)
-    return Split(train, reserved[:num_validation], reserved[num_validation:])
+    return TaskSplit(train, reserved[:num_validation], reserved[num_validation:])
 
 
 def write_prompts(path: Path, problems: Sequence[Problem]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybridflow.cpu.attention import rotated
 from hybridflow.cpu.kernels import layers
-from hybridflow.cpu.layers import RMSNormFunction, SumAndNormFunction, SwiGLUFunction
+from hybridflow.cpu.layers import RMSNormFunctionInC, SumAndNormFunction, SwiGLUFunctionInC
 from tests.grids import each
 
 pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("needs_kernels")]
@@ -31,7 +31,7 @@ def outputs_and_gradients(function: Callable[..., Tensor], tensors: list[Tensor]
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return RMSNormFunction.apply(x, weight, EPS)
+    return RMSNormFunctionInC.apply(x, weight, EPS)
 
 
 def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -97,23 +97,23 @@ def test_the_gradient_of_swiglu_takes_the_memory_of_what_is_nobodys(columns: int
     """The same bits; autograd refuses what would read the memory again, and a leaf stays as it is."""
     x, weight = (drawn(65, 2 * columns, seed=seed, dtype=dtype).requires_grad_() for seed in (1, 2))
     before, grad = x.detach().clone(), drawn(65, columns, seed=3, dtype=dtype)
-    (expected,) = torch.autograd.grad(SwiGLUFunction.apply(x), x, grad)
+    (expected,) = torch.autograd.grad(SwiGLUFunctionInC.apply(x), x, grad)
     assert torch.equal(x, before)
     both = x + 0
-    (found,) = torch.autograd.grad(out := SwiGLUFunction.apply(both), x, grad, retain_graph=True)
+    (found,) = torch.autograd.grad(out := SwiGLUFunctionInC.apply(both), x, grad, retain_graph=True)
     assert torch.equal(found, expected) and torch.equal(both, expected)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(out, x, grad)
     both = x + 0
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad([both * weight, SwiGLUFunction.apply(both)], [x, weight], [before, grad])
+        torch.autograd.grad([both * weight, SwiGLUFunctionInC.apply(both)], [x, weight], [before, grad])
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @each(rows=ROWS, columns=COLUMNS)
 def test_swiglu_equals_its_equation(rows: int, columns: int, dtype: torch.dtype) -> None:
-    compare(SwiGLUFunction.apply, exact_swiglu, [3.0 * drawn(rows, 2 * columns, seed=rows, dtype=dtype)])
+    compare(SwiGLUFunctionInC.apply, exact_swiglu, [3.0 * drawn(rows, 2 * columns, seed=rows, dtype=dtype)])
 
 
 @pytest.mark.usefixtures("kernels")
@@ -144,7 +144,7 @@ def test_rotary_embedding_turns_complex_numbers(tokens: int, head: tuple[int, in
 def test_swiglu_by_hand_far_from_zero() -> None:
     """The gate is open, or shut; log 3 opens it by 3/4, where the slope is 3/4 + log(3) 3/16."""
     x = torch.tensor([[100.0, -100.0, 1.0986122886681098, 2.0, 3.0, 4.0]], requires_grad=True)
-    out = SwiGLUFunction.apply(x)
+    out = SwiGLUFunctionInC.apply(x)
     torch.testing.assert_close(out, torch.tensor([[200.0, 0.0, 3 * 1.0986122886681098]]))
     (grad,) = torch.autograd.grad(out.sum(), x)
     slope = 0.75 + 1.0986122886681098 * 3 / 16
@@ -157,7 +157,7 @@ def test_swiglu_by_hand_far_from_zero() -> None:
 def test_what_is_not_finite_stays_in_its_row(bad: float, dtype: torch.dtype) -> None:
     x, weight = drawn(70, 32, seed=0, dtype=dtype), drawn(32, seed=1, dtype=dtype)
     x[3, 7] = bad
-    for ours, tensors in ((norm, [x, weight]), (SwiGLUFunction.apply, [x])):
+    for ours, tensors in ((norm, [x, weight]), (SwiGLUFunctionInC.apply, [x])):
         out, grad, *_ = outputs_and_gradients(ours, tensors)
         for found in (out, grad):
             assert found.isfinite().all(1).logical_not().nonzero()[:, 0].tolist() == [3]
@@ -170,7 +170,9 @@ def test_results_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> N
     try:
         for count in (1, 3, 8):
             torch.set_num_threads(count)
-            found.append([*outputs_and_gradients(norm, [x, weight]), *outputs_and_gradients(SwiGLUFunction.apply, [x])])
+            found.append(
+                [*outputs_and_gradients(norm, [x, weight]), *outputs_and_gradients(SwiGLUFunctionInC.apply, [x])]
+            )
     finally:
         torch.set_num_threads(threads)
     for other in found[1:]:
@@ -182,7 +184,7 @@ def test_no_rows_and_rows_that_do_not_lie_together() -> None:
     empty, weight = torch.empty(0, 8), torch.ones(8)
     assert [x.shape for x in outputs_and_gradients(norm, [empty, weight])] == [(0, 8), (0, 8), (8,)]
     assert outputs_and_gradients(norm, [empty, weight])[2].tolist() == [0.0] * 8
-    assert [x.shape for x in outputs_and_gradients(SwiGLUFunction.apply, [empty])] == [(0, 4), (0, 8)]
+    assert [x.shape for x in outputs_and_gradients(SwiGLUFunctionInC.apply, [empty])] == [(0, 4), (0, 8)]
     whole = drawn(9, 3, 8, seed=0, dtype=torch.float32)
     part = whole[:, 1:2]
     assert not part.is_contiguous()

@@ -12,7 +12,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from hybridflow.errors import EnvironmentProblem
-from hybridflow.parallel.last_words import in_time
+from hybridflow.parallel.process_exit import in_time
 
 Order = dict[str, Any]  # JSON; "act" says what is to be done
 Answer = dict[str, Any]
@@ -24,7 +24,7 @@ STORE_SECONDS = 5.0  # that the store may take for an answer
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.002, 0.1  # seconds between two looks into the store
 
 
-class Leader:
+class CommandLeader:
     """Rank 0's side, which does its own part of every order by itself."""
 
     def __init__(self, store: Store, world_size: int, perform: Perform) -> None:

@@ -4,7 +4,7 @@ In its last bits a matrix product's result for a row may depend on the rows besi
 before a token is generated, by the prompts alone, and results depend neither on who was waiting nor for how long:
 
     units = cut_in_units(prompts_of_replicas, samples, costs, per_replica=4, num_shares=2)
-    role.ahead = Ahead(units)                       # while the rollout is made
+    role.ahead = PrecomputedScores(units)                       # while the rollout is made
     role.ahead.keep(unit, contribution)             # by a replica that waits, of rows that it has generated
     role.ahead.settle(rollout, owners, dp, tokens)  # the rollout is whole: what is left is dealt out
     role.log_probs(rollout)                         # runs this replica's share of it
@@ -27,7 +27,7 @@ UNEVEN = 1.15
 
 
 @dataclass(frozen=True)
-class Units:
+class ScoringUnits:
     """rows[u]: those of unit u, ascending; replicas[u]: the engine replica that generates them all."""
 
     rows: tuple[tuple[int, ...], ...]
@@ -39,10 +39,12 @@ class Units:
     def of_replica(self, replica: int) -> list[int]:
         return [unit for unit, own in enumerate(self.replicas) if own == replica]
 
-    def without(self, rows: Sequence[int]) -> "Units":
+    def without(self, rows: Sequence[int]) -> "ScoringUnits":
         """As many units, less these rows; some may have none left."""
         left_out = set(rows)
-        return Units(tuple(tuple(row for row in unit if row not in left_out) for unit in self.rows), self.replicas)
+        return ScoringUnits(
+            tuple(tuple(row for row in unit if row not in left_out) for unit in self.rows), self.replicas
+        )
 
 
 def cut_in_units(
@@ -52,7 +54,7 @@ def cut_in_units(
     *,
     per_replica: int,
     num_shares: int,
-) -> Units:
+) -> ScoringUnits:
     """Each replica's prompts in `per_replica` units of nearly equal cost, or one a prompt where there are fewer.
 
     samples, costs: of each prompt, its number of rows and what it is expected to cost. The rows of a prompt, which a
@@ -68,7 +70,7 @@ def cut_in_units(
         for part in balanced_partition(shares, min(per_replica, len(pieces))):
             rows.append(tuple(row for i in part for row in pieces[i][1]))
             replicas.append(replica)
-    return Units(tuple(rows), tuple(replicas))
+    return ScoringUnits(tuple(rows), tuple(replicas))
 
 
 def _pieces_of_a_prompt(num_prompts: int, num_shares: int, *, most: int) -> int:
@@ -86,13 +88,13 @@ def _cut(start: int, end: int, num_pieces: int) -> list[range]:
     return [range(one, other) for one, other in pairwise(bounds)]
 
 
-class Ahead:
+class PrecomputedScores:
     """What a model has computed of a rollout before that was whole, and who computes the rest.
 
     known: by unit, as far as this rank contributes it, with its places within the unit.
     """
 
-    def __init__(self, units: Units) -> None:
+    def __init__(self, units: ScoringUnits) -> None:
         self.units = units
         self.known: dict[int, Contribution] = {}
         self._rollout: RolloutBatch | None = None
@@ -127,7 +129,7 @@ class Ahead:
         return [list(self.units.rows[unit]) for unit in self._left[dp_rank]]
 
 
-def tokens_of_units(rollout: RolloutBatch, units: Units) -> list[int]:
+def tokens_of_units(rollout: RolloutBatch, units: ScoringUnits) -> list[int]:
     """That a model runs of each unit."""
     lengths = rollout.lengths.tolist()
     return [sum(group.tokens(lengths) for group in prompt_groups(rollout, rows)) for rows in units.rows]

@@ -20,14 +20,14 @@ from functools import cached_property
 
 import numpy as np
 
-from hybridflow.automap.cells import Float, Int, within
 from hybridflow.automap.choices import TOLD, Best, Choice, Counts, key_of
+from hybridflow.automap.cost_tables import Chosen, CostTable, CostTables, SecondsToCome, Sums, least_of, zeros
 from hybridflow.automap.engine_memory import EngineMemory
 from hybridflow.automap.engine_options import EngineOption
 from hybridflow.automap.frontier import Frontier
-from hybridflow.automap.levels import Ahead, Chosen, Level, Levels, Sums, least_of, zeros
 from hybridflow.automap.options import Options
 from hybridflow.automap.placements import Placement
+from hybridflow.automap.rank_classes import Float, Int, within
 from hybridflow.config.auto import ENGINE
 
 SLACK = 1e-9  # of the bound: sums in another order round otherwise
@@ -43,12 +43,12 @@ class _Branch:
     bytes: int
 
 
-class Branches:
+class BranchSearch:
     """All choices on one placement."""
 
     def __init__(self, options: Options, placement: Placement, budget: int, engines: EngineMemory) -> None:
         self._options, self._placement, self._budget = options, placement, budget
-        self._of = Levels(options, placement, engines)
+        self._of = CostTables(options, placement, engines)
         # the critic after the engine, which says whether it scores early
         first = [name for name in TOLD if name in placement]
         self._names = [*first, *(name for name in placement if name not in first)]
@@ -95,10 +95,10 @@ class Branches:
         self._levels, self._left, self._frontiers = [], [], []  # large, and there are many placements
         return ended
 
-    def _frontiers_of(self, levels: Sequence[Level]) -> list[list[Ahead]]:
+    def _frontiers_of(self, levels: Sequence[CostTable]) -> list[list[SecondsToCome]]:
         """By depth: of the levels from there on, on some cells."""
         cells = sorted({cell for ranks in self._placement.values() for cell in self._of.cells.ends(ranks)})
-        found = [[Ahead(cell, Frontier.nothing(), Frontier.nothing()) for cell in cells]]
+        found = [[SecondsToCome(cell, Frontier.nothing(), Frontier.nothing()) for cell in cells]]
         for level in reversed(levels):
             found.append([ahead.plus(level) for ahead in found[-1]])
         return found[::-1]

@@ -24,7 +24,7 @@ RETRY_SECONDS = 0.5  # between two tries to deliver a note
 T = TypeVar("T")
 
 
-class Noticeboard:
+class StoreClient:
     """Keys lie under `prefix`, which no other start has: torchrun's store outlives a restart."""
 
     def __init__(self, store: Store, prefix: str) -> None:

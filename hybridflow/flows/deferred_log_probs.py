@@ -4,7 +4,7 @@ Ratios are to the policy before the updates, and that policy is the one that the
 pass made for the old log-probs of its rows would compute the same numbers twice. So they are left out of it, are NaN
 until the step has been taken, so that nothing reads them before, and are whole when the iteration is:
 
-    first = FirstStep(actor, rollout, rows)     # those of the first mini-batch
+    first = DeferredLogProbs(actor, rollout, rows)     # those of the first mini-batch
     first.others()                              # old log-probs of the other rows, for `Run.whole`
     first.told(objective)                       # takes for the old log-probs of these rows what it computes
     first.taken()                               # from here on batches have them
@@ -27,7 +27,7 @@ Batch = TypeVar("Batch", bound=RolloutBatch)
 
 
 @dataclass(frozen=True)
-class ToCome:
+class Deferred:
     """(T,) log-probs of all rows but some. places: those of the others' response tokens, which are NaN for now."""
 
     others: Contribution
@@ -38,7 +38,7 @@ class ToCome:
         return whole.index_fill(0, self.places, torch.nan)
 
 
-class FirstStep:
+class DeferredLogProbs:
     """rows: (n,) int64 of the rollout, those of the first mini-batch in its order. Building it computes nothing."""
 
     def __init__(self, actor: Actor, rollout: RolloutBatch, rows: Tensor) -> None:
@@ -49,9 +49,9 @@ class FirstStep:
         self._is_taken = False
         self._whole: Tensor | None = None
 
-    def others(self) -> ToCome:
+    def others(self) -> Deferred:
         some = self._actor.log_probs(self._rollout, self._others) if len(self._others) else self._nothing()
-        return ToCome(some, self._places)
+        return Deferred(some, self._places)
 
     def told(self, objective: PolicyObjective) -> PolicyObjective:
         """The same objective; until the step is taken, the log-probs that it is given are the old ones."""

@@ -20,8 +20,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hybridflow.rewards.frames import Channel, Closed, Header
 from hybridflow.rewards.functions import FunctionSpec
+from hybridflow.rewards.messages import ChannelClosed, Header, MessageChannel
 from hybridflow.rewards.processes import adopt_orphans, children, descendants, how, kill_tree, resident_bytes
 from hybridflow.rewards.worker import TOLD_TO_END, run_worker
 
@@ -45,7 +45,7 @@ class Charge:
 
 
 @dataclass
-class Unit:
+class RowsOfCall:
     """The rows of one call. alone: it may be the one that has ended a worker with several calls under way."""
 
     number: int
@@ -61,7 +61,7 @@ class Worker:
     """functions: those that it may call. deadline: of its start."""
 
     pid: int
-    channel: Channel
+    channel: MessageChannel
     output: int | None  # what it prints; None once it has closed that
     functions: tuple[int, ...]
     capacity: int
@@ -69,7 +69,7 @@ class Worker:
     ready: bool = False
     gone: bool = False  # it has closed its end of the channel
     status: int | None = None  # once it has ended
-    units: dict[int, Unit] = field(default_factory=dict)
+    units: dict[int, RowsOfCall] = field(default_factory=dict)
     printed: str = ""
 
     @property
@@ -78,12 +78,12 @@ class Worker:
         return self.ready and len(self.units) < self.capacity and not alone
 
 
-class Warden:
-    """See the module. Errors of `run`: Closed, when the trainer is gone; then `end`."""
+class Supervisor:
+    """See the module. Errors of `run`: ChannelClosed, when the trainer is gone; then `end`."""
 
-    def __init__(self, charge: Charge, trainer: Channel, parent: int) -> None:
+    def __init__(self, charge: Charge, trainer: MessageChannel, parent: int) -> None:
         self._charge, self._trainer, self._parent = charge, trainer, parent
-        self._queues: dict[int, deque[Unit]] = {number: deque() for number in range(len(charge.specs))}
+        self._queues: dict[int, deque[RowsOfCall]] = {number: deque() for number in range(len(charge.specs))}
         self._workers: list[Worker] = []
         self._looked = 0.0
 
@@ -93,7 +93,7 @@ class Warden:
         while True:
             self._wait()
             if os.getppid() != self._parent:
-                raise Closed
+                raise ChannelClosed
             for header, body in self._trainer.receive():
                 self._told(header, body)
             for worker in list(self._workers):
@@ -115,14 +115,14 @@ class Warden:
     # ---- what arrives
 
     def _wait(self) -> None:
-        readers: list[Channel | int] = [self._trainer, *(w.channel for w in self._workers if not w.gone)]
+        readers: list[MessageChannel | int] = [self._trainer, *(w.channel for w in self._workers if not w.gone)]
         readers += [worker.output for worker in self._workers if worker.output is not None]
         writers = [x for x in (self._trainer, *(worker.channel for worker in self._workers)) if x.has_more]
         busy = any(worker.units or not worker.ready for worker in self._workers)
         _poll(readers, writers, BUSY_SECONDS if busy else IDLE_SECONDS)
         for worker in self._workers:
             if worker.channel.has_more:
-                with contextlib.suppress(Closed):
+                with contextlib.suppress(ChannelClosed):
                     worker.channel.flush()
 
     def _told(self, header: Header, body: bytes) -> None:
@@ -133,7 +133,7 @@ class Warden:
                 self._queues[number] = deque(unit for unit in queue if unit.number not in asked)
             self._trainer.send({"withdrawn": gone})
             return
-        unit = Unit(header["unit"], header["function"], header["rows"], body)
+        unit = RowsOfCall(header["unit"], header["function"], header["rows"], body)
         self._queues[unit.function].append(unit)
 
     def _hear(self, worker: Worker) -> None:
@@ -144,7 +144,7 @@ class Warden:
                 elif (unit := worker.units.pop(header["unit"], None)) is not None:
                     self._read_output(worker)
                     self._answer(worker, unit, header)
-        except Closed:
+        except ChannelClosed:
             worker.gone = True
         self._read_output(worker)
 
@@ -202,7 +202,7 @@ class Warden:
         elif (excess := self._excess(worker)) is not None:
             self._lose(worker, excess)
 
-    def _is_late(self, unit: Unit) -> bool:
+    def _is_late(self, unit: RowsOfCall) -> bool:
         spec = self._charge.specs[unit.function]
         limit = spec.timeout_seconds * unit.num_rows + (PATIENCE if spec.awaited else 0.0)
         return time.monotonic() > unit.started + limit
@@ -231,7 +231,7 @@ class Warden:
         for unit in units:
             self._settle_lost(worker, unit, why, of_many=len(units) > 1)
 
-    def _settle_lost(self, worker: Worker, unit: Unit, why: str | None, *, of_many: bool) -> None:
+    def _settle_lost(self, worker: Worker, unit: RowsOfCall, why: str | None, *, of_many: bool) -> None:
         seconds = time.monotonic() - unit.started if unit.started else 0.0
         if of_many:  # nobody knows whose fault it was: one that blocks the event loop makes all of them late
             unit.alone = True
@@ -241,11 +241,11 @@ class Warden:
         else:
             self._answer(worker, unit, {"unit": unit.number, "ended": why, "seconds": seconds})
 
-    def _first_queued(self, worker: Worker) -> list[Unit]:
+    def _first_queued(self, worker: Worker) -> list[RowsOfCall]:
         queue = next((self._queues[number] for number in worker.functions if self._queues[number]), None)
         return [] if queue is None else [queue.popleft()]
 
-    def _answer(self, worker: Worker, unit: Unit, answer: Header) -> None:
+    def _answer(self, worker: Worker, unit: RowsOfCall, answer: Header) -> None:
         printed, worker.printed = worker.printed, ""
         if len(printed) > MOST_PRINTED:
             printed = f"...{printed[-MOST_PRINTED:]}"
@@ -290,7 +290,7 @@ class Warden:
         os.close(written)
         os.set_blocking(output, False)
         capacity = max(charge.specs[number].concurrency if charge.specs[number].awaited else 1 for number in functions)
-        return Worker(pid, Channel(near), output, functions, capacity, time.monotonic() + LOAD_SECONDS)
+        return Worker(pid, MessageChannel(near), output, functions, capacity, time.monotonic() + LOAD_SECONDS)
 
     def _hand_out(self) -> None:
         """To workers that are free, in the order in which units came; of several functions in turn."""
@@ -298,10 +298,10 @@ class Warden:
             while worker.is_free and (unit := self._next_for(worker)) is not None:
                 unit.started = time.monotonic()
                 worker.units[unit.number] = unit
-                with contextlib.suppress(Closed):
+                with contextlib.suppress(ChannelClosed):
                     worker.channel.send({"unit": unit.number, "function": unit.function}, unit.body)
 
-    def _next_for(self, worker: Worker) -> Unit | None:
+    def _next_for(self, worker: Worker) -> RowsOfCall | None:
         queues = [self._queues[number] for number in worker.functions if self._queues[number]]
         if not queues:
             return None
@@ -311,7 +311,7 @@ class Warden:
         return queue.popleft()
 
 
-def _poll(readers: Sequence[Channel | int], writers: Sequence[Channel], seconds: float) -> None:
+def _poll(readers: Sequence[MessageChannel | int], writers: Sequence[MessageChannel], seconds: float) -> None:
     poll = select.poll()
     for reader in readers:
         poll.register(reader, select.POLLIN)
@@ -337,16 +337,16 @@ def main(descriptor: int, parent: int) -> None:
     for number in TOLD_TO_END:
         signal.signal(number, signal.SIG_IGN)
     adopt_orphans()
-    trainer = Channel(socket.socket(fileno=descriptor))
-    warden: Warden | None = None
-    with contextlib.suppress(Closed):
+    trainer = MessageChannel(socket.socket(fileno=descriptor))
+    warden: Supervisor | None = None
+    with contextlib.suppress(ChannelClosed):
         charge: Charge | None = None
         while charge is None:
             trainer.wait()
             for _, body in trainer.receive():
                 charge = pickle.loads(body)
                 break
-        warden = Warden(charge, trainer, parent)
+        warden = Supervisor(charge, trainer, parent)
         warden.run()
     if warden is not None:
         warden.end()

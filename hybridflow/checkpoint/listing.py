@@ -29,7 +29,7 @@ from hybridflow.formats.file_sum import Read
 
 
 @dataclass(frozen=True)
-class Inventory:
+class CheckpointListing:
     """Where checkpoints lie. By path, none of them read."""
 
     steps: tuple[Path, ...]  # ascending; intact or not
@@ -39,7 +39,7 @@ class Inventory:
 
 
 @dataclass(frozen=True)
-class Told:
+class CheckpointFacts:
     """What state.json says that a person may want to know."""
 
     iteration: int
@@ -51,13 +51,13 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ListedCheckpoint:
     """A checkpoint as it was found."""
 
     step: Path
     num_bytes: int  # on the disk
     written: float | None  # seconds since 1970; None without a manifest, which is written last
-    told: Told | None  # None where state.json cannot be read
+    told: CheckpointFacts | None  # None where state.json cannot be read
     problems: tuple[str, ...]  # a line a file, which it names
 
     @property
@@ -67,22 +67,22 @@ class Entry:
         return int(match[1]) if match else self.told.iteration if self.told else None
 
 
-def find_checkpoints(path: Path) -> Inventory:
+def find_checkpoints(path: Path) -> CheckpointListing:
     """Those of a run directory, of its checkpoints/, or the one that `path` is. Errors: CheckpointError without any."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory")
     if (path / MANIFEST).exists() or STEP.fullmatch(path.resolve().name):
-        return Inventory((path,), _latest(path.resolve().parent), (), is_one=True)
+        return CheckpointListing((path,), _latest(path.resolve().parent), (), is_one=True)
     root = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     leftovers = tuple(sorted(child for child in root.iterdir() if LEFTOVER.fullmatch(child.name)))
     found = tuple(root / step_name(iteration) for iteration in steps(root))
     if not found:
         left = "".join(f"\n{child}: is left of a save that did not end" for child in leftovers)
         raise CheckpointError(f"{root}: holds no checkpoint{left}")
-    return Inventory(found, _latest(root), leftovers, is_one=False)
+    return CheckpointListing(found, _latest(root), leftovers, is_one=False)
 
 
-def look(step: Path, *, thorough: bool = False, read: Read = lambda num_bytes: None) -> Entry | None:
+def look(step: Path, *, thorough: bool = False, read: Read = lambda num_bytes: None) -> ListedCheckpoint | None:
     """What there is of a checkpoint, and what is wrong with it; thorough: every byte is read, which `read` is told.
 
     None where it is gone by the end.
@@ -97,7 +97,7 @@ def look(step: Path, *, thorough: bool = False, read: Read = lambda num_bytes: N
     except CheckpointError as error:
         if not any(line.startswith(f"{step / STATE}: ") for line in problems):
             problems.append(str(error))
-    entry = Entry(step, size_of(step), _when(step / MANIFEST), told, tuple(problems))
+    entry = ListedCheckpoint(step, size_of(step), _when(step / MANIFEST), told, tuple(problems))
     return entry if step.is_dir() else None
 
 
@@ -106,11 +106,11 @@ def size_of(directory: Path) -> int:
     return sum(_size(path) for path in directory.rglob("*"))
 
 
-def _told(step: Path) -> Told:
+def _told(step: Path) -> CheckpointFacts:
     tree: dict[str, Any] = read_state(step)
     try:
         config = tree["config"]
-        return Told(
+        return CheckpointFacts(
             iteration=int(tree["run"]["iteration"]),
             metrics={name: float(value) for name, value in tree["metrics"].items()},
             forked_from=tree["forked_from"],

@@ -17,7 +17,7 @@ from hybridflow.parallel.device import CPU
 TAG = 0
 
 
-class SmallGroup:
+class StandaloneGroup:
     """`size` ranks that have the same `name`. Calls return when they are done, or raise RuntimeError in time.
 
     That it cannot be made is told in time where a rank does not come. Where one has come and its host is cut off

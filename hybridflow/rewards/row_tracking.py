@@ -1,6 +1,6 @@
 """Lists that know which row was read last, so that a function that raised for a batch need not be called row by row.
 
-reading = Reading(len(prompts))
+reading = RowTracking(len(prompts))
 function(reading.watched(prompts), reading.watched(responses))
 reading.at  # (4,) in the middle of a loop, (0, 1, 2, ...) at its end, (8, ..., 15) after prompts[8:16]
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, SupportsIndex, overload
 
 
-class Reading:
+class RowTracking:
     """at: the rows that were read last: one, those of a slice, those of a whole pass; none as long as none was read.
 
     A batch of one row is always at that row.
@@ -21,9 +21,9 @@ class Reading:
         self._read: set[int] = set()
         self._in_loop = False
 
-    def watched(self, values: Sequence[Any]) -> "WatchedList":
+    def watched(self, values: Sequence[Any]) -> "TrackedRows":
         """A list of the values, one a row."""
-        return WatchedList(values, range(len(values)), self)
+        return TrackedRows(values, range(len(values)), self)
 
     def note(self, rows: Sequence[int], *, in_loop: bool = False) -> None:
         """in_loop: a loop asked for this row and not yet for the next."""
@@ -37,10 +37,10 @@ class Reading:
         return len(self._all) > 1 and self._read >= self._all and not self._in_loop
 
 
-class WatchedList(list[Any]):
+class TrackedRows(list[Any]):
     """A list that tells `reading` what is read of it. It may be changed: only rows still in their place are told."""
 
-    def __init__(self, values: Sequence[Any], rows: Sequence[int], reading: Reading) -> None:
+    def __init__(self, values: Sequence[Any], rows: Sequence[int], reading: RowTracking) -> None:
         super().__init__(values)
         self._places = list(zip(rows, values, strict=True))  # what lay where, as far as that is known
         self._reading = reading
@@ -82,7 +82,7 @@ class WatchedList(list[Any]):
             return values
         if rows:
             self._reading.note(rows)
-        return WatchedList(values, rows, self._reading)
+        return TrackedRows(values, rows, self._reading)
 
     def _note(self, place: int, value: Any, *, in_loop: bool = False) -> None:
         row, original = self._places[place] if place < len(self._places) else (0, self)

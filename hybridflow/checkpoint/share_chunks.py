@@ -17,7 +17,7 @@ from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import Shape, Weight, stored_at
 
 
-class Piece(NamedTuple):
+class ShareChunk(NamedTuple):
     """A view of a rank's flattened share, and the box of the stored tensor that its elements are."""
 
     start: int
@@ -34,7 +34,7 @@ def stored_shape(weight: Weight, spec: ModelSpec) -> Shape:
     return (*layers, *experts, matrix.rows // matrix.experts, *columns)
 
 
-def pieces(weight: Weight, spec: ModelSpec, *, tp: int, tp_rank: int, run: Interval) -> Iterator[Piece]:
+def pieces(weight: Weight, spec: ModelSpec, *, tp: int, tp_rank: int, run: Interval) -> Iterator[ShareChunk]:
     """Elements run[0] .. run[1] of what tensor-parallel rank `tp_rank` of `tp` holds, each in one piece."""
     matrix, (_, layer) = matrix_of(weight, spec), stored_at(weight)
     shard, is_matrix = training_shard(matrix, tp, tp_rank), _is_matrix(weight, spec)
@@ -53,7 +53,7 @@ def pieces(weight: Weight, spec: ModelSpec, *, tp: int, tp_rank: int, run: Inter
                     shape, strides, offset = (*shape, num_columns), (*strides, 1), (*offset, shard.columns[0] + column)
                 if weight.experts:
                     shape, strides, offset = (num_experts, *shape), (own, *strides), (expert, *offset)
-                yield Piece(reached + position, shape, strides, (*leading, *offset))
+                yield ShareChunk(reached + position, shape, strides, (*leading, *offset))
             reached, start, stop = reached + size, start - size, stop - size
 
 

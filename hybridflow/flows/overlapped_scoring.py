@@ -1,7 +1,7 @@
 """What ranks do about a rollout before it is whole: score finished responses while other replicas still generate.
 
     ahead.begin(prompts, samples)                  # cut in units, before a token is generated
-    generator.generate(..., beside=ahead)          # ahead.finished, ahead.stepped; then ahead.waits(own rows)
+    generator.generate(..., listener=scoring)     # ahead.finished, ahead.stepped; then ahead.waits(own rows)
     ahead.settle(rollout)                          # one exchange: who has done what; the rest is dealt out
     run.scores(rollout), reference.log_probs(rollout), ...
 
@@ -21,18 +21,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch
-from hybridflow.config.length_buckets import ByLength
-from hybridflow.flows.unit_board import TokenLists, UnitBoard
+from hybridflow.config.length_buckets import LengthBuckets
+from hybridflow.flows.work_queue import TokenLists, WorkQueue
 from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.layout import RolloutLayout
-from hybridflow.parallel.noticeboard import Noticeboard
-from hybridflow.placement.waiting import UNITS_PER_BLOCK, Block
+from hybridflow.parallel.store_client import StoreClient
+from hybridflow.placement.overlapped_scoring import UNITS_PER_BLOCK, Block
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.rewards.calls import Group, RolloutCalls
 from hybridflow.rewards.scorer import Scorer
-from hybridflow.roles.ahead import Ahead, Units, cut_in_units, tokens_of_units
 from hybridflow.roles.base import Role
+from hybridflow.roles.precomputed_scores import PrecomputedScores, ScoringUnits, cut_in_units, tokens_of_units
 from hybridflow.rollout.engine import Response
 from hybridflow.rollout.generation import prompts_of_replicas, responses_to
 
@@ -45,7 +45,7 @@ Step = tuple[int, tuple[Taken, ...]]  # a model and units for it
 
 
 @dataclass(frozen=True)
-class Waiting:
+class OverlappedModel:
     """A model that computes ahead, how it is asked, and its blocks on the ranks of each engine replica."""
 
     role: Role
@@ -53,7 +53,7 @@ class Waiting:
     blocks: Mapping[int, Sequence[Block]]
 
     @property
-    def ahead(self) -> Ahead:
+    def ahead(self) -> PrecomputedScores:
         assert self.role.ahead is not None, "nothing has begun"
         return self.role.ahead
 
@@ -75,7 +75,7 @@ class _Unfinished:
         return tuple(self.responses[row] for row in self.rows)
 
 
-class WhileWaiting:
+class OverlappedScoring:
     """Of this rank. Building it is collective over the world, and so are `begin` and `settle`.
 
     models: those of `planning.waiting.models_that_wait`, alike on all ranks; with them goes a noticeboard.
@@ -83,13 +83,13 @@ class WhileWaiting:
 
     def __init__(
         self,
-        models: Sequence[Waiting],
+        models: Sequence[OverlappedModel],
         scorer: Scorer | None,
         layout: RolloutLayout,
         *,
         rank: int,
         groups: ProcessGroups,
-        notices: Noticeboard | None,
+        notices: StoreClient | None,
         exchange: Exchange,
         watch: Stopwatch,
     ) -> None:
@@ -98,9 +98,9 @@ class WhileWaiting:
         shared = self._models and len(layout.replicas[0]) > 1
         self._group = groups.own(layout.replicas) if shared else None
         self._replica = layout.coordinates(rank).replica if rank in layout else None
-        self._board: UnitBoard | None = None  # of the first rank of a replica, which asks for the others
+        self._board: WorkQueue | None = None  # of the first rank of a replica, which asks for the others
         if notices is not None and self._replica is not None and layout.contributes(rank):
-            self._board = UnitBoard(notices, self._replica, len(layout.replicas))
+            self._board = WorkQueue(notices, self._replica, len(layout.replicas))
         self._num_shares = max((model.role.grid.dp for model in self._models), default=1)
         self._calls: RolloutCalls | None = None
         self._begun = False
@@ -110,10 +110,10 @@ class WhileWaiting:
         prompts: PromptBatch,
         samples: Sequence[int],
         *,
-        limits: ByLength[int],
+        limits: LengthBuckets[int],
         generates: bool,
         left_out: Mapping[Role, Sequence[int]] | None = None,
-    ) -> "WhileWaiting":
+    ) -> "OverlappedScoring":
         """The next rollout has so many responses to each of these prompts.
 
         limits: on the length of a response. generates: it has not been kept. left_out: by model the rows that it is not
@@ -126,7 +126,7 @@ class WhileWaiting:
         per_replica = UNITS_PER_BLOCK * ceil(self._num_shares / len(self._layout.replicas))
         self._units = cut_in_units(shares, samples, costs, per_replica=per_replica, num_shares=self._num_shares)
         for model in self._models:
-            model.role.ahead = Ahead(self._units.without((left_out or {}).get(model.role, ())))
+            model.role.ahead = PrecomputedScores(self._units.without((left_out or {}).get(model.role, ())))
         self._calls = self._scorer.call_ahead(prompts) if self._scorer is not None else None
         self._of_prompts = _by_row(self._own_prompts(shares, samples) if self._calls is not None else [])
         self._of_units: dict[int, _Unfinished] = {}
@@ -197,7 +197,7 @@ class WhileWaiting:
                 self._exchange.seconds += pause  # spent waiting, as in an exchange
         return None
 
-    def _others_generate(self, board: UnitBoard) -> bool:
+    def _others_generate(self, board: WorkQueue) -> bool:
         return board.others_generate()
 
     def _taken(self, model: int, pending: list[int]) -> list[Taken]:
@@ -217,7 +217,7 @@ class WhileWaiting:
                 found.append((unit, responses))
         return found
 
-    def _told(self, board: UnitBoard) -> bool:
+    def _told(self, board: WorkQueue) -> bool:
         """Whether others have announced units."""
         found = board.announced()
         for pending in self._pending.values():
@@ -282,7 +282,7 @@ class WhileWaiting:
         own = shares[self._replica][ranks.index(self._rank) :: len(ranks)]
         return [(p, tuple(range(first[p], first[p + 1]))) for p in own]
 
-    def _blocks(self, model: Waiting) -> Sequence[Block]:
+    def _blocks(self, model: OverlappedModel) -> Sequence[Block]:
         """Those of the model on the ranks of this replica."""
         assert self._replica is not None, "a rank that generates"
         return model.blocks.get(self._replica, ())
@@ -293,7 +293,7 @@ def _by_row(wanted: Sequence[tuple[int, tuple[int, ...]]]) -> dict[int, _Unfinis
     return {row: each for each in found for row in each.rows}
 
 
-def _run(model: Waiting, unit: int, rows: Sequence[int], batch: RolloutBatch) -> None:
+def _run(model: OverlappedModel, unit: int, rows: Sequence[int], batch: RolloutBatch) -> None:
     """rows: those of `batch`, all of the unit, of which the model may be asked for some alone."""
     wanted = set(model.ahead.units.rows[unit])
     if len(wanted) < len(rows):
@@ -304,7 +304,7 @@ def _run(model: Waiting, unit: int, rows: Sequence[int], batch: RolloutBatch) ->
         model.ahead.keep(unit, result)
 
 
-def _places_within(units: Units, some: list[int]) -> dict[int, Tensor]:
+def _places_within(units: ScoringUnits, some: list[int]) -> dict[int, Tensor]:
     """The rows of each of these units, all of one replica, by their places among the rows of that replica."""
     rows = sorted(row for unit in some for row in units.rows[unit])
     places = {row: place for place, row in enumerate(rows)}

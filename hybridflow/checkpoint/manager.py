@@ -1,9 +1,9 @@
 """What a run goes on from, when it saves, and when it ends before its time.
 
-keeper = Keeper(config, digests, roles.trained(), ...)     # loads a checkpoint into the models, if there is one
-run.state = keeper.state or run.state
+checkpoints = CheckpointManager(config, digests, roles.trained(), ...)     # loads a checkpoint, if there is one
+run.state = checkpoint_manager.state or run.state
 ...
-keeper.after(run.state, metrics, recorder, is_last=False)  # between two iterations; raises Stopped
+checkpoint_manager.after(run.state, metrics, recorder, is_last=False)  # between two iterations; raises Stopped
 """
 
 import contextlib
@@ -26,15 +26,15 @@ from torch._C._distributed_c10d import Store
 from hybridflow.batch import RolloutBatch
 from hybridflow.checkpoint.changes import Effect, changes, content_changes
 from hybridflow.checkpoint.resume import check_progress, find_source, restore
-from hybridflow.checkpoint.saver import Saver
 from hybridflow.checkpoint.sharded import SavedRole
 from hybridflow.checkpoint.state import RunState, SavedRun
 from hybridflow.checkpoint.store import CHECKPOINTS
+from hybridflow.checkpoint.writer import CheckpointWriter
 from hybridflow.config import ExperimentConfig, RunConfig
 from hybridflow.errors import CheckpointError, DataError, SaveError, Stopped
 from hybridflow.formats.directories import sync
 from hybridflow.parallel.agreement import failures
-from hybridflow.parallel.peers import parent_process
+from hybridflow.parallel.peer_processes import parent_process
 from hybridflow.parallel.platform import Platform
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
@@ -46,7 +46,7 @@ STOPPED = "stopped"  # by which torchrun's ranks, beside the checkpoints
 ROLLOUT = "rollout"  # beside the checkpoints: the responses of the iteration that is under way
 
 
-class Keeper:
+class CheckpointManager:
     """Of one start of a run; building it is collective over the world.
 
     state: that of the checkpoint, None where the run starts anew. notes: for the person who watches.
@@ -81,7 +81,7 @@ class Keeper:
         self._source = find_source(config, restarts=restarts, group=group)
         self.state = self._loaded(roles)
         self._raise_together(lambda: self._check_progress(restarts))
-        self._saver = Saver(
+        self._saver = CheckpointWriter(
             roles,
             self._root,
             config.checkpoint,

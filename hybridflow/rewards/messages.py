@@ -19,11 +19,11 @@ LENGTHS = struct.Struct(">IQ")  # of the header and of the body, in bytes
 CHUNK = 1 << 16
 
 
-class Closed(Exception):
+class ChannelClosed(Exception):
     """The other end is gone."""
 
 
-class Channel:
+class MessageChannel:
     """One end. It takes the socket over, which no longer blocks."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -45,7 +45,7 @@ class Channel:
         self.flush()
 
     def send_all(self, header: Header, body: bytes = b"") -> None:
-        """Until the other end has taken it. Errors: Closed."""
+        """Until the other end has taken it. Errors: ChannelClosed."""
         self.send(header, body)
         while self.has_more:
             _wait(self, select.POLLOUT)
@@ -56,17 +56,17 @@ class Channel:
         _wait(self, select.POLLIN)
 
     def flush(self) -> None:
-        """Send what the other end takes now. Errors: Closed."""
+        """Send what the other end takes now. Errors: ChannelClosed."""
         try:
             while self._out:
                 del self._out[: self.socket.send(memoryview(self._out)[:CHUNK].tobytes())]
         except BlockingIOError:
             return
         except OSError as error:
-            raise Closed from error
+            raise ChannelClosed from error
 
     def receive(self) -> Iterator[tuple[Header, bytes]]:
-        """The whole messages that have arrived. Errors: Closed, after the last of them."""
+        """The whole messages that have arrived. Errors: ChannelClosed, after the last of them."""
         ended = self._read()
         while len(self._in) >= LENGTHS.size:
             head, body = LENGTHS.unpack_from(self._in)
@@ -77,7 +77,7 @@ class Channel:
             del self._in[:end]
             yield json.loads(message[:head]), message[head:]
         if ended:
-            raise Closed
+            raise ChannelClosed
 
     def close(self) -> None:
         """For both ends, also where a process that was forked holds this one too."""
@@ -97,7 +97,7 @@ class Channel:
         return True
 
 
-def _wait(channel: Channel, event: int) -> None:
+def _wait(channel: MessageChannel, event: int) -> None:
     poll = select.poll()  # select.select knows no file beyond the 1024th
     poll.register(channel, event)
     poll.poll()

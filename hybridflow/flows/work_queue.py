@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridflow.parallel.noticeboard import Noticeboard
+from hybridflow.parallel.store_client import StoreClient
 
 TokenLists = Sequence[Sequence[int]]
 
 
-class Progress(NamedTuple):
+class ReplicaProgress(NamedTuple):
     """What the note of a replica says."""
 
     rollout: int  # counted over the run
@@ -31,7 +31,7 @@ class Progress(NamedTuple):
     units: tuple[int, ...]  # announced in it
 
     @classmethod
-    def read(cls, text: str) -> "Progress":
+    def read(cls, text: str) -> "ReplicaProgress":
         rollout, done, *units = map(int, text.split())
         return cls(rollout, bool(done), tuple(units))
 
@@ -39,20 +39,20 @@ class Progress(NamedTuple):
         return " ".join(map(str, (self.rollout, int(self.done), *self.units)))
 
 
-class UnitBoard:
+class WorkQueue:
     """Of one replica. Where the store does not answer nobody generates, nothing is announced and nothing is to do."""
 
-    def __init__(self, notices: Noticeboard, replica: int, num_replicas: int) -> None:
+    def __init__(self, notices: StoreClient, replica: int, num_replicas: int) -> None:
         self._notices, self._replica = notices, replica
         self._keys = [_progress_key(number) for number in range(num_replicas)]
-        self._own = Progress(0, False, ())
+        self._own = ReplicaProgress(0, False, ())
         self._tell(self._own)
-        self._last: list[Progress] = []  # of every replica, as the store said last
+        self._last: list[ReplicaProgress] = []  # of every replica, as the store said last
         self._seen: set[int] = set()
 
     def begin(self) -> None:
         """Another rollout is generated. No replica begins before all have generated theirs of the one before."""
-        self._own = Progress(self._own.rollout + 1, False, ())
+        self._own = ReplicaProgress(self._own.rollout + 1, False, ())
         self._last, self._seen = [], set()
 
     def done(self) -> None:
@@ -62,7 +62,7 @@ class UnitBoard:
     def num_done(self) -> int:
         """Replicas that have generated all of their rows."""
         notes = self._notices.read_all(self._keys)
-        self._last = [] if notes is None else [Progress.read(text) for text in notes]
+        self._last = [] if notes is None else [ReplicaProgress.read(text) for text in notes]
         return sum(its.done for its in self._current())
 
     def others_generate(self) -> bool:
@@ -92,11 +92,11 @@ class UnitBoard:
         rollout, _, text = (self._notices.read(_tokens_key(unit)) or "").partition(" ")
         return _responses(text) if rollout == str(self._own.rollout) else None
 
-    def _tell(self, progress: Progress) -> None:
+    def _tell(self, progress: ReplicaProgress) -> None:
         self._own = progress
         self._notices.deliver(_progress_key(self._replica), str(progress))
 
-    def _current(self) -> list[Progress]:
+    def _current(self) -> list[ReplicaProgress]:
         """Of the replicas that are in this rollout."""
         return [its for its in self._last if its.rollout == self._own.rollout]
 

@@ -13,7 +13,7 @@ Int = npt.NDArray[np.int64]
 Float = npt.NDArray[np.float64]
 
 
-class Cells:
+class RankClasses:
     """The ranks of a run, those together that no pipeline stage of any option tells apart."""
 
     def __init__(self, placement: Placement, stages: Mapping[str, set[int]]) -> None:

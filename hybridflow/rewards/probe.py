@@ -36,7 +36,7 @@ def described(wanted: Sequence[Wanted]) -> list[Described]:
         return []
     paths = [path for path, _ in wanted]
     process = subprocess.Popen(
-        light_python("hybridflow.rewards.scout", os.getpid()),
+        light_python("hybridflow.rewards.probe", os.getpid()),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,

@@ -8,7 +8,7 @@ a rank that waits has given its KV cache and the engine's weights back, so that 
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.algorithms import Custom, ReMax
 from hybridflow.parallel.layout import Layout, RolloutLayout
-from hybridflow.placement.first_step import asks_for_log_probs
+from hybridflow.placement.deferred_log_probs import asks_for_log_probs
 from hybridflow.placement.placed import PlacedRun
 
 UNITS_PER_BLOCK = 4  # that the rows of a replica are cut in: one may be under way when the last response is there

@@ -1,4 +1,4 @@
-"""Saving a run: every rank has a `Saver` and calls it at the same places.
+"""Saving a run: every rank has a `CheckpointWriter` and calls it at the same places.
 
     saver.save(saved)       copies or writes; training may go on when it returns
     saver.check()           whether a save in the background is over; raises what went wrong with it, on every rank
@@ -40,7 +40,7 @@ from hybridflow.checkpoint.store import (
 )
 from hybridflow.config import CheckpointConfig
 from hybridflow.errors import CheckpointError, SaveError
-from hybridflow.formats.distributed_storage import Chunk, Record, write_records
+from hybridflow.formats.distributed_storage import Chunk, ChunkRecord, write_records
 from hybridflow.formats.file_bytes import memory_of
 from hybridflow.formats.file_sum import FileSum
 from hybridflow.formats.huggingface_files import copy_companions, write_config
@@ -67,7 +67,7 @@ class _Save:
     warning: str | None = None
 
 
-class Saver:
+class CheckpointWriter:
     """See the module. `seconds`: those that training has waited, until somebody sets it to zero."""
 
     def __init__(
@@ -278,7 +278,7 @@ class Saver:
     def _publish(self, save: _Save) -> None:
         sums: dict[str, FileSum] = {}
         for role, _ in save.parts:
-            directory, records = save.partial / role, list[Record]()
+            directory, records = save.partial / role, list[ChunkRecord]()
             for rank in range(self._platform.world_size):
                 file = directory / _part_name(rank)
                 part = json.loads(file.read_text())
@@ -345,7 +345,7 @@ def _part_name(rank: int) -> str:
     return f".rank_{rank:05d}.json"
 
 
-def _record(tree: dict[str, Any]) -> Record:
+def _record(tree: dict[str, Any]) -> ChunkRecord:
     """JSON has lists for tuples."""
     tuples = {name: tuple(value) for name, value in tree.items() if isinstance(value, list)}
-    return Record(**(tree | tuples))
+    return ChunkRecord(**(tree | tuples))

@@ -58,7 +58,7 @@ class KTOBatch(LabelledBatch):
 
 
 @dataclass(frozen=True)
-class Judged(Generic[Batch]):
+class LossResult(Generic[Batch]):
     """each: the losses of its pairs, rows or tokens under "loss", and by name what else is worth knowing of some of
     them. outputs: what the model gave of the batch, (T,) or (N,), which the losses are a function of."""
 
@@ -80,15 +80,15 @@ def means(each: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
 # ------------------------------------------------------------------------------------------------ one completion
 
 
-def judge_sft(run: FixedRun, examples: Sequence[Example]) -> Judged[SFTBatch]:
+def judge_sft(run: FixedRun, examples: Sequence[Example]) -> LossResult[SFTBatch]:
     """-log pi of each token that counts."""
     rows = given_batch(examples)
     known = run.whole(rows, log_probs=run.actor.log_probs(rows))
     batch = SFTBatch(**vars(rows), log_probs=known.log_probs)
-    return Judged(batch, {"loss": -known.log_probs[rows.response_mask]}, known.log_probs)
+    return LossResult(batch, {"loss": -known.log_probs[rows.response_mask]}, known.log_probs)
 
 
-def judge_kto(run: FixedRun, c: KTO, examples: Sequence[Example]) -> Judged[KTOBatch]:
+def judge_kto(run: FixedRun, c: KTO, examples: Sequence[Example]) -> LossResult[KTOBatch]:
     """Good completions against bad ones. The mismatched pairs are of the whole batch, wherever their rows are run."""
     count = len(examples)
     rows = given_batch([*examples, *mismatched(examples, run.max_length)])
@@ -116,23 +116,23 @@ def judge_kto(run: FixedRun, c: KTO, examples: Sequence[Example]) -> Judged[KTOB
         "undesirable_reward_mean": rewards[~batch.desirable],
         "reference_point": point[None],
     }
-    return Judged(batch, each, outputs)
+    return LossResult(batch, each, outputs)
 
 
 # ------------------------------------------------------------------------------------------------ pairs
 
 
-def judge_reward_model(run: FixedRun, examples: Sequence[Example]) -> Judged[ScoredPairBatch]:
+def judge_reward_model(run: FixedRun, examples: Sequence[Example]) -> LossResult[ScoredPairBatch]:
     """The score of the better completion against that of the other."""
     pairs = pair_batch(examples)
     known = run.whole(pairs, raw_scores=run.reward_model.scores(pairs))
     outputs = known.raw_scores.clone().requires_grad_()
     loss = bradley_terry_loss(outputs[0::2], outputs[1::2], pairs.margins[0::2])
     batch = ScoredPairBatch(**vars(pairs), raw_scores=known.raw_scores)
-    return Judged(batch, {"loss": loss, **compared(known.raw_scores)}, outputs)
+    return LossResult(batch, {"loss": loss, **compared(known.raw_scores)}, outputs)
 
 
-def judge_dpo(run: FixedRun, c: DPO, examples: Sequence[Example]) -> Judged[DPOBatch]:
+def judge_dpo(run: FixedRun, c: DPO, examples: Sequence[Example]) -> LossResult[DPOBatch]:
     """How much more than the reference the policy prefers the better completion."""
     pairs = pair_batch(examples)
     known = run.whole(pairs, log_probs=run.actor.log_probs(pairs), ref_log_probs=run.reference.log_probs(pairs))
@@ -143,7 +143,7 @@ def judge_dpo(run: FixedRun, c: DPO, examples: Sequence[Example]) -> Judged[DPOB
     else:
         loss = dpo_loss(ratios[0::2], ratios[1::2], beta=c.beta, label_smoothing=c.label_smoothing)
     batch = DPOBatch(**vars(pairs), log_probs=known.log_probs, ref_log_probs=known.ref_log_probs)
-    return Judged(batch, {"loss": loss, **compared(c.beta * ratios.detach())}, outputs)
+    return LossResult(batch, {"loss": loss, **compared(c.beta * ratios.detach())}, outputs)
 
 
 def log_ratios(log_probs: Tensor, ref_log_probs: Tensor, batch: RolloutBatch) -> Tensor:

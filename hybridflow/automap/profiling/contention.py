@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from hybridflow.automap.device import Crowding, Shared
+from hybridflow.automap.device import Contention, Crowding
 from hybridflow.automap.profiling.groups import sizes
 from hybridflow.automap.profiling.tiny import PROMPT, batch, make_model, placed_run
 from hybridflow.roles.base import World
@@ -24,7 +24,7 @@ ROWS, RESPONSE, SEQUENCES, REPEATS = 4, 56, 4, 3
 VOCABULARY = 2048
 
 
-def crowding(directory: Path, world: World, shared: Shared) -> tuple[Crowding, ...]:
+def measured_contention(directory: Path, world: World, shared: Contention) -> tuple[Crowding, ...]:
     """Collective over the world; every rank gets the same. One row a number of ranks."""
     platform, model = world.platform, directory / "crowd"
     if platform.rank == 0:

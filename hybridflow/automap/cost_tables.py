@@ -1,6 +1,6 @@
 """The options of a role as arrays over the cells of a placement: seconds and bytes, and what becomes of them. Pure.
 
-    levels = Levels(options, placement, engines)
+    levels = CostTables(options, placement, engines)
     level = levels.of("critic")                        each option's seconds and bytes, whatever others are chosen
     level = levels.beside(level, chosen)               beside what the roles before it have chosen
     levels.engine_beside(chosen)                       what an engine takes on the chosen actor beyond its own level
@@ -14,14 +14,14 @@ from functools import cached_property
 
 import numpy as np
 
-from hybridflow.automap.cells import Cells, Float, Int, contiguous
 from hybridflow.automap.engine_memory import EngineMemory
 from hybridflow.automap.engine_options import EngineOption
 from hybridflow.automap.frontier import Frontier
 from hybridflow.automap.options import Options, RoleOption
 from hybridflow.automap.placements import Placement
+from hybridflow.automap.rank_classes import Float, Int, RankClasses, contiguous
 from hybridflow.config.auto import ENGINE
-from hybridflow.placement.waiting import blocks_within
+from hybridflow.placement.overlapped_scoring import blocks_within
 from hybridflow.reshard.groups import rollout_layout, standalone_layout
 
 # of a reference that becomes the actor, and of that
@@ -69,7 +69,7 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Level(Sums):
+class CostTable(Sums):
     """A role with all its options, and what each of these adds: arrays of (options,) or (options, cells)."""
 
     name: str
@@ -77,7 +77,7 @@ class Level(Sums):
 
 
 @dataclass(frozen=True)
-class Ahead:
+class SecondsToCome:
     """Of one cell: the least seconds of the roles to come, by the memory that is left while models train, and while
     the engine generates."""
 
@@ -85,10 +85,10 @@ class Ahead:
     training: Frontier
     generating: Frontier
 
-    def plus(self, level: Level) -> "Ahead":
+    def plus(self, level: CostTable) -> "SecondsToCome":
         seconds = level.alone + level.scoring[:, self.cell] + level.updating[:, self.cell]
         held, resting = level.held[:, self.cell], level.resting[:, self.cell]
-        return Ahead(self.cell, self.training.plus(held, seconds), self.generating.plus(resting, seconds))
+        return SecondsToCome(self.cell, self.training.plus(held, seconds), self.generating.plus(resting, seconds))
 
     def bound(self, here: Sums, budget: int) -> Float:
         """Seconds of this cell, for each option; infinite where it cannot hold what is to come."""
@@ -104,7 +104,7 @@ def zeros(count: int) -> Sums:
     return Sums(np.zeros(()), none, none, no_bytes, no_bytes, no_bytes)
 
 
-def least_of(level: Level) -> Sums:
+def least_of(level: CostTable) -> Sums:
     """Of each number the least of any option."""
     return Sums(
         level.alone.min(),
@@ -116,32 +116,32 @@ def least_of(level: Level) -> Sums:
     )
 
 
-class Levels:
+class CostTables:
     """Of one placement."""
 
     def __init__(self, options: Options, placement: Placement, engines: EngineMemory) -> None:
         self._options, self._placement, self._engines = options, placement, engines
 
-    def beside(self, level: Level, chosen: Chosen) -> Level:
+    def beside(self, level: CostTable, chosen: Chosen) -> CostTable:
         """The level of a role that comes after these."""
         if level.name == "reference" and self._options.reference_follows:
             level = self._like_actor(level, chosen)
         return level if level.name in ("actor", ENGINE) else self._while_waiting(level, chosen)
 
     @cached_property
-    def cells(self) -> Cells:
+    def cells(self) -> RankClasses:
         stages = {
             name: {option.layout.pp for option in self._options.of_role(name, len(ranks))}
             for name, ranks in self._placement.items()
             if name != ENGINE
         }
-        return Cells(self._placement, stages)
+        return RankClasses(self._placement, stages)
 
-    def of(self, name: str) -> Level:
+    def of(self, name: str) -> CostTable:
         count = len(self._placement[name])
         return self._engine_level(count) if name == ENGINE else self._role_level(name, count)
 
-    def _role_level(self, name: str, count: int) -> Level:
+    def _role_level(self, name: str, count: int) -> CostTable:
         options = self._options.of_role(name, count)
         spread = self.cells.spread
         there = spread(name, [1])
@@ -154,7 +154,7 @@ class Levels:
             return np.outer([getattr(option, attribute) for option in options], there).astype(np.float64)
 
         alone = np.array([option.alone for option in options], dtype=np.float64)
-        return Level(
+        return CostTable(
             alone,
             seconds("scoring"),
             seconds("updating"),
@@ -165,7 +165,7 @@ class Levels:
             options=options,
         )
 
-    def _engine_level(self, count: int) -> Level:
+    def _engine_level(self, count: int) -> CostTable:
         """With the least that each holds on any of the actor's layouts: of what the actor has, nothing twice."""
         options = self._options.of_engine(count)
         shape = len(options), self.cells.count
@@ -174,7 +174,7 @@ class Levels:
         none, no_bytes = np.zeros(shape), np.zeros(shape, dtype=np.int64)
         held = np.array([self._engines.awake(option) * there for option in options], dtype=np.int64).reshape(shape)
         generating = np.array([option.generating for option in options], dtype=np.float64)
-        return Level(generating, none, none, held, no_bytes, resting, name=ENGINE, options=options)
+        return CostTable(generating, none, none, held, no_bytes, resting, name=ENGINE, options=options)
 
     def engine_beside(self, chosen: Chosen) -> Sums | None:
         """What the engine takes on the chosen actor beyond its level, and in the place of what that has of resting:
@@ -192,7 +192,7 @@ class Levels:
         none = zeros(self.cells.count)
         return replace(none, alone=np.asarray(handed), scoring=scoring.astype(np.float64), resting=resting)
 
-    def _while_waiting(self, level: Level, chosen: Chosen) -> Level:
+    def _while_waiting(self, level: CostTable, chosen: Chosen) -> CostTable:
         """With the seconds of options that score before the rollout is whole, as `planning.waiting` has it."""
         if not self._options.may_wait(level.name):
             return level
@@ -227,7 +227,7 @@ class Levels:
             self._engines.blocks[key] = bool(blocks_within(replace(option.layout, ranks=own), rollout))
         return self._engines.blocks[key]
 
-    def _like_actor(self, level: Level, chosen: Chosen) -> Level:
+    def _like_actor(self, level: CostTable, chosen: Chosen) -> CostTable:
         """Infinite seconds where a reference that becomes the actor would not lie as that does."""
         actor = chosen["actor"]
         assert isinstance(actor, RoleOption), "the actor is no engine"
