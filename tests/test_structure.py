@@ -75,6 +75,7 @@ OUTER_FLOOR = 10  # tools and launch: nothing in hybridflow imports them
 
 ENVIRONMENT_USERS = [
     "hybridflow.parallel.platform",
+    "hybridflow.parallel.torchrun",
     "hybridflow.parallel.device",
     "hybridflow.cpu.kernels.library",
     "hybridflow.cpu.megatron.overlays",

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from hybridflow.batch import RolloutBatch
-from hybridflow.checkpoint.changes import Effect, changes, content_changes
+from hybridflow.checkpoint.change_rules import Effect
+from hybridflow.checkpoint.changes import changes, content_changes
 from hybridflow.checkpoint.resume import check_progress, find_source, restore
 from hybridflow.checkpoint.sharded import SavedRole
 from hybridflow.checkpoint.state import RunState, SavedRun

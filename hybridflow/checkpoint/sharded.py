@@ -36,7 +36,7 @@ from hybridflow.formats.distributed_directory import DistributedDirectory
 from hybridflow.formats.distributed_metadata import METADATA
 from hybridflow.formats.distributed_storage import Chunk, ChunkRecord, write_metadata
 from hybridflow.formats.safetensors_files import TensorInfo
-from hybridflow.models.build import named_weights
+from hybridflow.models.named_weights import named_weights
 from hybridflow.models.optimizer_state import num_steps, owned_states, set_num_steps
 from hybridflow.roles.base import TrainedRole
 from hybridflow.roles.policy import Reference

@@ -69,8 +69,8 @@ def _check(
     from hybridflow.inspection.examination import Examination
     from hybridflow.inspection.findings import HealthReport
     from hybridflow.inspection.participant import Participant
-    from hybridflow.parallel.platform import meeting_store, started
     from hybridflow.parallel.rank0_commands import CommandLeader, follow
+    from hybridflow.parallel.torchrun import meeting_store, started
 
     place = started()
     store = meeting_store(STORE_TIMEOUT)

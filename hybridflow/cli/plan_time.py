@@ -78,12 +78,13 @@ def measure(output: str) -> None:
         raise ConfigError(f"--output {output}: {path.absolute().parent} is no directory")
     from hybridflow.automap.profiling.measure import measure_profile
     from hybridflow.parallel import platform as platforms
+    from hybridflow.parallel import torchrun
 
     def tell(text: str) -> None:
         print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
 
     profile = measure_profile(path.stem, tell=tell)
-    if platforms.torchrun_rank()[0] == 0:
+    if torchrun.torchrun_rank()[0] == 0:
         path.write_text(profile.model_dump_json(indent=1) + "\n")
         print(f"wrote {path}")
     platforms.stop()

@@ -84,7 +84,8 @@ def _train(options: argparse.Namespace) -> None:
     search_beside(options.config)
     # torch and megatron load for seconds: a bad config fails before
     from hybridflow.parallel.device import device_name
-    from hybridflow.parallel.platform import prepare_imports, set_environment, torchrun_rank
+    from hybridflow.parallel.platform import prepare_imports
+    from hybridflow.parallel.torchrun import set_environment, torchrun_rank
     from hybridflow.placement.placed import check_output_dir
 
     set_environment(config.environment)
@@ -124,7 +125,8 @@ def _config(path: str, overrides: list[str]) -> tuple[AnyConfig, tuple[str, ...]
         return config_class(tree).from_tree(tree, path), ()
     neutral = with_neutral(tree)
     checked = config_class(neutral).from_tree(neutral, path)
-    from hybridflow.parallel.platform import prepare_imports, set_environment
+    from hybridflow.parallel.platform import prepare_imports
+    from hybridflow.parallel.torchrun import set_environment
     from hybridflow.trainers.auto import load_for_run
 
     set_environment(checked.environment)
@@ -156,7 +158,7 @@ def _report(error: Exception) -> None:
 
 
 def _end_as_told(stopped: Stopped) -> NoReturn:
-    from hybridflow.parallel.platform import torchrun_rank
+    from hybridflow.parallel.torchrun import torchrun_rank
 
     if torchrun_rank()[0] == 0:
         saved = "it is saved: the same command goes on from there" if stopped.saved else "it is not saved"

@@ -28,8 +28,8 @@ from hybridflow.inspection.verdicts import (
     slow_links,
 )
 from hybridflow.parallel.device import uses_cuda
-from hybridflow.parallel.platform import Started
 from hybridflow.parallel.rank0_commands import Answer, CommandLeader, Order
+from hybridflow.parallel.torchrun import Started
 
 GREET_SECONDS = 60.0  # ranks load torch at different speeds
 ANSWER_SECONDS = LOOK_SECONDS + 15

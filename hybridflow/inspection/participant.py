@@ -28,10 +28,11 @@ from hybridflow.inspection.versions import installed, version_findings
 from hybridflow.parallel.agreement import code_digests
 from hybridflow.parallel.device import CPU, choose_platform, uses_cuda
 from hybridflow.parallel.host_memory import host_memory
-from hybridflow.parallel.platform import Started, host_name, quiet, started
+from hybridflow.parallel.platform import quiet
 from hybridflow.parallel.process_exit import in_time
 from hybridflow.parallel.rank0_commands import Answer, Order, doing
 from hybridflow.parallel.standalone_groups import StandaloneGroup
+from hybridflow.parallel.torchrun import Started, host_name, started
 from hybridflow.trainers.auto import facts_of, memory_here, resolved_for
 from hybridflow.user_code import search_beside
 

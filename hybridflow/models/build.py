@@ -5,8 +5,6 @@ or, with virtual pipeline parallelism, several. The last stage of a policy model
 of the logits, that of a value model one scalar, both only for the rows that the micro-batch wants.
 """
 
-import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,11 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from hybridflow.architecture.parts import read_shard, shard_shape
-from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import Head, ModelSpec
-from hybridflow.architecture.weight_files import open_checkpoint
-from hybridflow.architecture.weights import OUTPUT, VALUE_HEAD, Weight, canonical_name, embedding, model_weights
 from hybridflow.cpu import attention as cpu_attention
 from hybridflow.cpu import layers as cpu_layers
 from hybridflow.cpu.kernels.library import library
@@ -47,15 +41,15 @@ from hybridflow.models.attention import (
     rotation,
 )
 from hybridflow.models.experts import MixtureOfExperts
-from hybridflow.models.layers import LayerNorm, ReLU, RMSNorm, SwiGLU, mark
+from hybridflow.models.layers import LayerNorm, ReLU, RMSNorm, SwiGLU
 from hybridflow.models.micro_batch import MicroBatch
+from hybridflow.models.named_weights import load_weights
 from hybridflow.models.opt import PostNormLayer, ProjectedEmbedding
 from hybridflow.models.output_layer import OutputLayer, Outputs
 from hybridflow.models.shared_prompt import AttentionKernel
 from hybridflow.parallel.device import current_device, uses_cuda
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.platform import adapt_megatron
-from hybridflow.parallel.seeds import request_seed
 
 Parts = TypeVar("Parts")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -339,78 +333,3 @@ def _submodules(spec: ModuleSpec | type, kind: type[Parts]) -> Parts:
     """Those of a module, which megatron declares as any object."""
     assert isinstance(spec, ModuleSpec) and isinstance(spec.submodules, kind), f"{spec} has no {kind.__name__}"
     return spec.submodules
-
-
-def named_weights(chunks: Sequence[nn.Module], spec: ModelSpec, *, head: Head) -> Iterator[tuple[Weight, nn.Parameter]]:
-    """This rank's parameters with their entries of the weight table, in the table's order.
-
-    Where a tied embedding has a second copy on the last pipeline stage, that one is the last stage's embedding.
-    """
-    parameters = {}
-    for chunk in map(unwrapped, chunks):
-        for name, parameter in chunk.named_parameters():
-            parameters[_with_global_layer(canonical_name(name), chunk.layers)] = parameter
-    if spec.tied and head == "lm" and OUTPUT in parameters:
-        parameters[embedding(spec).megatron] = parameters.pop(OUTPUT)
-    for weight in model_weights(spec, head):
-        if weight.megatron in parameters:
-            yield weight, parameters.pop(weight.megatron)
-    assert not parameters, f"parameters without an entry in the weight table: {sorted(parameters)}"
-
-
-def unwrapped(model: nn.Module) -> PackedModel:
-    """A chunk without megatron's wrappers."""
-    while not isinstance(model, PackedModel):
-        assert isinstance(model.module, nn.Module), f"{type(model).__name__} holds no model"
-        model = model.module
-    return model
-
-
-def _with_global_layer(name: str, layers: tuple[int, ...]) -> str:
-    """megatron counts layers within a chunk, the table over the whole model."""
-    parts = name.split(".")
-    if parts[:2] == ["decoder", "layers"]:
-        parts[2] = str(layers[int(parts[2])])
-    return ".".join(parts)
-
-
-def load_weights(
-    chunks: Sequence[nn.Module], spec: ModelSpec, grid: Grid, *, head: Head, head_seed: int | None = None
-) -> None:
-    """Read this rank's slices of every weight. A missing score.weight is drawn from the seed, or stays zero."""
-    files = open_checkpoint(spec.path, spec)
-    with torch.no_grad():
-        for weight, parameter in named_weights(chunks, spec, head=head):
-            _mark_split(parameter, weight)
-            if weight == VALUE_HEAD and VALUE_HEAD.hf[0] not in files:
-                if head_seed is not None:
-                    parameter.copy_(new_score_head(spec.hidden_size, head_seed))
-                continue
-            shard = read_shard(files, weight, spec, tp_rank=grid.tp_rank, tp=grid.tp)
-            assert shard.shape == parameter.shape == shard_shape(weight, spec, grid.tp), (
-                f"{weight.megatron}: shard {tuple(shard.shape)}, parameter {tuple(parameter.shape)}"
-            )
-            parameter.copy_(shard)
-
-
-def new_score_head(hidden_size: int, seed: int) -> Tensor:
-    """(1, hidden) float32, normal with variance 1 / (hidden + 1), as Stiennon et al. 2020 begin (arXiv 2009.01325).
-
-    A function of the seed alone: the same on every rank and in every layout.
-    """
-    generator = torch.Generator().manual_seed(request_seed(seed, 0, 0))
-    return torch.randn(1, hidden_size, generator=generator).div(math.sqrt(hidden_size + 1))
-
-
-def _mark_split(parameter: nn.Parameter, weight: Weight) -> None:
-    """Tell megatron that ranks hold different parts of this parameter.
-
-    It does so itself only where it initialises weights. Without the mark its gradient norm counts the shard of the
-    first rank alone, and gradients are clipped too little.
-    """
-    mark(
-        parameter,
-        tensor_model_parallel=weight.split is not Split.REPLICATED,
-        partition_dim={Split.REPLICATED: -1, Split.COLUMNS: 1}.get(weight.split, 0),
-        partition_stride=1,
-    )

@@ -11,32 +11,30 @@ import os
 import socket
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from hybridflow.cpu.kernels import library as kernels
 from hybridflow.cpu.kernels import matrix
 from hybridflow.cpu.megatron import overlays
 from hybridflow.cpu.megatron.products import compiles_for_shapes, repeated
-from hybridflow.errors import EnvironmentProblem
 from hybridflow.parallel.agreement import failures
 from hybridflow.parallel.collectives import Collectives
 from hybridflow.parallel.device import CPU, choose_platform, uses_cuda
 from hybridflow.parallel.gloo import use_one_thread
 from hybridflow.parallel.host_memory import host_memory
 from hybridflow.parallel.layout import PlatformName
+from hybridflow.parallel.torchrun import STORE_TIMEOUT, _agent_store, _env_int, _has_agent_store, torchrun_rank
 from hybridflow.parallel.versions import check_version
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 TIMEOUT_MARGIN = timedelta(minutes=10)  # beyond the watchdog's longest deadline
-STORE_TIMEOUT = timedelta(seconds=30)
 IN_C = "attention, norms, activations, rotary embedding and log-probs"
 
 
@@ -170,20 +168,6 @@ def _master_of_several_hosts() -> str | None:
     return None if alone else os.environ.get("MASTER_ADDR")
 
 
-def _has_agent_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _agent_store(timeout: timedelta) -> PrefixStore:
-    """That of torchrun, by keys that no other start has.
-
-    torch 2.13 takes it that each restart has a new store. With a static rendezvous, that of --master-addr, it has the
-    one before, and the ranks would go to the addresses that it has of ranks which are gone.
-    """
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
-    return PrefixStore(f"hybridflow/start_{_env_int('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-
-
 def _prepare_diagnosis() -> None:
     """What tells, when a rank crashes or hangs, where it was. Before any process group is made."""
     if not faulthandler.is_enabled():
@@ -205,80 +189,6 @@ def _set_default_timeouts(longest_phase_seconds: float) -> timedelta:
         assert hasattr(dist.distributed_c10d, name), f"torch {torch.__version__} has no {name}"
         setattr(dist.distributed_c10d, name, timeout)
     return timeout
-
-
-def torchrun_rank() -> tuple[int, int]:
-    """(rank, world size) as torchrun tells them, before any process group exists."""
-    return _env_int("RANK", 0), _env_int("WORLD_SIZE", 1)
-
-
-@dataclass(frozen=True)
-class Started:
-    """Where torchrun has started this process; a process without it is the one rank of one host."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node: int  # torchrun's group rank: a host is what one agent has started
-
-
-def started() -> Started:
-    """As torchrun tells it, before any process group exists."""
-    rank, world_size = torchrun_rank()
-    local_world_size = _env_int("LOCAL_WORLD_SIZE", 1)
-    node = _env_int("GROUP_RANK", rank // local_world_size)
-    return Started(rank, world_size, _env_int("LOCAL_RANK", 0), local_world_size, node)
-
-
-def host_name() -> str:
-    """What people call this host: as the launcher names it, else as it names itself."""
-    return os.environ.get("HYBRIDFLOW_HOST") or socket.gethostname()
-
-
-def meeting_store(timeout: timedelta) -> Store:
-    """A store that all ranks see, before any process group exists and without one; alone, one of this process.
-
-    Every call of a process gets keys of its own: ranks that call it equally often meet. Errors: EnvironmentProblem
-    where the store's host cannot be reached.
-    """
-    rank, world_size = torchrun_rank()
-    if "RANK" not in os.environ:
-        return HashStore()
-    try:
-        store = _agent_store(timeout)
-        return PrefixStore(f"meeting_{store.add(f'meetings/{rank}', 1)}", store)
-    except (dist.DistError, RuntimeError) as error:
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise EnvironmentProblem(
-            f"rank {rank} on {host_name()} cannot reach the store of {world_size} ranks at {address}: {error}"
-        ) from error
-
-
-def restart_count() -> int:
-    """How often torchrun, or launch/run.py, has restarted the ranks since it was started."""
-    return _env_int("TORCHELASTIC_RESTART_COUNT", 0) + _env_int("HYBRIDFLOW_RESTARTS", 0)
-
-
-def hosts_of_ranks() -> str:
-    """`NAME=RANKS,...` in the order of the ranks: as launch/run.py tells, else torchrun's nodes, alike in size.
-
-    Where they are not alike, and nobody tells, all ranks count as of one host.
-    """
-    told = os.environ.get("HYBRIDFLOW_HOSTS")
-    if told is not None:
-        return told
-    _, world_size = torchrun_rank()
-    num_nodes = _env_int("GROUP_WORLD_SIZE", 1)  # not LOCAL_WORLD_SIZE: vLLM 0.32.0 writes its own into that
-    if num_nodes < 1 or world_size % num_nodes:
-        num_nodes = 1
-    return ",".join(f"node {i}={world_size // num_nodes}" for i in range(num_nodes))
-
-
-def set_environment(variables: Mapping[str, str]) -> None:
-    """Variables that libraries read when they are loaded or join a group. What is set already stays."""
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)
 
 
 def fresh_store() -> Store:
@@ -334,10 +244,6 @@ def preserved_random_state() -> Iterator[None]:
     devices = [torch.cuda.current_device()] if uses_cuda() else []
     with torch.random.fork_rng(devices=devices):
         yield
-
-
-def _env_int(name: str, default: int) -> int:
-    return int(os.environ.get(name, default))
 
 
 def _single_process_defaults() -> None:

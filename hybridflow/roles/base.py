@@ -13,7 +13,7 @@ from hybridflow.architecture.weights import Weight
 from hybridflow.batch import RolloutBatch, sent, token_index
 from hybridflow.config import TrainedRoleConfig
 from hybridflow.models import pipeline
-from hybridflow.models.build import DTYPES, PackedModel, build_model, named_weights
+from hybridflow.models.build import DTYPES, PackedModel, build_model
 from hybridflow.models.micro_batch import (
     MicroBatch,
     filled_up,
@@ -22,6 +22,7 @@ from hybridflow.models.micro_batch import (
     prediction_micro_batches,
     sequence_micro_batches,
 )
+from hybridflow.models.named_weights import named_weights
 from hybridflow.models.optimizer import TrainedModel, learning_rate
 from hybridflow.models.pipeline import Output, Readout
 from hybridflow.models.prompt_groups import replica_rows

@@ -8,8 +8,8 @@ from torch import Tensor
 from hybridflow.algorithms.loss_mean import token_sum
 from hybridflow.batch import RolloutBatch, Tokens, sent
 from hybridflow.config.length_buckets import LengthBuckets
-from hybridflow.models.build import named_weights
 from hybridflow.models.micro_batch import MicroBatch
+from hybridflow.models.named_weights import named_weights
 from hybridflow.models.output_layer import Outputs
 from hybridflow.models.pipeline import Readout
 from hybridflow.parallel.exchange import Contribution

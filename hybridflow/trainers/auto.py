@@ -20,7 +20,7 @@ from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.config.auto import autos, with_neutral
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig, config_class
 from hybridflow.errors import ConfigError, UserError
-from hybridflow.parallel import platform as platforms
+from hybridflow.parallel import torchrun
 from hybridflow.parallel.device import choose_platform, uses_cuda
 from hybridflow.parallel.host_memory import LEAST_MEMORY, host_memory
 from hybridflow.placement.footprint import CUDA_MARGIN
@@ -39,8 +39,8 @@ def load_for_run(path: str | Path, overrides: Sequence[str] = ()) -> tuple[AnyCo
     if not autos(tree):
         return config_class(tree).from_tree(tree, path), ()
     choose_platform(tree.get("platform", "auto"))
-    rank, world_size = platforms.torchrun_rank()
-    store = platforms.meeting_store(WAIT)
+    rank, world_size = torchrun.torchrun_rank()
+    store = torchrun.meeting_store(WAIT)
     store.set(f"memory/{rank}", str(memory_here()))
     if rank == 0:
         try:
@@ -64,7 +64,7 @@ def read_for_run(kind: type[Kind], path: str | Path, overrides: Sequence[str] = 
     kind.from_tree(with_neutral(tree), path)  # one of the other kind is refused before any rank waits
     config, lines = load_for_run(path, overrides)
     assert isinstance(config, kind), f"read as {kind.__name__}, resolved to {type(config).__name__}"
-    if platforms.torchrun_rank()[0] == 0:
+    if torchrun.torchrun_rank()[0] == 0:
         print("\n".join(lines), flush=True)
     return config
 
@@ -88,14 +88,14 @@ def memory_here(world_size: int | None = None) -> int:
     at the next start.
     """
     if uses_cuda():
-        return int(torch.cuda.get_device_properties(platforms.started().local_rank).total_memory)
-    return host_memory()[1] // (world_size or platforms.started().local_world_size)
+        return int(torch.cuda.get_device_properties(torchrun.started().local_rank).total_memory)
+    return host_memory()[1] // (world_size or torchrun.started().local_world_size)
 
 
 def facts_of(tree: dict[str, Any], memory_bytes: int) -> Facts:
     """Of the devices that this process computes on."""
     given = tree.get("device_profile")
-    hosts = parse_hosts(platforms.hosts_of_ranks())
+    hosts = parse_hosts(torchrun.hosts_of_ranks())
     changes = {"ranks_per_host": max(len(host.ranks) for host in hosts)}
     if uses_cuda():
         name = torch.cuda.get_device_name()

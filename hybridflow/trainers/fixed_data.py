@@ -18,6 +18,7 @@ from hybridflow.flows.finite import NonFinite
 from hybridflow.flows.fixed import evaluate_fixed, fixed_flow
 from hybridflow.flows.fixed_run import FixedModels, FixedRun
 from hybridflow.parallel import platform as platforms
+from hybridflow.parallel import torchrun
 from hybridflow.parallel.agreement import check_agreement
 from hybridflow.parallel.device import choose_platform
 from hybridflow.parallel.exchange import Exchange
@@ -56,9 +57,9 @@ class FixedDataTrainer:
 
     def __init__(self, config: FixedDataConfig, watchdog: Watchdog | None = None) -> None:
         choose_platform(config.platform)  # before anything asks
-        _, world_size = platforms.torchrun_rank()
+        _, world_size = torchrun.torchrun_rank()
         self.config, self.placed = config, place_fixed(config, world_size)
-        check_hosts(self.placed, parse_hosts(platforms.hosts_of_ranks()))
+        check_hosts(self.placed, parse_hosts(torchrun.hosts_of_ranks()))
         self.platform, self.watchdog = start(config, watchdog)
         with self.watchdog.during("start"):
             self._build()

@@ -17,6 +17,7 @@ from hybridflow.errors import NonFiniteError
 from hybridflow.flows.finite import NonFinite
 from hybridflow.models.kernels import kernel_facts, kernel_line
 from hybridflow.parallel import platform as platforms
+from hybridflow.parallel import torchrun
 from hybridflow.parallel.platform import Platform
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
@@ -52,7 +53,7 @@ def checkpoint_manager_of(
         group=platforms.world_group(),
         store=platforms.fresh_store(),
         watchdog=watchdog,
-        restarts=platforms.restart_count(),
+        restarts=torchrun.restart_count(),
         saves=saves,
     )
 

@@ -45,6 +45,7 @@ from hybridflow.flows.remax import remax
 from hybridflow.flows.replay import Replay, dumped_batches
 from hybridflow.flows.run import Run
 from hybridflow.parallel import platform as platforms
+from hybridflow.parallel import torchrun
 from hybridflow.parallel.agreement import check_agreement
 from hybridflow.parallel.device import choose_platform
 from hybridflow.parallel.exchange import Exchange
@@ -159,9 +160,9 @@ class OnlineTrainer:
         config = renamed(config, replay=replay, rollout_only=rollout_only)
         self.writes_model = replay is None and not rollout_only
         choose_platform(config.platform)  # before anything asks
-        _, world_size = platforms.torchrun_rank()
+        _, world_size = torchrun.torchrun_rank()
         self.config, self.placed = config, place(config, world_size)
-        check_hosts(self.placed, parse_hosts(platforms.hosts_of_ranks()))
+        check_hosts(self.placed, parse_hosts(torchrun.hosts_of_ranks()))
         self.flow = flow_of(config.algorithm)
         self.platform, self.watchdog = start(config, watchdog)
         self.stop = self.watchdog.stop
@@ -213,7 +214,7 @@ class OnlineTrainer:
         """Its processes start while the models are built."""
         specs, scoring = self.inputs.functions, self.config.reward or ScoringConfig()
         own = self.platform.rank, self.platform.world_size
-        hosts = parse_hosts(platforms.hosts_of_ranks())
+        hosts = parse_hosts(torchrun.hosts_of_ranks())
         limits = pool_limits(scoring, max(len(host.ranks) for host in hosts))
         pool = Pool(specs, limits) if specs else None
         return FunctionCaller(self.inputs.decode, *own, pool, scoring.error_score)

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.parallel import platform as platforms
+from hybridflow.parallel import torchrun
 from hybridflow.recording.recorder import Recorder
 from hybridflow.trainers.online import OnlineTrainer
 from tests.bench.iteration import SIZES, Shape, config, inputs
@@ -53,7 +54,7 @@ class Overlap:
 def main() -> None:
     options = parse()
     with inputs([options.size], SHAPE) as directory:
-        _, world_size = platforms.torchrun_rank()
+        _, world_size = torchrun.torchrun_rank()
         trainer = OnlineTrainer(split(config(directory / options.size, options.dtype, SHAPE, 1, 1), world_size))
         together, in_turn = measure(trainer, options.iterations)
         if trainer.platform.rank == 0:

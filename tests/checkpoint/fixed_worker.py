@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.parallel import platform as platforms
+from hybridflow.parallel import torchrun
 from hybridflow.trainers.fixed_data import FixedDataTrainer
 from tests.checkpoint.test_fixed import ENDINGS, FLOWS
 
@@ -18,7 +19,7 @@ def main(directory: Path, run: str) -> None:
         FixedDataTrainer(config).fit()
     if run == "killed":
         for name, overrides in ENDINGS:
-            if platforms.torchrun_rank()[0] == 0:
+            if torchrun.torchrun_rank()[0] == 0:
                 print(f"---- {name}", flush=True)
             FixedDataTrainer(FixedDataConfig.from_yaml(directory / "sft.yaml", [f"name={name}", *overrides])).fit()
     platforms.stop()

@@ -10,15 +10,13 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from hybridflow.checkpoint.change_rules import TABLE, UNKNOWN, Effect
 from hybridflow.checkpoint.changes import (
     FREE,
     GIVEN,
     NOTICED,
     REFUSED,
-    TABLE,
-    UNKNOWN,
     Changes,
-    Effect,
     changes,
     content_changes,
     flat_config,

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hybridflow import RLTrainer, create_critic_model, get_trainer_config, make_rl_data_loader
 from hybridflow.errors import UserError
 from hybridflow.parallel import platform as platforms
+from hybridflow.parallel import torchrun
 from tests.distributed.tiny_experiment import PROMPTS_PER_ITERATION
 
 NUM_STEPS = 3
@@ -69,7 +70,7 @@ def main(inputs: Path, out: Path) -> None:
     nowhere = RLTrainer(**in_memory(inputs), **same)
     record["no directory"] = message(lambda: nowhere.fit(num_steps=1, checkpoint_dir=out / "file" / "run"))
     assert record["no directory"], "every rank is told"
-    if platforms.torchrun_rank()[0] == 0:
+    if torchrun.torchrun_rank()[0] == 0:
         (out / "record.json").write_text(json.dumps(record))
     platforms.stop()
 
@@ -80,7 +81,7 @@ def in_memory(inputs: Path) -> dict[str, Any]:
     critic, reward = (
         AutoModelForSequenceClassification.from_pretrained(inputs / name) for name in ("critic", "reward")
     )
-    if platforms.torchrun_rank()[0] == 1:
+    if torchrun.torchrun_rank()[0] == 1:
         for model in (policy, reference, critic, reward):
             for parameter in model.parameters():
                 torch.nn.init.zeros_(parameter)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hybridflow.architecture.parts import whole_parts
 from hybridflow.architecture.weights import model_weights
-from hybridflow.models.build import named_weights
+from hybridflow.models.named_weights import named_weights
 from hybridflow.roles.base import Role
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.parallel import platform as platforms
+from hybridflow.parallel import torchrun
 from hybridflow.recording.recorder import Recorder
 from hybridflow.roles.base import World
 from hybridflow.trainers import online as trainers
@@ -88,7 +89,7 @@ PLACEMENTS |= {
 
 
 def main(checkpoints: Path, prompts: Path, out: Path, names: list[str]) -> None:
-    world_size = platforms.torchrun_rank()[1]
+    world_size = torchrun.torchrun_rank()[1]
     results: dict[str, list[dict[str, Any]]] = {}
     for name, (num_ranks, layouts, rollout) in PLACEMENTS.items():
         if num_ranks == world_size and name in names:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hybridflow.models.build import new_score_head
+from hybridflow.models.named_weights import new_score_head
 from tests.distributed.cases import NUM_LAYERS, Case
 from tests.distributed.fixed_cases import (
     ALGORITHMS,

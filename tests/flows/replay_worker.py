@@ -13,6 +13,7 @@ from typing import Any
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import UserError
 from hybridflow.parallel import platform as platforms
+from hybridflow.parallel import torchrun
 from hybridflow.parallel.agreement import digest_tensors
 from hybridflow.recording.iteration import Iteration
 from hybridflow.trainers.online import OnlineTrainer
@@ -75,7 +76,7 @@ def main(config: Path, out: Path) -> None:
             "reward=null",
             replay=config.parent / "kept",
         )
-    if platforms.torchrun_rank()[0] == 0:
+    if torchrun.torchrun_rank()[0] == 0:
         out.write_text(json.dumps(weights))
     platforms.stop()
 

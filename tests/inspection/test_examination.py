@@ -12,8 +12,8 @@ from hybridflow.inspection.examination import Examination
 from hybridflow.inspection.findings import Finding
 from hybridflow.inspection.participant import Participant
 from hybridflow.inspection.verdicts import LinkFigures
-from hybridflow.parallel.platform import Started
 from hybridflow.parallel.rank0_commands import CommandLeader, follow
+from hybridflow.parallel.torchrun import Started
 from tests.messages import like
 
 

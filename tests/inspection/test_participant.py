@@ -10,8 +10,8 @@ from torch._C._distributed_c10d import HashStore
 from hybridflow.inspection import participant as module
 from hybridflow.inspection.findings import Finding
 from hybridflow.inspection.participant import Participant, first_line
-from hybridflow.parallel.platform import Started
 from hybridflow.parallel.process_exit import still_busy
+from hybridflow.parallel.torchrun import Started
 
 ORDER = {"act": "look", "host": "a", "num_ranks": 1, "first": True}
 

@@ -19,7 +19,8 @@ from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import model_weights
 from hybridflow.convert.forward import huggingface_logits, packed_micro_batch, random_prompts
 from hybridflow.models import build, pipeline
-from hybridflow.models.build import PackedModel, named_weights
+from hybridflow.models.build import PackedModel
+from hybridflow.models.named_weights import named_weights
 from hybridflow.models.output_layer import plain
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups

@@ -19,7 +19,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import load_inputs
 from hybridflow.errors import DisagreementError, UserError
-from hybridflow.parallel import platform
+from hybridflow.parallel import platform, torchrun
 from hybridflow.parallel.agreement import check_agreement, digest_tensors
 from hybridflow.trainers.online import OnlineTrainer
 from hybridflow.user_code import search_beside
@@ -28,7 +28,7 @@ Check = Callable[[], object]
 
 
 def main(cases: Path, out: Path) -> None:
-    rank, _ = platform.torchrun_rank()
+    rank, _ = torchrun.torchrun_rank()
     os.chdir(cases / str(rank))
     platform.start(0)
     heard = {name: told(check) for name, check in checks(cases / "config.yaml", rank)}

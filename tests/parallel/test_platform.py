@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from hybridflow.cpu.megatron import overlays
 from hybridflow.parallel import platform as platforms
+from hybridflow.parallel import torchrun
 from hybridflow.parallel.gloo import use_one_thread
 from hybridflow.parallel.standalone_groups import StandaloneGroup
 
@@ -185,19 +186,19 @@ def test_ranks_by_host(variables: dict[str, str], hosts: str, monkeypatch: pytes
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert platforms.hosts_of_ranks() == hosts
+    assert torchrun.hosts_of_ranks() == hosts
 
 
 def test_restarts_of_torchrun_and_of_the_launcher_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     monkeypatch.setenv("HYBRIDFLOW_RESTARTS", "3")
-    assert platforms.restart_count() == 5
+    assert torchrun.restart_count() == 5
 
 
 def test_a_configs_environment_yields_to_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.delenv("HF_OF_THE_CONFIG", raising=False)
-    platforms.set_environment({"NCCL_DEBUG": "WARN", "HF_OF_THE_CONFIG": "1"})
+    torchrun.set_environment({"NCCL_DEBUG": "WARN", "HF_OF_THE_CONFIG": "1"})
     assert os.environ["NCCL_DEBUG"] == "INFO" and os.environ["HF_OF_THE_CONFIG"] == "1"
     monkeypatch.delenv("HF_OF_THE_CONFIG")
 
@@ -217,41 +218,41 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("environment", "started"),
     [
-        ((), platforms.Started(0, 1, 0, 1, 0)),
-        (("5", "8", "1", "4", "1"), platforms.Started(5, 8, 1, 4, 1)),
-        (("5", "8", "1", "2"), platforms.Started(5, 8, 1, 2, 2)),  # without GROUP_RANK: as many on each host
+        ((), torchrun.Started(0, 1, 0, 1, 0)),
+        (("5", "8", "1", "4", "1"), torchrun.Started(5, 8, 1, 4, 1)),
+        (("5", "8", "1", "2"), torchrun.Started(5, 8, 1, 2, 2)),  # without GROUP_RANK: as many on each host
     ],
 )
 def test_where_torchrun_has_started_a_rank(
-    environment: tuple[str, ...], started: platforms.Started, monkeypatch: pytest.MonkeyPatch
+    environment: tuple[str, ...], started: torchrun.Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in zip(TORCHRUN, environment, strict=False):
         monkeypatch.setenv(name, value)
-    assert platforms.started() == started
+    assert torchrun.started() == started
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_host_is_called_as_the_launcher_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platforms.socket, "gethostname", lambda: "vm")
-    assert platforms.host_name() == "vm"
+    assert torchrun.host_name() == "vm"
     monkeypatch.setenv("HYBRIDFLOW_HOST", "node-a")
-    assert platforms.host_name() == "node-a"
+    assert torchrun.host_name() == "node-a"
 
 
 @pytest.mark.usefixtures("alone")
 def test_each_meeting_has_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = platforms.meeting_store(timedelta(seconds=5))
+    own = torchrun.meeting_store(timedelta(seconds=5))
     own.set("key", "alone")
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(server.port))
-    one, other = (platforms.meeting_store(timedelta(seconds=5)) for _ in range(2))
+    one, other = (torchrun.meeting_store(timedelta(seconds=5)) for _ in range(2))
     one.set("key", "first")
     assert not other.check(["key"])
     monkeypatch.setenv("RANK", "1")  # meets rank 0 where it has come as often
-    assert platforms.meeting_store(timedelta(seconds=5)).get("key") == b"first"
+    assert torchrun.meeting_store(timedelta(seconds=5)).get("key") == b"first"
 
 
 @pytest.mark.usefixtures("alone")
@@ -260,7 +261,7 @@ def test_a_store_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch
     for name, value in (given | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(platforms.EnvironmentProblem, match=r"rank 1 on node-b cannot reach the store .*127.0.0.1:9"):
-        platforms.meeting_store(timedelta(seconds=1))
+        torchrun.meeting_store(timedelta(seconds=1))
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -1,0 +1,204 @@
+"""What `hybridflow.plan` prints: tables of roles, memory, the reshard and a checkpoint."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hybridflow.parallel.ranks import shown
+
+WIDTH = 112  # columns of a pipe
+
+if TYPE_CHECKING:
+    from hybridflow.placement.forecast import Report
+
+
+FEW = 24  # characters of ranks that are shown whole
+
+
+GIB = 1 << 30
+
+
+def print_plan(plan: "Report", console: Console) -> None:
+    """The tables of a forecast."""
+    chosen = " (the smallest that fits)" if plan["smallest_that_fits"] else ""
+    console.print(Text(f"{plan['config']}: {plan['name']}, world size {plan['world_size']}{chosen}"))
+    if "placement" in plan:
+        console.print(Text(f"\n{plan['placement']}"))
+    checkpoint, generates = plan["checkpoint"], "reshard" in plan
+    tables: list[tuple[Table, Sequence[str]]] = [
+        (_roles_table(plan), _rollout_notes(plan) if generates else ()),
+        (_memory_table(plan), MEMORY_NOTES if generates else FIXED_MEMORY_NOTES),
+    ]
+    if generates:
+        tables.append((_reshard_table(plan["reshard"]), _reshard_notes(plan["reshard"])))
+    for table, notes in (*tables, (_checkpoint_table(checkpoint), _checkpoint_notes(checkpoint))):
+        console.print()
+        console.print(table)
+        for note in notes:
+            console.print(Text(note))
+    if "time" in plan:
+        from hybridflow.cli.plan_time import print_time
+
+        print_time(plan["time"], console)
+
+
+def _table(title: str, columns: Iterable[str], num_left: int = 1) -> Table:
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(
+            column, justify="left" if i < num_left else "right", overflow="fold", no_wrap=column != "model"
+        )
+    return table
+
+
+def _roles_table(plan: "Report") -> Table:
+    columns = ("role", "dtype", "parameters", "grid", "ranks", "layers a stage", "model")
+    table = _table("Roles", columns, num_left=len(columns))
+    for role in plan["roles"]:
+        table.add_row(
+            role["role"],
+            role["dtype"],
+            _count(role["parameters"]),
+            _grid(role),
+            role["ranks"],
+            _layers(role["layers_per_stage"]),
+            Text(role["model"]),
+        )
+    if "rollout" not in plan:
+        return table
+    rollout = plan["rollout"]
+    engine = f"{rollout['replicas']} of tp {rollout['tp']} x pp {rollout['pp']}"
+    table.add_row("engine", "", "", engine, rollout["ranks"], _layers(rollout["layers_per_stage"]), "the actor's")
+    return table
+
+
+def _grid(role: "Report") -> str:
+    chunks = f" (vpp {role['vpp']})" if role["vpp"] > 1 else ""
+    split = " sp" if role["sequence_parallel"] else ""
+    return f"tp {role['tp']}{split} x pp {role['pp']}{chunks} x dp {role['dp']}"
+
+
+def _layers(counts: list[int]) -> str:
+    return f"{len(counts)} x {counts[0]}" if len(set(counts)) == 1 else ", ".join(map(str, counts))
+
+
+def _rollout_notes(plan: "Report") -> list[str]:
+    """The groups of the actor's first rank, and the first engine replica."""
+    actor = plan["roles"][0]["groups_of_first_rank"]
+    groups = "; ".join(f"{axis} {_few(ranks)}" for axis, ranks in actor.items())
+    return [f"The actor's first groups: {groups}. The first engine replica: {_few(plan['rollout']['first_replica'])}."]
+
+
+def _few(ranks: list[int]) -> str:
+    text = shown(ranks)
+    return text if len(text) <= FEW else f"{','.join(map(str, ranks[:3]))},...,{ranks[-1]}"
+
+
+MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "kv_cache", "total")
+
+
+MEMORY_NOTES = (
+    "Of each role the rank with most. Models on a rank take turns: of their activations the largest count.",
+    "The engine's weights are those beyond the actor's memory; the actor's are without what is released meanwhile.",
+    "Without padding; activations are an estimate. The CUDA context, NCCL and CUDA graphs take several GiB more.",
+)
+
+
+FIXED_MEMORY_NOTES = (
+    MEMORY_NOTES[0],
+    "Without padding; activations are an estimate. The CUDA context and NCCL take several GiB more.",
+)
+
+
+def _memory_table(plan: "Report") -> Table:
+    columns = ("moment", "role", "rank", *(name.replace("_", " ") for name in MEMORY_COLUMNS))
+    table = _table("Memory per GPU, GiB", columns, num_left=2)
+    for moment, report in plan["memory"].items():
+        for name, row in report["roles"].items():
+            table.add_row(moment, name, str(row["rank"]), *(_gib(row[kind]) for kind in MEMORY_COLUMNS))
+        row = report["worst_rank"]
+        cells = (moment, "together", str(row["rank"]), *(_gib(row[kind]) for kind in MEMORY_COLUMNS))
+        table.add_row(*cells, style="bold", end_section=True)
+    return table
+
+
+def _reshard_table(reshard: "Report") -> Table:
+    table = _table("Reshard: bytes per rank", ("", "least", "mean", "most", "all ranks"))
+    for label, key in (
+        ("received", "received_bytes"),
+        ("lower bound", "lower_bound_bytes"),
+        ("sent", "sent_bytes"),
+        ("permuted in place", "permuted_bytes"),
+        ("peak extra (estimate)", "peak_extra_bytes"),
+    ):
+        row = reshard[key]
+        total = "" if key == "peak_extra_bytes" else _bytes(row["total"])
+        table.add_row(label, _bytes(row["min"]), _bytes(row["mean"]), _bytes(row["max"]), total)
+    table.add_section()
+    for label, key in (
+        ("HybridFlow's formula", "hybridflow_bytes"),
+        ("DeepSpeed-Chat's formula", "deepspeed_chat_bytes"),
+    ):
+        table.add_row(label, "", "does not apply" if reshard[key] is None else _bytes(reshard[key]), "", "")
+    return table
+
+
+def _reshard_notes(reshard: "Report") -> list[str]:
+    ways = "; ".join(f"{way} {row['parameters']:,} ({_bytes(row['bytes'])})" for way, row in reshard["ways"].items())
+    notes = [f"Parameters of all engine ranks by way: {ways}. {reshard['num_buckets']} buckets."]
+    mean = reshard["received_bytes"]["mean"]
+    shares = [
+        f"{mean / reshard[key]:.3f} of {name}'s formula"
+        for name, key in (("HybridFlow", "hybridflow_bytes"), ("DeepSpeed-Chat", "deepspeed_chat_bytes"))
+        if reshard[key]
+    ]
+    if shares:
+        notes.append(f"The mean received is {' and '.join(shares)}.")
+    return notes
+
+
+def _checkpoint_table(checkpoint: "Report") -> Table:
+    table = _table("Checkpoint: bytes per rank", ("", "least", "mean", "most", "all ranks"))
+    rows = [("written", "rank_bytes")]
+    if checkpoint["async_save"]:
+        rows.append(("copied to host memory, and kept there", "host_bytes"))
+    for label, key in rows:
+        table.add_row(label, *(_bytes(checkpoint[key][name]) for name in ("min", "mean", "max", "total")))
+    return table
+
+
+def _checkpoint_notes(checkpoint: "Report") -> list[str]:
+    """How many there will be, and whether the disk holds them."""
+    interval, kept = checkpoint["save_interval"], checkpoint["kept_bytes"]
+    when = f"Every {interval} iterations" if interval else "Only when the run is told to stop (save_interval = 0)"
+    memory = " A save takes memory for one tensor at a time."
+    if checkpoint["async_save"]:  # torch 2.13 rounds each page-locked block up to a power of two
+        memory = " On GPUs the copies are page-locked, which takes up to twice as much."
+    notes = [
+        f"{when}; at most {checkpoint['num_kept']} at a time, the one being written with them: {_bytes(kept)}.{memory}"
+    ]
+    free, own = checkpoint["free_bytes"], checkpoint["own_bytes"]
+    beside = f" beside the {_bytes(own)} of this run's checkpoints" if own else ""
+    room = f"output_dir = {checkpoint['directory']} has {_bytes(free)} free{beside} on this machine"
+    return [*notes, f"{room}." if free + own >= kept else f"warning: {room}: too little for {_bytes(kept)}."]
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}" if size >= GIB / 100 else f"{size / GIB:.4f}" if size else "-"
+
+
+def _bytes(size: int) -> str:
+    for unit, scale in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= scale:
+            return f"{size / scale:,.2f} {unit}"
+    return f"{size} B"
+
+
+def _count(number: int) -> str:
+    for unit, scale in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= scale:
+            return f"{number / scale:.2f} {unit}"
+    return str(number)
