@@ -4,15 +4,15 @@ Ratios are to the policy before the updates, and that policy is the one that the
 pass made for the old log-probs of its rows would compute the same numbers twice. So they are left out of it, are NaN
 until the step has been taken, so that nothing reads them before, and are whole when the iteration is:
 
-    first = DeferredLogProbs(actor, rollout, rows)     # those of the first mini-batch
-    first.others()                              # old log-probs of the other rows, for `Run.whole`
-    first.told(objective)                       # takes for the old log-probs of these rows what it computes
-    first.taken()                               # from here on batches have them
-    first.filled(batch, exchange)               # collective
+    deferred = DeferredLogProbs(actor, rollout, rows)     # rows: those of the first mini-batch
+    deferred.others()                           # old log-probs of the other rows, for `Run.whole`
+    deferred.reads_own(objective)               # takes for the old log-probs of these rows what the step computes
+    deferred.taken()                            # the step is taken: from here on batches have them
+    deferred.filled(batch, exchange)            # collective
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -26,18 +26,6 @@ from hybridflow.roles.policy import Actor
 Batch = TypeVar("Batch", bound=RolloutBatch)
 
 
-@dataclass(frozen=True)
-class Deferred:
-    """(T,) log-probs of all rows but some. places: those of the others' response tokens, which are NaN for now."""
-
-    others: Contribution
-    places: Tensor
-
-    def of(self, whole: Tensor) -> Tensor:
-        """`others`, once whole, with what is to come."""
-        return whole.index_fill(0, self.places, torch.nan)
-
-
 class DeferredLogProbs:
     """rows: (n,) int64 of the rollout, those of the first mini-batch in its order. Building it computes nothing."""
 
@@ -49,11 +37,14 @@ class DeferredLogProbs:
         self._is_taken = False
         self._whole: Tensor | None = None
 
-    def others(self) -> Deferred:
-        some = self._actor.log_probs(self._rollout, self._others) if len(self._others) else self._nothing()
-        return Deferred(some, self._places)
+    def others(self) -> Contribution:
+        return self._actor.log_probs(self._rollout, self._others) if len(self._others) else self._nothing()
 
-    def told(self, objective: PolicyObjective) -> PolicyObjective:
+    def masked(self, log_probs: Tensor) -> Tensor:
+        """Whole (T,) log-probs of the other rows, NaN in those of the first mini-batch until its step is taken."""
+        return log_probs if self._is_taken else log_probs.index_fill(0, self._places, torch.nan)
+
+    def reads_own(self, objective: PolicyObjective) -> PolicyObjective:
         """The same objective; until the step is taken, the log-probs that it is given are the old ones."""
 
         def loss(log_probs: Tensor, entropy: Tensor, tokens: Tokens) -> tuple[Tensor, Mapping[str, Tensor]]:

@@ -24,10 +24,10 @@ def evaluate(
     marks = caller.scores(right, responses, prompts)
     own = [*marks.parts, marks.failures]
     scores = scorer.scores(responses, prompts) if scorer is not None else None
-    values, failures, *wholes = exchange.wholes([*own, *(scores.contributions if scores is not None else ())])
+    values, failures, *wholes = exchange.wholes([*own, *(scores.parts() if scores is not None else ())])
     found = {"eval/accuracy": _accuracy(values, failures)}
     if scores is not None:
-        found["eval/score_mean"] = float(scores.total(wholes).mean())
+        found["eval/score_mean"] = float(scores.put_together(wholes).mean())
     if caller.error_score is not None:
         found["eval/failed_rows"] = float((failures != 0).sum())
     return found

@@ -15,12 +15,12 @@ from hybridflow.config.fixed_algorithms import DPO, KTO, SFT, FixedAlgorithm, Re
 from hybridflow.data.example_batches import given_batch
 from hybridflow.data.examples import Example
 from hybridflow.flows.fixed_losses import LossResult, judge_dpo, judge_kto, judge_reward_model, judge_sft, means
-from hybridflow.flows.fixed_run import FixedRun
+from hybridflow.flows.run import Run
 from hybridflow.recording.iteration import Metrics
 from hybridflow.roles.objectives import negative_log_likelihood
 
 
-def sft(run: FixedRun) -> RolloutBatch:
+def sft(run: Run) -> RolloutBatch:
     """One pass and one step: this loss couples nothing."""
     batch = given_batch(run.examples)
     run.about_to_step(batch)
@@ -28,28 +28,28 @@ def sft(run: FixedRun) -> RolloutBatch:
     return batch
 
 
-def reward_model(run: FixedRun) -> RolloutBatch:
+def reward_model(run: Run) -> RolloutBatch:
     judged = judge_reward_model(run, run.examples)
     run.about_to_step(judged.batch, means(judged.each))
     run.reward_model.step(judged.batch, judged.gradients())
     return judged.batch
 
 
-def dpo(run: FixedRun, c: DPO) -> RolloutBatch:
+def dpo(run: Run, c: DPO) -> RolloutBatch:
     judged = judge_dpo(run, c, run.examples)
     run.about_to_step(judged.batch, means(judged.each))
     run.actor.step(judged.batch, judged.gradients())
     return judged.batch
 
 
-def kto(run: FixedRun, c: KTO) -> RolloutBatch:
+def kto(run: Run, c: KTO) -> RolloutBatch:
     judged = judge_kto(run, c, run.examples)
     run.about_to_step(judged.batch, means(judged.each))
     run.actor.step(judged.batch, judged.gradients())
     return judged.batch
 
 
-def fixed_flow(run: FixedRun, algorithm: FixedAlgorithm) -> RolloutBatch:
+def fixed_flow(run: Run, algorithm: FixedAlgorithm) -> RolloutBatch:
     """An iteration of the algorithm."""
     match algorithm:
         case SFT():
@@ -62,7 +62,7 @@ def fixed_flow(run: FixedRun, algorithm: FixedAlgorithm) -> RolloutBatch:
             return kto(run, algorithm)
 
 
-def judge(run: FixedRun, algorithm: FixedAlgorithm, examples: Sequence[Example]) -> LossResult[RolloutBatch]:
+def judge(run: Run, algorithm: FixedAlgorithm, examples: Sequence[Example]) -> LossResult[RolloutBatch]:
     """Rows by the algorithm's loss, without a step."""
     match algorithm:
         case SFT():
@@ -76,7 +76,7 @@ def judge(run: FixedRun, algorithm: FixedAlgorithm, examples: Sequence[Example])
 
 
 def evaluate_fixed(
-    run: FixedRun, algorithm: FixedAlgorithm, examples: Sequence[Example], batch_size: int
+    run: Run, algorithm: FixedAlgorithm, examples: Sequence[Example], batch_size: int
 ) -> dict[str, float]:
     """The means of what `judge` tells over all held-out rows, in batches of `batch_size` and fewer than twice that."""
     parts = torch.arange(len(examples)).tensor_split(max(len(examples) // batch_size, 1))

@@ -30,7 +30,7 @@ from hybridflow.data.example_batches import (
     pair_batch,
 )
 from hybridflow.data.examples import Example
-from hybridflow.flows.fixed_run import FixedRun
+from hybridflow.flows.run import Run
 
 Batch = TypeVar("Batch", bound=RolloutBatch, covariant=True)
 
@@ -80,7 +80,7 @@ def means(each: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
 # ------------------------------------------------------------------------------------------------ one completion
 
 
-def judge_sft(run: FixedRun, examples: Sequence[Example]) -> LossResult[SFTBatch]:
+def judge_sft(run: Run, examples: Sequence[Example]) -> LossResult[SFTBatch]:
     """-log pi of each token that counts."""
     rows = given_batch(examples)
     known = run.whole(rows, log_probs=run.actor.log_probs(rows))
@@ -88,7 +88,7 @@ def judge_sft(run: FixedRun, examples: Sequence[Example]) -> LossResult[SFTBatch
     return LossResult(batch, {"loss": -known.log_probs[rows.response_mask]}, known.log_probs)
 
 
-def judge_kto(run: FixedRun, c: KTO, examples: Sequence[Example]) -> LossResult[KTOBatch]:
+def judge_kto(run: Run, c: KTO, examples: Sequence[Example]) -> LossResult[KTOBatch]:
     """Good completions against bad ones. The mismatched pairs are of the whole batch, wherever their rows are run."""
     count = len(examples)
     rows = given_batch([*examples, *mismatched(examples, run.max_length)])
@@ -122,7 +122,7 @@ def judge_kto(run: FixedRun, c: KTO, examples: Sequence[Example]) -> LossResult[
 # ------------------------------------------------------------------------------------------------ pairs
 
 
-def judge_reward_model(run: FixedRun, examples: Sequence[Example]) -> LossResult[ScoredPairBatch]:
+def judge_reward_model(run: Run, examples: Sequence[Example]) -> LossResult[ScoredPairBatch]:
     """The score of the better completion against that of the other."""
     pairs = pair_batch(examples)
     known = run.whole(pairs, raw_scores=run.reward_model.scores(pairs))
@@ -132,7 +132,7 @@ def judge_reward_model(run: FixedRun, examples: Sequence[Example]) -> LossResult
     return LossResult(batch, {"loss": loss, **compared(known.raw_scores)}, outputs)
 
 
-def judge_dpo(run: FixedRun, c: DPO, examples: Sequence[Example]) -> LossResult[DPOBatch]:
+def judge_dpo(run: Run, c: DPO, examples: Sequence[Example]) -> LossResult[DPOBatch]:
     """How much more than the reference the policy prefers the better completion."""
     pairs = pair_batch(examples)
     known = run.whole(pairs, log_probs=run.actor.log_probs(pairs), ref_log_probs=run.reference.log_probs(pairs))

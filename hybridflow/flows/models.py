@@ -12,26 +12,28 @@ from hybridflow.parallel.platform import Platform
 from hybridflow.rewards.scorer import Scorer
 from hybridflow.roles.base import Role, TrainedRole
 from hybridflow.roles.policy import Actor, Reference
-from hybridflow.roles.values import Critic
+from hybridflow.roles.values import Critic, TrainedRewardModel
 
 
 @dataclass(frozen=True)
 class Roles:
     """The models of a run; None where its algorithm has none."""
 
-    actor: Actor
-    critic: Critic | None
-    reference: Reference | None
-    scorer: Scorer | None
+    actor: Actor | None = None
+    critic: Critic | None = None
+    reference: Reference | None = None
+    scorer: Scorer | None = None
+    reward_model: TrainedRewardModel | None = None
 
     def trained(self) -> tuple[TrainedRole, ...]:
-        return (self.actor,) if self.critic is None else (self.critic, self.actor)
+        """In the order in which an iteration updates them."""
+        return tuple(role for role in (self.critic, self.actor, self.reward_model) if role is not None)
 
     def scoring(self) -> dict[str, tuple[Role, Callable[[RolloutBatch], Contribution]]]:
         """By config key: each model, and how it is asked what it makes of a rollout."""
-        known: dict[str, tuple[Role, Callable[[RolloutBatch], Contribution]]] = {
-            "actor": (self.actor, self.actor.log_probs)
-        }
+        known: dict[str, tuple[Role, Callable[[RolloutBatch], Contribution]]] = {}
+        if self.actor is not None:
+            known["actor"] = (self.actor, self.actor.log_probs)
         if self.critic is not None:
             known["critic"] = (self.critic, self.critic.values)
         if self.reference is not None:

@@ -2,7 +2,7 @@
 
     replay = Replay(dumped_batches("runs/quickstart"), vocab_size=..., max_length=...)
     replay.generate(prompts, iteration=3, samples_per_prompt=always(4))     # what the run's engine gave then
-    replay.compared(done)                                           # and what was computed of it, then and now
+    replay.compared(3, vars(batch))                                 # and what was computed of it, then and now
 
 A file is what `metrics.dump_batches` writes: the fields of the flow's batch. Those of a `RolloutBatch` are taken for
 what was generated, and everything after is computed anew. That is the same iteration where the weights are those it
@@ -22,7 +22,6 @@ from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.errors import CheckpointError, DataError
 from hybridflow.formats.file_bytes import opened, read_box
 from hybridflow.formats.safetensors_files import read_header
-from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.run_dir import dumped_iteration
 from hybridflow.reshard.execute import ReshardCost
 
@@ -52,9 +51,8 @@ def dumped_batches(path: Path) -> dict[int, Path]:
 
 
 class Replay:
-    """What a `Run` asks of a Generator, without an engine: no weights move."""
+    """Answers as `roles.generator.Generator` does, without an engine: no weights move."""
 
-    why_eager = None
     own_bytes = 0
 
     def __init__(self, files: Mapping[int, Path], *, vocab_size: int, max_length: int) -> None:
@@ -106,13 +104,17 @@ class Replay:
         _check_prompts(file, rollout, prompts, samples_per_prompt)
         return rollout
 
-    def compared(self, done: Iteration) -> str:
-        """How far what was computed now is from what the file holds beside the rollout: a line."""
-        file = self.files[done.number]
-        told = differences(read_batch(file), vars(done.batch))
-        return (
-            f"iteration {done.number}: largest differences to {file}: {', '.join(told) or 'it holds the rollout alone'}"
-        )
+    def compared(self, number: int, computed: Mapping[str, Tensor]) -> list[str]:
+        """How far what an iteration computed is from what the file holds beside the rollout: a line."""
+        file = self.files[number]
+        told = ", ".join(differences(read_batch(file), computed)) or "it holds the rollout alone"
+        return [f"iteration {number}: largest differences to {file}: {told}"]
+
+    def notes(self) -> list[str]:
+        return [
+            f"a replay of the dumped batches of {len(self.files)} iterations: nothing is generated, held-out prompts "
+            f"are not evaluated, and no model is written"
+        ]
 
     def _check_tensors(self, file: Path, tensors: Mapping[str, Tensor]) -> None:
         for name in FIELDS:

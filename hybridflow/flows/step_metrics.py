@@ -12,15 +12,6 @@ from hybridflow.recording.iteration import Metrics
 from hybridflow.roles.base import TrainedRole
 
 
-def shuffled(prompt_indices: Tensor, generator: torch.Generator, *, whole_prompts: bool) -> Tensor:
-    """Rows in random order, (N,) int64; with `whole_prompts` prompts are, the rows of each in the order they had."""
-    if not whole_prompts:
-        return torch.randperm(len(prompt_indices), generator=generator)
-    prompts, index = prompt_indices.unique(return_inverse=True)
-    place = torch.randperm(len(prompts), generator=generator)
-    return place[index].argsort(stable=True)
-
-
 def step_metrics(
     roles: Sequence[TrainedRole], rows: Mapping[str, Sequence[Tensor]], batch: RolloutBatch, exchange: Exchange
 ) -> Metrics:

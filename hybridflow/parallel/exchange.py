@@ -30,6 +30,13 @@ class Contribution:
     def nothing(cls, size: int, sources: tuple[int, ...], dtype: torch.dtype = torch.float32) -> "Contribution":
         return cls(size, torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=dtype), sources)
 
+    def parts(self) -> "tuple[Contribution, ...]":
+        return (self,)
+
+    def put_together(self, wholes: Sequence[Tensor]) -> Tensor:
+        """See `flows.known.Pending`."""
+        return wholes[0]
+
 
 @dataclass
 class Exchange:

@@ -47,20 +47,19 @@ class Scores:
     names: tuple[str, ...]
     functions: tuple[FunctionScores, ...] = ()
 
-    @property
-    def contributions(self) -> tuple[Contribution, ...]:
+    def parts(self) -> tuple[Contribution, ...]:
         """All that is exchanged: the terms, then what the functions took, then their failures."""
         seconds = tuple(function.seconds for function in self.functions)
         return (*self.terms, *seconds, *(function.failures for function in self.functions))
 
-    def total(self, wholes: Sequence[Tensor]) -> Tensor:
-        """(N,) of the whole contributions, in their order."""
+    def put_together(self, wholes: Sequence[Tensor]) -> Tensor:
+        """(N,) the sum, of the whole parts in their order."""
         total = torch.zeros_like(wholes[0])
         for weight, score in zip(self.weights, wholes[: len(self.terms)], strict=True):
             total += weight * score
         return total
 
-    def parts(self, wholes: Sequence[Tensor]) -> dict[str, Tensor]:
+    def by_name(self, wholes: Sequence[Tensor]) -> dict[str, Tensor]:
         """(N,) of each term, before its weight."""
         return dict(zip(self.names, wholes[: len(self.terms)], strict=True))
 

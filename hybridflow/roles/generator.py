@@ -6,10 +6,11 @@ with generator.resharded():             # alias / permute / gather, and back
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config.length_buckets import LengthBuckets
@@ -133,6 +134,20 @@ class Generator:
             yield
         finally:
             self.engine.sleep()
+
+    def iterations(self, num_iterations: int, *, after: int) -> Sequence[int]:
+        """Those to run, which ascend."""
+        return range(after + 1, num_iterations + 1)
+
+    def notes(self) -> list[str]:
+        """What the user should know of the choices that were made."""
+        if self.why_eager is None:
+            return []
+        return [f"rollout: the engine runs without CUDA graphs: {self.why_eager}"]
+
+    def compared(self, number: int, computed: Mapping[str, Tensor]) -> list[str]:
+        """Lines on how far what an iteration computed is from what was computed before: nothing was."""
+        return []
 
     def generate(
         self,

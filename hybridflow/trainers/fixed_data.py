@@ -14,9 +14,12 @@ from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.digests import fixed_digests
 from hybridflow.data.fixed_inputs import FixedInputs, load_fixed_inputs
 from hybridflow.errors import ConfigError, Stopped
+from hybridflow.flows.bookkeeping import FixedDataBookkeeping
 from hybridflow.flows.finite import NonFinite
 from hybridflow.flows.fixed import evaluate_fixed, fixed_flow
-from hybridflow.flows.fixed_run import FixedModels, FixedRun
+from hybridflow.flows.hooks import RunHooks
+from hybridflow.flows.models import Roles
+from hybridflow.flows.run import Run
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel import torchrun
 from hybridflow.parallel.agreement import check_agreement
@@ -36,7 +39,7 @@ from hybridflow.trainers.auto import read_for_run
 from hybridflow.trainers.loop import checkpoint_manager_of, kernels, lost, start, train
 
 
-def build_models(placed: PlacedFixed, world: World) -> FixedModels:
+def build_models(placed: PlacedFixed, world: World) -> Roles:
     """The models of the run, those that it has. Collective over the world."""
     models = placed.models
     actor = Actor(models["actor"], temperature=1.0, world=world) if "actor" in models else None
@@ -44,7 +47,7 @@ def build_models(placed: PlacedFixed, world: World) -> FixedModels:
     reward_model = None
     if "reward_model" in models:
         reward_model = TrainedRewardModel(models["reward_model"], world=world, head_seed=placed.config.seed)
-    return FixedModels(actor, reference, reward_model)
+    return Roles(actor, reference=reference, reward_model=reward_model)
 
 
 class FixedDataTrainer:
@@ -77,13 +80,20 @@ class FixedDataTrainer:
             self.placed, World(platform, ProcessGroups(), exchange, self.placed.bucket_bytes, watch)
         )
         self.checkpoint_manager: CheckpointManager = checkpoint_manager_of(
-            config, digests, (self.models.trained,), platform=platform, watchdog=self.watchdog
+            config, digests, self.models.trained(), platform=platform, watchdog=self.watchdog
         )
-        self.run = FixedRun(
-            config, self.models, self.inputs.train, exchange=exchange, watch=watch, watchdog=self.watchdog
+        self.hooks = RunHooks(stops=self.checkpoint_manager.stops, decode=self.inputs.decode)
+        self.book = FixedDataBookkeeping(
+            config,
+            self.models,
+            self.inputs.train,
+            exchange=exchange,
+            watch=watch,
+            watchdog=self.watchdog,
+            hooks=self.hooks,
         )
+        self.run = Run(config, self.book)
         self.run.state = self.checkpoint_manager.state or self.run.state
-        self.run.stops, self.run.decode = self.checkpoint_manager.stops, self.inputs.decode
         platform.settle()
 
     @classmethod
@@ -111,7 +121,7 @@ class FixedDataTrainer:
             self.checkpoint_manager.finish()
             recorder.phase("writing the trained model")
             with self.watchdog.during("save"):
-                export_huggingface(self.models.trained, self.config.run_dir / "hf", report=recorder.message)
+                export_huggingface(self.models.trained()[0], self.config.run_dir / "hf", report=recorder.message)
         return recorder.summary()
 
     def evaluate(self) -> dict[str, float]:
@@ -125,11 +135,12 @@ class FixedDataTrainer:
     def iterate(self, iteration: int, last: int, recorder: Recorder) -> Iteration | None:
         """One iteration of the flow; None where it lost its step to a number that is not finite, and may."""
         before = self.run.state
-        self.run.begin(iteration, last, recorder.phase)
+        self.hooks.say, self.hooks.show = recorder.message, recorder.phase
+        self.book.begin(self.run, iteration, last)
         try:
-            done = self.run.finished(fixed_flow(self.run, self.config.algorithm))
+            done = self.book.finished(self.run, fixed_flow(self.run, self.config.algorithm))
         except Stopped as stopped:
-            self.run.abandon(before)
+            self.book.abandon(self.run, before)
             self.checkpoint_manager.ended_within(before, recorder, stopped)
         except NonFinite as found:
             self.run.state = lost(self.config, self.run.state, found, recorder)

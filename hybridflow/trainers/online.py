@@ -6,7 +6,7 @@ Every rank runs this same program over the same global batch; the roles shard th
     trainer.fit()
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -32,11 +32,14 @@ from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import Inputs, load_inputs
 from hybridflow.data.same_tokens import check_same_tokens
 from hybridflow.errors import ConfigError, Stopped
+from hybridflow.flows.bookkeeping import OnlineBookkeeping
 from hybridflow.flows.custom import custom_flow
 from hybridflow.flows.distill import distill
 from hybridflow.flows.evaluate import evaluate
 from hybridflow.flows.finite import NonFinite
+from hybridflow.flows.generation import Generation
 from hybridflow.flows.groups import dr_grpo, grpo, maxrl, opo, rloo
+from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.models import Roles, training_memory_offloaded
 from hybridflow.flows.overlapped_scoring import OverlappedModel, OverlappedScoring
 from hybridflow.flows.ppo import ppo
@@ -158,7 +161,7 @@ class OnlineTrainer:
         if files is not None and getattr(config.algorithm, "dynamic_sampling", None) is not None:
             raise ConfigError("algorithm.dynamic_sampling: a batch is of several generations, which no replay has")
         config = renamed(config, replay=replay, rollout_only=rollout_only)
-        self.writes_model = replay is None and not rollout_only
+        self.trains, self.writes_model = not rollout_only, replay is None and not rollout_only
         choose_platform(config.platform)  # before anything asks
         _, world_size = torchrun.torchrun_rank()
         self.config, self.placed = config, place(config, world_size)
@@ -193,21 +196,33 @@ class OnlineTrainer:
             saves=self.writes_model,
         )
         self.generator = self._engine() if files is None else self._replay(files)
-        self.run = Run(
+        self.hooks = RunHooks(
+            stops=self.checkpoint_manager.stops,
+            keep_rollout=self.checkpoint_manager.keep_rollout,
+            kept_rollout=self._kept_rollout,
+        )
+        self.generation = Generation(
+            self.generator,
+            self._overlapped_scoring(world),
+            self.roles,
+            config.sampling,
+            platform=self.platform,
+            watch=watch,
+            hooks=self.hooks,
+        )
+        self.book = OnlineBookkeeping(
             config,
             self.roles,
-            self.generator,
             self.inputs.train,
-            ahead=self._while_waiting(world),
-            platform=self.platform,
+            self.generation,
             exchange=self.exchange,
             watch=watch,
-            trains=self.writes_model or isinstance(self.generator, Replay),
             watchdog=self.watchdog,
+            hooks=self.hooks,
+            trains=self.trains,
         )
+        self.run = Run(config, self.book, self.generation)
         self.run.state = self.checkpoint_manager.state or self.run.state
-        self.run.stops = self.checkpoint_manager.stops
-        self.run.keep_rollout, self.run.kept_rollout = self.checkpoint_manager.keep_rollout, self._kept_rollout
         self.platform.settle()
 
     def _caller(self) -> FunctionCaller:
@@ -219,7 +234,7 @@ class OnlineTrainer:
         pool = Pool(specs, limits) if specs else None
         return FunctionCaller(self.inputs.decode, *own, pool, scoring.error_score)
 
-    def _while_waiting(self, world: World) -> OverlappedScoring:
+    def _overlapped_scoring(self, world: World) -> OverlappedScoring:
         """Collective over the world."""
         placed, rank = self.placed, self.platform.rank
         known = self.roles.scoring()
@@ -250,6 +265,7 @@ class OnlineTrainer:
 
     def _engine(self) -> Generator:
         with training_memory_offloaded(self.roles, self.platform):
+            assert self.roles.actor is not None, "every algorithm here trains one"
             return Generator(
                 self.placed,
                 self.roles.actor,
@@ -287,41 +303,35 @@ class OnlineTrainer:
             if self.config.metrics.eval_interval and self.checkpoint_manager.state is None:
                 recorder.phase("evaluating before training")
                 recorder.before_training(self.evaluate())
-            train(self, self._iterations(num_iterations), num_iterations, recorder)
+            iterations = self.generator.iterations(num_iterations, after=self.run.state.iteration)
+            train(self, iterations, num_iterations, recorder)
             self.checkpoint_manager.finish()
             if self.writes_model:
                 recorder.phase("writing the trained actor")
                 with self.watchdog.during("save"):
-                    export_huggingface(self.roles.actor, self.config.run_dir / "hf", report=recorder.message)
+                    export_huggingface(self.run.actor, self.config.run_dir / "hf", report=recorder.message)
         return recorder.summary()
 
     def iterate(self, iteration: int, num_iterations: int, recorder: Recorder) -> Iteration | None:
         """One iteration of the flow; None where it lost a step to a number that is not finite, and may."""
-        if isinstance(self.generator, Replay):
-            self.run.skip_to(iteration)
+        self.book.skip_to(self.run, iteration)
         before = self.run.state
-        self.run.say = recorder.message
-        self.run.begin(iteration, num_iterations, recorder.phase)
+        self.hooks.say, self.hooks.show = recorder.message, recorder.phase
+        self.book.begin(self.run, iteration, num_iterations)
         try:
-            done = self.run.finished(self.flow(self.run))
+            done = self.book.finished(self.run, self.flow(self.run))
         except Stopped as stopped:
-            self.run.abandon(before)
+            self.book.abandon(self.run, before)
             self.checkpoint_manager.ended_within(before, recorder, stopped)
         except NonFinite as found:
             self.run.state = lost(self.config, self.run.state, found, recorder)
             return None
         finally:
             self.watchdog.rest()
-        if isinstance(self.generator, Replay):
-            recorder.message(self.generator.compared(done))
+        for line in self.generator.compared(iteration, vars(done.batch)):
+            recorder.message(line)
         self.run.state = replace(self.run.state, nonfinite_in_a_row=0)
         return done
-
-    def _iterations(self, num_iterations: int) -> Sequence[int]:
-        """Those to run, which ascend."""
-        if isinstance(self.generator, Replay):
-            return self.generator.iterations(num_iterations, after=self.run.state.iteration)
-        return range(self.run.state.iteration + 1, num_iterations + 1)
 
     def evaluate(self) -> dict[str, float]:
         """Greedy responses to the held-out prompts: how many are right, and their mean score."""
@@ -330,7 +340,7 @@ class OnlineTrainer:
         assert pool is not None, "eval_reward is a function"
         prompts = heldout.batch(list(range(len(heldout))))
         with self.watchdog.during("evaluate"):
-            responses = self.run.greedy_responses(prompts)
+            responses = self.generation.greedy_responses(prompts)
             right = len(pool.specs) - 1  # the last, see `rewards.specs`
             return evaluate(
                 responses, prompts, right, caller=self.caller, scorer=self.roles.scorer, exchange=self.exchange
@@ -338,17 +348,9 @@ class OnlineTrainer:
 
     def _notes(self) -> list[str]:
         """What the user should know of the choices that were made."""
-        notes = []
-        if isinstance(self.generator, Replay):
-            notes.append(
-                f"a replay of the dumped batches of {len(self.generator.files)} iterations: nothing is generated, "
-                f"held-out prompts are not evaluated, and no model is written"
-            )
-        elif not self.writes_model:
+        notes = [*self.generator.notes(), kernels(self.config)]
+        if not self.trains:
             notes.append("rollout only: nothing is trained, and no model is written")
-        notes.append(kernels(self.config))
-        if self.generator.why_eager is not None:
-            notes.append(f"rollout: the engine runs without CUDA graphs: {self.generator.why_eager}")
         changed = self.config.sampling.changed_distribution()
         if changed:
             notes.append(

@@ -31,7 +31,7 @@ FLOWS: dict[str, dict[str, Any]] = {
 PLACES = {
     "sft": ("hybridflow.models.optimizer:TrainedModel.step", "3"),
     "reward_model": ("hybridflow.checkpoint.writer:write_records", "3"),
-    "dpo": ("hybridflow.flows.fixed_run:FixedRun.whole", "4"),  # the first is of the evaluation before training
+    "dpo": ("hybridflow.flows.run:Run.whole", "4"),  # the first is of the evaluation before training
     "kto": ("hybridflow.checkpoint.store:_write_manifest", "3"),
 }
 # runs that end by a metric, in this order; the first one is started three times

@@ -73,11 +73,11 @@ def one_iteration(config: ExperimentConfig, rollout: RolloutBatch, all_roles: Ro
         roles = replace(roles, critic=None)
     if config.reference is None:
         roles = replace(roles, reference=None)
-    run = given_run(config, rollout, world, greedy=make_greedy(), roles=roles)
-    run.begin(1, 1, lambda text: None)
+    run, book = given_run(config, rollout, world, greedy=make_greedy(), roles=roles)
+    book.begin(run, 1, 1)
     results: dict[str, Tensor] = {}
     with gradients_kept(roles.trained(), results):
-        done = run.finished(flow_of(config.algorithm)(run))
+        done = book.finished(run, flow_of(config.algorithm)(run))
     for role in roles.trained():
         results |= {f"{role.name}_sgd/{n}": x for n, x in whole(role, lambda p: p.data).items()}
     results |= {name: x for name, x in vars(done.batch).items()}

@@ -17,8 +17,11 @@ from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.example_batches import pair_batch
 from hybridflow.data.examples import Example
 from hybridflow.data.usable import Dropped
+from hybridflow.flows.bookkeeping import FixedDataBookkeeping
 from hybridflow.flows.fixed import evaluate_fixed, fixed_flow
-from hybridflow.flows.fixed_run import FixedModels, FixedRun
+from hybridflow.flows.hooks import RunHooks
+from hybridflow.flows.models import Roles
+from hybridflow.flows.run import Run
 from hybridflow.models.prompt_groups import replica_rows
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
@@ -68,7 +71,7 @@ def main(models: Path, out: Path, names: list[str]) -> None:
     for case, budget in LAYOUTS:
         if layout_name(case, budget) not in names:
             continue
-        built: dict[tuple, FixedModels] = {}
+        built: dict[tuple, Roles] = {}
         first: dict[tuple, list[Tensor]] = {}
         results: dict[str, Tensor] = {}
         for name, trained in ALGORITHMS.items():
@@ -90,24 +93,26 @@ def main(models: Path, out: Path, names: list[str]) -> None:
     platforms.stop()
 
 
-def weights(models: FixedModels) -> list[Tensor]:
-    return [p.data for chunk in models.trained.chunks for p in chunk.parameters()]
+def weights(models: Roles) -> list[Tensor]:
+    return [p.data for chunk in models.trained()[0].chunks for p in chunk.parameters()]
 
 
-def one_iteration(config: FixedDataConfig, models: FixedModels, world: World) -> dict[str, Tensor]:
+def one_iteration(config: FixedDataConfig, models: Roles, world: World) -> dict[str, Tensor]:
     """What the flow computes, the gradient of its step before it is clipped, the weights after it, the metrics."""
     watchdog = Watchdog(config.watchdog.deadlines(), StopRequest(1.0, signals=()))
     rows = examples(config.algorithm.kind)
-    run = FixedRun(config, models, GivenExamples(rows), exchange=world.exchange, watch=world.watch, watchdog=watchdog)
+    of_world = {"exchange": world.exchange, "watch": world.watch}
+    book = FixedDataBookkeeping(config, models, GivenExamples(rows), watchdog=watchdog, hooks=RunHooks(), **of_world)
+    run = Run(config, book)
     results: dict[str, Tensor] = {}
-    trained = models.trained
+    (trained,) = models.trained()
     before = whole(trained, lambda p: p.data)
     if "score.weight" in before:
         results["score_before"] = before["score.weight"]
     told = evaluate_fixed(run, config.algorithm, rows, NUM_ROWS)
-    run.begin(1, 1, lambda text: None)
+    book.begin(run, 1, 1)
     with gradients_kept([trained], results):
-        done = run.finished(fixed_flow(run, config.algorithm))
+        done = book.finished(run, fixed_flow(run, config.algorithm))
     results = {name.replace(f"{trained.name}_grad", "grad"): x for name, x in results.items()}
     results |= {f"sgd/{n}": x for n, x in whole(trained, lambda p: p.data).items()}
     metrics = {name: torch.tensor(float(x)) for name, x in (done.metrics | told).items()}

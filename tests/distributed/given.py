@@ -11,6 +11,9 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.data.order import PromptOrder
 from hybridflow.data.prompts import DrawnPrompts
 from hybridflow.data.usable import Dropped
+from hybridflow.flows.bookkeeping import OnlineBookkeeping
+from hybridflow.flows.generation import Generation
+from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.models import Roles
 from hybridflow.flows.overlapped_scoring import OverlappedScoring
 from hybridflow.flows.run import Run
@@ -102,16 +105,26 @@ def given_run(
     *,
     greedy: RolloutBatch | None = None,
     roles: Roles | None = None,
-) -> Run:
+) -> tuple[Run, OnlineBookkeeping]:
     """A run of `config` that always generates `rollout`, and `greedy` where it is asked for that."""
-    return Run(
-        config,
-        roles or given_roles(config, world),
+    roles, hooks = roles or given_roles(config, world), RunHooks()
+    generation = Generation(
         GivenResponses(rollout, greedy),
-        GivenPrompts(config.data.prompts_per_iteration),
-        ahead=nobody_waits(world),
+        nobody_waits(world),
+        roles,
+        config.sampling,
         platform=world.platform,
+        watch=world.watch,
+        hooks=hooks,
+    )
+    book = OnlineBookkeeping(
+        config,
+        roles,
+        GivenPrompts(config.data.prompts_per_iteration),
+        generation,
         exchange=world.exchange,
         watch=world.watch,
         watchdog=Watchdog(config.watchdog.deadlines(), StopRequest(1.0, signals=())),
+        hooks=hooks,
     )
+    return Run(config, book, generation), book

@@ -73,7 +73,7 @@ def main(config: str, out: Path) -> None:
                 | {name: getattr(done.batch, name).tolist() for name in fields}
                 | {"moved": moved}
             )
-        with trainer.run.engine_awake():
+        with trainer.generation.engine_awake():
             iterations[-1]["bytes_with_engine"] = [
                 role.trained.memory_bytes() for role in (trainer.roles.actor, trainer.roles.critic)
             ]

@@ -110,11 +110,11 @@ def one_iteration(
     config: ExperimentConfig, rollout: RolloutBatch, roles: Roles, world: World, prefix: str
 ) -> tuple[RolloutBatch, dict[str, Tensor]]:
     """The flow's batch. What it computes, the gradients of its one step before they are clipped, the weights after."""
-    run = given_run(config, rollout, world, roles=roles)
-    run.begin(1, 1, lambda text: None)
+    run, book = given_run(config, rollout, world, roles=roles)
+    book.begin(run, 1, 1)
     results: dict[str, Tensor] = {}
     with gradients_kept(roles.trained(), results):
-        done = run.finished(flow_of(config.algorithm)(run))
+        done = book.finished(run, flow_of(config.algorithm)(run))
     results |= {name: x for name, x in vars(done.batch).items() if name not in vars(rollout)}
     results["scores"] = done.batch.raw_scores
     results |= {f"stat/{name}": torch.tensor(float(x)) for name, x in done.metrics.items()}
@@ -149,8 +149,8 @@ def two_adam_steps(case: Case, models: Path, batch: RolloutBatch, world: World) 
     config = experiment(ALGORITHM, case, models, ADAM, BUDGETS[0])
     placed = place(config, world.platform.world_size).actor
     actor = Actor(placed, temperature=config.sampling.temperatures, world=world)
-    run = given_run(config, batch, world, roles=Roles(actor, critic=None, reference=None, scorer=None))
-    run.begin(1, 1, lambda text: None)
+    run, book = given_run(config, batch, world, roles=Roles(actor))
+    book.begin(run, 1, 1)
     groups = [group for chunk in actor.chunks for group in chunk.bucket_groups]
     gathering = []
     for _ in range(2):

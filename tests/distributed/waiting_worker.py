@@ -32,33 +32,33 @@ def scored_in_all_ways(trainer: OnlineTrainer) -> dict[str, dict[str, Any]]:
 
 def scored(trainer: OnlineTrainer, way: str) -> dict[str, Any]:
     run, state = trainer.run, trainer.run.state
-    run.begin(1, 1, lambda text: None)
+    trainer.book.begin(run, 1, 1)
     kept: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if way == "it was kept":  # by an earlier start, which has generated the same
         rollout = run.rollout.select(torch.arange(len(run.rollout)))
-        kept = patch.object(run, "kept_rollout", lambda prompts, iteration: rollout)
+        kept = patch.object(trainer.hooks, "kept_rollout", lambda prompts, iteration: rollout)
     with asked(way), late(trainer, way), kept:
         rollout = run.generate()
-    ahead = sum(len(model.ahead.known) for model in run._ahead._models)
+    ahead = sum(len(model.ahead.known) for model in trainer.generation.scoring._models)
     known = run.whole(
         raw_scores=run.scores(rollout),
         log_probs=run.actor.log_probs(rollout),
         ref_log_probs=run.reference.log_probs(rollout),
         values=run.critic.values(rollout),
     )
-    run.abandon(state)
+    trainer.book.abandon(run, state)
     return {
         "tensors": vars(rollout) | vars(known) | {n: x for n, x in run.metrics.items() if isinstance(x, Tensor)},
         "ahead": gathered(trainer, ahead),
         "late": trainer.generator.layout.replicas[late_replica(trainer, way)] if way in LATE else (),
-        "seconds": gathered(trainer, run._watch.seconds.get(PHASE, -1.0)),
+        "seconds": gathered(trainer, trainer.book.watch.seconds.get(PHASE, -1.0)),
     }
 
 
 def scored_by_new_weights(trainer: OnlineTrainer) -> tuple[float, float]:
     """The KL of a rollout to a reference that has run it ahead, and that then becomes the actor: before, and after."""
     run, state = trainer.run, trainer.run.state
-    run.begin(1, 1, lambda text: None)
+    trainer.book.begin(run, 1, 1)
     with asked("all compute ahead"):
         rollout = run.generate()
     kl = []
@@ -66,7 +66,7 @@ def scored_by_new_weights(trainer: OnlineTrainer) -> tuple[float, float]:
         become(run.actor)
         known = run.whole(p=run.actor.log_probs(rollout), q=run.reference.log_probs(rollout))
         kl.append(float((known.p - known.q).abs().max()))
-    run.abandon(state)
+    trainer.book.abandon(run, state)
     return kl[0], kl[1]
 
 
@@ -83,7 +83,7 @@ def asked(way: str) -> contextlib.AbstractContextManager[Any]:
 
 def late(trainer: OnlineTrainer, way: str) -> contextlib.AbstractContextManager[Any]:
     """Within the block one replica has its last response only when others have run all the units that they can."""
-    layout, engine, models = trainer.generator.layout, trainer.generator.engine, trainer.run._ahead._models
+    layout, engine, models = trainer.generator.layout, trainer.generator.engine, trainer.generation.scoring._models
     if not models or engine is None or way not in LATE:
         return contextlib.nullcontext()
     slow = late_replica(trainer, way)

@@ -122,7 +122,7 @@ def not_finite(config: ExperimentConfig) -> dict[str, Any]:
     after = trainer.roles.actor.weights()
     return {
         "error": str(raised.value),
-        "row": int(trainer.run._rows["actor"][0].min()),
+        "row": int(trainer.book.rows["actor"][0].min()),
         "moved": any(not torch.equal(before[name], x) for name, (_, x) in after.items()),
     }
 
@@ -144,7 +144,7 @@ def counted() -> Iterator[list[int]]:
 
 
 def first_mini_batch_tokens(trainer: OnlineTrainer, batch: RolloutBatch) -> int:
-    rows = trainer.run._rows["actor"]
+    rows = trainer.book.rows["actor"]
     return batch.select(rows[0]).num_response_tokens if rows else 0
 
 

@@ -128,7 +128,7 @@ def iterate(trainer: OnlineTrainer) -> dict[str, Any]:
                 if done is not None:
                     record["metrics"].append({name: float(x) for name, x in done.metrics.items()})
                     record["hand_offs"] = len(trainer.generator.costs)
-                    record["mini_batches"].append([len(rows) for rows in trainer.run._rows["actor"]])
+                    record["mini_batches"].append([len(rows) for rows in trainer.book.rows["actor"]])
                     record["fields"] = sorted(vars(done.batch))
     except UserError as error:
         record["error"] = f"{type(error).__name__}: {error}"

@@ -1,6 +1,7 @@
 """Old log-probs that come with the first step: alike those of a forward pass, and made once."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +9,7 @@ import torch
 from hybridflow.batch import RolloutBatch, Tokens, response_mask
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.algorithms import GRPO, PPO, RLOO, Custom, Distill
-from hybridflow.flows.deferred_log_probs import Deferred
-from hybridflow.parallel.exchange import Contribution
+from hybridflow.flows.deferred_log_probs import DeferredLogProbs
 from hybridflow.placement.deferred_log_probs import asks_for_log_probs, first_step_tells, rows_told
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.flows.first_step_worker import CASES
@@ -78,8 +78,11 @@ def test_a_log_prob_that_is_not_finite_is_said_to_be_where_it_is(records):
 def test_what_is_to_come_is_nan_until_it_comes():
     """Two rows of a prompt token and two more; the second comes later: at its response tokens alone."""
     lengths, prompts = torch.tensor([3, 3]), torch.tensor([1, 1])
-    later = Deferred(Contribution.nothing(6, (0,)), response_mask(lengths, prompts).nonzero()[2:, 0])
-    found = later.of(torch.tensor([0.0, -1.0, -2.0, 0.0, 0.0, 0.0]))
+    ids = torch.arange(6)
+    mask = response_mask(lengths, prompts)
+    batch = RolloutBatch(ids, lengths, prompts, torch.arange(2), prompts < 0, mask, -ids.float())
+    deferred = DeferredLogProbs(SimpleNamespace(), batch, torch.tensor([1]))
+    found = deferred.masked(torch.tensor([0.0, -1.0, -2.0, 0.0, 0.0, 0.0]))
     assert found[:4].tolist() == [0.0, -1.0, -2.0, 0.0] and found[4:].isnan().all()
 
 

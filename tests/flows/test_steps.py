@@ -2,7 +2,7 @@
 
 import torch
 
-from hybridflow.flows.step_metrics import shuffled
+from hybridflow.flows.mini_batches import shuffled
 
 PROMPTS = torch.tensor([5, 5, 5, 2, 2, 2, 9, 9, 9, 7, 7, 7])
 

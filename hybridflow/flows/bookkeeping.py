@@ -1,0 +1,284 @@
+"""What the trainer does with an iteration that a flow runs: it draws, times, counts, and puts the numbers together.
+
+book.begin(run, iteration, num_iterations)
+done = book.finished(run, flow(run))            # or book.abandon(run, before)
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from hybridflow.batch import PromptBatch, RolloutBatch
+from hybridflow.checkpoint.state import RunState
+from hybridflow.config import ExperimentConfig
+from hybridflow.config.fixed_data import FixedDataConfig
+from hybridflow.data.example_batches import prompt_and_completion
+from hybridflow.data.examples import ExampleDataset
+from hybridflow.data.left_out import dropped_metrics
+from hybridflow.data.prompts import PromptDataset
+from hybridflow.data.usable import Dropped
+from hybridflow.errors import Stopped
+from hybridflow.flows.finite import check_finite
+from hybridflow.flows.generation import Generation
+from hybridflow.flows.hooks import RunHooks
+from hybridflow.flows.iteration_data import IterationData
+from hybridflow.flows.models import Roles
+from hybridflow.flows.step_metrics import step_metrics
+from hybridflow.models.optimizer import NO_BYTES
+from hybridflow.parallel.agreement import check_agreement, digest_tensors
+from hybridflow.parallel.exchange import Exchange
+from hybridflow.parallel.platform import world_group
+from hybridflow.parallel.watchdog import Watchdog
+from hybridflow.recording.iteration import (
+    Iteration,
+    Metrics,
+    batch_metrics,
+    cost_metrics,
+    length_metrics,
+    training_costs,
+)
+from hybridflow.recording.measure import Stopwatch
+from hybridflow.rewards.scorer import FunctionCalls, Scores, call_metrics
+from hybridflow.roles.objectives import KLTerm
+
+Batch = TypeVar("Batch", bound=RolloutBatch)
+
+
+class Bookkeeping:
+    """Of runs of both kinds. trains: otherwise no role takes a step. rows: of the batch in each step, by role."""
+
+    shown: Mapping[str, str]  # stages of an iteration, and what a person is told of them
+
+    def __init__(
+        self,
+        roles: Roles,
+        *,
+        exchange: Exchange,
+        watch: Stopwatch,
+        watchdog: Watchdog,
+        hooks: RunHooks,
+        trains: bool = True,
+    ) -> None:
+        self.roles, self.hooks, self.trains = roles, hooks, trains
+        self.exchange, self.watch, self._watchdog = exchange, watch, watchdog
+        self._stage = contextlib.ExitStack()
+        self._dropped: list[Dropped] = []  # of the iteration, by draw
+        self._told: set[str] = set()  # reasons for which rows are left out
+        self._calls: list[FunctionCalls] = []
+        self.rows: dict[str, list[Tensor]] = {}
+        for role in roles.trained():
+            role.takes_steps = trains
+
+    # ---- from the beginning of an iteration to its end
+
+    def begin(self, run: IterationData, iteration: int, num_iterations: int) -> None:
+        self._stage.close()
+        run.forget()
+        run.state = replace(run.state, iteration=iteration)
+        self._dropped, self._calls = [], []
+        self.rows = {role.name: [] for role in self.roles.trained()}
+        self.watch.reset()
+        self.exchange.seconds = 0.0
+        for role in self.roles.trained():
+            role.begin_iteration(iteration, num_iterations)
+        self.draw(run)
+
+    def draw(self, run: IterationData) -> None:
+        """The next prompts, or rows, in order take the place of the run's."""
+        raise NotImplementedError
+
+    def finished(self, run: IterationData, batch: RolloutBatch) -> Iteration:
+        """The iteration's numbers. Errors: NonFinite where a gradient was not."""
+        raise NotImplementedError
+
+    def abandon(self, run: IterationData, state: RunState) -> None:
+        """The iteration that was begun has not been; `state` is the one before it."""
+        self._stage.close()
+        run.state = state
+
+    # ---- while a flow runs
+
+    def with_deferred(self, run: IterationData, batch: Batch) -> Batch:
+        """With the old log-probs that the first step has computed. Errors: NonFinite where one is not finite."""
+        if run.deferred is None:
+            return batch
+        batch = run.deferred.filled(batch, self.exchange)
+        check_finite({"log_probs": vars(batch)["log_probs"]}, batch)
+        return batch
+
+    def enter(self, stage: str, iteration: int) -> None:
+        """The stage before ends, this one begins."""
+        self._stage.close()
+        self._watchdog.enter(stage)
+        self._stage.enter_context(self.watch.phase(stage))
+        self.hooks.show(f"iteration {iteration}: {self.shown[stage]}")
+
+    def stop_if_told(self, iteration: int) -> None:
+        """Raise Stopped on all ranks or none, as long as the models are as the iteration before left them."""
+        if not any(role.steps for role in self.roles.trained()) and self.hooks.stops():
+            raise Stopped(f"in iteration {iteration}, before its first step")
+
+    def agree_on(self, batch: RolloutBatch, iteration: int) -> None:
+        """Raise on every rank unless all ranks are about to train on the same batch."""
+        check_agreement({f"the batch of iteration {iteration}": digest_tensors(vars(batch))}, world_group())
+
+    def note_rows(self, rows: Tensor) -> None:
+        """The steps taken since the last time were of these rows of the batch."""
+        for role in self.roles.trained():
+            noted = self.rows[role.name]
+            noted += [rows] * (len(role.steps) - len(noted))
+
+    def note_parts(self, run: IterationData, scores: Scores, wholes: Sequence[Tensor]) -> None:
+        """Each part of the score, before its weight, of the responses that are trained on: its mean, and for samples.
+
+        What calls took and how many rows failed, of all responses; of an iteration that generates several times, of all
+        of them.
+        """
+        size = len(run.rollout)
+        run.score_parts = {name: whole[:size] for name, whole in scores.by_name(wholes).items()}
+        for name, part in run.score_parts.items():
+            if "/" in name:
+                run.metrics[f"reward/{name}"] = part.mean()
+            elif len(run.score_parts) > 1:
+                run.metrics[f"reward/part_{name}_mean"] = part.mean()
+        if scores.functions:
+            self._calls.append(scores.calls(wholes))
+            run.metrics |= call_metrics(self._calls)
+
+    def _note_dropped(self, dropped: Dropped) -> None:
+        """Rows that were left out when their turn came: counted, and the first for a reason is told."""
+        self._dropped.append(dropped)
+        for reason in [reason for reason in dropped.first if reason not in self._told]:
+            self._told.add(reason)
+            self.hooks.say(
+                f"data.train: a row is left out, and those to come that are {reason}: {dropped.first[reason]}"
+            )
+
+    def _step_metrics(self, batch: RolloutBatch) -> Metrics:
+        return step_metrics(self.roles.trained(), self.rows, batch, self.exchange) if self.trains else {}
+
+    def _num_steps(self) -> dict[str, int]:
+        return {role.name: len(role.steps) for role in self.roles.trained()}
+
+
+class OnlineBookkeeping(Bookkeeping):
+    """Of a run that learns from what its engine generates."""
+
+    shown: Mapping[str, str] = {"rollout": "generating", "estimate": "scoring", "update": "updating"}
+
+    def __init__(
+        self, config: ExperimentConfig, roles: Roles, prompts: PromptDataset, generation: Generation, **shared: Any
+    ) -> None:
+        super().__init__(roles, **shared)
+        self._config, self._prompts, self._generation = config, prompts, generation
+
+    def skip_to(self, run: IterationData, iteration: int) -> None:
+        """Have this iteration come next: the prompts of those that were left out count as drawn."""
+        if run.state.iteration != iteration - 1:
+            drawn = (iteration - 1) * self._config.data.prompts_per_iteration
+            run.state = replace(run.state, iteration=iteration - 1, num_prompts_drawn=drawn)
+
+    def draw(self, run: IterationData) -> None:
+        data = self._config.data
+        order = self._prompts.order(self._config.seed, data.shuffle, position=run.state.num_prompts_drawn)
+        self._generation.begin(order.position)
+        drawn = self._prompts.draw(order, data.prompts_per_iteration)
+        self._note_dropped(drawn.dropped)
+        run.prompt_rows, run.prompts = drawn.numbers, drawn.batch
+        run.state = replace(run.state, num_prompts_drawn=order.position)
+
+    def prompts_at(self, rows: Sequence[int]) -> PromptBatch:
+        """By their numbers in the data set."""
+        return self._prompts.batch(list(rows))
+
+    def begin(self, run: IterationData, iteration: int, num_iterations: int) -> None:
+        self._generation.costs.clear()
+        super().begin(run, iteration, num_iterations)
+
+    def finished(self, run: IterationData, batch: RolloutBatch) -> Iteration:
+        self._stage.close()
+        batch = self.with_deferred(run, batch)
+        updates, sampling, data = self._step_metrics(batch), self._config.sampling, self._config.data
+        lengths = length_metrics(batch, sampling.buckets) if sampling.by_prompt_length else {}
+        kl_term = KLTerm(self._config.algorithm.kl, run.state.kl_coef)
+        kl = {"kl/coef": kl_term.coef} if self._config.algorithm.kl.use != "none" else {}
+        metrics = batch_metrics(batch) | lengths | run.metrics | kl | updates
+        metrics |= dropped_metrics(data.bad_rows, data.overlong_prompts, [self._prompts.dropped, *self._dropped])
+        if self.trains and "kl/sequence_mean" in metrics:
+            coef = kl_term.updated(float(metrics["kl/sequence_mean"]), len(batch)).coef
+            run.state = replace(run.state, kl_coef=coef)
+        interval = self._config.algorithm.kl.reset_reference_interval
+        actor, reference = self.roles.actor, self.roles.reference
+        if self.trains and interval is not None and run.iteration % interval == 0 and actor and reference:
+            reference.become(actor)
+        metrics |= self._costs(run, batch)
+        self._generation.scoring.forget()  # which rank has scored what depends on timing: nobody needs it now
+        return Iteration(run.iteration, run.prompts, batch, metrics, score_parts=run.score_parts)
+
+    def _costs(self, run: IterationData, batch: RolloutBatch) -> Metrics:
+        trained = self.roles.actor.trained if self.roles.actor is not None else None
+        return cost_metrics(
+            batch,
+            watch=self.watch,
+            reshards=self._generation.costs,
+            exchange=self.exchange,
+            actor_bytes=trained.memory_bytes() if trained else NO_BYTES,
+            engine_bytes=self._generation.own_bytes,
+            num_steps=self._num_steps(),
+        )
+
+
+class FixedDataBookkeeping(Bookkeeping):
+    """Of a run on the rows of files."""
+
+    shown: Mapping[str, str] = {"estimate": "reading and judging", "update": "updating"}
+
+    def __init__(self, config: FixedDataConfig, roles: Roles, rows: ExampleDataset, **shared: Any) -> None:
+        super().__init__(roles, **shared)
+        self._config, self._examples = config, rows
+
+    def draw(self, run: IterationData) -> None:
+        data = self._config.data
+        order = self._examples.order(self._config.seed, data.shuffle, position=run.state.num_prompts_drawn)
+        drawn = self._examples.draw(order, data.batch_size)
+        run.examples = drawn.items
+        self._dropped.append(drawn.dropped)
+        run.state = replace(run.state, num_prompts_drawn=order.position)
+        self.enter("estimate", run.iteration)
+
+    def finished(self, run: IterationData, batch: RolloutBatch) -> Iteration:
+        self._stage.close()
+        (trained,) = self.roles.trained()
+        self.rows = {trained.name: [torch.arange(len(batch))]}
+        lengths, data = batch.lengths.float(), self._config.data
+        metrics = self._step_metrics(batch) | run.metrics
+        metrics |= {
+            "data/length_mean": lengths.mean(),
+            "data/length_max": lengths.max(),
+            "data/trained_tokens": batch.num_response_tokens,
+            "data/epoch": run.state.num_prompts_drawn / len(self._examples),
+        }
+        metrics |= dropped_metrics(data.bad_rows, data.overlong, [self._examples.dropped, *self._dropped])
+        costs = training_costs(
+            batch,
+            watch=self.watch,
+            exchange=self.exchange,
+            trained_bytes=trained.trained.memory_bytes() if trained.trained else NO_BYTES,
+            num_steps=self._num_steps(),
+        )
+        return Iteration(run.iteration, self._shown_prompts(run), batch, metrics | costs)
+
+    def _shown_prompts(self, run: IterationData) -> PromptBatch:
+        """The prompts of those rows that go to samples.jsonl."""
+        some = run.examples[: self._config.metrics.num_samples]
+        prompts = [prompt_and_completion(example, 0)[0] for example in some]
+        return PromptBatch(
+            input_ids=torch.cat([torch.zeros(0, dtype=torch.int64), *prompts]),
+            lengths=torch.tensor([len(ids) for ids in prompts], dtype=torch.int64),
+            texts=tuple(self.hooks.decode(ids.tolist()) for ids in prompts),
+            columns={},
+        )

@@ -1,0 +1,135 @@
+"""Responses to the prompts of an iteration: from the engine, from an earlier start of the run, or from a replay.
+
+The actor's weights are the engine's while it generates. Replicas that are done score rows while others still generate.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from hybridflow.batch import PromptBatch, RolloutBatch
+from hybridflow.config.length_buckets import always
+from hybridflow.config.sampling import SamplingConfig
+from hybridflow.flows.hooks import RunHooks
+from hybridflow.flows.models import Roles, training_memory_offloaded
+from hybridflow.flows.overlapped_scoring import OverlappedScoring
+from hybridflow.flows.replay import Replay
+from hybridflow.parallel.platform import Platform
+from hybridflow.recording.measure import Stopwatch
+from hybridflow.reshard.execute import ReshardCost
+from hybridflow.roles.generator import Generator
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Responses drawn as the config's `sampling` says."""
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """One response a prompt, the likeliest token always."""
+
+
+SAMPLED = Sampled()
+
+
+class Generation:
+    """The generator of a run, and what is scored while it works. Every call is collective over the world."""
+
+    def __init__(
+        self,
+        generator: Generator | Replay,
+        scoring: OverlappedScoring,
+        roles: Roles,
+        sampling: SamplingConfig,
+        *,
+        platform: Platform,
+        watch: Stopwatch,
+        hooks: RunHooks,
+    ) -> None:
+        self.generator, self.scoring = generator, scoring
+        self._roles, self._sampling, self._platform, self._watch, self._hooks = roles, sampling, platform, watch, hooks
+        self._first_prompt = self._num_sampled = 0
+
+    @property
+    def costs(self) -> list[ReshardCost]:
+        """Of the reshards of the iteration."""
+        return self.generator.costs
+
+    @property
+    def own_bytes(self) -> int:
+        """Of the engine's weights outside the trainer's memory, while it has them."""
+        return self.generator.own_bytes
+
+    def begin(self, first_prompt: int) -> None:
+        """The next prompts are drawn. first_prompt: how many the run had drawn by then, which seeds count by."""
+        self._first_prompt, self._num_sampled = first_prompt, 0
+
+    def responses(
+        self, kinds: Sequence[Sampled | Greedy], prompts: PromptBatch, iteration: int, deferred: Sequence[int]
+    ) -> tuple[RolloutBatch, ...]:
+        """To the prompts, of each kind, with one reshard of the weights.
+
+        deferred: rows of sampled responses whose log-probs nobody asks the actor for.
+        """
+        if list(kinds) == [SAMPLED] and not self._num_sampled:
+            return (self._sampled_alone(prompts, iteration, deferred),)
+        self.scoring.forget()
+        with self.engine_awake(), self._watch.phase("generate"):
+            return tuple(self._generate(kind, prompts, iteration) for kind in kinds)
+
+    def greedy_responses(self, prompts: PromptBatch) -> RolloutBatch:
+        """To held-out prompts, outside any iteration."""
+        with self.engine_awake():
+            return self.generator.generate(
+                prompts, greedy=True, samples_per_prompt=always(1), iteration=0, first_prompt=0
+            )
+
+    @contextlib.contextmanager
+    def engine_awake(self) -> Iterator[None]:
+        """The actor's weights are the engine's within the block, in the engine's layout; bitwise restored after it.
+
+        In strict order: what training alone needs leaves, weights are put in place, caches are emptied, and only when
+        that is so on every rank the KV cache takes its memory.
+        """
+        with training_memory_offloaded(self._roles, self._platform), self.generator.resharded():
+            self._platform.empty_caches()
+            dist.barrier(group=dist.group.WORLD)
+            with self.generator.awake():
+                yield
+
+    def _sampled_alone(self, prompts: PromptBatch, iteration: int, deferred: Sequence[int]) -> RolloutBatch:
+        """What is scored while others generate; of one that an earlier start has kept, in the same units."""
+        rollout = self._hooks.kept_rollout(prompts, iteration)
+        self.scoring.begin(
+            prompts,
+            self._sampling.samples.each(prompts.lengths.tolist()),
+            limits=self._sampling.limits,
+            generates=rollout is None,
+            left_out={self._roles.actor: deferred} if self._roles.actor is not None else {},
+        )
+        if rollout is None:
+            with self.engine_awake(), self._watch.phase("generate"):
+                rollout = self._generate(SAMPLED, prompts, iteration, self.scoring)
+            self._hooks.keep_rollout(iteration, vars(rollout))
+        self._num_sampled = 1  # also where an earlier start has sampled them
+        self.scoring.settle(rollout)
+        return rollout
+
+    def _generate(
+        self, how: Sampled | Greedy, prompts: PromptBatch, iteration: int, listener: OverlappedScoring | None = None
+    ) -> RolloutBatch:
+        greedy = isinstance(how, Greedy)
+        generation = 0 if greedy else self._num_sampled
+        self._num_sampled += not greedy
+        return self.generator.generate(
+            prompts,
+            greedy=greedy,
+            samples_per_prompt=always(1) if greedy else self._sampling.samples,
+            iteration=iteration,
+            first_prompt=self._first_prompt,
+            generation=generation,
+            listener=listener,
+        )

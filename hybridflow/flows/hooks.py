@@ -1,0 +1,29 @@
+"""What the trainer does, and knows, while a flow runs an iteration."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hybridflow.batch import PromptBatch, RolloutBatch
+
+
+def _silent(text: str) -> None:
+    pass
+
+
+@dataclass
+class RunHooks:
+    """All but `say` and `show` are collective over the world.
+
+    say: a line for the person who watches. show: what is going on now. stops: whether all ranks are to end here.
+    keep_rollout: the responses of an iteration, for a later start. kept_rollout: what an earlier start has kept.
+    decode: token ids as text.
+    """
+
+    say: Callable[[str], None] = _silent
+    show: Callable[[str], None] = _silent
+    stops: Callable[[], bool] = lambda: False
+    keep_rollout: Callable[[int, Mapping[str, Tensor]], None] = lambda iteration, tensors: None
+    kept_rollout: Callable[[PromptBatch, int], RolloutBatch | None] = lambda prompts, iteration: None
+    decode: Callable[[list[int]], str] = lambda ids: ""

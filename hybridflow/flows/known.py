@@ -1,0 +1,45 @@
+"""What ranks know parts of, made whole in one exchange."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from hybridflow.batch import RolloutBatch
+from hybridflow.flows.finite import check_finite
+from hybridflow.parallel.exchange import Contribution, Exchange
+
+
+class Pending(Protocol):
+    """A tensor of which this rank knows parts."""
+
+    def parts(self) -> tuple[Contribution, ...]: ...
+
+    def put_together(self, wholes: Sequence[Tensor]) -> Tensor:
+        """The tensor, of its parts when they are whole."""
+
+
+class Known:
+    """Whole tensors by the names that `Run.whole` was given them under."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        vars(self).update(tensors)
+
+    def __getattr__(self, name: str) -> Tensor:
+        raise AttributeError(f"run.whole was not asked for {name}; it gave {', '.join(vars(self)) or 'nothing'}")
+
+
+def exchanged(
+    asked: Mapping[str, Pending | Tensor], exchange: Exchange, batch: RolloutBatch
+) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
+    """(whole tensors by name, the whole parts of each). A tensor is taken for whole as it is.
+
+    Errors: NonFinite, naming the row of `batch`, where a number is not finite.
+    """
+    parts = {name: () if isinstance(x, Tensor) else x.parts() for name, x in asked.items()}
+    flat = [part for its in parts.values() for part in its]
+    wholes = iter(exchange.wholes(flat) if flat else [])
+    found = {name: [next(wholes) for _ in its] for name, its in parts.items()}
+    known = {name: x if isinstance(x, Tensor) else x.put_together(found[name]) for name, x in asked.items()}
+    check_finite(known, batch)
+    return known, found
