@@ -7,8 +7,6 @@ Everything is taken in float64, so that a group of equal scores gives exact zero
 is left to compare it with.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -120,33 +118,6 @@ def mean_normalized_advantages(scores: Tensor, groups: Tensor) -> Tensor:
     centred, index, counts = _centred(scores, groups)
     means = _means(scores.double(), index, counts)[index]
     return torch.where(means > 0, centred / means.where(means > 0, 1.0), 0.0).to(scores.dtype)
-
-
-def several_rewards_advantages(rewards: Sequence[Tensor], weights: Sequence[float], groups: Tensor) -> Tensor:
-    """Each reward is compared within its group by itself, so that none drowns in the spread of another.
-
-        A_i = (S_i - mean) / (std + eps),    S_i = sum_k w_k A_i^k,    mean and std over the batch
-
-    with A^k of `group_advantages`. GDPO, arXiv 2601.05242.
-
-    Args:
-        rewards: one float (N,) a reward.
-        weights: one a reward.
-        groups: int64 (N,).
-
-    Returns:
-        float (N,).
-
-    Raises:
-        ValueError: as in `group_advantages`, or there are not as many weights as rewards, one at least.
-    """
-    if not rewards or len(rewards) != len(weights):
-        raise ValueError(f"weights has {len(weights)} for {len(rewards)} rewards: each reward has one, there is one")
-    total = torch.zeros_like(rewards[0], dtype=torch.float64)
-    for reward, weight in zip(rewards, weights, strict=True):
-        total += weight * group_advantages(reward.double(), groups)
-    centred = total - total.mean()
-    return (centred / (total.std() + GROUP_EPS)).to(rewards[0].dtype)
 
 
 def equal_groups(scores: Tensor, groups: Tensor) -> Tensor:

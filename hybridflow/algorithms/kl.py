@@ -121,21 +121,6 @@ KL_ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyTy
 
 
 @dataclass(frozen=True)
-class FixedKL:
-    """A coefficient that stays as it is.
-
-    Args:
-        coef: factor of the KL penalty, >= 0.
-    """
-
-    coef: float
-
-    def updated(self, kl_mean: float, num_sequences: int) -> Self:
-        """The same controller, whatever was observed; same arguments as `AdaptiveKL.updated`."""
-        return self
-
-
-@dataclass(frozen=True)
 class AdaptiveKL:
     """A coefficient steered so that the observed KL approaches a target.
 

@@ -41,12 +41,12 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     (
         "data.train",
         "train_files prompt_data prompt_dataset train_data_path dataset_name train_dataset",
-        "a JSON-lines file",
+        "a JSON-lines or Parquet file",
     ),
     (
         "data.heldout",
         "val_files eval_dataset eval.dataset val_data_path val_dataset_name data.validation",
-        "a JSON-lines file",
+        "a JSON-lines or Parquet file",
     ),
     ("data.prompt_key", "input_key prompt_key dataset_text_field", ""),
     (
@@ -258,7 +258,11 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "lora lora_cfg lora_rank lora_alpha lora_dropout target_modules peft_config use_peft load_in_4bit",
         "there is none here: all weights are trained",
     ),
-    ("", "trust_remote_code", "there is none here: no code of a model directory is run"),
+    (
+        "",
+        "trust_remote_code",
+        "there is none here: no run executes code of a model directory; tools.convert has --trust-remote-code",
+    ),
     ("", "enable_ema", "there is none here: no average of the weights is kept"),
     # ---- optimizers
     ("ROLE.optimizer.lr", "learning_rate lr", ""),
@@ -367,10 +371,11 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("", "profiler global_profiler", "there is none here"),
     ("metrics.eval_interval", "test_freq eval_steps eval.steps val_period", "iterations"),
     ("metrics.eval_interval", "val_before_train val_at_start", "where it is not 0, there is one before training"),
+    ("metrics.num_samples", "num_completions_to_print log_completions", ""),
     (
         "metrics.num_samples",
-        "log_val_generations num_completions_to_print log_completions num_val_samples_to_print",
-        "",
+        "log_val_generations num_val_samples_to_print",
+        "of what is trained on, not of evaluations",
     ),
     ("watchdog.update_seconds", "nccl_timeout ddp_timeout", "and the other phases of watchdog"),
 )

@@ -74,7 +74,7 @@ class DeferredLogProbs:
         return replace(batch, **{"log_probs": found})
 
     def _nothing(self) -> Contribution:
-        return Contribution.nothing(len(self._rollout.input_ids), self._actor.grid.layout.contributing_ranks)
+        return Contribution.nothing(len(self._rollout.input_ids))
 
 
 def _all_but(rows: Tensor, number: int) -> Tensor:

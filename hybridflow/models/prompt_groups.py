@@ -11,8 +11,9 @@ import torch
 
 from hybridflow.batch import RolloutBatch, balanced_partition, offsets
 
-# the least share of a group's tokens: with less, on a CPU, a second call of the attention kernel takes as long as the
-# saved tokens (tests.bench.shared_prompt: 5 M parameters, even at 0.1 with lengths of 4 to 64)
+# the least share of a group's tokens. On a CPU a second call of the attention kernel takes as long as fewer tokens do
+# (tests.bench.shared_prompt: 5 M parameters, even at 0.1 with lengths of 4 to 64). On a GPU nobody has measured it:
+# there it says that less than an eighth of the tokens is not worth two kernels for one
 SAVED_TO_PAY = 0.125
 
 

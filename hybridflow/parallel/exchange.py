@@ -24,11 +24,10 @@ class Contribution:
     size: int
     where: Tensor  # (n,) int64, disjoint between ranks
     values: Tensor  # (n,), of one dtype on every rank
-    sources: tuple[int, ...]  # the ranks that may know something of it, alike on every rank
 
     @classmethod
-    def nothing(cls, size: int, sources: tuple[int, ...], dtype: torch.dtype = torch.float32) -> "Contribution":
-        return cls(size, torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=dtype), sources)
+    def nothing(cls, size: int, dtype: torch.dtype = torch.float32) -> "Contribution":
+        return cls(size, torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=dtype))
 
     def parts(self) -> "tuple[Contribution, ...]":
         return (self,)
@@ -45,8 +44,6 @@ class Exchange:
     group: dist.ProcessGroup
     device: torch.device
     seconds: float = field(default=0.0)
-    _needers: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    _under_way: list[tuple[dist.Work, Tensor]] = field(default_factory=list)  # what is sent must stay until it has gone
 
     def whole(self, contribution: Contribution) -> Tensor:
         """(size,) tensor on the CPU holding every rank's values, zero where no rank has one."""
@@ -57,36 +54,9 @@ class Exchange:
         sizes = [x.size for x in contributions]
         return list(self.summed(self._laid_out(contributions)).cpu().split(sizes))
 
-    def wholes_on(self, ranks: tuple[int, ...], contributions: Sequence[Contribution]) -> list[Tensor] | None:
-        """The same on the ranks that need the result, which ascend; None elsewhere.
-
-        A source outside `ranks` sends what it knows and goes straight on, any other rank outside does nothing: nobody
-        waits for a rank that has nothing to do with the result. Every rank in `ranks` or among the sources calls this,
-        in one order.
-        """
-        rank = dist.get_rank()
-        senders = sorted({source for x in contributions for source in x.sources} - set(ranks))
-        self._under_way = [(work, sent) for work, sent in self._under_way if not work.is_completed()]
-        if rank in senders:
-            flat = self._laid_out(contributions)
-            work = dist.isend(flat, dst=ranks[0], group=self.group)
-            assert work is not None, f"rank {rank} is not in the group that it sends over"
-            self._under_way.append((work, flat))
-        if rank not in ranks:
-            return None
-        flat, started = self._laid_out(contributions), time.perf_counter()
-        if rank == ranks[0]:
-            for sender in senders:
-                received = torch.empty_like(flat)
-                dist.recv(received, src=sender, group=self.group)
-                flat += received
-        self.seconds += time.perf_counter() - started
-        whole = self._reduced(flat, dist.ReduceOp.SUM, self._group_of(ranks)).cpu()
-        return list(whole.split([x.size for x in contributions]))
-
     def summed(self, values: Tensor) -> Tensor:
         """The sum over the ranks, in place."""
-        return self._reduced(values, dist.ReduceOp.SUM, self.group)
+        return self._reduced(values, dist.ReduceOp.SUM)
 
     def mean(self, value: float) -> float:
         """The mean of a number over the ranks."""
@@ -95,7 +65,7 @@ class Exchange:
 
     def maximum(self, values: Tensor) -> Tensor:
         """The maximum over the ranks, in place."""
-        return self._reduced(values, dist.ReduceOp.MAX, self.group)
+        return self._reduced(values, dist.ReduceOp.MAX)
 
     def _laid_out(self, contributions: Sequence[Contribution]) -> Tensor:
         """What this rank knows, one after the other, zero elsewhere."""
@@ -105,16 +75,9 @@ class Exchange:
             result[x.where.to(self.device)] = x.values.to(self.device)
         return flat
 
-    def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        if ranks not in self._needers:  # local: ranks outside are not asked to take part
-            group = dist.new_group(list(ranks), use_local_synchronization=True)
-            assert isinstance(group, dist.ProcessGroup), f"rank {dist.get_rank()} is not among {ranks}"
-            self._needers[ranks] = group
-        return self._needers[ranks]
-
-    def _reduced(self, values: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
+    def _reduced(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         started = time.perf_counter()
-        dist.all_reduce(values, op=op, group=group)
+        dist.all_reduce(values, op=op, group=self.group)
         wait_for(values.device)  # else the wait would be counted where the result is read
         self.seconds += time.perf_counter() - started
         return values

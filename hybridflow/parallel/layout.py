@@ -83,11 +83,6 @@ class Layout:
         size = self.tp if axis == "tp" else stage
         return size > 1 and any(hosts[i] != hosts[i + size - 1] for i in range(0, len(hosts), size))
 
-    @property
-    def contributing_ranks(self) -> tuple[int, ...]:
-        """One rank of each replica, on the last pipeline stage: these tell what the model computed."""
-        return tuple(self.rank_at(TrainingCoordinates(0, dp, self.pp - 1)) for dp in range(self.dp))
-
     def chunks(self, num_layers: int) -> tuple[Stages, ...]:
         """chunks[stage][chunk]: layers of each model chunk. Chunk c of all stages precedes chunk c + 1 of any.
 
@@ -161,11 +156,6 @@ class RolloutLayout:
     def contributes(self, rank: int) -> bool:
         """Whether this rank tells what its replica generated: the first one does."""
         return rank in self and self.coordinates(rank)[1:] == (0, 0)
-
-    @property
-    def contributing_ranks(self) -> tuple[int, ...]:
-        """The first rank of each replica: these tell what was generated."""
-        return tuple(replica[0] for replica in self.replicas)
 
     def tp_groups(self) -> list[list[int]]:
         return [list(replica[p * self.tp : (p + 1) * self.tp]) for replica in self.replicas for p in range(self.pp)]

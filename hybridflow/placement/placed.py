@@ -180,17 +180,6 @@ def place_either(config: AnyConfig, world_size: int, *, cuda: bool | None = None
     return place(config, world_size, cuda=cuda)
 
 
-def place_model(name: str, config: RoleConfig, world_size: int) -> PlacedModel:
-    """One role's model without a run around it. Errors: as `place`."""
-    reasons = Reasons()
-    layout, spec = reasons.of(config.layout, name, world_size), reasons.of(read_spec, config.model)
-    if spec is not None:
-        _check_model(name, config, spec, reasons)
-    reasons.refuse()
-    assert layout is not None and spec is not None, "no reason, and no model"
-    return _placed(name, config, spec, layout)
-
-
 def _specs(config: RunConfig, reasons: Reasons) -> dict[str, ModelSpec]:
     """By role, those that can be read. Roles may share a directory, which is then read once."""
     roles = config.roles()

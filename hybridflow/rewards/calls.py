@@ -150,7 +150,7 @@ class FunctionCaller:
 
     def _contribution(self, size: int, rows: list[int], values: Sequence[float]) -> Contribution:
         where, found = torch.tensor(rows, dtype=torch.int64), torch.tensor(values, dtype=torch.float32)
-        return Contribution(size, where, found, tuple(range(self.world_size)))
+        return Contribution(size, where, found)
 
     def _show(self, function: int, outcomes: Sequence[Outcome]) -> None:
         """On this rank: what was printed; and why rows have failed, where that does not end the run."""

@@ -142,9 +142,8 @@ class Role:
         some: Tensor | None = None,
     ) -> Contribution:
         """What this replica has computed ahead, whose units are of the same rows, and what it computes now."""
-        sources = self.grid.layout.contributing_ranks
         if not self.grid.inside:
-            return Contribution.nothing(size, sources)
+            return Contribution.nothing(size)
         ahead = self.ahead if self.ahead is not None and self.ahead.is_of(batch, some) else None
         shares = [self._own_rows(batch, some)] if ahead is None else ahead.left(self.grid.dp_rank)
         micro_batches = self._micro_batches(batch, shares, make)
@@ -156,8 +155,8 @@ class Role:
             where += [places(batch, rows)[known.where] for rows, known in ahead.found()]
             values += [known.values for _, known in ahead.found()]
         if not where:
-            return Contribution.nothing(size, sources)
-        return Contribution(size, torch.cat(where), torch.cat(values), sources)
+            return Contribution.nothing(size)
+        return Contribution(size, torch.cat(where), torch.cat(values))
 
 
 def _token_places(batch: RolloutBatch, rows: Tensor) -> Tensor:

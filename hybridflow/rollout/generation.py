@@ -92,8 +92,7 @@ def generate(
             listener.waits(responses_to(prompts, own, counts, responses))
     if not layout.contributes(rank):
         rows, responses = [], []
-    sources = layout.contributing_ranks
-    return _whole(prompts, counts, rows, responses, sources=sources, exchange=exchange)
+    return _whole(prompts, counts, rows, responses, exchange=exchange)
 
 
 def _generated(
@@ -137,14 +136,13 @@ def _whole(
     rows: list[int],
     responses: list[Response],
     *,
-    sources: tuple[int, ...],
     exchange: Exchange,
 ) -> RolloutBatch:
     """Every replica's rows in one batch. The tokens of a replica are those of its first rank."""
     num_rows, where = int(num_samples.sum()), torch.tensor(rows, dtype=torch.int64)
 
     def part(size: int, at: Tensor, values: Sequence[float], dtype: torch.dtype) -> Contribution:
-        return Contribution(size, at, torch.tensor(values, dtype=dtype), sources)
+        return Contribution(size, at, torch.tensor(values, dtype=dtype))
 
     counts, truncated = exchange.wholes(
         [

@@ -11,7 +11,6 @@ from hybridflow.algorithms.groups import (
     leave_one_out_advantages,
     length_weighted_advantages,
     mean_normalized_advantages,
-    several_rewards_advantages,
 )
 
 SCORES, GROUPS = torch.tensor([1.0, 0.0, 2.0, 4.0, 3.0]), torch.tensor([7, 3, 7, 3, 7])  # means 2 and 2
@@ -22,7 +21,6 @@ ALL = (
     leave_one_out_advantages,
     mean_normalized_advantages,
     lambda scores, groups: length_weighted_advantages(scores, groups, torch.arange(len(scores)) + 1),
-    lambda scores, groups: several_rewards_advantages([scores], [1.0], groups),
 )
 
 
@@ -81,20 +79,9 @@ def test_the_mean_as_the_unit_by_hand():
         mean_normalized_advantages(torch.tensor([1.0, -0.5]), torch.tensor([0, 0]))
 
 
-def test_several_rewards_by_hand():
-    """The first gives -1, 1 and -1, 1 over sqrt 2, the second 0, 0 and 1, -1: in sum -1, 1, 1, -3 over sqrt 2."""
-    first, second = torch.tensor([0.0, 1.0, 0.0, 10.0]), torch.tensor([5.0, 5.0, 3.0, 1.0])
-    found = several_rewards_advantages([first, second], [1.0, 2.0], torch.tensor([0, 0, 1, 1]))
-    sums = torch.tensor([-1.0, 1.0, 1.0, -1.0])  # of -1, 1, -1 + 2, 1 - 2
-    torch.testing.assert_close(found, sums / sums.std(), rtol=1e-5, atol=0)
-    with pytest.raises(ValueError, match=r"^weights has 1 for 2 rewards"):
-        several_rewards_advantages([first, second], [1.0], torch.tensor([0, 0, 1, 1]))
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_each_equals_a_loop_over_the_responses(seed):
     scores, groups, lengths = random_groups(seed)
-    other = scores.flip(0) ** 2
     raw = []
     for i, group in enumerate(groups.tolist()):
         of_group = [j for j in range(len(scores)) if groups[j] == group]
@@ -102,7 +89,6 @@ def test_each_equals_a_loop_over_the_responses(seed):
         others = [float(scores[j]) for j in of_group if j != i]
         tokens = sum(int(lengths[j]) for j in of_group)
         weighted = sum(int(lengths[j]) * float(scores[j]) for j in of_group) / max(tokens, 1)
-        second = (other[i] - other[of_group].mean()) / (other[of_group].std() + 1e-6)
         raw.append(
             {
                 group_advantages: (scores[i] - mean) / (r.std() + 1e-6),
@@ -111,18 +97,12 @@ def test_each_equals_a_loop_over_the_responses(seed):
                 leave_one_out_advantages: scores[i] - sum(others) / len(others),
                 mean_normalized_advantages: (scores[i] - mean) / mean,
                 length_weighted_advantages: scores[i] - weighted if tokens else torch.tensor(0.0),
-                several_rewards_advantages: 0.3 * (scores[i] - mean) / (r.std() + 1e-6) + 0.7 * second,
             }
         )
     expected = {function: torch.stack([one[function].double() for one in raw]) for function in raw[0]}
-    whole = expected[several_rewards_advantages]
-    expected[several_rewards_advantages] = (whole - whole.mean()) / (whole.std() + 1e-6)
     more = {length_weighted_advantages: (lengths,)}
     for function, values in expected.items():
-        if function is several_rewards_advantages:
-            found = function([scores, other], [0.3, 0.7], groups)
-        else:
-            found = function(scores, groups, *more.get(function, ()))
+        found = function(scores, groups, *more.get(function, ()))
         torch.testing.assert_close(found, values, rtol=1e-10, atol=1e-12)
 
 

@@ -1,11 +1,10 @@
-from dataclasses import FrozenInstanceError
 from math import exp, expm1, log
 
 import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
 
-from hybridflow.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_k1, kl_k2, kl_k3, kl_k3_plus
+from hybridflow.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, kl_k1, kl_k2, kl_k3, kl_k3_plus
 
 
 def two_policies(scale: float = 1.0):
@@ -117,13 +116,6 @@ def test_estimators_check_shapes(estimator):
         estimator(torch.zeros(2, 2), torch.zeros(2, 2))
     with pytest.raises(ValueError, match=r"^ref_log_probs .*as long as log_probs"):
         estimator(torch.zeros(3), torch.zeros(1))
-
-
-def test_fixed_coefficient_stays():
-    controller = FixedKL(coef=0.05)
-    assert controller.updated(100.0, 64) == FixedKL(coef=0.05)
-    with pytest.raises(FrozenInstanceError):
-        controller.coef = 0.1
 
 
 @pytest.mark.parametrize(

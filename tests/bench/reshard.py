@@ -45,7 +45,6 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.layout import RolloutLayout
-from hybridflow.placement.placed import place_model
 from hybridflow.recording.measure import own_bytes
 from hybridflow.reshard.groups import engine_stages, rollout_layout
 from hybridflow.reshard.plan import ReshardPlan, plan_reshard
@@ -53,6 +52,7 @@ from hybridflow.roles.base import World
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.patches import join_groups, prepare_vllm
 from tests.distributed.pairs_worker import Watch, WatchedReshard
+from tests.placing import place_model
 
 SIZES = {  # hidden, ffn, layers, heads, vocabulary
     "small": (512, 1408, 4, 8, 2560),  # 14.4 M parameters

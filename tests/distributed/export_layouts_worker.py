@@ -13,9 +13,9 @@ from hybridflow.config import OptimizerConfig, TrainedRoleConfig
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
-from hybridflow.placement.placed import place_model
 from hybridflow.roles.base import World
 from hybridflow.roles.policy import Actor
+from tests.placing import place_model
 
 NUM_RANKS = 4
 NUM_LAYERS = 4

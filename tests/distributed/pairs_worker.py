@@ -30,7 +30,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.layout import RolloutLayout
-from hybridflow.placement.placed import BLOCK_TOKENS, place_model
+from hybridflow.placement.placed import BLOCK_TOKENS
 from hybridflow.reshard.execute import WeightReshard
 from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout
 from hybridflow.reshard.plan import plan_reshard
@@ -50,6 +50,7 @@ from tests.distributed.pairs import (
     Pair,
 )
 from tests.distributed.train_batch import make_train_batch
+from tests.placing import place_model
 from tests.tiny_models import VOCAB_SIZE, by_model_name
 
 SAMPLING = SamplingConfig(max_response_length=RESPONSE_LENGTH, ignore_eos=True)

@@ -167,9 +167,9 @@ def measure(model: str) -> dict[str, dict[str, int]]:
     from hybridflow.parallel import platform as platforms
     from hybridflow.parallel.exchange import Exchange
     from hybridflow.parallel.grid import ProcessGroups
-    from hybridflow.placement.placed import place_model
     from hybridflow.roles.base import World
     from hybridflow.roles.policy import Actor
+    from tests.placing import place_model
 
     platform = platforms.start(seed=0)
     exchange = Exchange(dist.group.WORLD, platform.device)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from hybridflow.architecture.spec import read_spec
-from hybridflow.config import ExperimentConfig, RoleConfig
+from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.placement import placed
-from hybridflow.placement.placed import PlacedRun, check_output_dir, place, place_model
+from hybridflow.placement.placed import PlacedRun, check_output_dir, place
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.messages import like
 
@@ -99,21 +99,6 @@ def test_where_the_engine_runs(inputs, tmp_path):
     run = load(inputs, tmp_path, "actor.ranks=0,2", "rollout.ranks=1,3")
     assert run.stages == ((0, 1, 2, 3, 4, 5),)
     assert run.rollout == RolloutLayout(2, 1, ((1, 3),))
-
-
-def test_a_model_without_a_run(inputs):
-    config = RoleConfig(model=str(inputs / "policy"), pipeline_parallel_size=2)
-    model = place_model("reference", config, WORLD_SIZE)
-    assert (model.name, model.config, model.head) == ("reference", config, "lm")
-    assert (model.spec, model.layout) == (read_spec(inputs / "policy"), Layout(1, 2, 2, (0, 1, 2, 3)))
-    bad = RoleConfig(model=str(inputs / "reward"), pipeline_parallel_size=4)
-    with pytest.raises(ConfigError) as raised:
-        place_model("reference", bad, 3)
-    assert [line.partition(" ")[0] for line in str(raised.value).splitlines()] == [
-        "reference:",
-        "reference.model",
-        "reference.pipeline_parallel_size",
-    ]
 
 
 # ------------------------------------------------------------------------------------------------ what does not
