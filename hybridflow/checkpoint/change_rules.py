@@ -68,9 +68,7 @@ TABLE: tuple[ChangeRule, ...] = (
     ),
     _rule("rollout.*", FREE, FREE, "how the engine works; its weights come from the actor each time"),
     _rule("device_profile", FREE, FREE, "what `auto` goes by, which is resolved at each start"),
-    _rule(
-        "environment environment.* tensor_parallel_across_hosts", FREE, FREE, "how ranks reach each other, and files"
-    ),
+    _rule("env_vars env_vars.* tensor_parallel_across_hosts", FREE, FREE, "how ranks reach each other, and files"),
     _rule("checkpoint.* watchdog.*", FREE, FREE, "when a run saves and ends, not what it computes"),
     _rule("metrics.*", FREE, FREE, "what is recorded and how often; a file that begins later lacks what was before"),
     _rule("metrics.wandb.* metrics.mlflow.*", FREE, FREE, "where the rows go, from the next one on"),

@@ -88,14 +88,14 @@ def _train(options: argparse.Namespace) -> None:
     from hybridflow.parallel.torchrun import set_environment, torchrun_rank
     from hybridflow.placement.placed import check_output_dir
 
-    set_environment(config.environment)
+    set_environment(config.env_vars)
     prepare_imports(config.platform)
     rank, world_size = torchrun_rank()
     if rank == 0:
         check_output_dir(config)
         where = f"{world_size} ranks, platform {device_name()}"
         engine = "" if options.replay or fixed else " and the engine"
-        for line in chosen:
+        for line in (*config.notes, *chosen):
             print(f"{config.name}: {line}", flush=True)
         print(f"{config.name}: loading {', '.join(config.roles())}{engine}, {where}", flush=True)
     from hybridflow.parallel.stop import StopRequest
@@ -129,7 +129,7 @@ def _config(path: str, overrides: list[str]) -> tuple[AnyConfig, tuple[str, ...]
     from hybridflow.parallel.torchrun import set_environment
     from hybridflow.trainers.auto import load_for_run
 
-    set_environment(checked.environment)
+    set_environment(checked.env_vars)
     prepare_imports(checked.platform)
     return load_for_run(path, overrides)
 

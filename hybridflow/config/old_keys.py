@@ -1,10 +1,13 @@
-"""Where the keys went that `algorithm` had before algorithms had names."""
+"""Keys that have another name or place now, and are still read."""
 
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
 from hybridflow.config.algorithms import Algorithm
+from hybridflow.errors import ConfigError
+
+ENV_VARS, OLD_ENV_VARS = "env_vars", "environment"
 
 # where the keys of configs without a name went: before there were names, there was PPO with these
 MOVED = {
@@ -49,6 +52,19 @@ def _named(given: Any) -> Any:
             raise ValueError(f"{key} is now {moved_to(key)}, which is given too: leave one out")
         tree[section] = part | new
     return {"name": "ppo", **tree}
+
+
+def renamed(tree: dict[str, Any], source: object) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The tree with today's names of its sections, and a note for each that it had by an old one.
+
+    Errors: ConfigError where it has both.
+    """
+    if OLD_ENV_VARS not in tree:
+        return tree, ()
+    if ENV_VARS in tree:
+        raise ConfigError(f"{source}: {OLD_ENV_VARS} is now {ENV_VARS}, which is given too: leave one out")
+    found = {ENV_VARS if key == OLD_ENV_VARS else key: value for key, value in tree.items()}
+    return found, (f"{source}: {OLD_ENV_VARS} is now {ENV_VARS}; it is read this time",)
 
 
 AlgorithmConfig = Annotated[Algorithm, Field(discriminator="name"), BeforeValidator(_named)]

@@ -11,12 +11,14 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    PrivateAttr,
     ValidationError,
     model_validator,
 )
 
 from hybridflow.config.files import read_tree
 from hybridflow.config.messages import explained
+from hybridflow.config.old_keys import renamed
 from hybridflow.config.roles import RoleConfig
 from hybridflow.config.section import Section
 from hybridflow.errors import ConfigError, Reasons
@@ -139,7 +141,7 @@ class RunConfig(Section):
     seed: NonNegativeInt = 0
     platform: PlatformName = "auto"  # auto: CUDA where torch is built for it, and an error where it then sees no device
     output_dir: str = "runs"
-    environment: Annotated[dict[str, str], BeforeValidator(_environment)] = {}  # NCCL_*, GLOO_*, HF_*, where not set
+    env_vars: Annotated[dict[str, str], BeforeValidator(_environment)] = {}  # NCCL_*, GLOO_*, HF_*, where not set
     device_profile: str | None = None  # what `auto` goes by: a shipped profile or a file; None: by the device's name
     tensor_parallel_across_hosts: bool = False  # else each tensor-parallel group has to lie on one host
     nonfinite: NonFiniteConfig = NonFiniteConfig()
@@ -147,6 +149,13 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     metrics: MetricsConfig = MetricsConfig()
+
+    _notes: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should change in the file that this was read from."""
+        return self._notes
 
     @model_validator(mode="after")
     def _check_stop(self) -> Self:
@@ -192,7 +201,10 @@ class RunConfig(Section):
     @classmethod
     def from_tree(cls, tree: dict[str, Any], source: str | Path) -> Self:
         """Validate what a file or a program says; `source` is where, for messages. Errors: ConfigError."""
+        tree, notes = renamed(tree, source)
         try:
-            return cls.model_validate(tree)
+            found = cls.model_validate(tree)
+            found._notes = notes
+            return found
         except ValidationError as error:
             raise ConfigError(explained(error, cls, source)) from error

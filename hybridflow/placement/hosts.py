@@ -99,7 +99,7 @@ def for_launch(placed: PlacedModels, hosts: Sequence[HostRanks], unfit: Mapping[
     return {
         "run_dir": str(config.run_dir),
         "loads_own": config.checkpoint.load == "auto",
-        "environment": config.environment,
+        "environment": config.env_vars,
         "grace_seconds": config.checkpoint.grace_seconds,
         "computes_on_cpu": config.platform == "cpu",
         "num_hosts": len(hosts),

@@ -95,20 +95,30 @@ def test_as_many_hosts_as_it_fits_on(base: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("environment", "told"),
     [
-        ({"PATH": "/x"}, "environment: 'PATH': names begin with NCCL_, GLOO_, HF_; launch/run.py has --env for others"),
-        ({"NCCL_X": True}, "environment: NCCL_X = True: a value is a text or a number"),
-        ({"NCCL_X": ["a"]}, r"environment: NCCL_X = \['a'\]: a value is a text or a number"),
-        ({"HF_": "x"}, "environment: 'HF_': names begin with"),
+        ({"PATH": "/x"}, "env_vars: 'PATH': names begin with NCCL_, GLOO_, HF_; launch/run.py has --env for others"),
+        ({"NCCL_X": True}, "env_vars: NCCL_X = True: a value is a text or a number"),
+        ({"NCCL_X": ["a"]}, r"env_vars: NCCL_X = \['a'\]: a value is a text or a number"),
+        ({"HF_": "x"}, "env_vars: 'HF_': names begin with"),
     ],
 )
 def test_an_environment_that_is_none(
     environment: dict[str, Any], told: str, base: dict[str, Any], tmp_path: Path
 ) -> None:
-    (tmp_path / "x.yaml").write_text(json.dumps(base | {"environment": environment}))
+    (tmp_path / "x.yaml").write_text(json.dumps(base | {"env_vars": environment}))
     with pytest.raises(ConfigError, match=f"x.yaml: {told}"):
         ExperimentConfig.from_yaml(tmp_path / "x.yaml")
 
 
+def test_the_old_name_is_read_with_a_note(base: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(json.dumps(base | {"environment": {"NCCL_X": 1}}))
+    config = ExperimentConfig.from_yaml(file)
+    assert config.env_vars == {"NCCL_X": "1"}
+    assert config.notes == (f"{file}: environment is now env_vars; it is read this time",)
+    with pytest.raises(ConfigError, match="environment is now env_vars, which is given too: leave one out"):
+        ExperimentConfig.from_yaml(file, ["env_vars.NCCL_Y=2"])
+
+
 def test_numbers_of_an_environment_become_texts(base: dict[str, Any]) -> None:
-    config = configured(base, environment={"NCCL_IB_TIMEOUT": 22, "HF_HUB_OFFLINE": "1", "GLOO_X": 0.5})
-    assert config.environment == {"NCCL_IB_TIMEOUT": "22", "HF_HUB_OFFLINE": "1", "GLOO_X": "0.5"}
+    config = configured(base, env_vars={"NCCL_IB_TIMEOUT": 22, "HF_HUB_OFFLINE": "1", "GLOO_X": 0.5})
+    assert config.env_vars == {"NCCL_IB_TIMEOUT": "22", "HF_HUB_OFFLINE": "1", "GLOO_X": "0.5"}
