@@ -15,8 +15,8 @@ from hybridflow import RLTrainer, create_critic_model, get_trainer_config, make_
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError, UserError
 from hybridflow.rewards.functions import exact_match
-from hybridflow.trainers import online as trainer
 from hybridflow.trainers import tutorial_names as front
+from hybridflow.trainers.online import OnlineTrainer
 from hybridflow.user_code import load_function
 from tests.distributed.tiny_experiment import write_config
 from tests.tiny_models import make_checkpoints
@@ -48,8 +48,8 @@ def refused(models: Path, **changes: Any) -> str:
 
 
 def test_the_four_names_are_the_packages() -> None:
-    assert issubclass(RLTrainer, trainer.RLTrainer)
-    assert RLTrainer.from_yaml.__func__ is trainer.RLTrainer.from_yaml.__func__
+    assert issubclass(RLTrainer, OnlineTrainer)
+    assert RLTrainer.from_yaml.__func__ is OnlineTrainer.from_yaml.__func__
     assert hybridflow.get_trainer_config is get_trainer_config
     with pytest.raises(AttributeError, match="no attribute 'make_data_loader'"):
         _ = hybridflow.make_data_loader

@@ -78,7 +78,7 @@ class _Unfinished:
 class OverlappedScoring:
     """Of this rank. Building it is collective over the world, and so are `begin` and `settle`.
 
-    models: those of `planning.waiting.models_that_wait`, alike on all ranks; with them goes a noticeboard.
+    models: those of `placement.overlapped_scoring.models_that_wait`, alike on all ranks; with them goes a store client.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class StoreClient:
         self._answered = threading.Event()
         self._answered.set()
         self._closed = False
-        threading.Thread(target=self._ask, name="hybridflow noticeboard", daemon=True).start()
+        threading.Thread(target=self._ask, name="hybridflow store client", daemon=True).start()
 
     def post(self, key: str, text: str = "") -> bool:
         """Whether it was taken."""

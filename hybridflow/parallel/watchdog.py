@@ -4,7 +4,7 @@
     watchdog.start(world_group(), run_dir / "logs")
     watchdog.enter("update")                      # at each change of phase: its deadline starts anew
 
-Stuck: a rank is longer in a phase than its deadline. It raises an alarm on the noticeboard, all ranks say there what
+Stuck: a rank is longer in a phase than its deadline. It raises an alarm in the store, all ranks say there what
 they are doing, one of them reports (`hybridflow.parallel.hang_report`) and all exit with HANG; those that say nothing
 are killed by the others of their host.
 

@@ -4,8 +4,8 @@
     ticket = pool.submit(0, {"prompts": [...], "responses": [...], "columns": {...}, "rows": [3, 4]})
     pool.outcome(ticket).scores                     # waits for it
 
-A warden (`rewards/warden.py`) is started by exec, not as a fork: neither torch's process groups nor CUDA nor the
-trainer's memory are in it. It ends when this process does, or when `close` is called.
+A supervisor (`rewards/supervisor.py`) is started by exec, not as a fork: neither torch's process groups nor CUDA nor
+the trainer's memory are in it. It ends when this process does, or when `close` is called.
 """
 
 import os
@@ -25,7 +25,7 @@ from hybridflow.rewards.processes import light_python
 from hybridflow.rewards.supervisor import Charge
 
 Rows = Mapping[str, Any]  # prompts, responses, columns and rows, as `functions.Asked` has them
-END_SECONDS = 10.0  # that a warden takes to kill what it has, at most
+END_SECONDS = 10.0  # that a supervisor takes to kill what it has, at most
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Pool:
         process = _start(far)
         far.close()
         self._channel = MessageChannel(near)
-        self.warden = process.pid
+        self.supervisor = process.pid
         self.close = weakref.finalize(self, _end, self._channel, process)
         charge = Charge(
             self.specs, limits.num_workers, limits.memory_bytes, limits.max_processes, [str(x) for x in sys.path]
@@ -76,7 +76,7 @@ class Pool:
         return ticket
 
     def outcome(self, ticket: int) -> Outcome:
-        """Waits for it; each can be had once. Errors: RewardError where there is no warden any more."""
+        """Waits for it; each can be had once. Errors: RewardError where there is no supervisor any more."""
         while ticket not in self._outcomes:
             self._receive()
         return self._outcomes.pop(ticket)
@@ -132,7 +132,9 @@ class Pool:
         return Outcome("error", (), f"{where}: {answer['ended']}; {of}", seconds, printed)
 
     def _lost(self) -> RewardError:
-        return RewardError(f"the process {self.warden}, which calls the reward functions of this rank, has been killed")
+        return RewardError(
+            f"the process {self.supervisor}, which calls the reward functions of this rank, has been killed"
+        )
 
 
 def _named(rows: Rows) -> str:

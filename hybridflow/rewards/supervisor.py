@@ -1,11 +1,11 @@
 """The process that has charge of those in which reward functions run, one for each rank: it watches and kills them.
 
-    trainer  --- units --->  warden  --- a unit at a time --->  worker, worker, ...      (rewards/worker.py)
+    trainer  --- units --->  supervisor  --- a unit at a time --->  worker, worker, ...      (rewards/worker.py)
              <-- answers --          <-- the answer ----------
 
 It imports no torch and runs no code of a user's; workers are its forks. One that is over its time, holds too much
 memory, has too many descendants, or ends, is killed with all that it has started, and another takes its place. When the
-trainer is gone, however it went, the warden kills them all and ends. A unit has one answer, whatever happens.
+trainer is gone, however it went, the supervisor kills them all and ends. A unit has one answer, whatever happens.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ BUSY_SECONDS, IDLE_SECONDS = 0.05, 0.5  # between two looks at processes: while 
 LOAD_SECONDS = 600.0  # that the import of a user's modules may take
 PATIENCE = 2.0  # seconds beyond the limit in which an `async def` may end by itself
 MOST_PRINTED = 4000  # characters kept of what is printed in a call
-READS = 16  # at a time, of what a worker prints: one that prints without end must not keep the warden from its limits
+READS = 16  # at a time, of what a worker prints: one that prints without end must not keep limits from being kept
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class Charge:
-    """What a warden is told when it starts. path: the trainer's sys.path. memory_bytes: of a worker and its own."""
+    """What a supervisor is told when it starts. path: the trainer's sys.path. memory_bytes: of a worker and its own."""
 
     specs: tuple[FunctionSpec, ...]
     num_workers: int
@@ -280,7 +280,7 @@ class Supervisor:
                     far,
                     written,
                     {number: charge.specs[number] for number in functions},
-                    warden=own,
+                    supervisor=own,
                     path=charge.path,
                     memory_bytes=charge.memory_bytes,
                 )
@@ -338,7 +338,7 @@ def main(descriptor: int, parent: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     adopt_orphans()
     trainer = MessageChannel(socket.socket(fileno=descriptor))
-    warden: Supervisor | None = None
+    supervisor: Supervisor | None = None
     with contextlib.suppress(ChannelClosed):
         charge: Charge | None = None
         while charge is None:
@@ -346,8 +346,8 @@ def main(descriptor: int, parent: int) -> None:
             for _, body in trainer.receive():
                 charge = pickle.loads(body)
                 break
-        warden = Supervisor(charge, trainer, parent)
-        warden.run()
-    if warden is not None:
-        warden.end()
+        supervisor = Supervisor(charge, trainer, parent)
+        supervisor.run()
+    if supervisor is not None:
+        supervisor.end()
     sys.exit(0)

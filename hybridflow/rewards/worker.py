@@ -1,8 +1,8 @@
-"""The process in which reward functions run: forked by `warden`, it calls what it is told to, until it is killed.
+"""The process in which reward functions run: forked by `supervisor`, it calls what it is told to, until it is killed.
 
 A message is a unit: the rows of one call. Its answer is the scores and the seconds, or the error, as JSON. A function
 sees the same whichever process calls it: random numbers begin with the texts of the unit, and hashes of text are those
-of PYTHONHASHSEED=0. What it prints goes to a pipe of the warden's; what it leaves of alarms, of another working
+of PYTHONHASHSEED=0. What it prints goes to a pipe of the supervisor's; what it leaves of alarms, of another working
 directory or of another sys.stdout is gone when the next is called.
 """
 
@@ -51,15 +51,15 @@ def run_worker(
     output: int,
     specs: Mapping[int, FunctionSpec],
     *,
-    warden: int,
+    supervisor: int,
     path: list[str],
     memory_bytes: int | None,
 ) -> NoReturn:
-    """Of a process just forked. end: to the warden. output: a pipe, for what is printed. path: of the trainer.
+    """Of a process just forked. end: to the supervisor. output: a pipe, for what is printed. path: of the trainer.
 
     specs: by number; of one that is awaited alone, or of any that are not.
     """
-    end_with_parent(warden)
+    end_with_parent(supervisor)
     os.setsid()
     adopt_orphans()
     _put_in_place(end, output)
@@ -99,7 +99,7 @@ def _serve(channel: MessageChannel, loaded: Mapping[int, Loaded]) -> NoReturn:
 
 
 async def _serve_many(channel: MessageChannel, loaded: Mapping[int, Loaded]) -> None:
-    """Calls of `async def` functions, beside each other. The warden says how many there are at a time."""
+    """Calls of `async def` functions, beside each other. The supervisor says how many there are at a time."""
     loop, tasks, own = asyncio.get_running_loop(), set[asyncio.Task[None]](), os.getpid()
     ended = loop.create_future()
 
@@ -187,7 +187,7 @@ def _flush() -> None:
 
 
 def _put_in_place(end: socket.socket, output: int) -> None:
-    """Standard input is empty, output is the pipe; no other file of the warden's stays open."""
+    """Standard input is empty, output is the pipe; no other file of the supervisor's stays open."""
     empty = os.open(os.devnull, os.O_RDONLY)
     for number, given in ((0, empty), (1, output), (2, output)):
         os.dup2(given, number)

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from hybridflow.flows.work_queue import WorkQueue
-from hybridflow.parallel import store_client as noticeboard
+from hybridflow.parallel import store_client
 from hybridflow.parallel.store_client import StoreClient
 
 NUM_REPLICAS = 3
@@ -127,8 +127,8 @@ class Late:
 @pytest.fixture
 def late(boards: list[WorkQueue], monkeypatch: pytest.MonkeyPatch) -> Late:
     """The store of the first replica. Nobody waits long for an answer."""
-    monkeypatch.setattr(noticeboard, "ANSWER_SECONDS", 0.2)
-    monkeypatch.setattr(noticeboard, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(store_client, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(store_client, "RETRY_SECONDS", 0.05)
     begin(boards)
     notices = boards[0]._notices
     notices._store = Late(notices._store)

@@ -93,7 +93,7 @@ def test_errors_of_links_are_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     def dead(group: object) -> None:
         raise RuntimeError("[/build/gloo/transport/tcp/pair.cc:78] Timed out waiting 10000ms for recv operation\nmore")
 
-    monkeypatch.setattr(module, "SmallGroup", lambda *_, **names: type("Group", (), names))
+    monkeypatch.setattr(module, "StandaloneGroup", lambda *_, **names: type("Group", (), names))
     monkeypatch.setattr(module, "lead_link", dead)
     answer = a_rank().perform({"act": "link", "ranks": [0, 1], "group": "1"})
     assert answer == {"error": "RuntimeError: Timed out waiting 10000ms for recv operation"}
@@ -104,7 +104,7 @@ def test_a_link_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
         time.sleep(5)
         raise RuntimeError("given up by itself")
 
-    monkeypatch.setattr(module, "SmallGroup", stuck)
+    monkeypatch.setattr(module, "StandaloneGroup", stuck)
     monkeypatch.setattr(module, "MEASURE_SECONDS", 0.3)
     start = time.monotonic()
     assert a_rank().perform({"act": "all_reduce", "ranks": [0, 1], "group": "1"}) == {"error": "no end after 0.3 s"}

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.cpu.megatron import overlays
+from hybridflow.errors import EnvironmentProblem
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel import torchrun
 from hybridflow.parallel.gloo import use_one_thread
@@ -260,7 +261,7 @@ def test_a_store_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch
     given = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "HYBRIDFLOW_HOST": "node-b"}
     for name, value in (given | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(platforms.EnvironmentProblem, match=r"rank 1 on node-b cannot reach the store .*127.0.0.1:9"):
+    with pytest.raises(EnvironmentProblem, match=r"rank 1 on node-b cannot reach the store .*127.0.0.1:9"):
         torchrun.meeting_store(timedelta(seconds=1))
 
 

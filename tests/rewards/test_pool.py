@@ -43,7 +43,7 @@ def test_workers_have_neither_torch_nor_the_trainers_memory() -> None:
         outcomes = [pool.outcome(ticket) for ticket in [pool.submit(0, rows("x")) for _ in range(30)]]
         pids = {int(outcome.scores[0][0]) for outcome in outcomes}
         assert len(pids) == 3 and min(pids) > 0, "negative: torch was there"
-        assert pids == set(children(pool.warden)) and os.getpid() not in pids
+        assert pids == set(children(pool.supervisor)) and os.getpid() not in pids
         resident = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4 >> 10 for pid in pids]
         assert max(resident) < 60, "MiB"
 
@@ -137,18 +137,18 @@ def test_the_end_of_a_pool_is_that_of_its_processes() -> None:
     with pool_of(MISBEHAVES, spec(f"{MISBEHAVING}:misbehaves"), num_workers=2) as pool:
         pool.submit(1, rows("r", how=["hang with descendants"]))
         until = time.monotonic() + 30
-        while len(below := all_below(pool.warden)) < 5:  # two workers, a child of one, two that sleep
+        while len(below := all_below(pool.supervisor)) < 5:  # two workers, a child of one, two that sleep
             assert time.monotonic() < until, below
             time.sleep(0.05)
-    assert [pid for pid in [pool.warden, *below] if Path(f"/proc/{pid}").exists()] == []
+    assert [pid for pid in [pool.supervisor, *below] if Path(f"/proc/{pid}").exists()] == []
 
 
 def test_a_warden_that_is_killed_is_an_error_and_its_workers_end() -> None:
     with pool_of(EXACT) as pool:
         asked(pool, 0, "r", answer=["r"])
-        workers = children(pool.warden)
-        os.kill(pool.warden, signal.SIGKILL)
-        with pytest.raises(RewardError, match=f"the process {pool.warden}, which calls .* has been killed"):
+        workers = children(pool.supervisor)
+        os.kill(pool.supervisor, signal.SIGKILL)
+        with pytest.raises(RewardError, match=f"the process {pool.supervisor}, which calls .* has been killed"):
             asked(pool, 0, "r", answer=["r"])
         until = time.monotonic() + 10
         while any(Path(f"/proc/{pid}/exe").exists() for pid in workers):
@@ -162,7 +162,7 @@ def test_signals_to_a_whole_job_end_no_call() -> None:
         asked(pool, 0, "0")
         ticket = pool.submit(0, rows("0.5"))
         time.sleep(0.1)
-        for pid in [pool.warden, *children(pool.warden)]:
+        for pid in [pool.supervisor, *children(pool.supervisor)]:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
                 os.kill(pid, number)
         assert pool.outcome(ticket).kind == "scored"
