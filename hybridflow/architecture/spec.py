@@ -55,6 +55,7 @@ class ModelSpec:
     normalize_router: bool = True  # the weights of a token's experts sum to 1
     sliding_window: int | None = None  # tokens that attention reaches back, itself included
     rope: tuple[tuple[str, Any], ...] = field(default=(), compare=False)  # kind, theta and scaling, by name
+    pad_token_id: int | None = None  # at which a score is never read; None: the config names none
 
     @property
     def traits(self) -> Family:
@@ -232,6 +233,7 @@ class _Reader:
             rotary_dim=None if rotary == 1 else int(head_dim * rotary),
             sliding_window=self._window(),
             rope=rope,
+            pad_token_id=self._pad_token_id(),
             **(self._experts() if family.expert_keys else {}),
         )
         self._refuse("num_key_value_heads", kv_heads, heads % kv_heads > 0, f"must divide {heads} heads")
@@ -248,6 +250,12 @@ class _Reader:
         if not _is_number(value) or value != int(value) or not 0 < value <= most:
             raise self._refusal(key, value, f"must be a whole number from 1 to {most}")
         return int(value)
+
+    def _pad_token_id(self) -> int | None:
+        value = self._raw.get("pad_token_id")
+        wrong = value is not None and (not _is_number(value) or value != int(value))
+        self._refuse("pad_token_id", value, wrong, "must be a token id or null")
+        return None if value is None or value < 0 else int(value)  # older files have -1 for none
 
     def _check_rules(self) -> None:
         raw = self._raw

@@ -18,6 +18,7 @@ from hybridflow.architecture.spec import Head, ModelSpec, config_changes
 from hybridflow.architecture.weights import model_weights, staged_weights
 from hybridflow.formats.directories import replace_directory
 from hybridflow.formats.huggingface_files import (
+    add_end_tokens,
     copy_companions,
     files_of_plan,
     num_bytes,
@@ -37,10 +38,13 @@ def export_huggingface(
     role: TrainedRole,
     target: Path,
     *,
+    end_token_ids: Sequence[int] = (),
     max_file_bytes: int = MAX_FILE_BYTES,
     report: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Collective over the world. The weights are those the model holds now, in its dtype and with the head that it has.
+
+    end_token_ids: at which the model stops; generation_config.json gets those that it lacks.
 
     One that started without its score head is a *ForSequenceClassification with one label.
     """
@@ -56,6 +60,7 @@ def export_huggingface(
             _write_weights(tensors, _plan(spec, dtype, head), partial, max_file_bytes, report)
             write_config(spec.path, partial, config_changes(spec, head), dtype=dtype)
             copy_companions(spec.path, partial)
+            add_end_tokens(partial, end_token_ids)
             replace_directory(partial, target)
         else:
             for _ in tensors:  # take part in every gather

@@ -206,6 +206,7 @@ def _plan(options: argparse.Namespace) -> None:
         print(options.world_size or smallest_world_size(config))
         return
     # torch loads for a second: a bad config fails before
+    from hybridflow.data.same_tokens import check_tokenizers
     from hybridflow.placement.forecast import forecast
     from hybridflow.placement.hosts import for_launch, parse_hosts, place_on_hosts, placement_lines
     from hybridflow.placement.placed import place_either
@@ -220,6 +221,7 @@ def _plan(options: argparse.Namespace) -> None:
             print(json.dumps(for_launch(placed, hosts, unfit)))
             return
         plan["placement"] = placement_lines(placed, hosts)
+    check_tokenizers(config)
     plan |= forecast(placed)
     plan["checkpoint"] |= _disk(config)
     if options.time:

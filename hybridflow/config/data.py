@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, JsonValue, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from hybridflow.config.section import Section
 
@@ -61,6 +61,8 @@ class FilesConfig(Section):
     # files of up to so many MiB together are checked as a whole at the start; rows of larger ones when their turn comes
     checked_mib: NonNegativeFloat = 256.0
     shuffle: bool = True
+    chat_template_kwargs: dict[str, JsonValue] = {}  # what the chat template is given beside messages and tools
+    message_format: Literal["openai", "sharegpt"] = "openai"  # messages have role and content, or from and value
 
     @property
     def checked_bytes(self) -> int:

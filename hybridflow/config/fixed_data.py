@@ -28,6 +28,9 @@ class FixedDataSection(FilesConfig):
     batch_size: PositiveInt  # rows of an optimizer step, which is an iteration
     max_length: PositiveInt  # tokens of a sequence, prompt and completion
     overlong: Literal["drop", "error"] = "error"  # a row with a longer sequence
+    # sft on conversations of several turns. together: one sequence a conversation; each: one a turn, with the past as
+    # the chat template has it there; auto: each where a template leaves out earlier thinking, together otherwise
+    assistant_turns: Literal["auto", "together", "each"] = "auto"
 
 
 class FixedDataConfig(RunConfig):

@@ -54,6 +54,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "label_key reward_fn_key answer_key output_key",
         "every column of data.train beside the prompt reaches the functions by its name",
     ),
+    ("data.chat_template_kwargs", "apply_chat_template_kwargs chat_template_kwargs enable_thinking", ""),
     ("data.chat_template", "apply_chat_template input_template", "true where a prompt is a list of messages"),
     ("data.max_prompt_length", "max_prompt_length prompt_max_len prompt_length max_input_seq_length", "tokens"),
     ("data.overlong_prompts=drop", "filter_overlong_prompts", ""),

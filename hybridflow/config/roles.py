@@ -107,6 +107,8 @@ class TrainedRoleConfig(RoleConfig):
 
 class RewardModelConfig(RoleConfig):
     weight: float = 1.0
+    # true: it may have another tokenizer than the actor: texts are encoded anew, by its own tokenizer and chat template
+    reencode: bool = False
 
 
 class RewardConfig(ScoringConfig):

@@ -1,75 +1,86 @@
 """Conversations as texts, by the tokenizer's chat template, and which characters of them the assistant says.
 
-    rendered(messages, tokenizer, "a.jsonl, line 3: messages").spans
+    rendered(messages, template, "a.jsonl, line 3: messages")[0].spans
 
 The template may mark them itself, by {% generation %}. Otherwise what comes before a message of the assistant, with the
 prompt to generate, has to be the beginning of the conversation through that message, and this the beginning of the
 whole; the message is what lies between. Where a template renders the past in another way than the present (as one that
-leaves out earlier thinking does), neither holds, and the row is refused: training would be on another text than a run
-generates from.
+leaves out earlier thinking does), each message is a sequence of its own, with the past as it is at that turn: what a
+run generates from. `data.assistant_turns` chooses: auto, together, or each.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from hybridflow.data.messages import Message, counts
 from hybridflow.data.rows import RowError, shown
+from hybridflow.data.templates import ChatTemplate
 
-Message = dict[str, Any]
 RENDER: Any = render_jinja_template  # its annotation says that it gives a text
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+NOT_TOLD_APART = "not told apart"
 
 
 @dataclass(frozen=True)
 class Rendered:
-    text: str
+    text: str  # up to the end of what the assistant says last, and the token that ends it
     spans: tuple[tuple[int, int], ...]  # characters, [start, end), that count
 
 
 def rendered(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, field: str, *, first: int = 0
-) -> Rendered:
-    """With what the assistant says from message number `first` on. Errors: RowError."""
-    said = [i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"]
+    messages: Sequence[Message],
+    template: ChatTemplate,
+    field: str,
+    *,
+    fields: Mapping[str, Any] | None = None,
+    first: int = 0,
+) -> list[Rendered]:
+    """With what the assistant says from message number `first` on: one sequence, or one a turn. Errors: RowError.
+
+    fields: of the row, whose tools enter the template.
+    """
+    arguments = template.arguments(fields or {}, field)
+    said = [
+        i
+        for i, message in enumerate(messages)
+        if i >= first and message["role"] == "assistant" and counts(message, f"{field}[{i}]")
+    ]
     if not said:
         raise RowError(f"{field}: has no message of the assistant to be trained on", "no assistant")
-    if MARKED.search(_template(tokenizer, field)):
-        return _by_marks(list(messages), tokenizer, field, said=said)
-    return _by_prefix(list(messages), tokenizer, field, said=said)
-
-
-def render(messages: list[Message], tokenizer: PreTrainedTokenizerBase, field: str, *, prompts: bool) -> str:
-    """prompts: whether the assistant's turn begins at the end."""
+    turns = template.options.turns
+    if turns == "each":
+        return _each(messages, template, field, said, arguments)
+    if MARKED.search(template.source(field, arguments.get("tools"))):
+        return [_by_marks(messages, template, field, said, arguments)]
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=prompts, tokenize=False)
-    except Exception as error:  # a template is a program of the model's authors and raises what it likes
-        raise RowError(f"{field}: the tokenizer's chat template cannot render it: {error}", "no template") from error
-    assert isinstance(text, str), f"one conversation was rendered to {type(text).__name__}"
-    return text
-
-
-def _template(tokenizer: PreTrainedTokenizerBase, field: str) -> str:
-    try:
-        return tokenizer.get_chat_template()
-    except ValueError as error:
-        raise RowError(f"{field}: the tokenizer has no chat template: {error}", "no template") from error
+        return [_by_prefix(messages, template, field, said, arguments)]
+    except RowError as error:
+        if turns == "together" or error.reason != NOT_TOLD_APART:
+            raise
+        return _each(messages, template, field, said, arguments)
 
 
 def _by_marks(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, field: str, *, said: Sequence[int]
+    messages: Sequence[Message],
+    template: ChatTemplate,
+    field: str,
+    said: Sequence[int],
+    arguments: Mapping[str, Any],
 ) -> Rendered:
     try:
         texts, spans = RENDER(
-            [messages],
-            chat_template=_template(tokenizer, field),
+            [[{key: value for key, value in message.items() if key != "weight"} for message in messages]],
+            chat_template=template.source(field, arguments.get("tools")),
             return_assistant_tokens_mask=True,
-            **tokenizer.special_tokens_map,
+            **template.tokenizer.special_tokens_map,
+            **arguments,
         )
-    except Exception as error:  # as in `render`
+    except Exception as error:  # as in `ChatTemplate`
         raise RowError(f"{field}: the tokenizer's chat template cannot render it: {error}", "no template") from error
     marked = [(start, end) for start, end in spans[0] if end > start]
     of_assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -79,35 +90,78 @@ def _by_marks(
             f"{len(of_assistant)} messages",
             "no template",
         )
-    kept = [span for i, span in zip(of_assistant, spans[0], strict=True) if i in said]
-    return Rendered(texts[0], tuple((start, end) for start, end in kept))
+    template.check_all_said(texts[0], messages, field, arguments)
+    kept = [(start, end) for i, (start, end) in zip(of_assistant, spans[0], strict=True) if i in said]
+    return _cut(Rendered(texts[0], tuple(kept)), template)
 
 
 def _by_prefix(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, field: str, *, said: Sequence[int]
+    messages: Sequence[Message],
+    template: ChatTemplate,
+    field: str,
+    said: Sequence[int],
+    arguments: Mapping[str, Any],
 ) -> Rendered:
-    whole = render(messages, tokenizer, field, prompts=False)
+    whole = template.whole(messages, field, arguments)
+    template.check_all_said(whole, messages, field, arguments)
     spans = []
     for i in said:
-        before = render(messages[:i], tokenizer, field, prompts=True)
-        through = render(messages[: i + 1], tokenizer, field, prompts=False)
-        if not (whole.startswith(through) and through.startswith(before)):
-            raise RowError(
-                f"{field}[{i}]: which tokens are the assistant's cannot be told: the chat template renders "
-                f"{_what_differs(whole, through, before)}; give the tokenizer a template with {{% generation %}} marks",
-                "not told apart",
-            )
-        spans.append((len(before), len(before) + len(_without_tail(through[len(before) :], tokenizer))))
-    return Rendered(whole, tuple(spans))
+        span, through = _turn(messages, template, field, i, arguments)
+        if not whole.startswith(through):
+            raise _not_told_apart(field, i, "the conversation up to it otherwise once more messages follow")
+        spans.append(span)
+    return _cut(Rendered(whole, tuple(spans)), template)
 
 
-def _what_differs(whole: str, through: str, before: str) -> str:
+def _each(
+    messages: Sequence[Message],
+    template: ChatTemplate,
+    field: str,
+    said: Sequence[int],
+    arguments: Mapping[str, Any],
+) -> list[Rendered]:
+    """A sequence of each turn, with the past as the template has it there."""
+    found = []
+    for i in said:
+        span, through = _turn(messages, template, field, i, arguments)
+        template.check_all_said(through, messages[: i + 1], field, arguments)
+        found.append(_cut(Rendered(through, (span,)), template))
+    return found
+
+
+def _turn(
+    messages: Sequence[Message], template: ChatTemplate, field: str, number: int, arguments: Mapping[str, Any]
+) -> tuple[tuple[int, int], str]:
+    """(characters of a message of the assistant, the conversation through it)."""
+    before = template.whole(messages[:number], field, arguments, begins=True)
+    through = template.whole(messages[: number + 1], field, arguments)
     if not through.startswith(before):
-        return f"the message otherwise than it lets a run begin one, {shown(before[-40:])}"
-    return "the conversation up to it otherwise once more messages follow"
+        what = f"the message otherwise than it lets a run begin one, {shown(before[-40:])}"
+        raise _not_told_apart(field, number, what)
+    said = _without_tail(through[len(before) :], template.tokenizer)
+    return (len(before), len(before) + len(said)), through
+
+
+def _not_told_apart(field: str, number: int, what: str) -> RowError:
+    return RowError(
+        f"{field}[{number}]: which tokens are the assistant's cannot be told: the chat template renders {what}; give "
+        f"the tokenizer a template with {{% generation %}} marks",
+        NOT_TOLD_APART,
+    )
 
 
 def _without_tail(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """What a run would generate: nothing after the end token, such as the line break of many templates."""
     stripped = text.rstrip()
     return stripped if stripped.endswith(tuple(tokenizer.get_added_vocab())) else text
+
+
+def _cut(found: Rendered, template: ChatTemplate) -> Rendered:
+    """Without what follows the last span: a run's responses end with their end token, and scores are read there.
+
+    Where a template's marks leave out the end token it stays, since a response has it.
+    """
+    end, token = max(stop for _, stop in found.spans), template.end_of_turn
+    if token is not None and not found.text[:end].endswith(token) and found.text[end:].lstrip().startswith(token):
+        end = found.text.index(token, end) + len(token)
+    return Rendered(found.text[:end], found.spans)

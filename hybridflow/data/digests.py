@@ -5,7 +5,6 @@ check_agreement(run_digests(config, inputs), dist.group.WORLD)
 
 import sys
 from collections.abc import Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 
 from hybridflow.config import ExperimentConfig
@@ -13,15 +12,10 @@ from hybridflow.config.algorithms import Custom
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.fixed_inputs import FixedInputs
 from hybridflow.data.inputs import Inputs
+from hybridflow.data.tokenizers import tokenizer_digest
 from hybridflow.parallel.agreement import code_digests, digest_bytes, digest_files
 from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.user_code import load_function
-
-TOKENIZER_FILES = (
-    *("tokenizer*", "*.model", "*.model.v*", "*.tiktoken", "vocab.*", "merges.txt", "tekken.json"),
-    *("added_tokens.json", "special_tokens_map.json", "chat_template*", "generation_config.json"),
-    "additional_chat_templates/*",
-)
 
 
 def run_digests(config: ExperimentConfig, inputs: Inputs) -> dict[str, bytes]:
@@ -49,13 +43,6 @@ def fixed_digests(config: FixedDataConfig, inputs: FixedInputs) -> dict[str, byt
         **{name: its.digest for name, its in rows.items() if its is not None},
         **{f"config.json of {name}.model": digest_files([path / "config.json"], path) for name, path in models.items()},
     }
-
-
-def tokenizer_digest(model: Path) -> bytes:
-    """Of the files that tell how text becomes tokens, and which of them end a response."""
-    files = sorted(path for path in [*model.glob("*"), *model.glob("*/*")] if path.is_file())
-    named = [f for f in files if any(fnmatch(str(f.relative_to(model)), pattern) for pattern in TOKENIZER_FILES)]
-    return digest_files(named, model)
 
 
 def function_digests(config: ExperimentConfig, functions: Sequence[FunctionSpec]) -> dict[str, bytes]:

@@ -11,14 +11,15 @@ no prompt before them, what both begin with is the prompt, as in TRL: the messag
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from hybridflow.data.chat import Rendered, rendered
-from hybridflow.data.messages import check_encodable, check_messages, is_conversation, is_token_ids
+from hybridflow.data.messages import Message, check_encodable, is_conversation, is_token_ids, read_messages
 from hybridflow.data.rows import Row, RowError, shown
+from hybridflow.data.templates import ChatTemplate, TemplateOptions
 
 Kind = Literal["sft", "pairs", "labelled"]  # labelled: completions that are wanted or not, as KTO has them
 
@@ -37,18 +38,24 @@ class ExampleTexts:
     margin: float
 
 
-def example_texts(row: Row, kind: Kind, tokenizer: PreTrainedTokenizerBase) -> ExampleTexts:
+def example_texts(
+    row: Row, kind: Kind, tokenizer: PreTrainedTokenizerBase, options: TemplateOptions | None = None
+) -> ExampleTexts:
     """Errors: RowError naming the field, the value and the rule."""
-    reader = _Reader(row, tokenizer)
+    options = options or TemplateOptions()
+    if kind != "sft":  # of which a row is one completion, or two
+        options = replace(options, turns="together")
+    reader = _Reader(row, ChatTemplate(tokenizer, options))
+    sequences: tuple[Plain | Rendered, ...]
     match kind:
         case "sft" if "messages" in row.fields:
-            sequences: tuple[Plain | Rendered, ...] = (reader.conversation("messages"),)
+            sequences = reader.conversation("messages")
         case "sft" | "labelled":
-            sequences = (reader.sequence("prompt", "completion"),)
+            sequences = reader.sequence("prompt", "completion")
         case "pairs" if reader.is_implicit:
             sequences = reader.implicit()
         case "pairs":
-            sequences = reader.sequence("prompt", "chosen"), reader.sequence("prompt", "rejected")
+            sequences = (*reader.sequence("prompt", "chosen"), *reader.sequence("prompt", "rejected"))
     return ExampleTexts(
         row.where,
         sequences,
@@ -60,7 +67,7 @@ def example_texts(row: Row, kind: Kind, tokenizer: PreTrainedTokenizerBase) -> E
 @dataclass(frozen=True)
 class _Reader:
     row: Row
-    tokenizer: PreTrainedTokenizerBase
+    template: ChatTemplate
 
     def field(self, name: str) -> Any:
         fields = self.row.fields
@@ -72,10 +79,8 @@ class _Reader:
     def where(self, name: str) -> str:
         return f"{self.row.where}: {name}"
 
-    def sequence(self, first: str, then: str) -> Plain | Rendered:
-        prompt, completion = self.field(first), self.field(then)
-        for name, value in ((first, prompt), (then, completion)):
-            self._check(name, value)
+    def sequence(self, first: str, then: str) -> tuple[Plain | Rendered, ...]:
+        prompt, completion = (self._read(name) for name in (first, then))
         if _kind_of(prompt) != _kind_of(completion):
             raise RowError(
                 f"{self.row.where}: {first} is {_kind_of(prompt)} and {then} is {_kind_of(completion)}, expected the "
@@ -83,13 +88,15 @@ class _Reader:
                 "wrong type",
             )
         if is_conversation(prompt):
-            return rendered([*prompt, *completion], self.tokenizer, self.where(then), first=len(prompt))
-        return Plain(prompt, completion)
+            return self._rendered([*prompt, *completion], then, len(prompt))
+        return (Plain(prompt, completion),)
 
-    def conversation(self, name: str, first: int = 0) -> Rendered:
-        messages = self.field(name)
-        check_messages(messages, self.where(name))
-        return rendered(messages, self.tokenizer, self.where(name), first=first)
+    def conversation(self, name: str, first: int = 0) -> tuple[Rendered, ...]:
+        messages = read_messages(self.field(name), self.where(name), self.template.options.form)
+        return self._rendered(messages, name, first)
+
+    def _rendered(self, messages: Sequence[Message], name: str, first: int) -> tuple[Rendered, ...]:
+        return tuple(rendered(messages, self.template, self.where(name), fields=self.row.fields, first=first))
 
     @property
     def is_implicit(self) -> bool:
@@ -101,9 +108,7 @@ class _Reader:
         return isinstance(prompt, str) and is_conversation(chosen)
 
     def implicit(self) -> tuple[Plain | Rendered, ...]:
-        values: list[Any] = [self.field("chosen"), self.field("rejected")]
-        for name, value in zip(("chosen", "rejected"), values, strict=True):
-            self._check(name, value)
+        values: list[Any] = [self._read("chosen"), self._read("rejected")]
         if _kind_of(values[0]) != _kind_of(values[1]):
             raise RowError(
                 f"{self.row.where}: chosen is {_kind_of(values[0])} and rejected is {_kind_of(values[1])}", "wrong type"
@@ -116,7 +121,7 @@ class _Reader:
             what = "begin with nothing in common" if not length else "differ in nothing, or in that one ends"
             raise RowError(f"{self.row.where}: without a prompt, chosen and rejected {what}", "no prompt")
         if is_conversation(values[0]):
-            return tuple(self.conversation(name, first=length) for name in ("chosen", "rejected"))
+            return tuple(one for name in ("chosen", "rejected") for one in self.conversation(name, first=length))
         return tuple(Plain(value[:length], value[length:]) for value in values)
 
     def _check_first_message(self, chosen: Any) -> None:
@@ -128,13 +133,13 @@ class _Reader:
                 "wrong type",
             )
 
-    def _check(self, name: str, value: Any) -> None:
+    def _read(self, name: str) -> Any:
         """A text, a list of messages, or token ids (which are checked against the vocabulary later on)."""
+        value = self.field(name)
         if is_token_ids(value):
-            return
+            return value
         if isinstance(value, list):
-            check_messages(value, self.where(name))
-            return
+            return read_messages(value, self.where(name), self.template.options.form)
         if not isinstance(value, str):
             raise RowError(
                 f"{self.where(name)} = {shown(value)} is a {type(value).__name__}, expected a text, a list of messages "
@@ -144,6 +149,7 @@ class _Reader:
         if not value:
             raise RowError(f"{self.where(name)} = '' is empty", "empty")
         check_encodable(value, self.where(name))
+        return value
 
 
 def _num_alike(one: Sequence[Any], other: Sequence[Any]) -> int:

@@ -26,6 +26,7 @@ from hybridflow.data.example_tokens import ExampleTokens, Problem, no_tokens, to
 from hybridflow.data.fields import named
 from hybridflow.data.rows import OverlongError, Row, RowError, attempt, shown
 from hybridflow.data.sources import open_files
+from hybridflow.data.templates import ChatTemplate, TemplateOptions
 from hybridflow.data.usable import CHECKED_BYTES, Drawn, Dropped, Order, Rules, UsableRows
 from hybridflow.errors import DataError
 
@@ -83,6 +84,7 @@ def load_examples(
     overlong: Literal["drop", "error"] = "error",
     bad_rows: Literal["drop", "error"] = "error",
     columns: Mapping[str, str] | None = None,
+    template: TemplateOptions | None = None,
     checked_bytes: int = CHECKED_BYTES,
     key: str = "data.train",
 ) -> ExampleDataset:
@@ -94,12 +96,15 @@ def load_examples(
         overlong: what happens to an example with a longer sequence: it is left out and counted, or it is an error.
         bad_rows: the same of a row that cannot be used.
         columns: which fields of a row stand for ours.
+        template: what enters the chat template beside a row.
         key: that of the config, for messages.
 
     Raises:
         DataError: a file or a row cannot be used; names the file, the line and the rule.
     """
-    encoder = _Encoder(tokenizer, kind, max_length, vocab_size, dict(columns or {}))
+    options = template or TemplateOptions()
+    encoder = _Encoder(tokenizer, kind, max_length, vocab_size, dict(columns or {}), options)
+    ChatTemplate(tokenizer, options).check_options()
     rows = UsableRows(open_files(path, key), encoder.encoded, Rules(bad_rows, overlong), checked_bytes=checked_bytes)
     if not len(rows):
         raise DataError(f"{key}: no row is left: {next(iter(rows.dropped.first.values()))}")
@@ -113,6 +118,7 @@ class _Encoder:
     max_length: int
     vocab_size: int
     columns: Mapping[str, str]
+    template: TemplateOptions
 
     def encoded(self, rows: Sequence[Row]) -> list[Example | RowError]:
         found = [attempt(self._texts, row) for row in rows]
@@ -125,7 +131,7 @@ class _Encoder:
         ]
 
     def _texts(self, row: Row) -> ExampleTexts:
-        return example_texts(named(row, self.columns), self.kind, self.tokenizer)
+        return example_texts(named(row, self.columns), self.kind, self.tokenizer, self.template)
 
     def _example(self, texts: ExampleTexts, made: Sequence[ExampleTokens | Problem]) -> Example | RowError:
         whole = [its for its in made if isinstance(its, ExampleTokens)]

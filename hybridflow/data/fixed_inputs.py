@@ -9,9 +9,13 @@ from transformers import PreTrainedTokenizerBase
 from hybridflow.config.data import DataFiles
 from hybridflow.config.fixed_algorithms import KTO
 from hybridflow.config.fixed_data import FixedDataConfig
+from hybridflow.data.end_tokens import end_tokens
 from hybridflow.data.examples import ExampleDataset, load_examples
-from hybridflow.data.inputs import load_tokenizer
 from hybridflow.data.left_out import left_out
+from hybridflow.data.same_tokens import check_tokenizers
+from hybridflow.data.templates import TemplateOptions
+from hybridflow.data.tokenizers import load_tokenizer
+from hybridflow.data.understood import of_examples, taught_end
 from hybridflow.errors import DataError
 
 
@@ -20,6 +24,7 @@ class FixedInputs:
     tokenizer: PreTrainedTokenizerBase
     train: ExampleDataset
     heldout: ExampleDataset | None
+    tokenizers: list[str]  # what to know of the models' tokenizers
 
     def decode(self, token_ids: list[int]) -> str:
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -34,6 +39,17 @@ class FixedInputs:
             if rows is not None
             for line in left_out(key, rows.rows, "rows longer than data.max_length")
         ]
+
+    def understood(self, config: FixedDataConfig) -> list[str]:
+        """What a person should compare with what was meant: a line each."""
+        return [*of_examples(config, self.train, self.tokenizer), *self.tokenizers]
+
+    def end_token_ids(self, config: FixedDataConfig, vocab_size: int) -> tuple[int, ...]:
+        """Those that the trained model ends a response with: the directory's, and the one that the rows teach."""
+        known = end_tokens(Path(config.trained.model), self.tokenizer, vocab_size, template=False)
+        (first,) = self.train.draw(self.train.order(config.seed, config.data.shuffle), 1).items
+        taught = taught_end(first, self.tokenizer)
+        return tuple(sorted({*known.ids, *([] if taught is None else [taught])}))
 
 
 def load_fixed_inputs(config: FixedDataConfig, vocab_size: int) -> FixedInputs:
@@ -50,6 +66,7 @@ def load_fixed_inputs(config: FixedDataConfig, vocab_size: int) -> FixedInputs:
         )
         if heldout
         else None,
+        tokenizers=check_tokenizers(config),
     )
     if isinstance(config.algorithm, KTO):
         for key, rows in (("data.train", inputs.train), ("data.heldout", inputs.heldout)):
@@ -77,6 +94,9 @@ def load_rows(
         vocab_size=vocab_size,
         bad_rows=config.data.bad_rows,
         columns=config.data.columns,
+        template=TemplateOptions(
+            config.data.chat_template_kwargs, config.data.message_format, config.data.assistant_turns
+        ),
         checked_bytes=config.data.checked_bytes if checked_bytes is None else checked_bytes,
         key=key,
     )

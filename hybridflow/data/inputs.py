@@ -4,14 +4,18 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from hybridflow.config import ExperimentConfig, SamplingConfig
 from hybridflow.config.data import DataConfig
+from hybridflow.data.end_tokens import EndTokens, end_tokens
 from hybridflow.data.left_out import left_out
 from hybridflow.data.prompts import PromptDataset, load_prompts
-from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.formats.json_text import parse_json
+from hybridflow.data.same_tokens import check_tokenizers
+from hybridflow.data.templates import TemplateOptions
+from hybridflow.data.tokenizers import load_tokenizer
+from hybridflow.data.understood import of_prompts
+from hybridflow.errors import ConfigError
 from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.rewards.specs import pool_specs
 
@@ -19,11 +23,12 @@ from hybridflow.rewards.specs import pool_specs
 @dataclass(frozen=True)
 class Inputs:
     tokenizer: PreTrainedTokenizerBase
-    eos_token_ids: tuple[int, ...]
+    ends: EndTokens
     train: PromptDataset
     heldout: PromptDataset | None
     functions: tuple[FunctionSpec, ...]  # that a pool of processes calls, see `rewards.specs`
     ending: str | None  # what to know of responses that nothing ends before the limit
+    tokenizers: list[str]  # what to know of the models' tokenizers
 
     def decode(self, token_ids: list[int]) -> str:
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -40,6 +45,10 @@ class Inputs:
         ]
         return [*told, *([] if self.ending is None else [self.ending])]
 
+    def understood(self, config: ExperimentConfig) -> list[str]:
+        """What a person should compare with what was meant: a line each."""
+        return [*of_prompts(config, self.train, self.ends, self.tokenizer), *self.tokenizers]
+
 
 def load_inputs(config: ExperimentConfig, vocab_size: int) -> Inputs:
     """Read and check all of it; `vocab_size` is the actor's.
@@ -49,23 +58,16 @@ def load_inputs(config: ExperimentConfig, vocab_size: int) -> Inputs:
     path, data = Path(config.actor.model), config.data
     _check_sampled_ids(config.sampling, vocab_size, path)
     tokenizer = load_tokenizer(path)
-    ends = _end_tokens(path, tokenizer, vocab_size)
+    ends = end_tokens(path, tokenizer, vocab_size, template=data.chat_template)
     return Inputs(
         tokenizer=tokenizer,
-        eos_token_ids=ends,
+        ends=ends,
         train=train_prompts(data, tokenizer, vocab_size),
         heldout=_prompts("data.heldout", tokenizer, data, vocab_size) if data.heldout else None,
         functions=pool_specs(config),
-        ending=_no_end(config.sampling, ends, path),
+        ending=_no_end(config.sampling, ends.ids, path),
+        tokenizers=check_tokenizers(config),
     )
-
-
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Of a model's directory. Errors: CheckpointError where transformers finds none there that it can read."""
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: has no tokenizer that transformers can load: {error}") from error
 
 
 def train_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> PromptDataset:
@@ -86,6 +88,7 @@ def _prompts(key: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig, voc
         vocab_size=vocab_size,
         bad_rows=data.bad_rows,
         columns=data.columns,
+        template=TemplateOptions(data.chat_template_kwargs, data.message_format),
         checked_bytes=sys.maxsize if key == "data.heldout" else data.checked_bytes,  # which is used as a whole anyway
         key=key,
     )
@@ -107,38 +110,12 @@ def _check_sampled_ids(sampling: SamplingConfig, vocab_size: int, model: Path) -
                 )
 
 
-def _end_tokens(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[int, ...]:
-    """Ids that end a response: the tokenizer's, and those of generation_config.json."""
-    file = path / "generation_config.json"
-    named = {f"{path}: eos_token_id of the tokenizer": {tokenizer.eos_token_id} - {None}}
-    if file.exists():
-        named[f"{file}: eos_token_id"] = _generation_ends(file)
-    for field, ids in named.items():
-        for token_id in sorted(ids):
-            if not 0 <= token_id < vocab_size:
-                raise CheckpointError(f"{field} = {token_id} is no token of the model: its vocab_size is {vocab_size}")
-    return tuple(sorted(set().union(*named.values())))
-
-
-def _generation_ends(file: Path) -> set[int]:
-    """What generation_config.json says of the end: nothing, a token id, or a list of them."""
-    try:
-        tree = parse_json(file.read_bytes(), f"{file}: is not JSON: ")
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
-    named = tree.get("eos_token_id")
-    ids = named if isinstance(named, list) else [] if named is None else [named]
-    if not all(type(token_id) is int for token_id in ids):
-        raise CheckpointError(f"{file}: eos_token_id = {named!r} is neither a token id nor a list of token ids")
-    return set(ids)
-
-
 def _no_end(sampling: SamplingConfig, ends: tuple[int, ...], path: Path) -> str | None:
     """What to say where no token ends a response, though the config does not ask for that."""
     if ends or sampling.ignore_eos or sampling.stop or sampling.stop_token_ids:
         return None
     return (
-        f"no end token: neither the tokenizer nor generation_config.json of {path} names one, and sampling.stop and "
-        f"sampling.stop_token_ids are empty, so every response will run to sampling.max_response_length = "
-        f"{sampling.max_response_length} tokens"
+        f"no end token: neither the tokenizer nor generation_config.json nor config.json of {path} names one, and "
+        f"sampling.stop and sampling.stop_token_ids are empty, so every response will run to "
+        f"sampling.max_response_length = {sampling.max_response_length} tokens"
     )

@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from hybridflow.data.chat import render
-from hybridflow.data.messages import check_encodable, check_messages, is_token_ids
+from hybridflow.data.messages import check_encodable, is_token_ids, read_messages
 from hybridflow.data.rows import Row, RowError, shown
+from hybridflow.data.templates import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -18,8 +16,8 @@ class PromptText:
     columns: dict[str, Any]
 
 
-def prompt_text(row: Row, prompt_key: str, tokenizer: PreTrainedTokenizerBase | None) -> PromptText:
-    """With a tokenizer the prompt is a conversation for its template. Errors: RowError."""
+def prompt_text(row: Row, prompt_key: str, template: ChatTemplate | None) -> PromptText:
+    """With a template the prompt is a conversation for it. Errors: RowError."""
     if prompt_key not in row.fields:
         raise RowError(
             f"{row.where}: has no key {prompt_key!r} (data.prompt_key); its keys are {', '.join(row.fields) or 'none'}",
@@ -29,7 +27,7 @@ def prompt_text(row: Row, prompt_key: str, tokenizer: PreTrainedTokenizerBase | 
     columns = {key: value for key, value in row.fields.items() if key != prompt_key}
     if is_token_ids(prompt):
         return PromptText(row.where, "", prompt, columns)
-    text = _plain_text(prompt, field) if tokenizer is None else _rendered(prompt, field, tokenizer)
+    text = _plain_text(prompt, field) if template is None else _rendered(prompt, row, field, template)
     if not text.strip():
         raise RowError(f"{field} = {text!r} is empty", "empty")
     check_encodable(text, field)
@@ -43,6 +41,6 @@ def _plain_text(prompt: Any, field: str) -> str:
     raise RowError(f"{field} = {shown(prompt)} is a {type(prompt).__name__}, expected a text{hint}", "wrong type")
 
 
-def _rendered(messages: Any, field: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    check_messages(messages, field)
-    return render(messages, tokenizer, field, prompts=True)
+def _rendered(given: Any, row: Row, field: str, template: ChatTemplate) -> str:
+    messages = read_messages(given, field, template.options.form)
+    return template.prompt(messages, row.fields, field)

@@ -26,6 +26,7 @@ from hybridflow.data.order import PromptOrder
 from hybridflow.data.prompt_texts import PromptText, prompt_text
 from hybridflow.data.rows import OverlongError, Row, RowError, attempt, shown
 from hybridflow.data.sources import open_files
+from hybridflow.data.templates import ChatTemplate, TemplateOptions
 from hybridflow.data.usable import CHECKED_BYTES, Dropped, Order, Rules, UsableRows
 from hybridflow.errors import DataError
 
@@ -106,6 +107,7 @@ def load_prompts(
     vocab_size: int,
     bad_rows: Literal["drop", "error"] = "error",
     columns: Mapping[str, str] | None = None,
+    template: TemplateOptions | None = None,
     checked_bytes: int = CHECKED_BYTES,
     key: str = "data.train",
 ) -> PromptDataset:
@@ -119,12 +121,16 @@ def load_prompts(
         vocab_size: the token ids that the model knows are those below it.
         bad_rows: what happens to a row that cannot be used: as with overlong.
         columns: which fields of a row stand for ours.
+        template: what enters the chat template beside a row.
         key: that of the config, for messages.
 
     Raises:
         DataError: a file, a row or a prompt cannot be used; names the file, the line and the rule.
     """
-    encoder = _Encoder(tokenizer, prompt_key, chat_template, max_length, vocab_size, dict(columns or {}))
+    chats = ChatTemplate(tokenizer, template or TemplateOptions()) if chat_template else None
+    encoder = _Encoder(tokenizer, prompt_key, chats, max_length, vocab_size, dict(columns or {}))
+    if chats is not None:
+        chats.check_options()
     rows = UsableRows(open_files(path, key), encoder.encoded, Rules(bad_rows, overlong), checked_bytes=checked_bytes)
     if not len(rows):
         raise DataError(
@@ -149,7 +155,7 @@ def _why_none(dropped: Dropped, max_length: int) -> str:
 class _Encoder:
     tokenizer: PreTrainedTokenizerBase
     prompt_key: str
-    chat_template: bool
+    template: ChatTemplate | None
     max_length: int
     vocab_size: int
     columns: Mapping[str, str]
@@ -166,7 +172,7 @@ class _Encoder:
         ]
 
     def _text(self, row: Row) -> PromptText:
-        text = prompt_text(named(row, self.columns), self.prompt_key, self.tokenizer if self.chat_template else None)
+        text = prompt_text(named(row, self.columns), self.prompt_key, self.template)
         self.first = self.first or text
         check_same_columns(self.first, text)
         if text.token_ids is not None:
@@ -178,9 +184,9 @@ class _Encoder:
         token, after which there would be nothing to say."""
         if not texts:
             return []
-        encode, special = self.tokenizer, not self.chat_template
+        encode, special = self.tokenizer, self.template is None
         encoded: list[list[int]] = encode(texts, add_special_tokens=special, verbose=False)["input_ids"]
-        if self.chat_template:
+        if self.template is not None:
             return encoded
         return [ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids for ids in encoded]
 

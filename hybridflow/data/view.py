@@ -1,6 +1,5 @@
 """What a run would see of data files, as lines of text: columns, token lengths, and some rows as their tokens."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybridflow.architecture.spec import read_spec
@@ -16,18 +14,19 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.data.examples import Example
 from hybridflow.data.fixed_inputs import load_rows
-from hybridflow.data.inputs import load_tokenizer, train_prompts
+from hybridflow.data.inputs import train_prompts
 from hybridflow.data.left_out import left_out
 from hybridflow.data.prompts import Prompt
 from hybridflow.data.rows import Item, shown
+from hybridflow.data.shown_tokens import decoded, marked
 from hybridflow.data.sources import Files
+from hybridflow.data.tokenizers import load_tokenizer
 from hybridflow.data.usable import Dropped, UsableRows
 
 NUM_LOOKED_AT = 1000  # rows, for the columns
 NUM_MEASURED = 10_000  # rows whose tokens are counted, evenly spread
 NUM_SAMPLES = 3
 NUM_BINS, BAR = 12, 40
-MARKS = ("[[", "]]")  # around tokens that are trained
 
 
 def columns(files: Files) -> Iterator[str]:
@@ -144,7 +143,7 @@ def _round_up(width: int) -> int:
 
 
 def _prompt_lines(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    yield f"{len(prompt.token_ids)} tokens: {_decoded(prompt.token_ids, tokenizer)}"
+    yield f"{len(prompt.token_ids)} tokens: {decoded(prompt.token_ids, tokenizer)}"
     for name, value in prompt.columns.items():
         yield f"  {name}: {shown(value, 200)}"
 
@@ -154,19 +153,3 @@ def _example_lines(example: Example, tokenizer: PreTrainedTokenizerBase) -> Iter
     for name, ids, trained in zip(names, example.sequences, example.trained, strict=True):
         text = marked(ids, trained, tokenizer)
         yield f"{name}, {len(ids)} tokens of which {int(trained.sum())} count: {text}"
-
-
-def marked(ids: Tensor, trained: Tensor, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text, with marks around each run of tokens that count."""
-    cuts = [0, *(i for i in range(1, len(ids)) if trained[i] != trained[i - 1]), len(ids)]
-    texts = []
-    for start, end in itertools.pairwise(cuts):
-        text = _decoded(ids[start:end].tolist(), tokenizer)
-        texts.append(f"{MARKS[0]}{text}{MARKS[1]}" if trained[start] else text)
-    return "".join(texts)
-
-
-def _decoded(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    text = tokenizer.decode(ids)
-    assert isinstance(text, str), f"one sequence was decoded to {type(text).__name__}"
-    return text

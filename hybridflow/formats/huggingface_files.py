@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from io import FileIO
@@ -149,6 +149,19 @@ def write_config(
         config.pop("torch_dtype", None)  # the older name
         config["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config | dict(changes), indent=2) + "\n")
+
+
+def add_end_tokens(directory: Path, ids: Sequence[int]) -> None:
+    """Have generation_config.json name these end tokens, beside those that it names."""
+    file = directory / "generation_config.json"
+    tree = parse_json(file.read_bytes(), f"{file}: is not JSON: ") if file.exists() else {}
+    named = tree.get("eos_token_id")
+    known: list[int] = named if isinstance(named, list) else [] if named is None else [named]
+    missing = [token_id for token_id in ids if token_id not in known]
+    if missing:
+        together = [*known, *missing]
+        tree["eos_token_id"] = together[0] if len(together) == 1 else together
+        file.write_text(json.dumps(tree, indent=2) + "\n")
 
 
 def copy_companions(source: Path, target: Path, *, trust_remote_code: bool = False) -> list[str]:

@@ -16,13 +16,15 @@ from hybridflow.architecture.weights import model_weights
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.data import DataFiles
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
-from hybridflow.data.digests import function_digests, tokenizer_digest
+from hybridflow.data.digests import function_digests
 from hybridflow.data.fields import named
 from hybridflow.data.fixed_inputs import load_rows
-from hybridflow.data.inputs import load_tokenizer
 from hybridflow.data.prompt_texts import prompt_text
 from hybridflow.data.rows import Row, RowError, attempt
+from hybridflow.data.same_tokens import check_tokenizers
 from hybridflow.data.sources import open_files
+from hybridflow.data.templates import ChatTemplate, TemplateOptions
+from hybridflow.data.tokenizers import load_tokenizer, tokenizer_digest
 from hybridflow.errors import CheckpointError, UserError
 from hybridflow.inspection.findings import Finding, counted
 from hybridflow.parallel.agreement import digest_bytes, digest_files
@@ -60,6 +62,8 @@ def _inspections(
         yield f"model of {', '.join(roles)}", THERE, partial(_model, Path(path))
     trained = config.trained if isinstance(config, FixedDataConfig) else config.actor
     yield "tokenizer", THERE, partial(_tokenizer, Path(trained.model), tokenizers)
+    if len(config.roles()) > 1:
+        yield "tokenizers", "take models that read the same tokens", partial(_same_tokens, config)
     files = (("data.train", config.data.train), ("data.heldout", config.data.heldout))
     if isinstance(config, FixedDataConfig):
         for key, file in files:
@@ -98,10 +102,16 @@ def _tokenizer(path: Path, tokenizers: list[PreTrainedTokenizerBase]) -> Inspect
     return f"{path}: {len(tokenizers[0]):,} tokens", {f"the tokenizer of {path}": tokenizer_digest(path).hex()}
 
 
+def _same_tokens(config: AnyConfig) -> Inspected:
+    return "; ".join(check_tokenizers(config)) or "one for all models", {}
+
+
 def _prompts(
     key: str, named_files: DataFiles, config: ExperimentConfig, tokenizers: list[PreTrainedTokenizerBase]
 ) -> Inspected:
-    data, template = config.data, tokenizers[0] if config.data.chat_template else None
+    data = config.data
+    options = TemplateOptions(data.chat_template_kwargs, data.message_format)
+    template = ChatTemplate(tokenizers[0], options) if data.chat_template else None
 
     def check(row: Row) -> None:
         if row.problem is not None:

@@ -50,10 +50,20 @@ def prediction_micro_batches(
 
 
 def sequence_micro_batches(
-    batch: RolloutBatch, rows: list[int], *, max_tokens: int, padded: Padded, device: torch.device
+    batch: RolloutBatch,
+    rows: list[int],
+    *,
+    max_tokens: int,
+    padded: Padded,
+    device: torch.device,
+    pad_token_id: int | None = None,
 ) -> list[MicroBatch]:
-    """Micro-batches whose outputs are one per sequence: the state after its last token."""
-    lengths = batch.lengths.tolist()
+    """Micro-batches whose outputs are one per sequence: the state after its last token.
+
+    pad_token_id: what follows the last token that is not this one is not run, since transformers'
+    *ForSequenceClassification reads the score there. A model's pad token may be the one that ends a response.
+    """
+    lengths = _read_lengths(batch, pad_token_id).tolist()
     return [
         _sequence_micro_batch(batch, _layout(groups, lengths), padded, device)
         for groups in micro_batch_groups(prompt_groups(batch, rows), lengths, max_tokens)
@@ -94,6 +104,16 @@ class RunOrder:
             for prompt, stretches in zip(self.prompts, self.responses, strict=True)
         ]
         return SharedPrompts.of(lengths, start=sum(stretch.length for stretch in self.alone), device=device)
+
+
+def _read_lengths(batch: RolloutBatch, pad_token_id: int | None) -> Tensor:
+    """(N,): tokens of each row up to the last that is not the pad token; all of its prompt at least."""
+    if pad_token_id is None:
+        return batch.lengths
+    places = _within(batch.lengths) + 1
+    ends = places * (batch.input_ids != pad_token_id)
+    of_rows = torch.arange(len(batch)).repeat_interleave(batch.lengths)
+    return torch.zeros_like(batch.lengths).scatter_reduce(0, of_rows, ends, "amax").maximum(batch.prompt_lengths)
 
 
 def _layout(groups: Sequence[PromptGroup], lengths: Sequence[int]) -> RunOrder:

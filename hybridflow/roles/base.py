@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,7 +130,11 @@ class Role:
 
     def _sequence_results(self, batch: RolloutBatch, readout: Readout) -> Contribution:
         """Of (N,) float32: `readout`'s "out" for every sequence."""
-        return self._results(batch, sequence_micro_batches, _sequence_places, len(batch), readout=readout)
+        return self._results(batch, self._of_sequences, _sequence_places, len(batch), readout=readout)
+
+    def _of_sequences(self, *args: Any, **named: Any) -> list[MicroBatch]:
+        """Micro-batches with one output a sequence, read where transformers reads this model's."""
+        return sequence_micro_batches(*args, **named, pad_token_id=self.spec.pad_token_id)
 
     def _results(
         self,
@@ -234,7 +239,7 @@ class TrainedRole(Role):
     ) -> Tensor:
         """Add the gradient of the mean of `per_output` over the mini-batch, wherever its outputs are computed.
 
-        make: says whether there is an output a response token or, `sequence_micro_batches`, one a sequence; the weights
+        make: says whether there is an output a response token or, `_of_sequences`, one a sequence; the weights
         of `mean` are then (T,) or (N,).
 
         This rank's part of the mean loss, and of the means of what else `per_output` tells: (1 + names,) float64.
@@ -288,6 +293,6 @@ class TrainedRole(Role):
         """The first row with a loss that is not finite among those computed here; -1 where every loss is."""
         bad = [where[~each.isfinite().cpu()] for where, each in self._losses]
         places = torch.cat([*bad, torch.zeros(0, dtype=torch.int64)])
-        if not len(places) or make is sequence_micro_batches:
+        if not len(places) or make is not prediction_micro_batches:
             return int(places.min()) if len(places) else -1
         return int(torch.searchsorted(batch.lengths.cumsum(0), places.min(), right=True))

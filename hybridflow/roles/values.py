@@ -11,7 +11,7 @@ from hybridflow.architecture.weights import VALUE_HEAD
 from hybridflow.batch import RolloutBatch, Tokens, sent
 from hybridflow.config import RewardModelConfig
 from hybridflow.errors import CheckpointError
-from hybridflow.models.micro_batch import MicroBatch, sequence_micro_batches
+from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.parallel.exchange import Contribution
 from hybridflow.placement.placed import PlacedModel
 from hybridflow.roles.base import PerOutputLoss, Role, Step, TrainedRole, World
@@ -47,7 +47,7 @@ def _per_token(batch: RolloutBatch, objective: ValueObjective) -> PerOutputLoss:
 
 
 class RewardModel(Role):
-    """A `*ForSequenceClassification` with one label, read at the last token. Never trained."""
+    """A `*ForSequenceClassification` with one label, read at the last token but its pad token. Never trained."""
 
     def __init__(self, placed: PlacedModel, *, world: World) -> None:
         assert isinstance(placed.config, RewardModelConfig), f"{placed.name} is no reward model"
@@ -63,7 +63,7 @@ class RewardModel(Role):
 
 
 class TrainedRewardModel(TrainedRole):
-    """A model with a score, read at the last token, that is trained. A head that its directory lacks is drawn anew."""
+    """A model with a score that is trained; read as `RewardModel`. A head that its directory lacks is drawn anew."""
 
     def __init__(self, placed: PlacedModel, *, world: World, head_seed: int) -> None:
         super().__init__(placed, world=world, bucket_bytes=None, head_seed=head_seed)
@@ -79,7 +79,7 @@ class TrainedRewardModel(TrainedRole):
         The vector-Jacobian product: sequences that a loss couples need not share a micro-batch, a replica or a rank.
         """
         with self._watch.phase("reward_model_update"):
-            return self._step(batch, _linear(gradients), _sum_of_sequences, (), make=sequence_micro_batches)
+            return self._step(batch, _linear(gradients), _sum_of_sequences, (), make=self._of_sequences)
 
 
 def _linear(gradients: Tensor) -> PerOutputLoss:

@@ -112,7 +112,8 @@ class FixedDataTrainer:
         with self.checkpoint_manager.recorder(last, self.inputs.decode) as recorder:
             layouts = {name: model.layout for name, model in self.placed.models.items()}
             recorder.layout(self.placed.world_size, layouts, None)
-            for line in self.checkpoint_manager.notes + self.inputs.notes() + self._notes(last):
+            understood = self.inputs.understood(self.config)
+            for line in self.checkpoint_manager.notes + self.inputs.notes() + understood + self._notes(last):
                 recorder.message(line)
             if self.config.metrics.eval_interval and self.checkpoint_manager.state is None:
                 recorder.phase("evaluating before training")
@@ -121,8 +122,19 @@ class FixedDataTrainer:
             self.checkpoint_manager.finish()
             recorder.phase("writing the trained model")
             with self.watchdog.during("save"):
-                export_huggingface(self.models.trained()[0], self.config.run_dir / "hf", report=recorder.message)
+                export_huggingface(
+                    self.models.trained()[0],
+                    self.config.run_dir / "hf",
+                    end_token_ids=self._end_token_ids(),
+                    report=recorder.message,
+                )
         return recorder.summary()
+
+    def _end_token_ids(self) -> tuple[int, ...]:
+        """Those of a model that generates; a reward model is exported as it was."""
+        if self.config.actor is None:
+            return ()
+        return self.inputs.end_token_ids(self.config, self.placed.trained.spec.vocab_size)
 
     def evaluate(self) -> dict[str, float]:
         """The loss of the held-out rows and, of pairs, how many are the right way round and by how much."""

@@ -30,7 +30,6 @@ from hybridflow.config.algorithms import (
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import Inputs, load_inputs
-from hybridflow.data.same_tokens import check_same_tokens
 from hybridflow.errors import ConfigError, Stopped
 from hybridflow.flows.bookkeeping import OnlineBookkeeping
 from hybridflow.flows.custom import custom_flow
@@ -161,6 +160,7 @@ class OnlineTrainer:
         if files is not None and getattr(config.algorithm, "dynamic_sampling", None) is not None:
             raise ConfigError("algorithm.dynamic_sampling: a batch is of several generations, which no replay has")
         config = renamed(config, replay=replay, rollout_only=rollout_only)
+        self._looked_at_ends = False  # of the first iteration
         self.trains, self.writes_model = not rollout_only, replay is None and not rollout_only
         choose_platform(config.platform)  # before anything asks
         _, world_size = torchrun.torchrun_rank()
@@ -176,8 +176,6 @@ class OnlineTrainer:
         """Inputs, models, engine: what takes long, and is collective over the world."""
         config = self.config
         self.inputs: Inputs = load_inputs(config, self.placed.actor.spec.vocab_size)
-        if config.reference is not None:
-            check_same_tokens("reference", Path(config.reference.model), Path(config.actor.model))
         digests = run_digests(config, self.inputs)
         check_agreement(digests, platforms.world_group())
         if files is None:
@@ -269,7 +267,7 @@ class OnlineTrainer:
             return Generator(
                 self.placed,
                 self.roles.actor,
-                eos_token_ids=self.inputs.eos_token_ids,
+                eos_token_ids=self.inputs.ends.ids,
                 platform=self.platform,
                 exchange=self.exchange,
             )
@@ -296,7 +294,8 @@ class OnlineTrainer:
         with self.checkpoint_manager.recorder(num_iterations, self.inputs.decode) as recorder:
             layouts = {name: model.layout for name, model in self.placed.models.items()}
             recorder.layout(self.placed.world_size, layouts, self.placed.rollout)
-            for line in self.checkpoint_manager.notes + self.inputs.notes() + self._notes():
+            understood = self.inputs.understood(self.config)
+            for line in self.checkpoint_manager.notes + self.inputs.notes() + understood + self._notes():
                 recorder.message(line)
             if self.run.state.iteration >= num_iterations:
                 recorder.message(f"all {num_iterations} iterations are done; checkpoint.load=none starts anew")
@@ -309,7 +308,12 @@ class OnlineTrainer:
             if self.writes_model:
                 recorder.phase("writing the trained actor")
                 with self.watchdog.during("save"):
-                    export_huggingface(self.run.actor, self.config.run_dir / "hf", report=recorder.message)
+                    export_huggingface(
+                        self.run.actor,
+                        self.config.run_dir / "hf",
+                        end_token_ids=self.inputs.ends.ids,
+                        report=recorder.message,
+                    )
         return recorder.summary()
 
     def iterate(self, iteration: int, num_iterations: int, recorder: Recorder) -> Iteration | None:
@@ -328,10 +332,21 @@ class OnlineTrainer:
             return None
         finally:
             self.watchdog.rest()
+        if not self._looked_at_ends:
+            self._looked_at_ends = True
+            if done.batch.truncated.all():
+                recorder.message(self._all_cut(done))
         for line in self.generator.compared(iteration, vars(done.batch)):
             recorder.message(line)
         self.run.state = replace(self.run.state, nonfinite_in_a_row=0)
         return done
+
+    def _all_cut(self, done: Iteration) -> str:
+        limit, ends = self.config.sampling.max_response_length, self.inputs.ends.told(self.inputs.tokenizer)
+        return (
+            f"warning: iteration {done.number}: all {len(done.batch)} responses are cut at "
+            f"sampling.max_response_length = {limit} tokens: none has an end token ({ends})"
+        )
 
     def evaluate(self) -> dict[str, float]:
         """Greedy responses to the held-out prompts: how many are right, and their mean score."""

@@ -5,6 +5,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hybridflow.data.chat import rendered
 from hybridflow.data.rows import RowError
+from hybridflow.data.templates import ChatTemplate, TemplateOptions
 from tests.data.test_prompts import word_tokenizer
 from tests.messages import like
 
@@ -56,8 +57,12 @@ TALK = [
 ]
 
 
-def said(template: str, messages: list, **options: int) -> list[str]:
-    found = rendered(messages, tokenizer(template), "a, line 1: messages", **options)
+def chat(template: str, turns: str = "auto") -> ChatTemplate:
+    return ChatTemplate(tokenizer(template), TemplateOptions(turns=turns))
+
+
+def said(template: str, messages: list, *, turns: str = "together", **options: int) -> list[str]:
+    (found,) = rendered(messages, chat(template, turns), "a, line 1: messages", **options)
     return [found.text[start:end] for start, end in found.spans]
 
 
@@ -72,7 +77,7 @@ def test_the_assistant_says_its_messages_and_their_ends(template, end) -> None:
 
 
 def test_the_text_is_the_whole_conversation() -> None:
-    assert rendered(TALK[:3], tokenizer(LLAMA3), "a").text == (
+    assert rendered(TALK[:3], chat(LLAMA3), "a")[0].text == (
         "<bos><|start_header_id|>system<|end_header_id|>\n\nbe brief<|eot_id|>"
         "<|start_header_id|>user<|end_header_id|>\n\none<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\ntwo<|eot_id|>"
@@ -126,7 +131,7 @@ def test_a_tokenizer_without_a_template_and_a_template_that_raises() -> None:
     without = word_tokenizer()
     without.chat_template = None
     with pytest.raises(RowError, match="a: the tokenizer has no chat template"):
-        rendered(TALK, without, "a")
+        rendered(TALK, ChatTemplate(without), "a")
     for template in (CHATML, MARKED):
         with pytest.raises(
             RowError, match="a, line 1: messages: the tokenizer's chat template cannot render it: no one"

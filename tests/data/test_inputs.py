@@ -54,7 +54,10 @@ def test_prompts_of_a_tokenizer_with_more_tokens_than_the_model(inputs, policy, 
     tokenizer.save_pretrained(policy)
     file = tmp_path / "prompts.jsonl"
     file.write_text(f'{{"prompt": "1+2={added[-3]}"}}\n{{"prompt": "1+2={added[-1]}"}}\n')
-    keys = (f"actor.model={policy}", f"data.{key}={file}")
+    keys = [f"actor.model={policy}", f"data.{key}={file}", f"reference.model={policy}"]
+    for name, model in (("critic", "critic"), ("reward.models.0", "reward")):
+        tokenizer.save_pretrained(shutil.copytree(inputs / model, tmp_path / model))
+        keys.append(f"{name}.model={tmp_path / model}")
     assert problem(inputs, tmp_path, *keys, kind=DataError) == (
         like(
             f"{file}, line 2: the prompt has the token id 101 ('{added[-1]}'), the actor's model knows those below its "
@@ -98,7 +101,7 @@ def test_token_ids_of_the_sampling_section(inputs, tmp_path, override, token_id)
 )
 def test_end_tokens(inputs, policy, tmp_path, text, ends):
     (policy / "generation_config.json").write_text(text)
-    assert load(inputs, tmp_path, f"actor.model={policy}").eos_token_ids == ends
+    assert load(inputs, tmp_path, f"actor.model={policy}").ends.ids == ends
 
 
 @pytest.mark.parametrize(
@@ -138,12 +141,14 @@ def test_a_model_without_an_end_token_is_noted(inputs, policy, tmp_path):
     tokenizer.eos_token = None
     tokenizer.save_pretrained(policy)
     (policy / "generation_config.json").unlink(missing_ok=True)
+    tree = json.loads((policy / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps(tree | {"eos_token_id": None}))
     key = f"actor.model={policy}"
     assert load(inputs, tmp_path, key).notes() == [
         like(
-            f"no end token: neither the tokenizer nor generation_config.json of {policy} names one, and "
-            f"sampling.stop and "
-            "sampling.stop_token_ids are empty, so every response will run to sampling.max_response_length = 8 tokens"
+            f"no end token: neither the tokenizer nor generation_config.json nor config.json of {policy} names one, "
+            "and sampling.stop and sampling.stop_token_ids are empty, so "
+            "every response will run to sampling.max_response_length = 8 tokens"
         )
     ]
     for ends in ("sampling.ignore_eos=true", "sampling.stop=['=']", "sampling.stop_token_ids=[3]"):

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.data.same_tokens import check_same_tokens
-from hybridflow.errors import ConfigError
+from hybridflow.config import ExperimentConfig
+from hybridflow.data.same_tokens import check_same_tokens, check_tokenizers
+from hybridflow.data.tokenizers import load_tokenizer
+from hybridflow.errors import CheckpointError, ConfigError
+from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.tiny_models import make_tokenizer
 
 
@@ -29,7 +32,18 @@ def test_the_same_tokens_and_more_of_them_are_read(tmp_path):
 def test_a_directory_without_a_tokenizer_has_the_actors(tmp_path):
     (tmp_path / "teacher").mkdir()
     (tmp_path / "teacher" / "config.json").write_text('{"model_type": "llama"}')
-    check_same_tokens("reference", tmp_path / "teacher", directory(tmp_path / "actor"))
+    actor, teacher = directory(tmp_path / "actor"), tmp_path / "teacher"
+    found = check_same_tokens("reference", teacher, actor)
+    assert (
+        found
+        == f"reference.model = {teacher} has no tokenizer: it is taken to read the tokens of actor.model = {actor}"
+    )
+    shutil.copy(actor / "tokenizer_config.json", teacher)  # of which alone transformers makes up a tokenizer
+    assert check_same_tokens("reference", teacher, actor) == found
+    with pytest.raises(
+        CheckpointError, match=f"^{re.escape(str(teacher))}: has no tokenizer: none of tokenizer.json, "
+    ):
+        load_tokenizer(teacher)
 
 
 @pytest.mark.parametrize(("tokens", "told"), [((), "unknown to"), (("<b>", "<a>"), r"\d+ in")])
@@ -38,3 +52,23 @@ def test_another_token_at_an_id_is_refused(tmp_path, tokens, told):
     whose = f"reference.model = {re.escape(str(teacher))}: its tokenizer"
     with pytest.raises(ConfigError, match=rf"{whose} is .* '<a>', token \d+ of .*, is {told} it \(1 of"):
         check_same_tokens("reference", teacher, actor)
+
+
+@pytest.mark.parametrize("role", ["critic", "reference", "reward.models.0"])
+def test_every_model_of_a_run_is_compared(tmp_path, role):
+    """A reward model whose texts are encoded anew may have another tokenizer."""
+    root = make_inputs(tmp_path / "inputs")
+    for name in ("policy", "critic", "reference", "reward"):
+        directory(root / name, "<a>", "<b>")
+    file = write_config(tmp_path / "run.yaml", root)
+    alike = "tokenizers: of critic, reference, reward.models.0 as of actor"
+    assert check_tokenizers(ExperimentConfig.from_yaml(file)) == [alike]
+    other = directory(
+        Path(shutil.copytree(root / role.replace("reward.models.0", "reward"), tmp_path / "x")), "<b>", "<a>"
+    )
+    changed = ExperimentConfig.from_yaml(file, [f"{role}.model={other}"])
+    with pytest.raises(ConfigError, match=rf"^{role}\.model = {re.escape(str(other))}: its tokenizer is another "):
+        check_tokenizers(changed)
+    if role.startswith("reward"):
+        free = ExperimentConfig.from_yaml(file, [f"{role}.model={other}", f"{role}.reencode=true"])
+        assert check_tokenizers(free) == ["tokenizers: of critic, reference as of actor"]

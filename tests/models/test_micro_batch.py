@@ -94,6 +94,25 @@ def test_no_padding_where_the_tokens_divide() -> None:
     assert micro_batch.packed.lengths == (4, 3, 2, 1)
 
 
+def test_a_score_is_read_before_pad_tokens_at_the_end() -> None:
+    """As transformers reads it: at the last token that is not the pad token, wherever others of them are."""
+    ids = [7, 3, 8, 9, 3, 3, 3, 7, 8, 9, 3]  # rows of 6 and 5 tokens after prompts of 2
+    batch = RolloutBatch(
+        torch.tensor(ids),
+        torch.tensor([6, 5]),
+        torch.tensor([2, 2]),
+        torch.arange(2),
+        torch.zeros(2, dtype=torch.bool),
+        torch.tensor([False, False, True, True, True, True, False, False, True, True, True]),
+        torch.zeros(11),
+    )
+    (found,) = sequence_micro_batches(batch, [0, 1], max_tokens=99, padded=padding(1), device=CPU, pad_token_id=3)
+    assert found.input_ids.tolist() == [7, 3, 8, 9, 3, 7, 8, 9]
+    assert found.rows.tolist() == [3, 7] and found.where.tolist() == [0, 1]
+    (whole,) = sequence_micro_batches(batch, [0, 1], max_tokens=99, padded=padding(1), device=CPU)
+    assert whole.rows.tolist() == [5, 10]
+
+
 def test_sequences_by_hand() -> None:
     # every token is run; the output wanted is the last one's, and belongs to the row
     micro_batches = sequence_micro_batches(BATCH, [0, 1, 2, 3], max_tokens=9, padded=padding(4), device=CPU)

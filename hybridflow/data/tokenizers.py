@@ -1,0 +1,55 @@
+"""The tokenizer of a model's directory, and what is said of its tokens."""
+
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from hybridflow.errors import CheckpointError
+from hybridflow.parallel.agreement import digest_files
+
+# without one of these transformers makes up a tokenizer of a token or two
+VOCABULARIES = ("tokenizer.json", "*.model", "*.model.v*", "vocab.*", "*.tiktoken", "tekken.json")
+
+TOKENIZER_FILES = (
+    *("tokenizer*", "*.model", "*.model.v*", "*.tiktoken", "vocab.*", "merges.txt", "tekken.json"),
+    *("added_tokens.json", "special_tokens_map.json", "chat_template*", "generation_config.json"),
+    "additional_chat_templates/*",
+)
+
+
+def has_tokenizer(model: Path) -> bool:
+    """Whether the directory has a file with a vocabulary."""
+    return model.is_dir() and any(fnmatch(file.name, pattern) for file in model.iterdir() for pattern in VOCABULARIES)
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """Of a model's directory. Errors: CheckpointError where there is none that transformers can read."""
+    if path.is_dir() and not has_tokenizer(path):
+        raise CheckpointError(
+            f"{path}: has no tokenizer: none of {', '.join(VOCABULARIES)} is there; copy the tokenizer files of the "
+            f"model that it was made of"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: has no tokenizer that transformers can load: {error}") from error
+
+
+def is_special(token_id: int, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a token stands for no text: a model writes it, a person cannot."""
+    added = tokenizer.added_tokens_decoder.get(token_id)
+    return token_id in tokenizer.all_special_ids or (added is not None and added.special)
+
+
+def named_tokens(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """`'<|im_end|>' (2), '</s>' (1)`."""
+    return ", ".join(f"{tokenizer.convert_ids_to_tokens(token_id)!r} ({token_id})" for token_id in ids)
+
+
+def tokenizer_digest(model: Path) -> bytes:
+    """Of the files that tell how text becomes tokens, and which of them end a response."""
+    files = sorted(path for path in [*model.glob("*"), *model.glob("*/*")] if path.is_file())
+    named = [f for f in files if any(fnmatch(str(f.relative_to(model)), pattern) for pattern in TOKENIZER_FILES)]
+    return digest_files(named, model)

@@ -1,0 +1,69 @@
+"""What a run has understood of its inputs, in a few lines, before it trains on them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridflow.architecture.spec import read_spec
+from hybridflow.config import ExperimentConfig
+from hybridflow.config.fixed_data import FixedDataConfig
+from hybridflow.data.end_tokens import EndTokens
+from hybridflow.data.examples import Example, ExampleDataset
+from hybridflow.data.prompts import PromptDataset
+from hybridflow.data.rows import shown
+from hybridflow.data.shown_tokens import decoded, marked
+from hybridflow.data.tokenizers import is_special, named_tokens
+
+MOST = 400  # characters of a prompt
+NUM_ROWS = 3
+ANSWERS = ("answer", "ground_truth", "solution", "label", "labels", "target", "tests", "final_answer")
+
+
+def of_prompts(
+    config: ExperimentConfig, prompts: PromptDataset, ends: EndTokens, tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
+    """End tokens, the first prompt, the first answers, and where scores are read."""
+    order = prompts.order(config.seed, config.data.shuffle)
+    first = prompts.draw(order, min(NUM_ROWS, len(prompts))).batch
+    ids = first.input_ids[: int(first.lengths[0])].tolist()
+    lines = [ends.told(tokenizer), f"first prompt, {len(ids)} tokens: {shown(decoded(ids, tokenizer), MOST)}"]
+    answers = [name for name in ANSWERS if name in first.columns] or list(first.columns)
+    if answers:
+        lines.append(f"column {answers[0]}: {_values(first.columns[answers[0]])}")
+    for i, model in enumerate(config.reward.models if config.reward is not None else ()):
+        lines.append(f"reward.models.{i}: {_read_at(model.model, tokenizer)}")
+    return lines
+
+
+def of_examples(config: FixedDataConfig, rows: ExampleDataset, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The first row with what counts, and the token that ends it."""
+    (first,) = rows.draw(rows.order(config.seed, config.data.shuffle), 1).items
+    text = marked(first.sequences[0], first.trained[0], tokenizer)
+    lines = [f"first row, {len(first.sequences[0])} tokens, those that count in marks: {shown(text, MOST)}"]
+    taught = taught_end(first, tokenizer)
+    if taught is None:
+        lines.append("no special token ends what is learnt: nothing teaches the model to stop")
+    else:
+        lines.append(f"end token that is taught: {named_tokens([taught], tokenizer)}")
+    if config.reward_model is not None:
+        lines.append(f"reward_model: {_read_at(config.reward_model.model, tokenizer)}")
+    return lines
+
+
+def taught_end(example: Example, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The last token that counts, where it is one that ends a response."""
+    counting = example.sequences[0][example.trained[0]]
+    last = int(counting[-1])
+    return last if is_special(last, tokenizer) else None
+
+
+def _values(values: Sequence[Any]) -> str:
+    return ", ".join(shown(value) for value in values)
+
+
+def _read_at(model: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    pad = read_spec(model).pad_token_id
+    if pad is None:
+        return "its score is read at the last token of a response"
+    return f"its score is read at the last token of a response that is not {named_tokens([pad], tokenizer)}"
