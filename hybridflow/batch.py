@@ -44,12 +44,16 @@ PerSequence = Annotated[Tensor, Per.SEQUENCE]  # (N,)
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Prompts of one iteration. `columns` are the data file's other columns, one entry a prompt."""
+    """Prompts of one iteration. `columns` are the data file's other columns, one entry a prompt.
+
+    conversations: the messages of each prompt, None of one that is a text; empty where nobody needs them.
+    """
 
     input_ids: Tensor  # (T,) int64
     lengths: Tensor  # (N,) int64
     texts: tuple[str, ...]
     columns: Mapping[str, tuple[Any, ...]]
+    conversations: tuple[list[dict[str, Any]] | None, ...] = ()
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -31,8 +31,12 @@ class EndTokens:
 
     def told(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """A line for a person."""
-        sources = [f"{named_tokens(ids, tokenizer)} by {source}" for source, ids in self.by_source.items() if ids]
-        return f"end tokens: {'; '.join(sources)}" if sources else "end tokens: none"
+        named = [
+            f"{named_tokens([token_id], tokenizer)} by "
+            + ", ".join(source for source, ids in self.by_source.items() if token_id in ids)
+            for token_id in self.ids
+        ]
+        return f"end tokens: {'; '.join(named) or 'none'}"
 
 
 def end_tokens(path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, template: bool) -> EndTokens:

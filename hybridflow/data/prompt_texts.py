@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from hybridflow.data.messages import check_encodable, is_token_ids, read_messages
+from hybridflow.data.messages import Message, check_encodable, is_token_ids, read_messages
 from hybridflow.data.rows import Row, RowError, shown
 from hybridflow.data.templates import ChatTemplate
 
@@ -14,6 +14,7 @@ class PromptText:
     text: str  # with a chat template, the rendered conversation; empty where the row has token ids
     token_ids: list[int] | None  # where the row has them
     columns: dict[str, Any]
+    messages: list[Message] | None = None  # of a conversation
 
 
 def prompt_text(row: Row, prompt_key: str, template: ChatTemplate | None) -> PromptText:
@@ -27,11 +28,15 @@ def prompt_text(row: Row, prompt_key: str, template: ChatTemplate | None) -> Pro
     columns = {key: value for key, value in row.fields.items() if key != prompt_key}
     if is_token_ids(prompt):
         return PromptText(row.where, "", prompt, columns)
-    text = _plain_text(prompt, field) if template is None else _rendered(prompt, row, field, template)
+    messages = None if template is None else read_messages(prompt, field, template.options.form)
+    if template is None or messages is None:
+        text = _plain_text(prompt, field)
+    else:
+        text = template.prompt(messages, row.fields, field)
     if not text.strip():
         raise RowError(f"{field} = {text!r} is empty", "empty")
     check_encodable(text, field)
-    return PromptText(row.where, text, None, columns)
+    return PromptText(row.where, text, None, columns, messages)
 
 
 def _plain_text(prompt: Any, field: str) -> str:
@@ -39,8 +44,3 @@ def _plain_text(prompt: Any, field: str) -> str:
         return prompt
     hint = "; a list of messages needs data.chat_template: true" if isinstance(prompt, list) else ""
     raise RowError(f"{field} = {shown(prompt)} is a {type(prompt).__name__}, expected a text{hint}", "wrong type")
-
-
-def _rendered(given: Any, row: Row, field: str, template: ChatTemplate) -> str:
-    messages = read_messages(given, field, template.options.form)
-    return template.prompt(messages, row.fields, field)

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridflow.batch import PromptBatch
 from hybridflow.config.data import DataFiles
 from hybridflow.data.fields import named
-from hybridflow.data.messages import check_token_ids
+from hybridflow.data.messages import Message, check_token_ids
 from hybridflow.data.order import PromptOrder
 from hybridflow.data.prompt_texts import PromptText, prompt_text
 from hybridflow.data.rows import OverlongError, Row, RowError, attempt, shown
@@ -36,6 +36,7 @@ class Prompt:
     text: str  # with a chat template, the rendered conversation
     token_ids: list[int]
     columns: dict[str, Any]
+    messages: list[Message] | None = None  # of a conversation
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class PromptDataset:
             lengths=torch.tensor([len(prompt.token_ids) for prompt in prompts], dtype=torch.int64),
             texts=tuple(prompt.text for prompt in prompts),
             columns={name: tuple(prompt.columns[name] for prompt in prompts) for name in self.column_names},
+            conversations=tuple(prompt.messages for prompt in prompts),
         )
 
 
@@ -195,7 +197,7 @@ class _Encoder:
         assert ids is not None, f"{text.where}: a prompt without token ids has a text"
         problem = self._problem(text, ids)
         shown_text = text.text if made is not None or problem is not None else self._decoded(ids)
-        return Prompt(shown_text, ids, text.columns) if problem is None else problem
+        return Prompt(shown_text, ids, text.columns, text.messages) if problem is None else problem
 
     def _decoded(self, ids: list[int]) -> str:
         text = self.tokenizer.decode(ids)

@@ -112,7 +112,9 @@ class ChatTemplate:
         for number, message in enumerate(messages):
             said = message["content"].strip()
             at = text.find(said, place) if said else place
-            if at >= 0:
+            # what another message says too may be found where that one says it
+            told_apart = not any(said in other["content"] for other in messages if said and other is not message)
+            if at >= 0 and told_apart:
                 place = at + len(said)
                 continue
             if not self._leaves_a_mark(messages, number, where, how):

@@ -1,6 +1,7 @@
 """What a run has understood of its inputs, in a few lines, before it trains on them."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +14,7 @@ from hybridflow.data.examples import Example, ExampleDataset
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.rows import shown
 from hybridflow.data.shown_tokens import decoded, marked
-from hybridflow.data.tokenizers import is_special, named_tokens
+from hybridflow.data.tokenizers import is_special, load_tokenizer, named_tokens
 
 MOST = 400  # characters of a prompt
 NUM_ROWS = 3
@@ -32,7 +33,9 @@ def of_prompts(
     if answers:
         lines.append(f"column {answers[0]}: {_values(first.columns[answers[0]])}")
     for i, model in enumerate(config.reward.models if config.reward is not None else ()):
-        lines.append(f"reward.models.{i}: {_read_at(model.model, tokenizer)}")
+        own = load_tokenizer(Path(model.model)) if model.reencode else tokenizer
+        anew = "its text is encoded by its own tokenizer, and " if model.reencode else ""
+        lines.append(f"reward.models.{i}: {anew}{_read_at(model.model, own)}")
     return lines
 
 

@@ -9,7 +9,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.config.algorithms import Custom, ReMax
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.placement.deferred_log_probs import asks_for_log_probs
-from hybridflow.placement.placed import PlacedRun
+from hybridflow.placement.placed import PlacedRun, reencodes
 
 UNITS_PER_BLOCK = 4  # that the rows of a replica are cut in: one may be under way when the last response is there
 Block = tuple[int, ...]  # the ranks of one data-parallel replica of a model, ascending
@@ -27,6 +27,8 @@ def models_that_wait(run: PlacedRun) -> tuple[str, ...]:
 def asks_for(config: ExperimentConfig, name: str) -> bool:
     """Whether the flow asks for the results of this model of what `run.generate()` gave, as it was given."""
     algorithm = config.algorithm
+    if reencodes(config, name):  # which takes the prompts' texts
+        return False
     if isinstance(algorithm, ReMax):  # scores both kinds of responses as one batch
         return False
     if getattr(algorithm, "dynamic_sampling", None) is not None:  # the others see the groups that are kept

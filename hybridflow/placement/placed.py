@@ -15,7 +15,7 @@ from math import ceil
 from pathlib import Path
 
 from hybridflow.architecture.spec import HEADS, Head, ModelSpec, read_spec
-from hybridflow.config import ExperimentConfig, RoleConfig, RolloutConfig, RunConfig
+from hybridflow.config import ExperimentConfig, RewardModelConfig, RoleConfig, RolloutConfig, RunConfig
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.parallel.device import uses_cuda
@@ -138,7 +138,7 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
     for name, spec in specs.items():
         _check_model(name, config.roles()[name], spec, reasons)
         reasons.of(spec.check_length, config.max_sequence_length)
-        if "actor" in specs:
+        if "actor" in specs and not reencodes(config, name):
             reasons.of(spec.check_vocabulary, name, specs["actor"])
     engine = kv_cache = None
     if config.algorithm.kl.reset_reference_interval is not None and {"actor", "reference"} <= specs.keys():
@@ -155,6 +155,12 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
     assert engine is not None and kv_cache is not None, "no reason, and no engine"
     models = {name: _placed(name, role, specs[name], layouts[name]) for name, role in config.roles().items()}
     return PlacedRun(config, world_size, models, has_cuda, *engine, kv_cache)
+
+
+def reencodes(config: ExperimentConfig, name: str) -> bool:
+    """Whether a reward model reads texts that are encoded anew, in place of the actor's tokens."""
+    role = config.roles()[name]
+    return isinstance(role, RewardModelConfig) and role.reencode
 
 
 def place_fixed(config: FixedDataConfig, world_size: int, *, cuda: bool | None = None) -> PlacedFixed:

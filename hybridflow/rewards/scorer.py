@@ -1,6 +1,6 @@
 """The score of each response: the weighted sum of reward models and reward functions, and what training makes of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,8 +85,15 @@ def _together(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(tensors)) if tensors else torch.zeros(0, 0)
 
 
+Reencode = Callable[[RolloutBatch, PromptBatch], RolloutBatch]
+
+
+def _as_it_is(rollout: RolloutBatch, prompts: PromptBatch) -> RolloutBatch:
+    return rollout
+
+
 class Scorer:
-    """Scores rollouts. limits: of responses, in tokens."""
+    """Scores rollouts. limits: of responses, in tokens. reencoders: of models that have tokenizers of their own."""
 
     def __init__(
         self,
@@ -96,8 +103,10 @@ class Scorer:
         caller: FunctionCaller,
         watch: Stopwatch,
         limits: LengthBuckets[int],
+        reencoders: Mapping[int, Reencode] | None = None,
     ) -> None:
         self._config, self.models, self._caller, self._watch = config, models, caller, watch
+        self._reencoders = reencoders or {}
         self._limits = limits
         self._ahead: RolloutCalls | None = None
         self._weights = (
@@ -109,7 +118,8 @@ class Scorer:
     def scores(self, rollout: RolloutBatch, prompts: PromptBatch) -> Scores:
         """What this rank knows of the scores of every model and function."""
         with self._watch.phase("reward"):
-            models = [model.scores(rollout) for model in self.models]
+            read = [self._reencoders.get(i, _as_it_is)(rollout, prompts) for i in range(len(self.models))]
+            models = [model.scores(its) for model, its in zip(self.models, read, strict=True)]
             functions = self._function_scores(rollout, prompts)
         terms = (*models, *(part for function in functions for part in function.parts))
         return Scores(terms, self._weights, self._names, tuple(functions))

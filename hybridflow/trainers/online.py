@@ -6,7 +6,7 @@ Every rank runs this same program over the same global batch; the roles shard th
     trainer.fit()
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -30,6 +30,7 @@ from hybridflow.config.algorithms import (
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import Inputs, load_inputs
+from hybridflow.data.reencode import Reencoder
 from hybridflow.errors import ConfigError, Stopped
 from hybridflow.flows.bookkeeping import OnlineBookkeeping
 from hybridflow.flows.custom import custom_flow
@@ -101,7 +102,24 @@ def flow_of(algorithm: Algorithm) -> Flow:
             return custom_flow(algorithm)
 
 
-def build_roles(placed: PlacedRun, world: World, caller: FunctionCaller) -> Roles:
+def reencoders(placed: PlacedRun, decode: Callable[[list[int]], str]) -> dict[int, Reencoder]:
+    """Of reward models that have tokenizers of their own, by their numbers."""
+    models = placed.config.reward.models if placed.config.reward is not None else ()
+    return {
+        i: Reencoder.of(
+            f"reward.models.{i}",
+            model.model,
+            decode,
+            min(model.micro_batch_tokens, placed.reward_models[i].spec.max_positions),
+        )
+        for i, model in enumerate(models)
+        if model.reencode
+    }
+
+
+def build_roles(
+    placed: PlacedRun, world: World, caller: FunctionCaller, reencode: Mapping[int, Reencoder] | None = None
+) -> Roles:
     """The models of the run, those that it has. Collective over the world."""
     config, models, temperature = placed.config, placed.models, placed.config.sampling.temperatures
     actor = Actor(placed.actor, temperature=temperature, world=world)
@@ -112,7 +130,10 @@ def build_roles(placed: PlacedRun, world: World, caller: FunctionCaller) -> Role
     scorer = None
     if config.reward is not None:
         rewards = [RewardModel(model, world=world) for model in placed.reward_models]
-        scorer = Scorer(config.reward, rewards, caller=caller, watch=world.watch, limits=config.sampling.limits)
+        limits = config.sampling.limits
+        scorer = Scorer(
+            config.reward, rewards, caller=caller, watch=world.watch, limits=limits, reencoders=reencode or {}
+        )
     return Roles(actor, critic, reference, scorer)
 
 
@@ -184,7 +205,7 @@ class OnlineTrainer:
         watch = Stopwatch(self.platform.synchronize)
         self.caller = self._caller()
         world = World(self.platform, ProcessGroups(), self.exchange, self.placed.bucket_bytes, watch)
-        self.roles = build_roles(self.placed, world, self.caller)
+        self.roles = build_roles(self.placed, world, self.caller, reencoders(self.placed, self.inputs.decode))
         self.checkpoint_manager = checkpoint_manager_of(
             config,
             digests,
