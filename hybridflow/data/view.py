@@ -12,15 +12,18 @@ from transformers import PreTrainedTokenizerBase
 from hybridflow.architecture.spec import read_spec
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
+from hybridflow.data.end_tokens import end_tokens
 from hybridflow.data.examples import Example
 from hybridflow.data.fixed_inputs import load_rows
 from hybridflow.data.inputs import train_prompts
 from hybridflow.data.left_out import left_out
 from hybridflow.data.prompts import Prompt
 from hybridflow.data.rows import Item, shown
+from hybridflow.data.same_tokens import check_tokenizers
 from hybridflow.data.shown_tokens import decoded, marked
 from hybridflow.data.sources import Files
 from hybridflow.data.tokenizers import load_tokenizer
+from hybridflow.data.understood import of_examples, of_prompts
 from hybridflow.data.usable import Dropped, UsableRows
 
 NUM_LOOKED_AT = 1000  # rows, for the columns
@@ -63,8 +66,12 @@ def seen_by(config: AnyConfig) -> Iterator[str]:
     model = Path(config.trained.model if isinstance(config, FixedDataConfig) else config.actor.model)
     tokenizer, vocab_size = load_tokenizer(model), read_spec(model).vocab_size
     if isinstance(config, ExperimentConfig):
+        prompts = train_prompts(config.data, tokenizer, vocab_size)
+        ends = end_tokens(model, tokenizer, vocab_size, template=config.data.chat_template)
+        yield from of_prompts(config, prompts, ends, tokenizer)
+        yield from check_tokenizers(config)
         yield from _rows(
-            train_prompts(config.data, tokenizer, vocab_size).rows,
+            prompts.rows,
             "prompts longer than data.max_prompt_length",
             lambda prompt: [len(prompt.token_ids)],
             _prompt_lines,
@@ -72,8 +79,11 @@ def seen_by(config: AnyConfig) -> Iterator[str]:
             config=config,
         )
         return
+    examples = load_rows(config.data.train, tokenizer, config, vocab_size)
+    yield from of_examples(config, examples, tokenizer)
+    yield from check_tokenizers(config)
     yield from _rows(
-        load_rows(config.data.train, tokenizer, config, vocab_size).rows,
+        examples.rows,
         "rows longer than data.max_length",
         lambda example: [len(ids) for ids in example.sequences],
         _example_lines,

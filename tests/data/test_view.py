@@ -54,7 +54,15 @@ def test_what_a_run_would_see(inputs, tmp_path, capsys) -> None:
     path = write(tmp_path / "a.jsonl", *rows, {"prompt": "1" * 13, "answer": ""})
     config = write_config(tmp_path / "config.yaml", inputs)
     lines, _ = told(capsys, path, config, "data.overlong_prompts=drop")
-    assert lines[lines.index("") + 1 :] == [
+    own = lines[lines.index("") + 1 :]
+    assert own[:3] == [
+        "end tokens: '</s>' (2) by generation_config.json, config.json, the tokenizer",
+        "first prompt, 4 tokens: '1+0='",
+        "column answer: '0', '1', '2'",
+    ]
+    start = next(i for i, line in enumerate(own) if "left out" in line)
+    assert any(line.startswith("tokenizers: ") for line in own[3:start])
+    assert own[start:] == [
         like("data.train: left out 1 of 5 prompts longer than data.max_prompt_length"),
         "tokens of a sequence, and how many have so many",
         "  4-4  1  ########################################",
@@ -96,6 +104,11 @@ def test_what_a_run_on_fixed_data_would_train_on(inputs, tmp_path, capsys) -> No
     }
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     lines, _ = told(capsys, path, tmp_path / "config.yaml")
+    own = lines[lines.index("") + 1 :]
+    assert own[:2] == [
+        "first row, 6 tokens, those that count in marks: '1+2=[[3</s>]]'",
+        "end token that is taught: '</s>' (2)",
+    ]
     assert lines[-4:] == [
         "---- row 1 of the run",
         "sequence, 6 tokens of which 2 count: 1+2=[[3</s>]]",
