@@ -624,6 +624,7 @@ def test_a_config_of_before_there_were_names_means_ppo(config_file) -> None:
     ("changes", "expected"),
     [
         ({"algorithm": {"name": "pppo"}}, "algorithm.name = 'pppo': is no algorithm; did you mean ppo?"),
+        ({"algorithm": {"name": "GRPO"}}, "algorithm.name = 'GRPO': is no algorithm; did you mean grpo?"),
         (
             {"algorithm": {"name": "zzz"}},
             "known are ppo, grpo, dr_grpo, rloo, remax, reinforce, opo, maxrl, distill, custom",
@@ -963,3 +964,18 @@ def test_the_fewest_sequences_of_an_iteration_have_to_reach_all_replicas(config_
     config.check_world_size(8)
     with pytest.raises(ConfigError, match="x the smallest samples_per_prompt = 8 leaves replicas of actor without"):
         config.check_world_size(16)
+
+
+def test_the_home_directory_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/homes/me")
+    sources = [{"path": "~/a.jsonl", "weight": 1}, {"path": "b~.jsonl", "weight": 1}]
+    config = ExperimentConfig.from_tree(
+        changed({"data.train": sources, "data.heldout": "~/h.jsonl", "actor.model": "~/m", "output_dir": "~/runs"}), "x"
+    )
+    assert not isinstance(config.data.train, str)
+    assert [source.path for source in config.data.train] == ["/homes/me/a.jsonl", "b~.jsonl"]
+    assert (config.data.heldout, config.actor.model, config.output_dir) == (
+        "/homes/me/h.jsonl",
+        "/homes/me/m",
+        "/homes/me/runs",
+    )

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from hybridflow.config import ALGORITHMS, ExperimentConfig, set_key
+from hybridflow.config import ALGORITHMS, ExperimentConfig, other_fixed_trainers, set_key
 from hybridflow.config.fixed_algorithms import FIXED_ALGORITHMS
+from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.config.other_trainers import ALGORITHM_NAMES, NOT_HERE, ROWS, TABLE, algorithm_hint, hint, leaves
 from hybridflow.errors import ConfigError
 from tests.messages import like
@@ -178,6 +179,76 @@ def test_another_name_of_an_algorithm_is_told(name: str) -> None:
     assert f"x.yaml: algorithm.name = {name!r}: is no algorithm; {algorithm_hint(name)}" in found
     if name in ALGORITHM_NAMES:
         assert f"; here it is {ALGORITHM_NAMES[name]}" in found
+
+
+# ------------------------------------------------------------------------------------------------ fixed data
+
+
+OURS_FIXED = set(keys_of(FixedDataConfig)) | {
+    key for algorithm in FIXED_ALGORITHMS.values() for key in keys_of(algorithm, "algorithm.")
+}
+DPO = {
+    "name": "run",
+    "num_epochs": 1,
+    "data": {"train": "pairs.jsonl", "batch_size": 1, "max_length": 64},
+    "actor": {"model": "actor", "optimizer": {"lr": 1e-4}},
+    "reference": {"model": "actor"},
+    "algorithm": {"name": "dpo"},
+}
+
+
+def message_on_fixed_data(path: str) -> str:
+    tree = copy.deepcopy(DPO)
+    set_key(tree, path.split("."), "1", "test")
+    with pytest.raises(ConfigError) as raised:
+        FixedDataConfig.from_tree(tree, "x.yaml")
+    return str(raised.value)
+
+
+def test_the_keys_of_fixed_data_exist_and_stand_in_one_row() -> None:
+    every = [key for _, theirs, _ in other_fixed_trainers.ROWS for key in theirs.split()]
+    assert sorted({key for key in every if every.count(key) > 1}) == []
+    named = {key for ours, _, _ in other_fixed_trainers.ROWS for key in ours.split()}
+    assert named - OURS_FIXED == set()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "note"), other_fixed_trainers.ROWS, ids=[row[1].split()[0] for row in other_fixed_trainers.ROWS]
+)
+def test_every_key_of_fixed_data_names_ours(ours: str, theirs: str, note: str) -> None:
+    for key in theirs.split():
+        path = key if key.partition(".")[0] not in OURS_FIXED else f"theirs.{key}"
+        said = f"here it is {ours}" if ours else "there is none here"
+        found = message_on_fixed_data(path)
+        assert f"{path}: unknown key; {said}" in found, found
+
+
+def test_no_key_of_generation_is_told_on_fixed_data() -> None:
+    """What every other key says names a key of such a config, or that there is none."""
+    for key in TABLE.keys() - other_fixed_trainers.TABLE.keys():
+        found = hint(("theirs", *key.split(".")), fixed=True)
+        assert found is not None
+        named = re.findall(r"here it is ([\w.=]+(?: and [\w.=]+)*)", found)
+        for one in named[0].split(" and ") if named else ():
+            assert one.partition("=")[0] in OURS_FIXED, f"{key}: {found}"
+    assert hint(("rollout", "n"), fixed=True) == other_fixed_trainers.NOTHING
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("algorithm.loss_type", "here it is algorithm.loss (of dpo: sigmoid or ipo)"),
+        ("policy.max_total_sequence_length", "here it is data.max_length"),
+        ("learning_rate", "here it is actor.optimizer.lr"),
+        ("reward_model_cfg.reward.learning_rate", "here it is reward_model.optimizer.lr"),
+        ("dpo.max_num_epochs", "here it is num_epochs (passes over data.train)"),
+        ("megatron.override_transformer_config", "there is none here: what megatron-core is built with follows"),
+        ("algorithm.betta", "did you mean beta?"),
+        ("data.max_lenght", "did you mean max_length?"),
+    ],
+)
+def test_what_is_said_on_fixed_data(path: str, expected: str) -> None:
+    assert expected in message_on_fixed_data(path)
 
 
 # ------------------------------------------------------------------------------------------------ the document

@@ -4,13 +4,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, JsonValue, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from hybridflow.config.section import Section
+from hybridflow.config.section import PathText, Section
 
 
 class SourceConfig(Section):
     """One of several files."""
 
-    path: str  # a file or a directory of files
+    path: PathText  # a file or a directory of files
     weight: PositiveFloat | None = None  # rows of it among all, in proportion; given for all sources or for none
 
 
@@ -48,7 +48,7 @@ def _source(given: Any, i: int) -> SourceConfig:
 
 
 DataFiles = str | tuple[SourceConfig, ...]
-DataFilesKey = Annotated[DataFiles, BeforeValidator(_sources)]
+DataFilesKey = Annotated[PathText | tuple[SourceConfig, ...], BeforeValidator(_sources)]
 
 
 class FilesConfig(Section):

@@ -47,10 +47,11 @@ def _no_algorithm(name: object) -> str:
 
 
 def _closest(name: object) -> str:
-    foreign = algorithm_hint(str(name))
+    lower = str(name).lower()
+    foreign = algorithm_hint(lower)
     if foreign is not None:
         return foreign
-    close = difflib.get_close_matches(str(name), EVERY_ALGORITHM, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(lower, EVERY_ALGORITHM, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(EVERY_ALGORITHM)}"
 
 
@@ -63,7 +64,9 @@ def _unknown(model: Any, location: tuple[int | str, ...], value: Any) -> list[st
     """A line for the unknown key; of a section of another trainer's, for each key in it."""
     path = tuple(map(str, _without_tag(location)))
     nearest, is_close = _nearest(model, location)
-    within = [] if is_close else [(".".join(leaf), hint(leaf)) for leaf in leaves(value, path)]
+    fixed = "sampling" not in model.model_fields  # a config on fixed data
+    found = [] if is_close else leaves(value, path, fixed=fixed)
+    within = [(".".join(leaf), hint(leaf, fixed=fixed)) for leaf in found]
     if not any(said for _, said in within):
         return [f"{'.'.join(path)}: unknown key; {nearest}"]
     others = [key for key, said in within if not said]

@@ -11,6 +11,8 @@ docs/coming_from.md has the same by trainer, and says where the names are from.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from hybridflow.config import other_fixed_trainers
+
 ROLE = "ROLE"  # in a key of ours: the model or engine that the path of the foreign key speaks of
 _ROLES = (  # a word in the path -> the role, the first that is found
     ("critic", "critic"),
@@ -315,6 +317,26 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "",
+        "override_transformer_config override_ddp_config override_mcore_model_config override_model_config "
+        "override_optimizer_config recompute_method recompute_num_layers recompute_modules attention_backend "
+        "apply_rope_fusion bias_activation_fusion bias_dropout_fusion masked_softmax_fusion "
+        "gradient_accumulation_fusion persist_layer_norm deallocate_pipeline_outputs overlap_grad_reduce "
+        "overlap_param_gather overlap_param_gather_with_optimizer_step tp_comm_overlap "
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
+        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage num_layers_per_virtual_pipeline_stage "
+        "moe_token_dispatcher_type moe_grouped_gemm moe_permute_fusion moe_shared_expert_overlap "
+        "moe_router_dtype moe_enable_deepep moe_per_layer_logging transformer_impl use_mbridge vanilla_mbridge "
+        "use_dist_checkpointing dist_checkpointing_path converter_type average_in_collective",
+        "there is none here: what megatron-core is built with follows from the model, the layout and the device",
+    ),
+    (
+        "",
+        "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff router_aux_loss_coef aux_loss_coef "
+        "freeze_moe_router moe_router_bias_update_rate",
+        "there is none here: the router has no loss of its own",
+    ),
+    (
+        "",
         "fsdp use_fsdp fsdp_config fsdp_size fsdp2 use_megatron_fsdp deepspeed deepspeed_config dtensor_cfg strategy "
         "zpg sharding_strategy",
         f"there is none here, megatron-core trains: {_SPLIT}",
@@ -404,16 +426,29 @@ ALGORITHM_NAMES: Mapping[str, str] = {
 NOT_HERE = ("orpo", "simpo", "online_dpo")  # that learn from pairs
 
 
-def hint(path: Sequence[str]) -> str | None:
-    """What to use instead of the key at `path`; None where no trainer that we know has it, or it is ours already."""
+def hint(path: Sequence[str], *, fixed: bool = False) -> str | None:
+    """What to use instead of the key at `path`; None where no trainer that we know has it, or it is ours already.
+
+    fixed: in a config on fixed data.
+    """
     for start in range(len(path)):
-        found = TABLE.get(".".join(path[start:]))
+        key = ".".join(path[start:])
+        own = other_fixed_trainers.TABLE.get(key) if fixed else None
+        found = own or TABLE.get(key)
         if found is not None:
-            ours, note = (_of_role(text, path) for text in found)
+            ours, note = (_of_role(text, path, fixed=fixed) for text in found)
             if ".".join(path) in (key.partition("=")[0] for key in ours.split()):
                 return None  # ours, in an algorithm that does without
+            if fixed and own is None and any(_is_absent(key) for key in ours.split()):
+                return other_fixed_trainers.NOTHING
             return note if not ours else f"here it is {' and '.join(ours.split())}" + (f" ({note})" if note else "")
     return None
+
+
+def _is_absent(key: str) -> bool:
+    """Of a key of ours: whether no config on fixed data has it."""
+    is_role = key.split(".")[0] == "reward_model"
+    return not is_role and f"{key.rstrip('=')}=".startswith(other_fixed_trainers.ABSENT)
 
 
 def algorithm_hint(name: str) -> str | None:
@@ -425,22 +460,24 @@ def algorithm_hint(name: str) -> str | None:
     return None if found is None else f"here it is {found}"
 
 
-def leaves(tree: object, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+def leaves(tree: object, path: tuple[str, ...], *, fixed: bool = False) -> Iterator[tuple[str, ...]]:
     """The path of each key in nested mappings at `path` that `hint` knows, or that holds no further ones."""
-    if isinstance(tree, Mapping) and tree and hint(path) is None:
+    if isinstance(tree, Mapping) and tree and hint(path, fixed=fixed) is None:
         for key, value in tree.items():
-            yield from leaves(value, (*path, str(key)))
+            yield from leaves(value, (*path, str(key)), fixed=fixed)
     else:
         yield path
 
 
-def _of_role(text: str, path: Sequence[str]) -> str:
+def _of_role(text: str, path: Sequence[str], *, fixed: bool) -> str:
     """`text` with the role that the path speaks of, where that has the key; else the actor's."""
     sections = [part for part in path[:-1] if part != "actor_rollout_ref"]  # which holds all three
-    role = next((role for word, role in _ROLES if word in sections), "actor")
+    words = other_fixed_trainers.ROLES if fixed else _ROLES
+    role = next((role for word, role in words if word in sections), "actor")
 
     def named(found: re.Match[str]) -> str:
-        has = role in ("actor", "critic") or found[1] in (_OF_THE_ENGINE if role == "rollout" else _OF_ANY_MODEL)
+        known = _OF_THE_ENGINE if role == "rollout" else _OF_ANY_MODEL
+        has = role in ("actor", "critic", "reward_model") or found[1] in known
         return f"{role if has else 'actor'}.{found[1]}"
 
     return re.sub(rf"{ROLE}\.(\w+)", named, text)

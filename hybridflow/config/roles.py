@@ -15,7 +15,7 @@ from pydantic import (
 
 from hybridflow.config.ranks import check_ranks, check_sizes, parse_ranks
 from hybridflow.config.rewards import ScoringConfig
-from hybridflow.config.section import Section
+from hybridflow.config.section import PathText, Section
 from hybridflow.parallel.layout import Layout
 from hybridflow.parallel.ranks import Ranks, shown
 
@@ -93,7 +93,7 @@ class LayoutConfig(Section):
 class RoleConfig(LayoutConfig):
     """A model on a grid."""
 
-    model: str  # a HuggingFace directory, or the torch_dist checkpoint that `tools.convert` makes of one
+    model: PathText  # a HuggingFace directory, or the torch_dist checkpoint that `tools.convert` makes of one
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     micro_batch_tokens: PositiveInt = 16384  # tokens per forward pass and replica, at most
 

@@ -20,7 +20,7 @@ from hybridflow.config.files import read_tree
 from hybridflow.config.messages import explained
 from hybridflow.config.old_keys import renamed
 from hybridflow.config.roles import RoleConfig
-from hybridflow.config.section import Section
+from hybridflow.config.section import PathText, Section
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.parallel.layout import Layout, PlatformName
 
@@ -94,7 +94,7 @@ class CheckpointConfig(Section):
     keep_best: NonNegativeInt = 0  # also so many of those whose best_metric was highest
     best_metric: str = "reward/score_mean"
     async_save: bool = False  # training goes on once all is copied to host memory
-    load: str = "auto"  # auto: the latest of the run directory; none: start anew; PATH of another: a fork
+    load: PathText = "auto"  # auto: the latest of the run directory; none: start anew; PATH of another: a fork
     save_rollout: bool = False  # keep the responses of an iteration until it is over
     on_error: Literal["stop", "continue"] = "stop"  # when a checkpoint cannot be written
     grace_seconds: PositiveFloat = 300.0  # from a signal to the end of the run
@@ -140,7 +140,7 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
     seed: NonNegativeInt = 0
     platform: PlatformName = "auto"  # auto: CUDA where torch is built for it, and an error where it then sees no device
-    output_dir: str = "runs"
+    output_dir: PathText = "runs"
     env_vars: Annotated[dict[str, str], BeforeValidator(_environment)] = {}  # NCCL_*, GLOO_*, HF_*, where not set
     device_profile: str | None = None  # what `auto` goes by: a shipped profile or a file; None: by the device's name
     tensor_parallel_across_hosts: bool = False  # else each tensor-parallel group has to lie on one host
