@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.errors import RewardError, UserCodeError
+from hybridflow.rewards.foreign import adapter
 from hybridflow.rewards.row_tracking import RowTracking
 from hybridflow.user_code import load_function
 
@@ -63,11 +64,14 @@ def load_reward_function(path: str) -> RewardFunction:
 
 
 def check_arguments(function: RewardFunction, path: str, arguments: Mapping[str, Any]) -> None:
-    """Raise RewardError unless the function takes these by keyword, and needs no others."""
+    """Raise RewardError unless the function takes these by keyword, needs no others, and is not another trainer's."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in C: it will tell when it is called
         return
+    foreign = adapter(signature, path, awaited=is_async(function))
+    if foreign is not None:
+        raise RewardError(foreign)
     try:
         signature.bind([], [], {}, **arguments)
     except TypeError as error:
