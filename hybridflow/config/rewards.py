@@ -85,9 +85,10 @@ class ScoringConfig(Section):
     num_workers: PositiveInt | None = None  # processes a rank; None: a share of the machine's cores, 8 at most
     memory_gib: PositiveFloat | None = 4.0  # of one of them with all that it starts; null: no limit
     max_processes: PositiveInt = 64  # that one of them may have started
-    # when a function raises, takes too long, ends its process or returns no score. score: error_score is each of its
-    # parts, of the row, or of all rows of the call where `per` is not row
-    on_error: Literal["stop", "score"] = "stop"
+    # when a function raises, takes too long, ends its process or returns no score. stop: the run ends. score:
+    # error_score is each of its parts, of the row, or of all rows of the call where `per` is not row. auto: stop, but a
+    # row that a shipped function takes too long for, or ends its process by, scores 0.0
+    on_error: Literal["auto", "stop", "score"] = "auto"
     error_score: FiniteFloat | None = None
     clip_score: PositiveFloat | None = None  # scores are held within [-clip_score, clip_score]
     normalization: Literal["none", "batch", "running"] = "none"
@@ -98,6 +99,6 @@ class ScoringConfig(Section):
     def _check_errors(self) -> Self:
         if self.on_error == "score" and self.error_score is None:
             raise ValueError("on_error: score needs error_score, what a row without a score counts as")
-        if self.on_error == "stop" and self.error_score is not None:
-            raise ValueError(f"error_score = {self.error_score} is for on_error: score; it is stop")
+        if self.on_error != "score" and self.error_score is not None:
+            raise ValueError(f"error_score = {self.error_score} is for on_error: score; it is {self.on_error}")
         return self

@@ -30,6 +30,7 @@ class FunctionSpec:
     per: what it is called with in one list: a row, the responses to a prompt (group), or all rows of a rollout (batch).
     parts: the keys of the dictionaries that it returns; none where it returns numbers.
     awaited: whether it is an `async def`; then one process has `concurrency` calls of it under way.
+    lost_score: what a row counts as whose call took too long or ended its process; None: that ends the run.
     """
 
     path: str
@@ -41,6 +42,7 @@ class FunctionSpec:
     awaited: bool
     concurrency: int
     background: bool
+    lost_score: float | None = None
 
 
 def exact_match(

@@ -47,6 +47,21 @@ def test_a_function_is_asked_for_as_the_config_says() -> None:
 
 
 @pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, [None, 0.0, None, 0.0]),
+        ({"on_error": "stop"}, [None] * 4),
+        ({"on_error": "score", "error_score": -1.0}, [None] * 4),  # which is the score of all
+    ],
+)
+def test_rows_that_are_lost_are_wrong_to_shipped_functions_alone(keys: dict, expected: list) -> None:
+    functions = ({"function": "tests.rewards.misbehaving:right"}, {"function": "hybridflow.rewards:exact_match"})
+    config = scoring(*functions, remote=[{"url": "http://x/score"}], **keys)
+    specs = pool_specs(of_run(config, "hybridflow.rewards.numeric:numeric_match"))
+    assert [spec.lost_score for spec in specs] == expected
+
+
+@pytest.mark.parametrize(
     ("function", "arguments", "expected"),
     [
         (
@@ -79,7 +94,7 @@ def test_workers_are_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> No
     ("keys", "expected"),
     [
         ({"on_error": "score"}, "on_error: score needs error_score"),
-        ({"error_score": 0.0}, "error_score = 0.0 is for on_error: score; it is stop"),
+        ({"error_score": 0.0}, "error_score = 0.0 is for on_error: score; it is auto"),
         ({"timeout_seconds": 0.0}, "greater than 0"),
         ({"num_workers": 0}, "greater than 0"),
         ({"functions": [{"function": "a:b", "parts": {"a b": 1.0}}]}, "should match pattern"),
