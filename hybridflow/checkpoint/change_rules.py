@@ -72,7 +72,12 @@ TABLE: tuple[ChangeRule, ...] = (
     _rule("checkpoint.* watchdog.*", FREE, FREE, "when a run saves and ends, not what it computes"),
     _rule("metrics.*", FREE, FREE, "what is recorded and how often; a file that begins later lacks what was before"),
     _rule("metrics.wandb.* metrics.mlflow.*", FREE, FREE, "where the rows go, from the next one on"),
-    _rule("metrics.eval_reward", NOTICED, NOTICED, "eval/accuracy is not comparable with that before"),
+    _rule(
+        "metrics.eval_reward metrics.eval_reward.*",
+        NOTICED,
+        NOTICED,
+        "eval/accuracy is not comparable with that before",
+    ),
     # ---- the models
     _rule(
         "actor.model critic.model reward_model.model",

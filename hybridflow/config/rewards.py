@@ -1,8 +1,9 @@
 """The config's `reward` section but for its models: functions, remote models, and what training makes of a score."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    BeforeValidator,
     Field,
     FiniteFloat,
     JsonValue,
@@ -10,16 +11,19 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
     model_validator,
 )
 
 from hybridflow.config.section import Section
 
+FunctionName = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]  # package.module:function
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 
 
 class RewardFunctionConfig(Section):
-    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]  # package.module:function
+    function: FunctionName
     weight: float = 1.0
     arguments: dict[str, JsonValue] = {}  # what the function takes by keyword, beside prompts, responses and columns
     parts: dict[PartName, FiniteFloat] = {}  # of one that returns a dictionary a row: its keys, and their weights
@@ -30,6 +34,25 @@ class RewardFunctionConfig(Section):
     background: bool = True
     timeout_seconds: PositiveFloat | None = None  # of a row; None: reward.timeout_seconds
     concurrency: PositiveInt = 16  # of an `async def`: calls under way at a time, on each rank
+
+
+class EvalRewardConfig(Section):
+    """The function whose 1.0 counts as right; a text is the function alone."""
+
+    function: FunctionName
+    # what it takes by keyword; None: what the same function has in reward.functions, if it stands there
+    arguments: dict[str, JsonValue] | None = None
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, whole: SerializerFunctionWrapHandler) -> Any:
+        return self.function if self.arguments is None else whole(self)
+
+
+def _function_alone(given: Any) -> Any:
+    return {"function": given} if isinstance(given, str) else given
+
+
+EvalRewardKey = Annotated[EvalRewardConfig, BeforeValidator(_function_alone)]
 
 
 class RemoteRewardConfig(Section):

@@ -20,6 +20,7 @@ from hybridflow.rewards.row_tracking import RowTracking
 from hybridflow.user_code import load_function
 
 RewardFunction = Callable[..., Any]  # of prompts, responses, columns, and what the config gives by keyword
+MOST_COLUMNS = 12  # that a message names
 USERS = (Exception, SystemExit)  # what a user's code raises that is an error of its own
 
 
@@ -149,7 +150,8 @@ async def await_for_parts(function: RewardFunction, asked: FunctionCall) -> list
         returned = await function(*asked.copies(), **asked.arguments)
         results = list(returned) if _has_rows(returned) else None
     except USERS as error:
-        problem = _at_row(asked, 0, _raised(error)) if len(asked.rows) == 1 else f"{_raised(error)}, {_all_of(asked)}"
+        raised = _raised(error, asked)
+        problem = _at_row(asked, 0, raised) if len(asked.rows) == 1 else f"{raised}, {_all_of(asked)}"
         raise RewardError(f"reward function {asked.name}: {problem}") from error
     return _checked_rows(returned, results, asked)
 
@@ -206,7 +208,7 @@ def _checked(value: Any, where: str, prompt: str) -> float:
 
 def _explain_failure(function: RewardFunction, asked: FunctionCall, error: BaseException) -> str:
     """What went wrong, and in which row: the function is called once more, with lists that know what is read."""
-    raised = _raised(error)
+    raised = _raised(error, asked)
     if len(asked.prompts) == 1:
         return _at_row(asked, 0, raised)
     reading = RowTracking(len(asked.prompts))
@@ -218,7 +220,7 @@ def _explain_failure(function: RewardFunction, asked: FunctionCall, error: BaseE
         list(returned if _has_rows(returned) else ())
     except USERS as again:
         if type(again) is not type(error):
-            return f"{raised}; called once more to find the row, it {_raised(again)}"
+            return f"{raised}; called once more to find the row, it {_raised(again, asked)}"
     else:
         return f"{raised}; called once more with the same {len(asked.prompts)} rows, it raised nothing"
     return _read_last(asked, reading, raised)
@@ -245,8 +247,13 @@ def _all_of(asked: FunctionCall) -> str:
     return f"among rows {asked.rows[0]} to {asked.rows[-1]}" if asked.rows else "of no rows"
 
 
-def _raised(error: BaseException) -> str:
-    return f"raised {type(error).__name__}: {error}"
+def _raised(error: BaseException, asked: FunctionCall) -> str:
+    """With the columns that there are, where it looked for another key."""
+    raised = f"raised {type(error).__name__}: {error}"
+    if not isinstance(error, KeyError) or not error.args or error.args[0] in asked.columns:
+        return raised
+    there = ", ".join(list(asked.columns)[:MOST_COLUMNS]) or "none"
+    return f"{raised} (the columns are {there}; data.columns gives one another name, `arguments` the function another)"
 
 
 def _shown(value: Any, limit: int = 200) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import ExperimentConfig
-from hybridflow.config.rewards import RemoteRewardConfig, RewardFunctionConfig, ScoringConfig
+from hybridflow.config.rewards import EvalRewardConfig, RemoteRewardConfig, RewardFunctionConfig, ScoringConfig
 from hybridflow.errors import RewardError
 from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.rewards.pool import PoolLimits
@@ -26,7 +26,7 @@ def pool_specs(config: ExperimentConfig) -> tuple[FunctionSpec, ...]:
     """
     scoring = config.reward or ScoringConfig()
     right = config.metrics.eval_reward
-    last = [] if right is None else [RewardFunctionConfig.model_construct(function=right, background=False)]
+    last = [] if right is None else [_of_evaluation(right, scoring.functions)]
     specs = _specs([*scoring.functions, *last], scoring)
     own = len(scoring.functions)
     return (*specs[:own], *map(_remote_spec, scoring.remote), *specs[own:])
@@ -56,6 +56,14 @@ def function_weights(config: ScoringConfig) -> tuple[tuple[float, ...], ...]:
         for function in config.functions
     ]
     return (*of_functions, *((remote.weight,) for remote in config.remote))
+
+
+def _of_evaluation(right: EvalRewardConfig, functions: Sequence[RewardFunctionConfig]) -> RewardFunctionConfig:
+    """With its own arguments, or those that all of its kind in reward.functions have."""
+    given = [function.arguments for function in functions if function.function == right.function]
+    shared = given[0] if given and all(arguments == given[0] for arguments in given) else {}
+    arguments = shared if right.arguments is None else right.arguments
+    return RewardFunctionConfig(function=right.function, arguments=arguments, background=False)
 
 
 def _specs(functions: Sequence[RewardFunctionConfig], scoring: ScoringConfig) -> tuple[FunctionSpec, ...]:
