@@ -173,7 +173,7 @@ TABLE: tuple[ChangeRule, ...] = (
         "reward.models.*.weight reward.functions.*.weight reward.functions.*.arguments reward.functions.*.parts "
         "reward.functions.*.per reward.remote.*.weight reward.remote.*.url reward.remote.*.kind reward.remote.*.model "
         "reward.remote.*.template reward.remote.*.max_tokens reward.remote.*.lowest reward.remote.*.highest "
-        "reward.on_error reward.error_score reward.clip_score reward.truncation_penalty "
+        "reward.on_error reward.error_score reward.special_tokens reward.clip_score reward.truncation_penalty "
         "reward.overlong reward.overlong.*",
         NOTICED,
         NOTICED,

@@ -101,6 +101,9 @@ class OverlongConfig(Section):
     factor: NonNegativeFloat = 1.0  # what a response of the full length costs
 
 
+SpecialTokens = Literal["content", "all", "none"]
+
+
 class ScoringConfig(Section):
     functions: tuple[RewardFunctionConfig, ...] = ()
     remote: tuple[RemoteRewardConfig, ...] = ()
@@ -113,6 +116,9 @@ class ScoringConfig(Section):
     # row that a shipped function takes too long for, or ends its process by, scores 0.0
     on_error: Literal["auto", "stop", "score"] = "auto"
     error_score: FiniteFloat | None = None
+    # those that functions and samples.jsonl see in a response. content: such as <think>, but none that ends or pads a
+    # response, begins a text, or is of the chat template's turns
+    special_tokens: SpecialTokens = "content"
     clip_score: PositiveFloat | None = None  # scores are held within [-clip_score, clip_score]
     normalization: Literal["none", "batch", "running"] = "none"
     truncation_penalty: NonNegativeFloat = 0.0  # taken off the score of a response cut at max_response_length

@@ -10,6 +10,7 @@ from hybridflow.config import ExperimentConfig, SamplingConfig
 from hybridflow.config.data import DataConfig
 from hybridflow.data.left_out import left_out
 from hybridflow.data.prompts import PromptDataset, load_prompts
+from hybridflow.data.response_text import ResponseTexts
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.formats.json_text import parse_json
 from hybridflow.rewards.functions import FunctionSpec
@@ -24,11 +25,10 @@ class Inputs:
     heldout: PromptDataset | None
     functions: tuple[FunctionSpec, ...]  # that a pool of processes calls, see `rewards.specs`
     ending: str | None  # what to know of responses that nothing ends before the limit
+    texts: ResponseTexts
 
     def decode(self, token_ids: list[int]) -> str:
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        assert isinstance(text, str), f"one sequence was decoded to {type(text).__name__}"
-        return text
+        return self.texts.text(token_ids)
 
     def notes(self) -> list[str]:
         """What the user should know before it all starts: a line each."""
@@ -57,6 +57,11 @@ def load_inputs(config: ExperimentConfig, vocab_size: int) -> Inputs:
         heldout=_prompts("data.heldout", tokenizer, data, vocab_size) if data.heldout else None,
         functions=pool_specs(config),
         ending=_no_end(config.sampling, ends, path),
+        texts=ResponseTexts.of(
+            tokenizer,
+            (*ends, *config.sampling.stop_token_ids),
+            special_tokens=config.reward.special_tokens if config.reward is not None else "content",
+        ),
     )
 
 
