@@ -72,7 +72,12 @@ TABLE: tuple[ChangeRule, ...] = (
     _rule("checkpoint.* watchdog.*", FREE, FREE, "when a run saves and ends, not what it computes"),
     _rule("metrics.*", FREE, FREE, "what is recorded and how often; a file that begins later lacks what was before"),
     _rule("metrics.wandb.* metrics.mlflow.*", FREE, FREE, "where the rows go, from the next one on"),
-    _rule("metrics.eval_reward", NOTICED, NOTICED, "eval/accuracy is not comparable with that before"),
+    _rule(
+        "metrics.eval_reward metrics.eval_reward.*",
+        NOTICED,
+        NOTICED,
+        "eval/accuracy is not comparable with that before",
+    ),
     # ---- the models
     _rule(
         "actor.model critic.model reward_model.model",
@@ -168,7 +173,7 @@ TABLE: tuple[ChangeRule, ...] = (
         "reward.models.*.weight reward.functions.*.weight reward.functions.*.arguments reward.functions.*.parts "
         "reward.functions.*.per reward.remote.*.weight reward.remote.*.url reward.remote.*.kind reward.remote.*.model "
         "reward.remote.*.template reward.remote.*.max_tokens reward.remote.*.lowest reward.remote.*.highest "
-        "reward.on_error reward.error_score reward.clip_score reward.truncation_penalty "
+        "reward.on_error reward.error_score reward.special_tokens reward.clip_score reward.truncation_penalty "
         "reward.overlong reward.overlong.*",
         NOTICED,
         NOTICED,

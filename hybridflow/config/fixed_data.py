@@ -95,7 +95,9 @@ class FixedDataConfig(RunConfig):
     def _check_metrics(self) -> None:
         metrics, checkpoint = self.metrics, self.checkpoint
         if metrics.eval_reward is not None:
-            raise ValueError(f"metrics.eval_reward = {metrics.eval_reward}: there are no responses to judge: remove it")
+            raise ValueError(
+                f"metrics.eval_reward = {metrics.eval_reward.function}: there are no responses to judge: remove it"
+            )
         if metrics.eval_interval and not self.data.heldout:
             raise ValueError(f"metrics.eval_interval = {metrics.eval_interval} needs data.heldout")
         if checkpoint.keep_best and checkpoint.best_metric.startswith("reward/"):

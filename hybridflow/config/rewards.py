@@ -1,8 +1,9 @@
 """The config's `reward` section but for its models: functions, remote models, and what training makes of a score."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    BeforeValidator,
     Field,
     FiniteFloat,
     JsonValue,
@@ -10,16 +11,19 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
     model_validator,
 )
 
 from hybridflow.config.section import Section
 
+FunctionName = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]  # package.module:function
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 
 
 class RewardFunctionConfig(Section):
-    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]  # package.module:function
+    function: FunctionName
     weight: float = 1.0
     arguments: dict[str, JsonValue] = {}  # what the function takes by keyword, beside prompts, responses and columns
     parts: dict[PartName, FiniteFloat] = {}  # of one that returns a dictionary a row: its keys, and their weights
@@ -30,6 +34,25 @@ class RewardFunctionConfig(Section):
     background: bool = True
     timeout_seconds: PositiveFloat | None = None  # of a row; None: reward.timeout_seconds
     concurrency: PositiveInt = 16  # of an `async def`: calls under way at a time, on each rank
+
+
+class EvalRewardConfig(Section):
+    """The function whose 1.0 counts as right; a text is the function alone."""
+
+    function: FunctionName
+    # what it takes by keyword; None: what the same function has in reward.functions, if it stands there
+    arguments: dict[str, JsonValue] | None = None
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, whole: SerializerFunctionWrapHandler) -> Any:
+        return self.function if self.arguments is None else whole(self)
+
+
+def _function_alone(given: Any) -> Any:
+    return {"function": given} if isinstance(given, str) else given
+
+
+EvalRewardKey = Annotated[EvalRewardConfig, BeforeValidator(_function_alone)]
 
 
 class RemoteRewardConfig(Section):
@@ -78,6 +101,9 @@ class OverlongConfig(Section):
     factor: NonNegativeFloat = 1.0  # what a response of the full length costs
 
 
+SpecialTokens = Literal["content", "all", "none"]
+
+
 class ScoringConfig(Section):
     functions: tuple[RewardFunctionConfig, ...] = ()
     remote: tuple[RemoteRewardConfig, ...] = ()
@@ -85,10 +111,14 @@ class ScoringConfig(Section):
     num_workers: PositiveInt | None = None  # processes a rank; None: a share of the machine's cores, 8 at most
     memory_gib: PositiveFloat | None = 4.0  # of one of them with all that it starts; null: no limit
     max_processes: PositiveInt = 64  # that one of them may have started
-    # when a function raises, takes too long, ends its process or returns no score. score: error_score is each of its
-    # parts, of the row, or of all rows of the call where `per` is not row
-    on_error: Literal["stop", "score"] = "stop"
+    # when a function raises, takes too long, ends its process or returns no score. stop: the run ends. score:
+    # error_score is each of its parts, of the row, or of all rows of the call where `per` is not row. auto: stop, but a
+    # row that a shipped function takes too long for, or ends its process by, scores 0.0
+    on_error: Literal["auto", "stop", "score"] = "auto"
     error_score: FiniteFloat | None = None
+    # those that functions and samples.jsonl see in a response. content: such as <think>, but none that ends or pads a
+    # response, begins a text, or is of the chat template's turns
+    special_tokens: SpecialTokens = "content"
     clip_score: PositiveFloat | None = None  # scores are held within [-clip_score, clip_score]
     normalization: Literal["none", "batch", "running"] = "none"
     truncation_penalty: NonNegativeFloat = 0.0  # taken off the score of a response cut at max_response_length
@@ -98,6 +128,6 @@ class ScoringConfig(Section):
     def _check_errors(self) -> Self:
         if self.on_error == "score" and self.error_score is None:
             raise ValueError("on_error: score needs error_score, what a row without a score counts as")
-        if self.on_error == "stop" and self.error_score is not None:
-            raise ValueError(f"error_score = {self.error_score} is for on_error: score; it is stop")
+        if self.on_error != "score" and self.error_score is not None:
+            raise ValueError(f"error_score = {self.error_score} is for on_error: score; it is {self.on_error}")
         return self

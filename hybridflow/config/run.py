@@ -19,6 +19,7 @@ from pydantic import (
 from hybridflow.config.files import read_tree
 from hybridflow.config.messages import explained
 from hybridflow.config.old_keys import renamed
+from hybridflow.config.rewards import EvalRewardKey
 from hybridflow.config.roles import RoleConfig
 from hybridflow.config.section import PathText, Section
 from hybridflow.errors import ConfigError, Reasons
@@ -55,7 +56,8 @@ class MetricsConfig(Section):
     mlflow: MlflowConfig | None = None
     dump_batches: bool = False
     eval_interval: NonNegativeInt = 0  # iterations between evaluations on data.heldout; 0: never
-    eval_reward: str | None = None  # package.module:function whose 1.0 counts as right in eval/accuracy
+    # package.module:function whose 1.0 counts as right in eval/accuracy, or {function: ..., arguments: {...}}
+    eval_reward: EvalRewardKey | None = None
     num_samples: NonNegativeInt = 4  # responses per iteration written to samples.jsonl
 
 

@@ -11,6 +11,7 @@ from hybridflow.config.data import DataConfig
 from hybridflow.data.end_tokens import EndTokens, end_tokens
 from hybridflow.data.left_out import left_out
 from hybridflow.data.prompts import PromptDataset, load_prompts
+from hybridflow.data.response_text import ResponseTexts
 from hybridflow.data.same_tokens import check_tokenizers
 from hybridflow.data.templates import TemplateOptions
 from hybridflow.data.tokenizers import load_tokenizer
@@ -29,11 +30,10 @@ class Inputs:
     functions: tuple[FunctionSpec, ...]  # that a pool of processes calls, see `rewards.specs`
     ending: str | None  # what to know of responses that nothing ends before the limit
     tokenizers: list[str]  # what to know of the models' tokenizers
+    texts: ResponseTexts
 
     def decode(self, token_ids: list[int]) -> str:
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        assert isinstance(text, str), f"one sequence was decoded to {type(text).__name__}"
-        return text
+        return self.texts.text(token_ids)
 
     def notes(self) -> list[str]:
         """What the user should know before it all starts: a line each."""
@@ -67,6 +67,11 @@ def load_inputs(config: ExperimentConfig, vocab_size: int) -> Inputs:
         functions=pool_specs(config),
         ending=_no_end(config.sampling, ends.ids, path),
         tokenizers=check_tokenizers(config),
+        texts=ResponseTexts.of(
+            tokenizer,
+            (*ends.ids, *config.sampling.stop_token_ids),
+            special_tokens=config.reward.special_tokens if config.reward is not None else "content",
+        ),
     )
 
 

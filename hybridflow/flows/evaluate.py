@@ -19,7 +19,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Right is what the function of that number in the pool gives exactly 1.0. The mean score needs a scorer.
 
-    A row that it fails on, where reward.on_error lets the run go on, is not right, and is counted.
+    A row that it fails on, where that does not end the run, is not right, and is counted.
     """
     marks = caller.scores(right, responses, prompts)
     own = [*marks.parts, marks.failures]
@@ -28,7 +28,7 @@ def evaluate(
     found = {"eval/accuracy": _accuracy(values, failures)}
     if scores is not None:
         found["eval/score_mean"] = float(scores.put_together(wholes).mean())
-    if caller.error_score is not None:
+    if caller.failure_score(right, "timeout") is not None:
         found["eval/failed_rows"] = float((failures != 0).sum())
     return found
 

@@ -138,7 +138,7 @@ def _examples(
 
 def _functions(config: ExperimentConfig) -> list[str]:
     named = [function.function for function in (config.reward.functions if config.reward else ())]
-    named += [config.metrics.eval_reward] if config.metrics.eval_reward else []
+    named += [config.metrics.eval_reward.function] if config.metrics.eval_reward else []
     flow = getattr(config.algorithm, "flow", None)
     return list(dict.fromkeys([*named, *([flow] if flow else [])]))
 

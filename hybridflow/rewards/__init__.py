@@ -7,6 +7,6 @@ from hybridflow.rewards.code import passes_tests
 from hybridflow.rewards.functions import exact_match
 from hybridflow.rewards.mathematics import math_equal
 from hybridflow.rewards.numeric import numeric_match
-from hybridflow.rewards.texts import length_penalty, matches
+from hybridflow.rewards.texts import length_penalty, matches, opening_of
 
-__all__ = ["exact_match", "length_penalty", "matches", "math_equal", "numeric_match", "passes_tests"]
+__all__ = ["exact_match", "length_penalty", "matches", "math_equal", "numeric_match", "opening_of", "passes_tests"]

@@ -23,7 +23,9 @@ from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.rewards.pool import Outcome, Pool, Rows
 from hybridflow.roles.precomputed_scores import NOBODY
 
-FAILURES = {"scored": 0.0, "error": 1.0, "timeout": 2.0}  # as ranks exchange them
+FAILURES = {"scored": 0.0, "error": 1.0, "ended": 1.0, "timeout": 2.0}  # as ranks exchange them
+LOST = ("timeout", "ended")  # kinds of failures that a response may be the cause of, whatever function it is
+GO_ON = "reward.on_error: score with reward.error_score: NUMBER scores such a row and goes on"
 MOST_SHOWN = 3  # failures of a function and a rollout that a rank tells in full
 
 
@@ -57,7 +59,7 @@ class CallUnit:
 class FunctionCaller:
     """Calls functions of the pool: each row is scored once, on one rank.
 
-    error_score: what each part of a failed row is; None: it ends the run.
+    error_score: what each part of a failed row is; None: it ends the run, unless the function has a `lost_score`.
     """
 
     decode: Callable[[list[int]], str]
@@ -90,24 +92,29 @@ class FunctionCaller:
 
     def finish(self, function: int, units: Sequence[CallUnit], size: int) -> FunctionScores:
         """Of (size,), once all of them have an outcome. Errors: RewardError, of the first that failed."""
-        outcomes, num_parts = self._outcomes(function, units), max(len(self.spec(function).parts), 1)
+        outcomes = self._outcomes(function, units)
         rows: list[int] = []
         scores: list[tuple[float, ...]] = []
         seconds: list[float] = []
         failures: list[float] = []
         for unit, outcome in zip(units, outcomes, strict=True):
             rows += unit.rows
-            scores += self._scores(unit, outcome, num_parts)
+            scores += self._scores(function, unit, outcome)
             seconds += [outcome.seconds / len(unit.rows)] * len(unit.rows)
             failures += [FAILURES[outcome.kind]] * len(unit.rows)
         return FunctionScores(
-            tuple(self._contribution(size, rows, [row[i] for row in scores]) for i in range(num_parts)),
+            tuple(self._contribution(size, rows, [row[i] for row in scores]) for i in range(self._num_parts(function))),
             self._contribution(size, rows, seconds),
             self._contribution(size, rows, failures),
         )
 
     def scores(self, function: int, rollout: RolloutBatch, prompts: PromptBatch) -> FunctionScores:
         return self.finish(function, self.all_begun(function, rollout, prompts), len(rollout))
+
+    def failure_score(self, function: int, kind: str) -> float | None:
+        """What each part of a row counts as that failed so; None: that ends the run."""
+        own = self.spec(function).lost_score if kind in LOST else None
+        return own if self.error_score is None else self.error_score
 
     # ---- inside
 
@@ -116,18 +123,23 @@ class FunctionCaller:
         outcomes: list[Outcome] = []
         for unit in units:
             outcomes.append(self._pool.outcome(unit.ticket))
-            if outcomes[-1].kind != "scored" and self.error_score is None:
+            kind = outcomes[-1].kind
+            if kind != "scored" and self.failure_score(function, kind) is None:
                 self._show(function, outcomes)
-                raise RewardError(outcomes[-1].problem)
+                raise RewardError(f"{outcomes[-1].problem}; {GO_ON}")
         self._show(function, outcomes)
         return outcomes
 
-    def _scores(self, unit: CallUnit, outcome: Outcome, num_parts: int) -> Sequence[tuple[float, ...]]:
+    def _scores(self, function: int, unit: CallUnit, outcome: Outcome) -> Sequence[tuple[float, ...]]:
         """Of each row its parts."""
         if outcome.kind == "scored":
             return outcome.scores
-        assert self.error_score is not None, "a failed row without a score ends the run"
-        return [(self.error_score,) * num_parts] * len(unit.rows)
+        score = self.failure_score(function, outcome.kind)
+        assert score is not None, "a failed row without a score ends the run"
+        return [(score,) * self._num_parts(function)] * len(unit.rows)
+
+    def _num_parts(self, function: int) -> int:
+        return max(len(self.spec(function).parts), 1)
 
     @property
     def _pool(self) -> Pool:
@@ -156,10 +168,10 @@ class FunctionCaller:
         """On this rank: what was printed; and why rows have failed, where that does not end the run."""
         name = f"[rank {self.rank}, {self.spec(function).path}]"
         lines = [line for outcome in outcomes for line in outcome.printed.splitlines()]
-        failed = [outcome.problem for outcome in outcomes if outcome.kind != "scored"]
-        if failed and self.error_score is not None:
-            lines += [f"scored as {self.error_score:g}: {problem}" for problem in failed[:MOST_SHOWN]]
-            lines += [f"and {len(failed) - MOST_SHOWN} more calls failed"] * (len(failed) > MOST_SHOWN)
+        failures = [(self.failure_score(function, its.kind), its) for its in outcomes if its.kind != "scored"]
+        scored = [f"scored as {score:g}: {its.problem}" for score, its in failures if score is not None]
+        lines += scored[:MOST_SHOWN]
+        lines += [f"and {len(scored) - MOST_SHOWN} more calls failed"] * (len(scored) > MOST_SHOWN)
         if lines:
             print("".join(f"{name} {line}\n" for line in lines), end="", file=sys.stderr, flush=True)
 

@@ -1,8 +1,9 @@
 """`hybridflow.rewards:passes_tests`: whether the Python program in a response passes the row's tests.
 
 The program is the last block between ``` of the response, or all of it. Tests are Python statements that run after it
-(a text, or a list of such), or {"inputs": [...], "outputs": [...]}: what it reads, and what it is to print. Each test
-runs in a process of its own (`rewards/code_runner.py`) with limits on CPU seconds, memory and files.
+(a text, or a list of such), or {"inputs": [...], "outputs": [...]}: what it reads, and what it is to print; either also
+as a JSON text (`rewards/code_tests.py`). Each test runs in a process of its own (`rewards/code_runner.py`) with limits
+on CPU seconds, memory and files.
 
 These are limits, not a jail: a program can read and delete what the user can. Where Linux lets the user make namespaces
 it has no network and sees no processes but its own; where not, that is said once, and `network: refuse` makes it an
@@ -21,6 +22,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
+
+from hybridflow.rewards.code_tests import Case, cases
 
 RUNNER = Path(__file__).with_name("code_runner.py")
 BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -51,7 +54,7 @@ def passes_tests(
     if network not in ("refuse", "allow"):
         raise ValueError(f"network = {network!r} is neither refuse nor allow")
     return [
-        _share(program_in(response), _cases(given, tests), limits, partial=partial, refuse=network == "refuse")
+        _share(program_in(response), cases(given, tests), limits, partial=partial, refuse=network == "refuse")
         for response, given in zip(responses, columns[tests], strict=True)
     ]
 
@@ -62,31 +65,14 @@ def program_in(response: str) -> str:
     return blocks[-1] if blocks else response
 
 
-Case = tuple[str, str, str | None]  # what follows the program, what it reads, what it is to print
-
-
-def _cases(given: Any, column: str) -> list[Case]:
-    if isinstance(given, str):
-        return [(given, "", None)]
-    if isinstance(given, list) and given and all(isinstance(one, str) for one in given):
-        return [(one, "", None) for one in given]
-    if isinstance(given, dict) and set(given) >= {"inputs", "outputs"}:
-        pairs = list(zip(given["inputs"], given["outputs"], strict=True))
-        if pairs and all(isinstance(text, str) for pair in pairs for text in pair):
-            return [("", asked, wanted) for asked, wanted in pairs]
-    raise ValueError(
-        f"column {column!r}: {str(given)[:200]!r}: tests are a text, a list of texts, or inputs and outputs, texts too"
-    )
-
-
-def _share(program: str, cases: Sequence[Case], limits: tuple[int, int, int], *, partial: bool, refuse: bool) -> float:
+def _share(program: str, tests: Sequence[Case], limits: tuple[int, int, int], *, partial: bool, refuse: bool) -> float:
     passed = 0
-    for case in cases:
+    for case in tests:
         ok = _passes(program, case, limits, refuse=refuse)
         if not ok and not partial:
             return 0.0
         passed += ok
-    return passed / len(cases)
+    return passed / len(tests)
 
 
 def _passes(program: str, case: Case, limits: tuple[int, int, int], *, refuse: bool) -> bool:

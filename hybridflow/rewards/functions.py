@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.errors import RewardError, UserCodeError
+from hybridflow.rewards.foreign import adapter
 from hybridflow.rewards.row_tracking import RowTracking
 from hybridflow.user_code import load_function
 
 RewardFunction = Callable[..., Any]  # of prompts, responses, columns, and what the config gives by keyword
+MOST_COLUMNS = 12  # that a message names
 USERS = (Exception, SystemExit)  # what a user's code raises that is an error of its own
 
 
@@ -29,6 +31,7 @@ class FunctionSpec:
     per: what it is called with in one list: a row, the responses to a prompt (group), or all rows of a rollout (batch).
     parts: the keys of the dictionaries that it returns; none where it returns numbers.
     awaited: whether it is an `async def`; then one process has `concurrency` calls of it under way.
+    lost_score: what a row counts as whose call took too long or ended its process; None: that ends the run.
     """
 
     path: str
@@ -40,6 +43,7 @@ class FunctionSpec:
     awaited: bool
     concurrency: int
     background: bool
+    lost_score: float | None = None
 
 
 def exact_match(
@@ -63,11 +67,14 @@ def load_reward_function(path: str) -> RewardFunction:
 
 
 def check_arguments(function: RewardFunction, path: str, arguments: Mapping[str, Any]) -> None:
-    """Raise RewardError unless the function takes these by keyword, and needs no others."""
+    """Raise RewardError unless the function takes these by keyword, needs no others, and is not another trainer's."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in C: it will tell when it is called
         return
+    foreign = adapter(signature, path, awaited=is_async(function))
+    if foreign is not None:
+        raise RewardError(foreign)
     try:
         signature.bind([], [], {}, **arguments)
     except TypeError as error:
@@ -143,7 +150,8 @@ async def await_for_parts(function: RewardFunction, asked: FunctionCall) -> list
         returned = await function(*asked.copies(), **asked.arguments)
         results = list(returned) if _has_rows(returned) else None
     except USERS as error:
-        problem = _at_row(asked, 0, _raised(error)) if len(asked.rows) == 1 else f"{_raised(error)}, {_all_of(asked)}"
+        raised = _raised(error, asked)
+        problem = _at_row(asked, 0, raised) if len(asked.rows) == 1 else f"{raised}, {_all_of(asked)}"
         raise RewardError(f"reward function {asked.name}: {problem}") from error
     return _checked_rows(returned, results, asked)
 
@@ -200,7 +208,7 @@ def _checked(value: Any, where: str, prompt: str) -> float:
 
 def _explain_failure(function: RewardFunction, asked: FunctionCall, error: BaseException) -> str:
     """What went wrong, and in which row: the function is called once more, with lists that know what is read."""
-    raised = _raised(error)
+    raised = _raised(error, asked)
     if len(asked.prompts) == 1:
         return _at_row(asked, 0, raised)
     reading = RowTracking(len(asked.prompts))
@@ -212,7 +220,7 @@ def _explain_failure(function: RewardFunction, asked: FunctionCall, error: BaseE
         list(returned if _has_rows(returned) else ())
     except USERS as again:
         if type(again) is not type(error):
-            return f"{raised}; called once more to find the row, it {_raised(again)}"
+            return f"{raised}; called once more to find the row, it {_raised(again, asked)}"
     else:
         return f"{raised}; called once more with the same {len(asked.prompts)} rows, it raised nothing"
     return _read_last(asked, reading, raised)
@@ -239,8 +247,13 @@ def _all_of(asked: FunctionCall) -> str:
     return f"among rows {asked.rows[0]} to {asked.rows[-1]}" if asked.rows else "of no rows"
 
 
-def _raised(error: BaseException) -> str:
-    return f"raised {type(error).__name__}: {error}"
+def _raised(error: BaseException, asked: FunctionCall) -> str:
+    """With the columns that there are, where it looked for another key."""
+    raised = f"raised {type(error).__name__}: {error}"
+    if not isinstance(error, KeyError) or not error.args or error.args[0] in asked.columns:
+        return raised
+    there = ", ".join(list(asked.columns)[:MOST_COLUMNS]) or "none"
+    return f"{raised} (the columns are {there}; data.columns gives one another name, `arguments` the function another)"
 
 
 def _shown(value: Any, limit: int = 200) -> str:

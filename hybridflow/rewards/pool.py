@@ -39,9 +39,12 @@ class PoolLimits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a unit: scores, a tuple of parts for each row; or why there are none. printed: by the function."""
+    """Of a unit: scores, a tuple of parts for each row; or why there are none. printed: by the function.
 
-    kind: Literal["scored", "error", "timeout"]
+    kind: error: the function raised or returned no score; ended: the process that called it.
+    """
+
+    kind: Literal["scored", "error", "timeout", "ended"]
     scores: tuple[tuple[float, ...], ...]
     problem: str
     seconds: float
@@ -129,7 +132,7 @@ class Pool:
             limit = f"reward.timeout_seconds = {spec.timeout_seconds:g}"
             each = f" for each of {len(rows['rows'])} rows" if len(rows["rows"]) > 1 else ""
             return Outcome("timeout", (), f"{where}: took longer than {limit}{each}; {of}", seconds, printed)
-        return Outcome("error", (), f"{where}: {answer['ended']}; {of}", seconds, printed)
+        return Outcome("ended", (), f"{where}: {answer['ended']}; {of}", seconds, printed)
 
     def _lost(self) -> RewardError:
         return RewardError(

@@ -12,7 +12,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.rewards.numeric import NUMBER
+from hybridflow.rewards.one_number import NUMBER
 
 if TYPE_CHECKING:
     import httpx

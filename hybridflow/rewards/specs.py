@@ -1,17 +1,20 @@
 """The reward functions of a config as the pool calls them: found, checked and numbered, in one order on every rank."""
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hybridflow.config import ExperimentConfig
-from hybridflow.config.rewards import RemoteRewardConfig, RewardFunctionConfig, ScoringConfig
+from hybridflow.config.rewards import EvalRewardConfig, RemoteRewardConfig, RewardFunctionConfig, ScoringConfig
 from hybridflow.errors import RewardError
 from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.rewards.pool import PoolLimits
 from hybridflow.rewards.probe import Described, described
 
+SHIPPED = re.compile(r"hybridflow\.rewards[.:]")  # modules whose functions a row of a hostile response must not end
+WRONG = 0.0  # what they score a response that is wrong
 MOST_WORKERS = 8  # of a rank, unless the config says how many
 GIB = 1 << 30
 
@@ -23,8 +26,8 @@ def pool_specs(config: ExperimentConfig) -> tuple[FunctionSpec, ...]:
     """
     scoring = config.reward or ScoringConfig()
     right = config.metrics.eval_reward
-    last = [] if right is None else [RewardFunctionConfig.model_construct(function=right, background=False)]
-    specs = _specs([*scoring.functions, *last], scoring.timeout_seconds)
+    last = [] if right is None else [_of_evaluation(right, scoring.functions)]
+    specs = _specs([*scoring.functions, *last], scoring)
     own = len(scoring.functions)
     return (*specs[:own], *map(_remote_spec, scoring.remote), *specs[own:])
 
@@ -55,22 +58,32 @@ def function_weights(config: ScoringConfig) -> tuple[tuple[float, ...], ...]:
     return (*of_functions, *((remote.weight,) for remote in config.remote))
 
 
-def _specs(functions: Sequence[RewardFunctionConfig], timeout_seconds: float) -> tuple[FunctionSpec, ...]:
+def _of_evaluation(right: EvalRewardConfig, functions: Sequence[RewardFunctionConfig]) -> RewardFunctionConfig:
+    """With its own arguments, or those that all of its kind in reward.functions have."""
+    given = [function.arguments for function in functions if function.function == right.function]
+    shared = given[0] if given and all(arguments == given[0] for arguments in given) else {}
+    arguments = shared if right.arguments is None else right.arguments
+    return RewardFunctionConfig(function=right.function, arguments=arguments, background=False)
+
+
+def _specs(functions: Sequence[RewardFunctionConfig], scoring: ScoringConfig) -> tuple[FunctionSpec, ...]:
     found = described([(function.function, function.arguments) for function in functions])
-    return tuple(_spec(*one, timeout_seconds) for one in zip(functions, found, strict=True))
+    return tuple(_spec(*one, scoring) for one in zip(functions, found, strict=True))
 
 
-def _spec(config: RewardFunctionConfig, found: Described, timeout_seconds: float) -> FunctionSpec:
+def _spec(config: RewardFunctionConfig, found: Described, scoring: ScoringConfig) -> FunctionSpec:
+    goes_on = scoring.on_error == "auto" and SHIPPED.match(config.function) is not None
     return FunctionSpec(
         path=config.function,
         file=found.file,
         arguments=config.arguments,
         parts=tuple(config.parts),
         per=config.per,
-        timeout_seconds=config.timeout_seconds or timeout_seconds,
+        timeout_seconds=config.timeout_seconds or scoring.timeout_seconds,
         awaited=found.awaited,
         concurrency=config.concurrency,
         background=config.background and config.per != "batch",
+        lost_score=WRONG if goes_on else None,
     )
 
 

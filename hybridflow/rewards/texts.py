@@ -1,7 +1,17 @@
-"""`hybridflow.rewards:matches` and `hybridflow.rewards:length_penalty`: what the text of a response alone tells."""
+"""`hybridflow.rewards:matches` and `hybridflow.rewards:length_penalty`: what the text of a response alone tells.
+
+A prompt may end in the beginning of what the assistant says, such as the <think> of many chat templates; the response
+then goes on from there. `opening_of(prompt)` is that beginning.
+"""
 
 import re
 from typing import Any, Literal
+
+# at the beginning of a line, or behind a role: <|Assistant|><think>, [/INST][THINK], Assistant: <think>
+OF_TURNS = "s|bos|eos|pad|unk|system|user|human|assistant|model|bot|start_of_turn|im_start"
+TAG = rf"(?:</?(?!(?:{OF_TURNS})>)[A-Za-z]\w*>|\[THINK\]|<\|(?:START_THINKING|begin_of_thought)\|>)"
+OPENING = re.compile(rf"(?:\A|(?<=\n)|(?<=: )|(?<=[|\uff5c]>)|(?<=\[/INST\])){TAG}(?:\s+{TAG})*\s*\Z")
+MOST_OPENED = 200  # characters
 
 
 def matches(
@@ -9,6 +19,7 @@ def matches(
 ) -> list[float]:
     """1.0 where the response is what the regular expression says, or with `whole: false` has it somewhere; else 0.0.
 
+    The response alone or behind what its prompt begins it with, such as <think>: either may be what it says.
     A dot matches a line's end as well. Python's `re` takes exponential time for some patterns: a row that does so is
     killed, and counts as a time-out.
     """
@@ -17,7 +28,16 @@ def matches(
     except re.error as error:
         raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
     found = compiled.fullmatch if whole else compiled.search
-    return [float(found(response) is not None) for response in responses]
+    return [
+        float(any(found(text) is not None for text in {response, opening_of(prompt) + response}))
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+
+
+def opening_of(prompt: str) -> str:
+    """The tags at its end, with the space around them, that begin what the assistant says; "" where there are none."""
+    found = OPENING.search(prompt, max(0, len(prompt) - MOST_OPENED))
+    return "" if found is None else found[0]
 
 
 def length_penalty(

@@ -1,5 +1,6 @@
 """Which rows a rank has functions called for, in which lists, and what becomes of those that fail."""
 
+import os
 import time
 from collections.abc import Iterator
 
@@ -105,6 +106,39 @@ def test_a_failed_row_ends_the_run_or_has_the_score_of_the_config(pool: Pool, ca
     assert scores.seconds.values.min() >= 0.0 and scores.seconds.where.tolist() == list(range(6))
     shown = capsys.readouterr().err.splitlines()
     assert len(shown) == 2 and shown[0].startswith("[rank 0, tests.rewards.test_calls:fails] scored as -3: reward func")
+
+
+def hangs_or_ends(prompts: list[str], responses: list[str], columns: dict[str, list]) -> list[float]:
+    """The first prompt's responses take too long, the second's end the process."""
+    time.sleep(30.0 if prompts[0] == "a" else 0.0)
+    if prompts[0] == "b":
+        os._exit(3)
+    if responses[0] == "3":
+        raise ValueError("column 'answer': no answer")
+    return [1.0]
+
+
+def test_a_row_that_is_lost_has_the_score_of_a_function_that_has_one(capsys) -> None:
+    """What a function raises of its own is no lost row."""
+    path = f"{HERE}:hangs_or_ends"
+    with pool_of(spec(path, lost_score=0.0, timeout_seconds=1.5), spec(path, timeout_seconds=1.5)) as pool:
+        own = caller(pool)
+        assert [own.failure_score(0, kind) for kind in ("timeout", "ended", "error")] == [0.0, 0.0, None]
+        assert (
+            own.failure_score(1, "timeout") is None and caller(pool, error_score=-1.0).failure_score(0, "ended") == -1
+        )
+        with pytest.raises(
+            RewardError, match=r"row 0: took longer than .*; reward.on_error: score with reward.error_s"
+        ):
+            own.scores(1, rollout(), prompts())
+        with pytest.raises(RewardError, match="row 5: raised ValueError: column 'answer': no answer"):
+            own.scores(0, rollout(), prompts())
+        capsys.readouterr()
+        units = own.begin(0, own.texts(group(0), prompts())) + own.begin(0, own.texts(group(1), prompts()))
+        found = own.finish(0, units, 6)
+    assert known(found) == [{0: 0.0, 1: 0.0, 2: 0.0, 3: 0.0}] and found.failures.values.tolist() == [2.0, 2.0, 1.0, 1.0]
+    shown = capsys.readouterr().err.splitlines()
+    assert len(shown) == 4 and shown[0].startswith(f"[rank 0, {path}] scored as 0: reward function {path}: row 0: took")
 
 
 def test_what_ends_the_run_does_not_wait_for_the_rows_behind_it() -> None:

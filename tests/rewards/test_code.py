@@ -1,5 +1,6 @@
 """Programs and their tests: what passes, and what limits hold."""
 
+import json
 import subprocess
 import sys
 import time
@@ -49,6 +50,46 @@ def test_some_of_several_tests() -> None:
 def test_what_a_program_reads_and_prints() -> None:
     tests = {"inputs": ["2\n", "3\n", "x"], "outputs": ["4\n", "6 \n\n", "6"]}
     assert passed("print(int(input()) * 2)", tests, partial=True) == pytest.approx(2 / 3)
+
+
+ADDS = "a, b = map(int, input().split())\nprint(a + b)"
+SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+ASSERTS = ["assert f(1) == 2", "assert f(2) == 3"]
+
+
+@pytest.mark.parametrize(
+    ("tests", "right"),
+    [
+        (json.dumps(SUMS), ADDS),
+        (json.dumps(json.dumps(SUMS)), ADDS),
+        (SUMS | {"fn_name": None}, ADDS),
+        ({"inputs": [["1 2"], "3 4"], "outputs": [["3"], "7"]}, ADDS),
+        (json.dumps([{"input": "1 2", "output": "3", "testtype": "stdin"}, {"input": "3 4", "output": "7"}]), ADDS),
+        (json.dumps(ASSERTS), GOOD),
+        ("[f(x) for x in (1, 2)] == [2, 3] or exit(1)", GOOD),
+        (json.dumps(["import math", "assert f(1) == 2"]), GOOD),
+    ],
+)
+def test_tests_as_a_json_text_decide_as_they_would_as_values(tests: Any, right: str) -> None:
+    assert [passed(right, tests), passed("pass", tests)] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("tests", "expected"),
+    [
+        (json.dumps({"fn_name": "twice", "inputs": [[1]], "outputs": [2]}), "fn_name = 'twice'.*assert twice"),
+        ({"fn_name": "twice", "inputs": ["1"], "outputs": ["2"]}, "fn_name = 'twice'.*assert twice"),
+        (json.dumps([{"input": "1", "output": "2", "testtype": "functional"}]), "testtype = 'functional'"),
+        (json.dumps({"inputs": ["1", "2"], "outputs": ["2"]}), "2 inputs and 1 outputs"),
+        (json.dumps({"asserts": ["assert f(1) == 2"]}), "inputs and outputs"),
+        ("{'inputs': ['1'], 'outputs': ['2']}", "inputs and outputs"),
+        ("42", "tests are a text"),
+        ("", "tests are a text"),
+    ],
+)
+def test_tests_that_would_test_nothing_are_refused(tests: Any, expected: str) -> None:
+    with pytest.raises(ValueError, match=f"column 'tests': .*{expected}"):
+        passed("pass", tests)
 
 
 @pytest.mark.parametrize("tests", ["while True: pass", "import os\nwhile True: os.getpid()"])

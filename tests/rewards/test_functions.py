@@ -327,3 +327,13 @@ def test_exact_match_compares_stripped_texts() -> None:
 
 def test_exact_match_without_answers_names_the_column() -> None:
     assert "KeyError: 'answer'" in message_of(exact_match)
+
+
+def test_a_column_that_is_not_there_is_told_with_those_that_are() -> None:
+    message = message_of(exact_match, ground_truth=["4"] * 3, data_source=["x"] * 3)
+    assert message == like(
+        "raised KeyError: 'answer' (the columns are ground_truth, data_source; data.columns, `arguments`"
+    )
+    assert "the columns are none" in message_of(exact_match)
+    inside = message_of(lambda p, r, columns: [{}["answer"] for _ in p], answer=["4"] * 3)
+    assert "data.columns" not in inside

@@ -1,5 +1,6 @@
 """Which number a text ends in, and whether it is the answer's."""
 
+import time
 from fractions import Fraction
 
 import pytest
@@ -53,6 +54,102 @@ def test_the_number_that_counts(text: str, expected: str | None) -> None:
     assert number_in(text) == (None if expected is None else Fraction(expected))
 
 
+@pytest.mark.parametrize(
+    ("inside", "expected"),
+    [
+        ("10\\sqrt{3}", None),
+        ("2^{10}", None),
+        ("x^2", None),
+        ("x=5 or 7", None),
+        ("x = 5, y = 7", None),
+        ("5 \\text{ or } 7", None),
+        ("(1, 2)", None),
+        ("7 - 5", None),
+        ("5x", None),
+        ("5xy", None),
+        ("5i", None),
+        ("3\\pi", None),
+        ("\\frac{\\sqrt{3}}{2}", None),
+        ("\\frac{x}{2}", None),
+        ("5!", None),
+        ("\\pm 5", None),
+        ("x > 5", None),
+        ("x \\le 5", None),
+        ("x != 5", None),
+        ("101_2", None),
+        ("3:2", None),
+        ("12:30", None),
+        ("sqrt(5)", None),
+        ("|5|", None),
+        ("5\\text{ cm}", "5"),
+        ("5\\text{ m}^2", "5"),
+        ("5\\ \\mathrm{m}^{2}", "5"),
+        ("5 m/s^2", "5"),
+        ("\\text{5}", "5"),
+        ("\\text{5 cm}", "5"),
+        ("\\textbf{5}", "5"),
+        ("\\text{Answer: }5", "5"),
+        ("\\$1,234.50", "1234.5"),
+        ("5\\,000", "5000"),
+        ("x = 5", "5"),
+        ("x_1 = 5", "5"),
+        ("f(1, 2) = 5", "5"),
+        ("x^2 = 2 + 3 = 5", "5"),
+        ("x \\approx 3.14", "3.14"),
+        ("- 5", "-5"),
+        ("x = -5", "-5"),
+        ("-\\frac{1}{2}", "-1/2"),
+        ("1\\frac{3}{4}", "7/4"),
+        ("45^\\circ", "45"),
+        ("45^{\\circ}\\text{C}", "45"),
+        ("3.5 \\times 10^{4}", "35000"),
+        ("2\\cdot 10^3", "2000"),
+        ("50\\%", "50"),
+        ("\\left(5\\right)", "5"),
+        ("{5}", "5"),
+        ("5 dollars.", "5"),
+        ("5\\text{ dollars each}", "5"),
+        ("€5", "5"),
+    ],
+)
+def test_what_is_boxed_has_to_be_one_number(inside: str, expected: str | None) -> None:
+    wanted = None if expected is None else Fraction(expected)
+    assert number_in(f"after 3 or 4 steps \\boxed{{{inside}}}, not 9") == wanted
+    assert number_in(f"after 3 or 4 steps\n#### {inside}\nnot 9") == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("#### 42</answer>", "42"),
+        ("#### **42**", "42"),
+        ("#### The answer is 42.", "42"),
+        ("#### 42 apples and 3 pears", None),
+        ("the answer is $10\\sqrt{3}$", None),
+        ("so we get $5\\pi$", None),
+        ("so we get $2^{10}$", None),
+        ("an area of 5 m^2", "5"),
+        ("an area of $5\\text{ cm}^2$", "5"),
+        ("so $x = 5$", "5"),
+        ("an angle of $45^\\circ$", "45"),
+        ("\\textbf{5}", "5"),
+        ("it is 5!", "5"),
+    ],
+)
+def test_a_part_of_a_formula_is_no_answer(text: str, expected: str | None) -> None:
+    assert number_in(text) == (None if expected is None else Fraction(expected))
+
+
+@pytest.mark.parametrize(
+    "text", ["a" * 200_000, "a " * 100_000, "\\text{" * 30_000, "^" * 100_000, " " * 100_000 + "^"]
+)
+def test_a_hostile_line_takes_no_time(text: str) -> None:
+    started = time.process_time()
+    number_in(f"#### {text}5{text}")
+    number_in(f"{text}5{text}")
+    assert time.process_time() - started < 20.0
+
+
 def test_braces_within_a_box_are_paired() -> None:
     assert boxed("a \\boxed{x^{2} + {3}} b") == "x^{2} + {3}"
     assert boxed("\\boxed{1} \\boxed{2") is None and boxed("none") is None
@@ -68,3 +165,5 @@ def test_equal_numbers_match_however_they_are_written() -> None:
 def test_an_answer_without_a_number_is_no_zero() -> None:
     with pytest.raises(ValueError, match="column 'answer': 'n/a' holds no number"):
         numeric_match(["p"], ["3"], {"answer": ["n/a"]})
+    with pytest.raises(ValueError, match=r"column 'answer': '10.*sqrt\{3\}' holds no number.*math_equal"):
+        numeric_match(["p"], ["3"], {"answer": ["10\\sqrt{3}"]})

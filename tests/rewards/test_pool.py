@@ -109,7 +109,7 @@ def test_coroutines_run_beside_each_other_and_none_is_blamed_for_another() -> No
         assert time.monotonic() - started < sum(outcome.seconds for outcome in outcomes)
         ways = ["well", "hang", "well", "deaf hang", "os._exit", "well", "well", "well", "well"]
         outcomes = [pool.outcome(ticket) for ticket in [pool.submit(0, rows("r", how=[how])) for how in ways]]
-        wanted = {"well": "scored", "hang": "timeout", "deaf hang": "timeout", "os._exit": "error"}
+        wanted = {"well": "scored", "hang": "timeout", "deaf hang": "timeout", "os._exit": "ended"}
         assert [outcome.kind for outcome in outcomes] == [wanted[how] for how in ways]
 
 

@@ -15,7 +15,7 @@ def scoring(*functions: dict, **keys: object) -> ScoringConfig:
     return ScoringConfig(functions=functions, **keys)
 
 
-def of_run(config: ScoringConfig, eval_reward: str | None = None) -> ExperimentConfig:
+def of_run(config: ScoringConfig, eval_reward: str | dict | None = None) -> ExperimentConfig:
     """What of a run's config functions are asked of."""
     metrics = MetricsConfig(eval_reward=eval_reward)
     return ExperimentConfig.model_construct(reward=config, metrics=metrics)
@@ -44,6 +44,53 @@ def test_a_function_is_asked_for_as_the_config_says() -> None:
     assert remote.timeout_seconds == 3 * 10.0 + (1.0 + 2.0) + 5.0
     assert function_names(config) == ("waits", "matches", "length_parts", "remote_0")
     assert function_weights(config) == ((1.0,), (1.0,), (6.0, 1.5), (-1.0,))
+
+
+MATCH = "hybridflow.rewards:numeric_match"
+
+
+@pytest.mark.parametrize(
+    ("eval_reward", "given", "expected"),
+    [
+        (MATCH, [{"answer": "ground_truth"}], {"answer": "ground_truth"}),
+        (MATCH, [{"answer": "a"}, {"answer": "a"}], {"answer": "a"}),
+        (MATCH, [{"answer": "a"}, {"answer": "b"}], {}),
+        (MATCH, [], {}),
+        ("hybridflow.rewards:exact_match", [{"answer": "a"}], {}),
+        ({"function": MATCH}, [{"answer": "a"}], {"answer": "a"}),
+        ({"function": MATCH, "arguments": {}}, [{"answer": "a"}], {}),
+        ({"function": MATCH, "arguments": {"answer": "b"}}, [{"answer": "a"}], {"answer": "b"}),
+    ],
+)
+def test_what_judges_evaluations_has_arguments_too(eval_reward: str | dict, given: list[dict], expected: dict) -> None:
+    functions = [{"function": MATCH, "arguments": arguments} for arguments in given]
+    config = of_run(scoring(*functions), eval_reward)
+    assert pool_specs(config)[-1].arguments == expected
+    assert MetricsConfig(**config.metrics.model_dump(mode="json")) == config.metrics
+    as_text = isinstance(eval_reward, str) or "arguments" not in eval_reward
+    assert config.metrics.model_dump()["eval_reward"] == (
+        config.metrics.eval_reward.function if as_text else eval_reward
+    )
+
+
+def test_arguments_of_what_judges_evaluations_are_refused_as_others_are() -> None:
+    with pytest.raises(RewardError, match=f"{MATCH}: .*unexpected keyword argument 'column'"):
+        pool_specs(of_run(scoring(), {"function": MATCH, "arguments": {"column": "b"}}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, [None, 0.0, None, 0.0]),
+        ({"on_error": "stop"}, [None] * 4),
+        ({"on_error": "score", "error_score": -1.0}, [None] * 4),  # which is the score of all
+    ],
+)
+def test_rows_that_are_lost_are_wrong_to_shipped_functions_alone(keys: dict, expected: list) -> None:
+    functions = ({"function": "tests.rewards.misbehaving:right"}, {"function": "hybridflow.rewards:exact_match"})
+    config = scoring(*functions, remote=[{"url": "http://x/score"}], **keys)
+    specs = pool_specs(of_run(config, "hybridflow.rewards.numeric:numeric_match"))
+    assert [spec.lost_score for spec in specs] == expected
 
 
 @pytest.mark.parametrize(
@@ -79,7 +126,7 @@ def test_workers_are_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> No
     ("keys", "expected"),
     [
         ({"on_error": "score"}, "on_error: score needs error_score"),
-        ({"error_score": 0.0}, "error_score = 0.0 is for on_error: score; it is stop"),
+        ({"error_score": 0.0}, "error_score = 0.0 is for on_error: score; it is auto"),
         ({"timeout_seconds": 0.0}, "greater than 0"),
         ({"num_workers": 0}, "greater than 0"),
         ({"functions": [{"function": "a:b", "parts": {"a b": 1.0}}]}, "should match pattern"),
