@@ -42,6 +42,7 @@ ROPE_LLAMA3 = {
     "original_max_position_embeddings": 16,  # some frequencies are kept, some blended, some divided
 }
 ROPE_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+ROPE_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

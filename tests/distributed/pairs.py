@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from tests.distributed.cases import Case
-from tests.tiny_models import ROPE_LINEAR, ROPE_LLAMA3
+from tests.tiny_models import ROPE_LINEAR, ROPE_LLAMA3, ROPE_YARN
 
 NUM_LAYERS = 4
 # name: architecture, tied embeddings, key/value heads
@@ -22,11 +22,15 @@ FAMILIES = {
     "mixtral": ("mixtral", False, 4),
     "rope_llama3": ("llama", False, 4),
     "rope_linear": ("llama", False, 4),
+    "rope_yarn": ("llama", False, 4),
+    "rope_yarn_qwen2": ("qwen2", True, 4),
+    "rope_yarn_qwen3": ("qwen3", False, 2),
     "qwen3_moe": ("qwen3_moe", False, 4),
 }
 CHANGES = {
     "rope_llama3": {"rope_parameters": ROPE_LLAMA3},
     "rope_linear": {"rope_parameters": ROPE_LINEAR},
+    **{name: {"rope_parameters": ROPE_YARN} for name in ("rope_yarn", "rope_yarn_qwen2", "rope_yarn_qwen3")},
     "opt_post_norm": {"do_layer_norm_before": False},
     "opt_projected": {"word_embed_proj_dim": 40},
 }  # to configs
