@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
+from hybridflow.architecture.adapter import check_no_adapter
 from hybridflow.architecture.families import FAMILIES, Family
 from hybridflow.architecture.rope import Rope, Rotary, is_number, num_angles, read_rope, rope_object, rotary
 from hybridflow.errors import CheckpointError, ConfigError
@@ -139,6 +140,7 @@ def read_spec(path: str | Path) -> ModelSpec:
 
     Errors: CheckpointError naming the file and the field where config.json is missing, damaged or unsupported.
     """
+    check_no_adapter(Path(path))
     file = Path(path) / "config.json"
     raw = _read_json(file)
     architecture = _architecture(file, raw)
