@@ -12,6 +12,7 @@ from typing import Any, Literal
 from hybridflow.architecture.adapter import check_no_adapter
 from hybridflow.architecture.families import FAMILIES, Family
 from hybridflow.architecture.rope import Rope, Rotary, is_number, num_angles, read_rope, rope_object, rotary
+from hybridflow.architecture.tied_head import has_own_head
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.formats.json_text import parse_json
 
@@ -39,7 +40,7 @@ class ModelSpec:
     head_dim: int
     vocab_size: int
     norm_eps: float
-    tied: bool
+    tied: bool  # as config.json says it, unless the weights have an output layer that differs from the embedding
     max_positions: int
     projected_size: int | None = None  # of the embeddings, projected in and out; None: they have the hidden size
     post_norm: bool = False  # norms stand after the residual sums, and none after the last layer
@@ -138,7 +139,8 @@ class ModelSpec:
 def read_spec(path: str | Path) -> ModelSpec:
     """The spec of a HuggingFace directory, or of a torch_dist checkpoint, which has its config.json beside it.
 
-    Errors: CheckpointError naming the file and the field where config.json is missing, damaged or unsupported.
+    Of weights it looks at the output layer alone, where config.json says that it is the embedding. Errors:
+    CheckpointError naming the file and the field where config.json is missing, damaged or unsupported.
     """
     check_no_adapter(Path(path))
     file = Path(path) / "config.json"
@@ -171,9 +173,12 @@ def _architecture(file: Path, raw: dict[str, Any]) -> str:
 
 
 def config_changes(spec: ModelSpec, head: Head | None) -> dict[str, Any]:
-    """What config.json says otherwise: a model without its language model head is one that scores."""
+    """What config.json says otherwise: a model without its language model head is one that scores.
+
+    An output layer of its own is said to be that, also where the source's config.json said otherwise.
+    """
     if head == spec.head:
-        return {}
+        return {} if spec.tied or head != "lm" else {"tie_word_embeddings": False}
     prefix = next(prefix for prefix, family in FAMILIES.items() if family.name == spec.family)
     suffix = next(suffix for suffix, head in HEADS.items() if head == "score")
     labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -213,7 +218,7 @@ class _Reader:
             head_dim=head_dim,
             vocab_size=self._size("vocab_size"),
             norm_eps=family.norm_eps or raw["rms_norm_eps"],
-            tied=head == "lm" and bool(raw.get("tie_word_embeddings", family.tied)),
+            tied=head == "lm" and self._tied(),
             max_positions=self._size("max_position_embeddings", LARGEST),
             projected_size=self._projected_size(hidden),
             post_norm=self._post_norm(),
@@ -246,6 +251,11 @@ class _Reader:
             self._refuse(rule.key, value, value not in rule.allowed, rule.reason)
         eps = raw.get("rms_norm_eps", 0.0)
         self._refuse("rms_norm_eps", eps, not is_number(eps) or not 0 <= eps < 1, "must be a number from 0 to 1")
+
+    def _tied(self) -> bool:
+        """Whether the output layer is the embedding."""
+        said = bool(self._raw.get("tie_word_embeddings", self._family.tied))
+        return said and not has_own_head(self._file.parent, self._family.embedding, self._size("vocab_size"))
 
     def _projected_size(self, hidden: int) -> int | None:
         key = self._family.embedding_size_key

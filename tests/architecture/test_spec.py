@@ -210,7 +210,7 @@ KNOWN_ROPES = "known are default, linear, llama3, yarn"
             {"rope_parameters": None, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
             f"rope_type = 'dynamic' is not supported: {KNOWN_ROPES}",
         ),
-        (  # as Qwen2.5's model card asks users to write it
+        (
             {"rope_parameters": None, "rope_scaling": {"type": "su", "factor": 4.0}},
             f"rope_type = 'su' is not supported: {KNOWN_ROPES}",
         ),

@@ -26,6 +26,7 @@ FAMILIES = {
     "rope_yarn_qwen2": ("qwen2", True, 4),
     "rope_yarn_qwen3": ("qwen3", False, 2),
     "qwen3_moe": ("qwen3_moe", False, 4),
+    "own_head": ("qwen3", True, 4),  # config.json says tied, the weights have another output layer
 }
 CHANGES = {
     "rope_llama3": {"rope_parameters": ROPE_LLAMA3},
@@ -33,6 +34,7 @@ CHANGES = {
     **{name: {"rope_parameters": ROPE_YARN} for name in ("rope_yarn", "rope_yarn_qwen2", "rope_yarn_qwen3")},
     "opt_post_norm": {"do_layer_norm_before": False},
     "opt_projected": {"word_embed_proj_dim": 40},
+    "own_head": {},
 }  # to configs
 NUM_PROMPTS, PROMPT_LENGTH, RESPONSE_LENGTH = 4, 6, 8
 BUCKET_BYTES = 600_000  # several buckets a model
@@ -93,7 +95,10 @@ def _pairs() -> list[Pair]:
     # the other families, whose weights are other ones: in place, joined, cut further
     layouts = ((Case(tp=2), 2, 1), (Case(tp=2), 1, 1), (Case(pp=2), 2, 1))
     others = [family for family in FAMILIES if family not in ("llama", "qwen2", "gqa")]
-    fewer = dict.fromkeys(CHANGES, ((Case(), 1, 1),)) | {"opt_350m": ((Case(), 1, 1), *layouts[1:])}
+    fewer = dict.fromkeys(CHANGES, ((Case(), 1, 1),)) | {
+        "opt_350m": ((Case(), 1, 1), *layouts[1:]),
+        "own_head": layouts,
+    }
     return pairs + [Pair(*layout, name) for name in others for layout in fewer.get(name, layouts)]
 
 
