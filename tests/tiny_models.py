@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -42,6 +43,7 @@ ROPE_LLAMA3 = {
     "original_max_position_embeddings": 16,  # some frequencies are kept, some blended, some divided
 }
 ROPE_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+ROPE_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -98,6 +100,16 @@ def make_checkpoints(
         model.save_pretrained(directory / name)
         make_tokenizer().save_pretrained(directory / name)
     return directory
+
+
+def give_own_head(directory: Path) -> Tensor:
+    """Put an output layer of its own beside the embedding of a tied model, whose config.json goes on to say tied."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    assert json.loads((directory / "config.json").read_text())["tie_word_embeddings"]
+    head = torch.randn(VOCAB_SIZE, tensors["model.norm.weight"].shape[0], generator=torch.Generator().manual_seed(7))
+    save_file(tensors | {"lm_head.weight": 0.15 * head}, file, metadata={"format": "pt"})
+    return 0.15 * head
 
 
 def randomise(model: torch.nn.Module, std: float) -> None:

@@ -21,6 +21,7 @@ class Family:
 
     name: str
     ffn_key: str = "intermediate_size"
+    embedding: str = "model.embed_tokens.weight"  # of the tokens, in a checkpoint
     tied: bool = False  # what a missing tie_word_embeddings means
     head_dim: int | None = None  # what a missing head_dim means; None: hidden_size / heads
     grouped: bool = True  # config.json may give num_key_value_heads and head_dim; else as many as heads, hidden / heads
@@ -86,6 +87,7 @@ FAMILIES = {
     "OPT": Family(
         "opt",
         ffn_key="ffn_dim",
+        embedding="model.decoder.embed_tokens.weight",
         tied=True,
         grouped=False,
         norm_eps=1e-5,

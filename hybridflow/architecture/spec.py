@@ -7,22 +7,17 @@ What sets an architecture apart stands in `hybridflow.architecture.families`.
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
+from hybridflow.architecture.adapter import check_no_adapter
 from hybridflow.architecture.families import FAMILIES, Family
+from hybridflow.architecture.rope import Rope, Rotary, is_number, num_angles, read_rope, rope_object, rotary
+from hybridflow.architecture.tied_head import has_own_head
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.formats.json_text import parse_json
 
 VOCAB_MULTIPLE = 64  # vLLM pads vocabularies to it; padding alike lets embedding and output alias
 EXPERT_MULTIPLE = 8  # rows of 16 bytes in half precision
-ROPE_FIELDS = {  # kinds of rotary scaling -> the numbers that each needs
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
 Head = Literal["lm", "score"]  # log-probs of every token; one value a token
 HEADS: dict[str, Head] = {"ForCausalLM": "lm", "ForSequenceClassification": "score"}
 ARCHITECTURES = {prefix + suffix: (prefix, head) for prefix in FAMILIES for suffix, head in HEADS.items()}
@@ -45,7 +40,7 @@ class ModelSpec:
     head_dim: int
     vocab_size: int
     norm_eps: float
-    tied: bool
+    tied: bool  # as config.json says it, unless the weights have an output layer that differs from the embedding
     max_positions: int
     projected_size: int | None = None  # of the embeddings, projected in and out; None: they have the hidden size
     post_norm: bool = False  # norms stand after the residual sums, and none after the last layer
@@ -54,7 +49,7 @@ class ModelSpec:
     experts_per_token: int = 0
     normalize_router: bool = True  # the weights of a token's experts sum to 1
     sliding_window: int | None = None  # tokens that attention reaches back, itself included
-    rope: tuple[tuple[str, Any], ...] = field(default=(), compare=False)  # kind, theta and scaling, by name
+    rope: Rope = field(default=(), compare=False)  # kind, theta and scaling, by name
     pad_token_id: int | None = None  # at which a score is never read; None: the config names none
 
     @property
@@ -115,6 +110,12 @@ class ModelSpec:
         length = f"{key} = {longest}"
         if longest > self.max_positions:
             raise ConfigError(f"{length} exceeds max_position_embeddings = {self.max_positions} of {self.path}")
+        angles = num_angles(self.rope)
+        if angles is not None and longest > angles:
+            raise ConfigError(
+                f"{length} exceeds factor x original_max_position_embeddings = {angles} of rope_type yarn of "
+                f"{self.path}: vLLM turns no position beyond"
+            )
         if self.sliding_window is not None and longest > self.sliding_window:
             raise ConfigError(
                 f"{length} exceeds sliding_window = {self.sliding_window} of {self.path}: attention is trained over "
@@ -129,32 +130,20 @@ class ModelSpec:
                 f"{actor.vocab_size}: all models of a run read the actor's token ids"
             )
 
-    def inverse_frequencies(self) -> Tensor | None:
-        """Rotary inverse frequencies, (rotary dimensions / 2,) float32, as transformers computes them for this config.
-
-        None where positions are learned.
-        """
+    def rotary(self) -> Rotary | None:
+        """What queries and keys are turned by; None where positions are learned."""
         if self.traits.position_offset:
             return None
-        from transformers import AutoConfig
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        config = AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
-        rope = config.rope_parameters
-        if rope["rope_type"] == "default":
-            dim = self.rotary_dim or self.head_dim
-            exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-            theta: float = rope["rope_theta"]
-            return 1.0 / theta**exponents
-        frequencies: Tensor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")[0]
-        return frequencies
+        return rotary(self.path, self.head_dim, self.rotary_dim or self.head_dim)
 
 
 def read_spec(path: str | Path) -> ModelSpec:
     """The spec of a HuggingFace directory, or of a torch_dist checkpoint, which has its config.json beside it.
 
-    Errors: CheckpointError naming the file and the field where config.json is missing, damaged or unsupported.
+    Of weights it looks at the output layer alone, where config.json says that it is the embedding. Errors:
+    CheckpointError naming the file and the field where config.json is missing, damaged or unsupported.
     """
+    check_no_adapter(Path(path))
     file = Path(path) / "config.json"
     raw = _read_json(file)
     architecture = _architecture(file, raw)
@@ -185,9 +174,12 @@ def _architecture(file: Path, raw: dict[str, Any]) -> str:
 
 
 def config_changes(spec: ModelSpec, head: Head | None) -> dict[str, Any]:
-    """What config.json says otherwise: a model without its language model head is one that scores."""
+    """What config.json says otherwise: a model without its language model head is one that scores.
+
+    An output layer of its own is said to be that, also where the source's config.json said otherwise.
+    """
     if head == spec.head:
-        return {}
+        return {} if spec.tied or head != "lm" else {"tie_word_embeddings": False}
     prefix = next(prefix for prefix, family in FAMILIES.items() if family.name == spec.family)
     suffix = next(suffix for suffix, head in HEADS.items() if head == "score")
     labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -202,7 +194,7 @@ class _Reader:
 
     def spec(self, head: Head) -> ModelSpec:
         family, raw = self._family, self._raw
-        missing = [key for key in family.required if not _is_number(raw.get(key))]
+        missing = [key for key in family.required if not is_number(raw.get(key))]
         if missing:
             raise CheckpointError(f"{self._file}: {missing[0]} is missing or no number: {raw.get(missing[0])!r}")
         self._check_rules()
@@ -213,7 +205,8 @@ class _Reader:
                 self._size("head_dim", family.head_dim or head_dim),
                 self._size("num_key_value_heads", heads),
             )
-        rope, rotary = self._rope(), self._rotary_part()
+        rope = () if family.position_offset else read_rope(raw, self._refuse)
+        part = self._rotary_part()
         spec = ModelSpec(
             path=self._file.parent,
             family=family.name,
@@ -226,11 +219,11 @@ class _Reader:
             head_dim=head_dim,
             vocab_size=self._size("vocab_size"),
             norm_eps=family.norm_eps or raw["rms_norm_eps"],
-            tied=head == "lm" and bool(raw.get("tie_word_embeddings", family.tied)),
+            tied=head == "lm" and self._tied(),
             max_positions=self._size("max_position_embeddings", LARGEST),
             projected_size=self._projected_size(hidden),
             post_norm=self._post_norm(),
-            rotary_dim=None if rotary == 1 else int(head_dim * rotary),
+            rotary_dim=None if part == 1 else int(head_dim * part),
             sliding_window=self._window(),
             rope=rope,
             pad_token_id=self._pad_token_id(),
@@ -247,7 +240,7 @@ class _Reader:
         value = self._raw.get(key)
         if value is None and default is not None:
             return default
-        if not _is_number(value) or value != int(value) or not 0 < value <= most:
+        if not is_number(value) or value != int(value) or not 0 < value <= most:
             raise self._refusal(key, value, f"must be a whole number from 1 to {most}")
         return int(value)
 
@@ -265,7 +258,12 @@ class _Reader:
             value = raw.get(rule.key, rule.allowed[0])
             self._refuse(rule.key, value, value not in rule.allowed, rule.reason)
         eps = raw.get("rms_norm_eps", 0.0)
-        self._refuse("rms_norm_eps", eps, not _is_number(eps) or not 0 <= eps < 1, "must be a number from 0 to 1")
+        self._refuse("rms_norm_eps", eps, not is_number(eps) or not 0 <= eps < 1, "must be a number from 0 to 1")
+
+    def _tied(self) -> bool:
+        """Whether the output layer is the embedding."""
+        said = bool(self._raw.get("tie_word_embeddings", self._family.tied))
+        return said and not has_own_head(self._file.parent, self._family.embedding, self._size("vocab_size"))
 
     def _projected_size(self, hidden: int) -> int | None:
         key = self._family.embedding_size_key
@@ -298,35 +296,13 @@ class _Reader:
             return None
         return self._size("sliding_window", family.window)
 
-    def _rope(self) -> tuple[tuple[str, Any], ...]:
-        """The rotary embedding by name, checked: its kind, theta, and what the kind needs. Nothing if there is none."""
-        if self._family.position_offset:
-            return ()
-        rope = self._rope_object()
-        kind = rope.get("rope_type", rope.get("type", "default"))  # older files say "type"
-        known = isinstance(kind, str) and kind in ROPE_FIELDS
-        self._refuse("rope_type", kind, not known, f"known are {', '.join(ROPE_FIELDS)}")
-        for key in ROPE_FIELDS[kind]:
-            value = rope.get(key, self._raw.get(key))
-            self._refuse(f"{key} of rope_type {kind}", value, not _is_number(value) or value <= 0, "must be positive")
-        theta = rope.get("rope_theta", self._raw.get("rope_theta", 10000.0))
-        self._refuse("rope_theta", theta, not _is_number(theta) or theta <= 0, "must be positive")
-        scaling = ((key, rope.get(key, self._raw.get(key))) for key in ROPE_FIELDS[kind])
-        return (("rope_type", kind), ("rope_theta", theta), *scaling)
-
-    def _rope_object(self) -> dict[str, Any]:
-        given = {key: self._raw[key] for key in ("rope_parameters", "rope_scaling") if self._raw.get(key)}
-        for key, rope in given.items():
-            self._refuse(key, rope, not isinstance(rope, dict), "must be an object")
-        found = list(given.values())
-        self._refuse("rope_scaling", found[-1:], len(found) > 1 and found[0] != found[1], "rope_parameters differs")
-        return found[0] if found else {}
-
     def _rotary_part(self) -> float:
         """The share of a head's dimensions that turn."""
         default = self._family.rotary_part
-        part: float = self._rope_object().get("partial_rotary_factor", self._raw.get("partial_rotary_factor", default))
-        partial = _is_number(part) and 0 < part <= 1 and (default < 1 or part == 1)
+        part: float = rope_object(self._raw, self._refuse).get(
+            "partial_rotary_factor", self._raw.get("partial_rotary_factor", default)
+        )
+        partial = is_number(part) and 0 < part <= 1 and (default < 1 or part == 1)
         self._refuse("partial_rotary_factor", part, not partial, f"must be 1 in the family {self._family.name}")
         return part
 
@@ -336,7 +312,3 @@ class _Reader:
 
     def _refusal(self, key: str, value: object, rule: str) -> CheckpointError:
         return CheckpointError(f"{self._file}: {key} = {value!r} is not supported: {rule}")
-
-
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")

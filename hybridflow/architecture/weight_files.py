@@ -5,7 +5,6 @@ A directory holds `.metadata` (`formats.distributed_metadata`), files of records
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -21,22 +20,18 @@ from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import FUSED_NAMES, Weight, model_weights, stored_at
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.directories import sync
-from hybridflow.formats.distributed_directory import DistributedDirectory
+from hybridflow.formats.distributed_directory import BACKEND, DESCRIPTION, DistributedDirectory, is_distributed
 from hybridflow.formats.distributed_metadata import METADATA
 from hybridflow.formats.distributed_storage import Chunk, save
-from hybridflow.formats.file_bytes import Shape, file_size, opened, read_bytes
-from hybridflow.formats.json_text import parse_json
+from hybridflow.formats.file_bytes import Shape
 from hybridflow.formats.safetensors_files import (
     ALL,
-    MAX_JSON_BYTES,
     SafetensorsDirectory,
     TensorInfo,
     box_of,
     check_readable,
 )
 
-BACKEND = "torch_dist"
-DESCRIPTION = "metadata.json"  # megatron's, beside DCP's .metadata
 NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
 
 
@@ -160,24 +155,6 @@ def _rows_of(part: _Part, start: int, stop: int) -> Iterator[tuple[int, int, int
 
 
 # --------------------------------------------------------------------------------------------------- either kind
-
-
-def is_distributed(path: str | Path) -> bool:
-    """Whether a directory says that it is a torch_dist checkpoint.
-
-    Errors: CheckpointError where it says so of another backend, or its metadata.json is damaged or alone missing.
-    """
-    file, metadata = Path(path) / DESCRIPTION, Path(path) / METADATA
-    if not os.path.lexists(file):
-        if os.path.lexists(metadata):
-            raise CheckpointError(f"{file}: no such file, but there is {METADATA}: a torch_dist checkpoint has both")
-        return False
-    with opened(file) as fd:
-        tree = parse_json(read_bytes(fd, file, 0, min(file_size(fd), MAX_JSON_BYTES)), f"{file}: is damaged: ")
-    backend = tree.get("sharded_backend")
-    if backend is not None and backend != BACKEND:
-        raise CheckpointError(f"{file}: sharded_backend = {backend!r} is not supported, must be {BACKEND!r}")
-    return backend == BACKEND
 
 
 def open_checkpoint(path: str | Path, spec: ModelSpec) -> SafetensorsDirectory | MegatronDirectory:

@@ -15,6 +15,7 @@ from math import prod
 
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import Head, ModelSpec
+from hybridflow.architecture.tied_head import EMBEDDING, HEAD, OUTPUT
 
 Shape = tuple[int, ...]
 Shapes = Callable[[ModelSpec], tuple[Shape, ...]]
@@ -141,7 +142,6 @@ def _score(spec: ModelSpec) -> tuple[Shape, ...]:
 LAYERS, OPT_LAYERS = "model.layers.{layer}.", "model.decoder.layers.{layer}."
 NORM_IN_QKV, NORM_IN_FC1 = "self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_"
 EXPERTS = "mlp.experts.experts."
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"  # megatron's names
 REPLICATED, ROWS, COLUMNS = Split.REPLICATED, Split.ROWS, Split.COLUMNS
 
 
@@ -196,7 +196,7 @@ def _opt(
     )
 
 
-LM_HEAD = _top(OUTPUT, "lm_head.weight", Split.VOCAB, _vocab)
+LM_HEAD = _top(OUTPUT, HEAD, Split.VOCAB, _vocab)
 VALUE_HEAD = _top(OUTPUT, "score.weight", REPLICATED, _score)
 INPUT_NORM = _layer(
     "input_layernorm.weight", "input_layernorm.weight", REPLICATED, _hidden, stored=NORM_IN_QKV + "weight"

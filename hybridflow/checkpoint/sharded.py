@@ -27,12 +27,12 @@ from megatron.core.typed_torch import not_none
 from torch import Tensor
 
 from hybridflow.architecture.shards import Interval, Split
-from hybridflow.architecture.weight_files import BACKEND, extra_states
+from hybridflow.architecture.weight_files import extra_states
 from hybridflow.architecture.weights import Shape, Weight, embedding, stored_at
 from hybridflow.batch import balanced_partition
 from hybridflow.checkpoint.share_chunks import ShareChunk, pieces, stored_shape
 from hybridflow.errors import CheckpointError
-from hybridflow.formats.distributed_directory import DistributedDirectory
+from hybridflow.formats.distributed_directory import BACKEND, DistributedDirectory
 from hybridflow.formats.distributed_metadata import METADATA
 from hybridflow.formats.distributed_storage import Chunk, ChunkRecord, write_metadata
 from hybridflow.formats.safetensors_files import TensorInfo

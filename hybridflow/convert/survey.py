@@ -13,10 +13,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from hybridflow.architecture.spec import ModelSpec, read_spec
-from hybridflow.architecture.weight_files import is_distributed, open_checkpoint
+from hybridflow.architecture.weight_files import open_checkpoint
 from hybridflow.architecture.weights import LM_HEAD, Shape, embedding, model_weights
 from hybridflow.convert.compare import CheckpointFiles, first_difference
 from hybridflow.errors import CheckpointError
+from hybridflow.formats.distributed_directory import is_distributed
 from hybridflow.formats.safetensors_files import TensorInfo, check_readable
 
 MAX_LISTED = 20

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from hybridflow.architecture.spec import config_changes
 from hybridflow.convert.compare import CheckpointFiles, row_pieces
 from hybridflow.convert.output import check_target, new_directory, write_companions
 from hybridflow.convert.processes import ALONE, Processes
@@ -69,7 +70,8 @@ def to_huggingface(
         if processes.first:
             write_index(directory, plan, total)
             main = main_dtype(infos)
-            notes = write_companions(source, directory, {}, dtype=main, trust_remote_code=trust_remote_code)
+            changes = config_changes(survey.spec, survey.spec.head)
+            notes = write_companions(source, directory, changes, dtype=main, trust_remote_code=trust_remote_code)
     for note in notes:
         say(console, note)
     plural = "s" if len(files) > 1 else ""

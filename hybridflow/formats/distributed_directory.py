@@ -3,6 +3,7 @@
 It may come from any layout of ranks: a tensor is read by its global indices, wherever its chunks lie.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,9 +12,31 @@ from torch import Tensor
 
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.distributed_metadata import METADATA, StoredChunk, StoredTensor, read_metadata
-from hybridflow.formats.file_bytes import Shape, opened, read_box
-from hybridflow.formats.safetensors_files import TensorInfo
+from hybridflow.formats.file_bytes import Shape, file_size, opened, read_box, read_bytes
+from hybridflow.formats.json_text import parse_json
+from hybridflow.formats.safetensors_files import MAX_JSON_BYTES, TensorInfo
 from hybridflow.formats.tensor_record import load_record, payload_start
+
+BACKEND = "torch_dist"
+DESCRIPTION = "metadata.json"  # megatron's, beside DCP's .metadata
+
+
+def is_distributed(path: str | Path) -> bool:
+    """Whether a directory says that it is a torch_dist checkpoint.
+
+    Errors: CheckpointError where it says so of another backend, or its metadata.json is damaged or alone missing.
+    """
+    file, metadata = Path(path) / DESCRIPTION, Path(path) / METADATA
+    if not os.path.lexists(file):
+        if os.path.lexists(metadata):
+            raise CheckpointError(f"{file}: no such file, but there is {METADATA}: a torch_dist checkpoint has both")
+        return False
+    with opened(file) as fd:
+        tree = parse_json(read_bytes(fd, file, 0, min(file_size(fd), MAX_JSON_BYTES)), f"{file}: is damaged: ")
+    backend = tree.get("sharded_backend")
+    if backend is not None and backend != BACKEND:
+        raise CheckpointError(f"{file}: sharded_backend = {backend!r} is not supported, must be {BACKEND!r}")
+    return backend == BACKEND
 
 
 class DistributedDirectory:

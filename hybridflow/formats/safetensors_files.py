@@ -70,7 +70,7 @@ class SafetensorsDirectory:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         index = self.path / INDEX
-        listed = _read_index(index) if _exists(index) else None
+        listed = read_index(index) if _exists(index) else None
         names = [SINGLE] if listed is None else sorted(set(listed.values()))
         if listed is None:
             _check_single(self.path)
@@ -163,7 +163,7 @@ def _is_shard(name: str) -> bool:
     return name.startswith("model-") and name.endswith(".safetensors")
 
 
-def _read_index(index: Path) -> dict[str, str]:
+def read_index(index: Path) -> dict[str, str]:
     """weight_map: tensor -> file name in the same directory."""
     wrong = f"{index}: is no index of safetensors files: "
     with opened(index) as fd:

@@ -44,7 +44,7 @@ class PackedSequences(PackedSeqParams):
 
     lengths: tuple[int, ...] = ()
     shared: SharedPrompts | None = None  # None: no sequence attends to another
-    cos: Tensor | None = None  # (t, 1, rotary dimensions / 2); None: positions are learned
+    cos: Tensor | None = None  # (t, 1, rotary dimensions / 2), times the factor; None: positions are learned
     sin: Tensor | None = None
 
     @classmethod
@@ -66,9 +66,12 @@ class PackedSequences(PackedSeqParams):
         """Every sequence with itself."""
         return AttentionSpans(self.lengths, self.lengths, self.cu_seqlens_q, self.cu_seqlens_kv, causal=True)
 
-    def with_rotary(self, angles: Tensor, dtype: torch.dtype) -> "PackedSequences":
-        """The same with the rotary angles of every token, (t, rotary dimensions / 2) float32."""
-        cos, sin = (table[:, None].to(dtype) for table in (angles.cos(), angles.sin()))
+    def with_rotary(self, angles: Tensor, dtype: torch.dtype, *, factor: float = 1.0) -> "PackedSequences":
+        """The same with the rotary angles of every token, (t, rotary dimensions / 2) float32.
+
+        factor: of cosines and sines, as YaRN has it.
+        """
+        cos, sin = ((factor * table)[:, None].to(dtype) for table in (angles.cos(), angles.sin()))
         return replace(self, cos=cos, sin=sin)
 
     def runs(self) -> list[tuple[int, int]]:
@@ -168,7 +171,7 @@ def neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Rotate(torch.autograd.Function):
-    """Rotary embedding (Su et al. 2021, eq. 34): (a, b) -> (a cos - b sin, b cos + a sin).
+    """Rotary embedding (Su et al. 2021, eq. 34): (a, b) -> (a cos - b sin, b cos + a sin), cos and sin of any length.
 
     x: (t, heads, head_dim), of which the first 2 x cos.shape[-1] dimensions turn; pairs: which of them are a and b.
     """

@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
+from hybridflow.architecture.rope import Rotary
 from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.cpu import attention as cpu_attention
 from hybridflow.cpu import layers as cpu_layers
@@ -86,9 +87,9 @@ class PackedModel(GPTModel):
         for layer in layers:
             if isinstance(layer.mlp, MixtureOfExperts):
                 layer.mlp.group, layer.mlp.router.normalize = grid.groups.tp, spec.normalize_router
-        self._position_offset, frequencies = spec.traits.position_offset, spec.inverse_frequencies()
+        self._position_offset, rotary = spec.traits.position_offset, spec.rotary()
         # a plain attribute: as a buffer it would be cast to the weights' dtype
-        self.inverse_frequencies = None if frequencies is None else frequencies.to(current_device())
+        self.rotary = None if rotary is None else Rotary(rotary.frequencies.to(current_device()), rotary.factor)
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Where megatron ties the ends of the model, which it has made of its own classes and of the hidden size."""
@@ -110,9 +111,9 @@ class PackedModel(GPTModel):
         if self.pre_process:
             positions = micro_batch.positions[None] + self._position_offset  # read where they are learned
             embedded = self.embedding(input_ids=micro_batch.input_ids[None], position_ids=positions)  # (t, 1, hidden)
-        if self.inverse_frequencies is not None:
-            angles = micro_batch.positions[:, None] * self.inverse_frequencies
-            packed = packed.with_rotary(angles, self.config.params_dtype)
+        if self.rotary is not None:
+            angles = micro_batch.positions[:, None] * self.rotary.frequencies
+            packed = packed.with_rotary(angles, self.config.params_dtype, factor=self.rotary.factor)
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
             attention_mask=None,

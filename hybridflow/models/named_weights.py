@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from hybridflow.architecture.parts import read_shard, shard_shape
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import Head, ModelSpec
+from hybridflow.architecture.tied_head import OUTPUT
 from hybridflow.architecture.weight_files import open_checkpoint
-from hybridflow.architecture.weights import OUTPUT, VALUE_HEAD, Weight, canonical_name, embedding, model_weights
+from hybridflow.architecture.weights import VALUE_HEAD, Weight, canonical_name, embedding, model_weights
 from hybridflow.models.layers import mark
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.seeds import request_seed

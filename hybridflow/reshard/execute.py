@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.architecture.permutations import Order
-from hybridflow.architecture.weights import EMBEDDING, LM_HEAD, Weight
+from hybridflow.architecture.tied_head import EMBEDDING
+from hybridflow.architecture.weights import LM_HEAD, Weight
 from hybridflow.cpu import mover as cpu_mover
 from hybridflow.cpu.kernels.library import library
 from hybridflow.cpu.transport import Parts, Reads, Traffic

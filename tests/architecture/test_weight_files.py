@@ -19,12 +19,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weight_files import (
     MegatronDirectory,
-    is_distributed,
     open_checkpoint,
     write_distributed,
 )
 from hybridflow.errors import CheckpointError
-from hybridflow.formats.distributed_directory import DistributedDirectory
+from hybridflow.formats.distributed_directory import DistributedDirectory, is_distributed
 from hybridflow.formats.distributed_storage import Chunk
 from hybridflow.formats.safetensors_files import SafetensorsDirectory, TensorInfo
 from tests.architecture.weight_files_worker import MODELS, NUM_RANKS

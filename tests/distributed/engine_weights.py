@@ -95,6 +95,7 @@ def differs_from_export(trainer: OnlineTrainer, directory: Path) -> list[str]:
                 directory,
                 _no_source,
                 dtype=placed.config.actor.dtype,
+                tied=trainer.roles.actor.spec.tied,
                 layout=placed.rollout,
                 stages=placed.stages,
                 max_length=placed.config.max_sequence_length,

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hybridflow.architecture.spec import read_spec
 from hybridflow.config import RolloutConfig, SamplingConfig
 from hybridflow.cpu.engine import decoder, sampling
 from hybridflow.parallel import platform as platforms
@@ -56,6 +57,7 @@ class Case:
     stages: Stages = WHOLE
     dtype: str = "float32"
     kv_cache_gib: float = KV_CACHE_GIB
+    directory: str = "policy"  # that vLLM is given
 
     @property
     def layout(self) -> RolloutLayout:
@@ -80,6 +82,8 @@ CASES = {
     "pp2 full cache": Case("llama", 1, 2, ((0, 2), (1, 3)), EARLY, kv_cache_gib=13 * 2 * 2**15 / 2**30),
     "full cache": Case("llama", 1, 1, ((0,), (1,), (2,), (3,)), kv_cache_gib=13 * 3 * 2**15 / 2**30),
     "odd ranks": Case("qwen2", 2, 1, ((1, 3),)),
+    # config.json says tied; vLLM finds no weights there that say otherwise
+    "own head": Case("own_head", 1, 2, ((0, 2), (1, 3)), EARLY, directory="without_weights"),
     "bfloat16": Case("llama", 2, 1, ((0, 1), (2, 3)), dtype="bfloat16"),  # against vLLM's own loader
 }
 
@@ -112,9 +116,10 @@ def run(case: Case, checkpoints: Path, platform: platforms.Platform) -> dict | N
 def build(case: Case, checkpoints: Path, platform: platforms.Platform, sleep_level: int = 1) -> RolloutEngine:
     at, model = case.layout.coordinates(platform.rank), huggingface(checkpoints, case.model, case.dtype)
     return RolloutEngine(
-        checkpoints / case.model / "policy",
+        checkpoints / case.model / case.directory,
         EngineShards(model.state_dict(), model.config.num_key_value_heads, at.tp, case.tp),
         dtype=case.dtype,
+        tied=read_spec(checkpoints / case.model / "policy").tied,
         layout=case.layout,
         stages=case.stages,
         max_length=MAX_LENGTH,

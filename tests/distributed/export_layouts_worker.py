@@ -23,7 +23,12 @@ MAX_FILE_BYTES = 100_000  # several files
 TP2, TP4, PP2 = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}, {"pipeline_parallel_size": 2}
 UNEVEN = {"num_layers_in_first_pipeline_stage": 1}
 INTERLEAVED = {"virtual_pipeline_parallel_size": 2}
-MODELS = {"untied": ("llama", False, 4), "tied": ("qwen2", True, 4), "few_kv": ("qwen2", False, 2)}
+MODELS = {
+    "untied": ("llama", False, 4),
+    "tied": ("qwen2", True, 4),
+    "few_kv": ("qwen2", False, 2),
+    "own_head": ("qwen3", True, 4),
+}
 CASES: dict[str, tuple[str, dict]] = {  # model, the actor's keys
     "pp2": ("untied", PP2),
     "pp2 tied": ("tied", PP2 | UNEVEN),
@@ -32,6 +37,7 @@ CASES: dict[str, tuple[str, dict]] = {  # model, the actor's keys
     "tp2 pp2 tied": ("tied", TP2 | PP2 | INTERLEAVED),
     "tp2 without rank 0": ("tied", TP2 | {"ranks": "2-3"}),
     "pp2 without rank 0": ("untied", PP2 | {"ranks": "1,3"}),
+    "own head": ("own_head", TP2 | PP2),
     "tp4 of 2 kv heads": ("few_kv", TP4),
     "tp2 pp2 of 2 kv heads": ("few_kv", TP2 | PP2),
 }

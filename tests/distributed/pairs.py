@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from tests.distributed.cases import Case
-from tests.tiny_models import ROPE_LINEAR, ROPE_LLAMA3
+from tests.tiny_models import ROPE_LINEAR, ROPE_LLAMA3, ROPE_YARN
 
 NUM_LAYERS = 4
 # name: architecture, tied embeddings, key/value heads
@@ -22,13 +22,19 @@ FAMILIES = {
     "mixtral": ("mixtral", False, 4),
     "rope_llama3": ("llama", False, 4),
     "rope_linear": ("llama", False, 4),
+    "rope_yarn": ("llama", False, 4),
+    "rope_yarn_qwen2": ("qwen2", True, 4),
+    "rope_yarn_qwen3": ("qwen3", False, 2),
     "qwen3_moe": ("qwen3_moe", False, 4),
+    "own_head": ("qwen3", True, 4),  # config.json says tied, the weights have another output layer
 }
 CHANGES = {
     "rope_llama3": {"rope_parameters": ROPE_LLAMA3},
     "rope_linear": {"rope_parameters": ROPE_LINEAR},
+    **{name: {"rope_parameters": ROPE_YARN} for name in ("rope_yarn", "rope_yarn_qwen2", "rope_yarn_qwen3")},
     "opt_post_norm": {"do_layer_norm_before": False},
     "opt_projected": {"word_embed_proj_dim": 40},
+    "own_head": {},
 }  # to configs
 NUM_PROMPTS, PROMPT_LENGTH, RESPONSE_LENGTH = 4, 6, 8
 BUCKET_BYTES = 600_000  # several buckets a model
@@ -89,7 +95,10 @@ def _pairs() -> list[Pair]:
     # the other families, whose weights are other ones: in place, joined, cut further
     layouts = ((Case(tp=2), 2, 1), (Case(tp=2), 1, 1), (Case(pp=2), 2, 1))
     others = [family for family in FAMILIES if family not in ("llama", "qwen2", "gqa")]
-    fewer = dict.fromkeys(CHANGES, ((Case(), 1, 1),)) | {"opt_350m": ((Case(), 1, 1), *layouts[1:])}
+    fewer = dict.fromkeys(CHANGES, ((Case(), 1, 1),)) | {
+        "opt_350m": ((Case(), 1, 1), *layouts[1:]),
+        "own_head": layouts,
+    }
     return pairs + [Pair(*layout, name) for name in others for layout in fewer.get(name, layouts)]
 
 

@@ -159,6 +159,7 @@ class Run:
                 self.model,
                 reshard.source,
                 dtype="float32",
+                tied=spec.tied,
                 layout=layout,
                 stages=stages,
                 max_length=PROMPT_LENGTH + RESPONSE_LENGTH,

@@ -1,6 +1,7 @@
 """The engine alone: every rollout layout against HuggingFace, the KV cache asleep, one engine after the other."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,12 +10,17 @@ import pytest
 from hybridflow.cpu.kernels import library as libraries
 from tests.distributed.engine_worker import CASES, KV_CACHE_GIB, MAX_LENGTH, NUM_LAYERS, NUM_PROMPTS, NUM_RANKS, REBUILD
 from tests.launch import run_ranks
-from tests.tiny_models import make_checkpoints
+from tests.tiny_models import give_own_head, make_checkpoints
 
 pytestmark = pytest.mark.distributed
 
 KV_CACHE_BYTES = KV_CACHE_GIB * 2**30
-MODELS = {"llama": ("llama", False, 4), "qwen2": ("qwen2", True, 4), "few_kv": ("llama", False, 2)}
+MODELS = {
+    "llama": ("llama", False, 4),
+    "qwen2": ("qwen2", True, 4),
+    "few_kv": ("llama", False, 2),
+    "own_head": ("qwen2", True, 4),
+}
 DEFAULT = ("tp1", "tp2 at intervals", "pp2 apart")  # of the default set
 thorough = pytest.mark.thorough
 
@@ -45,6 +51,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
             num_kv_heads=num_kv_heads,
             max_length=MAX_LENGTH,
         )
+    give_own_head(root / "own_head" / "policy")
+    bare = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(root / "own_head" / "policy", root / "own_head" / "without_weights", ignore=bare)
     return root
 
 
@@ -156,6 +165,14 @@ def test_stages_have_the_layers_they_were_given(ranks, name):
     for rank, record in records(ranks, name).items():
         found = {int(parameter.split(".")[2]) for parameter in record["parameters"] if ".layers." in parameter}
         assert found == set(case.stages[case.layout.coordinates(rank).pp])
+
+
+@each_case(lambda name: name == "own head")
+def test_a_stage_with_a_head_of_its_own_has_no_embedding(ranks, name):
+    for rank, record in records(ranks, name).items():
+        first = CASES[name].layout.coordinates(rank).pp == 0
+        assert ("model.embed_tokens.weight" in record["parameters"]) == first
+        assert ("lm_head.weight" in record["parameters"]) == (not first)
 
 
 @each_case()

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.distributed.export_layouts_worker import CASES, MODELS, NUM_LAYERS, NUM_RANKS
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks
-from tests.tiny_models import make_checkpoints, make_tokenizer
+from tests.tiny_models import give_own_head, make_checkpoints, make_tokenizer
 
 pytestmark = pytest.mark.distributed
 
@@ -60,6 +60,7 @@ def layouts(tmp_path_factory) -> Path:
         make_checkpoints(
             root / "models" / name, family=family, tied=tied, num_layers=NUM_LAYERS, num_kv_heads=num_kv_heads
         )
+    give_own_head(root / "models" / "own_head" / "policy")
     run_ranks(NUM_RANKS, "tests.distributed.export_layouts_worker", root / "models", root)
     return root
 
@@ -74,7 +75,9 @@ def test_an_export_from_any_layout_is_bitwise_its_source(layouts, name):
     assert len(files) > 1 and sum(map(len, tensors)) == len(exported)
     assert source.keys() == exported.keys()
     assert all(torch.equal(source[key], exported[key]) for key in source)
-    assert json.loads((layouts / name / "config.json").read_text())["dtype"] == "float32"
+    config = json.loads((layouts / name / "config.json").read_text())
+    assert config["dtype"] == "float32"
+    assert config["tie_word_embeddings"] == ("lm_head.weight" not in source)
 
 
 def test_nothing_half_written_stays(out, layouts):

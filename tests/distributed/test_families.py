@@ -11,7 +11,7 @@ from tests.distributed.families_worker import CONVERTED, KINDS, LOGIT_LAYOUTS, N
 from tests.distributed.pairs import CHANGES, FAMILIES, NUM_LAYERS
 from tests.distributed.test_ppo import METRICS
 from tests.launch import run_ranks
-from tests.tiny_models import make_checkpoints, make_prompts
+from tests.tiny_models import give_own_head, make_checkpoints, make_prompts
 
 pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
@@ -32,6 +32,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             std=0.1,  # logits of a few units
             changes=CHANGES.get(name, window),
         )
+        if name == "own_head":
+            give_own_head(root / name / "policy")
         for model in ("policy", "reference", "reward", "critic") if name in CONVERTED else ("policy",):
             to_megatron(root / name / model, root / f"{name}-converted" / model)
     prompts, out = make_prompts(root / "prompts.jsonl", 32), root / "results.json"

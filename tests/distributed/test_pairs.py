@@ -16,7 +16,7 @@ from tests.distributed.pairs import (
     Pair,
 )
 from tests.launch import run_ranks
-from tests.tiny_models import make_checkpoints
+from tests.tiny_models import give_own_head, make_checkpoints
 
 pytestmark = pytest.mark.distributed
 
@@ -42,6 +42,8 @@ def checkpoints(selected, tmp_path_factory: pytest.TempPathFactory) -> Path:
             head_dim=32,
             changes=CHANGES.get(name),
         )
+        if name == "own_head":
+            give_own_head(root / name / "policy")
     return root
 
 

@@ -1,12 +1,15 @@
 """Every tensor of the source is read once, every parameter of the target written once, or nothing is written."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
 from hybridflow.architecture.parts import Block, blocks
+from hybridflow.architecture.spec import read_spec
 from hybridflow.architecture.weight_files import write_distributed
 from hybridflow.architecture.weights import Weight
 from hybridflow.convert import chunks as chunks_module
@@ -17,6 +20,7 @@ from hybridflow.convert.verify import verify
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.distributed_storage import Chunk
 from tests.messages import like
+from tests.tiny_models import give_own_head
 from tests.tools.convert.tiny import Models, assert_same_bytes, change_config, left_in, rewrite, tensors_of
 
 FIRST_LAYER = "model.layers.0.self_attn"
@@ -128,8 +132,23 @@ def test_a_tied_copy_that_differs_in_a_bit(models: Models, tmp_path: Path) -> No
 def test_a_tied_copy_of_another_dtype(models: Models, tmp_path: Path) -> None:
     source = models.copy(tmp_path / "source", tied=True)
     plain = tensors_of(source)
+    plain["model.embed_tokens.weight"] = plain["model.embed_tokens.weight"].bfloat16().float()
     rewrite(source, plain | {"lm_head.weight": plain["model.embed_tokens.weight"].bfloat16()})
     assert "bfloat16" in refused(source)[0]
+
+
+def test_a_head_that_is_no_copy_is_kept_and_said(models: Models, tmp_path: Path) -> None:
+    """There and back, and read as the model that transformers reads."""
+    source = models.copy(tmp_path / "source", tied=True)
+    head = give_own_head(source)
+    to_megatron(source, tmp_path / "megatron")
+    change_config(tmp_path / "megatron", tie_word_embeddings=True)  # and then says so again
+    assert not read_spec(tmp_path / "megatron").tied
+    to_huggingface(tmp_path / "megatron", tmp_path / "back")
+    assert_same_bytes(source, tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert verify(source, tmp_path / "back") == []
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(source).lm_head.weight, head)
 
 
 # -------------------------------------------------------------------------------- what a wrong table would do

@@ -1,0 +1,105 @@
+"""Rotary embedding as config.json says it: which scaling, and the frequencies and the factor that come of it.
+
+angles = position x frequencies; queries and keys turn by factor x (cos, sin) of them, as `models.attention` does it.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+ORIGINAL = "original_max_position_embeddings"
+KINDS = {  # of rotary scaling -> the numbers that each needs
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
+    "yarn": ("factor",),
+}
+# What transformers and vLLM read beside them. Neither reads attn_factor, which some files say: the factor is then made
+# of `factor` alone.
+YARN_NUMBERS = (ORIGINAL, "beta_fast", "beta_slow")
+YARN_NUMBERS_OR_NULL = ("attention_factor", "mscale", "mscale_all_dim")
+Refuse = Callable[[str, object, bool, str], None]  # (key, value, whether, the rule it breaks)
+Rope = tuple[tuple[str, Any], ...]
+
+
+class Rotary(NamedTuple):
+    """What queries and keys are turned by."""
+
+    frequencies: Tensor  # (rotary dimensions / 2,) float32
+    factor: float  # of cosines and sines
+
+
+def rope_object(raw: dict[str, Any], refuse: Refuse) -> dict[str, Any]:
+    """What config.json says of it, under the name of transformers 5 or an older one."""
+    given = {key: raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key)}
+    for key, rope in given.items():
+        refuse(key, rope, not isinstance(rope, dict), "must be an object")
+    found = list(given.values())
+    refuse("rope_scaling", found[-1:], len(found) > 1 and found[0] != found[1], "rope_parameters differs")
+    return found[0] if found else {}
+
+
+def read_rope(raw: dict[str, Any], refuse: Refuse) -> Rope:
+    """By name, checked: its kind, theta, and what the kind has.
+
+    What depends on the length of a sequence (dynamic, longrope) is not read: vLLM computes it otherwise than
+    transformers does.
+    """
+    rope = rope_object(raw, refuse)
+    kind = rope.get("rope_type", rope.get("type", "default"))  # older files say "type"
+    refuse("rope_type", kind, not (isinstance(kind, str) and kind in KINDS), f"known are {', '.join(KINDS)}")
+    if ORIGINAL in raw:  # transformers prefers it to the one inside
+        rope = rope | {ORIGINAL: raw[ORIGINAL]}
+    for key in KINDS[kind]:
+        value = rope.get(key)
+        refuse(f"{key} of rope_type {kind}", value, not is_number(value) or value <= 0, "must be positive")
+    theta = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
+    refuse("rope_theta", theta, not is_number(theta) or theta <= 0, "must be positive")
+    more = _read_yarn(rope, refuse) if kind == "yarn" else ()
+    return (("rope_type", kind), ("rope_theta", theta), *((key, rope[key]) for key in KINDS[kind]), *more)
+
+
+def _read_yarn(rope: dict[str, Any], refuse: Refuse) -> Rope:
+    for key in (*YARN_NUMBERS, *YARN_NUMBERS_OR_NULL):
+        value = rope.get(key)
+        good = (is_number(value) and value > 0) or key not in rope
+        if key in YARN_NUMBERS_OR_NULL:
+            refuse(f"{key} of rope_type yarn", value, not good and value is not None, "must be positive, or null")
+        else:
+            refuse(f"{key} of rope_type yarn", value, not good, "must be positive")
+    truncate = rope.get("truncate", True)
+    refuse("truncate of rope_type yarn", truncate, not isinstance(truncate, bool), "must be true or false")
+    named = (*YARN_NUMBERS, *YARN_NUMBERS_OR_NULL, "truncate")
+    return tuple((key, rope[key]) for key in named if rope.get(key) is not None)
+
+
+def num_angles(rope: Rope) -> int | None:
+    """Positions that vLLM has angles for; None: as many as the model knows."""
+    fields = dict(rope)
+    if fields.get("rope_type") != "yarn" or ORIGINAL not in fields:
+        return None
+    return int(fields["factor"] * fields[ORIGINAL])
+
+
+def rotary(path: Path, head_dim: int, dim: int) -> Rotary:
+    """As transformers computes it for the model in `path`, of whose heads `dim` dimensions turn."""
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default":
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+        theta: float = rope["rope_theta"]
+        return Rotary(1.0 / theta**exponents, 1.0)
+    if getattr(config, "head_dim", None) is None:
+        config.head_dim = head_dim  # Mixtral's null would be multiplied
+    return Rotary(*ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu"))
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Finite, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
