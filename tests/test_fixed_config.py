@@ -108,6 +108,26 @@ def test_sections_of_generation_are_refused_with_what_to_remove(section: str) ->
         ),
         (tree(checkpoint={"keep_best": 1}), "checkpoint.best_metric = reward/score_mean: there are no rewards"),
         (
+            tree(checkpoint={"keep_best": 1, "best_metric": "eval/loss"}),
+            "checkpoint.best_metric = eval/loss needs metrics.eval_interval, which is 0",
+        ),
+        (
+            tree(checkpoint={"keep_best": 1, "best_metric": "acter/loss"}),
+            "checkpoint.best_metric = acter/loss: there is no such area; did you mean actor/...?",
+        ),
+        (
+            tree(checkpoint={"keep_best": 1, "best_metric": "rollout/gen_kl"}),
+            "checkpoint.best_metric = rollout/gen_kl: there is no such area; a run of sft has metrics of actor, data,",
+        ),
+        (
+            tree(checkpoint={"keep_best": 1, "best_metric": "loss"}),
+            "checkpoint.best_metric = loss: a metric is called area/name; a run of sft has metrics of actor",
+        ),
+        (
+            tree("reward_model", checkpoint={"keep_best": 1, "best_metric": "actor/loss"}),
+            "checkpoint.best_metric = actor/loss: there is no such area",
+        ),
+        (
             tree("kto", data={"train": "x", "batch_size": 1, "max_length": 9}),
             "data.batch_size = 1: kto compares each prompt with the completion of another row",
         ),

@@ -12,7 +12,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -75,6 +75,7 @@ class CheckpointManager:
         self._iteration_began = self._started
         self._metrics: Mapping[str, float] = {}
         self._may_lack = True  # whether nobody was told that the metric of stop_when is not there
+        self._may_lack_best = config.checkpoint.keep_best > 0  # and that of keep_best
         self.notes: list[str] = []
         self._may_keep_rollout = False  # whether this start generates what the one before did
         self._end_again(restarts)
@@ -82,6 +83,7 @@ class CheckpointManager:
         self._source = find_source(config, restarts=restarts, group=group)
         self.state = self._loaded(roles)
         self._raise_together(lambda: self._check_progress(restarts))
+        self.notes += self._kept_best()
         self._saver = CheckpointWriter(
             roles,
             self._root,
@@ -161,8 +163,7 @@ class CheckpointManager:
         evaluated = any(name.startswith("eval/") for name in metrics)
         if metrics and self._may_lack and (evaluated or not stop.metric.startswith("eval/")):
             self._may_lack = False
-            near = difflib.get_close_matches(stop.metric, metrics) or sorted(metrics)
-            there = f"there are {', '.join(near)}"
+            there = _there_are(stop.metric, metrics)
             recorder.message(f"warning: stop_when.metric = {stop.metric}: this iteration has no such metric; {there}")
         return None
 
@@ -284,6 +285,34 @@ class CheckpointManager:
             return replace(state, kl_coef=config.algorithm.kl.coef)
         return state
 
+    def _kept_best(self) -> list[str]:
+        """Which checkpoints are the best ones, for the person who watches."""
+        its = self._config.checkpoint
+        if not (its.keep_best and its.save_interval and self._saves):
+            return []
+        every = self._config.metrics.eval_interval
+        some = its.best_metric.startswith("eval/") and every and its.save_interval % every
+        known = (
+            f"; of those that metrics.eval_interval = {every} divides, the others have no such metric" if some else ""
+        )
+        return [
+            f"checkpoint.keep_best = {its.keep_best}: those of the {its.keeps} {its.best_metric} are kept "
+            f"(checkpoint.best_is = {its.best_is}){known}"
+        ]
+
+    def _check_best(self, recorder: Recorder) -> None:
+        """Tell once that a checkpoint lacks the metric which the best ones are kept by: its name may be wrong."""
+        metric, metrics = self._config.checkpoint.best_metric, self._metrics
+        evaluated = any(name.startswith("eval/") for name in metrics)
+        if not self._may_lack_best or not metrics or (metric.startswith("eval/") and not evaluated):
+            return
+        self._may_lack_best = False
+        if metric not in metrics:
+            recorder.message(
+                f"warning: checkpoint.best_metric = {metric}: this iteration has no such metric, and no checkpoint "
+                f"without it is kept as one of the best; {_there_are(metric, metrics)}"
+            )
+
     def _check_progress(self, restarts: int) -> None:
         if self._platform.rank == 0 and self._saves:
             limit = self._config.checkpoint.max_restarts_without_progress
@@ -314,6 +343,7 @@ class CheckpointManager:
         """The run as it is, unless that is saved. A checkpoint comes after the rows of its iterations."""
         if not self._saves:
             return
+        self._check_best(recorder)
         recorder.phase(f"saving iteration {state.iteration}")
         recorder.sync()
         before = self._saver.seconds
@@ -333,3 +363,8 @@ class CheckpointManager:
                 (self._root / STOPPED).write_text(parent_process())
         dist.barrier(group=self._group)  # the first rank to leave ends the others
         raise Stopped(f"{where} ({why})", saved=saved)
+
+
+def _there_are(metric: str, metrics: Iterable[str]) -> str:
+    """The nearest names, or all."""
+    return f"there are {', '.join(difflib.get_close_matches(metric, metrics) or sorted(metrics))}"

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hybridflow.errors import CheckpointError
 from hybridflow.formats.directories import replace_directory, sync
@@ -109,15 +109,21 @@ def remove(root: Path, iteration: int) -> None:
 
 
 def superfluous(
-    metrics: Mapping[int, Mapping[str, float]], *, keep_last: int, keep_every: int | None, keep_best: int, best: str
+    metrics: Mapping[int, Mapping[str, float]],
+    *,
+    keep_last: int,
+    keep_every: int | None,
+    keep_best: int,
+    best: str,
+    best_is: Literal["highest", "lowest"] = "highest",
 ) -> list[int]:
     """Which checkpoints nobody asked to keep. Pure.
 
     metrics: of the iterations of all checkpoints. Those without the metric `best` are worse than any with it; of equals
     the later one is kept.
     """
-    ascending = sorted(metrics)
-    ranked = sorted((i for i in ascending if best in metrics[i]), key=lambda i: (metrics[i][best], i))
+    ascending, sign = sorted(metrics), 1 if best_is == "highest" else -1
+    ranked = sorted((i for i in ascending if best in metrics[i]), key=lambda i: (sign * metrics[i][best], i))
     kept = {*ascending[-keep_last:], *(ranked[-keep_best:] if keep_best else ())}
     if keep_every:
         kept |= {i for i in ascending if i % keep_every == 0}

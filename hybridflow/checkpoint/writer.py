@@ -311,6 +311,7 @@ class CheckpointWriter:
             keep_every=config.keep_every,
             keep_best=config.keep_best,
             best=config.best_metric,
+            best_is=config.keeps,
         ):
             remove(self._root, iteration)
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 from pydantic import PositiveInt, model_validator
 
 from hybridflow.config.algorithms import OPO, PPO, Custom, MaxRL, check_parts, compares_responses
+from hybridflow.config.best_metric import AREAS, check_best_metric
 from hybridflow.config.data import DataConfig
 from hybridflow.config.old_keys import AlgorithmConfig
 from hybridflow.config.ranks import check_engine_ranks, check_engine_sizes, check_placement, check_ranks
@@ -46,6 +47,7 @@ class ExperimentConfig(RunConfig):
             self._check_lengths,
             self._check_scores,
             self._check_rounds,
+            self._check_best,
         ):
             check()
         if self.metrics.eval_interval and not (self.data.heldout and self.metrics.eval_reward):
@@ -53,6 +55,14 @@ class ExperimentConfig(RunConfig):
                 f"metrics.eval_interval = {self.metrics.eval_interval} needs data.heldout and metrics.eval_reward"
             )
         return self
+
+    def _check_best(self) -> None:
+        """The metric that checkpoints are kept by is one of the run; a flow of your own may have any."""
+        if not self.checkpoint.keep_best or isinstance(self.algorithm, Custom):
+            return
+        lacking = {name for name in ("critic", "reward") if getattr(self, name) is None} | {"reward_model"}
+        metric, kind = self.checkpoint.best_metric, f"a run of {self.algorithm.name}"
+        check_best_metric(metric, AREAS - lacking, eval_interval=self.metrics.eval_interval, kind=kind)
 
     def _check_roles(self) -> None:
         """The sections that the algorithm needs are there, and no others."""

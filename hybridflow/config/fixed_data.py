@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from hybridflow.config import ExperimentConfig, RoleConfig, RunConfig, TrainedRoleConfig, read_tree
+from hybridflow.config.best_metric import AREAS, check_best_metric
 from hybridflow.config.data import FilesConfig
 from hybridflow.config.fixed_algorithms import FIXED_ALGORITHMS, KTO, FixedAlgorithm
 from hybridflow.config.ranks import check_placement
@@ -100,11 +101,11 @@ class FixedDataConfig(RunConfig):
             )
         if metrics.eval_interval and not self.data.heldout:
             raise ValueError(f"metrics.eval_interval = {metrics.eval_interval} needs data.heldout")
-        if checkpoint.keep_best and checkpoint.best_metric.startswith("reward/"):
-            raise ValueError(
-                f"checkpoint.best_metric = {checkpoint.best_metric}: there are no rewards; name a metric of this run "
-                f"that is the better the higher it is"
-            )
+        if checkpoint.keep_best:
+            areas = AREAS - {"reward", "rollout", "reshard", "sampling", "critic", "reward_model", "actor"}
+            areas |= {self.trained_name}
+            kind = f"a run of {self.algorithm.name}"
+            check_best_metric(checkpoint.best_metric, areas, eval_interval=metrics.eval_interval, kind=kind)
 
     @property
     def trained_name(self) -> str:

@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from hybridflow.config.best_metric import lower_is_better
 from hybridflow.config.files import read_tree
 from hybridflow.config.messages import explained
 from hybridflow.config.old_keys import renamed
@@ -93,8 +94,9 @@ class CheckpointConfig(Section):
     save_interval: NonNegativeInt = 0  # iterations between checkpoints; 0: only when the run is told to stop
     keep_last: PositiveInt = 2
     keep_every: PositiveInt | None = None  # also those of iterations that this divides
-    keep_best: NonNegativeInt = 0  # also so many of those whose best_metric was highest
+    keep_best: NonNegativeInt = 0  # also so many of those whose best_metric was best
     best_metric: str = "reward/score_mean"
+    best_is: Literal["auto", "highest", "lowest"] = "auto"  # auto: by its name: of losses, KLs, errors, seconds lowest
     async_save: bool = False  # training goes on once all is copied to host memory
     load: PathText = "auto"  # auto: the latest of the run directory; none: start anew; PATH of another: a fork
     save_rollout: bool = False  # keep the responses of an iteration until it is over
@@ -102,6 +104,13 @@ class CheckpointConfig(Section):
     grace_seconds: PositiveFloat = 300.0  # from a signal to the end of the run
     max_hours: PositiveFloat | None = None  # save and end before this has passed since the start
     max_restarts_without_progress: PositiveInt = 3  # of torchrun's restarts, that begin where the one before began
+
+    @property
+    def keeps(self) -> Literal["highest", "lowest"]:
+        """Which values of best_metric are the best."""
+        if self.best_is != "auto":
+            return self.best_is
+        return "lowest" if lower_is_better(self.best_metric) else "highest"
 
 
 class WatchdogConfig(Section):

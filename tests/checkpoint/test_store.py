@@ -158,6 +158,14 @@ def test_superfluous(keep_last: int, keep_every: int | None, keep_best: int, gon
     assert found == gone
 
 
+def test_the_lowest_are_the_best_where_the_config_says_so() -> None:
+    metrics = {2: {"loss": 0.9}, 4: {"loss": 0.1}, 6: {"loss": 0.1}, 8: {}, 10: {"loss": 0.5}}
+    kept = {"keep_last": 1, "keep_every": None, "best": "loss"}
+    assert superfluous(metrics, **kept, keep_best=1, best_is="lowest") == [2, 4, 8]  # of equals the later one
+    assert superfluous(metrics, **kept, keep_best=2, best_is="lowest") == [2, 8]
+    assert superfluous(metrics, **kept, keep_best=1, best_is="highest") == [4, 6, 8]
+
+
 def test_what_lacks_the_metric_is_no_best() -> None:
     metrics = {1: {"score": -3.0}, 2: {}, 3: {"score": -5.0}, 4: {"other": 1.0}}
     assert superfluous(metrics, keep_last=1, keep_every=None, keep_best=1, best="score") == [2, 3]

@@ -1,0 +1,43 @@
+"""By which metric checkpoints are the best ones: whether high or low is good, and whether a run has it at all.
+
+lower_is_better("eval/loss")             True
+lower_is_better("reward/score_mean")     False
+"""
+
+import difflib
+import re
+from collections.abc import Collection
+
+LOWER = re.compile(
+    r"(?<![a-z])(?:loss|perplexity|ppl|kl|nll|errors?|mse|mae|grad_norm|seconds|ms|bytes|mb|diff|truncated|timeouts|"
+    r"failed|dropped|lost|idle|overlong|penalty)(?![a-z])"
+)
+OF_CALLS = ("reward/errors", "reward/timeouts", "reward/row_mean_ms", "reward/row_max_ms", "reward/latency_ms")
+AREAS = frozenset("actor critic data eval kl memory reshard reward reward_model rollout sampling time train".split())
+
+
+def lower_is_better(metric: str) -> bool:
+    """By its name. What a reward function is called says nothing: a score is the better the higher."""
+    area, _, name = metric.partition("/")
+    if area == "reward":
+        return metric in OF_CALLS
+    return area == "kl" or LOWER.search(name.rpartition("/")[2] or area) is not None
+
+
+def check_best_metric(metric: str, areas: Collection[str], *, eval_interval: int, kind: str) -> None:
+    """Raise ValueError where no iteration of such a run has a metric of that area. areas: those that it has."""
+    key, (area, slash, _) = f"checkpoint.best_metric = {metric}", metric.partition("/")
+    if area == "eval" and slash and not eval_interval:
+        raise ValueError(f"{key} needs metrics.eval_interval, which is 0")
+    if slash and area in areas:
+        return
+    if area == "reward" and slash:
+        raise ValueError(f"{key}: there are no rewards; name a metric of this run, such as {_such(areas)}")
+    near = difflib.get_close_matches(area, areas, n=1)
+    known = f"did you mean {near[0]}/...?" if near and slash else f"{kind} has metrics of {', '.join(sorted(areas))}"
+    raise ValueError(f"{key}: {'there is no such area' if slash else 'a metric is called area/name'}; {known}")
+
+
+def _such(areas: Collection[str]) -> str:
+    trained = "reward_model" if "reward_model" in areas else "actor"
+    return f"eval/loss or {trained}/loss"
