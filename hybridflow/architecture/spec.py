@@ -246,7 +246,7 @@ class _Reader:
 
     def _pad_token_id(self) -> int | None:
         value = self._raw.get("pad_token_id")
-        wrong = value is not None and (not _is_number(value) or value != int(value))
+        wrong = value is not None and (not is_number(value) or value != int(value))
         self._refuse("pad_token_id", value, wrong, "must be a token id or null")
         return None if value is None or value < 0 else int(value)  # older files have -1 for none
 
