@@ -3,9 +3,10 @@
     python -m hybridflow.data data/train.parquet                                 # the columns alone
     python -m hybridflow.data data/train.parquet configs/mine.yaml [section.key=value ...]
 
-FILE is a JSON-lines or Parquet file, or a directory of them. It takes the place of the config's data.train; the rest of
-the section `data` says how it is read, and the model that is trained has the tokenizer. What is trained on stands
-between [[ and ]]; of a run that generates, the prompts are shown. The exit status is 1 where the run would not begin.
+FILE is a file of rows, JSON, Parquet or Arrow, or a directory of them. It takes the place of the config's data.train;
+the rest of the section `data` says how it is read, and the model that is trained has the tokenizer. What is trained on
+stands between [[ and ]]; of a run that generates, the prompts are shown. The exit status is 1 where the run would not
+begin.
 """
 
 import argparse

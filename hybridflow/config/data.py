@@ -52,7 +52,7 @@ DataFilesKey = Annotated[PathText | tuple[SourceConfig, ...], BeforeValidator(_s
 
 
 class FilesConfig(Section):
-    """Which files are read, JSON lines or Parquet, and how; common to prompts and to examples of fixed data."""
+    """Which files are read, JSON, Parquet or Arrow, and how; common to prompts and to examples of fixed data."""
 
     train: DataFilesKey  # a file, a directory of files, or several, [{path: a.jsonl, weight: 2}, ...]
     heldout: DataFilesKey | None = None

@@ -61,7 +61,7 @@ class JsonLines:
     def _row(self, line: int, text: bytes) -> Row:
         where = f"{self.path}, line {line + 1}"
         try:
-            return Row(where, _parsed(text, where))
+            return Row(where, parsed(text, where))
         except RowError as error:
             return Row(where, {}, error)
 
@@ -110,16 +110,24 @@ def _decoded(text: bytes) -> str:
     return text.decode(errors="replace")
 
 
-def _parsed(text: bytes, where: str) -> dict[str, Any]:
+def parsed(text: bytes, where: str) -> dict[str, Any]:
+    """The object that is a row. Errors: RowError naming `where`."""
     try:
         row = json.loads(text.decode().rstrip("\r\n"))
     except UnicodeDecodeError as error:
         message = f"{where}: is not UTF-8 text ({error.reason}); data files are JSON lines or Parquet"
         raise RowError(message, "not UTF-8") from error
     except json.JSONDecodeError as error:
-        raise RowError(f"{where}: is not JSON: {error.msg} at column {error.colno}", "not JSON") from error
+        below = f"line {error.lineno} of it, " if error.lineno > 1 else ""
+        message = f"{where}: is not JSON: {error.msg} at {below}column {error.colno}{_array_hint(text)}"
+        raise RowError(message, "not JSON") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         raise RowError(f"{where}: is JSON that cannot be read: {error}", "not JSON") from error
     if not isinstance(row, dict):
-        raise RowError(f"{where}: is a JSON {type(row).__name__}, expected an object of named fields", "no object")
+        message = f"{where}: is a JSON {type(row).__name__}, expected an object of named fields{_array_hint(text)}"
+        raise RowError(message, "no object")
     return row
+
+
+def _array_hint(text: bytes) -> str:
+    return "; a file that is one JSON array is read where it is called .json" if text.lstrip()[:1] == b"[" else ""

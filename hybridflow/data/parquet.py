@@ -36,7 +36,7 @@ class Parquet:
             try:
                 self._metadata = pyarrow.parquet.read_metadata(file)
             except PROBLEMS as error:
-                raise DataError(f"{path}: is no Parquet file, or not a whole one: {_first_line(error)}") from error
+                raise DataError(f"{path}: is no Parquet file, or not a whole one: {first_line(error)}") from error
         groups = [self._metadata.row_group(i).num_rows for i in range(self._metadata.num_row_groups)]
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(groups, np.int64))])
         self._kept: dict[int, pyarrow.Table] = {}  # the last ones used, the latest last
@@ -64,9 +64,9 @@ class Parquet:
         try:
             table = self._group(group)
         except PROBLEMS as error:
-            message = f"its row group {group} cannot be read: {_first_line(error)}"
-            return [self._wrong(number, message, "damaged") for number in numbers]
-        return [self._row(table, number, int(number - self._starts[group])) for number in numbers]
+            message = f"its row group {group} cannot be read: {first_line(error)}"
+            return [_wrong(self._where(number), message, "damaged") for number in numbers]
+        return [row_at(table, int(number - self._starts[group]), self._where(number)) for number in numbers]
 
     def _group(self, group: int) -> pyarrow.Table:
         table = self._kept.pop(group, None)
@@ -78,21 +78,25 @@ class Parquet:
             del self._kept[next(iter(self._kept))]
         return table
 
-    def _row(self, table: pyarrow.Table, number: int, place: int) -> Row:
-        try:
-            fields: dict[str, Any] = table.slice(place, 1).to_pylist()[0]
-        except UnicodeDecodeError as error:
-            return self._wrong(number, f"is not UTF-8 text ({error.reason})", "not UTF-8")
-        except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # a time before the year 1, and the like
-            return self._wrong(number, f"cannot be read: {_first_line(error)}", "damaged")
-        return Row(self._where(number), fields)
-
-    def _wrong(self, number: int, message: str, reason: str) -> Row:
-        return Row(self._where(number), {}, RowError(f"{self._where(number)}: {message}", reason))
-
     def _where(self, number: int) -> str:
         return f"{self.path}, row {number + 1}"
 
 
-def _first_line(error: Exception) -> str:
+def row_at(table: pyarrow.Table | pyarrow.RecordBatch, place: int, where: str) -> Row:
+    """The row at `place` as Python's values, or what is wrong with it."""
+    try:
+        fields: dict[str, Any] = table.slice(place, 1).to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return _wrong(where, f"is not UTF-8 text ({error.reason})", "not UTF-8")
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # a time before the year 1, and the like
+        return _wrong(where, f"cannot be read: {first_line(error)}", "damaged")
+    return Row(where, fields)
+
+
+def _wrong(where: str, message: str, reason: str) -> Row:
+    return Row(where, {}, RowError(f"{where}: {message}", reason))
+
+
+def first_line(error: Exception) -> str:
+    """What an error of pyarrow says; others follow."""
     return (str(error).splitlines() or [type(error).__name__])[0]

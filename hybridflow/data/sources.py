@@ -11,13 +11,17 @@ from itertools import accumulate
 from pathlib import Path
 
 from hybridflow.config.data import DataFiles, SourceConfig
+from hybridflow.data.json_array import JsonArray, begins_as_array
 from hybridflow.data.json_lines import JsonLines
 from hybridflow.data.order import MOST_TURNS, shares
 from hybridflow.data.rows import DataRows, Row
+from hybridflow.data.saved_dataset import ARROW, saved_files
 from hybridflow.errors import DataError
 
-JSON_LINES = (".jsonl", ".json", ".ndjson")
+JSON = ".json"  # lines, or one array
+JSON_LINES = (".jsonl", JSON, ".ndjson")
 PARQUET = ".parquet"
+TEXT_TABLES = {".csv": ",", ".tsv": r"\t"}  # read as text they say no types: 007 and 7 would be one answer
 
 
 class Files:
@@ -64,10 +68,10 @@ class Files:
 def open_files(named: DataFiles | Path, key: str) -> Files:
     """What the config's `key` names. Errors: DataError where a file cannot be read or holds nothing."""
     sources = (SourceConfig(path=str(named)),) if isinstance(named, str | Path) else named
-    opened = [(source.path, [_opened(file) for file in _expanded(Path(source.path))]) for source in sources]
+    opened = [(source.path, [_opened(file) for file in _expanded(Path(source.path), key)]) for source in sources]
     for path, files in opened:
         if not any(len(file) for file in files):
-            raise DataError(f"{path}: holds no row ({key}); expected JSON lines, one object a line, or Parquet")
+            raise DataError(f"{path}: holds no row ({key}); expected JSON (lines or an array), Parquet or Arrow")
     weights = tuple(source.weight for source in sources if source.weight is not None)
     for source, share in zip(sources, shares(weights) if weights else (), strict=False):
         if not share:
@@ -78,26 +82,51 @@ def open_files(named: DataFiles | Path, key: str) -> Files:
     return Files(opened, weights or None)
 
 
-def _expanded(path: Path) -> list[Path]:
-    """The data files of a directory by name; a file is itself."""
+def _expanded(path: Path, key: str) -> list[Path]:
+    """The data files of a directory by name, or as `datasets` saved them; a file is itself."""
     if not path.is_dir():
         return [path]
-    found = sorted(file for file in path.iterdir() if file.suffix in (*JSON_LINES, PARQUET) and file.is_file())
+    saved = saved_files(path, key)
+    if saved is not None:
+        return saved
+    suffixes = (*JSON_LINES, PARQUET, ARROW)
+    found = sorted(file for file in path.iterdir() if file.suffix in suffixes and file.is_file())
     if not found:
         names = sorted(file.name for file in path.iterdir())
+        tables = [name for name in names if Path(name).suffix in TEXT_TABLES]
         raise DataError(
-            f"{path}: is a directory without {', '.join(JSON_LINES)} or {PARQUET} files; it holds "
-            f"{', '.join(names[:10]) or 'nothing'}"
+            f"{path}: is a directory without {', '.join(suffixes[:-1])} or {ARROW} files; it holds "
+            f"{', '.join(names[:10]) or 'nothing'}{_to_parquet(path / tables[0]) if tables else ''}"
         )
     return found
 
 
 def _opened(path: Path) -> DataRows:
+    if path.suffix == JSON and begins_as_array(path):
+        return JsonArray(path)
+    if path.suffix in TEXT_TABLES and path.is_file():
+        raise DataError(f"{path}: {path.suffix[1:].upper()} is not read{_to_parquet(path)}")
+    if path.suffix == ARROW:
+        from hybridflow.data.arrow import Arrow
+
+        return Arrow(path)
     if path.suffix != PARQUET and not _begins_as_parquet(path):
         return JsonLines(path)
     from hybridflow.data.parquet import Parquet  # whose pyarrow takes 60 MB: only where there is such a file
 
     return Parquet(path)
+
+
+def _to_parquet(path: Path) -> str:
+    """How to make Parquet of a table that is text, after looking at the types that pyarrow gives the columns."""
+    delimiter = TEXT_TABLES[path.suffix]
+    return (
+        f"; this makes Parquet of it, with the types that pyarrow finds:\n"
+        f"    import pyarrow.csv, pyarrow.parquet\n"
+        f"    how = pyarrow.csv.ParseOptions(delimiter='{delimiter}', newlines_in_values=True)\n"
+        f"    table = pyarrow.csv.read_csv('{path}', parse_options=how)\n"
+        f"    pyarrow.parquet.write_table(table, '{path.with_suffix(PARQUET)}')"
+    )
 
 
 def _begins_as_parquet(path: Path) -> bool:

@@ -78,18 +78,39 @@ def test_the_digest_is_of_the_contents_in_their_order(tmp_path) -> None:
 
 
 def test_what_holds_nothing_is_refused(tmp_path) -> None:
-    empty, without = tmp_path / "empty", tmp_path / "without"
-    empty.mkdir(), without.mkdir()
-    (without / "data.csv").write_text("a\n1\n")
+    empty = tmp_path / "empty"
+    empty.mkdir()
     for path, message in (
-        (empty, "is a directory without .jsonl, .json, .ndjson or .parquet files; it holds nothing"),
-        (without, "is a directory without .jsonl, .json, .ndjson or .parquet files; it holds data.csv"),
+        (empty, "is a directory without .jsonl, .json, .ndjson, .parquet or .arrow files; it holds nothing"),
         (
             lines(tmp_path / "a.jsonl"),
-            "holds no row (data.heldout); expected JSON lines, one object a line, or Parquet",
+            "holds no row (data.heldout); expected JSON (lines or an array), Parquet or Arrow",
         ),
         (tmp_path / "absent", "cannot be read: No such file or directory"),
     ):
         with pytest.raises(DataError) as raised:
             open_files(str(path), "data.heldout")
         assert str(raised.value) == f"{path}: {message}"
+
+
+def test_an_array_is_read_where_the_file_is_called_json(tmp_path) -> None:
+    text = json.dumps([{"a": 1}, {"a": 2}], indent=2)
+    (tmp_path / "a.json").write_text("\n" + text)
+    assert values(open_files(tmp_path / "a.json", "data.train")) == [1, 2]
+    (tmp_path / "b.jsonl").write_text(text)
+    first = open_files(tmp_path / "b.jsonl", "data.train").rows_at([0])[0]
+    assert "one JSON array is read where it is called .json" in str(first.problem)
+
+
+@pytest.mark.parametrize(("suffix", "delimiter"), [(".csv", ","), (".tsv", "\t")])
+@pytest.mark.parametrize("directory", [False, True])
+def test_text_tables_are_refused_with_lines_that_make_parquet(tmp_path, suffix, delimiter, directory) -> None:
+    path = tmp_path / f"data{suffix}"
+    path.write_text(f'question{delimiter}a\n"why\nso?"{delimiter}7\n')
+    with pytest.raises(DataError) as raised:
+        open_files(str(tmp_path if directory else path), "data.train")
+    said, *code = str(raised.value).splitlines()
+    assert path.name in said if directory else said.startswith(f"{path}: ")
+    exec("\n".join(line.strip() for line in code))
+    [row] = open_files(path.with_suffix(".parquet"), "data.train").rows_at([0])
+    assert row.fields == {"question": "why\nso?", "a": 7}
