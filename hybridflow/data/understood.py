@@ -32,6 +32,12 @@ def of_prompts(
     answers = [name for name in ANSWERS if name in first.columns] or list(first.columns)
     if answers:
         lines.append(f"column {answers[0]}: {_values(first.columns[answers[0]])}")
+    wanted = config.data.prompts_per_iteration
+    if len(prompts) < wanted:
+        lines.append(
+            f"data.train has {len(prompts)} rows, fewer than data.prompts_per_iteration = {wanted}: a batch has some of "
+            f"them more than once"
+        )
     for i, model in enumerate(config.reward.models if config.reward is not None else ()):
         own = load_tokenizer(Path(model.model)) if model.reencode else tokenizer
         anew = "its text is encoded by its own tokenizer, and " if model.reencode else ""
