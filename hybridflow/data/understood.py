@@ -35,8 +35,8 @@ def of_prompts(
     wanted = config.data.prompts_per_iteration
     if len(prompts) < wanted:
         lines.append(
-            f"data.train has {len(prompts)} rows, fewer than data.prompts_per_iteration = {wanted}: a batch has some of "
-            f"them more than once"
+            f"data.train has {len(prompts)} rows, fewer than data.prompts_per_iteration = {wanted}: a batch "
+            "has some of them more than once"
         )
     for i, model in enumerate(config.reward.models if config.reward is not None else ()):
         own = load_tokenizer(Path(model.model)) if model.reencode else tokenizer
