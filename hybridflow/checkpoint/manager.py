@@ -130,7 +130,7 @@ class CheckpointManager:
         self._iteration_began = time.monotonic()
 
     def ended_within(self, state: RunState, recorder: Recorder, where: Stopped) -> NoReturn:
-        """The run was told to end in the iteration after `state`, which is undone. Errors: Stopped, always."""
+        """Save `state`, the one before the iteration that was stopped, and end. Errors: Stopped, always."""
         self._saver.report = recorder.message
         with self._watchdog.during("save"):
             self._save(state, recorder)
@@ -168,7 +168,7 @@ class CheckpointManager:
         return None
 
     def ended(self) -> str | None:
-        """Why the run that is in the run directory is over by `stop_when`, as that is now; None where it is not."""
+        """Why the loaded checkpoint already meets `stop_when`; None where it does not."""
         stop, source = self._config.stop_when, self._source
         if stop is None or source is None or source.is_fork or stop.metric not in source.saved.metrics:
             return None
@@ -176,7 +176,7 @@ class CheckpointManager:
         return stop.told(value) if stop.holds(value) else None
 
     def seconds(self) -> float:
-        """Training has waited for saving since it was last asked, the longest of any rank. Collective."""
+        """Seconds that training waited for saves since the last call, the longest of any rank. Collective."""
         longest = torch.tensor(self._saver.seconds, dtype=torch.float64)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._group)
         self._saver.seconds = 0.0

@@ -96,7 +96,7 @@ class Bookkeeping:
         raise NotImplementedError
 
     def abandon(self, run: IterationData, state: RunState) -> None:
-        """The iteration that was begun has not been; `state` is the one before it."""
+        """Go back to `state`, the one before this iteration; only before its first optimizer step."""
         self._stage.close()
         run.state = state
 

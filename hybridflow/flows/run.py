@@ -49,7 +49,7 @@ Role = TypeVar("Role")
 
 
 class Run(IterationData):
-    """See the module. `iteration` counts from 1; a flow may add to `metrics`."""
+    """Gives a flow its models, prompts, rollouts and state. `iteration` counts from 1; a flow may add to `metrics`."""
 
     def __init__(self, config: AnyConfig, book: Bookkeeping, generation: Generation | None = None) -> None:
         kl_coef = config.algorithm.kl.coef if isinstance(config, ExperimentConfig) else 0.0
@@ -132,7 +132,7 @@ class Run(IterationData):
         self._book.draw(self)
 
     def take(self, prompt_rows: Sequence[int], rollout: RolloutBatch, parts: Mapping[str, Tensor]) -> None:
-        """These are the iteration's prompts, by their numbers in the data set, their responses, and parts of scores."""
+        """Replace the iteration's prompts (by their numbers in the data set), rollout and parts of scores."""
         assert isinstance(self._book, OnlineBookkeeping), "rows of files are not chosen"
         self.prompt_rows, self.rollout, self.score_parts = tuple(prompt_rows), rollout, parts
         self.prompts = self._book.prompts_at(prompt_rows)
@@ -142,7 +142,10 @@ class Run(IterationData):
         return self._there("reward", self._book.roles.scorer).scores(rollout, self.prompts)
 
     def shaped(self, raw_scores: Tensor, rollout: RolloutBatch) -> Tensor:
-        """(N,) scores as training sees them: cut responses penalised, then normalised, then clipped."""
+        """(N,) scores as training sees them: penalties of cut and overlong responses, then normalised, then clipped.
+
+        Each call updates the running moments in `state`.
+        """
         scorer = self._there("reward", self._book.roles.scorer)
         scores, moments = scorer.shaped(raw_scores, rollout, self.state.score_moments)
         self.state = replace(self.state, score_moments=moments)

@@ -174,7 +174,7 @@ def _sequence_places(batch: RolloutBatch, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Step:
-    """What an optimizer step told on this rank. The sums of `values` over all ranks of the world are its results."""
+    """Reports an optimizer step that was taken. The sums of `values` over all ranks of the world are its results."""
 
     names: tuple[str, ...]
     values: Tensor  # (names,) float64

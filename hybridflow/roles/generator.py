@@ -31,7 +31,9 @@ from hybridflow.rollout.patches import join_groups
 
 
 class Generator:
-    """Building it is collective over the world. A rank outside the rollout has no engine, but takes part in all calls.
+    """The vLLM engine of this rank, and the reshard of the actor's weights to it.
+
+    Building it is collective over the world. A rank outside the rollout has no engine, but takes part in all calls.
 
     why_eager: the reason for which the engine runs without CUDA graphs, where the config lets it have them; else None.
     params: vLLM's sampling parameters of `sampled` and `greedy` responses. costs: of the reshards since somebody
@@ -184,7 +186,7 @@ class Generator:
 
 
 def addresses(device: torch.device, exchange: Exchange) -> tuple[AddressSpace | None, str | None]:
-    """Where memory that comes and goes keeps its addresses for CUDA graphs; without it on any rank, none and why.
+    """Reserve addresses at which memory comes and goes, for CUDA graphs; where a rank cannot, none and why.
 
     Collective over the world: some ranks of an engine would else capture graphs, and others not.
     """
