@@ -146,7 +146,7 @@ class OverlappedScoring:
     # ---- while it is generated
 
     def finished(self, row: int, response: Response) -> None:
-        """See `rollout.generation.RolloutListener`. Calls the functions when it was the last response to its prompt."""
+        """See `RolloutListener`. Calls the functions when it was the last response to its prompt."""
         group = self._of_prompts.get(row)
         if group is not None and group.add(row, response):
             assert self._calls is not None, "there are groups only where functions are called"
@@ -156,7 +156,7 @@ class OverlappedScoring:
             self._ready.append(unit)
 
     def stepped(self) -> None:
-        """See `rollout.generation.RolloutListener`. Announces units whose responses are all there, once somebody waits."""
+        """See `RolloutListener`. Announces units whose responses are all there, once somebody waits."""
         if not self._ready or time.monotonic() < self._looked + LOOK_SECONDS:
             return
         assert self._board is not None, "the first rank of a replica"
@@ -167,7 +167,7 @@ class OverlappedScoring:
         self._looked = time.monotonic()
 
     def waits(self, own: RolloutBatch) -> None:
-        """See `rollout.generation.RolloutListener`. Run units, one after the other, until the last replica is done."""
+        """See `RolloutListener`. Run units, one after the other, until the last replica is done."""
         if not self._models:
             return
         units = self._own_units()

@@ -138,7 +138,7 @@ def build_roles(
 
 
 def renamed(config: ExperimentConfig, *, replay: Path | None, rollout_only: bool) -> ExperimentConfig:
-    """Adapt the config to a replay or a run of rollouts alone: it has a directory of its own, so that the other's stays, and begins
+    """The config of a replay or of rollouts alone: it has a directory of its own, so that the other's stays, and begins
     with the models or the checkpoint that it is given, never where it was itself."""
     metrics: dict[str, Any] = {}
     if replay is not None:
