@@ -120,7 +120,8 @@ TABLE: tuple[ChangeRule, ...] = (
         "the content is compared, not where it lies",
     ),
     _rule(
-        "data.prompt_key data.chat_template data.shuffle data.columns data.train.*.weight seed",
+        "data.prompt_key data.chat_template data.chat_template_kwargs data.chat_template_kwargs.* data.message_format "
+        "data.assistant_turns data.shuffle data.columns data.train.*.weight seed",
         REFUSED,
         NOTICED,
         "which prompts come next follows from it: the place reached in their order means something else",
@@ -170,8 +171,8 @@ TABLE: tuple[ChangeRule, ...] = (
         "it is another aim: scores before and after are not comparable",
     ),
     _rule(
-        "reward.models.*.weight reward.functions.*.weight reward.functions.*.arguments reward.functions.*.parts "
-        "reward.functions.*.per reward.remote.*.weight reward.remote.*.url reward.remote.*.kind reward.remote.*.model "
+        "reward.models.*.weight reward.models.*.reencode reward.functions.*.weight reward.functions.*.arguments "
+        "reward.functions.*.parts reward.functions.*.per reward.remote.*.weight reward.remote.*.url reward.remote.*.kind reward.remote.*.model "
         "reward.remote.*.template reward.remote.*.max_tokens reward.remote.*.lowest reward.remote.*.highest "
         "reward.on_error reward.error_score reward.special_tokens reward.clip_score reward.truncation_penalty "
         "reward.overlong reward.overlong.*",

@@ -3,11 +3,13 @@
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from hybridflow.errors import CheckpointError
 from hybridflow.parallel.agreement import digest_files
+
+if TYPE_CHECKING:  # it loads for seconds, and where all directories have one tokenizer none is read
+    from transformers import PreTrainedTokenizerBase
 
 # without one of these transformers makes up a tokenizer of a token or two
 VOCABULARIES = ("tokenizer.json", "*.model", "*.model.v*", "vocab.*", "*.tiktoken", "tekken.json")
@@ -24,26 +26,28 @@ def has_tokenizer(model: Path) -> bool:
     return model.is_dir() and any(fnmatch(file.name, pattern) for file in model.iterdir() for pattern in VOCABULARIES)
 
 
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase":
     """Of a model's directory. Errors: CheckpointError where there is none that transformers can read."""
     if path.is_dir() and not has_tokenizer(path):
         raise CheckpointError(
             f"{path}: has no tokenizer: none of {', '.join(VOCABULARIES)} is there; copy the tokenizer files of the "
             f"model that it was made of"
         )
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: has no tokenizer that transformers can load: {error}") from error
 
 
-def is_special(token_id: int, tokenizer: PreTrainedTokenizerBase) -> bool:
+def is_special(token_id: int, tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Whether a token stands for no text: a model writes it, a person cannot."""
     added = tokenizer.added_tokens_decoder.get(token_id)
     return token_id in tokenizer.all_special_ids or (added is not None and added.special)
 
 
-def named_tokens(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> str:
+def named_tokens(ids: Iterable[int], tokenizer: "PreTrainedTokenizerBase") -> str:
     """`'<|im_end|>' (2), '</s>' (1)`."""
     return ", ".join(f"{tokenizer.convert_ids_to_tokens(token_id)!r} ({token_id})" for token_id in ids)
 

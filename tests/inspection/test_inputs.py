@@ -45,11 +45,12 @@ def test_all_is_there(here: Path) -> None:
         "model of reference",
         "model of reward.models.0",
         "tokenizer",
+        "tokenizers",
         "data.train",
         "data.heldout",
         "functions hybridflow.rewards:exact_match",
     ]
-    assert findings[5].value == f"{here}/train.jsonl: the first 16 rows are readable"
+    assert findings[6].value == f"{here}/train.jsonl: the first 16 rows are readable"
     assert {"the config", f"config.json of {here}/policy", f"the tokenizer of {here}/policy", "data.train"} <= set(
         digests
     )
@@ -141,6 +142,7 @@ def test_rows_of_fixed_data_are_read_as_the_run_will(here: Path) -> None:
     assert [(finding.name, finding.status) for finding in findings] == [
         ("model of actor, reference", "ok"),
         ("tokenizer", "ok"),
+        ("tokenizers", "ok"),
         ("data.train", "ok"),
     ]
     assert findings[-1].value == f"{here}/pairs.jsonl: the first 3 rows are readable"

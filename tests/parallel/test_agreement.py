@@ -141,7 +141,7 @@ def heard(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (here / "rank_rewards.py").write_text(f"def f(*_):\n    return [{rank}]\n")
         policy = shutil.copytree(inputs / "policy", here / "changed")
         tokenizer = make_tokenizer()
-        tokenizer.add_tokens(["<think>"] * rank)
+        tokenizer.chat_template = f"{rank}"  # the same tokens: other ones are refused on the rank that has them
         tokenizer.save_pretrained(policy)
         described = json.loads((policy / "config.json").read_text())
         (policy / "config.json").write_text(json.dumps(described | {"rms_norm_eps": 1e-5 * (1 + rank)}))

@@ -68,6 +68,7 @@ def activations(role: RoleMemory, stage: int, seen: list[dict[str, int]]) -> lis
                 tp=model.layout.tp,
                 itemsize=ITEM_BYTES[config.dtype],
                 rows=each["tokens"] if stage == model.layout.pp - 1 else 0,
+                backward=True,
             ),
             "counted": training_activation_bytes(
                 model.spec,
@@ -103,7 +104,7 @@ def note_passes(seen: dict[int, list[dict[str, int]]]) -> None:
 
 def trained(trainer: OnlineTrainer | FixedDataTrainer) -> dict[str, TrainedRole | None]:
     if isinstance(trainer, FixedDataTrainer):
-        return {trainer.config.trained_name: trainer.models.trained}
+        return {trainer.config.trained_name: trainer.models.trained()[0]}
     return {"actor": trainer.roles.actor, "critic": trainer.roles.critic}
 
 
