@@ -172,10 +172,10 @@ TABLE: tuple[ChangeRule, ...] = (
     ),
     _rule(
         "reward.models.*.weight reward.models.*.reencode reward.functions.*.weight reward.functions.*.arguments "
-        "reward.functions.*.parts reward.functions.*.per reward.remote.*.weight reward.remote.*.url reward.remote.*.kind reward.remote.*.model "
-        "reward.remote.*.template reward.remote.*.max_tokens reward.remote.*.lowest reward.remote.*.highest "
-        "reward.on_error reward.error_score reward.special_tokens reward.clip_score reward.truncation_penalty "
-        "reward.overlong reward.overlong.*",
+        "reward.functions.*.parts reward.functions.*.per reward.remote.*.weight reward.remote.*.url "
+        "reward.remote.*.kind reward.remote.*.model reward.remote.*.template reward.remote.*.max_tokens "
+        "reward.remote.*.lowest reward.remote.*.highest reward.on_error reward.error_score reward.special_tokens "
+        "reward.clip_score reward.truncation_penalty reward.overlong reward.overlong.*",
         NOTICED,
         NOTICED,
         "scores before and after are not comparable; a critic has to learn the new ones",
