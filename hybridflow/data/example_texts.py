@@ -36,6 +36,7 @@ class ExampleTexts:
     sequences: tuple[Plain | Rendered, ...]
     label: bool
     margin: float
+    repeats_prompt: bool = False  # what follows the prompt begins with the prompt itself
 
 
 def example_texts(
@@ -61,6 +62,7 @@ def example_texts(
         sequences,
         label=_label(reader) if kind == "labelled" else True,
         margin=_margin(row) if kind == "pairs" and "margin" in row.fields else 0.0,
+        repeats_prompt=any(reader.repeats_prompt(name) for name in ("completion", "chosen")),
     )
 
 
@@ -106,6 +108,13 @@ class _Reader:
         if prompt is None:
             return True
         return isinstance(prompt, str) and is_conversation(chosen)
+
+    def repeats_prompt(self, name: str) -> bool:
+        """Whether the field `name` begins with the row's prompt, so that the model reads the prompt twice."""
+        prompt, then = (self.row.fields.get(field) for field in ("prompt", name))
+        if (isinstance(prompt, str) and isinstance(then, str)) or (isinstance(prompt, list) and isinstance(then, list)):
+            return bool(prompt) and then[: len(prompt)] == prompt
+        return False
 
     def implicit(self) -> tuple[Plain | Rendered, ...]:
         values: list[Any] = [self._read("chosen"), self._read("rejected")]

@@ -38,6 +38,7 @@ class Example:
     prompt_lengths: tuple[int, ...]  # tokens before the first that counts
     label: bool = True  # labelled: whether the completion is wanted
     margin: float = 0.0  # pairs: by how much chosen should be better
+    repeats_prompt: bool = False  # what follows the prompt begins with the prompt itself
 
 
 class ExampleDataset:
@@ -145,6 +146,7 @@ class _Encoder:
             prompt_lengths=tuple(its.prompt_length for its in whole),
             label=texts.label,
             margin=texts.margin,
+            repeats_prompt=texts.repeats_prompt,
         )
 
     def _problem(self, where: str, ids: list[int]) -> RowError | None:

@@ -1,10 +1,17 @@
-"""The fields of a row under the names that they have here: `data.columns`, and what is there where one is missing."""
+"""The fields of a row under the names that they have here: `data.columns`, and what is there where one is missing.
+
+Parquet and Arrow give all objects of a column the same keys, with null for those that an object was written without. A
+chat template would render such a null: what enters a template has the keys that it was written with.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from hybridflow.data.rows import Row, RowError
+
+TOOLS, KWARGS = "tools", "chat_template_kwargs"  # columns that enter the chat template
+RENDERED = (TOOLS, KWARGS)
 
 
 def named(row: Row, columns: Mapping[str, str]) -> Row:
@@ -26,7 +33,21 @@ def named(row: Row, columns: Mapping[str, str]) -> Row:
     verl = fields.get("reward_model")
     if isinstance(verl, dict) and "ground_truth" in verl:
         fields.setdefault("ground_truth", verl["ground_truth"])
+    if row.fills_nulls:
+        fields = {name: _as_written(value) if _is_rendered(name, value) else value for name, value in fields.items()}
     return replace(row, fields=fields)
+
+
+def _is_rendered(name: str, value: Any) -> bool:
+    """Whether a chat template gets it: messages, tools and arguments. Reward functions get all else as it is read."""
+    messages = isinstance(value, list) and any(isinstance(one, dict) and {"role", "from"} & one.keys() for one in value)
+    return messages or name in RENDERED
+
+
+def _as_written(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_written(inner) for key, inner in value.items() if inner is not None}
+    return [_as_written(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _found(row: Row, path: str, key: str) -> Any:

@@ -12,7 +12,7 @@ from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.end_tokens import end_tokens
 from hybridflow.data.examples import ExampleDataset, load_examples
 from hybridflow.data.left_out import left_out
-from hybridflow.data.same_tokens import check_tokenizers
+from hybridflow.data.same_tokens import tokenizer_notes
 from hybridflow.data.templates import TemplateOptions
 from hybridflow.data.tokenizers import load_tokenizer
 from hybridflow.data.understood import of_examples, taught_end
@@ -66,7 +66,7 @@ def load_fixed_inputs(config: FixedDataConfig, vocab_size: int) -> FixedInputs:
         )
         if heldout
         else None,
-        tokenizers=check_tokenizers(config),
+        tokenizers=tokenizer_notes(config, tokenizer),
     )
     if isinstance(config.algorithm, KTO):
         for key, rows in (("data.train", inputs.train), ("data.heldout", inputs.heldout)):

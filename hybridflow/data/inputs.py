@@ -12,7 +12,7 @@ from hybridflow.data.end_tokens import EndTokens, end_tokens
 from hybridflow.data.left_out import left_out
 from hybridflow.data.prompts import PromptDataset, load_prompts
 from hybridflow.data.response_text import ResponseTexts
-from hybridflow.data.same_tokens import check_tokenizers
+from hybridflow.data.same_tokens import tokenizer_notes
 from hybridflow.data.templates import TemplateOptions
 from hybridflow.data.tokenizers import load_tokenizer
 from hybridflow.data.understood import of_prompts
@@ -66,7 +66,7 @@ def load_inputs(config: ExperimentConfig, vocab_size: int) -> Inputs:
         heldout=_prompts("data.heldout", tokenizer, data, vocab_size) if data.heldout else None,
         functions=pool_specs(config),
         ending=_no_end(config.sampling, ends.ids, path),
-        tokenizers=check_tokenizers(config),
+        tokenizers=tokenizer_notes(config, tokenizer),
         texts=ResponseTexts.of(
             tokenizer,
             (*ends.ids, *config.sampling.stop_token_ids),

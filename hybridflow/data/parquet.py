@@ -90,7 +90,7 @@ def row_at(table: pyarrow.Table | pyarrow.RecordBatch, place: int, where: str) -
         return _wrong(where, f"is not UTF-8 text ({error.reason})", "not UTF-8")
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # a time before the year 1, and the like
         return _wrong(where, f"cannot be read: {first_line(error)}", "damaged")
-    return Row(where, fields)
+    return Row(where, fields, fills_nulls=True)
 
 
 def _wrong(where: str, message: str, reason: str) -> Row:

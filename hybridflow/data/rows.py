@@ -35,6 +35,7 @@ class Row:
     where: str  # file and line, for messages
     fields: dict[str, Any]
     problem: RowError | None = None  # why it has no fields
+    fills_nulls: bool = False  # its format writes null for what this row lacks and another row has
 
 
 class DataRows(Protocol):

@@ -7,11 +7,15 @@ worthless.
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.config.roles import RewardModelConfig
-from hybridflow.data.tokenizers import has_tokenizer, load_tokenizer, tokenizer_digest
+from hybridflow.data.tokenizers import has_tokenizer, load_tokenizer, tokenizer_digest, unlike_its_file
 from hybridflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def check_tokenizers(config: AnyConfig) -> list[str]:
@@ -32,6 +36,16 @@ def check_tokenizers(config: AnyConfig) -> list[str]:
     ]
     alike = [name for name, model in others.items() if name not in free and has_tokenizer(model)]
     return lines + ([f"tokenizers: of {', '.join(alike)} as of {trained}"] if alike else [])
+
+
+def tokenizer_notes(config: AnyConfig, tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+    """What to know of the tokenizers of a run, a line each. tokenizer: of the model that is trained.
+
+    Errors: as `check_tokenizers`; CheckpointError for a tokenizer that makes no tokens of text.
+    """
+    trained = config.trained if isinstance(config, FixedDataConfig) else config.actor
+    note = unlike_its_file(Path(trained.model), tokenizer)
+    return [*([] if note is None else [note]), *check_tokenizers(config)]
 
 
 def check_same_tokens(name: str, model: Path, actor: Path, *, of: str = "actor") -> str | None:

@@ -15,13 +15,13 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from hybridflow.data.end_tokens import end_of_turn
+from hybridflow.data.fields import KWARGS, TOOLS
 from hybridflow.data.messages import Format, Message
 from hybridflow.data.rows import RowError, shown
 from hybridflow.errors import ConfigError
 
 MARK = "\u2042hybridflow\u2042"  # that no template and no row has
 ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython")
-TOOLS, KWARGS = "tools", "chat_template_kwargs"  # columns of a row that enter its template
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ if TYPE_CHECKING:  # it loads for seconds, and where all directories have one to
 # without one of these transformers makes up a tokenizer of a token or two
 VOCABULARIES = ("tokenizer.json", "*.model", "*.model.v*", "vocab.*", "*.tiktoken", "tekken.json")
 
+# of which any tokenizer makes tokens
+PROBE = "Solve 12 + 345:\n\n\tx_1 = f(a, b)  # na\u00efve \u65e5\u672c\u8a9e \U0001f642"
+
 TOKENIZER_FILES = (
     *("tokenizer*", "*.model", "*.model.v*", "*.tiktoken", "vocab.*", "merges.txt", "tekken.json"),
     *("added_tokens.json", "special_tokens_map.json", "chat_template*", "generation_config.json"),
@@ -39,6 +42,34 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase":
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: has no tokenizer that transformers can load: {error}") from error
+
+
+def unlike_its_file(path: Path, tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """What to know where transformers encodes text otherwise than the directory's tokenizer.json says; else None.
+
+    transformers chooses a class by config.json's model_type, and some classes replace parts of the file. Errors:
+    CheckpointError where the class makes no tokens of text.
+    """
+    from tokenizers import Tokenizer
+
+    file, made = path / "tokenizer.json", tokenizer(PROBE, add_special_tokens=False)["input_ids"]
+    if not file.is_file():
+        return None
+    meant = Tokenizer.from_file(str(file)).encode(PROBE, add_special_tokens=False)
+    if made == meant.ids:
+        return None
+    what = f"transformers reads {path} as a {type(tokenizer).__name__}, by its config's model_type, which"
+    if not made:
+        raise CheckpointError(
+            f"{file}: {what} makes no tokens of text: the file has another kind of model; take a tokenizer.json of "
+            f"that kind"
+        )
+    found = tokenizer.convert_ids_to_tokens(made)
+    place = next((i for i, (a, b) in enumerate(zip(found, meant.tokens, strict=False)) if a != b), 0)
+    return (
+        f"{what} encodes text otherwise than tokenizer.json: {found[place : place + 3]} for "
+        f"{meant.tokens[place : place + 3]}; the run reads text as transformers does"
+    )
 
 
 def is_special(token_id: int, tokenizer: "PreTrainedTokenizerBase") -> bool:

@@ -47,7 +47,8 @@ def of_prompts(
 
 def of_examples(config: FixedDataConfig, rows: ExampleDataset, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The first row with what counts, and the token that ends it."""
-    (first,) = rows.draw(rows.order(config.seed, config.data.shuffle), 1).items
+    some = rows.draw(rows.order(config.seed, config.data.shuffle), min(NUM_ROWS, len(rows))).items
+    first = some[0]
     text = marked(first.sequences[0], first.trained[0], tokenizer)
     lines = [f"first row, {len(first.sequences[0])} tokens, those that count in marks: {shown(text, MOST)}"]
     taught = taught_end(first, tokenizer)
@@ -55,6 +56,11 @@ def of_examples(config: FixedDataConfig, rows: ExampleDataset, tokenizer: PreTra
         lines.append("no special token ends what is learnt: nothing teaches the model to stop")
     else:
         lines.append(f"end token that is taught: {named_tokens([taught], tokenizer)}")
+    if all(example.repeats_prompt for example in some):
+        then = "chosen" if len(first.sequences) == 2 else "completion"
+        lines.append(
+            f"{then} begins with the prompt itself, so the model reads the prompt twice: leave it out of one of them"
+        )
     if config.reward_model is not None:
         lines.append(f"reward_model: {_read_at(config.reward_model.model, tokenizer)}")
     return lines

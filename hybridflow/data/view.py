@@ -19,7 +19,7 @@ from hybridflow.data.inputs import train_prompts
 from hybridflow.data.left_out import left_out
 from hybridflow.data.prompts import Prompt
 from hybridflow.data.rows import Item, shown
-from hybridflow.data.same_tokens import check_tokenizers
+from hybridflow.data.same_tokens import tokenizer_notes
 from hybridflow.data.shown_tokens import decoded, marked
 from hybridflow.data.sources import Files
 from hybridflow.data.tokenizers import load_tokenizer
@@ -69,7 +69,7 @@ def seen_by(config: AnyConfig) -> Iterator[str]:
         prompts = train_prompts(config.data, tokenizer, vocab_size)
         ends = end_tokens(model, tokenizer, vocab_size, template=config.data.chat_template)
         yield from of_prompts(config, prompts, ends, tokenizer)
-        yield from check_tokenizers(config)
+        yield from tokenizer_notes(config, tokenizer)
         yield from _rows(
             prompts.rows,
             "prompts longer than data.max_prompt_length",
@@ -81,7 +81,7 @@ def seen_by(config: AnyConfig) -> Iterator[str]:
         return
     examples = load_rows(config.data.train, tokenizer, config, vocab_size)
     yield from of_examples(config, examples, tokenizer)
-    yield from check_tokenizers(config)
+    yield from tokenizer_notes(config, tokenizer)
     yield from _rows(
         examples.rows,
         "rows longer than data.max_length",

@@ -24,7 +24,7 @@ from hybridflow.data.rows import Row, RowError, attempt
 from hybridflow.data.same_tokens import check_tokenizers
 from hybridflow.data.sources import open_files
 from hybridflow.data.templates import ChatTemplate, TemplateOptions
-from hybridflow.data.tokenizers import load_tokenizer, tokenizer_digest
+from hybridflow.data.tokenizers import load_tokenizer, tokenizer_digest, unlike_its_file
 from hybridflow.errors import CheckpointError, UserError
 from hybridflow.inspection.findings import Finding, counted
 from hybridflow.parallel.agreement import digest_bytes, digest_files
@@ -99,7 +99,9 @@ def _tokenizer(path: Path, tokenizers: list[PreTrainedTokenizerBase]) -> Inspect
     if not path.is_dir():  # transformers would take it for the name of a repository
         raise CheckpointError(f"{path}: no such directory")
     tokenizers.append(load_tokenizer(path))
-    return f"{path}: {len(tokenizers[0]):,} tokens", {f"the tokenizer of {path}": tokenizer_digest(path).hex()}
+    note = unlike_its_file(path, tokenizers[0])
+    told = f"{path}: {len(tokenizers[0]):,} tokens" + ("" if note is None else f"; {note}")
+    return told, {f"the tokenizer of {path}": tokenizer_digest(path).hex()}
 
 
 def _same_tokens(config: AnyConfig) -> Inspected:

@@ -1,9 +1,12 @@
 """Columns under other names, and what is said where one is missing."""
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from hybridflow.data.fields import named
 from hybridflow.data.rows import Row, RowError
+from hybridflow.data.sources import open_files
 
 VERL = {
     "data_source": "openai/gsm8k",
@@ -66,3 +69,40 @@ def test_what_is_missing_lists_what_is_there(columns, message) -> None:
     with pytest.raises(RowError) as raised:
         named(Row("a.parquet, row 3", VERL), columns)
     assert str(raised.value) == f"a.parquet, row 3: {message}"
+
+
+CALLS = {
+    "messages": [
+        {"role": "user", "content": "why?", "tool_calls": None},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1, "text": None}}}],
+        },
+    ],
+    "tools": [{"function": {"name": "add", "parameters": {"a": {"type": "int"}, "text": None}}}],
+    "answer": {"left": None},
+}
+
+
+def test_nulls_that_a_format_fills_in_do_not_reach_a_template() -> None:
+    """At any depth of messages, tools and arguments; reward functions get what was read."""
+    found = named(Row("a", CALLS, fills_nulls=True), {}).fields
+    assert found["messages"] == [
+        {"role": "user", "content": "why?"},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
+    ]
+    assert found["tools"] == [{"function": {"name": "add", "parameters": {"a": {"type": "int"}}}}]
+    assert found["answer"] == {"left": None}
+
+
+def test_nulls_that_a_person_wrote_stay() -> None:
+    assert named(Row("a", CALLS), {}).fields == CALLS
+
+
+def test_rows_of_parquet_say_that_their_nulls_are_filled_in(tmp_path) -> None:
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"tools": [{"a": 1}]}, {"tools": [{"b": 2}]}]), path)
+    (first, second) = open_files(path, "data.train").rows_at([0, 1])
+    assert first.fields == {"tools": [{"a": 1, "b": None}]}
+    assert [named(row, {}).fields for row in (first, second)] == [{"tools": [{"a": 1}]}, {"tools": [{"b": 2}]}]

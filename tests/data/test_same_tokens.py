@@ -8,7 +8,7 @@ import pytest
 
 from hybridflow.config import ExperimentConfig
 from hybridflow.data.same_tokens import check_same_tokens, check_tokenizers
-from hybridflow.data.tokenizers import load_tokenizer
+from hybridflow.data.tokenizers import load_tokenizer, unlike_its_file
 from hybridflow.errors import CheckpointError, ConfigError
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.tiny_models import make_tokenizer
@@ -72,3 +72,43 @@ def test_every_model_of_a_run_is_compared(tmp_path, role):
     if role.startswith("reward"):
         free = ExperimentConfig.from_yaml(file, [f"{role}.model={other}", f"{role}.reencode=true"])
         assert check_tokenizers(free) == ["tokenizers: of critic, reference as of actor"]
+
+
+# ------------------------------------------------------------------------------------------------ tokenizer.json
+
+
+def qwen_directory(path: Path, model: object) -> Path:
+    """A tokenizer.json that transformers reads by its class for Qwen2, whatever the file says."""
+    from tokenizers import Tokenizer, pre_tokenizers
+
+    path.mkdir()
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "config.json").write_text('{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}')
+    return path
+
+
+def test_a_tokenizer_that_transformers_reads_as_its_file_says_needs_no_words(tmp_path):
+    path = directory(tmp_path / "policy")
+    assert unlike_its_file(path, load_tokenizer(path)) is None
+
+
+def test_a_class_that_replaces_parts_of_the_file_is_told(tmp_path):
+    """The file parts words at white space; the class of Qwen2 by its own pattern, on bytes."""
+    from tokenizers.models import BPE
+
+    letters = ["\u0120", *map(chr, range(33, 127))]  # the first stands for a space where bytes are tokens
+    path = qwen_directory(tmp_path / "q", BPE({letter: i for i, letter in enumerate(letters)}, []))
+    (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    told = unlike_its_file(path, load_tokenizer(path))
+    assert told is not None and told.startswith(f"transformers reads {path} as a Qwen2Tokenizer")
+    assert "encodes text otherwise than tokenizer.json" in told
+
+
+def test_a_class_that_makes_no_tokens_is_refused(tmp_path):
+    from tokenizers.models import WordLevel
+
+    path = qwen_directory(tmp_path / "q", WordLevel({"<unk>": 0, "Solve": 1}, unk_token="<unk>"))
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(path))}/tokenizer.json: .* makes no tokens of text"):
+        unlike_its_file(path, load_tokenizer(path))

@@ -7,6 +7,10 @@ import pytest
 import torch
 
 from hybridflow.cli.data import main
+from hybridflow.config.fixed_data import FixedDataConfig
+from hybridflow.data.fixed_inputs import load_rows
+from hybridflow.data.tokenizers import load_tokenizer
+from hybridflow.data.understood import of_examples
 from hybridflow.data.view import histogram, marked
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.messages import like
@@ -145,3 +149,35 @@ def test_what_cannot_be_read_is_an_error(tmp_path, capsys) -> None:
         [],
         f"hybridflow.data: error: {tmp_path}/absent.jsonl: cannot be read: No such file or directory\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "told"),
+    [
+        (
+            ("1+2=3", "1+9=10"),
+            ["chosen begins with the prompt itself, so the model reads the prompt twice: leave it out"],
+        ),
+        (("1+2=3", "10"), []),  # in one row by chance
+    ],
+)
+def test_pairs_that_repeat_their_prompt_are_told(inputs, tmp_path, chosen, told) -> None:
+    rows = [
+        {"prompt": prompt, "chosen": one, "rejected": "4"} for prompt, one in zip(("1+2=", "1+9="), chosen, strict=True)
+    ]
+    write(tmp_path / "a.jsonl", *rows)
+    model = {"model": str(inputs / "policy"), "dtype": "float32"}
+    config = FixedDataConfig.model_validate(
+        {
+            "name": "dpo",
+            "num_epochs": 1,
+            "data": {"train": str(tmp_path / "a.jsonl"), "batch_size": 2, "max_length": 20},
+            "actor": {**model, "optimizer": {"lr": 1e-3}},
+            "reference": model,
+            "algorithm": {"name": "dpo"},
+        }
+    )
+    tokenizer = load_tokenizer(inputs / "policy")
+    lines = of_examples(config, load_rows(config.data.train, tokenizer, config, 1000), tokenizer)
+    found = [line for line in lines if "twice" in line]
+    assert [line.partition(": ")[0] for line in found] == told
