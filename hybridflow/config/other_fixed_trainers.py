@@ -52,7 +52,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "data.batch_size",
-        "per_device_train_batch_size train_batch_size train_global_batch_size global_batch_size",
+        "per_device_train_batch_size train_batch_size train_global_batch_size global_batch_size train.batch_size",
         "rows of an optimizer step, over all ranks",
     ),
     ("data.batch_size", "per_device_eval_batch_size val_batch_size val_global_batch_size", "evaluations take it too"),

@@ -156,7 +156,7 @@ def test_what_cannot_be_read_is_an_error(tmp_path, capsys) -> None:
     [
         (
             ("1+2=3", "1+9=10"),
-            ["chosen begins with the prompt itself, so the model reads the prompt twice: leave it out"],
+            ["chosen begins with the prompt itself, so the model reads the prompt twice"],
         ),
         (("1+2=3", "10"), []),  # in one row by chance
     ],
@@ -179,5 +179,5 @@ def test_pairs_that_repeat_their_prompt_are_told(inputs, tmp_path, chosen, told)
     )
     tokenizer = load_tokenizer(inputs / "policy")
     lines = of_examples(config, load_rows(config.data.train, tokenizer, config, 1000), tokenizer)
-    found = [line for line in lines if "twice" in line]
-    assert [line.partition(": ")[0] for line in found] == told
+    found = [line.removesuffix(": leave it out of one of them") for line in lines if "twice" in line]
+    assert found == told
