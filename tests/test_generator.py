@@ -32,7 +32,7 @@ def ask(rank: int, out: str) -> None:
             return SimulatedDevice()
 
         with mock.patch.object(generator, "reserved_space", reserved_space):
-            space, why = generator.addresses(cpu, Exchange(dist.group.WORLD, cpu))
+            space, why = generator.reserve_address_space(cpu, Exchange(dist.group.WORLD, cpu))
         told.append((space is None, why))
     torch.save(told, f"{out}/{rank}.pt")
     dist.destroy_process_group()

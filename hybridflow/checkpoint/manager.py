@@ -1,9 +1,9 @@
 """What a run goes on from, when it saves, and when it ends before its time.
 
-checkpoints = CheckpointManager(config, digests, roles.trained(), ...)     # loads a checkpoint, if there is one
+checkpoint_manager = CheckpointManager(config, digests, roles.saved(kl), ...)     # loads a checkpoint, if there is one
 run.state = checkpoint_manager.state or run.state
 ...
-checkpoint_manager.after(run.state, metrics, recorder, is_last=False)  # between two iterations; raises Stopped
+checkpoint_manager.after_iteration(run.state, metrics, recorder, is_last=False)    # saves; raises Stopped
 """
 
 import contextlib
@@ -77,7 +77,7 @@ class CheckpointManager:
         self._may_lack = True  # whether nobody was told that the metric of stop_when is not there
         self._may_lack_best = config.checkpoint.keep_best > 0  # and that of keep_best
         self.notes: list[str] = []
-        self._may_keep_rollout = False  # whether this start generates what the one before did
+        self._may_load_rollout = False  # whether this start generates what the one before did
         self._end_again(restarts)
         self._check_shared()
         self._source = find_source(config, restarts=restarts, group=group)
@@ -111,7 +111,7 @@ class CheckpointManager:
             forked=0 if goes_on else iteration,
         )
 
-    def after(self, state: RunState, metrics: Metrics, recorder: Recorder, *, is_last: bool) -> None:
+    def after_iteration(self, state: RunState, metrics: Metrics, recorder: Recorder, *, is_last: bool) -> None:
         """Between two iterations: save where it is time to. Collective.
 
         Errors: Stopped where the run was told to end; SaveError.
@@ -122,14 +122,14 @@ class CheckpointManager:
         self._saver.report = recorder.message
         with self._watchdog.during("save"):
             self._saver.check()
-            interval, stops = self._config.checkpoint.save_interval, self.stops()
+            interval, stops = self._config.checkpoint.save_interval, self.should_stop()
             if stops or (interval and (is_last or state.iteration % interval == 0)):
                 self._save(state, recorder)
         if stops:
             self._end(state, f"after iteration {state.iteration}")
         self._iteration_began = time.monotonic()
 
-    def ended_within(self, state: RunState, recorder: Recorder, where: Stopped) -> NoReturn:
+    def save_and_stop(self, state: RunState, recorder: Recorder, where: Stopped) -> NoReturn:
         """Save `state`, the one before the iteration that was stopped, and end. Errors: Stopped, always."""
         self._saver.report = recorder.message
         with self._watchdog.during("save"):
@@ -142,11 +142,11 @@ class CheckpointManager:
             self._saver.wait()
         self._stop.disarm()
 
-    def stops(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether the run is to end here: told by a signal on any rank, or max_hours are nearly over. Collective."""
         return self._stop.agreed(self._group, also=self._time_is_up())
 
-    def reached(self, metrics: Metrics, recorder: Recorder) -> str | None:
+    def stop_reason(self, metrics: Metrics, recorder: Recorder) -> str | None:
         """Why an iteration with these metrics is the last by `stop_when`; None where it is not. Collective, if given.
 
         A metric that the first row lacks is told, once: its name may be wrong, or it comes later.
@@ -167,23 +167,23 @@ class CheckpointManager:
             recorder.message(f"warning: stop_when.metric = {stop.metric}: this iteration has no such metric; {there}")
         return None
 
-    def ended(self) -> str | None:
-        """Why the loaded checkpoint already meets `stop_when`; None where it does not."""
+    def loaded_stop_reason(self) -> str | None:
+        """Why training is over before it begins: the loaded checkpoint meets `stop_when`. None where it does not."""
         stop, source = self._config.stop_when, self._source
         if stop is None or source is None or source.is_fork or stop.metric not in source.saved.metrics:
             return None
         value = source.saved.metrics[stop.metric]
         return stop.told(value) if stop.holds(value) else None
 
-    def seconds(self) -> float:
-        """Seconds that training waited for saves since the last call, the longest of any rank. Collective."""
+    def pop_save_seconds(self) -> float:
+        """Seconds that training waited for saves since the last call, on the slowest rank; then counts anew."""
         longest = torch.tensor(self._saver.seconds, dtype=torch.float64)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._group)
         self._saver.seconds = 0.0
         return float(longest)
 
-    def keep_rollout(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
-        """Have the responses of an iteration on the disk until a checkpoint comes after them, if the config says so.
+    def save_rollout(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write the responses of an iteration to disk, if checkpoint.save_rollout says so. The next save removes them.
 
         Collective. Errors: SaveError, where checkpoint.on_error is stop; else it is reported.
         """
@@ -206,12 +206,12 @@ class CheckpointManager:
                 raise SaveError(text)
             self._saver.report(f"warning: {text}")
 
-    def kept_rollout(self, iteration: int, read: Callable[[Path], RolloutBatch]) -> RolloutBatch | None:
-        """The responses that an earlier start made for the iteration in which it ended, if it kept them. Collective.
+    def load_rollout(self, iteration: int, read: Callable[[Path], RolloutBatch]) -> RolloutBatch | None:
+        """Read the responses of an iteration that an earlier start has saved; None where there are none. Collective.
 
-        read: what is in a file; DataError where it cannot be used: then they are made again, which gives the same.
+        read: reads a file; where it raises DataError, the engine generates the same responses again.
         """
-        if not self._may_keep_rollout or self.state is None or iteration != self.state.iteration + 1:
+        if not self._may_load_rollout or self.state is None or iteration != self.state.iteration + 1:
             return None
         file, found = self._root / ROLLOUT / "batches" / f"iteration_{iteration:06d}.safetensors", list[RolloutBatch]()
         with contextlib.suppress(DataError, OSError):
@@ -272,7 +272,7 @@ class CheckpointManager:
         ]
         for its in found:
             its.refuse()
-        self._may_keep_rollout = not source.is_fork and all(
+        self._may_load_rollout = not source.is_fork and all(
             change.effect is Effect.FREE for its in found for change in its.found
         )
         restore(source, roles, self._group)

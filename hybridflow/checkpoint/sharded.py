@@ -90,7 +90,7 @@ def load(role: SavedRole, files: DistributedDirectory) -> None:
     with torch.no_grad():
         load_sharded(tree, str(files.path), _ReadBoxes(files), validate_access_integrity=False)
     if isinstance(role, TrainedRole):
-        set_num_steps(not_none(role.trained), int(not_none(tree[STEPS].data)))
+        set_num_steps(not_none(role.training_model), int(not_none(tree[STEPS].data)))
 
 
 # ------------------------------------------------------------------------------------------------- what a rank has
@@ -98,7 +98,7 @@ def load(role: SavedRole, files: DistributedDirectory) -> None:
 
 def _sharded(role: SavedRole) -> dict[str, Any]:
     """The tensors of a role that this rank holds: megatron's sharded state dict. Nothing outside the role's grid."""
-    trained, grid = role.trained if isinstance(role, TrainedRole) else None, role.grid
+    trained, grid = role.training_model if isinstance(role, TrainedRole) else None, role.grid
     if not role.chunks:
         return {}
     if trained is not None:

@@ -49,7 +49,10 @@ Batch = TypeVar("Batch", bound=RolloutBatch)
 
 
 class Bookkeeping:
-    """Of runs of both kinds. trains: otherwise no role takes a step. rows: of the batch in each step, by role."""
+    """Draws data, sets learning rates, times stages and builds the metrics of an iteration, for runs of both kinds.
+
+    trains: False where no model takes a step. rows: by model, the batch's rows in each optimizer step.
+    """
 
     shown: Mapping[str, str]  # stages of an iteration, and what a person is told of them
 
@@ -111,7 +114,7 @@ class Bookkeeping:
         return batch
 
     def enter(self, stage: str, iteration: int) -> None:
-        """The stage before ends, this one begins."""
+        """End the current stage and begin this one: its clock, its deadline, and what the user is shown."""
         self._stage.close()
         self._watchdog.enter(stage)
         self._stage.enter_context(self.watch.phase(stage))
@@ -119,7 +122,7 @@ class Bookkeeping:
 
     def stop_if_told(self, iteration: int) -> None:
         """Raise Stopped on all ranks or none, as long as the models are as the iteration before left them."""
-        if not any(role.steps for role in self.roles.trained()) and self.hooks.stops():
+        if not any(role.steps for role in self.roles.trained()) and self.hooks.should_stop():
             raise Stopped(f"in iteration {iteration}, before its first step")
 
     def agree_on(self, batch: RolloutBatch, iteration: int) -> None:
@@ -127,7 +130,7 @@ class Bookkeeping:
         check_agreement({f"the batch of iteration {iteration}": digest_tensors(vars(batch))}, world_group())
 
     def note_rows(self, rows: Tensor) -> None:
-        """The steps taken since the last time were of these rows of the batch."""
+        """Record that the optimizer steps since the last call used these rows of the batch."""
         for role in self.roles.trained():
             noted = self.rows[role.name]
             noted += [rows] * (len(role.steps) - len(noted))
@@ -177,7 +180,7 @@ class OnlineBookkeeping(Bookkeeping):
         self._config, self._prompts, self._generation = config, prompts, generation
 
     def skip_to(self, run: IterationData, iteration: int) -> None:
-        """Have this iteration come next: the prompts of those that were left out count as drawn."""
+        """Make this iteration the next one; prompts of the iterations that are skipped count as drawn."""
         if run.state.iteration != iteration - 1:
             drawn = (iteration - 1) * self._config.data.prompts_per_iteration
             run.state = replace(run.state, iteration=iteration - 1, num_prompts_drawn=drawn)
@@ -185,7 +188,7 @@ class OnlineBookkeeping(Bookkeeping):
     def draw(self, run: IterationData) -> None:
         data = self._config.data
         order = self._prompts.order(self._config.seed, data.shuffle, position=run.state.num_prompts_drawn)
-        self._generation.begin(order.position)
+        self._generation.set_seed_position(order.position)
         drawn = self._prompts.draw(order, data.prompts_per_iteration)
         self._note_dropped(drawn.dropped)
         run.prompt_rows, run.prompts = drawn.numbers, drawn.batch
@@ -216,11 +219,11 @@ class OnlineBookkeeping(Bookkeeping):
         if self.trains and interval is not None and run.iteration % interval == 0 and actor and reference:
             reference.become(actor)
         metrics |= self._costs(run, batch)
-        self._generation.scoring.forget()  # which rank has scored what depends on timing: nobody needs it now
+        self._generation.scoring.disable()  # which rank has scored what depends on timing: nobody needs it now
         return Iteration(run.iteration, run.prompts, batch, metrics, score_parts=run.score_parts)
 
     def _costs(self, run: IterationData, batch: RolloutBatch) -> Metrics:
-        trained = self.roles.actor.trained if self.roles.actor is not None else None
+        trained = self.roles.actor.training_model if self.roles.actor is not None else None
         return cost_metrics(
             batch,
             watch=self.watch,
@@ -267,7 +270,7 @@ class FixedDataBookkeeping(Bookkeeping):
             batch,
             watch=self.watch,
             exchange=self.exchange,
-            trained_bytes=trained.trained.memory_bytes() if trained.trained else NO_BYTES,
+            trained_bytes=trained.training_model.memory_bytes() if trained.training_model else NO_BYTES,
             num_steps=self._num_steps(),
         )
         return Iteration(run.iteration, self._shown_prompts(run), batch, metrics | costs)

@@ -63,20 +63,20 @@ class Generation:
         """Of the engine's weights outside the trainer's memory, while it has them."""
         return self.generator.own_bytes
 
-    def begin(self, first_prompt: int) -> None:
-        """The next prompts are drawn. first_prompt: how many the run had drawn by then, which seeds count by."""
+    def set_seed_position(self, first_prompt: int) -> None:
+        """Number the next prompts for the seeds of sampling. first_prompt: how many prompts the run drew before."""
         self._first_prompt, self._num_sampled = first_prompt, 0
 
     def responses(
         self, kinds: Sequence[Sampled | Greedy], prompts: PromptBatch, iteration: int, deferred: Sequence[int]
     ) -> tuple[RolloutBatch, ...]:
-        """To the prompts, of each kind, with one reshard of the weights.
+        """Generate one rollout for each kind, all with one reshard of the weights.
 
-        deferred: rows of sampled responses whose log-probs nobody asks the actor for.
+        deferred: rows of the sampled rollout for which the actor is not asked for log-probs.
         """
         if list(kinds) == [SAMPLED] and not self._num_sampled:
             return (self._sampled_alone(prompts, iteration, deferred),)
-        self.scoring.forget()
+        self.scoring.disable()
         with self.engine_awake(), self._watch.phase("generate"):
             return tuple(self._generate(kind, prompts, iteration) for kind in kinds)
 
@@ -102,7 +102,7 @@ class Generation:
 
     def _sampled_alone(self, prompts: PromptBatch, iteration: int, deferred: Sequence[int]) -> RolloutBatch:
         """What is scored while others generate; of one that an earlier start has kept, in the same units."""
-        rollout = self._hooks.kept_rollout(prompts, iteration)
+        rollout = self._hooks.load_rollout(prompts, iteration)
         self.scoring.begin(
             prompts,
             self._sampling.samples.each(prompts.lengths.tolist()),
@@ -113,7 +113,7 @@ class Generation:
         if rollout is None:
             with self.engine_awake(), self._watch.phase("generate"):
                 rollout = self._generate(SAMPLED, prompts, iteration, self.scoring)
-            self._hooks.keep_rollout(iteration, vars(rollout))
+            self._hooks.save_rollout(iteration, vars(rollout))
         self._num_sampled = 1  # also where an earlier start has sampled them
         self.scoring.settle(rollout)
         return rollout

@@ -16,14 +16,14 @@ def _silent(text: str) -> None:
 class RunHooks:
     """All but `say` and `show` are collective over the world.
 
-    say: a line for the person who watches. show: what is going on now. stops: whether all ranks are to end here.
-    keep_rollout: the responses of an iteration, for a later start. kept_rollout: what an earlier start has kept.
+    say: a line for the person who watches. show: what is going on now. should_stop: whether all ranks are to end here.
+    save_rollout: the responses of an iteration, for a later start. load_rollout: what an earlier start has kept.
     decode: token ids as text.
     """
 
     say: Callable[[str], None] = _silent
     show: Callable[[str], None] = _silent
-    stops: Callable[[], bool] = lambda: False
-    keep_rollout: Callable[[int, Mapping[str, Tensor]], None] = lambda iteration, tensors: None
-    kept_rollout: Callable[[PromptBatch, int], RolloutBatch | None] = lambda prompts, iteration: None
+    should_stop: Callable[[], bool] = lambda: False
+    save_rollout: Callable[[int, Mapping[str, Tensor]], None] = lambda iteration, tensors: None
+    load_rollout: Callable[[PromptBatch, int], RolloutBatch | None] = lambda prompts, iteration: None
     decode: Callable[[list[int]], str] = lambda ids: ""

@@ -1,8 +1,8 @@
-"""What ranks do about a rollout before it is whole: score finished responses while other replicas still generate.
+"""Score finished responses while other engine replicas still generate.
 
-    ahead.begin(prompts, samples)                  # cut in units, before a token is generated
-    generator.generate(..., listener=scoring)     # ahead.finished, ahead.stepped; then ahead.waits(own rows)
-    ahead.settle(rollout)                          # one exchange: who has done what; the rest is dealt out
+    scoring.begin(prompts, samples)                  # cut in units, before a token is generated
+    generator.generate(..., listener=scoring)        # calls on_response, on_engine_step, on_replica_done
+    scoring.settle(rollout)                          # one exchange: who has done what; the rest is dealt out
     run.scores(rollout), reference.log_probs(rollout), ...
 
 Users' functions that may be are called, in processes of their own, from the first finished prompt on. A replica that
@@ -46,7 +46,7 @@ Step = tuple[int, tuple[Taken, ...]]  # a model and units for it
 
 @dataclass(frozen=True)
 class OverlappedModel:
-    """A model that computes ahead, how it is asked, and its blocks on the ranks of each engine replica."""
+    """A model that scores while others generate, the call that scores, and its blocks on each replica's ranks."""
 
     role: Role
     results: Callable[[RolloutBatch], Contribution]
@@ -137,15 +137,15 @@ class OverlappedScoring:
         self._looked = 0.0
         return self
 
-    def forget(self) -> None:
-        """What is generated next is scored when it is whole."""
+    def disable(self) -> None:
+        """Until the next `begin` no unit is scored early, and results of earlier units are dropped."""
         for model in self._models:
             model.role.ahead = None
         self._begun = False
 
     # ---- while it is generated
 
-    def finished(self, row: int, response: Response) -> None:
+    def on_response(self, row: int, response: Response) -> None:
         """See `RolloutListener`. Calls the functions when it was the last response to its prompt."""
         group = self._of_prompts.get(row)
         if group is not None and group.add(row, response):
@@ -155,7 +155,7 @@ class OverlappedScoring:
         if unit is not None and unit.add(row, response):
             self._ready.append(unit)
 
-    def stepped(self) -> None:
+    def on_engine_step(self) -> None:
         """See `RolloutListener`. Announces units whose responses are all there, once somebody waits."""
         if not self._ready or time.monotonic() < self._looked + LOOK_SECONDS:
             return
@@ -166,8 +166,8 @@ class OverlappedScoring:
             self._ready.clear()
         self._looked = time.monotonic()
 
-    def waits(self, own: RolloutBatch) -> None:
-        """See `RolloutListener`. Run units, one after the other, until the last replica is done."""
+    def on_replica_done(self, own: RolloutBatch) -> None:
+        """See `RolloutListener`. Run units of scoring, one after the other, until all replicas have generated."""
         if not self._models:
             return
         units = self._own_units()
@@ -246,7 +246,7 @@ class OverlappedScoring:
     # ---- when it is whole
 
     def settle(self, rollout: RolloutBatch) -> None:
-        """Who has done what, and who does the rest. Also of a rollout that was kept: then nobody has done anything."""
+        """Tell all ranks which units are scored, and deal out the rest. Of a rollout from disk nothing is scored."""
         if not self._begun:
             return
         sizes = [len(self._units)] * len(self._models) + ([len(self._prompts)] if self._calls is not None else [])

@@ -5,7 +5,7 @@
         known = run.whole(log_probs=run.actor.log_probs(rollout), raw_scores=run.scores(rollout))    # one exchange
         batch = MyBatch(**vars(rollout), **vars(known), advantages=...)
         for mini_batch in run.mini_batches(batch, c.update):
-            run.actor.update(mini_batch, policy_loss(c.policy, run.kl))
+            run.actor.update(mini_batch, run.policy_loss(c.policy))
         return batch
 
 Every rank runs the flow over the same global batch; the roles shard the work. A flow on the rows of files has
@@ -93,7 +93,7 @@ class Run(IterationData):
 
     @property
     def samples_per_prompt(self) -> int:
-        """That of the section; `samples` has those of prompts whose length says otherwise."""
+        """sampling.samples_per_prompt. Where by_prompt_length sets other counts, read `samples`."""
         return self._online.sampling.samples_per_prompt
 
     @property
@@ -103,7 +103,7 @@ class Run(IterationData):
 
     @property
     def max_length(self) -> int:
-        """Of a sequence on files' rows, in tokens."""
+        """data.max_length, tokens of a sequence. Only for flows on rows of files."""
         assert isinstance(self._config, FixedDataConfig), "rows of files have one"
         return self._config.data.max_length
 
@@ -138,7 +138,7 @@ class Run(IterationData):
         self.prompts = self._book.prompts_at(prompt_rows)
 
     def scores(self, rollout: RolloutBatch) -> Scores:
-        """Of (N,): the weighted sum of reward models and functions, before penalties, normalisation and clipping."""
+        """(N,) weighted sums of reward models and functions, before penalties, normalisation and clipping."""
         return self._there("reward", self._book.roles.scorer).scores(rollout, self.prompts)
 
     def shaped(self, raw_scores: Tensor, rollout: RolloutBatch) -> Tensor:
@@ -154,10 +154,10 @@ class Run(IterationData):
     # ---- log-probs
 
     def old_log_probs(self, rollout: RolloutBatch) -> Contribution | Tensor:
-        """Those that ratios are to, of (T,): the actor's before the updates or the engine's (policy.old_log_probs).
+        """(T,) log-probs in the ratio's denominator: the actor's before its updates, or the engine's.
 
-        In a flow of ours that reads them in ratios alone, those of the first mini-batch are NaN until its update, which
-        computes them: see `flows.deferred_log_probs`.
+        Some flows read old log-probs in ratios alone. There the first mini-batch has NaN until its update computes the
+        values: see `flows.deferred_log_probs`.
         """
         if self._online.algorithm.policy.old_log_probs == "engine":
             return rollout.rollout_log_probs
@@ -168,7 +168,7 @@ class Run(IterationData):
         return self.deferred.others()
 
     def ref_log_probs(self, rollout: RolloutBatch) -> dict[str, Contribution]:
-        """Those of the reference under the name ref_log_probs; nothing where there is no KL."""
+        """The reference's log-probs, named ref_log_probs; an empty dict where the config has no KL."""
         return {"ref_log_probs": self.reference.log_probs(rollout)} if self.has_reference else {}
 
     def kl_in_reward(self, known: Known) -> Tensor:
@@ -180,9 +180,9 @@ class Run(IterationData):
     # ---- from what ranks know to steps
 
     def whole(self, batch: RolloutBatch | None = None, /, **asked: Pending | Tensor) -> Known:
-        """Whole tensors by name, in one exchange: it waits until all ranks have done what they can.
+        """Exchange what each rank has computed, once, and return whole tensors by name. Waits for all ranks.
 
-        batch: what the tensors are of; None: the last rollout. Errors: NonFinite where a number is not finite.
+        batch: whose rows or tokens the tensors count; None for the last rollout. Errors: NonFinite.
         """
         known, parts = exchanged(asked, self._book.exchange, self.rollout if batch is None else batch)
         for name, x in asked.items():
@@ -208,9 +208,9 @@ class Run(IterationData):
                     self.deferred.taken()
 
     def about_to_step(self, batch: RolloutBatch, metrics: Metrics | None = None) -> None:
-        """All ranks are about to step on this batch: they agree on it, and may be told to end before.
+        """Begin the update phase: check that all ranks have the same batch; end the run if it was told to.
 
-        metrics: of the loss, by names of the model that is trained; a step on given gradients does not know them.
+        metrics: of the loss, recorded as MODEL/NAME; for flows that give gradients, whose step knows no loss.
         """
         self._book.enter("update", self.iteration)
         self._book.agree_on(batch, self.iteration)
@@ -219,7 +219,7 @@ class Run(IterationData):
         self.metrics |= {f"{name}/{key}": value for key, value in (metrics or {}).items()}
 
     def say(self, line: str) -> None:
-        """To the person who watches."""
+        """Print a line for the user."""
         self._book.hooks.say(line)
 
     # ---- inside

@@ -29,7 +29,7 @@ from hybridflow.reshard.reserved import AddressSpace
 from hybridflow.reshard.slices import Piece
 
 
-def mover_of(device: torch.device) -> Mover:
+def select_mover(device: torch.device) -> Mover:
     """By the device, and on a CPU by whether there are kernels in C."""
     if device.type == "cuda":
         return BY_TRITON
@@ -74,7 +74,7 @@ class WeightReshard:
         self._rank, self._group, self._space = rank, group, space
         # the experts of a layer stand one below the other
         self._weights = {name: x.flatten(0, 1) if x.dim() == 3 else x for name, x in weights.items()}
-        self._dtype, self._device, self._mover = dtype, device, mover_of(device)
+        self._dtype, self._device, self._mover = dtype, device, select_mover(device)
         operations = {operation.weight.megatron: operation for operation in plan.operations(rank)}
         self._moves = moves(self._weights, operations)
         moved = {name for move in self._moves for name in move.names}
@@ -94,7 +94,7 @@ class WeightReshard:
         self._live = self._peak = sum(storage.nbytes() for storage in storages(self._weights.values()))
         self.with_engine = False
 
-    def source(self, name: str) -> Tensor:
+    def engine_tensor(self, name: str) -> Tensor:
         """The memory of an engine parameter by the engine's name; experts one below the other.
 
         Empty where another pipeline stage of the engine holds it: some models make all their parameters on every stage.

@@ -210,7 +210,7 @@ class RolloutCalls:
         for prompt in self._own:
             self._begin_missing(group_of(rollout, prompt))
 
-    def is_of(self, rollout: RolloutBatch) -> bool:
+    def covers(self, rollout: RolloutBatch) -> bool:
         """Whether this very batch is the rollout, and whole."""
         return self._rollout is rollout
 

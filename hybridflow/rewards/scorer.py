@@ -133,7 +133,7 @@ class Scorer:
         return self._ahead
 
     def _function_scores(self, rollout: RolloutBatch, prompts: PromptBatch) -> list[FunctionScores]:
-        ahead = self._ahead if self._ahead is not None and self._ahead.is_of(rollout) else None
+        ahead = self._ahead if self._ahead is not None and self._ahead.covers(rollout) else None
         begun = ahead.functions if ahead is not None else ()
         others = {
             number: self._caller.all_begun(number, rollout, prompts) for number in self._numbers if number not in begun

@@ -41,8 +41,8 @@ PerOutputLoss = Callable[[Output, MicroBatch], tuple[Tensor, Mapping[str, Tensor
 
 
 @dataclass(frozen=True)
-class World:
-    """What all roles of a run share."""
+class RunContext:
+    """What all roles of a run share: device, process groups, exchange, clocks."""
 
     platform: Platform
     groups: ProcessGroups
@@ -56,11 +56,11 @@ class Role:
     """A model on a grid. `chunks` is what the schedules run: this rank's model chunks, or their data-parallel wrappers.
 
     A rank outside the grid has no chunks; it contributes nothing and goes straight on. head_seed: of a score head that
-    the model's directory lacks; without it such a head is zero. ahead: what it has computed of
-    the last rollout, with these weights, before that was whole; None where it waits for rollouts to be whole.
+    the model's directory lacks; without it such a head is zero. ahead: scores of
+    the last rollout that were computed, with these weights, before it was whole; None where nothing is scored early.
     """
 
-    def __init__(self, placed: PlacedModel, *, recompute: str, world: World, head_seed: int | None = None) -> None:
+    def __init__(self, placed: PlacedModel, *, recompute: str, world: RunContext, head_seed: int | None = None) -> None:
         self.spec: ModelSpec = placed.spec
         self.head, self.dtype = placed.head, placed.config.dtype
         self.grid = Grid.build(placed.layout, world.groups)
@@ -149,7 +149,7 @@ class Role:
         """What this replica has computed ahead, whose units are of the same rows, and what it computes now."""
         if not self.grid.inside:
             return Contribution.nothing(size)
-        ahead = self.ahead if self.ahead is not None and self.ahead.is_of(batch, some) else None
+        ahead = self.ahead if self.ahead is not None and self.ahead.covers(batch, some) else None
         shares = [self._own_rows(batch, some)] if ahead is None else ahead.left(self.grid.dp_rank)
         micro_batches = self._micro_batches(batch, shares, make)
         results = pipeline.forward(self.chunks, self.grid, micro_batches, readout)
@@ -157,8 +157,8 @@ class Role:
         if self.grid.contributes and micro_batches:
             where, values = [mb.where for mb in micro_batches], [result["out"] for result in results]
         if ahead is not None:
-            where += [places(batch, rows)[known.where] for rows, known in ahead.found()]
-            values += [known.values for _, known in ahead.found()]
+            where += [places(batch, rows)[known.where] for rows, known in ahead.own_results()]
+            values += [known.values for _, known in ahead.own_results()]
         if not where:
             return Contribution.nothing(size)
         return Contribution(size, torch.cat(where), torch.cat(values))
@@ -173,7 +173,7 @@ def _sequence_places(batch: RolloutBatch, rows: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepReport:
     """Reports an optimizer step that was taken. The sums of `values` over all ranks of the world are its results."""
 
     names: tuple[str, ...]
@@ -189,7 +189,7 @@ class TrainedRole(Role):
     """
 
     def __init__(
-        self, placed: PlacedModel, *, world: World, bucket_bytes: int | None, head_seed: int | None = None
+        self, placed: PlacedModel, *, world: RunContext, bucket_bytes: int | None, head_seed: int | None = None
     ) -> None:
         config = placed.config
         assert isinstance(config, TrainedRoleConfig), f"{placed.name} has no optimizer"
@@ -197,14 +197,14 @@ class TrainedRole(Role):
         self._offloads = {"gradients": config.offload_gradients, "optimizer": config.offload_optimizer}
         self.name, self.optimizer_config = placed.name, config.optimizer
         self.lr = config.optimizer.lr
-        self.steps: list[Step] = []
+        self.steps: list[StepReport] = []
         self.takes_steps = True
-        self.trained: TrainedModel | None = None
+        self.training_model: TrainedModel | None = None
         if self.grid.inside:
-            self.trained = TrainedModel(
+            self.training_model = TrainedModel(
                 self._models, self.grid, config.optimizer, bucket_bytes=bucket_bytes, overlap=world.overlap
             )
-            self.chunks = self.trained.chunks
+            self.chunks = self.training_model.chunks
 
     def begin_iteration(self, iteration: int, num_iterations: int) -> None:
         """From here on the learning rate is that of this iteration, 1 .. num_iterations."""
@@ -219,14 +219,14 @@ class TrainedRole(Role):
 
     def wait_for_weights(self) -> None:
         """Until the last step's are there whole: before they are read other than by this role's forward pass."""
-        if self.trained is not None:
-            self.trained.wait_for_parameters()
+        if self.training_model is not None:
+            self.training_model.wait_for_parameters()
 
     def offloaded(self) -> contextlib.AbstractContextManager[None]:
         """Within the block what the config says is out of device memory: gradients, optimizer state."""
-        if self.trained is None:
+        if self.training_model is None:
             return contextlib.nullcontext()
-        return self.trained.offloaded(**self._offloads)
+        return self.training_model.offloaded(**self._offloads)
 
     def _accumulate(
         self,
@@ -272,21 +272,21 @@ class TrainedRole(Role):
         names: tuple[str, ...],
         *,
         make: MakeMicroBatches = prediction_micro_batches,
-    ) -> Step:
+    ) -> StepReport:
         """One optimizer step on a mini-batch; also noted in `steps`."""
         if not self.takes_steps:
-            return Step((), torch.zeros(0, dtype=torch.float64, device=self._platform.device), None)
+            return StepReport((), torch.zeros(0, dtype=torch.float64, device=self._platform.device), None)
         self.ahead = None  # that was of other weights
         told, row = torch.zeros(2 + len(names), dtype=torch.float64, device=self._platform.device), None
         halted = any(step.row is not None for step in self.steps)
-        if self.trained is not None and not halted:
-            self.trained.zero_gradients()
+        if self.training_model is not None and not halted:
+            self.training_model.zero_gradients()
             told[:-1] = self._accumulate(batch, per_output, mean, names, make=make)
-            norm = self.trained.step(self.lr)
+            norm = self.training_model.step(self.lr)
             if self.grid.contributes and self.grid.dp_rank == 0:  # alike on all ranks of the grid: one tells
                 told[-1] = torch.tensor(norm, dtype=torch.float32)
             row = None if math.isfinite(norm) else self._first_bad_row(batch, make)
-        self.steps.append(Step(("loss", *names, "grad_norm"), told, row))
+        self.steps.append(StepReport(("loss", *names, "grad_norm"), told, row))
         return self.steps[-1]
 
     def _first_bad_row(self, batch: RolloutBatch, make: MakeMicroBatches) -> int:

@@ -57,7 +57,7 @@ class Generator:
         plan = plan_reshard(actor.spec, actor.grid.layout, self.layout, bucket_elements=bucket_elements)
         space, self.why_eager = None, None
         if placed.captures_graphs and not plan.is_in_place:
-            space, self.why_eager = addresses(platform.device, exchange)
+            space, self.why_eager = reserve_address_space(platform.device, exchange)
         self.reshard = WeightReshard(
             plan,
             weights,
@@ -90,7 +90,7 @@ class Generator:
             rollout = rollout.model_copy(update={"enforce_eager": True})
         return RolloutEngine(
             actor.spec.path,
-            self.reshard.source,
+            self.reshard.engine_tensor,
             dtype=config.actor.dtype,
             tied=actor.spec.tied,
             layout=self.layout,
@@ -185,7 +185,7 @@ class Generator:
         )
 
 
-def addresses(device: torch.device, exchange: Exchange) -> tuple[AddressSpace | None, str | None]:
+def reserve_address_space(device: torch.device, exchange: Exchange) -> tuple[AddressSpace | None, str | None]:
     """Reserve addresses at which memory comes and goes, for CUDA graphs; where a rank cannot, none and why.
 
     Collective over the world: some ranks of an engine would else capture graphs, and others not.
@@ -205,12 +205,12 @@ class _ReleasingListener:
     generator: Generator
     listener: RolloutListener
 
-    def finished(self, row: int, response: Response) -> None:
-        self.listener.finished(row, response)
+    def on_response(self, row: int, response: Response) -> None:
+        self.listener.on_response(row, response)
 
-    def stepped(self) -> None:
-        self.listener.stepped()
+    def on_engine_step(self) -> None:
+        self.listener.on_engine_step()
 
-    def waits(self, own: RolloutBatch) -> None:
+    def on_replica_done(self, own: RolloutBatch) -> None:
         self.generator.give_back()
-        self.listener.waits(own)
+        self.listener.on_replica_done(own)

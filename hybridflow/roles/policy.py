@@ -15,7 +15,7 @@ from hybridflow.models.pipeline import Readout
 from hybridflow.parallel.exchange import Contribution
 from hybridflow.parallel.vocab import Temperature, vocab_kernels
 from hybridflow.placement.placed import PlacedModel
-from hybridflow.roles.base import PerOutputLoss, Role, Step, TrainedRole, World
+from hybridflow.roles.base import PerOutputLoss, Role, RunContext, StepReport, TrainedRole
 from hybridflow.roles.objectives import PolicyObjective
 
 SamplingTemperature = float | LengthBuckets[float]  # of all prompts, or by their length
@@ -24,7 +24,7 @@ SamplingTemperature = float | LengthBuckets[float]  # of all prompts, or by thei
 class Reference(Role):
     """The policy that the actor is held close to. Never trained."""
 
-    def __init__(self, placed: PlacedModel, *, temperature: SamplingTemperature, world: World) -> None:
+    def __init__(self, placed: PlacedModel, *, temperature: SamplingTemperature, world: RunContext) -> None:
         super().__init__(placed, recompute="none", world=world)
         self.name, self.temperature, self.vocab_kernels = placed.name, temperature, vocab_kernels()
         for chunk in self.chunks:
@@ -45,7 +45,7 @@ class Reference(Role):
 class Actor(TrainedRole):
     """The policy that is trained, and that the engine generates with."""
 
-    def __init__(self, placed: PlacedModel, *, temperature: SamplingTemperature, world: World) -> None:
+    def __init__(self, placed: PlacedModel, *, temperature: SamplingTemperature, world: RunContext) -> None:
         super().__init__(placed, world=world, bucket_bytes=world.bucket_bytes)
         self.temperature, self.vocab_kernels = temperature, vocab_kernels()
 
@@ -57,7 +57,7 @@ class Actor(TrainedRole):
         with self._watch.phase("log_probs"):
             return self._token_results(batch, _log_probs(self, batch), some)
 
-    def update(self, batch: RolloutBatch, objective: PolicyObjective) -> Step:
+    def update(self, batch: RolloutBatch, objective: PolicyObjective) -> StepReport:
         """One optimizer step on a mini-batch."""
         with self._watch.phase("actor_update"):
             return self._step(batch, self._per_token(batch, objective), objective.mean, ("entropy", *objective.reports))
@@ -67,7 +67,7 @@ class Actor(TrainedRole):
         names = ("entropy", *objective.reports)
         return self._accumulate(batch, self._per_token(batch, objective), objective.mean, names)
 
-    def step(self, batch: RolloutBatch, gradients: Tensor) -> Step:
+    def step(self, batch: RolloutBatch, gradients: Tensor) -> StepReport:
         """One optimizer step along given derivatives of any loss with respect to the log-probs, (T,).
 
         The vector-Jacobian product: sequences that a loss couples need not share a micro-batch, a replica or a rank.

@@ -1,4 +1,4 @@
-"""Units of a rollout: rows that a model runs together, whoever runs them and when.
+"""Scores of a part of a rollout, computed before the rest was generated, in units of rows that a model runs together.
 
 In its last bits a matrix product's result for a row may depend on the rows beside it. So what is run together is fixed
 before a token is generated, by the prompts alone, and results depend neither on who was waiting nor for how long:
@@ -89,7 +89,7 @@ def _cut(start: int, end: int, num_pieces: int) -> list[range]:
 
 
 class PrecomputedScores:
-    """What a model has computed of a rollout before that was whole, and who computes the rest.
+    """Scores that a model computed of a rollout before it was whole, and who computes the rest.
 
     known: by unit, as far as this rank contributes it, with its places within the unit.
     """
@@ -101,6 +101,7 @@ class PrecomputedScores:
         self._left: list[list[int]] = []
 
     def keep(self, unit: int, contribution: Contribution) -> None:
+        """Store the scores of a unit on this rank, which contributes them to the whole."""
         self.known[unit] = contribution
 
     def settle(self, rollout: RolloutBatch, owners: Sequence[int], dp: int, tokens: Sequence[int]) -> None:
@@ -113,15 +114,15 @@ class PrecomputedScores:
         self._left = [[left[i] for i in part] for part in parts]
         self._rollout = rollout
 
-    def is_of(self, batch: RolloutBatch, some: Tensor | None = None) -> bool:
-        """Whether this very batch is the rollout, and whole, and the units are of these rows of it, or of all."""
+    def covers(self, batch: RolloutBatch, some: Tensor | None = None) -> bool:
+        """Whether the scores are of this batch object, settled, and of exactly these rows (None: all rows)."""
         if self._rollout is not batch:
             return False
         wanted = range(len(batch)) if some is None else some.sort().values.tolist()
         return sorted(row for rows in self.units.rows for row in rows) == list(wanted)
 
-    def found(self) -> list[tuple[Tensor, Contribution]]:
-        """(the unit's rows, what was kept of it) of each unit."""
+    def own_results(self) -> list[tuple[Tensor, Contribution]]:
+        """(rows of the unit, scores) of each unit that this rank has kept."""
         return [(torch.tensor(self.units.rows[unit], dtype=torch.int64), kept) for unit, kept in self.known.items()]
 
     def left(self, dp_rank: int) -> list[list[int]]:
@@ -130,6 +131,6 @@ class PrecomputedScores:
 
 
 def tokens_of_units(rollout: RolloutBatch, units: ScoringUnits) -> list[int]:
-    """That a model runs of each unit."""
+    """Tokens that a model runs for each unit."""
     lengths = rollout.lengths.tolist()
     return [sum(group.tokens(lengths) for group in prompt_groups(rollout, rows)) for rows in units.rows]

@@ -14,14 +14,14 @@ from hybridflow.errors import CheckpointError
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.parallel.exchange import Contribution
 from hybridflow.placement.placed import PlacedModel
-from hybridflow.roles.base import PerOutputLoss, Role, Step, TrainedRole, World
+from hybridflow.roles.base import PerOutputLoss, Role, RunContext, StepReport, TrainedRole
 from hybridflow.roles.objectives import ValueObjective
 
 
 class Critic(TrainedRole):
     """V of the state before each response token."""
 
-    def __init__(self, placed: PlacedModel, *, world: World) -> None:
+    def __init__(self, placed: PlacedModel, *, world: RunContext) -> None:
         super().__init__(placed, world=world, bucket_bytes=None)
 
     def values(self, batch: RolloutBatch) -> Contribution:
@@ -29,7 +29,7 @@ class Critic(TrainedRole):
         with self._watch.phase("values"):
             return self._token_results(batch, _as_is)
 
-    def update(self, batch: RolloutBatch, objective: ValueObjective) -> Step:
+    def update(self, batch: RolloutBatch, objective: ValueObjective) -> StepReport:
         """One optimizer step on a mini-batch."""
         with self._watch.phase("critic_update"):
             return self._step(batch, _per_token(batch, objective), objective.mean, ())
@@ -49,7 +49,7 @@ def _per_token(batch: RolloutBatch, objective: ValueObjective) -> PerOutputLoss:
 class RewardModel(Role):
     """A `*ForSequenceClassification` with one label, read at the last token but its pad token. Never trained."""
 
-    def __init__(self, placed: PlacedModel, *, world: World) -> None:
+    def __init__(self, placed: PlacedModel, *, world: RunContext) -> None:
         assert isinstance(placed.config, RewardModelConfig), f"{placed.name} is no reward model"
         _check_head(placed)
         super().__init__(placed, recompute="none", world=world)
@@ -65,7 +65,7 @@ class RewardModel(Role):
 class TrainedRewardModel(TrainedRole):
     """A model with a score that is trained; read as `RewardModel`. A head that its directory lacks is drawn anew."""
 
-    def __init__(self, placed: PlacedModel, *, world: World, head_seed: int) -> None:
+    def __init__(self, placed: PlacedModel, *, world: RunContext, head_seed: int) -> None:
         super().__init__(placed, world=world, bucket_bytes=None, head_seed=head_seed)
 
     def scores(self, batch: RolloutBatch) -> Contribution:
@@ -73,7 +73,7 @@ class TrainedRewardModel(TrainedRole):
         with self._watch.phase("scores"):
             return self._sequence_results(batch, _as_is)
 
-    def step(self, batch: RolloutBatch, gradients: Tensor) -> Step:
+    def step(self, batch: RolloutBatch, gradients: Tensor) -> StepReport:
         """One optimizer step along given derivatives of any loss with respect to the scores, (N,).
 
         The vector-Jacobian product: sequences that a loss couples need not share a micro-batch, a replica or a rank.

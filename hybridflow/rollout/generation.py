@@ -18,15 +18,15 @@ if TYPE_CHECKING:  # vLLM is imported when its settings stand
 
 
 class RolloutListener(Protocol):
-    """Who is told of responses as they finish, on each rank of the replica that gives them, and may use its wait."""
+    """Is told of responses as they finish, on each rank of the engine replica, and may work while others generate."""
 
-    def finished(self, row: int, response: Response) -> None:
+    def on_response(self, row: int, response: Response) -> None:
         """`row` of the rollout, in the order in which they finish."""
 
-    def stepped(self) -> None:
+    def on_engine_step(self) -> None:
         """After each step of the engine."""
 
-    def waits(self, own: RolloutBatch) -> None:
+    def on_replica_done(self, own: RolloutBatch) -> None:
         """All rows of this replica, in their order, have finished. Others may still run."""
 
 
@@ -89,7 +89,7 @@ def generate(
         rows = [first[p] + s for p, s in samples]
         responses = _generated(engine, requests, params, rows, listener=listener)
         if listener is not None:
-            listener.waits(responses_to(prompts, own, counts, responses))
+            listener.on_replica_done(responses_to(prompts, own, counts, responses))
     if not layout.contributes(rank):
         rows, responses = [], []
     return _whole(prompts, counts, rows, responses, exchange=exchange)
@@ -107,9 +107,9 @@ def _generated(
     if listener is None:
         return engine.generate(requests, params)
     responses: dict[int, Response] = {}
-    for i, response in engine.stream(requests, params, stepped=listener.stepped):
+    for i, response in engine.stream(requests, params, stepped=listener.on_engine_step):
         responses[i] = response
-        listener.finished(rows[i], response)
+        listener.on_response(rows[i], response)
     return [responses[i] for i in range(len(requests))]
 
 

@@ -32,14 +32,14 @@ from hybridflow.placement.placed import PlacedFixed, place_fixed
 from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.recorder import Recorder, RunSummary
-from hybridflow.roles.base import World
+from hybridflow.roles.base import RunContext
 from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.values import TrainedRewardModel
 from hybridflow.trainers.auto import read_for_run
 from hybridflow.trainers.loop import checkpoint_manager_of, kernels, lost, start, train
 
 
-def build_models(placed: PlacedFixed, world: World) -> Roles:
+def build_models(placed: PlacedFixed, world: RunContext) -> Roles:
     """The models of the run, those that it has. Collective over the world."""
     models = placed.models
     actor = Actor(models["actor"], temperature=1.0, world=world) if "actor" in models else None
@@ -77,12 +77,12 @@ class FixedDataTrainer:
         exchange = Exchange(platforms.world_group(), platform.device)
         watch = Stopwatch(platform.synchronize)
         self.models = build_models(
-            self.placed, World(platform, ProcessGroups(), exchange, self.placed.bucket_bytes, watch)
+            self.placed, RunContext(platform, ProcessGroups(), exchange, self.placed.bucket_bytes, watch)
         )
         self.checkpoint_manager: CheckpointManager = checkpoint_manager_of(
             config, digests, self.models.trained(), platform=platform, watchdog=self.watchdog
         )
-        self.hooks = RunHooks(stops=self.checkpoint_manager.stops, decode=self.inputs.decode)
+        self.hooks = RunHooks(should_stop=self.checkpoint_manager.should_stop, decode=self.inputs.decode)
         self.book = FixedDataBookkeeping(
             config,
             self.models,
@@ -153,7 +153,7 @@ class FixedDataTrainer:
             done = self.book.finished(self.run, fixed_flow(self.run, self.config.algorithm))
         except Stopped as stopped:
             self.book.abandon(self.run, before)
-            self.checkpoint_manager.ended_within(before, recorder, stopped)
+            self.checkpoint_manager.save_and_stop(before, recorder, stopped)
         except NonFinite as found:
             self.run.state = lost(self.config, self.run.state, found, recorder)
             return None

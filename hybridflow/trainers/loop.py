@@ -83,13 +83,15 @@ def train(trainer: Trainer, iterations: Iterable[int], last: int, recorder: Reco
     last: the run's last iteration. Errors: Stopped where the run was told to end before, and is saved; SaveError.
     """
     checkpoint_manager = trainer.checkpoint_manager
-    over = checkpoint_manager.ended()
+    over = checkpoint_manager.loaded_stop_reason()
     if over is not None:
         recorder.message(f"the run is over: {over}; without stop_when it goes on")
         return
     for iteration in iterations:
         metrics, why = _recorded(trainer, trainer.iterate(iteration, last, recorder), iteration, last, recorder)
-        checkpoint_manager.after(trainer.run.state, metrics, recorder, is_last=iteration == last or why is not None)
+        checkpoint_manager.after_iteration(
+            trainer.run.state, metrics, recorder, is_last=iteration == last or why is not None
+        )
         if why is not None:
             recorder.message(f"iteration {iteration} of {last} was the last: {why}")
             return
@@ -102,12 +104,12 @@ def _recorded(
     if done is None:
         return {}, None
     interval = trainer.config.metrics.eval_interval
-    why = trainer.checkpoint_manager.reached(done.metrics, recorder)
+    why = trainer.checkpoint_manager.stop_reason(done.metrics, recorder)
     if evaluates(interval, iteration, last) or (interval and why is not None):
         recorder.phase(f"iteration {iteration}: evaluating")
         recorder.evaluated(done, trainer.evaluate())
-        why = why or trainer.checkpoint_manager.reached(done.metrics, recorder)
-    done.metrics["time/save_seconds"] = trainer.checkpoint_manager.seconds()
+        why = why or trainer.checkpoint_manager.stop_reason(done.metrics, recorder)
+    done.metrics["time/save_seconds"] = trainer.checkpoint_manager.pop_save_seconds()
     recorder.iteration(done)
     return done.metrics, why
 

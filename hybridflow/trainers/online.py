@@ -65,7 +65,7 @@ from hybridflow.rewards.calls import FunctionCaller
 from hybridflow.rewards.pool import Pool
 from hybridflow.rewards.scorer import Scorer
 from hybridflow.rewards.specs import pool_limits
-from hybridflow.roles.base import World
+from hybridflow.roles.base import RunContext
 from hybridflow.roles.generator import Generator
 from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.values import Critic, RewardModel
@@ -118,7 +118,7 @@ def reencoders(placed: PlacedRun, decode: Callable[[list[int]], str]) -> dict[in
 
 
 def build_roles(
-    placed: PlacedRun, world: World, caller: FunctionCaller, reencode: Mapping[int, Reencoder] | None = None
+    placed: PlacedRun, world: RunContext, caller: FunctionCaller, reencode: Mapping[int, Reencoder] | None = None
 ) -> Roles:
     """The models of the run, those that it has. Collective over the world."""
     config, models, temperature = placed.config, placed.models, placed.config.sampling.temperatures
@@ -137,7 +137,7 @@ def build_roles(
     return Roles(actor, critic, reference, scorer)
 
 
-def renamed(config: ExperimentConfig, *, replay: Path | None, rollout_only: bool) -> ExperimentConfig:
+def config_for_inspection(config: ExperimentConfig, *, replay: Path | None, rollout_only: bool) -> ExperimentConfig:
     """The config of a replay or of rollouts alone: it has a directory of its own, so that the other's stays, and begins
     with the models or the checkpoint that it is given, never where it was itself."""
     metrics: dict[str, Any] = {}
@@ -180,7 +180,7 @@ class OnlineTrainer:
         files = None if replay is None else dumped_batches(replay)
         if files is not None and getattr(config.algorithm, "dynamic_sampling", None) is not None:
             raise ConfigError("algorithm.dynamic_sampling: a batch is of several generations, which no replay has")
-        config = renamed(config, replay=replay, rollout_only=rollout_only)
+        config = config_for_inspection(config, replay=replay, rollout_only=rollout_only)
         self._looked_at_ends = False  # of the first iteration
         self.trains, self.writes_model = not rollout_only, replay is None and not rollout_only
         choose_platform(config.platform)  # before anything asks
@@ -204,7 +204,7 @@ class OnlineTrainer:
         self.exchange = Exchange(platforms.world_group(), self.platform.device)
         watch = Stopwatch(self.platform.synchronize)
         self.caller = self._caller()
-        world = World(self.platform, ProcessGroups(), self.exchange, self.placed.bucket_bytes, watch)
+        world = RunContext(self.platform, ProcessGroups(), self.exchange, self.placed.bucket_bytes, watch)
         self.roles = build_roles(self.placed, world, self.caller, reencoders(self.placed, self.inputs.decode))
         self.checkpoint_manager = checkpoint_manager_of(
             config,
@@ -216,9 +216,9 @@ class OnlineTrainer:
         )
         self.generator = self._engine() if files is None else self._replay(files)
         self.hooks = RunHooks(
-            stops=self.checkpoint_manager.stops,
-            keep_rollout=self.checkpoint_manager.keep_rollout,
-            kept_rollout=self._kept_rollout,
+            should_stop=self.checkpoint_manager.should_stop,
+            save_rollout=self.checkpoint_manager.save_rollout,
+            load_rollout=self._load_rollout,
         )
         self.generation = Generation(
             self.generator,
@@ -253,7 +253,7 @@ class OnlineTrainer:
         pool = Pool(specs, limits) if specs else None
         return FunctionCaller(self.inputs.decode, *own, pool, scoring.error_score)
 
-    def _overlapped_scoring(self, world: World) -> OverlappedScoring:
+    def _overlapped_scoring(self, world: RunContext) -> OverlappedScoring:
         """Collective over the world."""
         placed, rank = self.placed, self.platform.rank
         known = self.roles.scoring()
@@ -273,14 +273,14 @@ class OnlineTrainer:
             watch=world.watch,
         )
 
-    def _kept_rollout(self, prompts: PromptBatch, iteration: int) -> RolloutBatch | None:
+    def _load_rollout(self, prompts: PromptBatch, iteration: int) -> RolloutBatch | None:
         """What an earlier start of the run has generated for the iteration in which it ended."""
         samples = self.config.sampling.samples
 
         def read(file: Path) -> RolloutBatch:
             return self._replay({iteration: file}).generate(prompts, samples_per_prompt=samples, iteration=iteration)
 
-        return self.checkpoint_manager.kept_rollout(iteration, read)
+        return self.checkpoint_manager.load_rollout(iteration, read)
 
     def _engine(self) -> Generator:
         with training_memory_offloaded(self.roles, self.platform):
@@ -338,7 +338,10 @@ class OnlineTrainer:
         return recorder.summary()
 
     def iterate(self, iteration: int, num_iterations: int, recorder: Recorder) -> Iteration | None:
-        """One iteration of the flow; None where it lost a step to a number that is not finite, and may."""
+        """Run one iteration of the flow; None where a number was not finite and `nonfinite` lets the run go on.
+
+        Errors: Stopped where the run was told to end, after a save; NonFinite where `nonfinite` ends the run.
+        """
         self.book.skip_to(self.run, iteration)
         before = self.run.state
         self.hooks.say, self.hooks.show = recorder.message, recorder.phase
@@ -347,7 +350,7 @@ class OnlineTrainer:
             done = self.book.finished(self.run, self.flow(self.run))
         except Stopped as stopped:
             self.book.abandon(self.run, before)
-            self.checkpoint_manager.ended_within(before, recorder, stopped)
+            self.checkpoint_manager.save_and_stop(before, recorder, stopped)
         except NonFinite as found:
             self.run.state = lost(self.config, self.run.state, found, recorder)
             return None

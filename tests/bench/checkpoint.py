@@ -35,7 +35,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.placement.placed import place
-from hybridflow.roles.base import World
+from hybridflow.roles.base import RunContext
 from hybridflow.roles.objectives import KLTerm, policy_loss
 from hybridflow.roles.policy import Actor
 from tests.distributed.train_batch import make_train_batch
@@ -81,7 +81,7 @@ class Bench:
     def __init__(self, directory: Path, platform: platforms.Platform) -> None:
         self.directory, self.platform = directory, platform
         self.group = platforms.world_group()
-        world = World(platform, ProcessGroups(), Exchange(self.group, platform.device), BUCKET_BYTES)
+        world = RunContext(platform, ProcessGroups(), Exchange(self.group, platform.device), BUCKET_BYTES)
         self.config = config(directory)
         self.actor = Actor(place(self.config, platform.world_size).actor, temperature=1.0, world=world)
         self.actor.begin_iteration(1, 1)

@@ -22,7 +22,7 @@ from hybridflow.automap.profiling.tiny import PROMPT, make_model, placed_run
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
-from hybridflow.roles.base import World
+from hybridflow.roles.base import RunContext
 from hybridflow.roles.generator import Generator
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.engine import Request
@@ -52,7 +52,9 @@ def main() -> None:
     options = parser.parse_args()
     platform = platforms.start(seed=0)
     prepare_vllm()
-    world = World(platform, ProcessGroups(), Exchange(platforms.world_group(), platform.device), bucket_bytes=24 << 20)
+    world = RunContext(
+        platform, ProcessGroups(), Exchange(platforms.world_group(), platform.device), bucket_bytes=24 << 20
+    )
     table = Table(title=f"milliseconds a step, {platform.world_size} ranks; {cpu()}")
     for column in ("dtype", "sequences", *WAYS, "times"):
         table.add_column(column, justify="right")
@@ -69,7 +71,7 @@ def main() -> None:
     platforms.stop()
 
 
-def engine(directory: Path, dtype: str, world: World) -> Generator:
+def engine(directory: Path, dtype: str, world: RunContext) -> Generator:
     model, size, length = directory / "model", world.platform.world_size, PROMPT + TOKENS
     if world.platform.rank == 0 and not model.exists():
         make_model(model, hidden=HIDDEN, layers=LAYERS, positions=length, vocabulary=VOCABULARY)

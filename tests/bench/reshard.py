@@ -48,7 +48,7 @@ from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.recording.measure import own_bytes
 from hybridflow.reshard.groups import engine_stages, rollout_layout
 from hybridflow.reshard.plan import ReshardPlan, plan_reshard
-from hybridflow.roles.base import World
+from hybridflow.roles.base import RunContext
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.patches import join_groups, prepare_vllm
 from tests.distributed.pairs_worker import Watch, WatchedReshard
@@ -140,7 +140,7 @@ def main() -> None:
     options = parse()
     platform = platforms.start(seed=0)
     prepare_vllm()
-    world = World(
+    world = RunContext(
         platform,
         ProcessGroups(),
         Exchange(dist.group.WORLD, platform.device),
@@ -196,7 +196,7 @@ def make_model(directory: Path, size: str) -> None:
     LlamaForCausalLM(config).save_pretrained(directory)
 
 
-def bench(model: Path, dtype: str, pairs: list[Pair], world: World, repeats: int) -> list[Result]:
+def bench(model: Path, dtype: str, pairs: list[Pair], world: RunContext, repeats: int) -> list[Result]:
     results = []
     for (tp, pp), group in groupby(pairs, key=lambda pair: (pair.tp, pair.pp)):
         config = TrainedRoleConfig(
@@ -216,7 +216,7 @@ def bench(model: Path, dtype: str, pairs: list[Pair], world: World, repeats: int
 class Comparison:
     """One pair of layouts: our way, the floor, the usual way, ready to run."""
 
-    def __init__(self, actor: Actor, pair: Pair, dtype: str, world: World) -> None:
+    def __init__(self, actor: Actor, pair: Pair, dtype: str, world: RunContext) -> None:
         self.actor, self.pair, self.rank = actor, pair, world.platform.rank
         self.weights = {name: tensor for name, (_, tensor) in actor.weights().items()}
         train, spec = actor.grid.layout, actor.spec
@@ -288,7 +288,7 @@ class Comparison:
         names = [operation.weight.engine for operation in self.plan.operations(self.rank)]
         self.own_bytes = own_bytes(map(self.reshard.source, names), self.weights.values())
         for name, parameter in self.engine.named_parameters():
-            assert torch.equal(self.reshard.source(name), parameter), f"{self.pair.name}: {name} differs"
+            assert torch.equal(self.reshard.engine_tensor(name), parameter), f"{self.pair.name}: {name} differs"
         self.reshard.to_trainer()
         assert all(torch.equal(before[name], x) for name, x in self.weights.items()), "the trainer's weights changed"
 

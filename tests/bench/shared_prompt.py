@@ -28,7 +28,7 @@ from hybridflow.models.micro_batch import padding, prediction_micro_batches
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
-from hybridflow.roles.base import World
+from hybridflow.roles.base import RunContext
 from hybridflow.roles.objectives import PolicyObjective
 from hybridflow.roles.policy import Actor
 from tests.bench import iteration
@@ -87,7 +87,7 @@ def build(directory: Path, dtype: str, max_tokens: int) -> Actor:
     tree["sampling"]["samples_per_prompt"] = 2
     tree["actor"]["micro_batch_tokens"] = max_tokens
     platform = platforms.start(seed=0)
-    world = World(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), 1 << 26)
+    world = RunContext(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), 1 << 26)
     return given_roles(ExperimentConfig.model_validate(tree), world).actor
 
 
@@ -137,8 +137,8 @@ def rows(table: Table, actor: Actor, shared: Batch, name: str, rounds: int) -> N
 
 
 def update(actor: Actor, batch: Batch) -> None:
-    assert actor.trained is not None
-    actor.trained.zero_gradients()
+    assert actor.training_model is not None
+    actor.training_model.zero_gradients()
     actor.accumulate(batch, REINFORCE)
 
 

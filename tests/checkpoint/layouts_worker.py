@@ -27,7 +27,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.placement.placed import place
-from hybridflow.roles.base import World
+from hybridflow.roles.base import RunContext
 from hybridflow.roles.objectives import KLTerm, policy_loss
 from hybridflow.roles.policy import Actor
 from tests.checkpoint.layouts import CASES, Case, experiment
@@ -39,7 +39,7 @@ NUM_STEPS = 3
 
 def main(checkpoints: Path, out: Path) -> None:
     platform = platforms.start(seed=0)
-    world = World(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
+    world = RunContext(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
     store, found = platforms.fresh_store(), {}
     for case in CASES:
         first, again = out / case.name / "first", out / case.name / "again"
@@ -89,7 +89,7 @@ def counted_reads() -> Iterator[list[Path]]:
         resume.DistributedDirectory = before  # type: ignore[misc]
 
 
-def actor_of(models: Path, layout: dict[str, Any], case: Case, world: World) -> Actor:
+def actor_of(models: Path, layout: dict[str, Any], case: Case, world: RunContext) -> Actor:
     placed = place(experiment(models, layout, case), world.platform.world_size)
     return Actor(placed.actor, temperature=1.0, world=world)
 

@@ -30,7 +30,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.placement.placed import place
-from hybridflow.roles.base import World
+from hybridflow.roles.base import RunContext
 from hybridflow.roles.policy import Actor
 from tests.checkpoint.layouts import Case, experiment, layout
 from tests.checkpoint.layouts_worker import BUCKET_BYTES, train
@@ -301,7 +301,7 @@ SCENES: dict[str, Callable[[Scene], dict[str, Any]]] = {
 
 def main(models: Path, out: Path) -> None:
     platform = platforms.start(seed=0)
-    world = World(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
+    world = RunContext(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
     store = platforms.fresh_store()
     case = Case("llama", "dp2", "dp2")
     placed = place(experiment(models, layout(1, 1, None), case, all_ranks="0-1"), platform.world_size)

@@ -37,7 +37,7 @@ from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.layout import Layout
 from hybridflow.placement.placed import place
-from hybridflow.roles.base import TrainedRole, World
+from hybridflow.roles.base import RunContext, TrainedRole
 from hybridflow.roles.objectives import value_loss
 from hybridflow.roles.policy import Actor
 from hybridflow.roles.values import Critic
@@ -61,7 +61,7 @@ class Roles:
         self._models = models
         platform = platforms.start(seed=0)
         self.platform, self.store = platform, platforms.fresh_store()
-        self._world = World(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
+        self._world = RunContext(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
 
     def actor(self, case: Case, model: Path | None = None, **its_layout: Any) -> Actor:
         config = experiment(self._models / case.model, its_layout or layout(1, 1, None), case, all_ranks="0-1")
@@ -100,7 +100,7 @@ def train_critic(critic: Critic) -> None:
 
 def memory_of(role: TrainedRole) -> dict[str, Tensor]:
     """Megatron's name -> weight, and "moment of NAME" -> what both replicas hold of it, as one."""
-    own = {id(state.parameter): state for state in owned_states(role.trained)}
+    own = {id(state.parameter): state for state in owned_states(role.training_model)}
     moments = sorted({name for state in own.values() for name in state.tensors})
     found = {}
     for weight, parameter in named_weights(role.chunks, role.spec, head=role.head):

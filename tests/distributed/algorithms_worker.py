@@ -19,7 +19,7 @@ from hybridflow.flows.models import Roles
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
-from hybridflow.roles.base import World
+from hybridflow.roles.base import RunContext
 from hybridflow.roles.objectives import PolicyObjective, ValueObjective
 from hybridflow.trainers.online import flow_of
 from tests.distributed.algorithm_cases import (
@@ -42,7 +42,7 @@ from tests.distributed.parity_worker import BUCKET_BYTES, gradients_kept
 
 def main(models: Path, out: Path, names: list[str]) -> None:
     platform = platforms.start(seed=0)
-    world = World(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
+    world = RunContext(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
     for case, budget in LAYOUTS.items():
         if case.name not in names:
             continue
@@ -66,7 +66,9 @@ def main(models: Path, out: Path, names: list[str]) -> None:
     platforms.stop()
 
 
-def one_iteration(config: ExperimentConfig, rollout: RolloutBatch, all_roles: Roles, world: World) -> dict[str, Tensor]:
+def one_iteration(
+    config: ExperimentConfig, rollout: RolloutBatch, all_roles: Roles, world: RunContext
+) -> dict[str, Tensor]:
     """What the flow computes, the gradient of its one step before it is clipped, and the weights after it."""
     roles = all_roles
     if config.critic is None:
@@ -84,7 +86,7 @@ def one_iteration(config: ExperimentConfig, rollout: RolloutBatch, all_roles: Ro
     return results | {f"stat/{name}": torch.tensor(float(x)) for name, x in done.metrics.items()}
 
 
-def shared_and_not(roles: Roles, world: World) -> dict[str, Tensor]:
+def shared_and_not(roles: Roles, world: RunContext) -> dict[str, Tensor]:
     """Log-probs, values and gradients of the same rows as samples of their prompts, and each as if of its own."""
     rollout = make_rollout()
     noise = torch.randn(len(rollout.input_ids), generator=torch.Generator().manual_seed(8)) * rollout.response_mask
@@ -94,7 +96,7 @@ def shared_and_not(roles: Roles, world: World) -> dict[str, Tensor]:
         told = [roles.actor.log_probs(batch), roles.critic.values(batch)]
         found |= dict(zip((f"{kind}/log_probs", f"{kind}/values"), world.exchange.wholes(told), strict=True))
         for role in roles.trained():
-            role.trained.zero_gradients()
+            role.training_model.zero_gradients()
         roles.actor.accumulate(batch, PolicyObjective(lambda log_probs, _, tokens: (log_probs * tokens.targets, {})))
         roles.critic.accumulate(batch, ValueObjective(lambda values, tokens: (values - tokens.targets) ** 2))
         for role in roles.trained():

@@ -13,7 +13,7 @@ from hybridflow.config import OptimizerConfig, TrainedRoleConfig
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
-from hybridflow.roles.base import World
+from hybridflow.roles.base import RunContext
 from hybridflow.roles.policy import Actor
 from tests.placing import place_model
 
@@ -45,7 +45,7 @@ CASES: dict[str, tuple[str, dict]] = {  # model, the actor's keys
 
 def main(checkpoints: Path, out: Path) -> None:
     platform = platforms.start(seed=0)
-    world = World(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), bucket_bytes=1 << 14)
+    world = RunContext(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), bucket_bytes=1 << 14)
     for name, (model, keys) in CASES.items():
         config = TrainedRoleConfig(
             model=str(checkpoints / model / "policy"), dtype="float32", optimizer=OptimizerConfig(lr=0.1), **keys

@@ -29,7 +29,7 @@ from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.placement.placed import place_fixed
-from hybridflow.roles.base import World
+from hybridflow.roles.base import RunContext
 from hybridflow.trainers.fixed_data import build_models
 from tests.distributed.cases import Case
 from tests.distributed.fixed_cases import (
@@ -67,7 +67,7 @@ class GivenExamples:
 
 def main(models: Path, out: Path, names: list[str]) -> None:
     platform = platforms.start(seed=0)
-    world = World(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
+    world = RunContext(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
     for case, budget in LAYOUTS:
         if layout_name(case, budget) not in names:
             continue
@@ -97,7 +97,7 @@ def weights(models: Roles) -> list[Tensor]:
     return [p.data for chunk in models.trained()[0].chunks for p in chunk.parameters()]
 
 
-def one_iteration(config: FixedDataConfig, models: Roles, world: World) -> dict[str, Tensor]:
+def one_iteration(config: FixedDataConfig, models: Roles, world: RunContext) -> dict[str, Tensor]:
     """What the flow computes, the gradient of its step before it is clipped, the weights after it, the metrics."""
     watchdog = Watchdog(config.watchdog.deadlines(), StopRequest(1.0, signals=()))
     rows = examples(config.algorithm.kind)

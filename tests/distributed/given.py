@@ -24,7 +24,7 @@ from hybridflow.placement.placed import place
 from hybridflow.rewards.calls import FunctionCaller
 from hybridflow.rewards.pool import Pool
 from hybridflow.rewards.specs import pool_limits, pool_specs
-from hybridflow.roles.base import World
+from hybridflow.roles.base import RunContext
 from hybridflow.trainers.online import build_roles
 
 
@@ -70,7 +70,7 @@ class GivenPrompts:
         return DrawnPrompts(self.batch(list(numbers)), numbers, Dropped())
 
 
-def given_roles(config: ExperimentConfig, world: World) -> Roles:
+def given_roles(config: ExperimentConfig, world: RunContext) -> Roles:
     """The models of a run. A reward function reads responses as token ids with spaces between them."""
     specs, num_ranks = pool_specs(config), world.platform.world_size
     pool = Pool(specs, pool_limits(config.reward, num_ranks)) if specs else None
@@ -83,7 +83,7 @@ def trained_weights(roles: Roles) -> list[Tensor]:
     return [p.data for role in roles.trained() for chunk in role.chunks for p in chunk.parameters()]
 
 
-def nobody_waits(world: World) -> OverlappedScoring:
+def nobody_waits(world: RunContext) -> OverlappedScoring:
     """Given responses are there at once: everything is scored when the rollout is whole."""
     layout = RolloutLayout(1, 1, ((0,),))
     return OverlappedScoring(
@@ -101,7 +101,7 @@ def nobody_waits(world: World) -> OverlappedScoring:
 def given_run(
     config: ExperimentConfig,
     rollout: RolloutBatch,
-    world: World,
+    world: RunContext,
     *,
     greedy: RolloutBatch | None = None,
     roles: Roles | None = None,

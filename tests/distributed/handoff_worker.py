@@ -122,7 +122,7 @@ def weight_copies(trainer: OnlineTrainer) -> int:
         *trainer.roles.scorer.models,
     ]
     known = {p.data.untyped_storage().data_ptr() for role in roles for c in role.chunks for p in c.parameters()}
-    for trained in (trainer.roles.actor.trained, trainer.roles.critic.trained):
+    for trained in (trainer.roles.actor.training_model, trainer.roles.critic.training_model):
         known |= {x.untyped_storage().data_ptr() for x in trained._gradients() + trained._optimizer_state()}
     shapes = {tuple(x.shape) for _, x in trainer.roles.actor.weights().values() if x.dim() == 2}
     sizes = {x.untyped_storage().nbytes() for _, x in trainer.roles.actor.weights().values()}  # the flat buffer

@@ -75,7 +75,7 @@ def main(config: str, out: Path) -> None:
             )
         with trainer.generation.engine_awake():
             iterations[-1]["bytes_with_engine"] = [
-                role.trained.memory_bytes() for role in (trainer.roles.actor, trainer.roles.critic)
+                role.training_model.memory_bytes() for role in (trainer.roles.actor, trainer.roles.critic)
             ]
         if name.startswith("bfloat16"):
             iterations[-1]["wrong_parameters"] = wrong_parameters(trainer)

@@ -34,7 +34,7 @@ from hybridflow.placement.placed import BLOCK_TOKENS
 from hybridflow.reshard.execute import WeightReshard
 from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout
 from hybridflow.reshard.plan import plan_reshard
-from hybridflow.roles.base import World
+from hybridflow.roles.base import RunContext
 from hybridflow.roles.objectives import KLTerm, policy_loss
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.engine import Request, RolloutEngine
@@ -60,7 +60,7 @@ ROLLOUT = RolloutConfig(max_num_seqs=16, max_num_batched_tokens=256)
 def main(checkpoints: Path, out: Path, names: list[str]) -> None:
     platform = platforms.start(seed=0)
     exchange = Exchange(dist.group.WORLD, platform.device)
-    world = World(platform, ProcessGroups(), exchange, bucket_bytes=BUCKET_BYTES)
+    world = RunContext(platform, ProcessGroups(), exchange, bucket_bytes=BUCKET_BYTES)
     if platform.rank == platform.world_size - 1:
         peer_memory.can_read = lambda introduction: False
     pairs = [p for p in PAIRS if p.num_ranks == platform.world_size and (not names or p.name in names)]
@@ -86,7 +86,7 @@ def main(checkpoints: Path, out: Path, names: list[str]) -> None:
 class Run:
     """One actor, handed to one engine after another."""
 
-    def __init__(self, model: Path, world: World) -> None:
+    def __init__(self, model: Path, world: RunContext) -> None:
         self.world, self.model = world, model
         self.reference: PreTrainedModel | None = None
         if world.platform.rank == 0:

@@ -24,7 +24,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.placement.placed import place
-from hybridflow.roles.base import TrainedRole, World
+from hybridflow.roles.base import RunContext, TrainedRole
 from hybridflow.roles.policy import Actor
 from hybridflow.trainers.online import flow_of
 from tests.distributed.cases import (
@@ -50,7 +50,7 @@ BUCKET_BYTES = 1 << 14  # several storages a model
 
 def main(checkpoints: Path, out: Path, names: list[str]) -> None:
     platform = platforms.start(seed=0)
-    world = World(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
+    world = RunContext(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
     for case in CASES:
         for family in [family for family in FAMILIES if f"{case.name}/{family}" in names]:
             result = run_case(case, checkpoints / family, world)
@@ -59,7 +59,7 @@ def main(checkpoints: Path, out: Path, names: list[str]) -> None:
     platforms.stop()
 
 
-def run_case(case: Case, models: Path, world: World) -> dict[str, Tensor]:
+def run_case(case: Case, models: Path, world: RunContext) -> dict[str, Tensor]:
     """Models are built once for each budget: those of the first are GRPO's, too, and its batch is Adam's."""
     results: dict[str, Tensor] = {}
     for budget in budgets(case, models.name)[1:]:
@@ -78,7 +78,7 @@ def run_case(case: Case, models: Path, world: World) -> dict[str, Tensor]:
     return results
 
 
-def adam_steps(case: Case, models: Path, batch: RolloutBatch, world: World) -> dict[str, Tensor]:
+def adam_steps(case: Case, models: Path, batch: RolloutBatch, world: RunContext) -> dict[str, Tensor]:
     """And, where there are replicas, with what they exchange under way while they compute."""
     results, _ = two_adam_steps(case, models, batch, world)
     if case.dp == 1:
@@ -107,7 +107,7 @@ def looked_at(under_way: list[bool]) -> Iterator[None]:
 
 
 def one_iteration(
-    config: ExperimentConfig, rollout: RolloutBatch, roles: Roles, world: World, prefix: str
+    config: ExperimentConfig, rollout: RolloutBatch, roles: Roles, world: RunContext, prefix: str
 ) -> tuple[RolloutBatch, dict[str, Tensor]]:
     """The flow's batch. What it computes, the gradients of its one step before they are clipped, the weights after."""
     run, book = given_run(config, rollout, world, roles=roles)
@@ -126,14 +126,14 @@ def one_iteration(
 @contextlib.contextmanager
 def gradients_kept(trained: Sequence[TrainedRole], results: dict[str, Tensor]) -> Iterator[None]:
     """Note the gradients that each step finds. All ranks are in every role's grid, so that all gather them."""
-    steps = [role.trained.step for role in trained]
+    steps = [role.training_model.step for role in trained]
     for role, step in zip(trained, steps, strict=True):
-        role.trained.step = functools.partial(_note_and_step, role, step, results)
+        role.training_model.step = functools.partial(_note_and_step, role, step, results)
     try:
         yield
     finally:
         for role, step in zip(trained, steps, strict=True):
-            role.trained.step = step
+            role.training_model.step = step
 
 
 def _note_and_step(role: TrainedRole, step: Callable[[float], float], results: dict[str, Tensor], lr: float) -> float:
@@ -141,7 +141,9 @@ def _note_and_step(role: TrainedRole, step: Callable[[float], float], results: d
     return step(lr)
 
 
-def two_adam_steps(case: Case, models: Path, batch: RolloutBatch, world: World) -> tuple[dict[str, Tensor], list[bool]]:
+def two_adam_steps(
+    case: Case, models: Path, batch: RolloutBatch, world: RunContext
+) -> tuple[dict[str, Tensor], list[bool]]:
     """ZeRO-1, of a new actor on a batch that one with its weights has estimated.
 
     The weights; of the time after each step, and after the weights were asked for, whether all gathers are under way.

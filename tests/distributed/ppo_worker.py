@@ -15,7 +15,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel import torchrun
 from hybridflow.recording.recorder import Recorder
-from hybridflow.roles.base import World
+from hybridflow.roles.base import RunContext
 from hybridflow.trainers import online as trainers
 from hybridflow.trainers.online import OnlineTrainer
 from tests.distributed.engine_weights import differs_from_export, wrong_parameters
@@ -93,7 +93,7 @@ def main(checkpoints: Path, prompts: Path, out: Path, names: list[str]) -> None:
     results: dict[str, list[dict[str, Any]]] = {}
     for name, (num_ranks, layouts, rollout) in PLACEMENTS.items():
         if num_ranks == world_size and name in names:
-            trainers.World = partial(World, overlap=name == OVERLAPPED)
+            trainers.RunContext = partial(RunContext, overlap=name == OVERLAPPED)
             trainer = OnlineTrainer(config(checkpoints, prompts, layouts, rollout))
             handed_over = noted_hand_offs(trainer)
             results[name] = [
@@ -112,7 +112,11 @@ def noted_hand_offs(trainer: OnlineTrainer) -> list[list[bool]]:
     """Of each hand-off from here on: whether a gather of parameters had been under way, and whether one still is."""
     found: list[list[bool]] = []
     actor, reshard = trainer.roles.actor, trainer.generator.reshard
-    groups = [group for chunk in actor.trained.chunks for group in chunk.bucket_groups] if actor.trained else []
+    groups = (
+        [group for chunk in actor.training_model.chunks for group in chunk.bucket_groups]
+        if actor.training_model
+        else []
+    )
     wait, hand_over = actor.wait_for_weights, reshard.to_engine
 
     def under_way() -> bool:

@@ -36,7 +36,7 @@ def scored(trainer: OnlineTrainer, way: str) -> dict[str, Any]:
     kept: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if way == "it was kept":  # by an earlier start, which has generated the same
         rollout = run.rollout.select(torch.arange(len(run.rollout)))
-        kept = patch.object(trainer.hooks, "kept_rollout", lambda prompts, iteration: rollout)
+        kept = patch.object(trainer.hooks, "load_rollout", lambda prompts, iteration: rollout)
     with asked(way), late(trainer, way), kept:
         rollout = run.generate()
     ahead = sum(len(model.ahead.known) for model in trainer.generation.scoring._models)

@@ -17,7 +17,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.config.length_buckets import LengthBuckets, always
 from hybridflow.errors import DataError
 from hybridflow.flows.replay import FIELDS, Replay, differences, dumped_batches, read_batch
-from hybridflow.trainers.online import renamed
+from hybridflow.trainers.online import config_for_inspection
 from tests.distributed.test_determinism import MEASURED
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks
@@ -195,16 +195,16 @@ def test_differences_are_the_largest_of_each_field() -> None:
 def test_what_looks_into_a_run_has_a_directory_of_its_own_and_starts_anew(tmp_path: Path) -> None:
     overrides = ["checkpoint={save_interval: 5}", "data.heldout=x", "metrics={eval_interval: 2, eval_reward: 'a:b'}"]
     config = ExperimentConfig.from_yaml(write_config(tmp_path / "config.yaml", tmp_path), overrides)
-    assert renamed(config, replay=None, rollout_only=False) is config
-    replay = renamed(config, replay=tmp_path, rollout_only=False)
-    rollout = renamed(config, replay=None, rollout_only=True)
+    assert config_for_inspection(config, replay=None, rollout_only=False) is config
+    replay = config_for_inspection(config, replay=tmp_path, rollout_only=False)
+    rollout = config_for_inspection(config, replay=None, rollout_only=True)
     assert (replay.run_dir, rollout.run_dir) == (tmp_path / "run-replay", tmp_path / "run-rollout")
     assert (replay.metrics.eval_interval, rollout.metrics.eval_interval) == (0, 2)
     assert (replay.metrics.dump_batches, rollout.metrics.dump_batches) == (False, True)
     for found in (replay, rollout):
         assert (found.checkpoint.save_interval, found.checkpoint.load) == (0, "none")
     given = ExperimentConfig.from_yaml(tmp_path / "config.yaml", ["checkpoint.load=runs/x"])
-    assert renamed(given, replay=tmp_path, rollout_only=False).checkpoint.load == "runs/x"
+    assert config_for_inspection(given, replay=tmp_path, rollout_only=False).checkpoint.load == "runs/x"
 
 
 def test_a_replay_and_a_rollout_exclude_each_other(capsys: pytest.CaptureFixture) -> None:

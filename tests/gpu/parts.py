@@ -18,7 +18,7 @@ from hybridflow.models.attention import PackedSequences, attention_by_length
 from hybridflow.models.build import attention_functions
 from hybridflow.models.shared_prompt import SharedPrompts, attention_with_copies
 from hybridflow.reshard.device_memory import reserved_space
-from hybridflow.reshard.execute import mover_of
+from hybridflow.reshard.execute import select_mover
 from hybridflow.reshard.kernel import copy_pieces, permute_blocks
 from hybridflow.reshard.reserved import Reserved
 from tests.distributed.tiny_experiment import make_inputs, write_config
@@ -63,7 +63,7 @@ def reshard_kernels(device: torch.device, folder: Path) -> list[Line]:
     order = tuple((7 * i + 3) % heads for i in range(heads))
     x = torch.randn(heads * 128, columns, device=device, dtype=torch.bfloat16)
     expected = x.view(heads, 128, columns)[list(order)].reshape_as(x)
-    mover = mover_of(device)
+    mover = select_mover(device)
     permute_blocks([(x, order)], mover)
     right = torch.equal(x, expected)
     rate = _rate(2 * x.nbytes, device, lambda: permute_blocks([(x, order)], mover))

@@ -34,7 +34,7 @@ def report(trainer: OnlineTrainer | FixedDataTrainer, passes: dict[int, list[dic
         stage = layout.coordinates(rank).pp
         counted = memory.roles[name].training[stage]
         found[name] = {
-            "held": role.trained.memory_bytes(),
+            "held": role.training_model.memory_bytes(),
             "counted": {kind: getattr(counted, kind) for kind in ("weights", "gradients", "optimizer")},
             "activations": activations(memory.roles[name], stage, passes[id(role.chunks)]),
         }

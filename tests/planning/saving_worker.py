@@ -15,7 +15,7 @@ from hybridflow.checkpoint.sharded import prepare_save
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
-from hybridflow.roles.base import World
+from hybridflow.roles.base import RunContext
 from hybridflow.roles.policy import Actor
 from hybridflow.roles.values import Critic
 from tests.planning.test_saving import BUCKET_BYTES, CASES, placed
@@ -23,7 +23,7 @@ from tests.planning.test_saving import BUCKET_BYTES, CASES, placed
 
 def main(models: Path, out: Path) -> None:
     platform = platforms.start(seed=0)
-    world = World(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
+    world = RunContext(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
     found: dict[str, Any] = {}
     for case in CASES:
         run = placed(models, case)

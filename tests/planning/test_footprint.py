@@ -167,21 +167,21 @@ def measure(model: str) -> dict[str, dict[str, int]]:
     from hybridflow.parallel import platform as platforms
     from hybridflow.parallel.exchange import Exchange
     from hybridflow.parallel.grid import ProcessGroups
-    from hybridflow.roles.base import World
+    from hybridflow.roles.base import RunContext
     from hybridflow.roles.policy import Actor
     from tests.placing import place_model
 
     platform = platforms.start(seed=0)
     exchange = Exchange(dist.group.WORLD, platform.device)
-    world = World(platform, ProcessGroups(), exchange, bucket_bytes=BUCKET_BYTES)
+    world = RunContext(platform, ProcessGroups(), exchange, bucket_bytes=BUCKET_BYTES)
     found = {}
     for dtype in ("bfloat16", "float32"):
         for name, optimizer in OPTIMIZERS.items():
             config = TrainedRoleConfig(model=model, dtype=dtype, optimizer=optimizer)
             actor = Actor(place_model("actor", config, 1), temperature=1.0, world=world)
-            actor.trained.zero_gradients()
-            actor.trained.step(0.1)
-            found[f"{dtype}/{name}"] = actor.trained.memory_bytes()
+            actor.training_model.zero_gradients()
+            actor.training_model.step(0.1)
+            found[f"{dtype}/{name}"] = actor.training_model.memory_bytes()
     platforms.stop()
     return found
 

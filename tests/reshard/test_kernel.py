@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridflow.cpu import mover as cpu_mover
 from hybridflow.reshard import execute, kernel
-from hybridflow.reshard.execute import mover_of
+from hybridflow.reshard.execute import select_mover
 from hybridflow.reshard.kernel import (
     COPY_COLUMNS,
     COPY_ROWS,
@@ -121,11 +121,11 @@ def check_permutation(shape: Shape, dtype: torch.dtype, permute: Permute, device
 
 
 def permute(x: Tensor, order: tuple[int, ...]) -> int:
-    return permute_blocks([(x, order)], mover_of(x.device))
+    return permute_blocks([(x, order)], select_mover(x.device))
 
 
 def copy(copies: list[Copy]) -> None:
-    copy_pieces(copies, mover_of(copies[0][0].device if copies else CPU))
+    copy_pieces(copies, select_mover(copies[0][0].device if copies else CPU))
 
 
 def triton_permute(x: Tensor, order: tuple[int, ...]) -> None:
@@ -203,11 +203,11 @@ def test_weights_of_many_kinds_are_permuted_at_once() -> None:
     cases = [weight_in_buffer(shape, dtype) for shape, dtype in kinds * 3]
     expected = [permuted_reference(flat, order) for flat, _, order in cases]
     assert (
-        permute_blocks([(weight, order) for _, weight, order in cases], mover_of(CPU)) == 3 * 5 * 4
+        permute_blocks([(weight, order) for _, weight, order in cases], select_mover(CPU)) == 3 * 5 * 4
     )  # a head of the largest
     for (flat, *_), right in zip(cases, expected, strict=True):
         assert torch.equal(bits(flat), right)
-    assert permute_blocks([], mover_of(CPU)) == 0
+    assert permute_blocks([], select_mover(CPU)) == 0
 
 
 @pytest.mark.compiles
@@ -409,7 +409,7 @@ def test_dtypes_of_eight_bytes_are_refused(dtype: torch.dtype) -> None:
 def test_nothing_is_permuted_where_one_is_refused() -> None:
     x = torch.arange(4.0)
     with pytest.raises(ValueError, match="no contiguous stack"):
-        permute_blocks([(x, (1, 0)), (torch.zeros(5), (1, 0))], mover_of(CPU))
+        permute_blocks([(x, (1, 0)), (torch.zeros(5), (1, 0))], select_mover(CPU))
     assert x.tolist() == [0, 1, 2, 3]
 
 

@@ -109,7 +109,7 @@ class Watched(WeightReshard):
 
 
 def contents(reshard: WeightReshard, plan: ReshardPlan, rank: int) -> dict[str, Tensor]:
-    return {o.weight.engine: reshard.source(o.weight.engine) for o in plan.operations(rank)}
+    return {o.weight.engine: reshard.engine_tensor(o.weight.engine) for o in plan.operations(rank)}
 
 
 def hand_offs(plan: ReshardPlan, rank: int, page_bytes: int) -> dict[str, Any]:

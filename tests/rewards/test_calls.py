@@ -168,7 +168,7 @@ def test_a_rank_has_what_it_has_begun_and_its_share_of_the_rest(pool: Pool) -> N
     assert calls.close() == (1,)
     own = rollout()
     calls.settle(own, [NOBODY, 1, NOBODY])  # of the rest rank 1 of 2 has the second
-    assert calls.is_of(own) and not calls.is_of(rollout())
+    assert calls.covers(own) and not calls.covers(rollout())
     assert known(calls.scores()[GROUP]) == [{2: 21.0, 3: 22.0, 4: 22.0, 5: 23.0}]
 
 

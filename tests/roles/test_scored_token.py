@@ -24,7 +24,7 @@ from hybridflow.data.tokenizers import load_tokenizer
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.grid import ProcessGroups
-from hybridflow.roles.base import World
+from hybridflow.roles.base import RunContext
 from hybridflow.roles.values import RewardModel, TrainedRewardModel
 from tests.data.test_chat import CHATML, LLAMA3, message, tokenizer
 from tests.launch import run_ranks
@@ -70,14 +70,14 @@ def test_a_score_is_one_score_everywhere(tmp_path: Path) -> None:
 
 def main(root: Path) -> None:
     platform = platforms.start(seed=0)
-    world = World(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), bucket_bytes=600_000)
+    world = RunContext(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), bucket_bytes=600_000)
     found = {name: scores_of(root / name, world) for name in CASES}
     if platform.rank == 0:
         print(json.dumps(found))
     platforms.stop()
 
 
-def scores_of(directory: Path, world: World) -> dict[str, list[float]]:
+def scores_of(directory: Path, world: RunContext) -> dict[str, list[float]]:
     path = directory / "reward"
     model = {"model": str(path), "tensor_parallel_size": 2, "dtype": "float32"}
     trained = place_model("reward_model", TrainedRoleConfig(**model, optimizer=OptimizerConfig(lr=1e-3)), 2)

@@ -14,7 +14,7 @@ import torch
 from hybridflow.automap.device import Contention, Crowding
 from hybridflow.automap.profiling.groups import sizes
 from hybridflow.automap.profiling.tiny import PROMPT, batch, make_model, placed_run
-from hybridflow.roles.base import World
+from hybridflow.roles.base import RunContext
 from hybridflow.roles.generator import Generator
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.engine import Request
@@ -24,7 +24,7 @@ ROWS, RESPONSE, SEQUENCES, REPEATS = 4, 56, 4, 3
 VOCABULARY = 2048
 
 
-def measured_contention(directory: Path, world: World, shared: Contention) -> tuple[Crowding, ...]:
+def measured_contention(directory: Path, world: RunContext, shared: Contention) -> tuple[Crowding, ...]:
     """Collective over the world; every rank gets the same. One row a number of ranks."""
     platform, model = world.platform, directory / "crowd"
     if platform.rank == 0:
@@ -68,7 +68,7 @@ def _generate(generator: Generator) -> None:
         pass
 
 
-def _of_crowds(work: Callable[[], None], world: World) -> dict[int, float]:
+def _of_crowds(work: Callable[[], None], world: RunContext) -> dict[int, float]:
     """Mean seconds of the ranks that work, by their number."""
     rank, world_size, found = world.platform.rank, world.platform.world_size, {}
     work()

@@ -15,7 +15,7 @@ import torch
 from hybridflow.automap.cost import Device
 from hybridflow.automap.device import DeviceProfile
 from hybridflow.automap.profiling.tiny import PROMPT, VOCAB_SIZE, make_model, placed_run
-from hybridflow.roles.base import World
+from hybridflow.roles.base import RunContext
 from hybridflow.roles.generator import Generator
 from hybridflow.roles.policy import Actor
 from hybridflow.rollout.engine import Request, RolloutEngine
@@ -47,7 +47,7 @@ class _Steps:
     wake: float
 
 
-def engine_overheads(directory: Path, world: World, profile: DeviceProfile) -> EngineOverheads:
+def engine_overheads(directory: Path, world: RunContext, profile: DeviceProfile) -> EngineOverheads:
     """Collective over the world; the first rank knows the result. profile: of all else."""
     few, many = (_measured(directory, layers, world, tp=1) for layers in (FEW, MANY))
     wide = _measured(directory, FEW, world, tp=1, vocabulary=LARGE_VOCABULARY)
@@ -66,7 +66,7 @@ def engine_overheads(directory: Path, world: World, profile: DeviceProfile) -> E
     return EngineOverheads(step, layer, sequence, logit, message, few.wake)
 
 
-def _measured(directory: Path, layers: int, world: World, *, tp: int, vocabulary: int = VOCAB_SIZE) -> _Steps:
+def _measured(directory: Path, layers: int, world: RunContext, *, tp: int, vocabulary: int = VOCAB_SIZE) -> _Steps:
     model, platform = directory / f"engine_{layers}_{vocabulary}", world.platform
     if platform.rank == 0 and not model.exists():
         make_model(model, hidden=HIDDEN, layers=layers, positions=PROMPT + TOKENS, vocabulary=vocabulary)

@@ -17,7 +17,7 @@ from hybridflow.automap.device import DeviceProfile
 from hybridflow.automap.profiling.tiny import PROMPT, batch, make_model, placed_run
 from hybridflow.automap.role_time import MeanRows, forward_cost, gradient_cost, model_of
 from hybridflow.placement.placed import PlacedRun
-from hybridflow.roles.base import World
+from hybridflow.roles.base import RunContext
 from hybridflow.roles.objectives import negative_log_likelihood
 from hybridflow.roles.policy import Actor
 
@@ -48,7 +48,7 @@ class _Times:
     step_of_two: float
 
 
-def layer_overheads(directory: Path, world: World) -> LayerOverheads:
+def layer_overheads(directory: Path, world: RunContext) -> LayerOverheads:
     """Collective over the world; the first rank alone works, and it alone knows the result."""
     few, many = (_narrow(directory, layers, world) for layers in (FEW, MANY))
     between = MANY - FEW
@@ -66,7 +66,7 @@ def layer_overheads(directory: Path, world: World) -> LayerOverheads:
     )
 
 
-def _narrow(directory: Path, layers: int, world: World) -> _Times:
+def _narrow(directory: Path, layers: int, world: RunContext) -> _Times:
     model = directory / f"narrow_{layers}"
     if world.platform.rank == 0:
         make_model(model, hidden=NARROW, layers=layers, positions=64)
@@ -81,7 +81,7 @@ def _narrow(directory: Path, layers: int, world: World) -> _Times:
     )
 
 
-def elementwise_bandwidths(directory: Path, world: World, profile: DeviceProfile) -> tuple[float, float]:
+def elementwise_bandwidths(directory: Path, world: RunContext, profile: DeviceProfile) -> tuple[float, float]:
     """Bytes/s forward and backward: what of a wide model's time the profile's products, attention and overheads leave.
 
     Collective over the world, as `layer_overheads`.
@@ -114,13 +114,13 @@ def without_elementwise(profile: DeviceProfile) -> DeviceProfile:
     return profile.model_copy(update={"elementwise_bandwidth": ENDLESS, "elementwise_backward": ENDLESS})
 
 
-def _run(model: Path, world: World, *, length: int, budget: int) -> PlacedRun:
+def _run(model: Path, world: RunContext, *, length: int, budget: int) -> PlacedRun:
     """Of what the first rank has written by now."""
     world.exchange.summed(torch.zeros(1, device=world.platform.device))
     return placed_run(model, tp=1, dtype="float32", length=length, budget=budget, output_dir=model)
 
 
-def _median(work: Callable[[], object], world: World) -> float:
+def _median(work: Callable[[], object], world: RunContext) -> float:
     seconds = []
     for _ in range(REPEATS + 1):
         begin = time.perf_counter()

@@ -24,7 +24,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.platform import Platform
-from hybridflow.roles.base import World
+from hybridflow.roles.base import RunContext
 
 Tell = Callable[[str], None]
 DISK_BYTES = 1 << 27
@@ -65,12 +65,12 @@ def measure_profile(name: str, *, tell: Tell) -> DeviceProfile:
     return profile
 
 
-def _world(platform: Platform) -> World:
+def _world(platform: Platform) -> RunContext:
     from hybridflow.rollout.patches import prepare_vllm
 
     prepare_vllm()
     exchange = Exchange(platforms.world_group(), platform.device)
-    return World(platform, ProcessGroups(), exchange, bucket_bytes=24 << 20)
+    return RunContext(platform, ProcessGroups(), exchange, bucket_bytes=24 << 20)
 
 
 @dataclass(frozen=True)
