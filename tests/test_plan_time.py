@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from hybridflow.cli.plan import main
-from tests.planning.round_profile import FIELDS
+from tests.automap.round_profile import FIELDS
 from tests.test_plan import CONFIG, MODELS, SMALL
 
 FLOAT32 = tuple(f"{role}.dtype=float32" for role in ("actor", "critic", "reference", "reward.models.0"))

@@ -10,8 +10,8 @@ from torch import Tensor
 from hybridflow.models.experts import Experts, Router
 from hybridflow.models.layers import SwiGLUFunction
 from hybridflow.placement.footprint import layer_bytes
-from tests.planning.kept import KeptBytes
-from tests.planning.round_profile import small_spec
+from tests.automap.round_profile import small_spec
+from tests.placement.kept import KeptBytes
 
 pytestmark = pytest.mark.compiles
 

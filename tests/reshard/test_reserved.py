@@ -15,7 +15,7 @@ from hybridflow.reshard import packing as parcels
 from hybridflow.reshard.execute import WeightReshard
 from hybridflow.reshard.plan import ReshardPlan, Way
 from hybridflow.reshard.reserved import Reserved
-from tests.planning.test_reshard import ALONE_ELEMENTS, CASES, NUM_RANKS, SPEC, make_plan
+from tests.placement.test_reshard import ALONE_ELEMENTS, CASES, NUM_RANKS, SPEC, make_plan
 from tests.reshard.simulated import SimulatedDevice
 
 NUM_HAND_OFFS = 5

@@ -22,10 +22,10 @@ from hybridflow.placement.forecast import fullest
 from hybridflow.placement.placed import place_fixed
 from hybridflow.trainers.fixed_data import FixedDataTrainer
 from hybridflow.trainers.online import OnlineTrainer
+from tests.automap.test_auto import MOST_PARAMETERS, PADDING
+from tests.automap.test_search import DEVICE, ENOUGH, directory, told  # noqa: F401  # a fixture
 from tests.checkpoint.test_fixed import write_rows
 from tests.launch import run_ranks
-from tests.planning.test_auto import MOST_PARAMETERS, PADDING
-from tests.planning.test_search import DEVICE, ENOUGH, directory, told  # noqa: F401  # a fixture
 from tests.tiny_models import make_checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,7 +201,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         sft = {"algorithm": {"name": "sft"}, "name": name, "actor": actor}
         (root / f"{name}.yaml").write_text(json.dumps({k: v for k, v in given.items() if k != "reference"} | sft))
     configs = (root / f"{name}.yaml" for name in ("fixed", *CUT))
-    (root / "said").write_text(run_ranks(2, "tests.planning.auto_worker", root, 1, *configs).stdout)
+    (root / "said").write_text(run_ranks(2, "tests.automap.auto_worker", root, 1, *configs).stdout)
     return root
 
 

@@ -13,7 +13,7 @@ from tests.launch import run_ranks
 @pytest.mark.distributed
 def test_two_ranks_measure_one_profile(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    run_ranks(2, "tests.profiling.profile_worker", out)
+    run_ranks(2, "tests.automap.profiling.profile_worker", out)
     found = json.loads(out.read_text())
     assert found["profiles"][0] == found["profiles"][1]
     (tmp_path / "profile.json").write_text(found["profiles"][0])

@@ -24,7 +24,7 @@ from hybridflow.automap.timing import (
 from hybridflow.config.fixed_data import load_config
 from hybridflow.placement.placed import PlacedFixed, PlacedRun, place_either
 from hybridflow.reshard.plan import plan_reshard
-from tests.planning.round_profile import overheads, profile
+from tests.automap.round_profile import overheads, profile
 from tests.test_plan import CONFIG, MODELS, SMALL
 
 ROOT = Path(__file__).resolve().parents[2]

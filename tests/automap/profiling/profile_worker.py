@@ -1,6 +1,6 @@
-"""Measures a profile, of few shapes: for tests/profiling/test_measure.py.
+"""Measures a profile, of few shapes: for tests/automap/profiling/test_measure.py.
 
-python -m tests.profiling.profile_worker OUT, on two ranks
+python -m tests.automap.profiling.profile_worker OUT, on two ranks
 """
 
 import json

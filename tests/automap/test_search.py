@@ -28,8 +28,8 @@ from hybridflow.placement.placed import place
 from hybridflow.placement.reshard import EngineHoldings, ReshardForecast
 from hybridflow.reshard.groups import rollout_layout
 from hybridflow.reshard.plan import plan_reshard
+from tests.automap.round_profile import overheads, profile, small_spec
 from tests.messages import like
-from tests.planning.round_profile import overheads, profile, small_spec
 from tests.test_plan import CONFIG, MODELS, SMALL
 
 ROOT = Path(__file__).resolve().parents[2]

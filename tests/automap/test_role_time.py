@@ -20,7 +20,7 @@ from hybridflow.automap.role_time import (
 from hybridflow.config import RoleConfig, TrainedRoleConfig
 from hybridflow.parallel.layout import Layout
 from hybridflow.placement.footprint import stage_elements
-from tests.planning.round_profile import device, overheads, small_spec
+from tests.automap.round_profile import device, overheads, small_spec
 
 SHARED = {"products": 2.0, "memory": 2.0, "overhead": 2.0}
 MB = Pass(tokens=10, outputs=4, pairs=50)

@@ -19,9 +19,9 @@ from hybridflow.config.fixed_data import load_config
 from hybridflow.errors import ConfigError
 from hybridflow.placement.forecast import fullest
 from hybridflow.placement.placed import place
+from tests.automap.test_search import DEVICE, directory  # noqa: F401  # a fixture
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks
-from tests.planning.test_search import DEVICE, directory  # noqa: F401  # a fixture
 from tests.test_plan import CONFIG
 
 ENOUGH = 1 << 40
@@ -183,10 +183,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         found = plan.config.model_copy(update={"name": name})
         winners.append(root / f"{name}.yaml")
         winners[-1].write_text(found.to_yaml())
-    run_ranks(2, "tests.planning.auto_worker", root, 1, root / "auto.yaml", *winners)
+    run_ranks(2, "tests.automap.auto_worker", root, 1, root / "auto.yaml", *winners)
     for rank in (0, 1):
         (root / f"auto_{rank}.json").rename(root / f"first_{rank}.json")
-    run_ranks(1, "tests.planning.auto_worker", root, 2, root / "auto.yaml")
+    run_ranks(1, "tests.automap.auto_worker", root, 2, root / "auto.yaml")
     return root
 
 

@@ -81,7 +81,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def live(models: Path) -> list[dict[str, list[int]]]:
     """Of each rank: by case and role the bytes of its chunks, and of copies of them."""
-    run_ranks(4, "tests.planning.saving_worker", models, models / "out")
+    run_ranks(4, "tests.placement.saving_worker", models, models / "out")
     return json.loads((models / "out" / "found.json").read_text())
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from hybridflow.automap.generation_time import Responses, decode_cost, decode_step, generation_cost, prefill_cost
 from hybridflow.automap.role_time import Model, Pass
-from tests.planning.round_profile import device, overheads, small_spec
+from tests.automap.round_profile import device, overheads, small_spec
 
 
 def model(tp: int = 1, **changes: Any) -> Model:

@@ -1,6 +1,6 @@
 """The memory estimate: sums by hand, against the reshard plan's own count, and against a live model of one rank.
 
-As a module (`python -m tests.planning.test_footprint MODEL`) it builds that model as an actor,
+As a module (`python -m tests.placement.test_footprint MODEL`) it builds that model as an actor,
 steps it, prints what it holds.
 """
 
@@ -136,7 +136,7 @@ def test_elements_are_those_of_the_reshard_plan(sizes: tuple[int, ...], tied: bo
 def live(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """memory_bytes after a step by "dtype/optimizer", and the model's directory."""
     model = make_checkpoints(tmp_path_factory.mktemp("footprint"), family="qwen2", tied=False) / "policy"
-    command = [sys.executable, "-m", "tests.planning.test_footprint", str(model)]
+    command = [sys.executable, "-m", "tests.placement.test_footprint", str(model)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return {"model": model} | json.loads(done.stdout.splitlines()[-1])

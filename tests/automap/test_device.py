@@ -9,7 +9,7 @@ import pytest
 
 from hybridflow.automap.device import PROFILES, DeviceProfile, ProductRates, load_profile, shipped_profiles
 from hybridflow.errors import ConfigError
-from tests.planning.round_profile import FIELDS
+from tests.automap.round_profile import FIELDS
 
 
 def write(directory: Path, fields: dict[str, Any]) -> Path:

@@ -1,6 +1,6 @@
 """Runs of configs, each for so many iterations: what each rank then holds, and what is foretold: OUT/NAME_RANK.json.
 
-torchrun --nproc-per-node 2 -m tests.planning.auto_worker OUT NUM_ITERATIONS CONFIG...
+torchrun --nproc-per-node 2 -m tests.automap.auto_worker OUT NUM_ITERATIONS CONFIG...
 """
 
 import json
@@ -21,7 +21,7 @@ from hybridflow.placement.forecast import RoleMemory, memory_of
 from hybridflow.roles.base import TrainedRole
 from hybridflow.trainers.fixed_data import FixedDataTrainer
 from hybridflow.trainers.online import OnlineTrainer
-from tests.planning.kept import KeptBytes
+from tests.placement.kept import KeptBytes
 
 
 def report(trainer: OnlineTrainer | FixedDataTrainer, passes: dict[int, list[dict[str, int]]]) -> dict[str, object]:

@@ -1,6 +1,6 @@
-"""What ranks would write of real actors and critics: for tests/planning/test_saving.py.
+"""What ranks would write of real actors and critics: for tests/placement/test_saving.py.
 
-python -m tests.planning.saving_worker MODELS OUT, on four ranks
+python -m tests.placement.saving_worker MODELS OUT, on four ranks
 """
 
 import json
@@ -18,7 +18,7 @@ from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.roles.base import RunContext
 from hybridflow.roles.policy import Actor
 from hybridflow.roles.values import Critic
-from tests.planning.test_saving import BUCKET_BYTES, CASES, placed
+from tests.placement.test_saving import BUCKET_BYTES, CASES, placed
 
 
 def main(models: Path, out: Path) -> None:

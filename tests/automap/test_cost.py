@@ -3,7 +3,7 @@
 import pytest
 
 from hybridflow.automap.cost import Cost, Part, total
-from tests.planning.round_profile import device
+from tests.automap.round_profile import device
 
 SHARED = {"products": 2.0, "memory": 1.25, "overhead": 1.5}
 COLLECTIVES = (
