@@ -16,7 +16,17 @@ from pydantic import (
     model_validator,
 )
 
-from hybridflow.config.losses import KL, LossMeanName, PolicyKind, PolicyLoss, UnitInterval, Update
+from hybridflow.config.algorithm_parts import (
+    GRPOKL,
+    CustomKL,
+    DistillPolicyLoss,
+    DrGRPOPolicyLoss,
+    GRPOPolicyLoss,
+    NoKL,
+    OffGroupKL,
+    PolicyGradient,
+)
+from hybridflow.config.losses import KL, PolicyLoss, UnitInterval, Update
 from hybridflow.config.section import Section
 
 # ------------------------------------------------------------------------------------------------ with a critic
@@ -30,19 +40,29 @@ class PPO(Section):
     """
 
     name: Literal["ppo"] = "ppo"
+    """The name of the algorithm."""
     gamma: UnitInterval = 1.0
+    """The discount of rewards per token. 1: no discount."""
     gae_lambda: UnitInterval = 0.95
-    value_gae_lambda: UnitInterval | None = None  # of the returns that the critic learns; None: gae_lambda
-    length_adaptive_alpha: PositiveFloat | None = None  # of advantages lambda = 1 - 1 / (this x response tokens) then
+    """The lambda of generalised advantage estimation."""
+    value_gae_lambda: UnitInterval | None = None
+    """The lambda of the returns that the critic learns. null: gae_lambda."""
+    length_adaptive_alpha: PositiveFloat | None = None
+    """The lambda of advantages is 1 - 1 / (length_adaptive_alpha x response tokens). null: gae_lambda."""
     whiten_advantages: bool = True
-    positive_nll_coef: NonNegativeFloat = (
-        0.0  # of the mean -log p over the tokens of responses with a raw score above 0
-    )
+    """Whether advantages are scaled to mean 0 and variance 1 over the tokens of the batch."""
+    positive_nll_coef: NonNegativeFloat = 0.0
+    """The coefficient of the mean -log p of tokens in responses with a positive score. 0 turns it off."""
     policy: PolicyLoss = PolicyLoss()
+    """The actor's loss."""
     value_clip_range: PositiveFloat | None = 0.2
+    """Predicted values are clipped to this distance from the old ones. null: no clipping."""
     kl: KL = KL()
+    """The KL to the reference."""
     update: Update = Update()
-    critic_warmup_iterations: NonNegativeInt = 0  # the actor is not updated in these
+    """Epochs and mini-batches of an iteration."""
+    critic_warmup_iterations: NonNegativeInt = 0
+    """Iterations at the start in which only the critic is trained. 0: none."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -63,20 +83,10 @@ class PPO(Section):
 class DynamicSampling(Section):
     """Train on groups whose raw scores are not all the same, and generate until there are enough. arXiv 2503.14476."""
 
-    max_generation_rounds: PositiveInt = 10  # of an iteration; what is missing then are groups of equal scores
-    surplus: Literal["keep", "drop"] = "keep"  # groups beyond a full batch: the first of the next iteration
-
-
-class GRPOPolicyLoss(PolicyLoss):
-    loss_mean: LossMeanName = "sequence_token_mean"
-
-
-class GRPOKL(KL):
-    """In the loss: an advantage is of a whole response, and has no place for a penalty a token."""
-
-    use: Literal["loss", "none"] = "loss"
-    estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
-    coef: NonNegativeFloat = 0.04
+    max_generation_rounds: PositiveInt = 10
+    """Generations of an iteration, at most. Groups of equal scores then fill the batch."""
+    surplus: Literal["keep", "drop"] = "keep"
+    """Groups beyond a full batch: kept for the next iteration, or dropped."""
 
 
 class GRPO(Section):
@@ -87,22 +97,20 @@ class GRPO(Section):
     """
 
     name: Literal["grpo"] = "grpo"
+    """The name of the algorithm."""
     std: Literal["group", "batch"] = "group"
+    """The standard deviation that divides advantages: of the group, or of all scores of the iteration."""
     policy: GRPOPolicyLoss = GRPOPolicyLoss()
+    """The actor's loss."""
     kl: GRPOKL = GRPOKL()
+    """The KL to the reference."""
     dynamic_sampling: DynamicSampling | None = None
+    """Groups of equal scores are replaced by new ones. null: all groups are trained on."""
     update: Update = Update()
+    """Epochs and mini-batches of an iteration."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"actor", "reward"}) | self.kl.needs()
-
-
-class OffGroupKL(GRPOKL):
-    use: Literal["loss", "none"] = "none"
-
-
-class DrGRPOPolicyLoss(PolicyLoss):
-    loss_mean: LossMeanName = "constant"
 
 
 class DrGRPO(Section):
@@ -112,20 +120,18 @@ class DrGRPO(Section):
     """
 
     name: Literal["dr_grpo"] = "dr_grpo"
+    """The name of the algorithm."""
     policy: DrGRPOPolicyLoss = DrGRPOPolicyLoss()
+    """The actor's loss."""
     kl: OffGroupKL = OffGroupKL()
+    """The KL to the reference."""
     dynamic_sampling: DynamicSampling | None = None
+    """Groups of equal scores are replaced by new ones. null: all groups are trained on."""
     update: Update = Update()
+    """Epochs and mini-batches of an iteration."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"actor", "reward"}) | self.kl.needs()
-
-
-class PolicyGradient(PolicyLoss):
-    """The gradient of the expected score, term by term: a sum over the tokens of a response, a mean over responses."""
-
-    kind: PolicyKind = "reinforce"
-    loss_mean: LossMeanName = "sequence_sum_mean"
 
 
 class RLOO(Section):
@@ -136,10 +142,15 @@ class RLOO(Section):
     """
 
     name: Literal["rloo"] = "rloo"
+    """The name of the algorithm."""
     policy: PolicyGradient = PolicyGradient()
+    """The actor's loss."""
     kl: KL = KL()
+    """The KL to the reference."""
     dynamic_sampling: DynamicSampling | None = None
+    """Groups of equal scores are replaced by new ones. null: all groups are trained on."""
     update: Update = Update()
+    """Epochs and mini-batches of an iteration."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"actor", "reward"}) | self.kl.needs()
@@ -152,10 +163,15 @@ class OPO(Section):
     """
 
     name: Literal["opo"] = "opo"
+    """The name of the algorithm."""
     policy: PolicyGradient = PolicyGradient()
+    """The actor's loss."""
     kl: OffGroupKL = OffGroupKL()
+    """The KL to the reference."""
     dynamic_sampling: DynamicSampling | None = None
+    """Groups of equal scores are replaced by new ones. null: all groups are trained on."""
     update: Update = Update()
+    """Epochs and mini-batches of an iteration."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -184,10 +200,15 @@ class MaxRL(Section):
     """
 
     name: Literal["maxrl"] = "maxrl"
+    """The name of the algorithm."""
     policy: PolicyGradient = PolicyGradient()
+    """The actor's loss."""
     kl: OffGroupKL = OffGroupKL()
+    """The KL to the reference."""
     dynamic_sampling: DynamicSampling | None = None
+    """Groups of equal scores are replaced by new ones. null: all groups are trained on."""
     update: Update = Update()
+    """Epochs and mini-batches of an iteration."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"actor", "reward"}) | self.kl.needs()
@@ -204,9 +225,13 @@ class ReMax(Section):
     """
 
     name: Literal["remax"] = "remax"
+    """The name of the algorithm."""
     policy: PolicyGradient = PolicyGradient()
+    """The actor's loss."""
     kl: KL = KL()
+    """The KL to the reference."""
     update: Update = Update()
+    """Epochs and mini-batches of an iteration."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"actor", "reward"}) | self.kl.needs()
@@ -220,11 +245,17 @@ class Reinforce(Section):
     """
 
     name: Literal["reinforce"] = "reinforce"
+    """The name of the algorithm."""
     baseline: Literal["none", "group"] = "none"
-    gamma: UnitInterval = 1.0  # baseline none
+    """What is taken off a score: nothing, or the mean of its group."""
+    gamma: UnitInterval = 1.0
+    """The discount of rewards per token, with baseline none. 1: no discount."""
     policy: PolicyLoss = PolicyLoss()
+    """The actor's loss."""
     kl: KL = KL(coef=0.01)
+    """The KL to the reference."""
     update: Update = Update()
+    """Epochs and mini-batches of an iteration."""
 
     @model_validator(mode="before")
     @classmethod
@@ -250,16 +281,6 @@ class Reinforce(Section):
 # ------------------------------------------------------------------------------------------------ a teacher
 
 
-class DistillPolicyLoss(PolicyLoss):
-    kind: PolicyKind = "reinforce"
-
-
-class NoKL(KL):
-    """There is no penalty beside the advantage, which is a KL itself."""
-
-    use: Literal["none"] = "none"
-
-
 class Distill(Section):
     """On-policy distillation: towards the role `reference`, the teacher, on the actor's own responses.
 
@@ -268,10 +289,15 @@ class Distill(Section):
     """
 
     name: Literal["distill"] = "distill"
-    gamma: UnitInterval = 0.0  # 0: each token answers for itself; 1: also for all that follow
+    """The name of the algorithm."""
+    gamma: UnitInterval = 0.0
+    """The discount of later tokens. 0: each token answers for itself; 1: also for all that follow."""
     policy: DistillPolicyLoss = DistillPolicyLoss()
+    """The actor's loss."""
     kl: NoKL = NoKL()
+    """The KL to the reference."""
     update: Update = Update()
+    """Epochs and mini-batches of an iteration."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"actor", "reference"})
@@ -280,20 +306,23 @@ class Distill(Section):
 # ------------------------------------------------------------------------------------------------ one's own
 
 
-class CustomKL(KL):
-    use: Literal["reward", "loss", "none"] = "none"
-
-
 class Custom(Section):
     """A flow of the user's own: `function(run, c) -> batch`, where c is this section."""
 
     name: Literal["custom"]
-    flow: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]  # package.module:function
+    """The name of the algorithm."""
+    flow: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+    """The Python function of the flow, as package.module:function."""
     roles: tuple[Literal["actor", "critic", "reference", "reward"], ...]
-    options: dict[str, Any] = {}  # for the flow alone
+    """The models of the flow. The actor is one of them."""
+    options: dict[str, Any] = {}
+    """Values for the flow alone, under any names."""
     policy: PolicyLoss = PolicyLoss()
+    """The actor's loss."""
     kl: CustomKL = CustomKL()
+    """The KL to the reference."""
     update: Update = Update()
+    """Epochs and mini-batches of an iteration."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -10,8 +10,10 @@ from hybridflow.config.section import PathText, Section
 class SourceConfig(Section):
     """One of several files."""
 
-    path: PathText  # a file or a directory of files
-    weight: PositiveFloat | None = None  # rows of it among all, in proportion; given for all sources or for none
+    path: PathText
+    """A file, or a directory of files."""
+    weight: PositiveFloat | None = None
+    """The share of this source among all rows, in proportion to the others. null: by its number of rows."""
 
 
 def _sources(given: Any) -> Any:
@@ -48,21 +50,32 @@ def _source(given: Any, i: int) -> SourceConfig:
 
 
 DataFiles = str | tuple[SourceConfig, ...]
-DataFilesKey = Annotated[PathText | tuple[SourceConfig, ...], BeforeValidator(_sources)]
+DataFilesKey = Annotated[
+    PathText | tuple[SourceConfig, ...],
+    BeforeValidator(_sources, json_schema_input_type=str | list[str | SourceConfig]),
+]
 
 
 class FilesConfig(Section):
     """Which files are read, JSON, Parquet or Arrow, and how; common to prompts and to examples of fixed data."""
 
-    train: DataFilesKey  # a file, a directory of files, or several, [{path: a.jsonl, weight: 2}, ...]
+    train: DataFilesKey
+    """Rows to train on: a file, a directory, or a list such as [{path: a.jsonl, weight: 2}]. Formats are JSON, JSON
+    lines, Parquet and Arrow."""
     heldout: DataFilesKey | None = None
-    columns: dict[str, str] = {}  # our name: the files' one, such as {prompt: question, answer: reward.truth}
-    bad_rows: Literal["drop", "error"] = "error"  # rows that cannot be used, for other reasons than their length
-    # files of up to so many MiB together are checked as a whole at the start; rows of larger ones when their turn comes
+    """Rows for evaluations, in the same forms as train, but without weights. null: no evaluation."""
+    columns: dict[str, str] = {}
+    """Columns by another name in the files, such as {prompt: question}. Dots lead into nested columns."""
+    bad_rows: Literal["drop", "error"] = "error"
+    """What happens to a row that cannot be used: the row is dropped, or the run ends with an error."""
     checked_mib: NonNegativeFloat = 256.0
+    """MiB of files that are checked as a whole at the start. Rows of larger files are checked on use."""
     shuffle: bool = True
-    chat_template_kwargs: dict[str, JsonValue] = {}  # what the chat template is given beside messages and tools
-    message_format: Literal["openai", "sharegpt"] = "openai"  # messages have role and content, or from and value
+    """Whether rows are drawn in random order. false: in the order of the files."""
+    chat_template_kwargs: dict[str, JsonValue] = {}
+    """Further arguments of the chat template, such as {enable_thinking: false}."""
+    message_format: Literal["openai", "sharegpt"] = "openai"
+    """The keys of a message: openai has role and content, sharegpt has from and value."""
 
     @property
     def checked_bytes(self) -> int:
@@ -82,10 +95,15 @@ class DataConfig(FilesConfig):
     """Where prompts come from. Every other column of a row travels to the reward functions."""
 
     prompt_key: str = "prompt"
-    chat_template: bool = False  # the prompt column holds a list of messages
+    """The column that holds the prompt."""
+    chat_template: bool = False
+    """Whether the prompt is a list of messages, rendered by the tokenizer's chat template."""
     prompts_per_iteration: PositiveInt
-    max_prompt_length: PositiveInt  # tokens
+    """Prompts of an iteration, over all ranks."""
+    max_prompt_length: PositiveInt
+    """Tokens of the longest prompt."""
     overlong_prompts: Literal["drop", "error"] = "error"
+    """What happens to a prompt longer than max_prompt_length: the row is dropped, or the run ends with an error."""
 
     @model_validator(mode="after")
     def _check_prompt_key(self) -> Self:

@@ -26,14 +26,23 @@ class ExperimentConfig(RunConfig):
     """A run that learns from responses which its engine generates."""
 
     num_iterations: PositiveInt
+    """Iterations of the run. One iteration generates a batch of responses and trains on it."""
     data: DataConfig
+    """The prompts: files, columns, and limits of length."""
     sampling: SamplingConfig
+    """How responses are drawn."""
     actor: TrainedRoleConfig
-    critic: TrainedRoleConfig | None = None  # this one and the next two: where the algorithm has them
+    """The model that is trained and that generates."""
+    critic: TrainedRoleConfig | None = None
+    """The model that predicts values. Required by algorithms with a critic, refused by others."""
     reference: RoleConfig | None = None
+    """The model that the KL is measured to; for distill the teacher. Required where the algorithm uses one."""
     reward: RewardConfig | None = None
+    """What scores a response. Required by all algorithms but distill and custom."""
     rollout: RolloutConfig = RolloutConfig()
+    """The vLLM engine that generates responses."""
     algorithm: AlgorithmConfig = PPO()
+    """The algorithm, by name, and its own keys. A section without a name is ppo."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

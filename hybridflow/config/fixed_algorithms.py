@@ -17,6 +17,7 @@ class SFT(Section):
     """Supervised fine-tuning: -log pi of the tokens that count, their mean over all of them in the batch."""
 
     name: Literal["sft"] = "sft"
+    """The name of the algorithm."""
 
     @property
     def kind(self) -> Kind:
@@ -33,6 +34,7 @@ class RewardModeling(Section):
     """
 
     name: Literal["reward_model"] = "reward_model"
+    """The name of the algorithm."""
 
     @property
     def kind(self) -> Kind:
@@ -52,9 +54,13 @@ class DPO(Section):
     """
 
     name: Literal["dpo"] = "dpo"
+    """The name of the algorithm."""
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    """The loss of a pair: sigmoid (DPO) or ipo."""
     beta: PositiveFloat = 0.1
-    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0  # the share of pairs that are the wrong way round
+    """The strength of the pull to the reference. For ipo this is the paper's tau."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    """The share of pairs that are assumed to be the wrong way round. 0 turns it off."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -78,9 +84,13 @@ class KTO(Section):
     """
 
     name: Literal["kto"] = "kto"
+    """The name of the algorithm."""
     beta: PositiveFloat = 0.1
+    """The strength of the pull to the reference."""
     desirable_weight: PositiveFloat = 1.0
+    """The weight of the loss of good completions. 1: neutral."""
     undesirable_weight: PositiveFloat = 1.0
+    """The weight of the loss of bad completions. 1: neutral."""
 
     @property
     def kind(self) -> Kind:

@@ -26,24 +26,34 @@ OF_GENERATION = ("sampling", "rollout", "reward", "critic")
 class FixedDataSection(FilesConfig):
     """Where rows come from. A pair of completions is one row."""
 
-    batch_size: PositiveInt  # rows of an optimizer step, which is an iteration
-    max_length: PositiveInt  # tokens of a sequence, prompt and completion
-    overlong: Literal["drop", "error"] = "error"  # a row with a longer sequence
-    # sft on conversations of several turns. together: one sequence a conversation; each: one a turn, with the past as
-    # the chat template has it there; auto: each where a template leaves out earlier thinking, together otherwise
+    batch_size: PositiveInt
+    """Rows of an optimizer step, over all ranks. A pair of completions is one row."""
+    max_length: PositiveInt
+    """Tokens of the longest sequence, prompt and completion together."""
+    overlong: Literal["drop", "error"] = "error"
+    """What happens to a row longer than max_length: the row is dropped, or the run ends with an error."""
     assistant_turns: Literal["auto", "together", "each"] = "auto"
+    """Sequences of a conversation with several turns: together makes one, each makes one a turn. auto: each where the
+    chat template leaves out earlier thinking, otherwise together."""
 
 
 class FixedDataConfig(RunConfig):
     """A run that learns from the rows of files."""
 
-    num_iterations: PositiveInt | None = None  # this or the next one
-    num_epochs: PositiveInt | None = None  # passes over data.train, in whole batches
+    num_iterations: PositiveInt | None = None
+    """Optimizer steps of the run. Give num_iterations or num_epochs, not both."""
+    num_epochs: PositiveInt | None = None
+    """Passes over data.train, in whole batches. Give num_iterations or num_epochs, not both."""
     data: FixedDataSection
-    actor: TrainedRoleConfig | None = None  # this one and the next two: where the algorithm has them
+    """The rows to learn from: files, columns, and limits of length."""
+    actor: TrainedRoleConfig | None = None
+    """The model that is trained. Required by sft, dpo and kto."""
     reference: RoleConfig | None = None
+    """The model that log-ratios are measured to. Required by dpo and kto."""
     reward_model: TrainedRoleConfig | None = None
+    """The reward model that is trained. Required by reward_model."""
     algorithm: Annotated[FixedAlgorithm, Field(discriminator="name")]
+    """The algorithm, by name, and its own keys."""
 
     @model_validator(mode="before")
     @classmethod

@@ -20,12 +20,19 @@ class KL(Section):
     """Where the KL to the reference enters: taken off the reward of each token, or added to the actor's loss."""
 
     use: Literal["reward", "loss", "none"] = "reward"
-    estimator: Literal["k1", "k2", "k3", "k3+"] = "k1"  # k3+: the value of k3 with the gradient of k2
+    """Where the KL to the reference enters: the reward of each token, the actor's loss, or nowhere."""
+    estimator: Literal["k1", "k2", "k3", "k3+"] = "k1"
+    """The estimator of the KL. k3+ has the value of k3 and the gradient of k2."""
     coef: NonNegativeFloat = 0.05
+    """The coefficient of the KL. 0: the KL is only measured."""
     controller: Literal["fixed", "adaptive"] = "fixed"
-    target: PositiveFloat = 6.0  # adaptive: nats per sequence
-    horizon: PositiveFloat = 10000.0  # adaptive: sequences
-    reset_reference_interval: PositiveInt | None = None  # iterations after which the reference becomes the actor
+    """fixed keeps coef. adaptive changes coef towards target."""
+    target: PositiveFloat = 6.0
+    """For adaptive: the KL to reach, in nats per sequence."""
+    horizon: PositiveFloat = 10000.0
+    """For adaptive: sequences over which the coefficient changes."""
+    reset_reference_interval: PositiveInt | None = None
+    """Iterations after which the reference becomes a copy of the actor. null: never."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -54,9 +61,14 @@ class Importance(Section):
     """
 
     kind: Literal["token", "sequence", "geometric", "icepop"] = "token"
-    cap: PositiveFloat | None = None  # token, sequence (there of the product over a response): at most this; there 2
-    low: PositiveFloat | None = None  # geometric: responses whose geometric mean of w_t lies outside are left out
-    high: PositiveFloat | None = None  # icepop: tokens outside are left out; there 0.5 and 5
+    """token and sequence cap the weights of tokens or responses. geometric and icepop leave out what lies outside a
+    band."""
+    cap: PositiveFloat | None = None
+    """For token and sequence: the largest weight. null: 2."""
+    low: PositiveFloat | None = None
+    """For geometric and icepop: the lower end of the band. null: 0.5 for icepop; geometric needs a number."""
+    high: PositiveFloat | None = None
+    """For geometric and icepop: the upper end of the band. null: 5 for icepop; geometric needs a number."""
 
     @model_validator(mode="before")
     @classmethod
@@ -111,16 +123,27 @@ class PolicyLoss(Section):
     """
 
     kind: PolicyKind = "clip"
-    clip_range: PositiveFloat = 0.2  # probability ratios are clipped at 1 - this; gspo 3e-4; cispo 1: no lower bound
-    clip_range_high: PositiveFloat | None = None  # and at 1 + this; None: clip_range; gspo 4e-4; cispo 4
-    dual_clip: Annotated[float, Field(gt=1.0)] | None = None  # kind dual_clip, there 3 by default: L <= -3 A if A < 0
-    tau_positive: PositiveFloat | None = None  # kind sapo, there 1 by default: where A > 0
-    tau_negative: PositiveFloat | None = None  # kind sapo, there 1.05 by default: elsewhere
-    loss_mean: LossMeanName = "token_mean"  # constant: over sampling.max_response_length tokens a sequence
-    mask_truncated: bool = False  # responses cut at the limit are in no loss, nor its mean: overlong filtering
+    """The form of the loss: what happens to the probability ratio of a token or a response."""
+    clip_range: PositiveFloat = 0.2
+    """Ratios are clipped at 1 - clip_range. Default 3e-4 for gspo, and 1 for cispo, which is no lower bound."""
+    clip_range_high: PositiveFloat | None = None
+    """Ratios are clipped at 1 + clip_range_high. null: clip_range; 4e-4 for gspo, 4 for cispo."""
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = None
+    """For dual_clip: with a negative advantage A the loss is at most -dual_clip x A. null: 3."""
+    tau_positive: PositiveFloat | None = None
+    """For sapo: the temperature of the gate where the advantage is positive. null: 1."""
+    tau_negative: PositiveFloat | None = None
+    """For sapo: the temperature of the gate where the advantage is not positive. null: 1.05."""
+    loss_mean: LossMeanName = "token_mean"
+    """How token losses become one number. constant divides by sampling.max_response_length tokens a sequence."""
+    mask_truncated: bool = False
+    """Whether responses that reached the limit of length are left out of the loss and of its mean."""
     entropy_coef: NonNegativeFloat = 0.0
-    old_log_probs: Literal["trainer", "engine"] = "trainer"  # engine: as sampled, one forward pass less
-    importance: Importance | None = None  # engine against trainer; None: no weights
+    """The coefficient of the entropy bonus. 0 turns it off."""
+    old_log_probs: Literal["trainer", "engine"] = "trainer"
+    """Whose log-probs are the old ones. engine saves a forward pass."""
+    importance: Importance | None = None
+    """Weights for the difference between the engine's and the trainer's probabilities. null: no weights."""
 
     @model_validator(mode="before")
     @classmethod
@@ -158,5 +181,8 @@ class Update(Section):
     """Passes over the batch of an iteration, cut into mini-batches in random order: an optimizer step each."""
 
     epochs: PositiveInt = 1
-    mini_batch_size: PositiveInt | None = None  # sequences per optimizer step; None: all of the iteration
-    whole_prompts: bool = False  # a mini-batch has all responses of its prompts, each of which is then run but once
+    """Passes over the batch of an iteration."""
+    mini_batch_size: PositiveInt | None = None
+    """Sequences of one optimizer step, over all ranks. null: the whole batch."""
+    whole_prompts: bool = False
+    """Whether a mini-batch has all responses to each of its prompts. A shared prompt is then computed once."""

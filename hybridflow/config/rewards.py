@@ -24,24 +24,30 @@ PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 
 class RewardFunctionConfig(Section):
     function: FunctionName
+    """The Python function, as package.module:function."""
     weight: float = 1.0
-    arguments: dict[str, JsonValue] = {}  # what the function takes by keyword, beside prompts, responses and columns
-    parts: dict[PartName, FiniteFloat] = {}  # of one that returns a dictionary a row: its keys, and their weights
-    # what it is called with in one list: one row; the responses to a prompt; all rows of the rollout, on one rank
+    """The weight of this function's score in the sum."""
+    arguments: dict[str, JsonValue] = {}
+    """Keyword arguments of the function, beside prompts, responses and columns."""
+    parts: dict[PartName, FiniteFloat] = {}
+    """For a function that returns a dictionary per row: its keys, each with a weight."""
     per: Literal["row", "group", "batch"] = "row"
-    # true: called while responses are generated, for each prompt when its responses are there; false, and always where
-    # per is batch: when all responses are there
+    """What one call gets: one row, all responses to a prompt, or the whole batch on one rank."""
     background: bool = True
-    timeout_seconds: PositiveFloat | None = None  # of a row; None: reward.timeout_seconds
-    concurrency: PositiveInt = 16  # of an `async def`: calls under way at a time, on each rank
+    """Whether a prompt is scored as soon as its responses exist, during generation. Always false with per: batch."""
+    timeout_seconds: PositiveFloat | None = None
+    """Seconds per row. null: reward.timeout_seconds."""
+    concurrency: PositiveInt = 16
+    """Calls of an async function at the same time, on each rank."""
 
 
 class EvalRewardConfig(Section):
     """The function whose 1.0 counts as right; a text is the function alone."""
 
     function: FunctionName
-    # what it takes by keyword; None: what the same function has in reward.functions, if it stands there
+    """The Python function, as package.module:function."""
     arguments: dict[str, JsonValue] | None = None
+    """Keyword arguments of the function. null: those of the same function in reward.functions."""
 
     @model_serializer(mode="wrap")
     def _as_given(self, whole: SerializerFunctionWrapHandler) -> Any:
@@ -52,7 +58,9 @@ def _function_alone(given: Any) -> Any:
     return {"function": given} if isinstance(given, str) else given
 
 
-EvalRewardKey = Annotated[EvalRewardConfig, BeforeValidator(_function_alone)]
+EvalRewardKey = Annotated[
+    EvalRewardConfig, BeforeValidator(_function_alone, json_schema_input_type=FunctionName | EvalRewardConfig)
+]
 
 
 class RemoteRewardConfig(Section):
@@ -63,22 +71,34 @@ class RemoteRewardConfig(Section):
     """
 
     url: Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$")]
+    """The address of the service, http or https."""
     kind: Literal["json", "openai"] = "json"
+    """json posts prompt, response and columns and reads a score. openai asks a judge at URL/chat/completions."""
     weight: float = 1.0
-    model: str | None = None  # openai: its name there
-    # openai: what the judge is asked; {prompt}, {response} and {COLUMN} are put in
+    """The weight of this score in the sum."""
+    model: str | None = None
+    """For openai: the model's name at the service."""
     template: str = (
         "Rate the response to the prompt by a number from 0 (worst) to 1 (best). End with the number alone.\n\n"
         "Prompt:\n{prompt}\n\nResponse:\n{response}"
     )
-    max_tokens: PositiveInt = 256  # openai: of the judge's answer
-    lowest: FiniteFloat = 0.0  # openai: an answer beyond these is an error
+    """For openai: the question to the judge. {prompt}, {response} and {COLUMN} are replaced."""
+    max_tokens: PositiveInt = 256
+    """For openai: tokens of the judge's answer, at most."""
+    lowest: FiniteFloat = 0.0
+    """For openai: the lowest valid number of the judge."""
     highest: FiniteFloat = 1.0
-    api_key_file: str | None = None  # its first line is sent as `Authorization: Bearer`
-    request_seconds: PositiveFloat = 60.0  # of one attempt
-    retries: NonNegativeInt = 4  # after no answer in time, a broken connection, or status 408, 409, 425, 429 or 5xx
-    backoff_seconds: PositiveFloat = 1.0  # before the first of them; each later one waits twice as long
-    max_in_flight: PositiveInt = 32  # requests at a time, on each rank
+    """For openai: the highest valid number of the judge."""
+    api_key_file: str | None = None
+    """A file whose first line is sent as `Authorization: Bearer`. null: no key."""
+    request_seconds: PositiveFloat = 60.0
+    """Seconds of one attempt."""
+    retries: NonNegativeInt = 4
+    """Further attempts after a timeout, a broken connection, or status 408, 409, 425, 429 or 5xx. 0: none."""
+    backoff_seconds: PositiveFloat = 1.0
+    """Seconds before the second attempt. Each later wait is twice as long."""
+    max_in_flight: PositiveInt = 32
+    """Requests at the same time, on each rank."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -97,8 +117,10 @@ class RemoteRewardConfig(Section):
 class OverlongConfig(Section):
     """DAPO's overlong shaping: what the last tokens before the limit of a prompt's responses cost."""
 
-    buffer: PositiveInt  # tokens: nothing is taken off before the last so many, each of which costs factor / buffer
-    factor: NonNegativeFloat = 1.0  # what a response of the full length costs
+    buffer: PositiveInt
+    """Tokens before the limit in which a response costs more, token by token."""
+    factor: NonNegativeFloat = 1.0
+    """The penalty of a response of full length. 0 turns it off."""
 
 
 SpecialTokens = Literal["content", "all", "none"]
@@ -106,23 +128,32 @@ SpecialTokens = Literal["content", "all", "none"]
 
 class ScoringConfig(Section):
     functions: tuple[RewardFunctionConfig, ...] = ()
+    """Python functions that score a response."""
     remote: tuple[RemoteRewardConfig, ...] = ()
-    timeout_seconds: PositiveFloat = 60.0  # a row; a call of n rows has n times as long, and is then killed
-    num_workers: PositiveInt | None = None  # processes a rank; None: a share of the machine's cores, 8 at most
-    memory_gib: PositiveFloat | None = 4.0  # of one of them with all that it starts; null: no limit
-    max_processes: PositiveInt = 64  # that one of them may have started
-    # when a function raises, takes too long, ends its process or returns no score. stop: the run ends. score:
-    # error_score is each of its parts, of the row, or of all rows of the call where `per` is not row. auto: stop, but a
-    # row that a shipped function takes too long for, or ends its process by, scores 0.0
+    """Reward models behind HTTP."""
+    timeout_seconds: PositiveFloat = 60.0
+    """Seconds per row of a reward function. A call of n rows has n times as long."""
+    num_workers: PositiveInt | None = None
+    """Processes per rank for reward functions. null: a share of the machine's cores, at most 8."""
+    memory_gib: PositiveFloat | None = 4.0
+    """GiB of memory for each process of num_workers, its children included. null: no limit."""
+    max_processes: PositiveInt = 64
+    """Child processes of each process of num_workers, at most."""
     on_error: Literal["auto", "stop", "score"] = "auto"
+    """After a failed call, stop ends the run and score takes error_score. auto is stop, but a shipped function
+    that times out or crashes scores 0."""
     error_score: FiniteFloat | None = None
-    # those that functions and samples.jsonl see in a response. content: such as <think>, but none that ends or pads a
-    # response, begins a text, or is of the chat template's turns
+    """The score of each row of a failed call. Only with on_error: score."""
     special_tokens: SpecialTokens = "content"
-    clip_score: PositiveFloat | None = None  # scores are held within [-clip_score, clip_score]
+    """Special tokens that reward functions see: content, such as <think>; all; or none."""
+    clip_score: PositiveFloat | None = None
+    """Scores are clipped to [-clip_score, clip_score]. null: no clipping."""
     normalization: Literal["none", "batch", "running"] = "none"
-    truncation_penalty: NonNegativeFloat = 0.0  # taken off the score of a response cut at max_response_length
-    overlong: OverlongConfig | None = None  # taken off the scores of those that come near it
+    """Scores less their mean, divided by their standard deviation: of the batch, or running over all iterations."""
+    truncation_penalty: NonNegativeFloat = 0.0
+    """Taken off the score of a response that reached the limit of length. 0 turns it off."""
+    overlong: OverlongConfig | None = None
+    """A penalty for responses close to the limit of length. null: none."""
 
     @model_validator(mode="after")
     def _check_errors(self) -> Self:

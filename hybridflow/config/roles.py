@@ -19,23 +19,37 @@ from hybridflow.config.section import PathText, Section
 from hybridflow.parallel.layout import Layout
 from hybridflow.parallel.ranks import Ranks, shown
 
-RanksKey = Annotated[Ranks, BeforeValidator(parse_ranks), PlainSerializer(shown)]
+RanksText = Annotated[str, Field(pattern=r"^\s*[0-9]+(-[0-9]+)?\s*(,\s*[0-9]+(-[0-9]+)?\s*)*$")]
+RanksKey = Annotated[
+    Ranks, BeforeValidator(parse_ranks, json_schema_input_type=RanksText | NonNegativeInt), PlainSerializer(shown)
+]
 
 
 class OptimizerConfig(Section):
     """Adam (AdamW) or SGD in float32 main weights. The learning rate follows its schedule by iteration."""
 
     name: Literal["adam", "sgd"] = "adam"
+    """adam is AdamW. sgd is stochastic gradient descent with momentum."""
     lr: NonNegativeFloat
+    """The learning rate after the warm-up."""
     min_lr: NonNegativeFloat = 0.0
+    """The learning rate at the end of a linear or cosine schedule."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes from lr to min_lr. constant: the rate stays at lr."""
     warmup_iterations: NonNegativeInt = 0
+    """Iterations in which the learning rate rises linearly to lr. 0: no warm-up."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """Adam's decay rates of the first and the second moment."""
     eps: PositiveFloat = 1e-8
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0  # sgd only
+    """Adam's constant in the denominator."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The momentum of sgd. 0 turns it off."""
     weight_decay: NonNegativeFloat = 0.0
-    clip_grad: NonNegativeFloat = 1.0  # global gradient norm; 0: no clipping
-    zero1: bool = True  # split optimizer state over the data-parallel replicas (adam only)
+    """The weight decay of an optimizer step. 0 turns it off."""
+    clip_grad: NonNegativeFloat = 1.0
+    """The largest global norm of gradients. 0: no clipping."""
+    zero1: bool = True
+    """Whether the data-parallel replicas share out the optimizer state (ZeRO-1). Only for adam."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -48,13 +62,21 @@ class LayoutConfig(Section):
     """How one role is cut over ranks: tensor x pipeline x data parallel sizes are as many as its ranks."""
 
     tensor_parallel_size: PositiveInt = 1
+    """Ranks that each layer is split over. 1: no tensor parallelism."""
     pipeline_parallel_size: PositiveInt = 1
-    virtual_pipeline_parallel_size: PositiveInt = 1  # model chunks per stage: the interleaved schedule
-    num_layers_in_first_pipeline_stage: PositiveInt | None = None  # None: as many as in the others
+    """Pipeline stages that the layers are split into. 1: no pipeline parallelism."""
+    virtual_pipeline_parallel_size: PositiveInt = 1
+    """Model chunks per pipeline stage, for the interleaved schedule. 1: plain stages."""
+    num_layers_in_first_pipeline_stage: PositiveInt | None = None
+    """Layers of the first stage. null: as many as in the other stages."""
     num_layers_in_last_pipeline_stage: PositiveInt | None = None
-    data_parallel_size: PositiveInt | None = None  # None: what is left of the ranks
+    """Layers of the last stage. null: as many as in the other stages."""
+    data_parallel_size: PositiveInt | None = None
+    """Replicas of the model. null: as many as the ranks allow."""
     sequence_parallel: bool = False
-    ranks: RanksKey | None = None  # "0-7,12"; None: all ranks of the run
+    """Whether tensor-parallel ranks also split activations by sequence. Needs a tensor_parallel_size above 1."""
+    ranks: RanksKey | None = None
+    """The ranks of this role, as inclusive intervals and single ranks: "0-7,12". null: all ranks of the run."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -93,28 +115,37 @@ class LayoutConfig(Section):
 class RoleConfig(LayoutConfig):
     """A model on a grid."""
 
-    model: PathText  # a HuggingFace directory, or the torch_dist checkpoint that `tools.convert` makes of one
+    model: PathText
+    """A HuggingFace model directory, or a checkpoint in torch_dist format from `tools.convert`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    micro_batch_tokens: PositiveInt = 16384  # tokens per forward pass and replica, at most
+    """The number format of weights and activations."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Tokens of one forward pass on one replica, at most. No less than the longest sequence."""
 
 
 class TrainedRoleConfig(RoleConfig):
     optimizer: OptimizerConfig
+    """The optimizer, and the schedule of its learning rate."""
     recompute: Literal["none", "selective", "full"] = "none"
-    offload_optimizer: bool = False  # optimizer state waits in host memory while the engine generates
-    offload_gradients: bool = False  # the gradient buffers are given back while the engine generates
+    """Activations that the backward pass computes again: none, those of attention (selective), or all (full)."""
+    offload_optimizer: bool = False
+    """Whether optimizer state lies in host memory during generation."""
+    offload_gradients: bool = False
+    """Whether the memory of gradients is freed during generation."""
 
 
 class RewardModelConfig(RoleConfig):
     weight: float = 1.0
-    # true: it may have another tokenizer than the actor: texts are encoded anew, by its own tokenizer and chat template
+    """The weight of this model's score in the sum."""
     reencode: bool = False
+    """Whether the model has its own tokenizer. Texts are then encoded again, with its own chat template."""
 
 
 class RewardConfig(ScoringConfig):
     """The score of a response: the weighted sum of reward models, reward functions and remote ones."""
 
     models: tuple[RewardModelConfig, ...] = ()
+    """Reward models on ranks of the run."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -126,26 +157,33 @@ class RewardConfig(ScoringConfig):
 class RolloutConfig(Section):
     """The vLLM engine: replicas of tensor x pipeline parallel ranks, on the actor's ranks or on ranks of its own."""
 
-    tensor_parallel_size: PositiveInt | None = None  # None: the actor's
+    tensor_parallel_size: PositiveInt | None = None
+    """Ranks that each layer of an engine replica is split over. null: as in the actor."""
     pipeline_parallel_size: PositiveInt = 1
-    ranks: RanksKey | None = None  # None: the actor's; as in the roles. Own ranks receive the weights
-    # per rank. None: what a replica's share of the batch takes where each response is as long as it may be, and no more
-    # than half of the memory that is free when the engine is built
+    """Pipeline stages of an engine replica. 1: no pipeline parallelism."""
+    ranks: RanksKey | None = None
+    """The ranks of the engine, such as "0-7,12". null: those of the actor; others receive the weights over the
+    network."""
     kv_cache_gib: PositiveFloat | None = None
-    sleep_level: Literal[0, 1] = 1  # 1: the KV cache is given back while the models train
-    # the actor's weights travel in buckets: what is held twice or under way. None: 256 on GPUs; 24 on a CPU, whose
-    # allocator gives larger blocks back to the system and takes them page by page again
+    """GiB of KV cache per rank. null: what a batch of the longest responses needs, at most half of the
+    free memory."""
+    sleep_level: Literal[0, 1] = 1
+    """1 frees the KV cache during training. 0 keeps the KV cache."""
     reshard_bucket_mib: PositiveFloat | None = None
+    """MiB of one bucket of the weight sync. null: 256 on GPUs, 24 on CPUs."""
     max_num_seqs: PositiveInt = 256
+    """Sequences of one step of the engine, at most."""
     max_num_batched_tokens: PositiveInt = 8192
+    """Tokens of one step of the engine, at most."""
     enable_prefix_caching: bool = True
+    """Whether responses to one prompt share the KV cache of the prompt."""
     enforce_eager: bool = False
-    # whether a replica whose responses are done scores them while others generate; false: the models begin together.
-    # It takes no more memory than training: the cache and the engine's weights are given back before.
-    # None: on CPUs, where it was measured, and not on GPUs
+    """Whether the engine runs without CUDA graphs."""
     score_while_waiting: bool | None = None
+    """Whether a replica with finished responses scores them while others generate. null: only on CPUs."""
 
     def scores_while_waiting(self, *, cuda: bool) -> bool:
+        # on CPUs it was measured to pay, on GPUs it was not
         return not cuda if self.score_while_waiting is None else self.score_while_waiting
 
     def batched_tokens(self, longest: int, *, cuda: bool) -> int:
@@ -153,4 +191,5 @@ class RolloutConfig(Section):
         return max(self.max_num_batched_tokens, self.max_num_seqs, 0 if cuda else longest)
 
     def bucket_bytes(self, *, cuda: bool) -> int:
+        # a CPU's allocator gives larger blocks back to the system and takes them page by page again
         return int((self.reshard_bucket_mib or (256 if cuda else 24)) * (1 << 20))

@@ -32,42 +32,61 @@ class NonFiniteConfig(Section):
     the batch is written to batches/, and the run stops or goes on without."""
 
     action: Literal["stop", "skip"] = "stop"
-    max_in_a_row: PositiveInt = 3  # skip: iterations in a row that may lose a step to it
+    """stop ends the run. skip leaves out the optimizer step and continues."""
+    max_in_a_row: PositiveInt = 3
+    """With action skip: iterations in a row that may lose a step before the run ends."""
 
 
 class WandbConfig(Section):
     """Weights & Biases, in the package's extra `wandb`."""
 
     project: str
-    entity: str | None = None  # a user or a team; None: the account's own
-    mode: Literal["online", "offline"] = "online"  # offline: into the run directory, for `wandb sync`
+    """The W&B project that receives the metrics."""
+    entity: str | None = None
+    """The W&B user or team. null: the account's own."""
+    mode: Literal["online", "offline"] = "online"
+    """online sends metrics during the run. offline writes files into the run directory, for `wandb sync`."""
 
 
 class MlflowConfig(Section):
     """MLflow, in the package's extra `mlflow`."""
 
     experiment: str
-    tracking_uri: str  # such as http://tracking:5000
+    """The MLflow experiment that receives the metrics."""
+    tracking_uri: str
+    """The address of the MLflow server, such as http://tracking:5000."""
 
 
 class MetricsConfig(Section):
     csv: bool = True
+    """Whether the run writes metrics.csv in its directory."""
     tensorboard: bool = True
+    """Whether the run writes TensorBoard files in its directory."""
     wandb: WandbConfig | None = None
+    """Where Weights & Biases gets the metrics. null: nowhere."""
     mlflow: MlflowConfig | None = None
+    """Where MLflow gets the metrics. null: nowhere."""
     dump_batches: bool = False
-    eval_interval: NonNegativeInt = 0  # iterations between evaluations on data.heldout; 0: never
-    # package.module:function whose 1.0 counts as right in eval/accuracy, or {function: ..., arguments: {...}}
+    """Whether the run writes every training batch to batches/, for a replay."""
+    eval_interval: NonNegativeInt = 0
+    """Iterations between evaluations on data.heldout. 0: no evaluation."""
     eval_reward: EvalRewardKey | None = None
-    num_samples: NonNegativeInt = 4  # responses per iteration written to samples.jsonl
+    """The reward function of evaluations: a score of 1.0 counts as right in eval/accuracy. A text names the function
+    alone; a section adds arguments."""
+    num_samples: NonNegativeInt = 4
+    """Responses per iteration in samples.jsonl. 0: none."""
 
 
 class StopConfig(Section):
     """A run ends after the first iteration whose metric is so low or so high, before it has done all iterations."""
 
-    metric: str  # of the run, such as eval/loss; one of eval/ is known every metrics.eval_interval iterations
-    at_most: float | None = None  # this or the next one
+    metric: str
+    """The metric that ends the run, such as eval/loss. Metrics of eval/ exist every metrics.eval_interval
+    iterations."""
+    at_most: float | None = None
+    """The run ends when the metric is this or lower. Give at_most or at_least, not both."""
     at_least: float | None = None
+    """The run ends when the metric is this or higher. Give at_most or at_least, not both."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -91,19 +110,33 @@ class StopConfig(Section):
 class CheckpointConfig(Section):
     """What a run saves so that it can go on, and when it ends early."""
 
-    save_interval: NonNegativeInt = 0  # iterations between checkpoints; 0: only when the run is told to stop
+    save_interval: NonNegativeInt = 0
+    """Iterations between checkpoints. 0: the run saves only when a signal or a time limit ends it."""
     keep_last: PositiveInt = 2
-    keep_every: PositiveInt | None = None  # also those of iterations that this divides
-    keep_best: NonNegativeInt = 0  # also so many of those whose best_metric was best
+    """The number of latest checkpoints that stay on disk."""
+    keep_every: PositiveInt | None = None
+    """Checkpoints of iterations that this number divides stay on disk. null: none stay for this reason."""
+    keep_best: NonNegativeInt = 0
+    """The number of checkpoints with the best best_metric that stay on disk. 0: none stay for this reason."""
     best_metric: str = "reward/score_mean"
-    best_is: Literal["auto", "highest", "lowest"] = "auto"  # auto: by its name: of losses, KLs, errors, seconds lowest
-    async_save: bool = False  # training goes on once all is copied to host memory
-    load: PathText = "auto"  # auto: the latest of the run directory; none: start anew; PATH of another: a fork
-    save_rollout: bool = False  # keep the responses of an iteration until it is over
-    on_error: Literal["stop", "continue"] = "stop"  # when a checkpoint cannot be written
-    grace_seconds: PositiveFloat = 300.0  # from a signal to the end of the run
-    max_hours: PositiveFloat | None = None  # save and end before this has passed since the start
-    max_restarts_without_progress: PositiveInt = 3  # of torchrun's restarts, that begin where the one before began
+    """The metric that keep_best compares."""
+    best_is: Literal["auto", "highest", "lowest"] = "auto"
+    """Whether the highest or the lowest value is the best. auto: lowest for losses, KLs, errors and seconds."""
+    async_save: bool = False
+    """Whether training continues while the checkpoint is written from a copy in host memory."""
+    load: PathText = "auto"
+    """auto resumes from the latest checkpoint of the run directory. none starts anew. A path forks another run."""
+    save_rollout: bool = False
+    """Whether the responses of an iteration are saved until the iteration is over. A resume uses them
+    again."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """What happens when a checkpoint cannot be written: the run stops or continues."""
+    grace_seconds: PositiveFloat = 300.0
+    """Seconds from a signal to the end of the run."""
+    max_hours: PositiveFloat | None = None
+    """Hours after the start within which the run saves and ends. null: no limit."""
+    max_restarts_without_progress: PositiveInt = 3
+    """Restarts by torchrun that may begin at the same iteration before the run ends."""
 
     @property
     def keeps(self) -> Literal["highest", "lowest"]:
@@ -116,12 +149,18 @@ class CheckpointConfig(Section):
 class WatchdogConfig(Section):
     """Seconds that a rank may be in a phase of the run; then all ranks end, with a report on who is stuck."""
 
-    start_seconds: PositiveFloat = 3600.0  # building the models and the engine, loading a checkpoint
+    start_seconds: PositiveFloat = 3600.0
+    """Seconds for the start: models and engine are built, a checkpoint is loaded."""
     rollout_seconds: PositiveFloat = 7200.0
-    estimate_seconds: PositiveFloat = 3600.0  # scoring
+    """Seconds for the generation of one iteration's responses."""
+    estimate_seconds: PositiveFloat = 3600.0
+    """Seconds for the scores, log-probs and values of one iteration."""
     update_seconds: PositiveFloat = 7200.0
+    """Seconds for the optimizer steps of one iteration."""
     evaluate_seconds: PositiveFloat = 7200.0
+    """Seconds for one evaluation on data.heldout."""
     save_seconds: PositiveFloat = 3600.0
+    """Seconds for one checkpoint."""
 
     def deadlines(self) -> dict[str, float]:
         """Seconds by phase."""
@@ -129,6 +168,10 @@ class WatchdogConfig(Section):
 
 
 ENVIRONMENT_PREFIXES = ("NCCL_", "GLOO_", "HF_")
+
+Environment = dict[
+    Annotated[str, Field(pattern=rf"^({'|'.join(ENVIRONMENT_PREFIXES)})[A-Za-z0-9_]+$")], str | int | float
+]
 
 
 def _environment(given: Any) -> Any:
@@ -149,17 +192,29 @@ class RunConfig(Section):
     """What every run has, whatever it learns from: from what the engine generates, or from fixed data."""
 
     name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
+    """The name of the run. Its files lie in the directory of this name below output_dir."""
     seed: NonNegativeInt = 0
-    platform: PlatformName = "auto"  # auto: CUDA where torch is built for it, and an error where it then sees no device
+    """The seed of all random numbers. The same seed gives the same run."""
+    platform: PlatformName = "auto"
+    """The device of the ranks. auto: the CPU where torch is built without CUDA, otherwise CUDA."""
     output_dir: PathText = "runs"
-    env_vars: Annotated[dict[str, str], BeforeValidator(_environment)] = {}  # NCCL_*, GLOO_*, HF_*, where not set
-    device_profile: str | None = None  # what `auto` goes by: a shipped profile or a file; None: by the device's name
-    tensor_parallel_across_hosts: bool = False  # else each tensor-parallel group has to lie on one host
+    """The directory that holds the run directories."""
+    env_vars: Annotated[dict[str, str], BeforeValidator(_environment, json_schema_input_type=Environment)] = {}
+    """Environment variables of the ranks: NCCL_*, GLOO_* and HF_*. A variable that is already set keeps its value."""
+    device_profile: str | None = None
+    """The device that `auto` plans for: the name of a shipped profile or a file. null: the device's own name."""
+    tensor_parallel_across_hosts: bool = False
+    """Whether a tensor-parallel group may cross hosts. false: each group lies on one host."""
     nonfinite: NonFiniteConfig = NonFiniteConfig()
-    stop_when: StopConfig | None = None  # None: after all iterations
+    """What happens when a score, a log-prob, a value, a loss or a gradient is NaN or infinite."""
+    stop_when: StopConfig | None = None
+    """A metric whose value ends the run early. null: the run does all iterations."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """What the run saves, where the run resumes, and when the run ends early."""
     watchdog: WatchdogConfig = WatchdogConfig()
+    """Time limits of the phases. A rank beyond its limit ends the run with a report."""
     metrics: MetricsConfig = MetricsConfig()
+    """Where metrics go, and how the model is evaluated."""
 
     _notes: tuple[str, ...] = PrivateAttr(default=())
 

@@ -13,10 +13,14 @@ Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 class PromptLengthConfig(Section):
     """What is another for prompts of some length than `sampling` says. None: as there."""
 
-    up_to: PositiveInt  # prompt tokens, inclusive: the first bucket that a prompt fits in is its own
+    up_to: PositiveInt
+    """Tokens of the longest prompt of this bucket. A prompt belongs to the first bucket that it fits in."""
     samples_per_prompt: PositiveInt | None = None
+    """Responses to each prompt of the bucket. null: as sampling says."""
     temperature: PositiveFloat | None = None
-    max_response_length: PositiveInt | None = None  # at most that of the section
+    """The temperature of softmax in the bucket. null: as sampling says."""
+    max_response_length: PositiveInt | None = None
+    """Tokens of the longest response in the bucket. null: as sampling says, which is also the most."""
 
     def replaced(self) -> dict[str, Any]:
         return self.model_dump(exclude={"up_to"}, exclude_none=True)
@@ -37,22 +41,39 @@ class SamplingConfig(Section):
     """
 
     samples_per_prompt: PositiveInt = 1
-    max_response_length: PositiveInt  # tokens, the end token included
+    """Responses to each prompt."""
+    max_response_length: PositiveInt
+    """Tokens of the longest response, the end token included."""
     min_response_length: NonNegativeInt = 0
+    """Tokens of the shortest response. 0: no limit."""
     temperature: PositiveFloat = 1.0
+    """The temperature of softmax, in generation and in training. 1: neutral."""
     top_p: Fraction = 1.0
-    top_k: NonNegativeInt = 0  # 0: all
+    """Tokens are drawn from the most likely ones with this much probability together. 1: all tokens."""
+    top_k: NonNegativeInt = 0
+    """Tokens are drawn from this many of the most likely ones. 0: all tokens."""
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Tokens are drawn from those with this share of the highest probability. 0: all tokens."""
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    """Taken off the logits of tokens that the response already has. 0 turns it off."""
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    """Taken off the logits of tokens for each time that the response has them. 0 turns it off."""
     repetition_penalty: PositiveFloat = 1.0
+    """Divides the logits of tokens that the prompt or the response already has. 1 turns it off."""
     stop: tuple[str, ...] = ()
+    """Texts that end a response."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    """Token ids that end a response, beside the model's own end tokens."""
     bad_words: tuple[str, ...] = ()
+    """Texts that no response may contain."""
     allowed_token_ids: tuple[NonNegativeInt, ...] | None = None
+    """The only token ids that may be drawn. null: all."""
     logit_bias: dict[int, float] | None = None
+    """Numbers added to logits, by token id. null: none."""
     ignore_eos: bool = False
+    """Whether generation continues after an end token, up to the limit."""
     by_prompt_length: tuple[PromptLengthConfig, ...] = ()
+    """Other values for prompts up to some length, in ascending order. Longer prompts follow sampling itself."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -9,7 +9,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 class Section(BaseModel):
     """What every section of a config is: frozen, without unknown keys, infinities and NaN."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
+    )
 
 
 def _expanded(path: str) -> str:
