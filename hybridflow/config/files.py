@@ -1,6 +1,19 @@
-"""Config files as trees of sections, and `section.key=value` overrides: the only reader of YAML beside `run`."""
+"""Config files as trees of sections, and `section.key=value` overrides: the only reader of YAML beside `run`.
+
+A config may build on one other file:
+
+    base: quickstart_grpo.yaml           # counted from the directory of this file
+    name: my_run
+    algorithm: {name: dr_grpo}           # another name: the section of the base is replaced as a whole
+    reference: null                      # replaces the section
+
+Mappings merge by key; everything else replaces what the base says, lists and null included. A section `algorithm` of
+another name than the base's replaces that section, since their keys differ; a base's section without a name is ppo's. A
+base has no base of its own. Overrides come last.
+"""
 
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,20 +21,69 @@ import yaml
 
 from hybridflow.errors import ConfigError
 
+BASE = "base"
+
 
 def read_tree(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> dict[str, Any]:
-    """What a config file says, with overrides applied; nothing of it is checked yet. Errors: ConfigError."""
+    """What a config file says, its base merged in, overrides applied; nothing of it is checked. Errors: ConfigError."""
+    tree = _read_file(Path(path))
+    base = tree.pop(BASE, None)
+    if base is not None:
+        tree = _merged(_read_base(Path(path), base), tree)
+    for override in overrides:
+        _apply_override(tree, override)
+    return tree
+
+
+def _read_file(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(Path(path).read_text())
+        tree = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is not YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a config is a mapping of sections, this is {type(tree).__name__}")
-    for override in overrides:
-        _apply_override(tree, override)
     return tree
+
+
+def _read_base(path: Path, base: object) -> dict[str, Any]:
+    """What the base of the config `path` says. Errors: ConfigError that names both files."""
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: base = {base!r}: a base is the path of one file")
+    file = path.parent / Path(base).expanduser()
+    try:
+        tree = _read_file(file)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: base = {base}: {error}") from error
+    if tree.get(BASE) is not None:
+        raise ConfigError(f"{path}: base = {base}: {file} has a base itself, {tree[BASE]}: a base has none")
+    return tree
+
+
+def _merged(base: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The base with what a config says in its place: mappings by key, anything else as a whole."""
+    found = dict(base)
+    for key, value in tree.items():
+        own = found.get(key)
+        found[key] = _merged(own, value) if _both_merge(key, own, value) else value
+    return found
+
+
+def _both_merge(key: str, base: Any, value: Any) -> bool:
+    if not isinstance(base, dict) or not isinstance(value, dict):
+        return False
+    return key != "algorithm" or value.get("name", base.get("name", "ppo")) == base.get("name", "ppo")
+
+
+def as_yaml(tree: object) -> str:
+    """A tree as YAML, keys in their order."""
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+def as_flow(value: object) -> str:
+    """A value as YAML in one line, `[1, 2]`."""
+    return yaml.safe_dump(value, sort_keys=False, default_flow_style=True, width=1 << 20).removesuffix("...\n").strip()
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -30,6 +92,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     keys = path.strip().split(".")
     if not equals or not all(keys):
         raise ConfigError(f"override {override!r}: expected section.key=value")
+    if keys == [BASE]:
+        raise ConfigError(f"override {override!r}: a base stands in the config file, where its keys are merged")
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -1,0 +1,115 @@
+"""`base:` of a config: what merges, what replaces, and what a wrong base is told."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hybridflow.cli.data import main as data
+from hybridflow.cli.plan import main as plan
+from hybridflow.config import read_tree
+from hybridflow.errors import ConfigError
+
+BASE: dict[str, Any] = {
+    "name": "base",
+    "actor": {"model": "a", "optimizer": {"lr": 1.0, "betas": [0.9, 0.95]}},
+    "critic": {"model": "c"},
+    "reward": {"functions": [{"function": "a:b", "weight": 2}]},
+    "algorithm": {"name": "grpo", "std": "batch", "kl": {"coef": 0.1}},
+}
+
+
+@pytest.fixture
+def merged(tmp_path: Path):
+    """The tree of a config on BASE."""
+
+    def read(tree: dict[str, Any], *overrides: str, base: dict[str, Any] = BASE) -> dict[str, Any]:
+        (tmp_path / "bases").mkdir(exist_ok=True)
+        (tmp_path / "mine").mkdir(exist_ok=True)
+        (tmp_path / "bases" / "base.yaml").write_text(yaml.safe_dump(base))
+        (tmp_path / "mine" / "config.yaml").write_text(yaml.safe_dump({"base": "../bases/base.yaml", **tree}))
+        return read_tree(tmp_path / "mine" / "config.yaml", overrides)
+
+    return read
+
+
+def test_mappings_merge_by_key_and_overrides_come_last(merged) -> None:
+    found = merged({"name": "mine", "actor": {"optimizer": {"lr": 2.0}}}, "actor.optimizer.lr=3.0", "seed=1")
+    expected = {"name": "mine", "seed": 1, "actor": {"model": "a", "optimizer": {"lr": 3.0, "betas": [0.9, 0.95]}}}
+    assert found == BASE | expected
+
+
+def test_lists_scalars_and_null_replace(merged) -> None:
+    functions = [{"function": "c:d"}]
+    change = {"actor": {"optimizer": {"betas": [0.5, 0.6]}}, "critic": None, "reward": {"functions": functions}}
+    found = merged(change)
+    assert found["critic"] is None
+    assert found["reward"] == {"functions": functions}
+    assert found["actor"]["optimizer"] == {"lr": 1.0, "betas": [0.5, 0.6]}
+
+
+def test_an_algorithm_of_another_name_replaces_the_section(merged) -> None:
+    assert merged({"algorithm": {"name": "opo"}})["algorithm"] == {"name": "opo"}
+    assert merged({"algorithm": {"name": "grpo", "kl": {"use": "none"}}})["algorithm"] == {
+        "name": "grpo",
+        "std": "batch",
+        "kl": {"coef": 0.1, "use": "none"},
+    }
+    assert merged({"algorithm": {"std": "group"}})["algorithm"]["std"] == "group"
+    nameless = {"algorithm": {"gamma": 0.9}}
+    assert merged({"algorithm": {"name": "ppo"}}, base=nameless)["algorithm"] == {"gamma": 0.9, "name": "ppo"}
+    assert merged({"algorithm": {"name": "rloo"}}, base=nameless)["algorithm"] == {"name": "rloo"}
+
+
+def test_a_null_base_is_none(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("base: null\nname: mine\n")
+    assert read_tree(tmp_path / "config.yaml") == {"name": "mine"}
+
+
+def test_a_home_directory_and_an_absolute_path_are_bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base.yaml").write_text("seed: 3\n")
+    (tmp_path / "mine").mkdir()
+    for base in ("~/base.yaml", tmp_path / "base.yaml"):
+        (tmp_path / "mine" / "config.yaml").write_text(f"base: {base}\n")
+        assert read_tree(tmp_path / "mine" / "config.yaml") == {"seed": 3}
+
+
+WRONG = {
+    "a base of a base": ("base: other.yaml\n", "base.yaml", "other.yaml"),
+    "a base that is no mapping": ("[1, 2]\n", "base.yaml", "list"),
+    "a base that is no YAML": ("a: [\n", "base.yaml", "not YAML"),
+    "no file": (None, "base.yaml", "No such file"),
+}
+
+
+@pytest.mark.parametrize(("text", "base", "said"), WRONG.values(), ids=WRONG)
+def test_a_wrong_base_names_both_files(tmp_path: Path, text: str | None, base: str, said: str) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("base: base.yaml\nname: mine\n")
+    if text is not None:
+        (tmp_path / "base.yaml").write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        read_tree(config)
+    message = str(raised.value)
+    assert str(config) in message and str(tmp_path / base) in message and said in message
+
+
+def test_a_base_is_one_path_in_the_file(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("base: [a.yaml, b.yaml]\n")
+    with pytest.raises(ConfigError, match="base = "):
+        read_tree(config)
+    config.write_text("name: mine\n")
+    with pytest.raises(ConfigError, match="base=other.yaml"):
+        read_tree(config, ["base=other.yaml"])
+
+
+def test_commands_see_the_merged_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "base.yaml").write_text("name: base\nnum_iterations: 0\n")
+    (tmp_path / "config.yaml").write_text("base: base.yaml\nactor: {model: a}\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    for command in (plan, lambda arguments: data([str(tmp_path / "rows.jsonl"), *arguments])):
+        assert command([str(tmp_path / "config.yaml")]) == 1
+        assert "num_iterations = 0" in capsys.readouterr().err
