@@ -102,7 +102,7 @@ def test_a_base_is_one_path_in_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="base = "):
         read_tree(config)
     config.write_text("name: mine\n")
-    with pytest.raises(ConfigError, match="base=other.yaml"):
+    with pytest.raises(ConfigError, match=r"base=other\.yaml"):
         read_tree(config, ["base=other.yaml"])
 
 

@@ -66,14 +66,16 @@ def _merged(base: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(base)
     for key, value in tree.items():
         own = found.get(key)
-        found[key] = _merged(own, value) if _both_merge(key, own, value) else value
+        if isinstance(own, dict) and isinstance(value, dict) and (key != "algorithm" or _same_name(own, value)):
+            found[key] = _merged(own, value)
+        else:
+            found[key] = value
     return found
 
 
-def _both_merge(key: str, base: Any, value: Any) -> bool:
-    if not isinstance(base, dict) or not isinstance(value, dict):
-        return False
-    return key != "algorithm" or value.get("name", base.get("name", "ppo")) == base.get("name", "ppo")
+def _same_name(base: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+    own = base.get("name", "ppo")
+    return bool(value.get("name", own) == own)
 
 
 def as_yaml(tree: object) -> str:

@@ -1,0 +1,213 @@
+"""The JSON schema (draft 2020-12) of config files, of either kind, for editors. Pure.
+
+    hybridflow config schema > hybridflow/config/schema.json
+
+What it says beyond the sections: `base` and what then may be missing, `auto` where `config.auto` takes it, keys by
+their old names, and sections of generation that are null in a config on fixed data. Rules between keys are not in it.
+"""
+
+import inspect
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from hybridflow.config.algorithms import ALGORITHMS
+from hybridflow.config.auto import AUTO, ENGINE_KEYS, ROLE_KEYS, TRAINED_KEYS
+from hybridflow.config.experiment import ExperimentConfig
+from hybridflow.config.files import BASE
+from hybridflow.config.fixed_algorithms import FIXED_ALGORITHMS
+from hybridflow.config.fixed_data import OF_GENERATION, FixedDataConfig
+from hybridflow.config.losses import PolicyLoss
+from hybridflow.config.old_keys import ENV_VARS, MOVED, OLD_ENV_VARS, moved_to
+from hybridflow.config.section import Section
+
+Schema = dict[str, Any]
+ALGORITHMS_OF: dict[str, Mapping[str, type[Section]]] = {
+    "ExperimentConfig": ALGORITHMS,
+    "FixedDataConfig": FIXED_ALGORITHMS,
+}
+MAY_BE_AUTO = {
+    "TrainedRoleConfig": TRAINED_KEYS,
+    "RoleConfig": ROLE_KEYS,
+    "RewardModelConfig": ROLE_KEYS,
+    "RolloutConfig": ENGINE_KEYS,
+}
+ABOUT_BASE = (
+    "Another config that this one builds on, as a path from this file's directory. "
+    "Mappings merge by key; everything else replaces what the base says."
+)
+NAMELESS = "PPOWithoutName"  # a section `algorithm` without a name is ppo's, with its keys of old
+
+
+def schema_text() -> str:
+    """The schema as it is committed: one key a line."""
+    return json.dumps(config_schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+def config_schema() -> Schema:
+    """What a config file may say."""
+    parts: Schema = {}
+    for tree in (ExperimentConfig, FixedDataConfig):
+        whole = tree.model_json_schema()
+        parts |= whole.pop("$defs") | {tree.__name__: whole}
+    needed = {name: _required(parts[name], parts) for name in ALGORITHMS_OF}
+    needed["ExperimentConfig"]["properties"]["algorithm"] = _algorithm_without_base(parts)
+    for name, part in parts.items():
+        _tidy(name, part)
+    _add_old_keys(parts)
+    for name, algorithms in ALGORITHMS_OF.items():
+        _add_algorithms(parts[name]["properties"], algorithms)
+        parts[name]["properties"] = {BASE: {"type": "string", "description": ABOUT_BASE}, **parts[name]["properties"]}
+    parts["FixedDataConfig"]["properties"] |= {key: {"type": "null"} for key in OF_GENERATION}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A config of hybridflow",
+        "type": "object",
+        "properties": {"algorithm": _one_of({**ALGORITHMS, **FIXED_ALGORITHMS})},
+        "allOf": [*_of_either_kind(), {"if": {"required": [BASE]}, "else": _complete(needed)}],
+        "$defs": dict(sorted(parts.items())),
+    }
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/$defs/{name}"}
+
+
+def _one_of(names: Collection[str]) -> Schema:
+    """A section `algorithm` whose name, if there is one, is one of these."""
+    return {"properties": {"name": {"enum": list(names)}}}
+
+
+def _trains_on_fixed_data() -> Schema:
+    """That `algorithm.name` is there, and one on fixed data."""
+    return {"properties": {"algorithm": _one_of(FIXED_ALGORITHMS) | {"required": ["name"]}}, "required": ["algorithm"]}
+
+
+def _of_either_kind() -> list[Schema]:
+    """By algorithm.name; without one it is ppo's, or on a base whatever the base is."""
+    named = {"properties": {"algorithm": {"required": ["name"]}}, "required": ["algorithm"]}
+    either = {"anyOf": [_ref(name) for name in ALGORITHMS_OF]}
+    by_base = {"if": {"required": [BASE]}, "then": either, "else": _ref("ExperimentConfig")}
+    by_name = {"if": _trains_on_fixed_data(), "then": _ref("FixedDataConfig"), "else": _ref("ExperimentConfig")}
+    return [{"if": named, "then": by_name, "else": by_base}]
+
+
+def _complete(needed: Mapping[str, Schema]) -> Schema:
+    """What has to be there where no base has it."""
+    return {
+        "if": _trains_on_fixed_data(),
+        "then": needed["FixedDataConfig"],
+        "else": needed["ExperimentConfig"],
+    }
+
+
+# ------------------------------------------------------------------------------------------------ what is required
+
+
+def _required(part: Schema, parts: Mapping[str, Schema]) -> Schema:
+    """What a section has to have, and the sections in it."""
+    found: Schema = {"required": part["required"]} if "required" in part else {}
+    inner = {key: needed for key, value in part.get("properties", {}).items() if (needed := _within(value, parts))}
+    return found | ({"properties": inner} if inner else {})
+
+
+def _within(value: Schema, parts: Mapping[str, Schema]) -> Schema:
+    """The same of a key's value: a section alone, or each of a list."""
+    for each in (value, *value.get("anyOf", ())):
+        if "$ref" in each:
+            return _required(parts[each["$ref"].rpartition("/")[2]], parts)
+        if isinstance(each.get("items"), dict) and (inner := _within(each["items"], parts)):
+            return {"items": inner}
+    return {}
+
+
+def _algorithm_without_base(parts: Mapping[str, Schema]) -> Schema:
+    """A flow of the user's own has required keys; a section without a name is ppo's."""
+    custom = {"if": {"properties": {"name": {"const": "custom"}}}, "then": _required(parts["Custom"], parts)}
+    return {"if": {"required": ["name"]}, "then": custom, "else": _ref(NAMELESS)}
+
+
+# ------------------------------------------------------------------------------------------------ sections
+
+
+def _add_algorithms(properties: Schema, algorithms: Mapping[str, type[Section]]) -> None:
+    """The section `algorithm`, by its name."""
+    by_name = [
+        {"if": _one_of([name]) | {"required": ["name"]}, "then": _ref(section.__name__)}
+        for name, section in algorithms.items()
+    ]
+    any_of = [_ref(section.__name__) for section in algorithms.values()]
+    nameless = [_ref(NAMELESS), *any_of] if algorithms is ALGORITHMS else any_of
+    properties["algorithm"] = {
+        "description": properties["algorithm"]["description"],
+        "type": "object",
+        **_one_of(algorithms),
+        "allOf": [*by_name, {"if": {"required": ["name"]}, "else": {"anyOf": nameless}}],
+    }
+
+
+def _add_old_keys(parts: Schema) -> None:
+    """Keys by their former names, where they are still read."""
+    for name in ALGORITHMS_OF:
+        properties = parts[name]["properties"]
+        properties[OLD_ENV_VARS] = _former(properties[ENV_VARS], ENV_VARS)
+    policies = [name for name in _names_of(PolicyLoss) if name in parts]
+    cap = _former(parts["Importance"]["properties"]["cap"], "importance.cap")
+    for name in policies:
+        parts[name]["properties"]["importance_cap"] = cap
+    moved = {key: _former(_at(parts, moved_to(key)), moved_to(key)) for key in MOVED}
+    parts[NAMELESS] = parts["PPO"] | {"properties": parts["PPO"]["properties"] | moved}
+
+
+def _former(value: Schema, name: str) -> Schema:
+    rest: Schema = {key: part for key, part in value.items() if key not in ("description", "default")}
+    return rest | {"description": f"A former name of {name}.", "deprecated": True}
+
+
+def _at(parts: Schema, key: str) -> Schema:
+    """The schema of a key of ppo, such as policy.clip_range."""
+    sections = {"policy": "PolicyLoss", "update": "Update", "importance": "Importance"}
+    section, _, last = key.rpartition(".")
+    found: Schema = parts[sections[section.rpartition(".")[2]]]["properties"][last]
+    return found
+
+
+def _names_of(section: type[Section]) -> list[str]:
+    return [section.__name__, *(name for each in section.__subclasses__() for name in _names_of(each))]
+
+
+def _tidy(name: str, part: Schema) -> None:
+    """A section as it stands in a file: what it requires is said elsewhere, since a base may have it."""
+    algorithms = {section.__name__: section for each in ALGORITHMS_OF.values() for section in each.values()}
+    part.pop("required", None)
+    part.pop("description", None)
+    _strip(part)
+    if name in algorithms:
+        part["description"] = (inspect.getdoc(algorithms[name]) or "").partition("\n")[0]
+    for key in MAY_BE_AUTO.get(name, ()):
+        part["properties"][key] = _or_auto(part["properties"][key])
+
+
+def _strip(node: Any) -> None:
+    """Without titles, which repeat keys, and defaults of whole sections, whose keys have their own."""
+    if isinstance(node, list):
+        for each in node:
+            _strip(each)
+    if not isinstance(node, dict):
+        return
+    if isinstance(node.get("title"), str):
+        del node["title"]
+    if isinstance(node.get("default"), dict) and node["default"]:
+        del node["default"]
+    if isinstance(node.get("description"), str):
+        node["description"] = " ".join(node["description"].split())
+    if "patternProperties" in node:
+        node["additionalProperties"] = False
+    for each in node.values():
+        _strip(each)
+
+
+def _or_auto(value: Schema) -> Schema:
+    about: Schema = {key: value[key] for key in ("default", "description") if key in value}
+    bare = {key: part for key, part in value.items() if key not in about}
+    return {"anyOf": [*bare.get("anyOf", [bare]), {"const": AUTO}], **about}
