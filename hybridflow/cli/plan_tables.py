@@ -39,6 +39,10 @@ def print_plan(plan: "Report", console: Console) -> None:
         console.print(table)
         for note in notes:
             console.print(Text(note))
+    if plan.get("missing"):
+        console.print(Text("\nSizes alone are planned: hybridflow train would refuse this config here:"))
+        for line in plan["missing"]:
+            console.print(Text(f"  {line}"), soft_wrap=True)
     if "time" in plan:
         from hybridflow.cli.plan_time import print_time
 
