@@ -81,6 +81,8 @@ ENVIRONMENT_USERS = [
     "hybridflow.cpu.megatron.overlays",
     "hybridflow.rollout",
     "hybridflow.rollout.*",
+    "hybridflow.parallel.agent",
+    "hybridflow.cli.chat",  # before torch is loaded
     "launch",
     "launch.*",
 ]

@@ -11,7 +11,7 @@ import sys
 from html import escape
 from pathlib import Path
 
-from hybridflow.cli.command import program
+from hybridflow.cli.command import print_error, program
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 360, 56, 44, 36
 FEW, BESIDE = 6, 220  # curves whose names fit in the picture; room for those of more
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             curves[run.name] = read_curve(run / "metrics.csv", options.metric)
         except (OSError, KeyError, ValueError) as error:
-            print(f"error: {run / 'metrics.csv'}: no curve of {options.metric}: {error}", file=sys.stderr)
+            print_error(f"{run / 'metrics.csv'}: no curve of {options.metric}: {error}", "tools.plot_curve")
             return 1
     options.target.parent.mkdir(parents=True, exist_ok=True)
     options.target.write_text(draw(curves, options.metric))

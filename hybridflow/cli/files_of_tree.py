@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.fixed_data import AnyConfig, config_class
-from hybridflow.data.sources import data_files
 from hybridflow.errors import ConfigError, Reasons
-from hybridflow.rewards.probe import described
 
 ROLES = ("actor", "critic", "reference", "reward_model")
 
@@ -19,6 +17,9 @@ def read_config(tree: dict[str, Any], source: str | Path) -> AnyConfig:
         return config_class(tree).from_tree(tree, source)
     except ConfigError as error:
         reasons.lines += str(error).splitlines()
+    from hybridflow.data.sources import data_files  # numpy and more load for a second: only where it has failed anyway
+    from hybridflow.rewards.probe import described
+
     for key, model in _models(tree):
         if not Path(model).expanduser().exists():
             reasons.lines.append(f"{key}.model = {model}: no such directory")

@@ -19,6 +19,7 @@ COMMANDS = {
     "data": ("hybridflow.cli.data", "columns, token lengths and rows of a data file, as a run reads them"),
     "samples": ("hybridflow.cli.samples", "responses of a run with their scores"),
     "report": ("hybridflow.cli.report", "one HTML page of one run or several"),
+    "chat": ("hybridflow.cli.chat", "talk to a model that a run has trained"),
     "checkpoints": ("hybridflow.cli.checkpoints", "the checkpoints of a run, and whether they are whole"),
     "convert": ("hybridflow.convert.main", "convert models between HuggingFace and megatron-core"),
     "make-tiny": ("hybridflow.examples.tiny.make_tiny", "make the tiny models and data of the quickstarts"),

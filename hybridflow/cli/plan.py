@@ -24,7 +24,7 @@ from rich.console import Console
 from hybridflow import __version__
 from hybridflow.checkpoint.listing import size_of
 from hybridflow.checkpoint.store import CHECKPOINTS
-from hybridflow.cli.command import program
+from hybridflow.cli.command import print_error, program
 from hybridflow.cli.files_of_tree import read_config
 from hybridflow.cli.plan_tables import GIB, WIDTH, print_plan
 from hybridflow.config import RunConfig, read_tree
@@ -89,8 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             _plan(options)
     except UserError as error:
-        for line in str(error).splitlines():
-            print(f"hybridflow.plan: error: {line}", file=sys.stderr)
+        print_error(error, "hybridflow.plan")
         return 1
     return 0
 

@@ -21,7 +21,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from hybridflow import __version__
-from hybridflow.cli.command import program
+from hybridflow.cli.command import print_error, program
 from hybridflow.errors import DataError, UserError
 
 WIDTH = 112  # columns of a pipe
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         samples = of_iteration(read_samples(options.run), options.iteration, options.run)
     except UserError as error:
-        print(f"hybridflow.samples: error: {error}", file=sys.stderr)
+        print_error(error, "hybridflow.samples")
         return 1
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     scores = [sample.score for sample in samples if sample.score is not None]

@@ -33,6 +33,7 @@ that was stuck; 75 when it has ended as told and is saved; 76 when it has ended 
 """
 
 import argparse
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -190,7 +191,16 @@ def _train(options: argparse.Namespace) -> None:
     if trainer.platform.rank == 0:
         rows = summary.rows(trainer.config.run_dir, exported=trainer.writes_model)
         print_summary(f"hybridflow {trainer.config.name}", rows)
+        for command in next_commands(trainer.config.run_dir, generates=not fixed, exported=trainer.writes_model):
+            print(command, flush=True)
     watchdog.close()
+
+
+def next_commands(run_dir: Path, *, generates: bool, exported: bool) -> list[str]:
+    """What a person does next, to be copied."""
+    run = shlex.quote(str(run_dir))
+    talk = f"hybridflow chat {run}" if exported else f"hybridflow checkpoints {run}"
+    return [f"hybridflow report {run}", *([f"hybridflow samples {run}"] if generates else []), talk]
 
 
 def _config(path: str, overrides: list[str]) -> tuple[AnyConfig, tuple[str, ...]]:

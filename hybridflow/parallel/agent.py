@@ -158,8 +158,14 @@ def _added(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def _end(failures: Mapping[int, Any], told: _Told) -> RanksEnd:
-    """Of torch's ProcessFailures by rank: that with an error counts first, then the earliest."""
-    rank = min(failures, key=lambda each: (_text(failures[each]) is None, failures[each].timestamp, each))
+    """Of torch's ProcessFailures by rank: that with an error counts first, then what a signal killed."""
+
+    def order(rank: int) -> tuple[bool, bool, int, int]:
+        failure = failures[rank]
+        killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM  # by which the agent ends the others
+        return _text(failure) is None, not killed, failure.timestamp, rank
+
+    rank = min(failures, key=order)
     failure = failures[rank]
     code, text = int(failure.exitcode), _text(failure)
     if told.names and code in (-signal.SIGTERM, -signal.SIGKILL):
