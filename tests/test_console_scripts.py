@@ -99,9 +99,10 @@ def test_plan(here: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
     done = run("hybridflow-plan", "experiments/mine.yaml", "actor.model=inputs/absent", cwd=here)
     assert done.returncode == 1
-    assert done.stderr == (
-        like("hybridflow.plan: error: inputs/absent/config.json: no such file; a model is a HuggingFace directory\n")
-    )
+    assert done.stderr.splitlines() == [
+        like("hybridflow-plan: error: inputs/absent/config.json: no such file; a model is a HuggingFace directory"),
+        like("hybridflow-plan: error: reward function my_rewards:LIMIT: is a int, which cannot be called"),
+    ]
 
 
 @pytest.mark.thorough
@@ -130,7 +131,8 @@ def test_plot_curve(here: Path) -> None:
 @pytest.mark.thorough
 def test_make_tiny(here: Path) -> None:
     done = run("hybridflow-make-tiny", "inputs", cwd=here)
-    assert (done.returncode, done.stderr) == (1, "error: inputs exists; --overwrite replaces it\n")
+    told = "hybridflow-make-tiny: error: inputs exists; --overwrite replaces it\n"
+    assert (done.returncode, done.stderr) == (1, told)
 
 
 @pytest.mark.parametrize(

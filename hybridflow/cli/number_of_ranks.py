@@ -6,7 +6,7 @@ from typing import Any
 from hybridflow.cli.refusals import check_here
 from hybridflow.config.auto import autos
 from hybridflow.config.fixed_data import AnyConfig
-from hybridflow.config.world_size import TRIED, smallest_world_size
+from hybridflow.config.world_size import TRIED, world_size_to_try
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.device import num_devices
 from hybridflow.parallel.platform import prepare_imports
@@ -21,29 +21,29 @@ def number_of_ranks(tree: dict[str, Any], config: AnyConfig, source: str | Path,
     """
     prepare_imports(config.platform)
     search_beside(source)
-    wanted = given or num_devices()
+    wanted, none_fits = given or num_devices(), False
     if autos(tree):
         config, wanted = fitting(tree, source, wanted)
     elif wanted is None:
-        wanted = smallest_world_size(config)
+        wanted, problem = world_size_to_try(config)
+        none_fits = problem is not None
     try:
         check_here(config, wanted)
     except ConfigError as error:
-        raise ConfigError(f"{_fits(config, source, wanted)}{error}") from error
+        first = f"no number of ranks fits; on {wanted}, the least that the grids need:\n" if none_fits else ""
+        raise ConfigError(f"{first or _other_number(config, source, wanted)}{error}") from error
     return wanted
 
 
-def _fits(config: AnyConfig, source: str | Path, wanted: int) -> str:
+def _other_number(config: AnyConfig, source: str | Path, wanted: int) -> str:
     """A line to begin with where the number of ranks is what is wrong."""
     try:
         config.check_world_size(wanted)
     except ConfigError:
-        try:
-            least = smallest_world_size(config)
-        except ConfigError:
-            return ""
-        many = f"needs {least} rank{'s' * (least > 1)} (or a multiple), got {wanted}"
-        return f"{many}: hybridflow train {source} --nproc {least}\n"
+        least, problem = world_size_to_try(config)
+        if problem is None:
+            many = f"needs {least} rank{'s' * (least > 1)} (or a multiple), got {wanted}"
+            return f"{many}: hybridflow train {source} --nproc {least}\n"
     return ""
 
 

@@ -30,7 +30,7 @@ from hybridflow.cli.plan_tables import GIB, WIDTH, print_plan
 from hybridflow.config import RunConfig, read_tree
 from hybridflow.config.auto import autos, with_neutral
 from hybridflow.config.fixed_data import AnyConfig, config_class
-from hybridflow.config.world_size import TRIED, smallest_world_size
+from hybridflow.config.world_size import TRIED, smallest_world_size, world_size_to_try
 from hybridflow.errors import ConfigError, UserError
 from hybridflow.user_code import search_beside
 
@@ -211,10 +211,12 @@ def _plan(options: argparse.Namespace) -> None:
 
     plan: Report = {"config": str(options.config), "smallest_that_fits": chosen}
     if options.hosts is None:
-        world_size = options.world_size or smallest_world_size(config)
+        world_size, problem = (options.world_size, None) if options.world_size else world_size_to_try(config)
         plan["missing"] = missing_here(config)
         if not plan["missing"]:
             check_here(config, world_size)
+        elif problem is not None:
+            smallest_world_size(config)
         placed = place_either(config, world_size)
     else:
         given = parse_hosts(options.hosts)

@@ -66,7 +66,7 @@ def missing_here(config: AnyConfig) -> list[str]:
     if not bare:
         return []
     reasons = Reasons()
-    reasons.lines += [f"{name}: has no weights" for name in bare]
+    reasons.lines.append(f"no weights in {', '.join(bare)}")
     note_missing(config, reasons)
     return list(dict.fromkeys(reasons.lines))
 

@@ -158,12 +158,15 @@ def _added(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def _end(failures: Mapping[int, Any], told: _Told) -> RanksEnd:
-    """Of torch's ProcessFailures by rank: that with an error counts first, then what a signal killed."""
+    """Of torch's ProcessFailures by rank: that with an error counts first, then what a signal killed.
 
-    def order(rank: int) -> tuple[bool, bool, int, int]:
+    By SIGTERM the agent ends the others.
+    """
+
+    def order(rank: int) -> tuple[bool, int, int, int]:
         failure = failures[rank]
-        killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM  # by which the agent ends the others
-        return _text(failure) is None, not killed, failure.timestamp, rank
+        kind = 2 if failure.exitcode == -signal.SIGTERM else int(failure.exitcode >= 0)
+        return _text(failure) is None, kind, failure.timestamp, rank
 
     rank = min(failures, key=order)
     failure = failures[rank]
