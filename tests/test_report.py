@@ -162,7 +162,7 @@ def test_samples_by_iteration_are_text_whatever_they_hold(browser: Browser) -> N
     assert texts(browser, "#samplenumber") == ["6"]
     assert texts(browser, ".sample pre") == ["6 + 6 =", f"{HOSTILE} 12", "12", '{"rule": 0.25}']
     enter(browser, "sampleat", "value", 1, "input")
-    assert texts(browser, ".sample pre") == ["2 + 2 =", f"{HOSTILE} 4", "12", '{"rule": 0.25}']
+    assert texts(browser, ".sample pre") == ["2 + 2 =", f"{HOSTILE} 4", "4", '{"rule": 0.25}']
     assert texts(browser, ".score") == ["score 0.25"]
     enter(browser, "samplerun", "value", "1", "change")
     assert texts(browser, ".sample pre") == ["1001 + 1001 =", f"{HOSTILE} 2002", '{"rule": 0.5}']
