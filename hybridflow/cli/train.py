@@ -27,9 +27,10 @@ With --replay DIR the batches that an earlier run has dumped take the place of w
 again, to find out why one went as it did. DIR is that run's directory, or one of the files. With --rollout-only the run
 generates, scores and dumps its batches, and trains nothing. They write to NAME-replay and NAME-rollout, and no hf/.
 
-With checkpoint.save_interval the same command goes on where a run has ended, for whatever reason; SIGTERM and SIGUSR1
-make it save and end. The exit status is 0; 1 after one message that says what is wrong; 70 after a report on a rank
-that was stuck; 75 when it has ended as told and is saved; 76 when it has ended as told and is not.
+A run is saved every 30 minutes (checkpoint.save_minutes, or save_interval in iterations), and the same command goes on
+where it has ended, for whatever reason; SIGTERM and SIGUSR1 make it save and end. The exit status is 0; 1 after one
+message that says what is wrong; 70 after a report on a rank that was stuck; 75 when it has ended as told and is saved;
+76 when it has ended as told and is not.
 """
 
 import argparse

@@ -91,7 +91,8 @@ class StopConfig(Section):
 class CheckpointConfig(Section):
     """What a run saves so that it can go on, and when it ends early."""
 
-    save_interval: NonNegativeInt = 0  # iterations between checkpoints; 0: only when the run is told to stop
+    save_interval: NonNegativeInt = 0  # iterations between checkpoints; 0: none for their number
+    save_minutes: PositiveFloat | None = 30.0  # between checkpoints, beside save_interval; None: none for the time
     keep_last: PositiveInt = 2
     keep_every: PositiveInt | None = None  # also those of iterations that this divides
     keep_best: NonNegativeInt = 0  # also so many of those whose best_metric was best
@@ -104,6 +105,11 @@ class CheckpointConfig(Section):
     grace_seconds: PositiveFloat = 300.0  # from a signal to the end of the run
     max_hours: PositiveFloat | None = None  # save and end before this has passed since the start
     max_restarts_without_progress: PositiveInt = 3  # of torchrun's restarts, that begin where the one before began
+
+    @property
+    def saves(self) -> bool:
+        """Whether a run saves before it is told to stop."""
+        return bool(self.save_interval) or self.save_minutes is not None
 
     @property
     def keeps(self) -> Literal["highest", "lowest"]:

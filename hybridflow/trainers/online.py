@@ -148,7 +148,7 @@ def config_for_inspection(config: ExperimentConfig, *, replay: Path | None, roll
         metrics["dump_batches"] = True
     if not metrics:
         return config
-    checkpoint: dict[str, Any] = {"save_interval": 0}
+    checkpoint: dict[str, Any] = {"save_interval": 0, "save_minutes": None}
     if config.checkpoint.load == "auto":
         checkpoint["load"] = "none"
     return config.model_copy(
