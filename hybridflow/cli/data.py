@@ -19,6 +19,7 @@ from hybridflow.cli.command import print_error, program
 from hybridflow.config import read_tree
 from hybridflow.config.auto import with_neutral
 from hybridflow.config.fixed_data import config_class
+from hybridflow.config.hub import fetch_models
 from hybridflow.errors import UserError
 
 
@@ -48,5 +49,7 @@ def _lines(file: Path, config: str | None, overrides: list[str]) -> Iterator[str
     yield from columns(open_files(file, "FILE"))
     if config is not None:
         yield ""
-        tree = with_neutral(read_tree(config, [*overrides, f"data.train={json.dumps(str(file))}"]))
+        given = read_tree(config, [*overrides, f"data.train={json.dumps(str(file))}"])
+        fetch_models(given, weights=False)
+        tree = with_neutral(given)
         yield from seen_by(config_class(tree).from_tree(tree, config))

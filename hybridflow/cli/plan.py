@@ -30,6 +30,7 @@ from hybridflow.cli.plan_tables import GIB, WIDTH, print_plan
 from hybridflow.config import RunConfig, read_tree
 from hybridflow.config.auto import autos, with_neutral
 from hybridflow.config.fixed_data import AnyConfig, config_class
+from hybridflow.config.hub import fetch_models
 from hybridflow.config.world_size import TRIED, smallest_world_size, world_size_to_try
 from hybridflow.errors import ConfigError, UserError
 from hybridflow.user_code import search_beside
@@ -137,6 +138,7 @@ def _console() -> Console:
 def _resolved(options: argparse.Namespace, world_size: int | None) -> AnyConfig:
     """The config, `auto` resolved for so many ranks, or for the smallest number on which something fits."""
     tree = read_tree(options.config, options.overrides)
+    fetch_models(tree, weights=False)
     if not autos(tree):
         return read_config(tree, options.config)
     from hybridflow.trainers.auto import facts_by, resolved_for

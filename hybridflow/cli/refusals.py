@@ -61,7 +61,9 @@ def missing_here(config: AnyConfig) -> list[str]:
     bare = [
         name
         for name, path in models.items()
-        if (path / "config.json").is_file() and not any(any(path.glob(pattern)) for pattern in WEIGHTS)
+        if (path / "config.json").is_file()
+        and path.parent.name != "snapshots"  # of the Hub's cache: a run fetches what is missing
+        and not any(any(path.glob(pattern)) for pattern in WEIGHTS)
     ]
     if not bare:
         return []

@@ -47,6 +47,7 @@ from hybridflow.cli.files_of_tree import read_config
 from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.config.auto import autos, with_neutral
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig, config_class
+from hybridflow.config.hub import fetch_models
 from hybridflow.errors import ConfigError, ExitStatus, Stopped, UserError
 from hybridflow.parallel.process_exit import leave
 from hybridflow.user_code import search_beside
@@ -119,6 +120,7 @@ def _ended_ranks(options: argparse.Namespace, given: Sequence[str]) -> int | Non
     Errors: ConfigError with all reasons why the run cannot begin here.
     """
     tree = read_tree(options.config, _overrides(options))
+    fetch_models(tree, weights=True)
     search_beside(options.config)
     config = read_config(with_neutral(tree), options.config)  # before torch, which loads for seconds
     from hybridflow.parallel import torchrun
@@ -136,7 +138,12 @@ def _ended_ranks(options: argparse.Namespace, given: Sequence[str]) -> int | Non
         ["-m", "hybridflow.train", *given],
         num_ranks,
         grace_seconds=config.checkpoint.grace_seconds,
-        environment={torchrun.BY_COMMAND: "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+        environment={
+            torchrun.BY_COMMAND: "1",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "HF_HUB_OFFLINE": "1",  # what was missing is there by now
+        },
         debug=options.debug,
     )
     if end.message is not None:

@@ -3,6 +3,7 @@
 from typing import Annotated, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     NonNegativeFloat,
@@ -13,12 +14,14 @@ from pydantic import (
     model_validator,
 )
 
+from hybridflow.config.hub import cached
 from hybridflow.config.ranks import check_ranks, check_sizes, parse_ranks
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.config.section import PathText, Section
 from hybridflow.parallel.layout import Layout
 from hybridflow.parallel.ranks import Ranks, shown
 
+ModelText = Annotated[PathText, AfterValidator(cached)]
 RanksKey = Annotated[Ranks, BeforeValidator(parse_ranks), PlainSerializer(shown)]
 
 
@@ -93,7 +96,8 @@ class LayoutConfig(Section):
 class RoleConfig(LayoutConfig):
     """A model on a grid."""
 
-    model: PathText  # a HuggingFace directory, or the torch_dist checkpoint that `tools.convert` makes of one
+    # a HuggingFace directory, a name on the Hub, or the torch_dist checkpoint that `tools.convert` makes of one
+    model: ModelText
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     micro_batch_tokens: PositiveInt = 16384  # tokens per forward pass and replica, at most
 
