@@ -14,6 +14,7 @@ from hybridflow import __version__
 # name -> (module whose main(arguments) runs it, what it does); in the order in which a person needs them
 COMMANDS = {
     "train": ("hybridflow.cli.train", "train a model as a config says; starts the ranks itself"),
+    "launch": ("hybridflow.launcher.main", "train on several hosts, by a hostfile and ssh"),
     "plan": ("hybridflow.cli.plan", "where each model lies, and what each rank holds, before anything starts"),
     "health": ("hybridflow.cli.health", "check machines, links and a config's inputs before a run"),
     "data": ("hybridflow.cli.data", "columns, token lengths and rows of a data file, as a run reads them"),

@@ -56,7 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--hosts", metavar="NAME=N,...", help="the hosts of the run with their ranks, in order; with --search a number"
     )
     parser.add_argument("--least-hosts", type=_positive, default=None, metavar="N", help=argparse.SUPPRESS)
-    parser.add_argument("--for-launch", action="store_true", help=argparse.SUPPRESS)  # launch/experiment.py
+    parser.add_argument(
+        "--for-launch", action="store_true", help=argparse.SUPPRESS
+    )  # hybridflow/launcher/experiment.py
     parser.add_argument("--smallest", action="store_true", help="print the smallest number of ranks, nothing else")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--time", action="store_true", help="also foretell the seconds of an iteration")

@@ -10,9 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-from launch.connection import Ssh
-from launch.hostfile import Host
-from launch.team import Team
+from hybridflow.launcher.connection import Ssh
+from hybridflow.launcher.hostfile import Host
+from hybridflow.launcher.team import Team
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120.0

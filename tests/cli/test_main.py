@@ -37,7 +37,7 @@ def test_no_command_and_help_tell_all_commands(capsys: pytest.CaptureFixture[str
     ("typed", "told"),
     [
         ("plna", "plna: is no command and no config file; did you mean hybridflow plan?"),
-        ("X", "X: is no command and no config file; commands are train, plan, "),
+        ("X", "X: is no command and no config file; commands are train, launch, plan, "),
     ],
 )
 def test_what_is_neither_command_nor_config(typed: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
