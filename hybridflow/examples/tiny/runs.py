@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+from hybridflow.config.shipped import shipped_configs
+
 NUM_RANKS = 2
 NUM_SHOWN = 20  # last lines of the log of a run that has failed
 Train = Callable[[list[str], Path], int]  # (arguments of hybridflow train, where its log goes) -> its exit status
@@ -47,7 +48,9 @@ class Runs:
         ]
         self.logs.mkdir(parents=True, exist_ok=True)
         log = self.logs / f"{name}.log"
-        status = self.train([str(CONFIGS / f"quickstart_{config}.yaml"), *own, *overrides, *self.overrides], log)
+        status = self.train(
+            [str(shipped_configs() / f"quickstart_{config}.yaml"), *own, *overrides, *self.overrides], log
+        )
         if status:
             end = "\n".join(log.read_text().splitlines()[-NUM_SHOWN:]) if log.exists() else ""
             raise RunFailed(f"seed {self.seed}: {name} has ended with status {status}\n{end}".rstrip())
