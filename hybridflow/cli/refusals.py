@@ -42,7 +42,8 @@ def check_here(config: AnyConfig, world_size: int | None) -> None:
 
 def note_missing(config: AnyConfig, reasons: Reasons) -> None:
     """Note what the config names and this machine lacks, beside models' sizes."""
-    reasons.of(check_tokenizers, config)
+    if not reasons.lines:  # of a model that cannot be read nothing new is said
+        reasons.of(check_tokenizers, config)
     for key, files in (("data.train", config.data.train), ("data.heldout", config.data.heldout)):
         if files is not None:
             reasons.of(_check_rows, key, files, config)
