@@ -276,7 +276,7 @@ def error_in_second_iteration(
 
 
 def only_message(done: subprocess.CompletedProcess) -> str:
-    """What follows the first `hybridflow: error: `, up to the end of the line. All ranks together print a reason once."""
+    """What follows the first `hybridflow: error: `, to the end of the line. All ranks together print a reason once."""
     output = SUMMARY.sub("", done.stdout + done.stderr)
     assert done.returncode == 1, output
     lines = [line for line in output.splitlines() if MESSAGE in line]
