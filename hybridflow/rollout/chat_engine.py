@@ -1,5 +1,6 @@
 """vLLM as its users have it, on a model directory: for talking to a model, not for training beside it."""
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ class ChatEngine:
         cpu = engine_device().kind == "cpu"
         self._llm = vllm.LLM(
             model=str(model),
+            # vLLM would round float32 weights to 16 bits; on GPUs its attention takes no others
+            dtype="float32" if cpu and _is_float32(model) else "auto",
             max_model_len=max_length,
             max_num_seqs=1,
             skip_tokenizer_init=True,
@@ -57,3 +60,8 @@ class ChatEngine:
             for output in engine.step():
                 assert isinstance(output, RequestOutput), "the model generates"
                 yield list(output.outputs[0].token_ids)
+
+
+def _is_float32(model: Path) -> bool:
+    tree = json.loads((model / "config.json").read_bytes())
+    return tree.get("dtype", tree.get("torch_dtype")) == "float32"
