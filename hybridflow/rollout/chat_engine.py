@@ -64,4 +64,4 @@ class ChatEngine:
 
 def _is_float32(model: Path) -> bool:
     tree = json.loads((model / "config.json").read_bytes())
-    return tree.get("dtype", tree.get("torch_dtype")) == "float32"
+    return bool(tree.get("dtype", tree.get("torch_dtype")) == "float32")
