@@ -1,8 +1,8 @@
-"""`python -m hybridflow CONFIG`: see `hybridflow.cli.train`."""
+"""`python -m hybridflow COMMAND ...`: see `hybridflow.cli.main`."""
 
 import sys
 
-from hybridflow.cli.train import main
+from hybridflow.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -22,5 +22,4 @@ show_and_run bash launch/setup.sh
 export OMP_NUM_THREADS=1  # one thread for each process
 export TORCH_CPP_LOG_LEVEL=ERROR  # vLLM tells every rank how it binds memory
 show_and_run .venv/bin/python -m tools.make_tiny data/tiny --if-missing
-num_ranks=$(.venv/bin/python -m hybridflow.plan "$config" "$@" --smallest)
-show_and_run .venv/bin/torchrun --nproc-per-node "$num_ranks" -m hybridflow.train "$config" "$@"
+show_and_run .venv/bin/hybridflow train "$config" "$@"

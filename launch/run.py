@@ -1,17 +1,4 @@
-"""Start an experiment on many machines with one command, by torchrun and OpenSSH:
-
-    python launch/run.py --hostfile HOSTS configs/x.yaml [section.key=value ...]
-
-HOSTS has a line a host, `[user@]host slots=N [port=N]`; slots are ranks, of which each has a GPU of its own. Every host
-has the same code, environment and models at the same places. All hosts are reached and compared first; then torchrun
-starts on each, and all output comes here behind the host's name, and into runs/NAME/logs/HOST.log. A first Ctrl-C or
-SIGTERM makes the run save and end, a second one end at once. Where a rank or a host fails, all are ended and the exit
-status is that of the first to fail: 70 a rank was stuck, 75 stopped as told and saved, 76 not saved, 128 + N killed by
-signal N, else 1.
-
-With spares, `--nnodes 2:3`, the run goes on with the hosts that are left, from its last checkpoint.
-Arguments behind `--` go to hybridflow.train, or with --health to hybridflow.health.
-"""
+"""`hybridflow launch` from a checkout, by any Python from 3.11 on: python launch/run.py --hostfile HOSTS CONFIG"""
 
 import sys
 from pathlib import Path
@@ -20,24 +7,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 (whatever Python a user has at han
     sys.exit(f"launch/run.py needs Python 3.11 or newer, this is {sys.version.split()[0]}: .venv/bin/python is one")
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # in place of launch/
 
-from launch.arguments import parse  # noqa: E402
-from launch.hostfile import LaunchError  # noqa: E402
-from launch.job import run  # noqa: E402
-from launch.output import say  # noqa: E402
-
-
-def main(arguments: list[str]) -> int:
-    assert __doc__ is not None, "it is the help"
-    try:
-        return run(parse(arguments, __doc__))
-    except LaunchError as error:
-        for line in str(error).splitlines():
-            say(f"error: {line}", error=True)
-        return 1
-    except KeyboardInterrupt:
-        say("interrupted before ranks were started", error=True)
-        return 130
-
+from hybridflow.launcher.main import main  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

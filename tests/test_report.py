@@ -160,12 +160,12 @@ def test_the_layout_is_drawn_and_a_rank_found_in_it(browser: Browser) -> None:
 
 def test_samples_by_iteration_are_text_whatever_they_hold(browser: Browser) -> None:
     assert texts(browser, "#samplenumber") == ["6"]
-    assert texts(browser, ".sample pre") == ["6 + 6 =", f"{HOSTILE} 12", '{"rule": 0.25}']
+    assert texts(browser, ".sample pre") == ["6 + 6 =", f"{HOSTILE} 12", "12", '{"rule": 0.25}']
     enter(browser, "sampleat", "value", 1, "input")
-    assert texts(browser, ".sample pre") == ["2 + 2 =", f"{HOSTILE} 4", '{"rule": 0.25}']
+    assert texts(browser, ".sample pre") == ["2 + 2 =", f"{HOSTILE} 4", "4", '{"rule": 0.25}']
     assert texts(browser, ".score") == ["score 0.25"]
     enter(browser, "samplerun", "value", "1", "change")
-    assert texts(browser, ".sample pre") == ["1001 + 1001 =", f"{HOSTILE} 2002", '{"rule": 0.5}']
+    assert texts(browser, ".sample pre") == ["1001 + 1001 =", f"{HOSTILE} 2002", "2002", '{"rule": 0.5}']
     hint = "Of the 1,001 iterations with samples the page has 100, evenly spaced. "
     assert texts(browser, "#samplehint") == [hint]
     enter(browser, "samplerun", "value", "0", "change")

@@ -17,10 +17,19 @@ def run(tmp_path: Path) -> Path:
         writer.write(
             iteration,
             [
-                {"prompt": f"{iteration}+{i}=", "response": f"answer {i}", "score": score, "parts": {"exact": score}}
+                {
+                    "kind": "train",
+                    "prompt": f"{iteration}+{i}=",
+                    "response": f"answer {i}",
+                    "score": score,
+                    "parts": {"exact": score},
+                    "columns": {"answer": f"{iteration + i}"},
+                }
                 for i, score in enumerate(scores)
             ],
         )
+    heldout = {"kind": "heldout", "prompt": "9+9=", "response": "held", "score": 1.0, "parts": {}, "columns": {}}
+    writer.write(2, [heldout, heldout | {"prompt": "8+8="}])
     writer.close()
     return tmp_path
 
@@ -28,11 +37,12 @@ def run(tmp_path: Path) -> Path:
 def test_the_last_iteration_is_shown_best_worst_and_others(run: Path, capsys: pytest.CaptureFixture) -> None:
     assert main([str(run), "--number", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{run}: iteration 2, 6 responses written, mean score 0.4167"
+    assert lines[0] == f"{run}: iteration 2, 6 responses written, mean score 0.4167; 2 to held-out prompts"
     kinds = [line.split("╭─ ")[1].split(" ─")[0] for line in lines if "╭─ " in line]
-    assert kinds[:2] == ["best: score 1", "worst: score -1"] and kinds[2].startswith("random: score ")
-    assert [line.strip("│ ") for line in lines[2:4]] == ["2+1=", "answer 1"]
-    assert lines[4].startswith("╰─ exact 1 ─")
+    assert kinds[:2] == ["best of 6: score 1", "worst of 6: score -1"] and kinds[2].startswith("random of 6: score ")
+    assert kinds[3:] == ["held-out, greedy: score 1"]
+    assert [line.strip("│ ") for line in lines[2:5]] == ["2+1=", "answer 1", "answer: '3'"]
+    assert lines[5].startswith("╰─ exact 1 ─")
 
 
 def test_an_iteration_by_its_number(run: Path, capsys: pytest.CaptureFixture) -> None:
@@ -56,7 +66,8 @@ def test_each_is_shown_once_and_ties_come_in_the_order_of_the_file() -> None:
     }
     assert len(others) > 1 and all(len(pair) == 2 and min(pair) >= 4 for pair in others)
     assert chosen(samples, 2, 3)[4:] == chosen(samples, 2, 3)[4:]
-    assert [kind for kind, _ in chosen(samples[:3], 2, 0)] == ["best", "best", "worst"]
+    # of three or four no more than one is called the best
+    assert [kind for kind, _ in chosen(samples[:3], 2, 0)] == ["best", "worst", "random"]
     assert [kind for kind, _ in chosen([sample(None)] * 3, 2, 0)] == ["random", "random"]
 
 
@@ -65,7 +76,7 @@ def test_escapes_do_not_reach_the_terminal(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "samples.jsonl").write_text(json.dumps(line) + '\n{"iterat')
     assert main([str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "\x1b" not in out and "\\x1b[2Jred [bold]x[/bold]" in out and "random: no score" in out
+    assert "\x1b" not in out and "\\x1b[2Jred [bold]x[/bold]" in out and "random of 1: no score" in out
     assert len(read_samples(tmp_path)) == 1
 
 

@@ -31,6 +31,8 @@ FLOORS: dict[int, list[str]] = {
         "config",
         "config.*",
         "cli.command",
+        "launcher",
+        "launcher.*",
     ],
     1: [
         "parallel",
@@ -81,8 +83,9 @@ ENVIRONMENT_USERS = [
     "hybridflow.cpu.megatron.overlays",
     "hybridflow.rollout",
     "hybridflow.rollout.*",
-    "launch",
-    "launch.*",
+    "hybridflow.parallel.agent",
+    "hybridflow.cli.chat",  # before torch is loaded
+    "hybridflow.launcher.*",
 ]
 
 # What only these modules may name, in an import or as an attribute.
@@ -104,7 +107,6 @@ SOLE_USERS: dict[str, list[str]] = {
 FORBIDDEN: dict[str, list[str]] = {
     "hybridflow.algorithms": ["torch.distributed", "hybridflow.config"],
     "hybridflow.reshard.plan": ["torch.distributed"],
-    "launch": ["hybridflow"],
 }
 
 # Who opens a door of hybridflow/cpu/: once, when a run starts or a model is built. None else imports what is behind it.
@@ -135,6 +137,7 @@ PLANNERS = [
     "hybridflow.automap.*",
 ]
 
+LAUNCHER = "hybridflow.launcher"
 MAX_LINES, MAX_FUNCTION_LINES = 400, 60
 TABLES = ["hybridflow.config.other_trainers", "hybridflow.architecture.weights"]  # rows, one after the other
 
@@ -167,6 +170,7 @@ def violations(tree: dict[str, str]) -> list[str]:
         *room_cycles(imports),
         *sole_user_breaches(used),
         *forbidden_names(used),
+        *launcher_needs(used),
         *strangers_met(imports),
         *doors_passed_by(imports),
         *automap_met(imports),
@@ -339,6 +343,17 @@ def forbidden_names(used: dict[str, dict[str, int]]) -> list[str]:
     ]
 
 
+def launcher_needs(used: dict[str, dict[str, int]]) -> list[str]:
+    """Any Python starts it, without an environment."""
+    return [
+        f"{module}:{line} uses {name}: the launcher needs the standard library alone"
+        for module, names in used.items()
+        if within(module, [LAUNCHER])
+        for name, line in names.items()
+        if name.partition(".")[0] not in sys.stdlib_module_names and not within(name, [LAUNCHER])
+    ]
+
+
 def first_within(names: dict[str, int], package: str) -> list[tuple[str, int]]:
     """The first use of a package, as a list of one or none: each module is reported once."""
     uses = [(name, line) for name, line in names.items() if within(name, [package])]
@@ -458,7 +473,7 @@ CLEAN = {
     "hybridflow.checkpoint": "from megatron.core import dist_checkpointing",
     "hybridflow.trainers.online": "import hybridflow.reshard.plan\nfrom hybridflow.rollout.engine import Engine",
     "tools.convert": "from hybridflow.models.pipeline import run",
-    "launch.hosts": "from os import environ\nimport subprocess",
+    "hybridflow.launcher.hosts": "from os import environ\nimport subprocess",
 }
 
 MOMENTS = "hybridflow.algorithms.moments"
@@ -565,7 +580,12 @@ BROKEN = {
         "def f():\n" + "    x = 1\n" * 60,
         "hybridflow.roles.actor:1 f has 61 lines",
     ),
-    "launch to hybridflow": ("launch.hosts", "from hybridflow.config import load", "launch may not"),
+    "the launcher to the rest": (
+        "hybridflow.launcher.hosts",
+        "from hybridflow.errors import UserError",
+        "hybridflow.launcher.hosts:1 uses hybridflow.errors.UserError: the launcher needs the standard library alone",
+    ),
+    "the launcher to a package": ("hybridflow.launcher.hosts", "import numpy", "the standard library alone"),
     "collective": (MOMENTS, "import torch\ntorch.distributed.barrier()", "may not use torch.distributed"),
     "collective, aliased": (MOMENTS, "import torch.distributed as dist", "may not use torch.distributed"),
     "config in an algorithm": (MOMENTS, "from hybridflow.config import C", "may not use hybridflow.config"),

@@ -73,6 +73,8 @@ class CheckpointManager:
         self._saves, self._root = saves, config.run_dir / CHECKPOINTS
         self._started, self._longest_iteration, self._longest_save = time.monotonic(), 0.0, 0.0
         self._iteration_began = self._started
+        self._saved_at = self._started  # time.monotonic of the last save, or of the start
+        self._has_timed = False  # whether one was saved because of the time
         self._metrics: Mapping[str, float] = {}
         self._may_lack = True  # whether nobody was told that the metric of stop_when is not there
         self._may_lack_best = config.checkpoint.keep_best > 0  # and that of keep_best
@@ -83,7 +85,7 @@ class CheckpointManager:
         self._source = find_source(config, restarts=restarts, group=group)
         self.state = self._loaded(roles)
         self._raise_together(lambda: self._check_progress(restarts))
-        self.notes += self._kept_best()
+        self.notes += [*self._when(), *self._kept_best()]
         self._saver = CheckpointWriter(
             roles,
             self._root,
@@ -123,7 +125,10 @@ class CheckpointManager:
         with self._watchdog.during("save"):
             self._saver.check()
             interval, stops = self._config.checkpoint.save_interval, self.should_stop()
-            if stops or (interval and (is_last or state.iteration % interval == 0)):
+            is_late = self._minutes_are_over()
+            self._has_timed = self._has_timed or is_late
+            counted = bool(interval) and (is_last or state.iteration % interval == 0)
+            if stops or counted or is_late or (is_last and self._has_timed):
                 self._save(state, recorder)
         if stops:
             self._end(state, f"after iteration {state.iteration}")
@@ -224,7 +229,7 @@ class CheckpointManager:
 
     def _check_shared(self) -> None:
         """Errors: CheckpointError unless all ranks see one output directory, where they are to save into it."""
-        if not (self._saves and self._config.checkpoint.save_interval):
+        if not (self._saves and self._config.checkpoint.saves):
             return
         directory = self._config.run_dir.parent
         name = [f".{self._config.name}.{os.urandom(4).hex()}"]
@@ -240,7 +245,8 @@ class CheckpointManager:
             if not probe.exists():
                 raise CheckpointError(
                     f"output_dir = {self._config.output_dir!r} on {socket.gethostname()} is not the directory that "
-                    f"rank 0 sees: checkpoints need one that all hosts share"
+                    f"rank 0 sees: checkpoints need one that all hosts share; checkpoint.save_interval=0 with "
+                    f"checkpoint.save_minutes=null saves none"
                 )
 
         self._raise_together(make)
@@ -285,13 +291,30 @@ class CheckpointManager:
             return replace(state, kl_coef=config.algorithm.kl.coef)
         return state
 
+    def _when(self) -> list[str]:
+        """When the run is saved, for the person who watches."""
+        its = self._config.checkpoint
+        if not self._saves or its.save_minutes is None:
+            return []
+        counted = f", and every {its.save_interval} iterations" if its.save_interval else ""
+        return [f"saves every {its.save_minutes:g} minutes (checkpoint.save_minutes){counted}"]
+
+    def _minutes_are_over(self) -> bool:
+        """By rank 0's clock, alike on all ranks. Collective where the config names minutes."""
+        minutes = self._config.checkpoint.save_minutes
+        if minutes is None or not self._saves:
+            return False
+        over = torch.tensor(time.monotonic() - self._saved_at >= 60 * minutes)
+        dist.broadcast(over, src=dist.get_process_group_ranks(self._group)[0], group=self._group)
+        return bool(over)
+
     def _kept_best(self) -> list[str]:
         """Which checkpoints are the best ones, for the person who watches."""
         its = self._config.checkpoint
-        if not (its.keep_best and its.save_interval and self._saves):
+        if not (its.keep_best and its.saves and self._saves):
             return []
         every = self._config.metrics.eval_interval
-        some = its.best_metric.startswith("eval/") and every and its.save_interval % every
+        some = its.best_metric.startswith("eval/") and every and (its.save_interval % every or not its.save_interval)
         known = (
             f"; of those that metrics.eval_interval = {every} divides, the others have no such metric" if some else ""
         )
@@ -350,6 +373,7 @@ class CheckpointManager:
         forked_from = None if self._source is None else self._source.forked_from
         config = self._config.model_dump(mode="json")
         self._saver.save(SavedRun(state, config, self._digests, self._metrics, forked_from))
+        self._saved_at = time.monotonic()
         self._longest_save = max(self._longest_save, self._saver.seconds - before)
 
     def _end(self, state: RunState, where: str) -> NoReturn:

@@ -31,7 +31,7 @@ from hybridflow.checkpoint.listing import (
     size_of,
 )
 from hybridflow.checkpoint.store import CHECKPOINTS, CONFIG
-from hybridflow.cli.command import program
+from hybridflow.cli.command import print_error, program
 from hybridflow.errors import UserError
 from hybridflow.formats.file_sum import Read
 
@@ -54,8 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         inventory = find_checkpoints(options.directory)
         entries = _looked_at(inventory.steps, thorough=options.verify)
     except UserError as error:
-        for line in str(error).splitlines():
-            print(f"hybridflow.checkpoints: error: {line}", file=sys.stderr)
+        print_error(error, "hybridflow.checkpoints")
         return 1
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     console.print(_table(options.directory, inventory, entries, _columns(options.metric, entries), options.verify))

@@ -1,10 +1,23 @@
-"""What a command calls itself in its help: as it was started, by its console script or by `python -m`."""
+"""What every command has in common: what it calls itself, and how it says what is wrong."""
 
 import sys
 from pathlib import Path
 
 
 def program(module: str) -> str:
-    """`hybridflow-plan` where that script was started, else `python -m hybridflow.plan`."""
+    """As a person typed it: `hybridflow plan`, `hybridflow-plan`, or else `python -m hybridflow.plan`."""
     started = Path(sys.argv[0]).name
     return started if started.startswith("hybridflow") else f"python -m {module}"
+
+
+def print_error(error: object, module: str) -> None:
+    """On stderr, a line for each line of the error, behind the name of the command."""
+    started = Path(sys.argv[0]).name
+    prefix = started if started.startswith("hybridflow") else module
+    print(error_text(error, prefix), file=sys.stderr, flush=True)
+
+
+def error_text(error: object, prefix: str) -> str:
+    """Each line behind `prefix: error:`, but those that begin with spaces: lines of code, to be copied."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return "\n".join(line if line.startswith("    ") else f"{prefix}: error: {line}" for line in lines)

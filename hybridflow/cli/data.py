@@ -11,17 +11,15 @@ begin.
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from hybridflow import __version__
-from hybridflow.cli.command import program
+from hybridflow.cli.command import print_error, program
 from hybridflow.config import read_tree
 from hybridflow.config.auto import with_neutral
 from hybridflow.config.fixed_data import config_class
-from hybridflow.data.sources import open_files
-from hybridflow.data.view import columns, seen_by
+from hybridflow.config.hub import fetch_models
 from hybridflow.errors import UserError
 
 
@@ -38,15 +36,20 @@ def main(arguments: list[str] | None = None) -> int:
         for line in _lines(options.file, options.config, options.overrides):
             print(line)
     except UserError as error:
-        for line in str(error).splitlines():
-            print(f"hybridflow.data: error: {line}", file=sys.stderr)
+        print_error(error, "hybridflow.data")
         return 1
     return 0
 
 
 def _lines(file: Path, config: str | None, overrides: list[str]) -> Iterator[str]:
+    # torch loads for seconds: a wrong argument fails before
+    from hybridflow.data.sources import open_files
+    from hybridflow.data.view import columns, seen_by
+
     yield from columns(open_files(file, "FILE"))
     if config is not None:
         yield ""
-        tree = with_neutral(read_tree(config, [*overrides, f"data.train={json.dumps(str(file))}"]))
+        given = read_tree(config, [*overrides, f"data.train={json.dumps(str(file))}"])
+        fetch_models(given, weights=False)
+        tree = with_neutral(given)
         yield from seen_by(config_class(tree).from_tree(tree, config))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hybridflow import __version__
-from hybridflow.cli.command import program
+from hybridflow.cli.command import print_error, program
 from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.errors import EnvironmentProblem, UserError
 from hybridflow.parallel.process_exit import leave, still_busy
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         status = _check(options.config, options.overrides, lambda report: _show(report, options.json)).exit_code
     except UserError as error:
-        print(f"hybridflow.health: error: {error}", file=sys.stderr, flush=True)
+        print_error(error, "hybridflow.health")
         status = 1
     if still_busy() and arguments is None:  # a command, with a disk or a connection that does not answer
         leave(status)

@@ -11,9 +11,7 @@ config's algorithm. Without --world-size the smallest number of ranks that fits 
 """
 
 import argparse
-import contextlib
 import json
-import math
 import shutil
 import sys
 from collections.abc import Mapping
@@ -26,11 +24,14 @@ from rich.console import Console
 from hybridflow import __version__
 from hybridflow.checkpoint.listing import size_of
 from hybridflow.checkpoint.store import CHECKPOINTS
-from hybridflow.cli.command import program
+from hybridflow.cli.command import print_error, program
+from hybridflow.cli.files_of_tree import read_config
 from hybridflow.cli.plan_tables import GIB, WIDTH, print_plan
-from hybridflow.config import ExperimentConfig, RoleConfig, RunConfig, read_tree
+from hybridflow.config import RunConfig, read_tree
 from hybridflow.config.auto import autos, with_neutral
 from hybridflow.config.fixed_data import AnyConfig, config_class
+from hybridflow.config.hub import fetch_models
+from hybridflow.config.world_size import TRIED, smallest_world_size, world_size_to_try
 from hybridflow.errors import ConfigError, UserError
 from hybridflow.user_code import search_beside
 
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from hybridflow.placement.placed import PlacedFixed, PlacedRun
 
 DEFAULT_PROFILE = "h100-sxm"  # of --time
-TRIED = (1, 2, 3, 4, 6, 8, 16, 32, 64)  # numbers of ranks, for a config with `auto` of which no number is given
 UNBOUNDED = 1 << 60
 
 
@@ -56,7 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--hosts", metavar="NAME=N,...", help="the hosts of the run with their ranks, in order; with --search a number"
     )
     parser.add_argument("--least-hosts", type=_positive, default=None, metavar="N", help=argparse.SUPPRESS)
-    parser.add_argument("--for-launch", action="store_true", help=argparse.SUPPRESS)  # launch/experiment.py
+    parser.add_argument(
+        "--for-launch", action="store_true", help=argparse.SUPPRESS
+    )  # hybridflow/launcher/experiment.py
     parser.add_argument("--smallest", action="store_true", help="print the smallest number of ranks, nothing else")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--time", action="store_true", help="also foretell the seconds of an iteration")
@@ -90,8 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             _plan(options)
     except UserError as error:
-        for line in str(error).splitlines():
-            print(f"hybridflow.plan: error: {line}", file=sys.stderr)
+        print_error(error, "hybridflow.plan")
         return 1
     return 0
 
@@ -139,8 +140,9 @@ def _console() -> Console:
 def _resolved(options: argparse.Namespace, world_size: int | None) -> AnyConfig:
     """The config, `auto` resolved for so many ranks, or for the smallest number on which something fits."""
     tree = read_tree(options.config, options.overrides)
+    fetch_models(tree, weights=False)
     if not autos(tree):
-        return config_class(tree).from_tree(tree, options.config)
+        return read_config(tree, options.config)
     from hybridflow.trainers.auto import facts_by, resolved_for
 
     if options.for_launch:  # the machine that starts the ranks need not be like theirs
@@ -200,20 +202,26 @@ def _positive(text: str) -> int:
 
 def _plan(options: argparse.Namespace) -> None:
     chosen = options.world_size is None and options.hosts is None
-    config = _resolved(options, options.world_size or _ranks_of(options.hosts))
     search_beside(options.config)
+    config = _resolved(options, options.world_size or _ranks_of(options.hosts))
     if options.smallest:
         print(options.world_size or smallest_world_size(config))
         return
     # torch loads for a second: a bad config fails before
-    from hybridflow.data.same_tokens import check_tokenizers
+    from hybridflow.cli.refusals import check_here, missing_here
     from hybridflow.placement.forecast import forecast
     from hybridflow.placement.hosts import for_launch, parse_hosts, place_on_hosts, placement_lines
     from hybridflow.placement.placed import place_either
 
     plan: Report = {"config": str(options.config), "smallest_that_fits": chosen}
     if options.hosts is None:
-        placed = place_either(config, options.world_size or smallest_world_size(config))
+        world_size, problem = (options.world_size, None) if options.world_size else world_size_to_try(config)
+        plan["missing"] = missing_here(config)
+        if not plan["missing"]:
+            check_here(config, world_size)
+        elif problem is not None:
+            smallest_world_size(config)
+        placed = place_either(config, world_size)
     else:
         given = parse_hosts(options.hosts)
         placed, hosts, unfit = place_on_hosts(config, given, options.least_hosts or len(given))
@@ -221,7 +229,6 @@ def _plan(options: argparse.Namespace) -> None:
             print(json.dumps(for_launch(placed, hosts, unfit)))
             return
         plan["placement"] = placement_lines(placed, hosts)
-    check_tokenizers(config)
     plan |= forecast(placed)
     plan["checkpoint"] |= _disk(config)
     if options.time:
@@ -242,33 +249,6 @@ def _timed(placed: "PlacedRun | PlacedFixed", options: argparse.Namespace) -> "R
     if mean > work.longest:
         raise ConfigError(f"--response-tokens {mean:g}: responses have {work.longest:g} tokens at most")
     return time_report(placed, profile, replace(work, prompt=options.prompt_tokens or work.prompt, mean=mean))
-
-
-def smallest_world_size(config: AnyConfig) -> int:
-    """The least number of ranks that `check_world_size` accepts. Errors: ConfigError where there is none.
-
-    No fewer than a grid needs or a `ranks` key names; and what does not fit within one common multiple of the grids
-    that lie over all ranks fits nowhere.
-    """
-    grids = [(role.ranks, _least_ranks(role)) for role in config.roles().values()]
-    if isinstance(config, ExperimentConfig):
-        engine = config.rollout_tensor_parallel_size * config.rollout.pipeline_parallel_size
-        grids.append((config.rollout.ranks or config.actor.ranks, engine))
-    least = max(max([least, *(rank + 1 for rank in ranks or ())]) for ranks, least in grids)
-    step = math.lcm(*(least for ranks, least in grids if ranks is None))
-    for world_size in range(least, least + step):
-        with contextlib.suppress(ConfigError):
-            config.check_world_size(world_size)
-            return world_size
-    try:
-        config.check_world_size(least)
-    except ConfigError as error:
-        raise ConfigError(f"no number of ranks fits; on {least}, the least that the grids need: {error}") from error
-    raise AssertionError(f"{least} ranks fit, and do not")
-
-
-def _least_ranks(role: RoleConfig) -> int:
-    return role.tensor_parallel_size * role.pipeline_parallel_size * (role.data_parallel_size or 1)
 
 
 # ------------------------------------------------------------------------------------------------ tables

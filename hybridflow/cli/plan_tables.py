@@ -39,6 +39,10 @@ def print_plan(plan: "Report", console: Console) -> None:
         console.print(table)
         for note in notes:
             console.print(Text(note))
+    if plan.get("missing"):
+        console.print(Text("\nSizes alone are planned: hybridflow train would refuse this config here:"))
+        for line in plan["missing"]:
+            console.print(Text(f"  {line}"), soft_wrap=True)
     if "time" in plan:
         from hybridflow.cli.plan_time import print_time
 
@@ -173,7 +177,7 @@ def _checkpoint_table(checkpoint: "Report") -> Table:
 def _checkpoint_notes(checkpoint: "Report") -> list[str]:
     """How many there will be, and whether the disk holds them."""
     interval, kept = checkpoint["save_interval"], checkpoint["kept_bytes"]
-    when = f"Every {interval} iterations" if interval else "Only when the run is told to stop (save_interval = 0)"
+    when = _when_saved(interval, checkpoint["save_minutes"])
     memory = " A save takes memory for one tensor at a time."
     if checkpoint["async_save"]:  # torch 2.13 rounds each page-locked block up to a power of two
         memory = " On GPUs the copies are page-locked, which takes up to twice as much."
@@ -184,6 +188,11 @@ def _checkpoint_notes(checkpoint: "Report") -> list[str]:
     beside = f" beside the {_bytes(own)} of this run's checkpoints" if own else ""
     room = f"output_dir = {checkpoint['directory']} has {_bytes(free)} free{beside} on this machine"
     return [*notes, f"{room}." if free + own >= kept else f"warning: {room}: too little for {_bytes(kept)}."]
+
+
+def _when_saved(interval: int, minutes: float | None) -> str:
+    both = [f"every {interval} iterations"] * bool(interval) + [f"every {minutes} minutes"] * (minutes is not None)
+    return " and ".join(both).capitalize() if both else "Only when the run is told to stop"
 
 
 def _gib(size: int) -> str:

@@ -8,15 +8,11 @@ around them, and the page says so. The exit status is 0, or 1 after a message th
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from hybridflow import __version__
-from hybridflow.cli.command import program
+from hybridflow.cli.command import print_error, program
 from hybridflow.errors import RunDirError, UserError
-from hybridflow.recording.run_dir import replace_file
-from hybridflow.reporting.page import SAMPLED_ITERATIONS, page
-from hybridflow.reporting.runs import read_runs
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         write_report(options.runs, options.output)
     except UserError as error:
-        print(f"hybridflow.report: error: {error}", file=sys.stderr)
+        print_error(error, "hybridflow.report")
         return 1
     print(f"{options.output}: {len(options.runs)} run{'s' * (len(options.runs) > 1)}")
     return 0
@@ -42,6 +38,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def write_report(runs: list[Path], output: Path) -> None:
     """Errors: RunDirError and ConfigError, naming the directory or the file."""
+    # torch loads for seconds: a wrong argument fails before
+    from hybridflow.recording.run_dir import replace_file
+    from hybridflow.reporting.page import SAMPLED_ITERATIONS, page
+    from hybridflow.reporting.runs import read_runs
+
     text = page(read_runs(runs, sampled_iterations=SAMPLED_ITERATIONS))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ import json
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ from rich.panel import Panel
 from rich.text import Text
 
 from hybridflow import __version__
-from hybridflow.cli.command import program
+from hybridflow.cli.command import print_error, program
+from hybridflow.data.rows import shown
 from hybridflow.errors import DataError, UserError
 
 WIDTH = 112  # columns of a pipe
-STYLES = {"best": "green", "worst": "red", "random": "blue"}
+MOST_SHOWN = 200  # characters of a column
+STYLES = {"best": "green", "worst": "red", "random": "blue", "held-out": "cyan"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class ShownSample:
     response: str
     score: float | None
     parts: Mapping[str, float]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    heldout: bool = False
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,17 +60,25 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         samples = of_iteration(read_samples(options.run), options.iteration, options.run)
     except UserError as error:
-        print(f"hybridflow.samples: error: {error}", file=sys.stderr)
+        print_error(error, "hybridflow.samples")
         return 1
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
-    scores = [sample.score for sample in samples if sample.score is not None]
-    mean = f", mean score {sum(scores) / len(scores):.4g}" if scores else ""
-    console.print(
-        Text(f"{options.run}: iteration {samples[0].iteration}, {len(samples)} responses written{mean}"), soft_wrap=True
-    )
-    for kind, sample in chosen(samples, options.number, options.seed):
-        console.print(_panel(kind, sample))
+    trained = [sample for sample in samples if not sample.heldout]
+    heldout = [sample for sample in samples if sample.heldout]
+    console.print(Text(f"{options.run}: iteration {samples[0].iteration}{_count(trained, heldout)}"), soft_wrap=True)
+    for kind, sample in chosen(trained, options.number, options.seed):
+        console.print(_panel(f"{kind} of {len(trained)}", STYLES[kind], sample))
+    for sample in heldout[: options.number]:
+        console.print(_panel("held-out, greedy", STYLES["held-out"], sample))
     return 0
+
+
+def _count(trained: Sequence[ShownSample], heldout: Sequence[ShownSample]) -> str:
+    """How many responses were written, and the mean of their scores."""
+    scores = [sample.score for sample in trained if sample.score is not None]
+    mean = f", mean score {sum(scores) / len(scores):.4g}" if scores else ""
+    more = f"; {len(heldout)} to held-out prompts" if heldout else ""
+    return f", {len(trained)} responses written{mean}{more}"
 
 
 def read_samples(run: Path) -> list[ShownSample]:
@@ -93,12 +105,13 @@ def of_iteration(samples: Sequence[ShownSample], iteration: int | None, run: Pat
 def chosen(samples: Sequence[ShownSample], number: int, seed: int) -> list[tuple[str, ShownSample]]:
     """So many of the best, worst and other ones at most, each with its kind and shown once. Without scores: others.
 
-    Of equal scores the first of the file comes first. With few samples the best have the first pick.
+    Of equal scores the first of the file comes first. No more than a quarter, or one, is called best, or worst.
     """
     scored = [(-sample.score, place) for place, sample in enumerate(samples) if sample.score is not None]
     order = [place for _, place in sorted(scored)]
-    best = order[:number]
-    worst = [place for _, place in sorted((-score, place) for score, place in scored) if place not in best][:number]
+    most = min(number, max(1, len(samples) // 4))
+    best = order[:most]
+    worst = [place for _, place in sorted((-score, place) for score, place in scored) if place not in best][:most]
     others = [place for place in range(len(samples)) if place not in best and place not in worst]
     drawn = sorted(random.Random(seed).sample(others, min(number, len(others))))
     kinds = {"best": best, "worst": worst, "random": drawn}
@@ -114,14 +127,20 @@ def _sample(line: bytes, where: str) -> ShownSample:
     if not isinstance(tree, dict) or not keys <= tree.keys():
         raise DataError(f"{where}: is no sample of a run: expected an object with {', '.join(sorted(keys))}")
     parts = tree["parts"] if "parts" in tree else {}  # earlier versions wrote none
-    return ShownSample(tree["iteration"], str(tree["prompt"]), str(tree["response"]), tree["score"], parts)
+    columns = tree["columns"] if isinstance(tree.get("columns"), dict) else {}
+    heldout = tree.get("kind") == "heldout"
+    return ShownSample(
+        tree["iteration"], str(tree["prompt"]), str(tree["response"]), tree["score"], parts, columns, heldout
+    )
 
 
-def _panel(kind: str, sample: ShownSample) -> Panel:
+def _panel(kind: str, style: str, sample: ShownSample) -> Panel:
     text = Text()
     text.append(_readable(sample.prompt), style="dim")
     text.append("\n")
     text.append(_readable(sample.response), style="bold")
+    for name, value in sample.columns.items():
+        text.append(f"\n{name}: {_readable(shown(value, MOST_SHOWN))}", style="dim")
     parts = ", ".join(f"{name} {value:.4g}" for name, value in sample.parts.items())
     score = "no score" if sample.score is None else f"score {sample.score:.4g}"
     return Panel(
@@ -130,7 +149,7 @@ def _panel(kind: str, sample: ShownSample) -> Panel:
         subtitle=Text(parts) if parts else None,
         title_align="left",
         subtitle_align="left",
-        border_style=STYLES[kind],
+        border_style=style,
     )
 
 

@@ -1,6 +1,9 @@
-"""Train a language model as one experiment config says, on as many ranks as torchrun starts:
+"""Train a language model as one experiment config says:
 
-    torchrun --nproc-per-node 2 -m hybridflow.train configs/quickstart.yaml [section.key=value ...]
+    hybridflow train configs/quickstart.yaml [section.key=value ...] [--nproc N]
+
+It starts the ranks of this host itself: as many as it has GPUs, or on CPUs the fewest that fit. Several hosts are
+`hybridflow launch`; `torchrun ... -m hybridflow.train CONFIG` starts ranks as for any program of torch.
 
 CONFIG is a YAML file with the sections data, sampling, actor, rollout, algorithm, nonfinite and metrics, and those of
 critic, reference and reward that the algorithm has. algorithm.name is ppo (if left out), grpo, dr_grpo, rloo, remax,
@@ -24,22 +27,27 @@ With --replay DIR the batches that an earlier run has dumped take the place of w
 again, to find out why one went as it did. DIR is that run's directory, or one of the files. With --rollout-only the run
 generates, scores and dumps its batches, and trains nothing. They write to NAME-replay and NAME-rollout, and no hf/.
 
-With checkpoint.save_interval the same command goes on where a run has ended, for whatever reason; SIGTERM and SIGUSR1
-make it save and end. The exit status is 0; 1 after one message that says what is wrong; 70 after a report on a rank
-that was stuck; 75 when it has ended as told and is saved; 76 when it has ended as told and is not.
+A run is saved every 30 minutes (checkpoint.save_minutes, or save_interval in iterations), and the same command goes on
+where it has ended, for whatever reason; SIGTERM and SIGUSR1 make it save and end. The exit status is 0; 1 after one
+message that says what is wrong; 70 after a report on a rank that was stuck; 75 when it has ended as told and is saved;
+76 when it has ended as told and is not.
 """
 
 import argparse
+import shlex
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hybridflow import __version__
-from hybridflow.cli.command import program
+from hybridflow.cli.command import error_text, program
+from hybridflow.cli.files_of_tree import read_config
 from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.config.auto import autos, with_neutral
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig, config_class
+from hybridflow.config.hub import fetch_models
 from hybridflow.errors import ConfigError, ExitStatus, Stopped, UserError
 from hybridflow.parallel.process_exit import leave
 from hybridflow.user_code import search_beside
@@ -51,32 +59,100 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program("hybridflow.train"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("config", metavar="CONFIG", help="the experiment's YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")
-    parser.add_argument("--num-iterations", type=int, default=None, help="instead of the config's num_iterations")
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--replay", metavar="DIR", type=Path, help="train on the dumped batches of an earlier run")
-    instead.add_argument("--rollout-only", action="store_true", help="generate and score, and train nothing")
-    parser.add_argument("--version", action="version", version=__version__)
-    options = parser.parse_intermixed_args(arguments)  # options may stand between overrides
+    given = sys.argv[1:] if arguments is None else arguments
+    options = _parser().parse_intermixed_args(given)  # options may stand between overrides
     try:
+        status = _ended_ranks(options, given)
+        if status is not None:
+            return status
         _train(options)
     except Stopped as stopped:
         _end_as_told(stopped)
     except Exception as error:  # the boundary of the process: one rank reports, all end
         try:
-            _report(error)
+            _report(error, debug=options.debug)
         finally:  # a full disk under the output must not leave this process behind
             leave(ExitStatus.ERROR)
     leave(ExitStatus.FINISHED)
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program("hybridflow.train"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", metavar="CONFIG", help="the experiment's YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")
+    parser.add_argument("--nproc", metavar="N", type=_positive, help="ranks on this host: all GPUs, or what fits")
+    parser.add_argument("--num-iterations", type=int, default=None, help="instead of the config's num_iterations")
+    parser.add_argument(
+        "--resume", metavar="auto|never|PATH", help="go on from the run's own checkpoints, none, or one of another run"
+    )
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--replay", metavar="DIR", type=Path, help="train on the dumped batches of an earlier run")
+    instead.add_argument("--rollout-only", action="store_true", help="generate and score, and train nothing")
+    parser.add_argument("--debug", action="store_true", help="tracebacks of all errors, and torch's messages")
+    parser.add_argument("--version", action="version", version=__version__)
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: a run has at least one rank")
+    return number
+
+
+def _overrides(options: argparse.Namespace) -> list[str]:
+    found = list(options.overrides)
+    if options.num_iterations is not None:
+        found.append(f"num_iterations={options.num_iterations}")
+    if options.resume is not None:
+        found.append(f"checkpoint.load={'none' if options.resume == 'never' else options.resume}")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ the ranks
+
+
+def _ended_ranks(options: argparse.Namespace, given: Sequence[str]) -> int | None:
+    """Start the ranks and tell how they have ended; None in a rank, and where this process is the only one.
+
+    Errors: ConfigError with all reasons why the run cannot begin here.
+    """
+    tree = read_tree(options.config, _overrides(options))
+    fetch_models(tree, weights=True)
+    search_beside(options.config)
+    config = read_config(with_neutral(tree), options.config)  # before torch, which loads for seconds
+    from hybridflow.parallel import torchrun
+
+    if torchrun.is_rank():
+        return None
+    torchrun.set_environment(config.env_vars)
+    from hybridflow.cli.number_of_ranks import number_of_ranks
+    from hybridflow.parallel.agent import run_ranks
+
+    num_ranks = number_of_ranks(tree, config, options.config, options.nproc)
+    if num_ranks == 1:
+        return None
+    end = run_ranks(
+        ["-m", "hybridflow.train", *given],
+        num_ranks,
+        grace_seconds=config.checkpoint.grace_seconds,
+        environment={
+            torchrun.BY_COMMAND: "1",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "HF_HUB_OFFLINE": "1",  # what was missing is there by now
+        },
+        debug=options.debug,
+    )
+    if end.message is not None:
+        print(end.message if end.told else error_text(end.message, "hybridflow"), file=sys.stderr, flush=True)
+    return end.status
+
+
 def _train(options: argparse.Namespace) -> None:
-    num_iterations = [] if options.num_iterations is None else [f"num_iterations={options.num_iterations}"]
-    config, chosen = _config(options.config, options.overrides + num_iterations)
+    config, chosen = _config(options.config, _overrides(options))
     fixed = isinstance(config, FixedDataConfig)
     if isinstance(config, FixedDataConfig) and (options.replay or options.rollout_only):
         given = "--replay" if options.replay else "--rollout-only"
@@ -85,12 +161,20 @@ def _train(options: argparse.Namespace) -> None:
     # torch and megatron load for seconds: a bad config fails before
     from hybridflow.parallel.device import device_name
     from hybridflow.parallel.platform import prepare_imports
-    from hybridflow.parallel.torchrun import set_environment, torchrun_rank
+    from hybridflow.parallel.torchrun import is_by_command, is_rank, set_environment, torchrun_rank
     from hybridflow.placement.placed import check_output_dir
 
+    if is_by_command():
+        from hybridflow.parallel.agent import follow_agent
+
+        follow_agent()
     set_environment(config.env_vars)
     prepare_imports(config.platform)
     rank, world_size = torchrun_rank()
+    if is_rank() and not is_by_command():  # else it has been checked before the ranks were started
+        from hybridflow.cli.refusals import check_here
+
+        check_here(config, world_size)
     if rank == 0:
         check_output_dir(config)
         where = f"{world_size} ranks, platform {device_name()}"
@@ -115,7 +199,16 @@ def _train(options: argparse.Namespace) -> None:
     if trainer.platform.rank == 0:
         rows = summary.rows(trainer.config.run_dir, exported=trainer.writes_model)
         print_summary(f"hybridflow {trainer.config.name}", rows)
+        for command in next_commands(trainer.config.run_dir, generates=not fixed, exported=trainer.writes_model):
+            print(command, flush=True)
     watchdog.close()
+
+
+def next_commands(run_dir: Path, *, generates: bool, exported: bool) -> list[str]:
+    """What a person does next, to be copied."""
+    run = shlex.quote(str(run_dir))
+    talk = f"hybridflow chat {run}" if exported else f"hybridflow checkpoints {run}"
+    return [f"hybridflow report {run}", *([f"hybridflow samples {run}"] if generates else []), talk]
 
 
 def _config(path: str, overrides: list[str]) -> tuple[AnyConfig, tuple[str, ...]]:
@@ -147,14 +240,23 @@ def _trainer(
     return OnlineTrainer(config, watchdog, replay=options.replay, rollout_only=options.rollout_only)
 
 
-def _report(error: Exception) -> None:
+def _report(error: Exception, *, debug: bool) -> None:
     """Print the error on the first rank that meets one. Ranks that fail because a peer left stay silent."""
     if not _first_to_fail():
         return
-    if isinstance(error, UserError):
-        print(f"hybridflow: error: {error}", file=sys.stderr, flush=True)
-    else:
-        traceback.print_exception(error)
+    wrong = isinstance(error, UserError) and not debug
+    text = error_text(error, "hybridflow") if wrong else "".join(traceback.format_exception(error)).rstrip()
+    try:
+        from hybridflow.parallel.agent import write_error
+        from hybridflow.parallel.torchrun import error_file, is_by_command
+    except Exception:  # torch cannot be imported, which is the error to report
+        print(text, file=sys.stderr, flush=True)
+        return
+    file = error_file()
+    if file is not None:
+        write_error(file, text)
+    if file is None or not is_by_command():  # the command says it when all ranks are gone
+        print(text, file=sys.stderr, flush=True)
 
 
 def _end_as_told(stopped: Stopped) -> NoReturn:

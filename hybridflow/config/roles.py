@@ -3,6 +3,7 @@
 from typing import Annotated, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     NonNegativeFloat,
@@ -13,12 +14,14 @@ from pydantic import (
     model_validator,
 )
 
+from hybridflow.config.hub import cached
 from hybridflow.config.ranks import check_ranks, check_sizes, parse_ranks
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.config.section import PathText, Section
 from hybridflow.parallel.layout import Layout
 from hybridflow.parallel.ranks import Ranks, shown
 
+ModelText = Annotated[PathText, AfterValidator(cached)]
 RanksText = Annotated[str, Field(pattern=r"^\s*[0-9]+(-[0-9]+)?\s*(,\s*[0-9]+(-[0-9]+)?\s*)*$")]
 RanksKey = Annotated[
     Ranks, BeforeValidator(parse_ranks, json_schema_input_type=RanksText | NonNegativeInt), PlainSerializer(shown)
@@ -115,8 +118,8 @@ class LayoutConfig(Section):
 class RoleConfig(LayoutConfig):
     """A model on a grid."""
 
-    model: PathText
-    """A HuggingFace model directory, or a checkpoint in torch_dist format from `tools.convert`."""
+    model: ModelText
+    """A HuggingFace model directory, a name on the Hub, or a torch_dist checkpoint from `hybridflow convert`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """The number format of weights and activations."""
     micro_batch_tokens: PositiveInt = 16384

@@ -111,7 +111,9 @@ class CheckpointConfig(Section):
     """What a run saves so that it can go on, and when it ends early."""
 
     save_interval: NonNegativeInt = 0
-    """Iterations between checkpoints. 0: the run saves only when a signal or a time limit ends it."""
+    """Iterations between checkpoints. 0: no checkpoints by iterations."""
+    save_minutes: PositiveFloat | None = 30.0
+    """Minutes between checkpoints, beside save_interval. null: no checkpoints by time."""
     keep_last: PositiveInt = 2
     """The number of latest checkpoints that stay on disk."""
     keep_every: PositiveInt | None = None
@@ -137,6 +139,11 @@ class CheckpointConfig(Section):
     """Hours after the start within which the run saves and ends. null: no limit."""
     max_restarts_without_progress: PositiveInt = 3
     """Restarts by torchrun that may begin at the same iteration before the run ends."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether a run saves before it is told to stop."""
+        return bool(self.save_interval) or self.save_minutes is not None
 
     @property
     def keeps(self) -> Literal["highest", "lowest"]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hybridflow import __version__
-from hybridflow.cli.command import program
+from hybridflow.cli.command import print_error, program
 
 if TYPE_CHECKING:
     from hybridflow.convert.processes import Processes
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         status: int = options.run(options, together, _console() if together.first else None)
         together.barrier()
     except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
+        print_error("interrupted", "tools.convert")
         status = 1
     except Exception as error:  # the boundary of the process: one process reports, all end
         processes.report(error)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hybridflow.cli.command import print_error
 from hybridflow.errors import UserError
 from hybridflow.parallel.platform import first_to_fail
 
@@ -74,7 +75,6 @@ def report(error: Exception) -> None:
     if not first_to_fail():
         return
     if isinstance(error, UserError | OSError):
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr, flush=True)
+        print_error(error, "tools.convert")
     else:
         traceback.print_exception(error)

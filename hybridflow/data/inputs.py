@@ -35,6 +35,13 @@ class Inputs:
     def decode(self, token_ids: list[int]) -> str:
         return self.texts.text(token_ids)
 
+    def all_cut(self, sampling: SamplingConfig, iteration: int, num_responses: int) -> str:
+        """What to say where no response of an iteration has an end token."""
+        return (
+            f"warning: iteration {iteration}: all {num_responses} responses are cut at sampling.max_response_length = "
+            f"{sampling.max_response_length} tokens: none has an end token ({self.ends.told(self.tokenizer)})"
+        )
+
     def notes(self) -> list[str]:
         """What the user should know before it all starts: a line each."""
         told = [

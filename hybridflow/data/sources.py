@@ -67,7 +67,7 @@ class Files:
 
 def open_files(named: DataFiles | Path, key: str) -> Files:
     """What the config's `key` names. Errors: DataError where a file cannot be read or holds nothing."""
-    sources = (SourceConfig(path=str(named)),) if isinstance(named, str | Path) else named
+    sources = _sources(named)
     opened = [(source.path, [_opened(file) for file in _expanded(Path(source.path), key)]) for source in sources]
     for path, files in opened:
         if not any(len(file) for file in files):
@@ -80,6 +80,19 @@ def open_files(named: DataFiles | Path, key: str) -> Files:
                 f"file out, or give it more"
             )
     return Files(opened, weights or None)
+
+
+def data_files(named: DataFiles | Path, key: str) -> list[Path]:
+    """The files that the config's `key` names, none of which is opened. Errors: DataError where one is not there."""
+    files = [file for source in _sources(named) for file in _expanded(Path(source.path), key)]
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"{key} = {file}: no such file")
+    return files
+
+
+def _sources(named: DataFiles | Path) -> Sequence[SourceConfig]:
+    return (SourceConfig(path=str(named)),) if isinstance(named, str | Path) else named
 
 
 def _expanded(path: Path, key: str) -> list[Path]:

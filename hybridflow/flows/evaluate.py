@@ -1,5 +1,7 @@
 """Held-out evaluation: greedy responses, the share that is right, and their mean score. Never trained on."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch
@@ -16,15 +18,17 @@ def evaluate(
     caller: FunctionCaller,
     scorer: Scorer | None,
     exchange: Exchange,
+    show: Callable[[Tensor], None] = lambda marks: None,
 ) -> dict[str, float]:
     """Right is what the function of that number in the pool gives exactly 1.0. The mean score needs a scorer.
 
-    A row that it fails on, where that does not end the run, is not right, and is counted.
+    A row that it fails on, where that does not end the run, is not right, and is counted. show: gets the marks, (N,).
     """
     marks = caller.scores(right, responses, prompts)
     own = [*marks.parts, marks.failures]
     scores = scorer.scores(responses, prompts) if scorer is not None else None
     values, failures, *wholes = exchange.wholes([*own, *(scores.parts() if scores is not None else ())])
+    show(values * (failures == 0))
     found = {"eval/accuracy": _accuracy(values, failures)}
     if scores is not None:
         found["eval/score_mean"] = float(scores.put_together(wholes).mean())

@@ -63,6 +63,11 @@ def uses_cuda(platform: PlatformName = "auto") -> bool:
     return os.environ.get(CHOSEN) != "cpu" and torch.cuda.is_available()
 
 
+def num_devices() -> int | None:
+    """CUDA devices of this host that a run would use; None where it computes on the CPU."""
+    return torch.cuda.device_count() if uses_cuda() else None
+
+
 def current_device() -> torch.device:
     """Where this rank computes, once its device is set."""
     return torch.device("cuda", torch.cuda.current_device()) if uses_cuda() else CPU

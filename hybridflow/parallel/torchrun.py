@@ -29,6 +29,24 @@ def _agent_store(timeout: timedelta) -> PrefixStore:
     return PrefixStore(f"hybridflow/start_{_env_int('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
+BY_COMMAND = "HYBRIDFLOW_BY_COMMAND"  # set for ranks that `hybridflow train` has started
+
+
+def is_rank() -> bool:
+    """Whether torchrun, or `hybridflow train`, has started this process as a rank."""
+    return "RANK" in os.environ
+
+
+def is_by_command() -> bool:
+    """Whether `hybridflow train` watches this rank and tells its error."""
+    return os.environ.get(BY_COMMAND) == "1"
+
+
+def error_file() -> str | None:
+    """Where the agent that has started this rank looks for the rank's error."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE") or None
+
+
 def torchrun_rank() -> tuple[int, int]:
     """(rank, world size) as torchrun tells them, before any process group exists."""
     return _env_int("RANK", 0), _env_int("WORLD_SIZE", 1)

@@ -369,6 +369,7 @@ def _checkpoint_report(run: PlacedRun | PlacedFixed) -> Report:
     num_kept, spread = most_kept(config, num_iterations), _spread(written.values())
     return {
         "save_interval": config.save_interval,
+        "save_minutes": config.save_minutes,
         "async_save": config.async_save,
         "rank_bytes": spread,
         "host_bytes": spread if config.async_save else None,

@@ -94,7 +94,7 @@ def _sum(hosts: Sequence[HostRanks]) -> str:
 
 
 def for_launch(placed: PlacedModels, hosts: Sequence[HostRanks], unfit: Mapping[int, str]) -> dict[str, Any]:
-    """What launch/experiment.py reads, as JSON."""
+    """What hybridflow/launcher/experiment.py reads, as JSON."""
     config = placed.config
     return {
         "run_dir": str(config.run_dir),

@@ -52,7 +52,7 @@ def most_kept(config: CheckpointConfig, num_iterations: int) -> int:
     """
     interval, every = config.save_interval, config.keep_every
     if not interval:
-        return 1
+        return 1 if config.save_minutes is None else min(num_iterations, config.keep_last + config.keep_best + 1)
     saved = ceil(num_iterations / interval)  # the last iteration is saved too
     also = 0
     if every:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config import RunConfig
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.recording.iteration import Iteration
@@ -15,8 +16,9 @@ from hybridflow.recording.layout import write_layout
 from hybridflow.recording.progress import ProgressDisplay
 from hybridflow.recording.resume import KeptMetrics, remove_batches
 from hybridflow.recording.run_dir import dump_batch, open_run_dir, reopen_run_dir
+from hybridflow.recording.samples import chosen_rows, samples_of
 from hybridflow.recording.trackers import open_trackers
-from hybridflow.recording.writers import MetricsWriter, Sample, SampleWriter
+from hybridflow.recording.writers import MetricsWriter, SampleWriter
 
 BEFORE = {  # what is told of the evaluation before training
     "eval/accuracy": "accuracy {:.3f}",
@@ -87,6 +89,12 @@ class Recorder:
     def evaluated(self, done: Iteration, evaluation: dict[str, float]) -> None:
         self.recall([evaluation])
         done.metrics.update(evaluation)
+
+    def heldout(self, iteration: int, prompts: PromptBatch, responses: RolloutBatch, marks: Tensor) -> None:
+        """Greedy responses to held-out prompts, after this iteration. marks: (N,) of metrics.eval_reward, 1 is right.
+
+        The same prompts are shown each time: so a person sees what becomes of their answers.
+        """
 
     def lost(self, iteration: int, reason: str, tensors: Mapping[str, Tensor]) -> None:
         """A number among these is not finite, and the iteration ends with a step less."""
@@ -171,26 +179,26 @@ class WritingRecorder(Recorder):
         if self._config.metrics.dump_batches:
             dump_batch(self._config.run_dir, f"iteration_{done.number:06d}", vars(done.batch))
         self._metrics.write(done.number, done.metrics)
-        self._samples.write(done.number, self._sample_rows(done))
+        self._write_samples(done)
         self._progress.iteration(done.number, done.metrics)
 
     def sync(self) -> None:
         self._metrics.sync()
         self._samples.sync()
 
-    def _sample_rows(self, done: Iteration) -> list[Sample]:
-        rows = list(range(min(self._config.metrics.num_samples, len(done.batch))))
-        responses = done.batch.response_token_lists(rows)
-        scores = vars(done.batch).get("raw_scores")
-        return [
-            {
-                "prompt": done.prompts.texts[int(done.batch.prompt_indices[row])],
-                "response": self._decode(ids),
-                "score": None if scores is None else float(scores[row]),
-                "parts": {name: float(part[row]) for name, part in done.score_parts.items()},
-            }
-            for row, ids in zip(rows, responses, strict=True)
-        ]
+    def _write_samples(self, done: Iteration) -> None:
+        batch, number = done.batch, self._config.metrics.num_samples
+        seed = f"{self._config.seed}/{done.number}"
+        rows = chosen_rows(batch.prompt_indices, len(done.prompts), number, seed=seed)
+        scores, parts = vars(batch).get("raw_scores"), done.score_parts
+        found = samples_of(batch, done.prompts, rows, self._decode, kind="train", scores=scores, parts=parts)
+        self._samples.write(done.number, found)
+
+    def heldout(self, iteration: int, prompts: PromptBatch, responses: RolloutBatch, marks: Tensor) -> None:
+        number = self._config.metrics.num_samples
+        rows = chosen_rows(responses.prompt_indices, len(prompts), number, seed=f"{self._config.seed}")
+        found = samples_of(responses, prompts, rows, self._decode, kind="heldout", scores=marks, parts={})
+        self._samples.write(iteration, found)
 
 
 @contextlib.contextmanager

@@ -12,13 +12,14 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import Protocol
 
 from torch import Tensor
 
 from hybridflow.formats.directories import sync
 from hybridflow.recording.resume import KeptMetrics, cut_samples, kept_metrics
 from hybridflow.recording.run_dir import replace_file
+from hybridflow.recording.samples import Sample
 
 
 class Sink(Protocol):
@@ -78,13 +79,6 @@ class MetricsWriter:
             sink.close()
 
 
-class Sample(TypedDict):
-    prompt: str
-    response: str
-    score: float | Tensor | None
-    parts: Mapping[str, float]  # of the score, before their weights
-
-
 class SampleWriter:
     """Writes responses as JSON lines, for a person to read. Opening it empties the file, like metrics.csv; with
     `resumed` the lines up to that iteration stay."""
@@ -102,10 +96,12 @@ class SampleWriter:
         for row in rows:
             sample = {
                 "iteration": iteration,
+                "kind": row["kind"],
                 "prompt": row["prompt"],
                 "response": row["response"],
                 "score": None if row["score"] is None else _number(row["score"]),
                 "parts": dict(row["parts"]),
+                "columns": dict(row["columns"]),
             }
             self._file.write(json.dumps(sample, ensure_ascii=False) + "\n")
         self._file.flush()

@@ -132,8 +132,17 @@ def _sample(sample: Sample) -> dict[str, Any]:
         "prompt": _cut(sample["prompt"]),
         "response": _cut(sample["response"]),
         "score": f"{score:.6g}" if isinstance(score, float) else None if score is None else _plain(score),
-        "more": {name: _cut(value) for name, value in sample.items() if name not in SHOWN and value is not None},
+        "more": {name: _cut(value) for name, value in _more(sample).items() if value is not None},
     }
+
+
+def _more(sample: Sample) -> dict[str, Any]:
+    """The user's columns by their names, and what else a sample has; nothing where it is of training, as most are."""
+    columns = sample["columns"] if isinstance(sample.get("columns"), dict) else {}
+    rest = {name: value for name, value in sample.items() if name not in (*SHOWN, "columns")}
+    if rest.get("kind") == "train":
+        del rest["kind"]
+    return {name: value for name, value in {**columns, **rest}.items() if value != {}}
 
 
 def _plain(value: Any) -> str:

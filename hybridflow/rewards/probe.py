@@ -31,7 +31,7 @@ class Described:
 
 
 def described(wanted: Sequence[Wanted]) -> list[Described]:
-    """Of each function. Errors: RewardError, of the first that cannot be found or called so."""
+    """Of each function. Errors: RewardError, with a line for each that cannot be found or called so."""
     if not wanted:
         return []
     paths = [path for path, _ in wanted]
@@ -48,9 +48,9 @@ def described(wanted: Sequence[Wanted]) -> list[Described]:
     finally:
         _end(process)
     told = [json.loads(line) for line in out.splitlines()]
-    for one in told:
-        if one["problem"]:
-            raise RewardError(one["problem"])
+    problems = [one["problem"] for one in told if one["problem"]]
+    if problems:
+        raise RewardError("\n".join(dict.fromkeys(problems)))
     if len(told) < len(wanted):
         path = wanted[len(told)][0]
         raise RewardError(

@@ -8,6 +8,7 @@ Every rank runs this same program over the same global batch; the roles shard th
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -147,7 +148,7 @@ def config_for_inspection(config: ExperimentConfig, *, replay: Path | None, roll
         metrics["dump_batches"] = True
     if not metrics:
         return config
-    checkpoint: dict[str, Any] = {"save_interval": 0}
+    checkpoint: dict[str, Any] = {"save_interval": 0, "save_minutes": None}
     if config.checkpoint.load == "auto":
         checkpoint["load"] = "none"
     return config.model_copy(
@@ -322,6 +323,7 @@ class OnlineTrainer:
                 recorder.message(f"all {num_iterations} iterations are done; checkpoint.load=none starts anew")
             if self.config.metrics.eval_interval and self.checkpoint_manager.state is None:
                 recorder.phase("evaluating before training")
+                self.hooks.heldout = recorder.heldout
                 recorder.before_training(self.evaluate())
             iterations = self.generator.iterations(num_iterations, after=self.run.state.iteration)
             train(self, iterations, num_iterations, recorder)
@@ -344,7 +346,7 @@ class OnlineTrainer:
         """
         self.book.skip_to(self.run, iteration)
         before = self.run.state
-        self.hooks.say, self.hooks.show = recorder.message, recorder.phase
+        self.hooks.say, self.hooks.show, self.hooks.heldout = recorder.message, recorder.phase, recorder.heldout
         self.book.begin(self.run, iteration, num_iterations)
         try:
             done = self.book.finished(self.run, self.flow(self.run))
@@ -359,18 +361,11 @@ class OnlineTrainer:
         if not self._looked_at_ends:
             self._looked_at_ends = True
             if done.batch.truncated.all():
-                recorder.message(self._all_cut(done))
+                recorder.message(self.inputs.all_cut(self.config.sampling, done.number, len(done.batch)))
         for line in self.generator.compared(iteration, vars(done.batch)):
             recorder.message(line)
         self.run.state = replace(self.run.state, nonfinite_in_a_row=0)
         return done
-
-    def _all_cut(self, done: Iteration) -> str:
-        limit, ends = self.config.sampling.max_response_length, self.inputs.ends.told(self.inputs.tokenizer)
-        return (
-            f"warning: iteration {done.number}: all {len(done.batch)} responses are cut at "
-            f"sampling.max_response_length = {limit} tokens: none has an end token ({ends})"
-        )
 
     def evaluate(self) -> dict[str, float]:
         """Greedy responses to the held-out prompts: how many are right, and their mean score."""
@@ -382,7 +377,13 @@ class OnlineTrainer:
             responses = self.generation.greedy_responses(prompts)
             right = len(pool.specs) - 1  # the last, see `rewards.specs`
             return evaluate(
-                responses, prompts, right, caller=self.caller, scorer=self.roles.scorer, exchange=self.exchange
+                responses,
+                prompts,
+                right,
+                caller=self.caller,
+                scorer=self.roles.scorer,
+                exchange=self.exchange,
+                show=partial(self.hooks.heldout, self.run.state.iteration, prompts, responses),
             )
 
     def _notes(self) -> list[str]:

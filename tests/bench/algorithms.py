@@ -15,8 +15,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridflow.cli.plot_curve import Curve, draw, read_curve
 from hybridflow.config import ExperimentConfig
-from tools.plot_curve import Curve, draw, read_curve
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = Path("runs", "algorithms")

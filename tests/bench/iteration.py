@@ -209,7 +209,7 @@ def compare_waiting(size: str, dtype: str, shape: Shape, options: argparse.Names
     found: dict[str, list[dict[str, float]]] = {"waits": [], "scores meanwhile": []}
     for _ in range(options.iterations + 1):
         for way, ahead in (("waits", waits), ("scores meanwhile", scores)):
-            scores.forget()
+            scores.disable()
             run.state, trainer.generation.scoring = state, ahead
             done = trainer.iterate(1, 10**6, Recorder())
             found[way].append({name: float(done.metrics.get(name, 0.0)) for name in WAITING})

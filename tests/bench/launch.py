@@ -10,9 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-from launch.connection import Ssh
-from launch.hostfile import Host
-from launch.team import Team
+from hybridflow.launcher.connection import Ssh
+from hybridflow.launcher.hostfile import LaunchHost
+from hybridflow.launcher.team import Team
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120.0
@@ -21,7 +21,7 @@ SECONDS = 120.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=128, help="of 127.0.1.0/24 (default 128)")
-    hosts = [Host(f"127.0.1.{number}", 8) for number in range(1, parser.parse_args().hosts + 1)]
+    hosts = [LaunchHost(f"127.0.1.{number}", 8) for number in range(1, parser.parse_args().hosts + 1)]
     began = time.monotonic()
     with Team(hosts, sys.executable, Ssh(), lost_after=60.0) as team:
         first = team.connections[0]

@@ -286,7 +286,7 @@ class Comparison:
         self._usual_way()
         self.reshard.to_engine()
         names = [operation.weight.engine for operation in self.plan.operations(self.rank)]
-        self.own_bytes = own_bytes(map(self.reshard.source, names), self.weights.values())
+        self.own_bytes = own_bytes(map(self.reshard.engine_tensor, names), self.weights.values())
         for name, parameter in self.engine.named_parameters():
             assert torch.equal(self.reshard.engine_tensor(name), parameter), f"{self.pair.name}: {name} differs"
         self.reshard.to_trainer()

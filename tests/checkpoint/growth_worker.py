@@ -36,8 +36,8 @@ def held() -> dict[str, int]:
 
 
 def counting(out: str, iterations: set[int]) -> None:
-    """Have `CheckpointManager.after` count."""
-    after, found = CheckpointManager.after, dict[int, dict[str, int]]()
+    """Have `CheckpointManager.after_iteration` count."""
+    after, found = CheckpointManager.after_iteration, dict[int, dict[str, int]]()
 
     def counted(self: CheckpointManager, state: Any, *arguments: Any, **named: Any) -> None:
         after(self, state, *arguments, **named)
@@ -46,7 +46,7 @@ def counting(out: str, iterations: set[int]) -> None:
             found[state.iteration] = held()
             Path(f"{out}.{os.environ['RANK']}").write_text(json.dumps(found))
 
-    CheckpointManager.after = counted
+    CheckpointManager.after_iteration = counted
 
 
 if __name__ == "__main__":

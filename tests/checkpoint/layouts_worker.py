@@ -53,7 +53,7 @@ def main(checkpoints: Path, out: Path) -> None:
             restore(ResumeSource(step, load_state(step), False, None, ()), [other], dist.group.WORLD)
         all_reads: list[Any] = [None] * platform.world_size
         dist.all_gather_object(all_reads, reads)
-        steps = num_steps(other.trained) if other.trained else None
+        steps = num_steps(other.training_model) if other.training_model else None
         save(other, again, 1, store, platform)
         for role in (actor, other):
             train(role)

@@ -157,7 +157,7 @@ class Run:
         if self.world.platform.rank in layout:
             engine = RolloutEngine(
                 self.model,
-                reshard.source,
+                reshard.engine_tensor,
                 dtype="float32",
                 tied=spec.tied,
                 layout=layout,

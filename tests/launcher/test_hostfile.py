@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.connection import BOOT, Ssh, command_of
-from launch.hostfile import Host, LaunchError, chosen, parse_hostfile, read_hostfile
+from hybridflow.launcher.connection import BOOT, Ssh, command_of
+from hybridflow.launcher.hostfile import LaunchError, LaunchHost, chosen, parse_hostfile, read_hostfile
 
 NUM_FUZZED = 2000
 NASTY = "\"'`$(){}[]<>|&;*?!~#\\= \t@:-._/éß\x00\x1b漢\r\x0b\x85\u2028"
@@ -19,11 +19,11 @@ def test_lines_mean_what_they_say() -> None:
         "10.0.0.3 slots=1#none\nfd00::12 slots=2\nroot@[FD00:0::13] slots=2 port=22\n"
     )
     assert hosts == [
-        Host("worker-0", 8),
-        Host("worker-1", 4, "ubuntu", 2222),
-        Host("10.0.0.3", 1),
-        Host("fd00::12", 2),
-        Host("fd00::13", 2, "root", 22),
+        LaunchHost("worker-0", 8),
+        LaunchHost("worker-1", 4, "ubuntu", 2222),
+        LaunchHost("10.0.0.3", 1),
+        LaunchHost("fd00::12", 2),
+        LaunchHost("fd00::13", 2, "root", 22),
     ]
 
 
@@ -67,14 +67,14 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         read_hostfile(tmp_path / "bytes")
 
 
-def meant(dice: random.Random, number: int) -> tuple[Host, str]:
+def meant(dice: random.Random, number: int) -> tuple[LaunchHost, str]:
     """A host and a line for it."""
     name = dice.choice(
         [f"host{number}", f"h-{number}.rack.example", f"10.1.{number % 256}.{number // 256}", f"fd00::{number + 1:x}"]
     )
     user = dice.choice([None, None, "root", "a.b-c_9", "svc$"])
     port = dice.choice([None, None, 22, 65535, dice.randint(1, 65535)])
-    host = Host(name, dice.randint(1, 64), user, port)
+    host = LaunchHost(name, dice.randint(1, 64), user, port)
     shown = f"[{name}]" if ":" in name and dice.random() < 0.5 else name
     words = [f"slots={host.slots}", *([f"port={port}"] if port else [])]
     dice.shuffle(words)
@@ -116,7 +116,7 @@ def test_random_words_are_refused_with_their_line_or_cannot_do_harm() -> None:
 
 
 def test_filters() -> None:
-    hosts = [Host(name, 1) for name in ("worker-0", "worker-1", "worker-10", "gpu.a", "gpu-b")]
+    hosts = [LaunchHost(name, 1) for name in ("worker-0", "worker-1", "worker-10", "gpu.a", "gpu-b")]
     named = lambda include, exclude=(): [host.name for host in chosen(hosts, include, exclude)]  # noqa: E731
     assert named(()) == ["worker-0", "worker-1", "worker-10", "gpu.a", "gpu-b"]
     assert named(["worker-[0-3]"]) == ["worker-0", "worker-1"]
@@ -125,7 +125,7 @@ def test_filters() -> None:
     assert named(["worker-{0,10}"]) == ["worker-0", "worker-10"]
     assert named((), ["worker*"]) == ["gpu.a", "gpu-b"]
     assert named(["worker-[0-99]"], ["worker-1"]) == ["worker-0", "worker-10"]
-    assert [host.name for host in chosen([Host("n007", 1), Host("n7", 1)], ["n[005-009]"], ())] == ["n007"]
+    assert [host.name for host in chosen([LaunchHost("n007", 1), LaunchHost("n7", 1)], ["n[005-009]"], ())] == ["n007"]
 
 
 @pytest.mark.parametrize(
@@ -139,4 +139,4 @@ def test_filters() -> None:
 )
 def test_filters_that_fit_nothing(include: list[str], exclude: list[str], told: str) -> None:
     with pytest.raises(LaunchError, match=re.escape(told)):
-        chosen([Host("worker-0", 1), Host("worker-1", 1)], include, exclude)
+        chosen([LaunchHost("worker-0", 1), LaunchHost("worker-1", 1)], include, exclude)

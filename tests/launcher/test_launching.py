@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from launch.arguments import Options, parse
-from launch.attempt import RANK_ENDED
-from launch.checks import differences, missing, too_few_gpus, unlike_gpus
-from launch.experiment import Experiment
-from launch.here import this_node
-from launch.hostfile import Host, LaunchError
-from launch.job import known_address
-from launch.output import Output
-from launch.torchrun import Torchrun
+from hybridflow.launcher.arguments import LaunchOptions, parse
+from hybridflow.launcher.attempt import RANK_ENDED
+from hybridflow.launcher.checks import differences, missing, too_few_gpus, unlike_gpus
+from hybridflow.launcher.experiment import Experiment
+from hybridflow.launcher.here import this_node
+from hybridflow.launcher.hostfile import LaunchError, LaunchHost
+from hybridflow.launcher.job import known_address
+from hybridflow.launcher.output import Output
+from hybridflow.launcher.torchrun import Torchrun
 from tests.forks import ROOT
 from tests.messages import like
 
-A, B, C = Host("a", 8), Host("b", 8), Host("c", 4)
+A, B, C = LaunchHost("a", 8), LaunchHost("b", 8), LaunchHost("c", 4)
 
 
-def options(*words: str) -> Options:
+def options(*words: str) -> LaunchOptions:
     return parse(["--hostfile", "hosts", "--python", "/opt/python", *words], "")
 
 
@@ -104,9 +104,9 @@ def test_commands_and_environment_of_each_host() -> None:
 def test_the_masters_address() -> None:
     assert known_address(options("x", "--master-addr", "m"), [A, B]) == "m"
     assert known_address(options("x"), [A]) == "127.0.0.1"
-    assert known_address(options("x"), [Host("192.0.2.7", 1), B]) == "192.0.2.7"
-    assert known_address(options("x"), [Host("localhost", 1), B]) is None  # others do not reach it so
-    assert known_address(options("x"), [Host("no-such-host.invalid", 1), B]) is None
+    assert known_address(options("x"), [LaunchHost("192.0.2.7", 1), B]) == "192.0.2.7"
+    assert known_address(options("x"), [LaunchHost("localhost", 1), B]) is None  # others do not reach it so
+    assert known_address(options("x"), [LaunchHost("no-such-host.invalid", 1), B]) is None
 
 
 def test_torchs_words_on_a_rank_that_ended_are_understood() -> None:
@@ -201,7 +201,7 @@ def test_gpus() -> None:
 
 def test_logs_move_into_the_run_that_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An earlier run of the name is moved away meanwhile, as hybridflow does it."""
-    monkeypatch.setattr("launch.output.LOOK_EVERY", 0.0)
+    monkeypatch.setattr("hybridflow.launcher.output.LOOK_EVERY", 0.0)
     earlier = tmp_path / "x"
     earlier.mkdir()
     (earlier / "config.yaml").write_text("old")

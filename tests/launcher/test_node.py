@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from launch.connection import Connection, Events
-from launch.hostfile import Host
-from launch.node import interface_of, listener
+from hybridflow.launcher.connection import Connection, Events
+from hybridflow.launcher.hostfile import LaunchHost
+from hybridflow.launcher.node import interface_of, listener
 from tests.launcher.jobs import kill
 
 NUM_FUZZED = 1500
@@ -37,7 +37,7 @@ class Line:
 
     def __init__(self) -> None:
         self.events: Events = queue.Queue()
-        self.connection = Connection(Host("here", 1), sys.executable, None, self.events)
+        self.connection = Connection(LaunchHost("here", 1), sys.executable, None, self.events)
         self.came: list[dict[str, Any]] = []
 
     def until(self, key: str) -> Any:

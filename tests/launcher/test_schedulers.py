@@ -12,7 +12,7 @@ import yaml
 
 from hybridflow.config import CheckpointConfig
 from hybridflow.errors import ExitStatus
-from launch.arguments import parse
+from hybridflow.launcher.arguments import parse
 from tests.launcher.slurm_job import SBATCH, Job
 
 ROOT = Path(__file__).resolve().parents[2]

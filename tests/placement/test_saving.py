@@ -115,7 +115,9 @@ def test_shares_of_several_buckets_by_hand() -> None:
 @pytest.mark.parametrize(
     ("keys", "num_iterations", "expected"),
     [
-        ({}, 100, 1),  # a stop's
+        ({"save_minutes": None}, 100, 1),  # a stop's
+        ({}, 100, 3),  # by the time
+        ({}, 2, 2),
         ({"save_interval": 10}, 100, 3),
         ({"save_interval": 10}, 15, 2),  # after 10 and 15
         ({"save_interval": 10, "keep_last": 1, "keep_best": 2}, 100, 4),
@@ -124,5 +126,5 @@ def test_shares_of_several_buckets_by_hand() -> None:
         ({"save_interval": 30, "keep_last": 1, "keep_every": 40}, 160, 4),  # 120, and the last
     ],
 )
-def test_how_many_are_kept(keys: dict[str, int], num_iterations: int, expected: int) -> None:
+def test_how_many_are_kept(keys: dict[str, int | None], num_iterations: int, expected: int) -> None:
     assert most_kept(CheckpointConfig(**keys), num_iterations) == expected

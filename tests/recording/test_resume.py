@@ -142,7 +142,7 @@ def test_a_file_that_is_no_longer_written_is_cut_back_all_the_same(undisturbed: 
 def write_samples(file: Path, iterations: range, resumed: int | None = None) -> bytes:
     writer = SampleWriter(file, resumed=resumed)
     for iteration in iterations:
-        writer.write(iteration, SAMPLES[iteration])
+        writer.write(iteration, [row | {"kind": "train", "columns": {}} for row in SAMPLES[iteration]])
     writer.close()
     return file.read_bytes()
 

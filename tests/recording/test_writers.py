@@ -245,23 +245,25 @@ def test_tensorboard_is_imported_only_when_asked_for(tmp_path: Path) -> None:
 def test_samples_are_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "run" / "samples.jsonl"
     writer = SampleWriter(path)
-    parts = {"exact": 1.0, "format/brief": 0.25}
-    writer.write(1, [{"score": torch.tensor(0.5), "response": "4\n", "prompt": "2+2=", "parts": parts, "answer": "4"}])
-    line = '{"iteration": 1, "prompt": "2+2=", "response": "4\\n", "score": 0.5, "parts": '
-    assert path.read_text() == line + '{"exact": 1.0, "format/brief": 0.25}}\n'
+    parts, rest = {"exact": 1.0, "format/brief": 0.25}, {"kind": "train", "columns": {"answer": "4"}}
+    writer.write(1, [{"score": torch.tensor(0.5), "response": "4\n", "prompt": "2+2=", "parts": parts, **rest}])
+    line = '{"iteration": 1, "kind": "train", "prompt": "2+2=", "response": "4\\n", "score": 0.5, "parts": '
+    assert path.read_text() == line + '{"exact": 1.0, "format/brief": 0.25}, "columns": {"answer": "4"}}\n'
     rows = [{"prompt": "é", "response": "\ud83d", "score": 1}, {"prompt": "", "response": "", "score": 0}]
-    writer.write(2, [row | {"parts": {}} for row in rows])
+    none = {"kind": "heldout", "parts": {}, "columns": {}}
+    writer.write(2, [row | none for row in rows])
     writer.write(3, [])
     samples = [json.loads(line) for line in path.read_text().splitlines()]
     assert [sample["iteration"] for sample in samples] == [1, 2, 2]
-    assert samples[1] == {"iteration": 2, "prompt": "é", "response": "\ud83d", "score": 1.0, "parts": {}}
+    assert samples[1] == none | {"iteration": 2, "prompt": "é", "response": "\ud83d", "score": 1.0}
     writer.close()
 
 
 def test_opening_existing_samples_starts_a_new_file(tmp_path: Path) -> None:
     for score in (1.0, 2.0):
         writer = SampleWriter(tmp_path / "samples.jsonl")
-        writer.write(1, [{"prompt": "p", "response": "r", "score": score, "parts": {}}])
+        row = {"kind": "train", "prompt": "p", "response": "r", "score": score, "parts": {}, "columns": {}}
+        writer.write(1, [row])
         writer.close()
     (sample,) = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
     assert sample["score"] == 2.0

@@ -34,6 +34,8 @@ def make_run(path: Path, *, seed: int = 1, num_iterations: int = 6, layout: bool
                     "response": f"{HOSTILE} {2 * i}",
                     "score": seed / 4,
                     "parts": {"rule": seed / 4},
+                    "kind": "train",
+                    "columns": {"answer": str(2 * i)},
                 }
             ],
         )

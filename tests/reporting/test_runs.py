@@ -35,6 +35,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert run.samples.of == 6 and list(run.samples.by_iteration) == [1, 2, 3, 4, 5, 6]
     assert run.samples.by_iteration[2] == [
         {"iteration": 2, "prompt": "2 + 2 =", "response": f"{HOSTILE} 4", "score": 0.25, "parts": {"rule": 0.25}}
+        | {"kind": "train", "columns": {"answer": "4"}}
     ]
 
 

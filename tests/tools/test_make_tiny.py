@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from hybridflow.examples.tiny import make_tiny
+from hybridflow.examples.tiny import make_tiny, making, models, runs
 from hybridflow.examples.tiny.models import Policy, Settings
 from hybridflow.examples.tiny.runs import RunFailed
 from hybridflow.examples.tiny.task import (
@@ -37,7 +37,7 @@ def read_lines(path: Path) -> list[dict[str, str]]:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("tiny") / "made"
-    make_tiny.make(out, SMALL, seed=3, train=in_forks, overrides=LEARNS)
+    making.make(out, SMALL, seed=3, train=in_forks, overrides=LEARNS)
     return out
 
 
@@ -210,8 +210,8 @@ def test_a_complete_directory_is_left_alone_if_asked(made: Path, capsys: pytest.
 def test_overwrite_replaces_the_whole_directory_and_the_same_seed_makes_the_same_bytes(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(make_tiny, "Settings", lambda: SMALL)
-    monkeypatch.setattr(make_tiny, "by_torchrun", lambda arguments: in_forks([*arguments, *LEARNS]))
+    monkeypatch.setattr(models, "Settings", lambda: SMALL)
+    monkeypatch.setattr(runs, "by_command", lambda arguments, log: in_forks([*arguments, *LEARNS]))
     out = tmp_path / "out"
     out.mkdir()
     (out / "old").write_text("")
@@ -229,8 +229,8 @@ def test_overwrite_replaces_the_whole_directory_and_the_same_seed_makes_the_same
 def test_a_missed_target_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(make_tiny, "Settings", lambda: replace(SMALL, accuracy_range=(0.99, 1.0)))
-    monkeypatch.setattr(make_tiny, "by_torchrun", lambda arguments: in_forks([*arguments, *BRIEF]))
+    monkeypatch.setattr(models, "Settings", lambda: replace(SMALL, accuracy_range=(0.99, 1.0)))
+    monkeypatch.setattr(runs, "by_command", lambda arguments, log: in_forks([*arguments, *BRIEF]))
     assert make_tiny.main([str(tmp_path / "out")]) == 1
     error = "error: policy: validation accuracy is 0.000, not within 0.99 to 1.00; try another --seed\n"
     assert capsys.readouterr().err.endswith(error)
@@ -239,5 +239,5 @@ def test_a_missed_target_leaves_nothing(
 
 def test_a_run_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="seed 0: policy has ended with status 3"):
-        make_tiny.make(tmp_path / "out", SMALL, seed=0, train=lambda arguments: 3)
+        making.make(tmp_path / "out", SMALL, seed=0, train=lambda arguments, log: 3)
     assert list(tmp_path.iterdir()) == []

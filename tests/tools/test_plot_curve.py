@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tools.plot_curve import main, read_curve
+from hybridflow.cli.plot_curve import main, read_curve
 
 CSV = "iteration,reward/score_mean,eval/accuracy\n0,,0.25\n1,1.5,\n2,2.5,0.75\n"
 

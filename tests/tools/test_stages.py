@@ -76,8 +76,8 @@ def test_a_stage_that_fails_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(RunFailed, match="seed 5: sft has ended with status 3"):
-        Stages(tmp_path / "seed_5", 5, lambda arguments: 3).run()
-    monkeypatch.setattr("hybridflow.examples.tiny.stages.by_torchrun", lambda arguments: 4)
+        Stages(tmp_path / "seed_5", 5, lambda arguments, log: 3).run()
+    monkeypatch.setattr("hybridflow.examples.tiny.stages.by_command", lambda arguments, log: 4)
     assert main([str(tmp_path / "all"), "--seeds", "2"]) == 1
     assert "error: seed 2: sft has ended with status 4" in capsys.readouterr().err
     assert not (tmp_path / "all" / "stages.json").exists()

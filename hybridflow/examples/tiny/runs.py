@@ -3,13 +3,17 @@
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+from hybridflow.config.shipped import shipped_configs
+
 NUM_RANKS = 2
-Train = Callable[[list[str]], int]  # the arguments of hybridflow.train -> its exit status
+NUM_SHOWN = 20  # last lines of the log of a run that has failed
+Train = Callable[[list[str], Path], int]  # (arguments of hybridflow train, where its log goes) -> its exit status
+SHOW_EVERY = 20.0  # seconds between two lines of a training that are shown
 # Of `sft` from random weights. A constant rate, so that the run may end at any iteration: while much is still wrong.
 HALF_TRAINED = (
     "num_epochs=null",
@@ -26,11 +30,12 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Runs:
-    """Those of one seed, in DIRECTORY/runs. overrides: further ones of each."""
+    """Those of one seed, in DIRECTORY/runs; what they say goes to `logs`. overrides: further ones of each."""
 
     directory: Path
     seed: int
     train: Train
+    logs: Path
     overrides: tuple[str, ...] = ()
 
     def run(self, name: str, config: str, *overrides: str) -> Path:
@@ -41,19 +46,33 @@ class Runs:
             f"output_dir={self.directory / 'runs'}",
             "metrics.tensorboard=false",
         ]
-        status = self.train([str(CONFIGS / f"quickstart_{config}.yaml"), *own, *overrides, *self.overrides])
+        self.logs.mkdir(parents=True, exist_ok=True)
+        log = self.logs / f"{name}.log"
+        status = self.train(
+            [str(shipped_configs() / f"quickstart_{config}.yaml"), *own, *overrides, *self.overrides], log
+        )
         if status:
-            raise RunFailed(f"seed {self.seed}: {name} has ended with status {status}; what it said stands above")
+            end = "\n".join(log.read_text().splitlines()[-NUM_SHOWN:]) if log.exists() else ""
+            raise RunFailed(f"seed {self.seed}: {name} has ended with status {status}\n{end}".rstrip())
         return self.directory / "runs" / name
 
 
-def by_torchrun(arguments: list[str]) -> int:
-    """One run to its end, with its command; its exit status."""
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", str(NUM_RANKS), "-m", "hybridflow.train", *arguments]
-    print(f"$ python {shlex.join(command)}", flush=True)
-    return subprocess.run(
-        ["env", "OMP_NUM_THREADS=1", "TORCH_CPP_LOG_LEVEL=ERROR", sys.executable, *command]
-    ).returncode
+def by_command(arguments: list[str], log: Path) -> int:
+    """One run to its end, as a person starts it; its exit status. Its command is shown, and now and then a line."""
+    command = [sys.executable, "-m", "hybridflow", "train", *arguments, "--nproc", str(NUM_RANKS)]
+    print(f"$ {shlex.join(['hybridflow', *command[3:]])}", flush=True)
+    shown = time.monotonic()
+    with log.open("w", buffering=1) as file:
+        running = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
+        assert running.stdout is not None, "it is a pipe"
+        for line in running.stdout:
+            file.write(line)
+            if time.monotonic() - shown > SHOW_EVERY:
+                shown = time.monotonic()
+                print(f"    {line.rstrip()}", flush=True)
+        return running.wait()
 
 
 def rows(train: Path, heldout: Path) -> tuple[str, str]:

@@ -16,7 +16,6 @@ import argparse
 import json
 import random
 import shutil
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
-from hybridflow.cli.command import program
+from hybridflow.cli.command import print_error, program
 from hybridflow.examples.tiny.models import Policy, Settings, write_start
-from hybridflow.examples.tiny.runs import HALF_TRAINED, RunFailed, Runs, Train, by_torchrun, last_of, rows
+from hybridflow.examples.tiny.runs import HALF_TRAINED, RunFailed, Runs, Train, by_command, last_of, rows
 from hybridflow.examples.tiny.task import Problem, split_problems, write_answers, write_judged, wrong_answer
 
 
@@ -51,7 +50,7 @@ class Stages:
         """overrides: further ones of each config."""
         shutil.rmtree(directory, ignore_errors=True)
         self._directory, self._settings = directory, Settings()
-        self._runs = Runs(directory, seed, train, overrides)
+        self._runs = Runs(directory, seed, train, directory / "logs", overrides)
         write_start(directory / "start", self._settings, seed)
         self._heldout = self._write_rows(random.Random(seed))
 
@@ -110,9 +109,9 @@ def main(arguments: list[str] | None = None) -> int:
     reached: list[Reached] = []
     for seed in options.seeds:
         try:
-            reached.append(Stages(options.out / f"seed_{seed}", seed, by_torchrun).run())
+            reached.append(Stages(options.out / f"seed_{seed}", seed, by_command).run())
         except RunFailed as error:
-            print(f"error: {error}", file=sys.stderr)
+            print_error(error, "tools.stages")
             return 1
         (options.out / "stages.json").write_text(json.dumps([asdict(one) for one in reached], indent=2) + "\n")
     Console(width=100).print(table(reached))

@@ -42,14 +42,18 @@ def test_an_error_is_lines_on_stderr_and_status_1(source: Path, capsys: pytest.C
     out, error = capsys.readouterr()
     assert out == ""
     assert error.splitlines() == [
-        like(f"error: {source}: no tensor model.norm.weight, which config.json asks for with shape (64,)"),
-        like(f"error: {source}: no tensor lm_head.weight, which config.json asks for with shape (100, 64)"),
+        like(
+            f"tools.convert: error: {source}: no tensor model.norm.weight, which config.json asks for with shape (64,)"
+        ),
+        like(
+            f"tools.convert: error: {source}: no tensor lm_head.weight, which config.json asks for with shape (100, 64)"
+        ),
     ]
 
 
 def test_a_directory_that_cannot_be_written(source: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["hf-to-megatron", str(source), "/proc/target"]) == 1
-    assert re.fullmatch(r"error: .*/proc.*\n", capsys.readouterr().err)
+    assert re.fullmatch(r"tools.convert: error: .*/proc.*\n", capsys.readouterr().err)
 
 
 def test_different_checkpoints_are_status_1(models: Models, source: Path, tmp_path: Path) -> None:
@@ -196,5 +200,5 @@ def test_an_interrupt_is_one_line(source: Path, tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(ByteProgress, "advance", interrupt)
     assert main(["hf-to-megatron", str(source), str(tmp_path / "target")]) == 1
-    assert capsys.readouterr().err == "error: interrupted\n"
+    assert capsys.readouterr().err == "tools.convert: error: interrupted\n"
     assert left_in(tmp_path) == ["source"]

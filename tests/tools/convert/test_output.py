@@ -239,7 +239,7 @@ def test_a_disk_that_takes_no_more(command: str, source: Path, tmp_path: Path) -
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
     [line] = [line for line in done.stderr.splitlines() if line]
-    assert done.returncode == 1 and line.startswith("error: ") and "cannot be written: " in line
+    assert done.returncode == 1 and line.startswith("tools.convert: error: ") and "cannot be written: " in line
     assert "File too large" in line
     assert not (tmp_path / "target").exists() and not [name for name in left_in(tmp_path) if "partial" in name]
 

@@ -61,8 +61,10 @@ def test_an_error_of_one_process_ends_all(back: bool, failing: int, source: Path
     before = left_in(tmp_path)
     done = run_ranks(2, "tests.tools.convert.failing_worker", failing, *arguments, check=False)
     assert done.returncode != 0
-    assert len(re.findall(r"^error: .*: the disk is on fire$", done.stderr, re.MULTILINE)) == 1, done.stderr
-    assert len(re.findall("^error: ", done.stderr, re.MULTILINE)) == 1, done.stderr
+    assert len(re.findall(r"^tools.convert: error: .*: the disk is on fire$", done.stderr, re.MULTILINE)) == 1, (
+        done.stderr
+    )
+    assert len(re.findall("^tools.convert: error: ", done.stderr, re.MULTILINE)) == 1, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     assert left_in(tmp_path) == before
 
@@ -72,8 +74,8 @@ def test_an_error_of_one_process_ends_all(back: bool, failing: int, source: Path
 def test_an_error_that_all_processes_meet_is_said_once(tmp_path: Path) -> None:
     arguments = ("hf-to-megatron", tmp_path / "absent", tmp_path / "target")
     done = torchrun(2, "-m", "tools.convert", *arguments, check=False)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert lines == [f"error: {tmp_path / 'absent'}: no such directory"]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("tools.convert: error: ")]
+    assert lines == [f"tools.convert: error: {tmp_path / 'absent'}: no such directory"]
     assert done.stderr.count("Traceback") == 1, done.stderr  # torchrun's own
 
 

@@ -1,4 +1,4 @@
-"""The command line of launch/run.py."""
+"""The command line of `hybridflow launch`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.hostfile import LaunchError
+from hybridflow.launcher.hostfile import LaunchError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]  # that hybridflow/ lies in: of a checkout, or site-packages
 DEFAULT_PORT = 29500  # torchrun's own
 RESTARTS_WITH_SPARES = 3
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -24,7 +24,7 @@ NODE_RANK_FROM = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "NODE_RANK", "PET_NODE
 
 
 @dataclass(frozen=True)
-class Options:
+class LaunchOptions:
     """What is asked for."""
 
     config: str | None
@@ -59,16 +59,16 @@ class Options:
         return ["-m", "hybridflow.health" if self.health else "hybridflow.train", *config, *self.overrides, *self.rest]
 
 
-def parse(arguments: Sequence[str], description: str) -> Options:
+def parse(arguments: Sequence[str], description: str) -> LaunchOptions:
     """Errors: LaunchError; SystemExit of argparse, with the usage."""
     ours, rest = _split(list(arguments))
     given = _parser(description).parse_intermixed_args(ours)
     config, overrides = _config(given.config, given.words)
     if config is None and not given.health:
-        raise LaunchError("which config? `python launch/run.py --hostfile HOSTS configs/x.yaml`")
+        raise LaunchError(f"which config? `{program()} --hostfile HOSTS configs/x.yaml`")
     if given.hostfile is None and not given.no_ssh:
         raise LaunchError("--hostfile names the hosts; --no-ssh starts this node's ranks alone, for schedulers")
-    return Options(
+    return LaunchOptions(
         config=config,
         overrides=tuple(overrides),
         rest=tuple(rest),
@@ -96,9 +96,15 @@ def parse(arguments: Sequence[str], description: str) -> Options:
     )
 
 
+def program() -> str:
+    """As a person has started it."""
+    started = Path(sys.argv[0]).name
+    return started if started.startswith("hybridflow") else "python launch/run.py"
+
+
 def _parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python launch/run.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program(), description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("words", nargs="*", metavar="CONFIG | section.key=value", help="the experiment, and what replaces its values")

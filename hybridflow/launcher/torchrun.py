@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launch.arguments import Options
-from launch.connection import Message
-from launch.experiment import Experiment
-from launch.hostfile import Host
+from hybridflow.launcher.arguments import LaunchOptions
+from hybridflow.launcher.connection import Message
+from hybridflow.launcher.experiment import Experiment
+from hybridflow.launcher.hostfile import LaunchHost
 
 
 @dataclass(frozen=True)
 class Torchrun:
     """Of one start. hosts: in the order of their ranks. num_nodes: where others start theirs, of how many."""
 
-    options: Options
+    options: LaunchOptions
     experiment: Experiment
-    hosts: Sequence[Host]
+    hosts: Sequence[LaunchHost]
     address: str
     port: int
     restarts: int = 0
     first_node: int = 0
     num_nodes: int | None = None
 
-    def command(self, host: Host) -> list[str]:
+    def command(self, host: LaunchHost) -> list[str]:
         """By torch 2.13's static rendezvous: nobody who does not reach the master begins alone."""
         num_nodes = self.num_nodes or len(self.hosts)
         settings = {
@@ -39,7 +39,7 @@ class Torchrun:
         command = [self.options.python, "-u", "-m", "torch.distributed.run"]
         return [*command, *(str(word) for setting in settings.items() for word in setting), *self.options.module]
 
-    def environment(self, host: Host, interface: str | None) -> dict[str, str]:
+    def environment(self, host: LaunchHost, interface: str | None) -> dict[str, str]:
         """Beside what the host gives every process. interface: by which it reaches the master."""
         given = {**self.experiment.environment, **self.options.environment}
         found = {"OMP_NUM_THREADS": "1"} if host.slots > 1 else {}  # as torchrun has it, which warns of it
@@ -51,8 +51,8 @@ class Torchrun:
         found |= {"HYBRIDFLOW_HOST": host.name, "HYBRIDFLOW_RESTARTS": str(self.restarts), "PYTHONUNBUFFERED": "1"}
         return found | given
 
-    def start(self, host: Host, interface: str | None) -> Message:
-        """The request to launch/node.py."""
+    def start(self, host: LaunchHost, interface: str | None) -> Message:
+        """The request to hybridflow/launcher/node.py."""
         return {
             "do": "start",
             "argv": self.command(host),
@@ -61,7 +61,7 @@ class Torchrun:
             "grace": self.experiment.grace_seconds,
         }
 
-    def offset(self, host: Host) -> int:
+    def offset(self, host: LaunchHost) -> int:
         """The first rank of the host."""
         if self.num_nodes is not None:  # all have as many as this one
             return self.first_node * host.slots

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
 
-from launch.connection import Connection, Message
-from launch.experiment import Experiment
-from launch.output import Output, say
-from launch.team import Team
+from hybridflow.launcher.connection import Connection, Message
+from hybridflow.launcher.experiment import Experiment
+from hybridflow.launcher.output import Output, say
+from hybridflow.launcher.team import Team
 
 END_SECONDS = 12.0  # from the first failure until what still runs is killed
 SECOND_SIGNAL_AFTER = 1.0  # seconds: a terminal and a scheduler may send one wish twice
@@ -43,7 +43,7 @@ class Failure:
 
 
 class Attempt:
-    """starts: what to ask of each host (`start` of launch/node.py). offsets: of each host its first rank."""
+    """starts: what to ask of each host (`start` of node.py). offsets: of each host its first rank."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The launcher's line to one host: ssh, or a process where the host is this machine, with launch/node.py at the end.
+"""The launcher's line to one host: ssh, or a process where the host is this machine, with node.py at the end.
 
 No word of a hostfile, a config or the environment is part of what a shell reads: the command that ssh hands to the
 host's shell is fixed but for the path of Python, which is quoted, and all else goes through stdin.
@@ -21,7 +21,7 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import IO, Any
 
-from launch.hostfile import Host
+from hybridflow.launcher.hostfile import LaunchHost
 
 PROGRAM = Path(__file__).with_name("node.py")
 BOOT = "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
@@ -40,7 +40,7 @@ class Ssh:
     config: str | None = None
     options: tuple[str, ...] = ()
 
-    def command(self, host: Host, remote: str) -> list[str]:
+    def command(self, host: LaunchHost, remote: str) -> list[str]:
         """ssh never asks for anything, and notices within half a minute that a host is gone."""
         settings = [f"ConnectTimeout={max(1, round(self.seconds))}", "BatchMode=yes"]
         settings += ["ServerAliveInterval=5", "ServerAliveCountMax=5", *self.options]
@@ -51,7 +51,7 @@ class Ssh:
         return [*command, "--", host.target, remote]
 
 
-def is_local(host: Host) -> bool:
+def is_local(host: LaunchHost) -> bool:
     """Whether the name stands for this machine: an address of it can be bound to."""
     if host.user or host.port:
         return False  # ssh was asked for
@@ -63,7 +63,7 @@ def is_local(host: Host) -> bool:
     return False
 
 
-def command_of(host: Host, python: str, ssh: Ssh | None) -> list[str]:
+def command_of(host: LaunchHost, python: str, ssh: Ssh | None) -> list[str]:
     """What is started on this machine. ssh: None for a process here."""
     if ssh is None:
         return [python, "-u", "-c", BOOT]
@@ -74,7 +74,7 @@ class Connection:
     """To one host; it is open until `close`. What comes is put into `events`."""
 
     def __init__(
-        self, host: Host, python: str, ssh: Ssh | None, events: Events, *, whole_environment: bool = False
+        self, host: LaunchHost, python: str, ssh: Ssh | None, events: Events, *, whole_environment: bool = False
     ) -> None:
         self.host, self.is_local = host, ssh is None
         self.lost: str | None = None  # why, where the line is no more

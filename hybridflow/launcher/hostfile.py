@@ -28,7 +28,7 @@ class LaunchError(Exception):
 
 
 @dataclass(frozen=True)
-class Host:
+class LaunchHost:
     """A line of the hostfile. slots: ranks, of which each has a GPU of its own where there are any."""
 
     name: str
@@ -45,7 +45,7 @@ class Host:
         return self.name
 
 
-def read_hostfile(path: Path) -> list[Host]:
+def read_hostfile(path: Path) -> list[LaunchHost]:
     """The hosts in order. Errors: LaunchError that names file and line."""
     try:
         text = path.read_text()
@@ -55,9 +55,9 @@ def read_hostfile(path: Path) -> list[Host]:
     return parse_hostfile(text, str(path))
 
 
-def parse_hostfile(text: str, name: str = "hostfile") -> list[Host]:
+def parse_hostfile(text: str, name: str = "hostfile") -> list[LaunchHost]:
     """The hosts in order; all lines that are wrong are told. Errors: LaunchError."""
-    hosts: dict[str, Host] = {}
+    hosts: dict[str, LaunchHost] = {}
     lines: dict[str, int] = {}
     reasons = []
     for number, line in enumerate(text.split("\n"), start=1):
@@ -80,7 +80,7 @@ def parse_hostfile(text: str, name: str = "hostfile") -> list[Host]:
     return list(hosts.values())
 
 
-def _parse(words: Sequence[str]) -> Host:
+def _parse(words: Sequence[str]) -> LaunchHost:
     user, at, name = words[0].rpartition("@")
     if at and not USER.fullmatch(user):
         raise LaunchError(f"{words[0]!r}: {user!r} is no user name; {RULE}")
@@ -94,7 +94,7 @@ def _parse(words: Sequence[str]) -> Host:
         keys[key] = _number(word, value, 65535 if key == "port" else MAX_SLOTS)
     if "slots" not in keys:
         raise LaunchError(f"{words[0]!r}: slots, the number of ranks on it, is missing; {RULE}")
-    return Host(_host_name(name), keys["slots"], user or None, keys.get("port"))
+    return LaunchHost(_host_name(name), keys["slots"], user or None, keys.get("port"))
 
 
 def _number(word: str, value: str, most: int) -> int:
@@ -125,7 +125,7 @@ def _address(text: str, given: str) -> str:
 # ------------------------------------------------------------------------------------------------ filters
 
 
-def chosen(hosts: Sequence[Host], include: Sequence[str], exclude: Sequence[str]) -> list[Host]:
+def chosen(hosts: Sequence[LaunchHost], include: Sequence[str], exclude: Sequence[str]) -> list[LaunchHost]:
     """Those that an --include names, all where there is none, and no --exclude. Errors: LaunchError.
 
     A pattern that fits no host is a slip, and an error.
@@ -138,7 +138,7 @@ def chosen(hosts: Sequence[Host], include: Sequence[str], exclude: Sequence[str]
     return left
 
 
-def _matches(hosts: Sequence[Host], patterns: Sequence[str], option: str) -> set[str]:
+def _matches(hosts: Sequence[LaunchHost], patterns: Sequence[str], option: str) -> set[str]:
     found: set[str] = set()
     for pattern in [part for given in patterns for part in _split(given)]:
         expression = _expression(pattern, option)

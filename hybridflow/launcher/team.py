@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from launch.connection import Connection, Events, Message, Ssh, closed, is_local
-from launch.hostfile import Host
+from hybridflow.launcher.connection import Connection, Events, Message, Ssh, closed, is_local
+from hybridflow.launcher.hostfile import LaunchHost
 
 PING_EVERY = 3.0  # seconds
 T = TypeVar("T")
@@ -24,7 +24,7 @@ class Team:
     """
 
     def __init__(
-        self, hosts: Sequence[Host], python: str, ssh: Ssh, *, lost_after: float, whole_environment: bool = False
+        self, hosts: Sequence[LaunchHost], python: str, ssh: Ssh, *, lost_after: float, whole_environment: bool = False
     ) -> None:
         self.events: Events = queue.Queue()
         self._lost_after = lost_after

@@ -6,23 +6,23 @@ import contextlib
 import shlex
 import socket
 
-from launch.arguments import DEFAULT_PORT, NODE_RANK_FROM, NUM_NODES_FROM, Options, found
-from launch.attempt import watched
-from launch.connection import Ssh, is_local
-from launch.experiment import experiment_on
-from launch.hostfile import Host, LaunchError, chosen, read_hostfile
-from launch.node import GPUS, interface_of, output_of
-from launch.output import say
-from launch.team import Team
-from launch.torchrun import Torchrun
+from hybridflow.launcher.arguments import DEFAULT_PORT, NODE_RANK_FROM, NUM_NODES_FROM, LaunchOptions, found
+from hybridflow.launcher.attempt import watched
+from hybridflow.launcher.connection import Ssh, is_local
+from hybridflow.launcher.experiment import experiment_on
+from hybridflow.launcher.hostfile import LaunchError, LaunchHost, chosen, read_hostfile
+from hybridflow.launcher.node import GPUS, interface_of, output_of
+from hybridflow.launcher.output import say
+from hybridflow.launcher.team import Team
+from hybridflow.launcher.torchrun import Torchrun
 
 
-def run_here(options: Options) -> int:
+def run_here(options: LaunchOptions) -> int:
     """The ranks of this node alone: a scheduler starts the same command on every node."""
     host, num_nodes, node_rank = this_node(options)
     if num_nodes > 1 and options.master_addr is None:
         raise LaunchError("--no-ssh: --master-addr, the address of node 0, is missing")
-    nodes = [Host(f"node-{i}", host.slots) for i in range(num_nodes)]
+    nodes = [LaunchHost(f"node-{i}", host.slots) for i in range(num_nodes)]
     experiment = experiment_on(options, nodes, num_nodes)
     address, port = options.master_addr or "127.0.0.1", options.master_port or DEFAULT_PORT
     torchrun = Torchrun(options, experiment, [host], address, port, 0, node_rank, num_nodes)
@@ -47,7 +47,7 @@ def run_here(options: Options) -> int:
     return 0 if failure is None else failure.status
 
 
-def this_node(options: Options) -> tuple[Host, int, int]:
+def this_node(options: LaunchOptions) -> tuple[LaunchHost, int, int]:
     """(this node, the number of nodes, its number among them) as given, or as hostfile or scheduler say.
 
     Errors: LaunchError that says what is missing.
@@ -72,7 +72,7 @@ def this_node(options: Options) -> tuple[Host, int, int]:
     slots = options.nproc_per_node or len(output_of(GPUS).splitlines())
     if not slots:
         raise LaunchError("--no-ssh: --nproc-per-node, the ranks of a node, is missing, and no GPUs are found to count")
-    return Host(socket.gethostname(), slots), num_nodes, node_rank or 0
+    return LaunchHost(socket.gethostname(), slots), num_nodes, node_rank or 0
 
 
 def own_interface(address: str) -> str | None:

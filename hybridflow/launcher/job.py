@@ -8,22 +8,22 @@ import shlex
 import socket
 from collections.abc import Mapping, Sequence
 
-from launch.arguments import DEFAULT_PORT, RESTARTS_WITH_SPARES, ROOT, Options
-from launch.attempt import Failure, watched
-from launch.checks import Facts, differences, missing, too_few_gpus, unlike_gpus
-from launch.connection import Connection, Message, Ssh, command_of, is_local
-from launch.experiment import Experiment, experiment_on
-from launch.here import run_here
-from launch.hostfile import Host, LaunchError, chosen, read_hostfile
-from launch.output import say
-from launch.team import Team
-from launch.torchrun import Torchrun
+from hybridflow.launcher.arguments import DEFAULT_PORT, RESTARTS_WITH_SPARES, ROOT, LaunchOptions
+from hybridflow.launcher.attempt import Failure, watched
+from hybridflow.launcher.checks import Facts, differences, missing, too_few_gpus, unlike_gpus
+from hybridflow.launcher.connection import Connection, Message, Ssh, command_of, is_local
+from hybridflow.launcher.experiment import Experiment, experiment_on
+from hybridflow.launcher.here import run_here
+from hybridflow.launcher.hostfile import LaunchError, LaunchHost, chosen, read_hostfile
+from hybridflow.launcher.output import say
+from hybridflow.launcher.team import Team
+from hybridflow.launcher.torchrun import Torchrun
 
 FACTS_SECONDS = 60.0  # beyond those to connect: a cold file system
 NEEDED = ("torch", "megatron-core", "vllm")
 
 
-def run(options: Options) -> int:
+def run(options: LaunchOptions) -> int:
     """The exit status: 0, that of the first rank to fail, or 1. Errors: LaunchError before ranks have started."""
     if options.no_ssh:
         return run_here(options)
@@ -44,7 +44,7 @@ def run(options: Options) -> int:
 class Job:
     """hosts: those of the hostfile, the first of which are used; the others are spares."""
 
-    def __init__(self, options: Options, hosts: Sequence[Host], least: int, most: int) -> None:
+    def __init__(self, options: LaunchOptions, hosts: Sequence[LaunchHost], least: int, most: int) -> None:
         self._options, self._hosts, self._least, self._most = options, hosts, least, most
         self._ssh = Ssh(options.connect_timeout, options.ssh_config, options.ssh_options)
         self._restarts = RESTARTS_WITH_SPARES if least < len(hosts) else 0
@@ -73,7 +73,7 @@ class Job:
                 say(f"{failure}: restart {restart + 1} of {self._restarts}", error=True)
         return 0 if failure is None else failure.status
 
-    def _experiment(self, hosts: Sequence[Host]) -> Experiment:
+    def _experiment(self, hosts: Sequence[LaunchHost]) -> Experiment:
         return experiment_on(self._options, hosts, min(self._least, len(hosts)))
 
     def _compare(self, team: Team, experiment: Experiment) -> None:
@@ -160,7 +160,7 @@ class Job:
 # ------------------------------------------------------------------------------------------------ before a start
 
 
-def facts_request(options: Options) -> Message:
+def facts_request(options: LaunchOptions) -> Message:
     files = [options.config] if options.config is not None else []
     return {
         "do": "facts",
@@ -171,7 +171,7 @@ def facts_request(options: Options) -> Message:
     }
 
 
-def check_alike(options: Options, experiment: Experiment, facts: Mapping[Host, Facts]) -> None:
+def check_alike(options: LaunchOptions, experiment: Experiment, facts: Mapping[LaunchHost, Facts]) -> None:
     """Errors: LaunchError with all that differs."""
     lines = missing(facts, options.python, NEEDED) + differences(facts)
     if not options.allow_unlike_gpus:
@@ -182,7 +182,7 @@ def check_alike(options: Options, experiment: Experiment, facts: Mapping[Host, F
         raise LaunchError("\n".join(lines))
 
 
-def known_address(options: Options, hosts: Sequence[Host]) -> str | None:
+def known_address(options: LaunchOptions, hosts: Sequence[LaunchHost]) -> str | None:
     """Of the first host, as far as this machine can tell without a word to it; None where it cannot."""
     if options.master_addr is not None:
         return options.master_addr
@@ -196,7 +196,7 @@ def known_address(options: Options, hosts: Sequence[Host]) -> str | None:
     return next((each for each in addresses if not ipaddress.ip_address(each.partition("%")[0]).is_loopback), None)
 
 
-def not_reached(connection: Connection, why: str, options: Options) -> str:
+def not_reached(connection: Connection, why: str, options: LaunchOptions) -> str:
     """With what to try where it is ssh that failed."""
     if connection.is_local or connection.lost is None:
         return f"{connection.host}: {why}"
@@ -208,7 +208,7 @@ def not_reached(connection: Connection, why: str, options: Options) -> str:
     return f"{connection.host}: {why}; try: {ssh}"
 
 
-def dry_run(options: Options, hosts: Sequence[Host], least: int) -> None:
+def dry_run(options: LaunchOptions, hosts: Sequence[LaunchHost], least: int) -> None:
     """Print what would be started where."""
     experiment = experiment_on(options, hosts, least)
     hosts = hosts[: experiment.num_hosts]
@@ -228,5 +228,5 @@ def dry_run(options: Options, hosts: Sequence[Host], least: int) -> None:
         print(f"Where port {port} of {hosts[0]} is taken, another one is found.")
 
 
-def names_of(hosts: Sequence[Host]) -> str:
+def names_of(hosts: Sequence[LaunchHost]) -> str:
     return ", ".join(host.name for host in hosts)

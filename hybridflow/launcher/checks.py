@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.hostfile import Host
+from hybridflow.launcher.hostfile import LaunchHost
 
-Facts = Mapping[str, Any]  # of a host, as launch/node.py tells them
+Facts = Mapping[str, Any]  # of a host, as hybridflow/launcher/node.py tells them
 
 
-def differences(found: Mapping[Host, Facts]) -> list[str]:
+def differences(found: Mapping[LaunchHost, Facts]) -> list[str]:
     """A line for each thing that has to be alike and is not, with which host has what."""
     names = dict.fromkeys(name for facts in found.values() for name in facts["alike"])
     lines = []
@@ -25,7 +25,7 @@ def differences(found: Mapping[Host, Facts]) -> list[str]:
     return lines
 
 
-def missing(found: Mapping[Host, Facts], python: str, packages: Sequence[str]) -> list[str]:
+def missing(found: Mapping[LaunchHost, Facts], python: str, packages: Sequence[str]) -> list[str]:
     """A line for each package that the ranks need and no host has: where one has it, `differences` tells."""
     lines = []
     for package in packages:
@@ -34,7 +34,7 @@ def missing(found: Mapping[Host, Facts], python: str, packages: Sequence[str]) -
     return lines
 
 
-def unlike_gpus(found: Mapping[Host, Facts]) -> list[str]:
+def unlike_gpus(found: Mapping[LaunchHost, Facts]) -> list[str]:
     """A line where hosts have other GPUs than others."""
     kinds = {host: _gpus(facts["gpus"]) for host, facts in found.items()}
     if len(set(kinds.values())) < 2:
@@ -42,7 +42,7 @@ def unlike_gpus(found: Mapping[Host, Facts]) -> list[str]:
     return [f"GPUs differ: {_by_value(kinds)}; --allow-unlike-gpus starts all the same"]
 
 
-def too_few_gpus(found: Mapping[Host, Facts]) -> list[str]:
+def too_few_gpus(found: Mapping[LaunchHost, Facts]) -> list[str]:
     """A line for each host with more slots than GPUs. Hosts without any are left to the config's platform."""
     return [
         f"{host}: slots={host.slots}, but it has {len(facts['gpus'])} GPUs: each rank needs its own"
@@ -60,7 +60,7 @@ def _gpus(names: Sequence[str]) -> str:
     return " and ".join(counted) or "none"
 
 
-def _by_value(values: Mapping[Host, str]) -> str:
+def _by_value(values: Mapping[LaunchHost, str]) -> str:
     """`2.13.0 on a, b; 2.11.0 on c`"""
     hosts: dict[str, list[str]] = {}
     for host, value in values.items():

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launch.arguments import Options
-from launch.hostfile import Host, LaunchError
-from launch.output import say
+from hybridflow.launcher.arguments import LaunchOptions
+from hybridflow.launcher.hostfile import LaunchError, LaunchHost
+from hybridflow.launcher.output import say
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Experiment:
         return any((self.run_dir / "checkpoints").glob("step_*"))
 
 
-def experiment_on(options: Options, hosts: Sequence[Host], least: int) -> Experiment:
+def experiment_on(options: LaunchOptions, hosts: Sequence[LaunchHost], least: int) -> Experiment:
     """What is asked for, on these hosts: on `least` of them or more. Errors: LaunchError."""
     if options.config is None:
         return Experiment(len(hosts))
@@ -63,7 +63,7 @@ def experiment_on(options: Options, hosts: Sequence[Host], least: int) -> Experi
 def read_experiment(
     config: str,
     overrides: Sequence[str],
-    hosts: Sequence[Host],
+    hosts: Sequence[LaunchHost],
     least: int,
     *,
     python: str,

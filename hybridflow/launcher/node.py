@@ -1,6 +1,6 @@
 """What runs on each host: it tells about the host, starts torchrun, and leaves no process behind when it ends.
 
-The launcher (launch/job.py) sends this file over ssh to the host's Python, so it imports nothing but the standard
+The launcher (job.py) sends this file over ssh to the host's Python, so it imports nothing but the standard
 library. Requests come in on stdin and answers go out on stdout, a JSON object a line each:
 
     {"do": "facts", "directory", "code", "files", "lost_after"}  -> {"facts": {...}}

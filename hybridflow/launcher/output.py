@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
-from launch.hostfile import Host
+from hybridflow.launcher.hostfile import LaunchHost
 
 PREFIX = "launch: "  # of what the launcher says itself
 LOOK_EVERY = 1.0  # seconds
@@ -34,7 +34,7 @@ def say(text: str, *, error: bool = False) -> None:
 class Output:
     """Of all hosts in one start. run_dir: where the logs go, if anywhere. stays: the run goes on in it."""
 
-    def __init__(self, hosts: Iterable[Host], run_dir: Path | None, *, stays: bool) -> None:
+    def __init__(self, hosts: Iterable[LaunchHost], run_dir: Path | None, *, stays: bool) -> None:
         self._run_dir, self._files = run_dir, dict[str, IO[str]]()
         self._spool: Path | None = None
         self._looked = 0.0

@@ -1,0 +1,152 @@
+"""Talk to a model that a run has trained, or to any model directory:
+
+    hybridflow chat runs/math                     line by line; /reset begins anew, /quit or Ctrl-D ends
+    hybridflow chat runs/math --prompt "12+7="    one answer, on stdout alone
+
+With a chat template the conversation goes on from turn to turn; without one each line is a prompt of its own, as it
+stands. The likeliest token is taken unless --temperature says otherwise. Responses end at the tokens at which training
+ends them.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybridflow import __version__
+from hybridflow.cli.command import print_error, program
+from hybridflow.errors import RunDirError, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hybridflow.data.end_tokens import EndTokens
+
+MOST_LENGTH = 8192  # tokens of a conversation, where the model takes more
+Message = dict[str, str]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog=program("hybridflow.cli.chat"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", metavar="RUN_OR_MODEL", type=Path, help="a run's directory, or a model's")
+    parser.add_argument("--prompt", metavar="TEXT", help="answer this and end")
+    parser.add_argument("--max-tokens", metavar="N", type=int, default=512, help="of a response at most (512)")
+    parser.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0: the likeliest token (0)")
+    parser.add_argument("--seed", metavar="S", type=int, default=0, help="of what is drawn at a temperature (0)")
+    parser.add_argument("--version", action="version", version=__version__)
+    options = parser.parse_args(arguments)
+    if options.max_tokens < 1 or options.temperature < 0:
+        parser.error("--max-tokens is at least 1, --temperature at least 0")
+    try:
+        _talk(options)
+    except UserError as error:
+        print_error(error, "hybridflow.cli.chat")
+        return 1
+    except KeyboardInterrupt:
+        print()
+    return 0
+
+
+def model_directory(given: Path) -> Path:
+    """A run's trained model, or the directory itself. Errors: RunDirError."""
+    if (given / "hf" / "config.json").is_file():
+        return given / "hf"
+    if (given / "config.json").is_file():
+        return given
+    if (given / "config.yaml").is_file():
+        raise RunDirError(
+            f"{given}: the run has written no model yet: {given}/hf appears when it ends; of a checkpoint, "
+            f"`hybridflow convert megatron-to-hf` makes one"
+        )
+    raise RunDirError(f"{given}: is neither a run's directory nor a model's: no config.yaml and no config.json")
+
+
+class Chat:
+    """A conversation with a model."""
+
+    def __init__(self, model: Path, options: argparse.Namespace) -> None:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it as it loads
+        from hybridflow.architecture.spec import read_spec
+        from hybridflow.data.end_tokens import end_tokens
+        from hybridflow.data.tokenizers import load_tokenizer
+        from hybridflow.parallel.platform import prepare_imports
+        from hybridflow.rollout.chat_engine import ChatEngine
+
+        prepare_imports("auto")
+        spec = read_spec(model)
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(model)
+        self.has_template = self.tokenizer.chat_template is not None
+        self._ends: EndTokens = end_tokens(model, self.tokenizer, spec.vocab_size, template=self.has_template)
+        self._length, self._options = min(spec.max_positions, MOST_LENGTH), options
+        self._engine: ChatEngine = ChatEngine(model, max_length=self._length)
+        self.messages: list[Message] = []
+
+    def answer(self, text: str) -> Iterator[str]:
+        """What the model says to it, piece by piece. Errors: UserError where it is too long."""
+        ids = self._prompt(text)
+        room = self._length - len(ids)
+        if room < 1:
+            self.messages.clear()
+            raise RunDirError(f"the prompt has {len(ids)} tokens, the model takes {self._length}: begin anew")
+        shown = ""
+        for made in self._engine.stream(
+            ids,
+            ends=self._ends.ids,
+            max_tokens=min(self._options.max_tokens, room),
+            temperature=self._options.temperature,
+            seed=self._options.seed,
+        ):
+            whole = str(self.tokenizer.decode([i for i in made if i not in self._ends.ids]))
+            if not whole.endswith("\ufffd"):  # the rest of a character comes with the next token
+                yield whole[len(shown) :]
+                shown = whole
+        self.messages.append({"role": "assistant", "content": shown})
+
+    def _prompt(self, text: str) -> list[int]:
+        if not self.has_template:
+            ids: list[int] = self.tokenizer(text)["input_ids"]
+            return ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
+        self.messages.append({"role": "user", "content": text})
+        rendered = self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False)
+        return list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
+
+def _talk(options: argparse.Namespace) -> None:
+    model = model_directory(options.model)
+    if options.prompt is None:
+        print(f"loading {model}", flush=True)
+    chat = Chat(model, options)
+    if options.prompt is not None:
+        _print(chat.answer(options.prompt))
+        return
+    kind = "a conversation" if chat.has_template else "no chat template: each line is a prompt of its own"
+    print(f"{kind}; /reset begins anew, /quit ends", flush=True)
+    while (line := _read()) is not None:
+        if line == "/reset":
+            chat.messages.clear()
+        elif line:
+            _print(chat.answer(line))
+
+
+def _read() -> str | None:
+    """A line of the person's; None at the end."""
+    try:
+        line = input("> ").strip()
+    except EOFError:
+        print()
+        return None
+    return None if line in ("/quit", "/exit") else line
+
+
+def _print(pieces: Iterator[str]) -> None:
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print(flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

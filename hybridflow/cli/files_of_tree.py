@@ -1,0 +1,52 @@
+"""What a config names and this machine lacks, as far as can be told of a config that does not hold: torch stays out."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config.fixed_data import AnyConfig, config_class
+from hybridflow.config.hub import cached
+from hybridflow.errors import ConfigError, Reasons
+
+ROLES = ("actor", "critic", "reference", "reward_model")
+
+
+def read_config(tree: dict[str, Any], source: str | Path) -> AnyConfig:
+    """The config of a tree. Errors: ConfigError with all that is wrong with its keys, and with files that it names."""
+    reasons = Reasons()
+    try:
+        return config_class(tree).from_tree(tree, source)
+    except ConfigError as error:
+        reasons.lines += str(error).splitlines()
+    from hybridflow.data.sources import data_files  # numpy and more load for a second: only where it has failed anyway
+    from hybridflow.rewards.probe import described
+
+    for key, model in _models(tree):
+        if not Path(cached(model)).expanduser().exists():
+            reasons.lines.append(f"{key}.model = {model}: no such directory")
+    for name in ("train", "heldout"):
+        file = _section(tree, "data").get(name)
+        if isinstance(file, str):
+            reasons.of(data_files, Path(file).expanduser(), f"data.{name}")
+    reasons.of(described, [(function, {}) for function in _functions(tree)])
+    reasons.refuse()
+    raise AssertionError("there was a reason")
+
+
+def _models(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key in ROLES:
+        model = _section(tree, key).get("model")
+        if isinstance(model, str):
+            yield key, model
+
+
+def _functions(tree: Mapping[str, Any]) -> list[str]:
+    """Those whose arguments are not given: what is wrong with these is told once the keys are right."""
+    listed = _section(tree, "reward").get("functions")
+    found = [one.get("function") for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
+    return [function for function in found if isinstance(function, str)]
+
+
+def _section(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    section = tree.get(key)
+    return section if isinstance(section, Mapping) else {}

@@ -1,0 +1,103 @@
+"""Why a config cannot be trained here: all reasons at once, the same for `hybridflow plan` and `hybridflow train`.
+
+    check_here(config, world_size)        layouts, models, files, columns, functions; keys: `files_of_tree.read_config`
+
+Nothing is built, and no weights are read. Errors: ConfigError with a line a reason.
+"""
+
+from pathlib import Path
+
+from hybridflow.config import ExperimentConfig
+from hybridflow.config.algorithms import Custom
+from hybridflow.config.data import DataFiles
+from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
+from hybridflow.data.fields import named
+from hybridflow.data.rows import Row, RowError, attempt
+from hybridflow.data.same_tokens import check_tokenizers
+from hybridflow.data.sources import data_files, open_files
+from hybridflow.errors import DataError, Reasons
+from hybridflow.placement.placed import place_either
+from hybridflow.rewards.specs import pool_specs
+from hybridflow.user_code import load_function
+
+NUM_ROWS = 16  # whose columns are looked at
+MOST_BYTES = 256 << 20  # of the files whose columns are looked at; the run checks larger ones as it reads them
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin", ".metadata")
+# the fields that a row of each kind has, in the ways that it may have them
+FIELDS = {
+    "sft": (("messages",), ("prompt", "completion")),
+    "pairs": (("chosen", "rejected"),),
+    "labelled": (("prompt", "completion", "label"),),
+}
+
+
+def check_here(config: AnyConfig, world_size: int | None) -> None:
+    """Whether a run with this config could begin on this machine. Errors: ConfigError with a line a reason."""
+    reasons = Reasons()
+    if world_size is not None:
+        reasons.of(place_either, config, world_size)
+    note_missing(config, reasons)
+    reasons.refuse()
+
+
+def note_missing(config: AnyConfig, reasons: Reasons) -> None:
+    """Note what the config names and this machine lacks, beside models' sizes."""
+    if not reasons.lines:  # of a model that cannot be read nothing new is said
+        reasons.of(check_tokenizers, config)
+    for key, files in (("data.train", config.data.train), ("data.heldout", config.data.heldout)):
+        if files is not None:
+            reasons.of(_check_rows, key, files, config)
+    if isinstance(config, ExperimentConfig):
+        reasons.of(pool_specs, config)
+        if isinstance(config.algorithm, Custom):
+            reasons.of(load_function, config.algorithm.flow, "algorithm.flow")
+
+
+def missing_here(config: AnyConfig) -> list[str]:
+    """Why a config of sizes alone cannot be trained here, a line each; empty for a config whose models have weights.
+
+    Sizes alone are models of a config.json without weights, as configs/shapes/ has them.
+    """
+    models = {role.model: Path(role.model) for role in config.roles().values()}
+    bare = [
+        name
+        for name, path in models.items()
+        if (path / "config.json").is_file()
+        and path.parent.name != "snapshots"  # of the Hub's cache: a run fetches what is missing
+        and not any(any(path.glob(pattern)) for pattern in WEIGHTS)
+    ]
+    if not bare:
+        return []
+    reasons = Reasons()
+    reasons.lines.append(f"no weights in {', '.join(bare)}")
+    note_missing(config, reasons)
+    return list(dict.fromkeys(reasons.lines))
+
+
+def _check_rows(key: str, files: DataFiles, config: AnyConfig) -> None:
+    """Errors: DataError for a file that is not there, and for first rows that lack a column."""
+    if sum(file.stat().st_size for file in data_files(files, key)) > MOST_BYTES:
+        return
+    rows = open_files(files, key)
+    first = rows.rows_at(range(min(len(rows), NUM_ROWS)))
+    found = [attempt(lambda row: _check_columns(row, config), row) for row in first]
+    wrong = [error for error in found if isinstance(error, RowError)]
+    if wrong and (config.data.bad_rows == "error" or len(wrong) == len(first)):
+        raise DataError(str(wrong[0]))
+
+
+def _check_columns(row: Row, config: AnyConfig) -> None:
+    if row.problem is not None:
+        raise row.problem
+    fields = named(row, config.data.columns).fields
+    if isinstance(config, FixedDataConfig):
+        ways = FIELDS[config.algorithm.kind]
+        if any(set(way) <= fields.keys() for way in ways):
+            return
+        lacking = [name for name in ways[-1] if name not in fields]
+        wanted, hint = f"field {lacking[0]!r}", "; data.columns says which of them stands for it"
+    else:
+        if config.data.prompt_key in fields:
+            return
+        wanted, hint = f"key {config.data.prompt_key!r} (data.prompt_key)", ""
+    raise RowError(f"{row.where}: has no {wanted}; its fields are {', '.join(fields) or 'none'}{hint}", "no column")

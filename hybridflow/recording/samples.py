@@ -1,0 +1,75 @@
+"""Responses that a person reads: which of them, and what stands beside each in samples.jsonl."""
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict
+
+from torch import Tensor
+
+from hybridflow.batch import PromptBatch, RolloutBatch
+
+MOST_CHARACTERS = 2000  # of a column's value
+
+
+class Sample(TypedDict):
+    """A line of samples.jsonl. kind: train, or heldout of an evaluation."""
+
+    kind: str
+    prompt: str
+    response: str
+    score: float | None
+    parts: Mapping[str, float]  # of the score, before their weights
+    columns: Mapping[str, Any]  # the user's, of the row
+
+
+def samples_of(
+    batch: RolloutBatch,
+    prompts: PromptBatch,
+    rows: Sequence[int],
+    decode: Callable[[list[int]], str],
+    *,
+    kind: str,
+    scores: Tensor | None,
+    parts: Mapping[str, Tensor],
+) -> list[Sample]:
+    """Of these rows of the batch. scores, parts: (N,) each."""
+    found = []
+    for row, ids in zip(rows, batch.response_token_lists(list(rows)), strict=True):
+        prompt = int(batch.prompt_indices[row])
+        found.append(
+            Sample(
+                kind=kind,
+                prompt=prompts.texts[prompt],
+                response=decode(ids),
+                score=None if scores is None else float(scores[row]),
+                parts={name: float(part[row]) for name, part in parts.items()},
+                columns={name: _short(values[prompt]) for name, values in prompts.columns.items()},
+            )
+        )
+    return found
+
+
+def chosen_rows(prompt_indices: Tensor, num_prompts: int, number: int, *, seed: str) -> list[int]:
+    """So many rows of a batch, ascending: of as many prompts as there are, drawn by the seed.
+
+    num_prompts: rows of prompts from that number on cannot be shown. A prompt has a second row only where all have one.
+    """
+    drawing = random.Random(seed)
+    rows: dict[int, list[int]] = {}
+    for row, prompt in enumerate(prompt_indices.tolist()):
+        if prompt < num_prompts:
+            rows.setdefault(prompt, []).append(row)
+    for own in rows.values():
+        drawing.shuffle(own)
+    order = list(rows.values())
+    drawing.shuffle(order)
+    most = max(map(len, order), default=0)
+    dealt = [own[i] for i in range(most) for own in order if i < len(own)]
+    return sorted(dealt[:number])
+
+
+def _short(value: Any) -> Any:
+    """What JSON takes; a long value as the beginning of its text."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return json.loads(text) if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."

@@ -1,0 +1,67 @@
+"""vLLM as its users have it, on a model directory: for talking to a model, not for training beside it."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hybridflow.errors import EnvironmentProblem
+from hybridflow.rollout.device import engine_device
+
+CPU_CACHE_BYTES = 1 << 30  # of keys and values
+
+
+class ChatEngine:
+    """Generates from one prompt at a time. Errors: EnvironmentProblem where vLLM is not installed."""
+
+    def __init__(self, model: Path, *, max_length: int) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: it ends with the command
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        try:
+            import vllm
+        except ImportError as error:
+            raise EnvironmentProblem(f"vLLM cannot be imported ({error})") from error
+        cpu = engine_device().kind == "cpu"
+        self._llm = vllm.LLM(
+            model=str(model),
+            # vLLM would round float32 weights to 16 bits; on GPUs its attention takes no others
+            dtype="float32" if cpu and _is_float32(model) else "auto",
+            max_model_len=max_length,
+            max_num_seqs=1,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            seed=0,
+            enforce_eager=cpu,
+            kv_cache_memory_bytes=CPU_CACHE_BYTES if cpu else None,
+            use_tqdm_on_load=False,
+        )
+        self._requests = 0
+
+    def stream(
+        self, prompt: Sequence[int], *, ends: Sequence[int], max_tokens: int, temperature: float, seed: int
+    ) -> Iterator[list[int]]:
+        """All token ids of the response so far, after each step. temperature 0 takes the likeliest token."""
+        from vllm import RequestOutput, SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=temperature,
+            max_tokens=max_tokens,
+            stop_token_ids=list(ends),
+            seed=seed,
+            detokenize=False,
+            output_kind=RequestOutputKind.CUMULATIVE,
+        )
+        self._requests += 1
+        engine = self._llm.llm_engine
+        engine.add_request(str(self._requests), TokensPrompt(prompt_token_ids=list(prompt)), params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                assert isinstance(output, RequestOutput), "the model generates"
+                yield list(output.outputs[0].token_ids)
+
+
+def _is_float32(model: Path) -> bool:
+    tree = json.loads((model / "config.json").read_bytes())
+    return bool(tree.get("dtype", tree.get("torch_dtype")) == "float32")

@@ -1,0 +1,97 @@
+"""All reasons why a run cannot begin are told at once, by plan and train alike."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.tiny_experiment import make_inputs, write_config
+from tests.launch import ROOT
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("refusals") / "inputs")
+
+
+def config(tmp_path: Path, inputs: Path, **changes: Any) -> Path:
+    path = write_config(tmp_path / "config.yaml", inputs)
+    tree = json.loads(path.read_text())
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        tree[section] = {**tree[section], name: value} if name else value
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def told(command: str, path: Path, *overrides: str) -> tuple[int, list[str]]:
+    """Status, and the lines of the error without the name of the command."""
+    words = [sys.executable, "-m", "hybridflow", command, str(path), *overrides]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    prefix = {"train": "hybridflow: error: ", "plan": "hybridflow plan: error: "}[command]
+    lines = done.stderr.splitlines()
+    assert all(line.startswith(prefix) for line in lines), done.stderr
+    return done.returncode, [line.removeprefix(prefix) for line in lines]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_models_files_and_functions(command: str, inputs: Path, tmp_path: Path) -> None:
+    path = config(
+        tmp_path,
+        inputs,
+        critic__model="nowhere",
+        actor__tensor_parallel_size=3,
+        data__train="absent.jsonl",
+        reward={"functions": [{"function": "no_module:f"}, {"function": "hybridflow.rewards:no_function"}]},
+    )
+    status, lines = told(command, path)
+    assert status == 1
+    for part in (
+        "nowhere/config.json: no such file",
+        "actor.tensor_parallel_size = 3 does not divide",
+        "data.train = absent.jsonl: no such file",
+        "reward function no_module:f: cannot import no_module",
+        "has no no_function",
+    ):
+        assert sum(part in line for line in lines) == 1, (part, lines)
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_keys_and_files(command: str, inputs: Path, tmp_path: Path) -> None:
+    """Of a config that does not hold, files are told all the same."""
+    path = config(tmp_path, inputs, seed=-1, data__train="absent.jsonl", critic__model="nowhere")
+    status, lines = told(command, path)
+    assert status == 1
+    assert [line.partition("config.yaml: ")[2] or line for line in lines] == [
+        "seed = -1: input should be greater than or equal to 0",
+        "critic.model = nowhere: no such directory",
+        "data.train = absent.jsonl: no such file",
+    ]
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_a_column_that_is_missing(command: str, inputs: Path, tmp_path: Path) -> None:
+    status, lines = told(command, config(tmp_path, inputs, data__prompt_key="question"))
+    assert status == 1 and len(lines) == 1
+    assert "train.jsonl, line 1: has no key 'question' (data.prompt_key); its fields are prompt" in lines[0]
+
+
+def test_a_number_of_ranks_that_does_not_fit_is_told_with_one_that_does(inputs: Path, tmp_path: Path) -> None:
+    path = config(tmp_path, inputs, actor__tensor_parallel_size=2)
+    status, lines = told("train", path, "--nproc", "3")
+    assert status == 1
+    assert lines[0] == f"needs 2 ranks (or a multiple), got 3: hybridflow train {path} --nproc 2"
+
+
+def test_sizes_alone_are_planned_and_not_trained() -> None:
+    """Models of configs/shapes/ have no weights: what they will hold can be told all the same."""
+    path = ROOT / "configs" / "llama3_8b_8gpus.yaml"
+    words = [sys.executable, "-m", "hybridflow", "plan", str(path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.partition("hybridflow train would refuse this config here:\n")[2]
+    assert "no weights in configs/shapes/llama-3-8b, " in said and "data.train = " in said
