@@ -22,7 +22,8 @@ from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.config.section import Section
 
 REQUIRED, SECTION = "required", "section"
-OWNERS = {ExperimentConfig: "generation", FixedDataConfig: "fixed data"}
+Tree = type[ExperimentConfig] | type[FixedDataConfig]
+OWNERS: dict[Tree, str] = {ExperimentConfig: "generation", FixedDataConfig: "fixed data"}
 BOUNDS = {Gt: ">", Ge: ">=", Lt: "<", Le: "<="}
 NAMES = {str: "text", int: "integer", float: "number", bool: "true | false", type(None): "null"}
 
@@ -38,7 +39,7 @@ class Key:
     owner: str
 
 
-def keys_of(tree: type[ExperimentConfig] | type[FixedDataConfig]) -> Iterator[Key]:
+def keys_of(tree: Tree) -> Iterator[Key]:
     """All keys of a kind of run, in the order of its sections; those of `algorithm` once for each algorithm."""
     yield from _keys(tree, None, "", OWNERS[tree])
 

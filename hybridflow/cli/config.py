@@ -1,0 +1,88 @@
+"""Config files: one to begin with, all keys and what they mean, what a file resolves to, how two differ.
+
+    hybridflow config init                             names of configs to begin with
+    hybridflow config init grpo > mine.yaml            a whole config; what has to be changed says CHANGE
+    hybridflow config show mine.yaml [key=value ...]   every key with its value, base and defaults included
+    hybridflow config keys [reward.models]             keys with type, default and description
+    hybridflow config schema                           JSON schema of config files, for editors
+    hybridflow config diff a.yaml b.yaml               keys that differ, both files resolved
+
+No model is read and nothing starts. The exit status is 1 where a config or a key is wrong.
+"""
+
+import argparse
+import os
+import sys
+
+from hybridflow import __version__
+from hybridflow.cli.command import print_error, program
+from hybridflow.config.files import as_yaml
+from hybridflow.config.json_schema import schema_text
+from hybridflow.config.key_list import entries
+from hybridflow.config.resolved import differences, resolved
+from hybridflow.config.starters import starter_text, starters, title
+from hybridflow.errors import UserError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        print(_output(options), end="", flush=True)
+    except UserError as error:
+        print_error(error, "hybridflow config")
+        return 1
+    except BrokenPipeError:  # `| head` has read enough; Python would tell so at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program("hybridflow.cli.config"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    init = commands.add_parser("init", help="print a config to begin with; without NAME the names")
+    init.add_argument("name", nargs="?", metavar="NAME", help="such as ppo, grpo, sft or dpo")
+    show = commands.add_parser("show", help="print a config with its base and every default")
+    show.add_argument("config", metavar="CONFIG", help="a YAML file")
+    show.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of the config")
+    keys = commands.add_parser("keys", help="list keys with type, default and description")
+    keys.add_argument("prefix", nargs="?", default="", metavar="PREFIX", help="a key or a section: reward.models")
+    commands.add_parser("schema", help="print the JSON schema of config files")
+    diff = commands.add_parser("diff", help="print the keys that differ between two configs")
+    diff.add_argument("first", metavar="A", help="a YAML file")
+    diff.add_argument("second", metavar="B", help="another one")
+    return parser
+
+
+def _output(options: argparse.Namespace) -> str:
+    """What a subcommand prints. Errors: UserError."""
+    match options.command:
+        case "init":
+            return _starter(options.name)
+        case "show":
+            tree, notes = resolved(options.config, options.overrides)
+            for note in notes:
+                print(f"hybridflow config: {note}", file=sys.stderr)
+            return as_yaml(tree)
+        case "keys":
+            return "".join(f"{entry.text()}\n" for entry in entries(options.prefix))
+        case "schema":
+            return schema_text()
+    lines = differences(options.first, options.second)
+    return "".join(f"{line}\n" for line in lines) or "no key differs\n"
+
+
+def _starter(name: str | None) -> str:
+    if name is not None:
+        return starter_text(name)
+    known = starters()
+    width = max(map(len, known))
+    return "".join(f"{each:{width}}  {title(path)}\n" for each, path in known.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

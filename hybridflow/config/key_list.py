@@ -1,0 +1,94 @@
+"""All keys of both kinds of config as a person reads them: each once, with who has it where not all do. Pure.
+
+entries("sampling.top_k")       [Entry("sampling.top_k", "integer >= 0", "0", ..., "Only with generation.")]
+"""
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from hybridflow.config.algorithms import ALGORITHMS
+from hybridflow.config.fixed_algorithms import FIXED_ALGORITHMS
+from hybridflow.config.keys import OWNERS, Key, keys_of
+from hybridflow.errors import ConfigError
+
+NAME = "algorithm.name"
+EVERY_ALGORITHM = {**ALGORITHMS, **FIXED_ALGORITHMS}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A key. only: a sentence on who has it, "" where all have."""
+
+    path: str
+    kind: str
+    default: str
+    description: str
+    only: str
+
+    def text(self) -> str:
+        """`key  type  default`, and below it the description."""
+        head = "  ".join(part for part in (self.path, self.kind, self.default) if part)
+        return f"{head}\n    {' '.join(part for part in (self.description, self.only) if part)}"
+
+
+def entries(prefix: str = "") -> list[Entry]:
+    """The key `prefix` and those below it, or all. Errors: ConfigError where there is none."""
+    wanted = re.sub(r"\.[0-9]+(?=\.|$)", ".0", prefix.strip("."))
+    every = _without_repeats([_entry(keys) for keys in _alike()])
+    found = [entry for entry in every if not wanted or f"{entry.path}.".startswith(f"{wanted}.")]
+    if not found:
+        close = difflib.get_close_matches(wanted, list(dict.fromkeys(entry.path for entry in every)), n=1)
+        raise ConfigError(f"{prefix}: is no key" + (f"; did you mean {close[0]}?" if close else ""))
+    return found
+
+
+def _without_repeats(every: list[Entry]) -> list[Entry]:
+    """What a section says of who has it is not said again of its keys."""
+    said: dict[str, list[str]] = {}
+    for entry in every:
+        said.setdefault(entry.path, []).append(entry.only)
+
+    def repeats(entry: Entry) -> bool:
+        parts = entry.path.split(".")
+        return any(said.get(".".join(parts[:count])) == [entry.only] for count in range(1, len(parts)))
+
+    return [replace(entry, only="") if repeats(entry) else entry for entry in every]
+
+
+def _alike() -> list[list[Key]]:
+    """Keys with the same path, type and description together, section after section."""
+    groups: dict[str, dict[tuple[str, ...], list[Key]]] = {}
+    for tree in OWNERS:
+        for key in keys_of(tree):
+            same = (key.path,) if key.path == NAME else (key.path, key.kind, key.description)
+            groups.setdefault(key.path.partition(".")[0], {}).setdefault(same, []).append(key)
+    return [keys for section in groups.values() for keys in section.values()]
+
+
+def _entry(keys: list[Key]) -> Entry:
+    first = keys[0]
+    if first.path == NAME:
+        return Entry(NAME, " | ".join(EVERY_ALGORITHM), first.default, first.description, "")
+    return Entry(first.path, first.kind, _defaults(keys), first.description, _only([key.owner for key in keys]))
+
+
+def _defaults(keys: Iterable[Key]) -> str:
+    """The default that most have, and who has another: `clip; reinforce for rloo, opo`."""
+    owners: dict[str, list[str]] = {}
+    for key in keys:
+        owners.setdefault(key.default, []).append(key.owner)
+    most, *others = sorted(owners, key=lambda default: -len(owners[default]))
+    return "; ".join([most, *(f"{default} for {', '.join(owners[default])}" for default in others)])
+
+
+def _only(owners: list[str]) -> str:
+    have = set(owners)
+    if have >= set(OWNERS.values()) or have == set(EVERY_ALGORITHM):
+        return ""
+    if have in ({"generation"}, set(ALGORITHMS)):
+        return "Only with generation."
+    if have in ({"fixed data"}, set(FIXED_ALGORITHMS)):
+        return "Only on fixed data."
+    return f"Only with {', '.join(owners)}."
