@@ -18,7 +18,13 @@ import torch
 from tests.forks import ROOT, run_forks
 
 SECONDS = 900  # of one launch: the longest takes 100 on two cores; another machine may be slower, and shared
+OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MARKED: ContextVar[bool] = ContextVar("MARKED", default=True)  # conftest: whether this test is marked as distributed
+
+
+def of_no_rank(**more: str) -> dict[str, str]:
+    """This process's environment for a command that starts ranks: tests that join a group of one leave a rank's."""
+    return {name: value for name, value in os.environ.items() if name not in OF_A_RANK} | more
 
 
 def run_ranks(

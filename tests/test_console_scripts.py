@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 import tomllib
@@ -12,7 +11,7 @@ import pytest
 
 from hybridflow.cli.main import COMMANDS
 from tests.distributed.tiny_experiment import make_inputs, write_config
-from tests.launch import ROOT
+from tests.launch import ROOT, of_no_rank
 from tests.messages import like
 
 SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -46,7 +45,7 @@ def run(name: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess
     return subprocess.run(
         [sys.executable, "-P", "-c", CODE.format(module=module, function=function, name=name), *map(str, arguments)],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=of_no_rank(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
         timeout=600,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.tiny_experiment import make_inputs, write_config
-from tests.launch import ROOT
+from tests.launch import ROOT, of_no_rank
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
@@ -36,7 +36,7 @@ def home(inputs: Path) -> Path:
 
 
 def hybridflow(home: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    env = of_no_rank(HF_HOME=str(home), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", "hybridflow", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
 

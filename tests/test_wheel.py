@@ -1,7 +1,6 @@
 """The wheel holds hybridflow alone, with its configs and sources, and trains where there is no repository."""
 
 import json
-import os
 import subprocess
 import sys
 import sysconfig
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.tiny_experiment import make_inputs
-from tests.launch import ROOT
+from tests.launch import ROOT, of_no_rank
 
 pytestmark = pytest.mark.thorough
 
@@ -56,7 +55,8 @@ def test_it_trains_without_the_repository(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as files:  # as pip does, which this environment has no network for
         files.extractall(own)
     (own / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    env = of_no_rank(OMP_NUM_THREADS="1")
+    env.pop("PYTHONPATH", None)
 
     def run(*arguments: object) -> str:
         command = [str(python), "-P", *map(str, arguments)]

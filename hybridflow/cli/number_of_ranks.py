@@ -28,7 +28,7 @@ def number_of_ranks(tree: dict[str, Any], config: AnyConfig, source: str | Path,
         wanted, problem = world_size_to_try(config)
         none_fits = problem is not None
     try:
-        check_here(config, wanted)
+        check_here(config, wanted, output=True)
     except ConfigError as error:
         first = f"no number of ranks fits; on {wanted}, the least that the grids need:\n" if none_fits else ""
         raise ConfigError(f"{first or _other_number(config, source, wanted)}{error}") from error

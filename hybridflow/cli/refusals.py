@@ -16,7 +16,7 @@ from hybridflow.data.rows import Row, RowError, attempt
 from hybridflow.data.same_tokens import check_tokenizers
 from hybridflow.data.sources import data_files, open_files
 from hybridflow.errors import DataError, Reasons
-from hybridflow.placement.placed import place_either
+from hybridflow.placement.placed import check_output_dir, place_either
 from hybridflow.rewards.specs import pool_specs
 from hybridflow.user_code import load_function
 
@@ -31,12 +31,16 @@ FIELDS = {
 }
 
 
-def check_here(config: AnyConfig, world_size: int | None) -> None:
-    """Whether a run with this config could begin on this machine. Errors: ConfigError with a line a reason."""
+def check_here(config: AnyConfig, world_size: int, *, output: bool = False) -> None:
+    """Whether a run with this config could begin on this machine. Errors: ConfigError with a line a reason.
+
+    output: also whether the run directory can be written.
+    """
     reasons = Reasons()
-    if world_size is not None:
-        reasons.of(place_either, config, world_size)
+    reasons.of(place_either, config, world_size)
     note_missing(config, reasons)
+    if output:
+        reasons.of(check_output_dir, config)
     reasons.refuse()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hybridflow.cli.command import error_text
 from hybridflow.cli.main import COMMANDS, main
-from tests.launch import ROOT
+from tests.launch import ROOT, of_no_rank
 
 HEAVY = {"torch", "transformers", "vllm", "megatron"}
 HELP = """
@@ -59,7 +59,7 @@ def test_help_loads_no_heavy_package(name: str) -> None:
 def test_a_config_that_is_not_there_is_told_in_one_line(before: list[str], tmp_path: Path) -> None:
     missing = tmp_path / "mine.yaml"
     command = [sys.executable, "-m", "hybridflow", *before, str(missing)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, env=of_no_rank(), capture_output=True, text=True, timeout=600)
     told = f"hybridflow: error: {missing}: cannot be read: No such file or directory\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", told)
 

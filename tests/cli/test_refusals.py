@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.tiny_experiment import make_inputs, write_config
-from tests.launch import ROOT
+from tests.launch import ROOT, of_no_rank
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def config(tmp_path: Path, inputs: Path, **changes: Any) -> Path:
 def told(command: str, path: Path, *overrides: str) -> tuple[int, list[str]]:
     """Status, and the lines of the error without the name of the command."""
     words = [sys.executable, "-m", "hybridflow", command, str(path), *overrides]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(words, cwd=ROOT, env=of_no_rank(), capture_output=True, text=True, timeout=600)
     prefix = {"train": "hybridflow: error: ", "plan": "hybridflow plan: error: "}[command]
     lines = done.stderr.splitlines()
     assert all(line.startswith(prefix) for line in lines), done.stderr
@@ -91,7 +91,7 @@ def test_sizes_alone_are_planned_and_not_trained() -> None:
     """Models of configs/shapes/ have no weights: what they will hold can be told all the same."""
     path = ROOT / "configs" / "llama3_8b_8gpus.yaml"
     words = [sys.executable, "-m", "hybridflow", "plan", str(path)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(words, cwd=ROOT, env=of_no_rank(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     said = done.stdout.partition("hybridflow train would refuse this config here:\n")[2]
     assert "no weights in configs/shapes/llama-3-8b, " in said and "data.train = " in said

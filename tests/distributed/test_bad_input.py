@@ -19,7 +19,7 @@ import pytest
 
 from tests.distributed.reward_functions import BAD_ANSWER
 from tests.distributed.tiny_experiment import PROMPTS_PER_ITERATION, make_inputs, write_config
-from tests.launch import ROOT, run_ranks, torchrun
+from tests.launch import ROOT, of_no_rank, run_ranks, torchrun
 from tests.messages import like
 
 MESSAGE = "hybridflow: error: "
@@ -254,7 +254,7 @@ def error_before_training(config: Path, *overrides: str, by: Launcher = training
 
 def error_of_one_process(config: Path, *overrides: str) -> str:
     command = [sys.executable, "-m", "hybridflow.train", str(config), *overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=of_no_rank(), capture_output=True, text=True, timeout=600, check=False)
     assert not (config.parent / "run").exists()
     return only_message(done)
 
