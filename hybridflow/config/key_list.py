@@ -5,6 +5,7 @@ entries("sampling.top_k")       [Entry("sampling.top_k", "integer >= 0", "0", ..
 
 import difflib
 import re
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ from hybridflow.config.keys import OWNERS, Key, keys_of
 from hybridflow.errors import ConfigError
 
 NAME = "algorithm.name"
+WIDTH, INDENT = 112, " " * 4  # of descriptions in a terminal
 EVERY_ALGORITHM = {**ALGORITHMS, **FIXED_ALGORITHMS}
 
 
@@ -30,7 +32,8 @@ class Entry:
     def text(self) -> str:
         """`key  type  default`, and below it the description."""
         head = "  ".join(part for part in (self.path, self.kind, self.default) if part)
-        return f"{head}\n    {' '.join(part for part in (self.description, self.only) if part)}"
+        text = " ".join(part for part in (self.description, self.only) if part)
+        return "\n".join([head, *textwrap.wrap(text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)])
 
 
 def entries(prefix: str = "") -> list[Entry]:
