@@ -16,6 +16,7 @@ COMMANDS = {
     "train": ("hybridflow.cli.train", "train a model as a config says; starts the ranks itself"),
     "launch": ("hybridflow.launcher.main", "train on several hosts, by a hostfile and ssh"),
     "plan": ("hybridflow.cli.plan", "where each model lies, and what each rank holds, before anything starts"),
+    "config": ("hybridflow.cli.config", "starter configs, every key with its description, what a config comes to"),
     "health": ("hybridflow.cli.health", "check machines, links and a config's inputs before a run"),
     "data": ("hybridflow.cli.data", "columns, token lengths and rows of a data file, as a run reads them"),
     "samples": ("hybridflow.cli.samples", "responses of a run with their scores"),
