@@ -13,7 +13,10 @@ class BuildWithConfigs(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            shutil.copytree("configs", Path(self.build_lib) / "hybridflow" / "configs", dirs_exist_ok=True)
+            copied = Path(self.build_lib) / "hybridflow" / "configs"
+            shutil.copytree("configs", copied, dirs_exist_ok=True)
+            for file in copied.rglob("*.yaml"):  # whose first lines name the schema, for editors
+                file.write_text(file.read_text().replace("/hybridflow/config/schema.json", "/config/schema.json", 1))
 
 
 setup(cmdclass={"build_py": BuildWithConfigs})

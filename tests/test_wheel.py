@@ -69,6 +69,8 @@ def test_it_trains_without_the_repository(wheel: Path, tmp_path: Path) -> None:
         "import hybridflow; from hybridflow.config.shipped import *; print(hybridflow.__file__, shipped_configs())",
     )
     assert where.split() == [str(own / "hybridflow" / "__init__.py"), str(own / "hybridflow" / "configs")]
+    for config in (own / "hybridflow" / "configs").rglob("*.yaml"):  # an editor finds the schema from each
+        assert (config.parent / config.read_text().splitlines()[0].partition("$schema=")[2]).is_file(), config
     inputs = make_inputs(tmp_path / "inputs")
     models = {"actor": "policy", "reference": "policy", "critic": "reward", "reward.models.0": "reward"}
     overrides = [f"{key}.model={inputs / name}" for key, name in models.items()]

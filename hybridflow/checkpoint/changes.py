@@ -13,7 +13,7 @@ out.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -35,6 +35,7 @@ from hybridflow.config import OptimizerConfig
 from hybridflow.config.algorithms import ALGORITHMS, PPO
 from hybridflow.config.fixed_algorithms import FIXED_ALGORITHMS
 from hybridflow.config.fixed_data import config_class
+from hybridflow.config.keys import sections_in
 from hybridflow.config.losses import Importance, with_importance
 from hybridflow.config.old_keys import renamed
 from hybridflow.config.section import Section
@@ -262,7 +263,7 @@ def _flat(model: type[BaseModel], tree: Tree, prefix: str) -> Iterator[tuple[str
 
 
 def _flat_field(field: FieldInfo, value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    sections = sections_of(field.annotation)
+    sections = sections_in(field.annotation)
     if sections and isinstance(value, list | tuple):
         for i, item in enumerate(value):
             yield from _flat_section(sections, item, f"{path}.{i}")
@@ -272,7 +273,7 @@ def _flat_field(field: FieldInfo, value: Any, path: str) -> Iterator[tuple[str, 
         yield path, _plain(value)
 
 
-def _flat_section(sections: list[type[Section]], value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _flat_section(sections: tuple[type[Section], ...], value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, Mapping):
         yield path, _plain(value)
         return
@@ -280,15 +281,6 @@ def _flat_section(sections: list[type[Section]], value: Any, path: str) -> Itera
     known = {**ALGORITHMS, **FIXED_ALGORITHMS}
     section = known.get(str(value.get("name")), PPO) if len(sections) > 1 else sections[0]
     yield from _flat(section, value, f"{path}.")
-
-
-def sections_of(annotation: Any) -> list[type[Section]]:
-    """The section classes inside an annotation such as tuple[Section, ...], Section | None or One | Another."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return [annotation]
-    if get_origin(annotation) is dict:
-        return []
-    return [section for inner in get_args(annotation) for section in sections_of(inner)]
 
 
 def _default(field: FieldInfo) -> Any:

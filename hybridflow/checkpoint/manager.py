@@ -74,7 +74,6 @@ class CheckpointManager:
         self._started, self._longest_iteration, self._longest_save = time.monotonic(), 0.0, 0.0
         self._iteration_began = self._started
         self._saved_at = self._started  # time.monotonic of the last save, or of the start
-        self._has_timed = False  # whether one was saved because of the time
         self._metrics: Mapping[str, float] = {}
         self._may_lack = True  # whether nobody was told that the metric of stop_when is not there
         self._may_lack_best = config.checkpoint.keep_best > 0  # and that of keep_best
@@ -95,6 +94,7 @@ class CheckpointManager:
             group=group,
             store=store,
         )
+        self._has_saved = self._source is not None and not self._source.is_fork  # of this run there are checkpoints
         if self._source is not None and not self._source.is_fork:
             self._saver.last_iteration = self._source.saved.state.iteration
 
@@ -125,10 +125,10 @@ class CheckpointManager:
         with self._watchdog.during("save"):
             self._saver.check()
             interval, stops = self._config.checkpoint.save_interval, self.should_stop()
-            is_late = self._minutes_are_over()
-            self._has_timed = self._has_timed or is_late
             counted = bool(interval) and (is_last or state.iteration % interval == 0)
-            if stops or counted or is_late or (is_last and self._has_timed):
+            # the last of a run that was saved before is saved too: else the next start would do it again
+            closes = is_last and self._has_saved and self._config.checkpoint.saves
+            if self._minutes_are_over() or stops or counted or closes:
                 self._save(state, recorder)
         if stops:
             self._end(state, f"after iteration {state.iteration}")
@@ -181,14 +181,14 @@ class CheckpointManager:
         return stop.told(value) if stop.holds(value) else None
 
     def pop_save_seconds(self) -> float:
-        """Seconds that training waited for saves since the last call, on the slowest rank; then counts anew."""
+        """Seconds that training waited for saves since the last call, on the slowest rank; counts anew. Collective."""
         longest = torch.tensor(self._saver.seconds, dtype=torch.float64)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._group)
         self._saver.seconds = 0.0
         return float(longest)
 
     def save_rollout(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write the responses of an iteration to disk, if checkpoint.save_rollout says so. The next save removes them.
+        """Write the responses of an iteration to disk, if checkpoint.save_rollout says so, in place of the last.
 
         Collective. Errors: SaveError, where checkpoint.on_error is stop; else it is reported.
         """
@@ -373,7 +373,7 @@ class CheckpointManager:
         forked_from = None if self._source is None else self._source.forked_from
         config = self._config.model_dump(mode="json")
         self._saver.save(SavedRun(state, config, self._digests, self._metrics, forked_from))
-        self._saved_at = time.monotonic()
+        self._saved_at, self._has_saved = time.monotonic(), True
         self._longest_save = max(self._longest_save, self._saver.seconds - before)
 
     def _end(self, state: RunState, where: str) -> NoReturn:

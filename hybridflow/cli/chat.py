@@ -92,7 +92,7 @@ class Chat:
         if room < 1:
             self.messages.clear()
             raise RunDirError(f"the prompt has {len(ids)} tokens, the model takes {self._length}: begin anew")
-        shown = ""
+        shown = whole = ""
         for made in self._engine.stream(
             ids,
             ends=self._ends.ids,
@@ -104,7 +104,8 @@ class Chat:
             if not whole.endswith("\ufffd"):  # the rest of a character comes with the next token
                 yield whole[len(shown) :]
                 shown = whole
-        self.messages.append({"role": "assistant", "content": shown})
+        yield whole[len(shown) :]
+        self.messages.append({"role": "assistant", "content": whole})
 
     def _prompt(self, text: str) -> list[int]:
         if not self.has_template:
@@ -129,7 +130,10 @@ def _talk(options: argparse.Namespace) -> None:
         if line == "/reset":
             chat.messages.clear()
         elif line:
-            _print(chat.answer(line))
+            try:
+                _print(chat.answer(line))
+            except UserError as error:  # the next line may be shorter
+                print_error(error, "hybridflow.cli.chat")
 
 
 def _read() -> str | None:

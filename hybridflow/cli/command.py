@@ -1,5 +1,6 @@
 """What every command has in common: what it calls itself, and how it says what is wrong."""
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -21,3 +22,11 @@ def error_text(error: object, prefix: str) -> str:
     """Each line behind `prefix: error:`, but those that begin with spaces: lines of code, to be copied."""
     lines = str(error).splitlines() or [type(error).__name__]
     return "\n".join(line if line.startswith("    ") else f"{prefix}: error: {line}" for line in lines)
+
+
+def positive(text: str) -> int:
+    """A number of ranks, devices or tokens, as an option has it."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: at least 1")
+    return number

@@ -24,7 +24,7 @@ from rich.console import Console
 from hybridflow import __version__
 from hybridflow.checkpoint.listing import size_of
 from hybridflow.checkpoint.store import CHECKPOINTS
-from hybridflow.cli.command import print_error, program
+from hybridflow.cli.command import positive, print_error, program
 from hybridflow.cli.files_of_tree import read_config
 from hybridflow.cli.plan_tables import GIB, WIDTH, print_plan
 from hybridflow.config import RunConfig, read_tree
@@ -51,11 +51,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="the experiment's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--world-size", type=_positive, default=None, metavar="N", help="ranks of the run")
+    size.add_argument("--world-size", type=positive, default=None, metavar="N", help="ranks of the run")
     size.add_argument(
         "--hosts", metavar="NAME=N,...", help="the hosts of the run with their ranks, in order; with --search a number"
     )
-    parser.add_argument("--least-hosts", type=_positive, default=None, metavar="N", help=argparse.SUPPRESS)
+    parser.add_argument("--least-hosts", type=positive, default=None, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument(
         "--for-launch", action="store_true", help=argparse.SUPPRESS
     )  # hybridflow/launcher/experiment.py
@@ -63,11 +63,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--time", action="store_true", help="also foretell the seconds of an iteration")
     parser.add_argument("--profile", metavar="FILE|NAME", help=f"what a device can do (default {DEFAULT_PROFILE})")
-    parser.add_argument("--prompt-tokens", type=_positive, metavar="N", help="of the mean prompt; default: the longest")
-    parser.add_argument("--response-tokens", type=_positive, metavar="N", help="of the mean response")
+    parser.add_argument("--prompt-tokens", type=positive, metavar="N", help="of the mean prompt; default: the longest")
+    parser.add_argument("--response-tokens", type=positive, metavar="N", help="of the mean response")
     parser.add_argument("--profile-device", action="store_true", help="measure this machine's profile, with all ranks")
     parser.add_argument("--search", action="store_true", help="look for the fastest layout on --gpus devices")
-    parser.add_argument("--gpus", type=_positive, metavar="N", help="devices to search on")
+    parser.add_argument("--gpus", type=positive, metavar="N", help="devices to search on")
     parser.add_argument(
         "--memory-gib", type=_positive_float, metavar="GIB", help="of a device (default: the profile's)"
     )
@@ -193,13 +193,6 @@ def _positive_float(text: str) -> float:
     return number
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number}: a run has at least one rank")
-    return number
-
-
 def _plan(options: argparse.Namespace) -> None:
     chosen = options.world_size is None and options.hosts is None
     search_beside(options.config)
@@ -209,6 +202,7 @@ def _plan(options: argparse.Namespace) -> None:
         return
     # torch loads for a second: a bad config fails before
     from hybridflow.cli.refusals import check_here, missing_here
+    from hybridflow.data.same_tokens import check_tokenizers
     from hybridflow.placement.forecast import forecast
     from hybridflow.placement.hosts import for_launch, parse_hosts, place_on_hosts, placement_lines
     from hybridflow.placement.placed import place_either
@@ -228,6 +222,7 @@ def _plan(options: argparse.Namespace) -> None:
         if options.for_launch:
             print(json.dumps(for_launch(placed, hosts, unfit)))
             return
+        check_tokenizers(config)
         plan["placement"] = placement_lines(placed, hosts)
     plan |= forecast(placed)
     plan["checkpoint"] |= _disk(config)

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hybridflow import __version__
-from hybridflow.cli.command import error_text, program
+from hybridflow.cli.command import error_text, positive, program
 from hybridflow.cli.files_of_tree import read_config
 from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.config.auto import autos, with_neutral
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("config", metavar="CONFIG", help="the experiment's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")
-    parser.add_argument("--nproc", metavar="N", type=_positive, help="ranks on this host: all GPUs, or what fits")
+    parser.add_argument("--nproc", metavar="N", type=positive, help="ranks on this host: all GPUs, or what fits")
     parser.add_argument("--num-iterations", type=int, default=None, help="instead of the config's num_iterations")
     parser.add_argument(
         "--resume", metavar="auto|never|PATH", help="go on from the run's own checkpoints, none, or one of another run"
@@ -90,16 +90,10 @@ def _parser() -> argparse.ArgumentParser:
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--replay", metavar="DIR", type=Path, help="train on the dumped batches of an earlier run")
     instead.add_argument("--rollout-only", action="store_true", help="generate and score, and train nothing")
+    parser.add_argument("--fetched", action="store_true", help=argparse.SUPPRESS)  # of ranks: the Hub's models are here
     parser.add_argument("--debug", action="store_true", help="tracebacks of all errors, and torch's messages")
     parser.add_argument("--version", action="version", version=__version__)
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number}: a run has at least one rank")
-    return number
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
@@ -120,12 +114,16 @@ def _ended_ranks(options: argparse.Namespace, given: Sequence[str]) -> int | Non
     Errors: ConfigError with all reasons why the run cannot begin here.
     """
     tree = read_tree(options.config, _overrides(options))
-    fetch_models(tree, weights=True)
+    if not options.fetched:
+        fetch_models(tree, weights=True)
     search_beside(options.config)
     config = read_config(with_neutral(tree), options.config)  # before torch, which loads for seconds
     from hybridflow.parallel import torchrun
 
     if torchrun.is_rank():
+        _, world_size = torchrun.torchrun_rank()
+        if options.nproc not in (None, world_size):
+            raise ConfigError(f"--nproc {options.nproc}: torchrun has started {world_size} ranks: leave it out")
         return None
     torchrun.set_environment(config.env_vars)
     from hybridflow.cli.number_of_ranks import number_of_ranks
@@ -135,15 +133,10 @@ def _ended_ranks(options: argparse.Namespace, given: Sequence[str]) -> int | Non
     if num_ranks == 1:
         return None
     end = run_ranks(
-        ["-m", "hybridflow.train", *given],
+        ["-m", "hybridflow.train", "--fetched", *given],
         num_ranks,
         grace_seconds=config.checkpoint.grace_seconds,
-        environment={
-            torchrun.BY_COMMAND: "1",
-            "OMP_NUM_THREADS": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "HF_HUB_OFFLINE": "1",  # what was missing is there by now
-        },
+        environment={torchrun.BY_COMMAND: "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
         debug=options.debug,
     )
     if end.message is not None:
@@ -253,9 +246,8 @@ def _report(error: Exception, *, debug: bool) -> None:
         print(text, file=sys.stderr, flush=True)
         return
     file = error_file()
-    if file is not None:
-        write_error(file, text)
-    if file is None or not is_by_command():  # the command says it when all ranks are gone
+    written = file is not None and write_error(file, text)
+    if not (written and is_by_command()):  # or the command says it when all ranks are gone
         print(text, file=sys.stderr, flush=True)
 
 

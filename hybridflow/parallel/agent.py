@@ -22,10 +22,10 @@ from types import FrameType
 from typing import Any
 
 from hybridflow.errors import ExitStatus
+from hybridflow.parallel.child_processes import children
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SECOND_SIGNAL_AFTER = 1.0  # seconds: a terminal and a scheduler may send one wish twice
-KILL_MARGIN = 5  # seconds beyond the grace period until a rank is killed
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -69,7 +69,6 @@ def run_ranks(
         local_addr="127.0.0.1",  # a host's name may stand for an address that nobody reaches
         max_restarts=0,
         signals_to_handle="SIGQUIT",  # the others are told to the ranks here
-        shutdown_timeout=round(grace_seconds) + KILL_MARGIN,
     )
     with _told_to_ranks(grace_seconds) as told, _added(environment or {}):
         try:
@@ -85,11 +84,14 @@ def follow_agent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def write_error(file: str, text: str) -> None:
-    """As torch's agents read the error of a rank, and show it as the root cause."""
+def write_error(file: str, text: str) -> bool:
+    """As torch's agents read the error of a rank, and show it as the root cause. False where the disk takes nothing."""
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    with suppress(OSError):  # a full disk; the text goes to stderr as well
+    try:
         Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+    except OSError:
+        return False
+    return True
 
 
 # ------------------------------------------------------------------------------------------------ signals
@@ -114,7 +116,7 @@ def _told_to_ranks(grace_seconds: float) -> Iterator[_Told]:
         told.names.append(signal.Signals(number).name)
         told.last = now
         kill = len(told.names) > 2
-        for pid in _ranks():
+        for pid in children(os.getpid()):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if kill else signal.SIGTERM)
         if len(told.names) == 1:
@@ -131,15 +133,6 @@ def _told_to_ranks(grace_seconds: float) -> Iterator[_Told]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _ranks() -> list[int]:
-    """The children of this process."""
-    found: list[int] = []
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # a thread that has just ended
-            found += map(int, (task / "children").read_text().split())
-    return found
 
 
 @contextmanager

@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from hybridflow.parallel.child_processes import children as children
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 PAGE = resource.getpagesize()
 STILL_PASSES = 2  # over a tree that nothing new was found in: a process stops a moment after it was told to
@@ -73,16 +75,6 @@ def kill_tree(pid: int) -> None:
     for child in stopped:
         _signal(child, signal.SIGKILL)
     _signal(pid, signal.SIGKILL)
-
-
-def children(pid: int) -> list[int]:
-    """Also those that have ended and were not waited for."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):  # it has ended
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError):
-                found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
-    return found
 
 
 def how(code: int) -> str:

@@ -21,12 +21,12 @@ from hybridflow.checkpoint.changes import (
     content_changes,
     flat_config,
     rule_of,
-    sections_of,
     table_rows,
 )
 from hybridflow.config import ExperimentConfig, OptimizerConfig, RoleConfig
 from hybridflow.config.algorithms import ALGORITHMS, Custom
 from hybridflow.config.fixed_data import FixedDataConfig
+from hybridflow.config.keys import sections_in
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import load_inputs
 from hybridflow.errors import ConfigError
@@ -77,7 +77,7 @@ def found(now: dict[str, Any], saved: dict[str, Any] | None = None, *, fork: boo
 def fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every key that a config can have: of a list of sections that of its first, of a union those of all."""
     for name, field in model.model_fields.items():
-        sections = sections_of(field.annotation)
+        sections = sections_in(field.annotation)
         index = ".0" if "tuple" in str(field.annotation) and sections else ""
         if not sections:
             yield f"{prefix}{name}"
