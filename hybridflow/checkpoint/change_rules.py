@@ -114,7 +114,9 @@ TABLE: tuple[ChangeRule, ...] = (
     _rule("num_iterations", NOTICED, NOTICED, "where the learning rate has a schedule, it is that of the new length"),
     # ---- the data
     _rule(
-        "data.train data.train.* data.train.*.path data.heldout data.heldout.* data.heldout.*.path",
+        "data.train data.train.* data.train.*.path data.train.*.hub data.train.*.name data.train.*.split "
+        "data.train.*.revision data.heldout data.heldout.* data.heldout.*.path data.heldout.*.hub data.heldout.*.name "
+        "data.heldout.*.split data.heldout.*.revision",
         FREE,
         FREE,
         "the content is compared, not where it lies",

@@ -3,7 +3,8 @@
     python -m hybridflow.data data/train.parquet                                 # the columns alone
     python -m hybridflow.data data/train.parquet configs/mine.yaml [section.key=value ...]
 
-FILE is a file of rows, JSON, Parquet or Arrow, or a directory of them. It takes the place of the config's data.train;
+FILE is a file of rows, JSON, Parquet or Arrow, a directory of them, or a data set of the HuggingFace Hub, such as
+'{hub: openai/gsm8k, name: main, split: train}'. It takes the place of the config's data.train;
 the rest of the section `data` says how it is read, and the model that is trained has the tokenizer. What is trained on
 stands between [[ and ]]; of a run that generates, the prompts are shown. The exit status is 1 where the run would not
 begin.
@@ -12,22 +13,24 @@ begin.
 import argparse
 import json
 from collections.abc import Iterator
-from pathlib import Path
+
+import yaml
 
 from hybridflow import __version__
 from hybridflow.cli.command import print_error, program
 from hybridflow.config import read_tree
 from hybridflow.config.auto import with_neutral
+from hybridflow.config.data import parse_sources
 from hybridflow.config.fixed_data import config_class
 from hybridflow.config.hub import fetch_models
-from hybridflow.errors import UserError
+from hybridflow.errors import ConfigError, UserError
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=program("hybridflow.data"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", metavar="FILE", type=Path, help="a data file, or a directory of them")
+    parser.add_argument("file", metavar="FILE", help="a data file, a directory of them, or {hub: ..., split: ...}")
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="of the run that would read it")
     parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="keys of the config to replace")
     parser.add_argument("--version", action="version", version=__version__)
@@ -41,15 +44,22 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _lines(file: Path, config: str | None, overrides: list[str]) -> Iterator[str]:
+def _lines(file: str, config: str | None, overrides: list[str]) -> Iterator[str]:
+    named = yaml.safe_load(file) if file.startswith("{") else file
+    try:
+        files = parse_sources(named)
+    except ValueError as error:
+        raise ConfigError(f"FILE: {error}") from error
     # torch loads for seconds: a wrong argument fails before
+    from hybridflow.data.hub_data_sets import fetch_data_sets
     from hybridflow.data.sources import open_files
     from hybridflow.data.view import columns, seen_by
 
-    yield from columns(open_files(file, "FILE"))
+    fetch_data_sets(files, "FILE")
+    yield from columns(open_files(files, "FILE"))
     if config is not None:
         yield ""
-        given = read_tree(config, [*overrides, f"data.train={json.dumps(str(file))}"])
+        given = read_tree(config, [*overrides, f"data.train={json.dumps(named)}"])
         fetch_models(given, weights=False)
         tree = with_neutral(given)
         yield from seen_by(config_class(tree).from_tree(tree, config))

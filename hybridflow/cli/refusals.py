@@ -12,6 +12,7 @@ from hybridflow.config.algorithms import Custom
 from hybridflow.config.data import DataFiles
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.data.fields import named
+from hybridflow.data.hub_data_sets import fetch_data_sets
 from hybridflow.data.rows import Row, RowError, attempt
 from hybridflow.data.same_tokens import check_tokenizers
 from hybridflow.data.sources import data_files, open_files
@@ -79,7 +80,8 @@ def missing_here(config: AnyConfig) -> list[str]:
 
 
 def _check_rows(key: str, files: DataFiles, config: AnyConfig) -> None:
-    """Errors: DataError for a file that is not there, and for first rows that lack a column."""
+    """Errors: DataError for a file that is not there, a data set that the Hub does not give, and first rows that lack a column."""
+    fetch_data_sets(files, key)
     if sum(file.stat().st_size for file in data_files(files, key)) > MOST_BYTES:
         return
     rows = open_files(files, key)

@@ -1,5 +1,6 @@
 """The section `data` of a config: which files, which of their columns, and what becomes of rows that do not fit."""
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, JsonValue, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
@@ -16,13 +17,44 @@ class SourceConfig(Section):
     """The share of this source among all rows, in proportion to the others. null: by its number of rows."""
 
 
-def _sources(given: Any) -> Any:
-    """A list of paths, or of sections with path and weight. Errors: ValueError that names the place in the list."""
-    if not isinstance(given, list | tuple):
-        if not isinstance(given, str):
-            raise ValueError(f"{given!r} is neither a path nor a list of files, such as [{{path: a.jsonl, weight: 2}}]")
+    @property
+    def title(self) -> str:
+        return self.path
+
+
+class HubSourceConfig(Section):
+    """A split of a data set on the HuggingFace Hub, such as {hub: openai/gsm8k, name: main, split: train}."""
+
+    hub: str
+    """The data set's name on the Hub."""
+    name: str | None = None
+    """The data set's configuration, which the Hub calls a subset. null: the default one."""
+    split: str
+    """The split, such as train or test."""
+    revision: str | None = None
+    """A branch, tag or commit of the data set. null: the newest."""
+    weight: PositiveFloat | None = None
+    """The share of this source among all rows, in proportion to the others. null: by its number of rows."""
+
+    @property
+    def title(self) -> str:
+        return ":".join(part for part in (self.hub, self.name, self.split) if part)
+
+
+DATA_SET = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
+SPLIT = re.compile(r"\w+(\.\w+)*")  # as `datasets` names them; slices and sums of splits are not read
+Source = SourceConfig | HubSourceConfig
+
+
+def parse_sources(given: Any) -> Any:
+    """A path, a data set of the Hub, or a list of either. Errors: ValueError that names the place in the list."""
+    if isinstance(given, str):
         return given
-    sources = tuple(_source(item, i) for i, item in enumerate(given))
+    if isinstance(given, dict):
+        return (_source(given, ""),)
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"{given!r} is neither a path nor a list of files, such as [{{path: a.jsonl, weight: 2}}]")
+    sources = tuple(_source(item, str(i)) for i, item in enumerate(given))
     if not sources:
         raise ValueError("[] names no file")
     without = [i for i, source in enumerate(sources) if source.weight is None]
@@ -31,28 +63,41 @@ def _sources(given: Any) -> Any:
     return sources
 
 
-def _source(given: Any, i: int) -> SourceConfig:
-    if isinstance(given, SourceConfig):
+def _source(given: Any, place: str) -> Source:
+    """place: in the list, empty for what stands alone."""
+    if isinstance(given, SourceConfig | HubSourceConfig):
         return given
     if isinstance(given, str):
         return SourceConfig(path=given)
     if not isinstance(given, dict):
-        raise ValueError(f"{i} = {given!r}: is neither a path nor a section with path and weight")
-    unknown = [key for key in given if key not in SourceConfig.model_fields]
+        raise ValueError(f"{place} = {given!r}: is neither a path nor a section with path and weight")
+    prefix = f"{place}." if place else ""
+    kind = HubSourceConfig if "hub" in given else SourceConfig
+    unknown = [key for key in given if key not in kind.model_fields]
     if unknown:
-        raise ValueError(f"{i}.{unknown[0]}: unknown key; known are {', '.join(SourceConfig.model_fields)}")
-    path, weight = given.get("path"), given.get("weight")
-    if not isinstance(path, str):
-        raise ValueError(f"{i}.path = {path!r}: a path is required")
+        raise ValueError(f"{prefix}{unknown[0]}: unknown key; known are {', '.join(kind.model_fields)}")
+    weight = given.get("weight")
     if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < 1e9):
-        raise ValueError(f"{i}.weight = {weight!r}: a weight is a number above 0")
-    return SourceConfig(path=path, weight=weight)
+        raise ValueError(f"{prefix}weight = {weight!r}: a weight is a number above 0")
+    if kind is SourceConfig:
+        if not isinstance(given.get("path"), str):
+            raise ValueError(f"{prefix}path = {given.get('path')!r}: a path is required")
+        return SourceConfig(**given)
+    hub, split = given["hub"], given.get("split")
+    if not isinstance(hub, str) or not DATA_SET.fullmatch(hub):
+        raise ValueError(f"{prefix}hub = {hub!r}: is no name of a data set, such as openai/gsm8k")
+    if not isinstance(split, str) or not SPLIT.fullmatch(split):
+        raise ValueError(f"{prefix}split = {split!r}: the name of one split is required, such as train")
+    for key in ("name", "revision"):
+        if not isinstance(given.get(key), str | None):
+            raise ValueError(f"{prefix}{key} = {given[key]!r}: is no text")
+    return HubSourceConfig(**given)
 
 
-DataFiles = str | tuple[SourceConfig, ...]
+DataFiles = str | tuple[Source, ...]
 DataFilesKey = Annotated[
-    PathText | tuple[SourceConfig, ...],
-    BeforeValidator(_sources, json_schema_input_type=str | list[str | SourceConfig]),
+    PathText | tuple[Source, ...],
+    BeforeValidator(parse_sources, json_schema_input_type=str | HubSourceConfig | list[str | Source]),
 ]
 
 
@@ -60,8 +105,8 @@ class FilesConfig(Section):
     """Which files are read, JSON, Parquet or Arrow, and how; common to prompts and to examples of fixed data."""
 
     train: DataFilesKey
-    """Rows to train on: a file, a directory, or a list such as [{path: a.jsonl, weight: 2}]. Formats are JSON, JSON
-    lines, Parquet and Arrow."""
+    """Rows to train on: a file, a directory, a data set of the Hub such as {hub: openai/gsm8k, name: main, split:
+    train}, or a list such as [{path: a.jsonl, weight: 2}]. Formats are JSON, JSON lines, Parquet and Arrow."""
     heldout: DataFilesKey | None = None
     """Rows for evaluations, in the same forms as train, but without weights. null: no evaluation."""
     columns: dict[str, str] = {}

@@ -58,7 +58,7 @@ def fetch_models(tree: Mapping[str, Any], *, weights: bool) -> None:
             at = f" --revision {revision}" if revision else ""
             raise ConfigError(
                 f"{key} = {model}: is no directory here, and cannot be fetched from the HuggingFace Hub: "
-                f"{_first_line(error)}; where there is network, `hf download {name}{at} --local-dir DIR`, then name "
+                f"{first_line(error)}; where there is network, `hf download {name}{at} --local-dir DIR`, then name "
                 f"that directory"
             ) from error
 
@@ -81,5 +81,5 @@ def _models(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, model
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

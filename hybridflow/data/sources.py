@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from hybridflow.config.data import DataFiles, SourceConfig
+from hybridflow.config.data import DataFiles, HubSourceConfig, Source, SourceConfig
+from hybridflow.config.hub import is_hub_name
+from hybridflow.data.hub_data_sets import files_of_data_set
 from hybridflow.data.json_array import JsonArray, begins_as_array
 from hybridflow.data.json_lines import JsonLines
 from hybridflow.data.order import MOST_TURNS, shares
@@ -68,15 +70,15 @@ class Files:
 def open_files(named: DataFiles | Path, key: str) -> Files:
     """What the config's `key` names. Errors: DataError where a file cannot be read or holds nothing."""
     sources = _sources(named)
-    opened = [(source.path, [_opened(file) for file in _expanded(Path(source.path), key)]) for source in sources]
-    for path, files in opened:
+    opened = [(source.title, [_opened(file) for file in _files_of(source, key)]) for source in sources]
+    for title, files in opened:
         if not any(len(file) for file in files):
-            raise DataError(f"{path}: holds no row ({key}); expected JSON (lines or an array), Parquet or Arrow")
+            raise DataError(f"{title}: holds no row ({key}); expected JSON (lines or an array), Parquet or Arrow")
     weights = tuple(source.weight for source in sources if source.weight is not None)
     for source, share in zip(sources, shares(weights) if weights else (), strict=False):
         if not share:
             raise DataError(
-                f"{key}: the weight {source.weight} of {source.path} is less than one row in {MOST_TURNS:,}: leave the "
+                f"{key}: the weight {source.weight} of {source.title} is less than one row in {MOST_TURNS:,}: leave the "
                 f"file out, or give it more"
             )
     return Files(opened, weights or None)
@@ -84,15 +86,22 @@ def open_files(named: DataFiles | Path, key: str) -> Files:
 
 def data_files(named: DataFiles | Path, key: str) -> list[Path]:
     """The files that the config's `key` names, none of which is opened. Errors: DataError where one is not there."""
-    files = [file for source in _sources(named) for file in _expanded(Path(source.path), key)]
+    files = [file for source in _sources(named) for file in _files_of(source, key)]
     for file in files:
         if not file.is_file():
-            raise DataError(f"{key} = {file}: no such file")
+            hint = "; a data set of the Hub is {hub: %s, split: train}" % file if is_hub_name(str(file)) else ""
+            raise DataError(f"{key} = {file}: no such file{hint}")
     return files
 
 
-def _sources(named: DataFiles | Path) -> Sequence[SourceConfig]:
+def _sources(named: DataFiles | Path) -> Sequence[Source]:
     return (SourceConfig(path=str(named)),) if isinstance(named, str | Path) else named
+
+
+def _files_of(source: Source, key: str) -> list[Path]:
+    if isinstance(source, HubSourceConfig):
+        return files_of_data_set(source, key)
+    return _expanded(Path(source.path), key)
 
 
 def _expanded(path: Path, key: str) -> list[Path]:
