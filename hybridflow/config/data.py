@@ -16,7 +16,6 @@ class SourceConfig(Section):
     weight: PositiveFloat | None = None
     """The share of this source among all rows, in proportion to the others. null: by its number of rows."""
 
-
     @property
     def title(self) -> str:
         return self.path
