@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ SECOND_SIGNAL_AFTER = 1.0  # seconds: a terminal and a scheduler may send one wi
 STOP_MARGIN = 15.0  # seconds beyond the grace period, in which the ranks end themselves
 # as torch 2.13's multiprocessing/api.py says it when a rank ends, before it ends the others
 RANK_ENDED = re.compile(r"failed \(exitcode: (-?[0-9]+)\) local_rank: ([0-9]+) \(pid: ([0-9]+)\)")
+ERROR = "hybridflow: error: "  # how a rank begins what is wrong
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STOPPED, NOT_SAVED = 75, 76  # exit statuses of ranks that were told to end: docs/long_runs.md
 MEANINGS = {70: "a rank was stuck", STOPPED: "stopped as told, saved", NOT_SAVED: "stopped as told, not saved"}
@@ -58,6 +60,8 @@ class Attempt:
         self._failure: Failure | None = None
         self._deadline: float | None = None  # time.monotonic, after which everything is killed
         self._signals: list[tuple[int, float]] = []
+        self._in_error = False
+        self.errors: dict[str, None] = {}  # what ranks have said of a user's error, each line once
         self.was_stopped = False
 
     def run(self) -> Failure | None:
@@ -83,6 +87,8 @@ class Attempt:
         for stream in ("out", "err"):
             if stream in message:
                 self._output.line(connection.host.name, stream, message[stream])
+                if stream == "err":
+                    self._note_error(message[stream])
                 ended = RANK_ENDED.search(message[stream]) if stream == "err" else None
                 if ended:
                     self._rank_ended(connection, int(ended[1]), int(ended[2]))
@@ -95,6 +101,12 @@ class Attempt:
         elif "closed" in message:
             self._running.discard(connection)
             self._lose(connection, message["closed"])
+
+    def _note_error(self, line: str) -> None:
+        """Lines of code belong to the error that they follow."""
+        self._in_error = line.startswith(ERROR) or (self._in_error and line.startswith("    "))
+        if self._in_error:
+            self.errors[line] = None
 
     def _rank_ended(self, connection: Connection, exitcode: int, local_rank: int) -> None:
         rank = self._offsets[connection] + local_rank
@@ -176,7 +188,8 @@ def watched(
 ) -> tuple[Failure | None, bool]:
     """One attempt with its output: what ended it before its time, and whether it was told to end.
 
-    The last lines name host and rank, and the host's log.
+    The last lines name host and rank, and the host's log, and say once more what a rank has said of a user's error:
+    torchrun has printed much behind that.
     """
     output = Output([connection.host for connection in starts], experiment.run_dir, stays=stays)
     attempt = Attempt(team, starts, offsets, output, experiment.grace_seconds)
@@ -187,4 +200,6 @@ def watched(
     if failure is not None:
         log = output.path(failure.connection.host.name)
         say(f"{failure}{f'; its output: {log}' if log else ''}", error=True)
+        for line in attempt.errors:
+            print(line, file=sys.stderr, flush=True)
     return failure, attempt.was_stopped
