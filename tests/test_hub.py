@@ -141,8 +141,14 @@ def test_a_revision_that_was_not_fetched_is_not_taken_from_another(data_sets: Pa
         ("{hub: some-org/sums}", "FILE: split = None: the name of one split is required, such as train"),
         ("{hub: some-org/sums, split: 'train[:10]'}", "FILE: split = 'train[:10]': the name of one split is"),
         ("{hub: a/b/c, split: train}", "FILE: hub = 'a/b/c': is no name of a data set, such as openai/gsm8k"),
-        ("{hub: some-org/sums, splits: train}", "FILE: splits: unknown key; known are hub, name, split, revision, weight"),
-        ("{hub: tests/launcher, split: train}", "tests/launcher is here as a file or directory: name its files instead"),
+        (
+            "{hub: some-org/sums, splits: train}",
+            "FILE: splits: unknown key; known are hub, name, split, revision, weight",
+        ),
+        (
+            "{hub: tests/launcher, split: train}",
+            "tests/launcher is here as a file or directory: name its files instead",
+        ),
         ("some-org/sums", "some-org/sums: cannot be read: No such file or directory"),
     ],
 )

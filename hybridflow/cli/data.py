@@ -14,11 +14,9 @@ import argparse
 import json
 from collections.abc import Iterator
 
-import yaml
-
 from hybridflow import __version__
 from hybridflow.cli.command import print_error, program
-from hybridflow.config import read_tree
+from hybridflow.config import read_tree, read_value
 from hybridflow.config.auto import with_neutral
 from hybridflow.config.data import parse_sources
 from hybridflow.config.fixed_data import config_class
@@ -45,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _lines(file: str, config: str | None, overrides: list[str]) -> Iterator[str]:
-    named = yaml.safe_load(file) if file.startswith("{") else file
+    named = read_value(file, "FILE") if file.startswith("{") else file
     try:
         files = parse_sources(named)
     except ValueError as error:

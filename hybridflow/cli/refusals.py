@@ -80,7 +80,7 @@ def missing_here(config: AnyConfig) -> list[str]:
 
 
 def _check_rows(key: str, files: DataFiles, config: AnyConfig) -> None:
-    """Errors: DataError for a file that is not there, a data set that the Hub does not give, and first rows that lack a column."""
+    """Errors: DataError for a file or data set that is not there, and for first rows that lack a column."""
     fetch_data_sets(files, key)
     if sum(file.stat().st_size for file in data_files(files, key)) > MOST_BYTES:
         return

@@ -3,6 +3,7 @@
 from hybridflow.config.algorithms import ALGORITHMS as ALGORITHMS
 from hybridflow.config.experiment import ExperimentConfig as ExperimentConfig
 from hybridflow.config.files import read_tree as read_tree
+from hybridflow.config.files import read_value as read_value
 from hybridflow.config.files import set_key as set_key
 from hybridflow.config.old_keys import AlgorithmConfig as AlgorithmConfig
 from hybridflow.config.roles import LayoutConfig as LayoutConfig

@@ -16,7 +16,6 @@ class SourceConfig(Section):
     weight: PositiveFloat | None = None
     """The share of this source among all rows, in proportion to the others. null: by its number of rows."""
 
-
     @property
     def title(self) -> str:
         return self.path
@@ -105,8 +104,9 @@ class FilesConfig(Section):
     """Which files are read, JSON, Parquet or Arrow, and how; common to prompts and to examples of fixed data."""
 
     train: DataFilesKey
-    """Rows to train on: a file, a directory, a data set of the Hub such as {hub: openai/gsm8k, name: main, split:
-    train}, or a list such as [{path: a.jsonl, weight: 2}]. Formats are JSON, JSON lines, Parquet and Arrow."""
+    """Rows to train on: a file, a directory, a data set of the Hub, or a list such as [{path: a.jsonl, weight: 2}].
+    A data set of the Hub is {hub: openai/gsm8k, name: main, split: train}. Formats are JSON, JSON lines, Parquet and
+    Arrow."""
     heldout: DataFilesKey | None = None
     """Rows for evaluations, in the same forms as train, but without weights. null: no evaluation."""
     columns: dict[str, str] = {}

@@ -96,11 +96,15 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {override!r}: expected section.key=value")
     if keys == [BASE]:
         raise ConfigError(f"override {override!r}: a base stands in the config file, where its keys are merged")
+    set_key(tree, keys, read_value(text, f"override {override!r}"), f"override {override!r}")
+
+
+def read_value(text: str, source: str) -> Any:
+    """What a YAML value says, from `source`. Errors: ConfigError where it is none."""
     try:
-        value = yaml.safe_load(text)
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not YAML: {error}") from error
-    set_key(tree, keys, value, f"override {override!r}")
+        raise ConfigError(f"{source}: the value is not YAML: {error}") from error
 
 
 def set_key(tree: dict[str, Any], keys: list[str], value: Any, source: str) -> None:

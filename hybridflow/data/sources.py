@@ -78,8 +78,8 @@ def open_files(named: DataFiles | Path, key: str) -> Files:
     for source, share in zip(sources, shares(weights) if weights else (), strict=False):
         if not share:
             raise DataError(
-                f"{key}: the weight {source.weight} of {source.title} is less than one row in {MOST_TURNS:,}: leave the "
-                f"file out, or give it more"
+                f"{key}: the weight {source.weight} of {source.title} is less than one row in {MOST_TURNS:,}: leave "
+                f"the file out, or give it more"
             )
     return Files(opened, weights or None)
 
@@ -89,7 +89,7 @@ def data_files(named: DataFiles | Path, key: str) -> list[Path]:
     files = [file for source in _sources(named) for file in _files_of(source, key)]
     for file in files:
         if not file.is_file():
-            hint = "; a data set of the Hub is {hub: %s, split: train}" % file if is_hub_name(str(file)) else ""
+            hint = f"; a data set of the Hub is {{hub: {file}, split: train}}" if is_hub_name(str(file)) else ""
             raise DataError(f"{key} = {file}: no such file{hint}")
     return files
 
