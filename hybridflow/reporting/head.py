@@ -60,7 +60,7 @@ def head(run: RunRecord) -> dict[str, Any]:
 
 
 def state(run: RunRecord) -> tuple[str, str]:
-    """(finished, stopped, failed, running or unknown; a sentence that says at which iteration)."""
+    """(finished, stopped, failed, running or unknown; at which iteration, and why)."""
     done, total = run.iterations[-1], run.config.get("num_iterations", "null")
     at = f"iteration {done:,}" if total == "null" else f"iteration {done:,} of {int(total):,}"
     if not run.starts:
@@ -70,24 +70,24 @@ def state(run: RunRecord) -> tuple[str, str]:
         case None:
             return _without_end(run, at)
         case "finished":
-            return "finished", f"finished with {at}"
+            return "finished", at
         case "lost":
-            return "failed", f"ended without a word after {at}"
+            return "failed", f"after {at}: the process has ended without saying why"
         case "stopped":
-            return "stopped", f"stopped {last.why}; {at} is done"
+            return "stopped", f"{last.why}; {at} is done"
         case "failed":
-            return "failed", f"failed after {at}: {last.why}"
+            return "failed", f"after {at}: {last.why}"
 
 
 def _without_end(run: RunRecord, at: str) -> tuple[str, str]:
     if run.has_hang_report:
-        return "failed", f"failed after {at}: logs/hang_report.txt says which rank was stuck or gone"
+        return "failed", f"after {at}: logs/hang_report.txt says which rank was stuck or gone"
     if run.is_running:
-        return "running", f"running; {at} is done"
+        return "running", f"{at} is done"
     if run.is_running is None:
         ago = span(run.read_at - run.last_sign)
         return "unknown", f"{at} was written {ago} before this page; whether the run goes on cannot be seen from here"
-    return "failed", f"failed after {at}: its process is gone and has not said why"
+    return "failed", f"after {at}: the process has ended without saying why"
 
 
 def _duration(run: RunRecord) -> list[str]:
@@ -98,8 +98,9 @@ def _duration(run: RunRecord) -> list[str]:
     ends = [until if start.ended is None else start.ended for start in run.starts]
     total = sum(max(0.0, end - start.began) for start, end in zip(run.starts, ends, strict=True))
     starts = f" in {len(run.starts)} starts" if len(run.starts) > 1 else ""
-    when = f"from {utc_time(run.starts[0].began)}" + ("" if last.ended is None else f" to {utc_time(last.ended)}")
-    return [f"{span(total)}{starts}", f"{when} UTC"]
+    first, end = utc_time(run.starts[0].began), "" if last.ended is None else utc_time(last.ended)
+    end = end.removeprefix(first[: len("2026-01-31 ")])  # the day stands once
+    return [f"{span(total)}{starts}", f"from {first}{end and f' to {end}'} UTC"]
 
 
 def span(seconds: float) -> str:

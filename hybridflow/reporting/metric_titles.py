@@ -39,7 +39,7 @@ TITLES: dict[str, tuple[str, str]] = {
     "actor/clip_fraction_low": ("Tokens clipped at the lower bound", "share"),
     "actor/clip_fraction_high": ("Tokens clipped at the upper bound", "share"),
     "actor/weights_out_of_bounds": ("Importance weights out of bounds", "share"),
-    "actor/reference_point": ("KTO reference point", "nats"),
+    "{}/reference_point": ("KTO reference point", "nats"),
     "critic/loss": ("Value loss", ""),
     "critic/grad_norm": ("Gradient norm of the critic, before clipping", ""),
     "critic/explained_variance": ("Variance of returns that values explain", "share"),
@@ -130,10 +130,19 @@ class MetricTitle:
 
 
 def metric_title(metric: str) -> MetricTitle:
+    return known_title(metric) or _own_title(metric)
+
+
+def known_title(metric: str) -> MetricTitle | None:
+    """By TITLES; None where no row fits."""
     for pattern, (text, unit) in TITLES.items():
         found = re.fullmatch(re.escape(pattern).replace(r"\{\}", r"([\w.\-]+)"), metric)
         if found:
             return MetricTitle(text.format(*(_words(name) for name in found.groups())), unit)
+    return None
+
+
+def _own_title(metric: str) -> MetricTitle:
     area, _, name = metric.partition("/")
     words = f"{_words(area)}: {_words(name)}" if name else _words(area)
     unit = next((unit for ending, unit in UNITS.items() if metric.endswith(ending)), "")

@@ -348,12 +348,13 @@ function buildHeads() {
     const badge = put(null, "span", { class: `state ${state.kind}` }, STATES[state.kind]);
     const card = put(byId("legend"), "li", {}, put(null, "h2", {}, runTitle(run, number), badge));
     put(card, "p", { class: "what" }, state.text);
-    if (scores.length) scoreTable(card, scores);
-    const list = put(card, "dl");
+    const body = put(card, "div", { class: "facts" });
+    if (scores.length) scoreTable(body, scores);
+    const list = put(body, "dl");
     for (const [name, lines] of facts) {
       const tag = name === "command" ? "code" : "span";
       put(list, "dt", {}, name);
-      put(list, "dd", {}, ...lines.map((line) => put(null, tag, { class: "line" }, ...breakable(line))));
+      put(list, "dd", {}, ...lines.map((line) => put(null, tag, { class: "line" }, line)));
     }
     const notes = [...run.notes];
     if (run.per > 1) {

@@ -37,7 +37,7 @@ def answer_columns(config: Mapping[str, str]) -> list[str]:
 
 def chosen(rows: Sequence[Sample]) -> list[Sample]:
     """The rows from the highest score to the lowest, those without a finite one last; of too many the two ends."""
-    ranked = sorted(rows, key=lambda row: -_number(row) if _number(row) is not None else math.inf)
+    ranked = sorted(rows, key=_place)
     half = MOST_ROWS // 2
     return ranked if len(ranked) <= MOST_ROWS else [*ranked[:half], *ranked[-half:]]
 
@@ -46,10 +46,17 @@ def _is_heldout(row: Sample) -> bool:
     return row.get("kind") == "heldout"
 
 
+def _place(row: Sample) -> float:
+    number = _number(row)
+    return math.inf if number is None else -number
+
+
 def _number(row: Sample) -> float | None:
+    """The score, where it is a finite number."""
     score = row.get("score")
-    is_number = isinstance(score, int | float) and not isinstance(score, bool)
-    return float(score) if is_number and math.isfinite(score) else None
+    if not isinstance(score, int | float) or isinstance(score, bool) or not math.isfinite(score):
+        return None
+    return float(score)
 
 
 def _shown(sample: Sample, answers: Sequence[str]) -> dict[str, Any]:
@@ -75,10 +82,10 @@ def taken_answer(columns: dict[str, Any], names: Sequence[str]) -> Any:
         if columns.get(name) is not None:
             return columns.pop(name)
     for column, inner in columns.items():
-        name = next((name for name in names if isinstance(inner, dict) and inner.get(name) is not None), None)
-        if name is not None:
-            columns[column] = {key: value for key, value in inner.items() if key != name}
-            return inner[name]
+        for name in names:
+            if isinstance(inner, dict) and inner.get(name) is not None:
+                columns[column] = {key: value for key, value in inner.items() if key != name}
+                return inner[name]
     return None
 
 

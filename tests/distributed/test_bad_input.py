@@ -271,7 +271,7 @@ def error_in_second_iteration(
     message = only_message(by(config, f"data.train={file}", f"reward.functions.0.function={name}"))
     assert [row["iteration"] for row in metrics_rows(config)] == ["1"]
     written = sorted(path.name for path in (config.parent / "run").iterdir())
-    assert written == ["config.yaml", "layout.json", "metrics.csv", "samples.jsonl"]
+    assert written == ["config.yaml", "layout.json", "metrics.csv", "samples.jsonl", "starts.jsonl"]
     return message
 
 
