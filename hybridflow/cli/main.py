@@ -24,6 +24,7 @@ COMMANDS = {
     "chat": ("hybridflow.cli.chat", "talk to a model that a run has trained"),
     "checkpoints": ("hybridflow.cli.checkpoints", "the checkpoints of a run, and whether they are whole"),
     "convert": ("hybridflow.convert.main", "convert models between HuggingFace and megatron-core"),
+    "env": ("hybridflow.cli.env", "what a bug report needs: releases, machine, variables"),
     "make-tiny": ("hybridflow.examples.tiny.make_tiny", "make the tiny models and data of the quickstarts"),
 }
 SUFFIXES = (".yaml", ".yml")

@@ -18,6 +18,7 @@ from hybridflow.inspection.versions import (
     within,
 )
 from hybridflow.parallel.versions import SEEN
+from tests.constraints import OWN, pinned
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = {
@@ -70,9 +71,9 @@ def test_a_pair_is_not_looked_at_where_one_is_missing() -> None:
 
 def test_the_table_has_what_pyproject_pins_and_versions_names() -> None:
     text = (ROOT / "pyproject.toml").read_text()
-    pinned = dict(re.findall(r'"([a-z-]+)(?:\[[\w,]+\])?==([\d.]+)"', text))
-    assert {package: pinned[package] for package in SEEN} == SEEN
-    found = pair_findings({**pinned, "CUDA": "13.0"}, "here")
+    exact = dict(re.findall(r'"([a-z-]+)(?:\[[\w,]+\])?==([\d.]+)"', text))
+    assert {package: exact[package] for package in SEEN} == SEEN
+    found = pair_findings({**pinned(OWN), **exact, "CUDA": "13.0"}, "here")
     assert [finding.status for finding in found] == ["ok"] * len({(pair.package, pair.partner) for pair in PAIRS})
 
 

