@@ -19,11 +19,13 @@ from typing import Any, Literal
 from hybridflow import __version__
 from hybridflow.errors import Stopped
 from hybridflow.parallel import torchrun
+from hybridflow.parallel.diagnosis import lost_peer
 from hybridflow.parallel.peer_processes import this_process
 from hybridflow.parallel.versions import installed_version, source_commit
 
 STARTS = "starts.jsonl"
 PACKAGES = ("torch", "megatron-core", "vllm", "transformers")
+ANOTHER_RANK = "another rank ended first; the output of the run has its error"
 End = Literal["finished", "stopped", "failed", "lost"]
 ENDS: tuple[End, ...] = ("finished", "stopped", "failed", "lost")
 
@@ -60,7 +62,7 @@ def recorded_start(run_dir: Path) -> Iterator[None]:
         _append_end(file, "stopped", str(stopped))
         raise
     except BaseException as error:
-        _append_end(file, "failed", _first_line(error))
+        _append_end(file, "failed", _why(error))
         raise
     _append_end(file, "finished", "")
 
@@ -128,7 +130,9 @@ def _start(tree: Mapping[str, Any]) -> RunStart:
     )
 
 
-def _first_line(error: BaseException) -> str:
+def _why(error: BaseException) -> str:
+    if lost_peer(error):  # a broken connection: what broke it only the other rank knows
+        return ANOTHER_RANK
     line = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
 

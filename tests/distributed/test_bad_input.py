@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.recording.starts import ANOTHER_RANK, read_starts
 from tests.distributed.reward_functions import BAD_ANSWER
 from tests.distributed.tiny_experiment import PROMPTS_PER_ITERATION, make_inputs, write_config
 from tests.launch import ROOT, of_no_rank, run_ranks, torchrun
@@ -272,6 +273,8 @@ def error_in_second_iteration(
     assert [row["iteration"] for row in metrics_rows(config)] == ["1"]
     written = sorted(path.name for path in (config.parent / "run").iterdir())
     assert written == ["config.yaml", "layout.json", "metrics.csv", "samples.jsonl", "starts.jsonl"]
+    [start] = read_starts(config.parent / "run")
+    assert start.how == "failed" and (start.why == ANOTHER_RANK or start.why.startswith("RewardError: "))
     return message
 
 

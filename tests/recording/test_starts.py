@@ -46,7 +46,9 @@ def test_how_a_start_ends(tmp_path: Path) -> None:
     failed = ended(tmp_path, ValueError("no such row\nand more"))
     assert (failed.how, failed.why) == ("failed", "ValueError: no such row")
     assert ended(tmp_path, KeyboardInterrupt()).why == "KeyboardInterrupt"
-    assert [start.how for start in read_starts(tmp_path)] == ["stopped", "failed", "failed"]
+    broken = ended(tmp_path, RuntimeError("[pair.cc:537] Read error [127.0.0.1]:29585: Connection reset by peer"))
+    assert (broken.how, broken.why) == ("failed", "another rank ended first; the output of the run has its error")
+    assert [start.how for start in read_starts(tmp_path)] == ["stopped", "failed", "failed", "failed"]
 
 
 def test_the_error_of_a_run_is_raised_where_its_end_cannot_be_written(tmp_path: Path) -> None:
