@@ -230,6 +230,8 @@ def test_configs_and_how_they_differ(browser: Browser) -> None:
     enter(browser, "differ", "checked", False, "change")
     assert count(browser, "#config tr:has(td)") == 5
     assert HOSTILE in texts(browser, "#config td.value")[4]
+    widths = browser.value("[...document.querySelectorAll('#config td')].map(e => e.getBoundingClientRect().width)")
+    assert min(widths) >= 100, "a narrow column makes a key a line of letters"
     enter(browser, "differ", "checked", True, "change")
 
 

@@ -84,6 +84,7 @@ ENVIRONMENT_USERS = [
     "hybridflow.rollout",
     "hybridflow.rollout.*",
     "hybridflow.parallel.agent",
+    "hybridflow.parallel.rank_log",
     "hybridflow.cli.chat",  # before torch is loaded
     "hybridflow.cli.env",  # tells of them
     "hybridflow.launcher.*",

@@ -12,7 +12,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -37,6 +37,7 @@ from hybridflow.formats.directories import sync
 from hybridflow.parallel.agreement import failures
 from hybridflow.parallel.peer_processes import parent_process
 from hybridflow.parallel.platform import Platform
+from hybridflow.parallel.rank_log import open_rank_log
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.recording.iteration import Metrics
@@ -98,20 +99,22 @@ class CheckpointManager:
         if self._source is not None and not self._source.is_fork:
             self._saver.last_iteration = self._source.saved.state.iteration
 
-    def recorder(
-        self, num_iterations: int, decode: Callable[[list[int]], str]
-    ) -> contextlib.AbstractContextManager[Recorder]:
-        """Of the run directory; where this start goes on with the run that is in it, behind what is there."""
+    @contextlib.contextmanager
+    def recorder(self, num_iterations: int, decode: Callable[[list[int]], str]) -> Iterator[Recorder]:
+        """Of the run directory, behind what is there where this start goes on with that run. Collective."""
         iteration = self.state.iteration if self.state is not None else 0
         goes_on = self._source is not None and not self._source.is_fork
-        return record_run(
+        with record_run(
             self._config,
             num_iterations,
             rank=self._platform.rank,
             decode=decode,
             resumed=iteration if goes_on else None,
             forked=0 if goes_on else iteration,
-        )
+        ) as recorder:
+            dist.barrier(self._group)  # rank 0 has moved an earlier run aside
+            open_rank_log()
+            yield recorder
 
     def after_iteration(self, state: RunState, metrics: Metrics, recorder: Recorder, *, is_last: bool) -> None:
         """Between two iterations: save where it is time to. Collective.

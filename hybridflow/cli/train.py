@@ -35,6 +35,7 @@ message that says what is wrong; 70 after a report on a rank that was stuck; 75 
 """
 
 import argparse
+import logging
 import shlex
 import sys
 import traceback
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
     from hybridflow.parallel.watchdog import Watchdog
     from hybridflow.trainers.fixed_data import FixedDataTrainer
     from hybridflow.trainers.online import OnlineTrainer
+
+LOG = logging.getLogger(__name__)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -147,16 +150,13 @@ def _ended_ranks(options: argparse.Namespace, given: Sequence[str]) -> int | Non
 
 def _train(options: argparse.Namespace) -> None:
     config, chosen = _config(options.config, _overrides(options))
-    fixed = isinstance(config, FixedDataConfig)
     if isinstance(config, FixedDataConfig) and (options.replay or options.rollout_only):
         given = "--replay" if options.replay else "--rollout-only"
         raise ConfigError(f"{given}: algorithm {config.algorithm.name} trains on fixed data and generates nothing")
     search_beside(options.config)
     # torch and megatron load for seconds: a bad config fails before
-    from hybridflow.parallel.device import device_name
     from hybridflow.parallel.platform import prepare_imports
-    from hybridflow.parallel.torchrun import is_by_command, is_rank, set_environment, torchrun_rank
-    from hybridflow.placement.placed import check_output_dir
+    from hybridflow.parallel.torchrun import is_by_command, set_environment
 
     if is_by_command():
         from hybridflow.parallel.agent import follow_agent
@@ -164,6 +164,20 @@ def _train(options: argparse.Namespace) -> None:
         follow_agent()
     set_environment(config.env_vars)
     prepare_imports(config.platform)
+    from hybridflow.parallel.rank_log import rank_log
+
+    with rank_log(config.run_dir / "logs"):
+        _train_here(config, chosen, options)
+
+
+def _train_here(config: AnyConfig, chosen: Sequence[str], options: argparse.Namespace) -> None:
+    """As one rank, with nothing but the libraries loaded. chosen: lines on what `auto` has come to."""
+    from hybridflow.parallel.device import device_name
+    from hybridflow.parallel.rank_log import IN_FILES_ALONE, log_error
+    from hybridflow.parallel.torchrun import is_by_command, is_rank, torchrun_rank
+    from hybridflow.placement.placed import check_output_dir
+
+    fixed = isinstance(config, FixedDataConfig)
     rank, world_size = torchrun_rank()
     if is_rank() and not is_by_command():  # else it has been checked before the ranks were started
         from hybridflow.cli.refusals import check_here
@@ -173,9 +187,9 @@ def _train(options: argparse.Namespace) -> None:
         check_output_dir(config)
         where = f"{world_size} ranks, platform {device_name()}"
         engine = "" if options.replay or fixed else " and the engine"
-        for line in (*config.notes, *chosen):
+        for line in (*config.notes, *chosen, f"loading {', '.join(config.roles())}{engine}, {where}"):
             print(f"{config.name}: {line}", flush=True)
-        print(f"{config.name}: loading {', '.join(config.roles())}{engine}, {where}", flush=True)
+            LOG.info("%s", line, extra=IN_FILES_ALONE)
     from hybridflow.parallel.stop import StopRequest
     from hybridflow.parallel.watchdog import Watchdog
     from hybridflow.recording.progress import print_summary
@@ -188,6 +202,7 @@ def _train(options: argparse.Namespace) -> None:
         watchdog.close()
         raise
     except Exception as error:
+        log_error(error)
         watchdog.failed(error)  # does not return where another rank's end is the cause
         raise
     if trainer.platform.rank == 0:

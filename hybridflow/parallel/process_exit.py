@@ -5,6 +5,7 @@ ever. So what is said is given a few seconds, in a thread that nobody waits for 
 """
 
 import contextlib
+import logging
 import os
 import sys
 import threading
@@ -30,13 +31,15 @@ def still_busy() -> bool:
 
 
 def say(text: str) -> None:
-    """On stderr, at once and in one piece."""
+    """On stderr, at once and in one piece; and into the log of this rank."""
     in_time(lambda: _write(f"{text.rstrip()}\n".encode()))
+    in_time(lambda: logging.getLogger("hybridflow").error("%s", text.rstrip(), extra={"shown": True}))
 
 
 def leave(status: int) -> NoReturn:
     """End the process at once: other ranks may be inside a collective, and engine threads would wait for them."""
     in_time(_flush)
+    in_time(logging.shutdown)
     os._exit(status)
 
 

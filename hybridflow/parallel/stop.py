@@ -12,6 +12,7 @@ A Python handler runs when the main thread comes back to Python, which inside a 
 noted by the interpreter's C handler (`signal.set_wakeup_fd`) and read by a thread. SIGINT stays Python's own.
 """
 
+import logging
 import os
 import select
 import signal
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.errors import ExitStatus
-from hybridflow.parallel.process_exit import leave, say
+from hybridflow.parallel.process_exit import in_time, leave, say
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # torchrun forwards what it gets, a scheduler or a terminal signals all processes at once: one wish comes twice
@@ -83,6 +84,7 @@ class StopRequest:
         now = time.monotonic()
         if self._first is None:
             self._first, self.requested = now, name
+            in_time(lambda: logging.getLogger(__name__).info("told to end by %s", name))
         elif self._armed and now - self._first >= SECOND_SIGNAL_AFTER:
             self._end(f"a second signal, {name}, after {self.requested}")
 

@@ -1,5 +1,6 @@
 """Clocks and counts: seconds of phases, memory of the process, whose bytes the engine's weights are."""
 
+import logging
 import resource
 import sys
 import time
@@ -8,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
+
+LOG = logging.getLogger(__name__)
 
 
 class Stopwatch:
@@ -33,7 +36,9 @@ class Stopwatch:
         start = time.perf_counter()
         yield
         self._synchronize()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        LOG.debug("%s: %.3f s", name, seconds)
 
     def reset(self) -> None:
         self.seconds = {}

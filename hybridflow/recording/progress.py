@@ -7,6 +7,7 @@
 A metric may be a tensor; it is read when it is shown.
 """
 
+import logging
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
@@ -20,6 +21,9 @@ from rich.table import Column, Table
 from rich.text import Text
 from torch import Tensor
 
+from hybridflow.parallel.rank_log import IN_FILES_ALONE
+
+LOG = logging.getLogger(__name__)
 Metrics = Mapping[str, float | Tensor]
 
 # metric -> how it is shown; order of a line
@@ -42,7 +46,7 @@ class ProgressDisplay:
     start of the run, or the run that this one is a fork of."""
 
     def __init__(self, num_iterations: int, *, completed: int = 0, console: Console | None = None) -> None:
-        self._console = console or Console()
+        self._console, self._num_iterations = console or Console(), num_iterations
         self._display: _Bar | _Lines = (
             _Bar(num_iterations, completed, self._console)
             if self._console.is_interactive
@@ -60,14 +64,18 @@ class ProgressDisplay:
 
     def phase(self, text: str) -> None:
         """Say what is going on now; shown on a terminal only."""
+        LOG.info("%s", text)
         self._display.phase(text)
 
     def iteration(self, iteration: int, metrics: Metrics) -> None:
         """Iteration `iteration` is done (0: evaluation before training). Absent metrics are not shown."""
+        LOG.info("%s", iteration_line(iteration, self._num_iterations, metrics), extra=IN_FILES_ALONE)
         self._display.iteration(iteration, metrics)
 
     def message(self, text: str) -> None:
         """Print a line, above the bar where there is one."""
+        level = logging.WARNING if text.startswith("warning:") else logging.INFO
+        LOG.log(level, "%s", text, extra=IN_FILES_ALONE)
         _print_line(self._console, text)
 
 

@@ -25,7 +25,7 @@ from hybridflow.parallel.versions import installed_version, source_commit
 
 STARTS = "starts.jsonl"
 PACKAGES = ("torch", "megatron-core", "vllm", "transformers")
-ANOTHER_RANK = "another rank ended first; the output of the run has its error"
+ANOTHER_RANK = "another rank ended first, see logs/rank_*.log"
 End = Literal["finished", "stopped", "failed", "lost"]
 ENDS: tuple[End, ...] = ("finished", "stopped", "failed", "lost")
 

@@ -47,7 +47,7 @@ def test_how_a_start_ends(tmp_path: Path) -> None:
     assert (failed.how, failed.why) == ("failed", "ValueError: no such row")
     assert ended(tmp_path, KeyboardInterrupt()).why == "KeyboardInterrupt"
     broken = ended(tmp_path, RuntimeError("[pair.cc:537] Read error [127.0.0.1]:29585: Connection reset by peer"))
-    assert (broken.how, broken.why) == ("failed", "another rank ended first; the output of the run has its error")
+    assert (broken.how, broken.why) == ("failed", "another rank ended first, see logs/rank_*.log")
     assert [start.how for start in read_starts(tmp_path)] == ["stopped", "failed", "failed", "failed"]
 
 
