@@ -11,9 +11,11 @@ of one's own is a function of a `hybridflow.flows.run.Run`.
 docs/architecture.md shows what lies where.
 """
 
+import logging
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # who uses the library says where its records go
 
 if TYPE_CHECKING:
     from hybridflow.trainers.fixed_data import FixedDataTrainer as FixedDataTrainer
