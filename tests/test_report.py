@@ -9,10 +9,16 @@ import pytest
 from hybridflow.cli.report import main
 from tests.browser import Browser, program
 from tests.messages import like
-from tests.reporting.run_dirs import HOSTILE, make_run
+from tests.reporting.run_dirs import HOSTILE, make_run, write_start
 
 VIEWS = {"desktop": (1280, 900, False), "phone": (390, 844, False), "phone, dark": (390, 844, True)}
-NUM_METRICS = 8
+CHARTS = {  # those whose curves are not flat in both runs
+    "eval/accuracy": "Held-out prompts answered right",
+    "reward/score_mean": "Mean score of responses",
+    "actor/loss": "Policy loss",
+    "time/update_seconds": "Time of the update stage",
+}
+LONG = "".join(f"step {i}: {i} + 1 = {i + 1}\n" for i in range(100))
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +26,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of two runs, the second of which is longer than a chart has points for."""
     root = tmp_path_factory.mktemp("report")
     one, two = make_run(root / "math"), make_run(root / "code", seed=2, num_iterations=1001, layout=False)
+    write_start(two, how="stopped", why="after iteration 1001 (SIGTERM)")
     assert main([str(one), str(two), "--output", str(root / "out" / "report.html")]) == 0
     return root / "out" / "report.html"
 
@@ -40,7 +47,7 @@ def texts(browser: Browser, selector: str) -> list[str]:
 def count(browser: Browser, selector: str) -> int:
     """Of those that can be seen."""
     found = f"[...document.querySelectorAll({json.dumps(selector)})]"
-    return browser.value(f"{found}.filter(e => e.getClientRects().length).length")
+    return browser.value(f"{found}.filter(e => e.checkVisibility()).length")
 
 
 def enter(browser: Browser, element: str, property: str, value: object, event: str) -> None:
@@ -69,11 +76,16 @@ def test_the_colours_are_those_that_the_reader_has_chosen(browser: Browser) -> N
     assert browser.value("getComputedStyle(document.body).backgroundColor") == back
 
 
-def test_every_metric_of_both_runs_is_drawn(browser: Browser) -> None:
-    assert len(texts(browser, ".charts h3")) == NUM_METRICS
-    assert texts(browser, "summary") == ["eval 1", "reward 2", "actor 1", "time 4"]
-    assert count(browser, ".charts path.curve") == 2 * NUM_METRICS
-    assert count(browser, ".charts path.band") == NUM_METRICS - 1  # eval/accuracy of 334 points is drawn whole
+def test_every_metric_that_changes_is_drawn_under_its_title(browser: Browser) -> None:
+    assert texts(browser, ".charts h3") == list(CHARTS.values())
+    assert texts(browser, ".charts .key") == list(CHARTS)
+    assert texts(browser, "#groups summary") == ["eval 1", "reward 1", "actor 1", "time 1"]
+    assert count(browser, ".charts path.curve") == 2 * len(CHARTS)
+    assert count(browser, ".charts path.band") == len(CHARTS) - 1  # eval/accuracy of 334 points is drawn whole
+    units = [texts(browser, f"figure[data-metric='{metric}'] .unit") for metric in CHARTS]
+    assert units == [["share", "iteration"], ["iteration"], ["iteration"], ["s", "iteration"]]
+    spoken = browser.value("document.querySelector(\"figure[data-metric='eval/accuracy'] svg\").ariaLabel")
+    assert spoken == "Held-out prompts answered right, share: math 0.25 to 0.5; code 0.25 to 0.5"
     # iteration 3 is not finite: the curve of the first run has a gap, a mark below it, and goes on
     loss = "figure[data-metric='actor/loss']"
     d = browser.value(f'document.querySelector("{loss} path.k0").getAttribute("d")')
@@ -90,24 +102,63 @@ def test_a_long_run_is_said_to_be_thinned_out(browser: Browser) -> None:
             "around the line reaches from the least to the largest of them"
         )
     ]
-    assert texts(browser, "#legend b") == ["math", "code"]
-    assert texts(browser, "#legend small") == ["iterations 0 to 6", "iterations 0 to 1001"]
+
+
+def test_the_head_says_what_each_run_was(browser: Browser) -> None:
+    assert texts(browser, "#legend h2 b") == ["math", "code"]
+    assert texts(browser, "#legend .state") == ["Finished", "Stopped"]
+    assert texts(browser, "#legend .what") == ["iteration 6", "after iteration 1001 (SIGTERM); iteration 1,001 is done"]
+    facts = dict(zip(texts(browser, "li:first-child dt"), texts(browser, "li:first-child dd"), strict=True))
+    assert facts == {
+        "model": HOSTILE,
+        "duration": "1 h 2 minfrom 2026-05-28 20:26 to 21:28 UTC",
+        "command": "hybridflow train my.yaml name='a b'",
+        "versions": "hybridflow 0.1.0, torch 2.13.0+cpu, commit 0123456789ab",
+    }
+    accuracy = texts(browser, "li:first-child .scores tr:nth-child(2) > *")
+    assert accuracy == ["Held-out prompts answered righteval/accuracy", "25.0%", "50.0% iteration 3", "50.0%"]
+    loss = texts(browser, "li:last-child .scores tr:nth-child(3) > *")
+    assert loss == ["Mean score of responsesreward/score_mean", "2", "2002 iteration 1,001", "2002"]
+    head, curves = (f"document.getElementById('{name}').getBoundingClientRect().top" for name in ("legend", "curves"))
+    assert browser.value(f"{head} < {curves}")
+
+
+def test_flat_curves_are_folded_away_until_a_person_opens_them(browser: Browser) -> None:
+    assert texts(browser, "#flat > summary") == ["Flat: one value all along 4"]
+    assert not browser.value("document.getElementById('flat').open") and count(browser, "#flat td") == 0
+    browser.value("document.querySelector('#flat > summary').click()")
+    assert count(browser, "#flat td") == 4 * 4
+    rows = browser.value("[...document.querySelectorAll('#flat tr')].map(r => [...r.children].map(e => e.textContent))")
+    assert rows == [
+        ["metric", "name", "math", "code"],
+        ["Reward: <b>x</b>", "reward/<b>x</b>", "1.00e-5", "1.00e-5"],
+        ["Time of the rollout stage", "time/rollout_seconds", "2 s", "2 s"],
+        ["Time of the estimate stage", "time/estimate_seconds", "1 s", "1 s"],
+        ["Time of generation", "time/generate_seconds", "1.5 s", "1.5 s"],
+    ]
+    enter(browser, "search", "value", "generation", "input")
+    assert texts(browser, "#flat > summary") == ["Flat: one value all along 1 of 4"] and count(browser, "#flat td") == 4
+    assert not count(browser, "#none") and not count(browser, "#groups details")
+    enter(browser, "search", "value", "", "input")
+    browser.value("document.querySelector('#flat > summary').click()")
 
 
 def test_search_leaves_what_has_all_words(browser: Browser) -> None:
     enter(browser, "search", "value", "Score reward", "input")
     assert count(browser, "figure[data-metric]") == 1 and count(browser, ".charts path.curve") == 2
-    assert count(browser, "summary") == 1 and texts(browser, "details:not([hidden]) summary") == ["reward 1 of 2"]
+    assert texts(browser, "#groups details:not([hidden]) summary") == ["reward 1"]
+    enter(browser, "search", "value", "HELD-out right", "input")  # of the title
+    assert texts(browser, "#groups details:not([hidden]) summary") == ["eval 1"]
     enter(browser, "search", "value", "nothing", "input")
     assert count(browser, "figure[data-metric]") == 0 and count(browser, "#none") == 1
     enter(browser, "search", "value", "", "input")
-    assert count(browser, ".charts path.curve") == 2 * NUM_METRICS and count(browser, "#none") == 0
+    assert count(browser, ".charts path.curve") == 2 * len(CHARTS) and count(browser, "#none") == 0
 
 
 def test_smoothing_draws_the_mean_over_the_raw_curve(browser: Browser) -> None:
     enter(browser, "smoothing", "value", 0.5, "input")
     assert texts(browser, "#smoothed") == ["0.50"]
-    assert count(browser, ".charts path.raw") == count(browser, ".charts path.line") == 2 * NUM_METRICS
+    assert count(browser, ".charts path.raw") == count(browser, ".charts path.line") == 2 * len(CHARTS)
     # of 1, 2: 1 and (0.5 * 0.5 * 1 + 0.5 * 2) / 0.75
     smoothed = browser.value("smooth([1, 2, null, 2]).map(x => x === null ? x : Math.round(1e6 * x))")
     assert smoothed == [1_000_000, 1_666_667, None, 1_857_143]
@@ -119,16 +170,16 @@ def test_a_run_can_be_hidden(browser: Browser) -> None:
     box = "document.querySelectorAll('#legend input')[1].click()"
     enter(browser, "search", "value", "", "input")
     browser.value(f"{box}; new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")
-    assert count(browser, ".charts path.k0") == NUM_METRICS and count(browser, ".charts path.k1") == 0
+    assert count(browser, ".charts path.k0") == len(CHARTS) and count(browser, ".charts path.k1") == 0
     browser.value(f"{box}; new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")
-    assert count(browser, ".charts path.curve.k1") == NUM_METRICS
+    assert count(browser, ".charts path.curve.k1") == len(CHARTS)
 
 
 def test_a_pointer_is_told_iteration_and_values(browser: Browser) -> None:
     browser.point_at("figure[data-metric='reward/score_mean'] svg")
     title, one, two = browser.value("[...document.querySelector('.tip').children].map(e => e.textContent)")
     assert not browser.value("document.querySelector('.tip').hidden")
-    start, end = title.removeprefix("reward/score_mean, iterations ").split(" to ")
+    start, end = title.removeprefix("Mean score of responses, iterations ").split(" to ")
     assert int(end) == int(start) + 2 and 400 < int(start) < 600
     assert one == "math at 6: 6"
     middle = 2 * (int(start) + 1)
@@ -179,7 +230,44 @@ def test_configs_and_how_they_differ(browser: Browser) -> None:
     enter(browser, "differ", "checked", False, "change")
     assert count(browser, "#config tr:has(td)") == 5
     assert HOSTILE in texts(browser, "#config td.value")[4]
+    widths = browser.value("[...document.querySelectorAll('#config td')].map(e => e.getBoundingClientRect().width)")
+    assert min(widths) >= 100, "a narrow column makes a key a line of letters"
     enter(browser, "differ", "checked", True, "change")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_samples_are_put_in_order_by_a_click_and_long_texts_folded(tmp_path: Path, view: str) -> None:
+    run = make_run(tmp_path / "run")
+    rows = [("c", "ok", 0.5, "train"), ("a", LONG, -1.0, "train"), ("b", "x", 2.0, "train"), ("h", "y", 1.0, "heldout")]
+    with (run / "samples.jsonl").open("a") as file:
+        for prompt, response, score, kind in rows:
+            sample = {"iteration": 7, "prompt": prompt, "response": response, "score": score, "kind": kind}
+            file.write(json.dumps(sample | {"columns": {"answer": f"right {prompt}", "level": 3}}) + "\n")
+    output = tmp_path / "report.html"
+    assert main([str(run), "--output", str(output)]) == 0
+    program()
+    width, height, dark = VIEWS[view]
+    with Browser(width=width, height=height, dark=dark) as browser:
+        browser.open(output)
+        titles = ["Iteration 7: held-out prompts, greedy responses", "Iteration 7: training prompts"]
+        assert texts(browser, "#samplelist h3") == titles
+        prompts = ".sample > pre:first-of-type"
+        for order, expected in (("worst", "hacb"), ("prompt", "habc"), ("best", "hbca")):
+            browser.value(f"document.querySelector('[data-order={order}]').click()")
+            assert texts(browser, prompts) == list(expected)
+            assert texts(browser, "#sampleorder [aria-pressed=true]") == [
+                {"worst": "Worst first", "prompt": "By prompt", "best": "Best first"}[order]
+            ]
+        last = ".cards:last-child .sample:last-child"
+        assert texts(browser, f"{last} > small") == ["prompt", "response", "reference answer"]
+        assert texts(browser, f"{last} > pre") == ["a", "right a"]
+        assert texts(browser, f"{last} .more > summary") == ["more: level"] and count(browser, ".more pre") == 0
+        assert texts(browser, ".long b") == [f"all {len(LONG):,} characters"]
+        assert count(browser, ".long pre") == 0 and count(browser, ".long .beginning") == 1
+        browser.value("document.querySelector('.long > summary').click()")
+        assert count(browser, ".long pre") == 1 and count(browser, ".long .beginning") == 0
+        assert texts(browser, ".long pre") == [LONG]
+        assert browser.errors == [] and browser.value("document.documentElement.scrollWidth - innerWidth") == 0
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hybridflow import __version__
 from hybridflow.cli.command import program
+from hybridflow.parallel.versions import source_commit
 
 EXTRA_PACKAGES = (
     "vllm",
@@ -81,8 +82,8 @@ def advice(packages: Mapping[str, str]) -> list[str]:
 
 def _machine() -> Iterator[str]:
     root = Path(__file__).resolve().parents[2]
-    commit = _said_by(("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"), 5)
-    from_git = f" at commit {commit}" if commit and (root / ".git").exists() else ""
+    commit = source_commit()
+    from_git = f" at commit {commit}" if commit else ""
     yield f"hybridflow {__version__}{from_git}, from {root}"
     yield f"Python {platform.python_version()}, {platform.platform()}, {sys.executable}"
     processor = _lines_of("/proc/cpuinfo")

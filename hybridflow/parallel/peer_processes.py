@@ -78,6 +78,16 @@ def _machine() -> str:
     return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
+def is_running(machine: str, pid: int, start_time: int) -> bool | None:
+    """Whether a process still runs. None: of another machine or container, whose processes are not seen from here."""
+    try:
+        if machine != _machine():
+            return None
+    except OSError:  # a computer without /proc
+        return None
+    return not condition(Peer(0, "", machine, pid, start_time)).ended
+
+
 def condition(peer: Peer) -> Condition:
     """Of a process on this machine."""
     fields = _stat_fields(peer.pid)

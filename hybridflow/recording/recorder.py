@@ -17,6 +17,7 @@ from hybridflow.recording.progress import ProgressDisplay
 from hybridflow.recording.resume import KeptMetrics, remove_batches
 from hybridflow.recording.run_dir import dump_batch, open_run_dir, reopen_run_dir
 from hybridflow.recording.samples import chosen_rows, samples_of
+from hybridflow.recording.starts import recorded_start
 from hybridflow.recording.trackers import open_trackers
 from hybridflow.recording.writers import MetricsWriter, SampleWriter
 
@@ -224,7 +225,8 @@ def record_run(
         return
     notes = _opened(config, resumed)
     written = config.metrics
-    with ProgressDisplay(num_iterations, completed=forked if resumed is None else resumed) as progress:
+    completed = forked if resumed is None else resumed
+    with recorded_start(config.run_dir), ProgressDisplay(num_iterations, completed=completed) as progress:
         metrics = MetricsWriter(
             config.run_dir,
             csv=written.csv,

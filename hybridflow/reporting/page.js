@@ -5,8 +5,11 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 const RUNS = DATA.runs;
 const SVG = "http://www.w3.org/2000/svg";
 const COLORS = 8; // further runs have them again, dashed
-const MARGIN = { left: 54, right: 12, top: 8, bottom: 22 };
-const HEIGHT = 170;
+const MARGIN = { left: 54, right: 12, top: 20, bottom: 36 }; // above and below the axes stand unit and "iteration"
+const HEIGHT = 196;
+const FOLDED = 600, FOLDED_LINES = 12; // a sample's longer text shows its beginning
+const BYTES = [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]];
+const STATES = { finished: "Finished", running: "Running", stopped: "Stopped", failed: "Failed", unknown: "End not known" };
 const STACKED = ["time/rollout_seconds", "time/estimate_seconds", "time/update_seconds", "time/save_seconds"];
 const NAMES = { "time/rollout_seconds": "rollout", "time/estimate_seconds": "estimate", "time/update_seconds": "update", "time/save_seconds": "save" };
 
@@ -41,12 +44,16 @@ const breakable = (name) => name.split(/(?<=[._/])/).flatMap((part, i) => (i ? [
 
 const colorOf = (run) => `k${run % COLORS}` + (run >= COLORS ? " dashed" : "");
 
-function shown(value) {
+function shown(value, unit = "") {
   if (value === null || value === undefined) return "not finite";
   const size = Math.abs(value);
+  const [scale, name] = (unit === "bytes" && BYTES.find(([least]) => size >= least)) || [1, ""];
+  if (name) return `${Number((value / scale).toPrecision(4))} ${name}`;
   if (size >= 1e6 || (size > 0 && size < 1e-3)) return value.toExponential(2);
   return String(Number(value.toPrecision(4)));
 }
+
+const valued = (value, unit) => shown(value, unit) + (value !== null && unit && !(unit === "bytes" && Math.abs(value) >= 1e3) ? ` ${unit}` : "");
 
 // ---------------------------------------------------------------- scales
 
@@ -87,17 +94,19 @@ function smooth(values) {
   });
 }
 
-function axes(svg, width, xs, ys) {
+function axes(svg, width, xs, ys, unit) {
   const [x0, x1] = xs, [y0, y1] = ys;
   const right = width - MARGIN.right, bottom = HEIGHT - MARGIN.bottom;
   const x = (value) => MARGIN.left + ((value - x0) / (x1 - x0)) * (right - MARGIN.left);
   const y = (value) => bottom - ((value - y0) / (y1 - y0)) * (bottom - MARGIN.top);
   for (const value of ticks(y0, y1, 4)) {
     draw(svg, "line", { class: "grid", x1: MARGIN.left, x2: right, y1: y(value), y2: y(value) });
-    draw(svg, "text", { x: MARGIN.left - 6, y: y(value) + 4, "text-anchor": "end" }, shown(value));
+    draw(svg, "text", { x: MARGIN.left - 6, y: y(value) + 4, "text-anchor": "end" }, shown(value, unit));
   }
+  if (unit) draw(svg, "text", { class: "unit", x: MARGIN.left, y: 11 }, unit);
+  draw(svg, "text", { class: "unit", x: (MARGIN.left + right) / 2, y: HEIGHT - 3, "text-anchor": "middle" }, "iteration");
   for (const value of ticks(x0, x1, Math.max(2, Math.min(6, width / 90)))) {
-    if (value % 1 === 0) draw(svg, "text", { x: x(value), y: HEIGHT - 6, "text-anchor": "middle" }, String(value));
+    if (value % 1 === 0) draw(svg, "text", { x: x(value), y: HEIGHT - 20, "text-anchor": "middle" }, String(value));
   }
   return { x, y, bottom };
 }
@@ -189,29 +198,33 @@ function follow(svg, width, xs, scale, describe) {
 const span = (curve, i) =>
   curve.per > 1 && curve.end[i] !== curve.x[i] ? `iterations ${curve.x[i]} to ${curve.end[i]}` : `iteration ${curve.x[i]}`;
 
-function told(curve, i, smoothed) {
-  let text = shown(curve.y[i]);
-  if (curve.per > 1 && curve.y[i] !== null) text = `mean ${text} (${shown(curve.low[i])} to ${shown(curve.high[i])})`;
+function told(curve, i, smoothed, unit) {
+  let text = valued(curve.y[i], unit);
+  if (curve.per > 1 && curve.y[i] !== null) text = `mean ${text} (${shown(curve.low[i], unit)} to ${shown(curve.high[i], unit)})`;
   if (curve.per > 1 && curve.lost[i]) text += `, ${curve.lost[i]} not finite`;
-  return smoothing && smoothed[i] !== null ? `${text}, smoothed ${shown(smoothed[i])}` : text;
+  return smoothing && smoothed[i] !== null ? `${text}, smoothed ${valued(smoothed[i], unit)}` : text;
 }
 
 // ---------------------------------------------------------------- curves
 
-const charts = []; // {figure, metric}
+const charts = []; // {figure, metric, title, unit, group, count}
+const flatRows = []; // {row, metric, title}
 
-function drawChart({ figure, metric }) {
+const ends = (metric) =>
+  RUNS.filter((run) => run.ends[metric]).map((run) => `${run.label} ${run.ends[metric].join(" to ")}`).join("; ");
+
+function drawChart({ figure, metric, title, unit }) {
   figure.querySelector("svg")?.remove();
   const width = figure.clientWidth - 20;
   if (width <= 0 || figure.hidden) return; // in a closed group
-  const svg = draw(figure, "svg", { height: HEIGHT, role: "img", "aria-label": metric });
+  const svg = draw(figure, "svg", { height: HEIGHT, role: "img", "aria-label": `${title}${unit && `, ${unit}`}: ${ends(metric)}` });
   const drawn = RUNS.map((run, number) => ({ number, run, curve: run.curves[metric] }))
     .filter(({ number, curve }) => curve && !hidden.has(number))
     .map((its) => ({ ...its, smoothed: smooth(its.curve.y) }));
   if (!drawn.length) return;
   const xs = extent(drawn.map(({ curve }) => curve));
   const ys = range(drawn.flatMap(({ curve }) => (curve.per > 1 ? curve.low.concat(curve.high) : curve.y)));
-  const scale = axes(svg, width, xs, ys);
+  const scale = axes(svg, width, xs, ys, unit);
   for (const { number, curve, smoothed } of drawn) {
     const color = colorOf(number);
     if (curve.per > 1) draw(svg, "path", { class: `band ${color}`, d: band(curve, scale.x, scale.y) });
@@ -231,42 +244,61 @@ function drawChart({ figure, metric }) {
     const first = points.reduce((a, b) => (Math.abs(b.curve.x[b.i] - wanted) < Math.abs(a.curve.x[a.i] - wanted) ? b : a));
     const lines = points.map(({ number, run, curve, smoothed, i }) => {
       const where = curve.x[i] === first.curve.x[first.i] ? "" : ` at ${curve.x[i]}`;
-      return [colorOf(number), `${run.label}${where}: ${told(curve, i, smoothed)}`];
+      return [colorOf(number), `${run.label}${where}: ${told(curve, i, smoothed, unit)}`];
     });
-    return { x: first.curve.x[first.i], title: `${metric}, ${span(first.curve, first.i)}`, lines };
+    return { x: first.curve.x[first.i], title: `${title}, ${span(first.curve, first.i)}`, lines };
   });
 }
 
 function buildCurves() {
   const areas = new Map();
-  for (const metric of DATA.metrics) {
-    const area = metric.includes("/") ? metric.slice(0, metric.indexOf("/")) : "other";
+  for (const its of DATA.metrics) {
+    const area = its.name.includes("/") ? its.name.slice(0, its.name.indexOf("/")) : "other";
     if (!areas.has(area)) areas.set(area, []);
-    areas.get(area).push(metric);
+    areas.get(area).push(its);
   }
   for (const [area, metrics] of areas) {
     const count = put(null, "span");
     const box = put(null, "div", { class: "charts" });
     const group = put(byId("groups"), "details", { open: true }, put(null, "summary", {}, `${area} `, count), box);
     group.addEventListener("toggle", () => group.open && later(redraw));
-    for (const metric of metrics) {
-      const figure = put(box, "figure", { class: "chart" }, put(null, "h3", {}, ...breakable(metric)));
+    for (const { name: metric, title, unit } of metrics) {
+      const key = put(null, "code", { class: "key" }, ...breakable(metric));
+      const figure = put(box, "figure", { class: "chart" }, put(null, "figcaption", {}, put(null, "h3", {}, title), key));
       figure.dataset.metric = metric;
-      charts.push({ figure, metric, group, count });
+      charts.push({ figure, metric, title, unit, group, count });
     }
   }
 }
 
+function buildFlat() {
+  const table = byId("flattable");
+  put(table, "tr", {}, heading("metric"), heading("name"), ...RUNS.map((run) => heading(RUNS.length > 1 ? run.label : "value")));
+  for (const { name: metric, title, unit } of DATA.flat) {
+    const key = put(null, "code", { class: "key" }, ...breakable(metric));
+    const values = RUNS.map((run) => put(null, "td", { class: "number" }, run.ends[metric] ? valued(run.curves[metric].y[0], unit) : "not there"));
+    const row = put(table, "tr", {}, put(null, "td", {}, title), put(null, "td", {}, key), ...values);
+    flatRows.push({ row, metric, title });
+  }
+}
+
+const heading = (text) => put(null, "th", { scope: "col" }, text);
+
 function filter() {
   const words = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean);
-  for (const chart of charts) chart.figure.hidden = !words.every((word) => chart.metric.toLowerCase().includes(word));
+  const fits = ({ metric, title }) => words.every((word) => `${metric} ${title}`.toLowerCase().includes(word));
+  for (const chart of charts) chart.figure.hidden = !fits(chart);
+  for (const flat of flatRows) flat.row.hidden = !fits(flat);
+  const flats = flatRows.filter((flat) => !flat.row.hidden).length;
+  byId("flat").hidden = flats === 0;
+  byId("flatcount").textContent = flats === flatRows.length ? `${flats}` : `${flats} of ${flatRows.length}`;
   for (const group of new Set(charts.map((chart) => chart.group))) {
     const own = charts.filter((chart) => chart.group === group);
     const left = own.filter((chart) => !chart.figure.hidden).length;
     group.hidden = left === 0;
     own[0].count.textContent = left === own.length ? `${left}` : `${left} of ${own.length}`;
   }
-  byId("none").hidden = charts.some((chart) => !chart.figure.hidden);
+  byId("none").hidden = flats > 0 || charts.some((chart) => !chart.figure.hidden);
   later(redraw);
 }
 
@@ -287,18 +319,43 @@ function later(what) {
 
 // ---------------------------------------------------------------- runs
 
-function buildLegend() {
+function runTitle(run, number) {
+  const label = put(null, "b", {}, run.label), swatch = put(null, "i", { class: `swatch ${colorOf(number)}` });
+  if (RUNS.length === 1) return put(null, "label", { title: run.path }, label);
+  const box = put(null, "input", { type: "checkbox", checked: true, title: "draw the curves of this run" });
+  box.addEventListener("change", () => {
+    if (box.checked) hidden.delete(number);
+    else hidden.add(number);
+    later(redraw);
+  });
+  return put(null, "label", { title: run.path }, box, swatch, label);
+}
+
+function scoreTable(parent, scores) {
+  const table = put(put(parent, "div", { class: "wide" }), "table", { class: "scores" });
+  put(table, "tr", {}, ...["score", "first", "best", "last"].map(heading));
+  for (const { metric, title, first, best, best_at, last } of scores) {
+    const name = put(null, "th", { scope: "row" }, title, put(null, "code", { class: "key" }, ...breakable(metric)));
+    const at = best_at === null ? [] : [put(null, "small", {}, ` iteration ${best_at.toLocaleString("en")}`)];
+    const cell = (...text) => put(null, "td", {}, ...text);
+    put(table, "tr", {}, name, cell(first), cell(best ?? "not finite", ...at), cell(last));
+  }
+}
+
+function buildHeads() {
   RUNS.forEach((run, number) => {
-    const box = put(null, "input", { type: "checkbox", checked: true });
-    box.addEventListener("change", () => {
-      if (box.checked) hidden.delete(number);
-      else hidden.add(number);
-      later(redraw);
-    });
-    const iterations = run.first === run.last ? `iteration ${run.last}` : `iterations ${run.first} to ${run.last}`;
-    const what = put(null, "span", {}, put(null, "b", {}, run.label), put(null, "small", {}, iterations));
-    const swatch = put(null, "i", { class: `swatch ${colorOf(number)}` });
-    put(byId("legend"), "li", {}, put(null, "label", { title: run.path }, box, swatch, what));
+    const { state, facts, scores } = run.head;
+    const badge = put(null, "span", { class: `state ${state.kind}` }, STATES[state.kind]);
+    const card = put(byId("legend"), "li", {}, put(null, "h2", {}, runTitle(run, number), badge));
+    put(card, "p", { class: "what" }, state.text);
+    const body = put(card, "div", { class: "facts" });
+    if (scores.length) scoreTable(body, scores);
+    const list = put(body, "dl");
+    for (const [name, lines] of facts) {
+      const tag = name === "command" ? "code" : "span";
+      put(list, "dt", {}, name);
+      put(list, "dd", {}, ...lines.map((line) => put(null, tag, { class: "line" }, line)));
+    }
     const notes = [...run.notes];
     if (run.per > 1) {
       const count = run.count.toLocaleString("en");
@@ -324,7 +381,7 @@ function phaseChart(parent, run) {
   names.forEach((name, k) => put(keys, "span", { class: `p${k}` }, put(null, "i"), put(null, "b", {}, NAMES[name])));
   const width = figure.clientWidth - 20;
   const svg = draw(figure, "svg", { height: HEIGHT, role: "img", "aria-label": `phase times of ${run.label}` });
-  const xs = extent([first]), scale = axes(svg, width, xs, [0, Math.max(...sums, 1e-9) * 1.04]);
+  const xs = extent([first]), scale = axes(svg, width, xs, [0, Math.max(...sums, 1e-9) * 1.04], "s");
   const below = first.x.map(() => 0);
   values.forEach((its, k) => {
     const top = its.map((value, i) => below[i] + value);
@@ -420,9 +477,33 @@ function buildLayouts() {
 
 // ---------------------------------------------------------------- samples
 
+let order = "best";
+const ORDERS = {
+  best: (a, b) => (b.number ?? -Infinity) - (a.number ?? -Infinity) || 0,
+  worst: (a, b) => (a.number ?? Infinity) - (b.number ?? Infinity) || 0,
+  prompt: (a, b) => a.prompt.text.localeCompare(b.prompt.text, "en"),
+};
+
 function text(parent, title, { text, cut }) {
+  const whole = cut ? `${text}\n... ${cut.toLocaleString("en")} more characters` : text;
   put(parent, "small", {}, title);
-  put(parent, "pre", {}, cut ? `${text}\n... ${cut.toLocaleString("en")} more characters` : text);
+  const lines = text.split("\n");
+  if (text.length <= FOLDED && lines.length <= FOLDED_LINES) return void put(parent, "pre", {}, whole);
+  const beginning = put(null, "span", { class: "beginning" }, `${lines.slice(0, 4).join("\n").slice(0, 240)} ...`);
+  const summary = put(null, "summary", {}, beginning, put(null, "b", {}, `all ${(text.length + cut).toLocaleString("en")} characters`));
+  put(parent, "details", { class: "long" }, summary, put(null, "pre", {}, whole));
+}
+
+function sampleCard(parent, row) {
+  const card = put(parent, "article", { class: "sample" });
+  if (row.score !== null) put(card, "p", { class: "score" }, `score ${row.score}`);
+  text(card, "prompt", row.prompt);
+  text(card, "response", row.response);
+  if (row.answer) text(card, "reference answer", row.answer);
+  const more = Object.entries(row.more);
+  if (!more.length) return;
+  const box = put(card, "details", { class: "more" }, put(null, "summary", {}, `more: ${more.map(([name]) => name).join(", ")}`));
+  for (const [name, value] of more) text(box, name, value);
 }
 
 function showSamples() {
@@ -433,17 +514,19 @@ function showSamples() {
   slider.max = Math.max(0, samples.iterations.length - 1);
   const at = samples.iterations[Number(slider.value)];
   byId("samplenumber").textContent = at ? at.iteration : "";
+  slider.setAttribute("aria-valuetext", at ? `iteration ${at.iteration}` : "none");
   const some = samples.of > samples.iterations.length;
   byId("samplehint").textContent = !at
     ? "There are no samples."
     : (some ? `Of the ${samples.of.toLocaleString("en")} iterations with samples the page has ${samples.iterations.length}, evenly spaced. ` : "") +
-      (at.count > at.rows.length ? `The first ${at.rows.length} of ${at.count} samples of the iteration.` : "");
-  for (const row of at ? at.rows : []) {
-    const card = put(list, "article", { class: "sample" });
-    if (row.score !== null) put(card, "p", { class: "score" }, `score ${row.score}`);
-    text(card, "prompt", row.prompt);
-    text(card, "response", row.response);
-    for (const [name, value] of Object.entries(row.more)) text(card, name, value);
+      (at.count > at.rows.length ? `The best and the worst ${at.rows.length} of ${at.count} samples of the iteration.` : "");
+  for (const heldout of [true, false]) {
+    const rows = at ? at.rows.filter((row) => row.heldout === heldout).sort(ORDERS[order]) : [];
+    if (!rows.length) continue;
+    const what = heldout ? "held-out prompts, greedy responses" : "training prompts";
+    put(list, "h3", {}, `Iteration ${at.iteration}: ${what}`);
+    const cards = put(list, "div", { class: "cards" });
+    for (const row of rows) sampleCard(cards, row);
   }
 }
 
@@ -457,6 +540,14 @@ function buildSamples() {
   };
   byId("samplerun").addEventListener("change", last);
   byId("sampleat").addEventListener("input", showSamples);
+  const buttons = [...byId("sampleorder").children];
+  for (const button of buttons) {
+    button.addEventListener("click", () => {
+      order = button.dataset.order;
+      for (const each of buttons) each.setAttribute("aria-pressed", String(each === button));
+      showSamples();
+    });
+  }
   last();
 }
 
@@ -486,8 +577,9 @@ function buildConfig() {
 
 // ---------------------------------------------------------------- all
 
-buildLegend();
+buildHeads();
 buildCurves();
+buildFlat();
 filter();
 drawPhases();
 buildLayouts();

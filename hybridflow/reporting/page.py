@@ -8,6 +8,7 @@ run than this one, whatever else should fail, and nothing be loaded.
 import base64
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
@@ -16,13 +17,13 @@ from typing import Any
 from hybridflow import __version__
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.recording.layout import RunLayout
+from hybridflow.reporting.head import head, utc_time
+from hybridflow.reporting.metric_titles import metric_title
 from hybridflow.reporting.points import points
-from hybridflow.reporting.runs import RunRecord, Sample, Samples
+from hybridflow.reporting.runs import Curve, RunRecord
+from hybridflow.reporting.shown_samples import shown_samples
 
 SAMPLED_ITERATIONS = 100  # of a run, that the page has samples of
-MOST_ROWS = 16  # of an iteration
-MOST_CHARACTERS = 4000  # of a prompt or response
-SHOWN = ("iteration", "prompt", "response", "score")  # of a sample by the page itself; other fields as they are called
 FIRST_AREAS = ("eval", "reward", "actor", "critic", "kl", "rollout", "sampling", "train", "time", "reshard", "memory")
 
 
@@ -32,6 +33,7 @@ def page(runs: Sequence[RunRecord]) -> str:
     policy = f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}'"
     body = _resource("page.html")
     parts = {"TITLE": escape(title), "POLICY": escape(policy), "VERSION": escape(__version__)}
+    parts["MADE"] = utc_time(max(run.read_at for run in runs)) + " UTC"
     parts |= {"STYLE": style, "DATA": embedded(data(runs)), "SCRIPT": script}
     pieces = body.split("@@")  # text @@NAME@@ text ...: what is put in is not looked at again
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
@@ -57,8 +59,25 @@ def embedded(tree: Any) -> str:
 
 
 def data(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    names = dict.fromkeys(name for run in runs for name in run.curves)
-    return {"metrics": sorted(names, key=_place), "runs": [_run(run) for run in runs]}
+    names = dict.fromkeys(name for run in runs for name, curve in run.curves.items() if curve)
+    ordered = sorted(names, key=_place)
+    flat = {name for name in ordered if is_flat([run.curves[name] for run in runs if name in run.curves])}
+    return {
+        "metrics": [_titled(name) for name in ordered if name not in flat],
+        "flat": [_titled(name) for name in ordered if name in flat],
+        "runs": [_run(run) for run in runs],
+    }
+
+
+def is_flat(curves: Sequence[Curve]) -> bool:
+    """Whether each curve is one finite value all along. A curve of one point alone says nothing yet."""
+    values = [{value for _, value in curve} for curve in curves if curve]
+    return all(len(its) == 1 and math.isfinite(*its) for its in values) and any(len(curve) > 1 for curve in curves)
+
+
+def _titled(metric: str) -> dict[str, str]:
+    title = metric_title(metric)
+    return {"name": metric, "title": title.text, "unit": title.unit}
 
 
 def _place(metric: str) -> tuple[int, str]:
@@ -72,6 +91,7 @@ def _run(run: RunRecord) -> dict[str, Any]:
     per = max(curve["per"] for curve in curves.values()) if curves else 1
     return {
         "label": run.label,
+        "head": head(run),
         "path": str(run.path),
         "first": run.iterations[0],
         "last": run.iterations[-1],
@@ -82,7 +102,7 @@ def _run(run: RunRecord) -> dict[str, Any]:
         "ends": {name: [_text(curve[0][1]), _text(curve[-1][1])] for name, curve in run.curves.items()},
         "config": dict(run.config),
         "layout": None if run.layout is None else _layout(run.layout),
-        "samples": _samples(run.samples),
+        "samples": shown_samples(run.samples, run.config),
     }
 
 
@@ -114,42 +134,3 @@ def _engine(layout: RolloutLayout) -> dict[str, Any]:
     ]
     sizes = f"tp {layout.tp}, pp {layout.pp}, {len(replicas)} replica{'s' * (len(replicas) > 1)}"
     return {"name": "rollout", "sizes": sizes, "replicas": replicas}
-
-
-def _samples(samples: Samples) -> dict[str, Any]:
-    return {
-        "of": samples.of,
-        "iterations": [
-            {"iteration": iteration, "count": len(rows), "rows": [_sample(row) for row in rows[:MOST_ROWS]]}
-            for iteration, rows in samples.by_iteration.items()
-        ],
-    }
-
-
-def _sample(sample: Sample) -> dict[str, Any]:
-    score = sample["score"] if "score" in sample else None
-    return {
-        "prompt": _cut(sample["prompt"]),
-        "response": _cut(sample["response"]),
-        "score": f"{score:.6g}" if isinstance(score, float) else None if score is None else _plain(score),
-        "more": {name: _cut(value) for name, value in _more(sample).items() if value is not None},
-    }
-
-
-def _more(sample: Sample) -> dict[str, Any]:
-    """The user's columns by their names, and what else a sample has; nothing where it is of training, as most are."""
-    columns = sample["columns"] if isinstance(sample.get("columns"), dict) else {}
-    rest = {name: value for name, value in sample.items() if name not in (*SHOWN, "columns")}
-    if rest.get("kind") == "train":
-        del rest["kind"]
-    return {name: value for name, value in {**columns, **rest}.items() if value != {}}
-
-
-def _plain(value: Any) -> str:
-    """What is no text as JSON, where NaN may stand."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _cut(value: Any) -> dict[str, Any]:
-    text = _plain(value)
-    return {"text": text[:MOST_CHARACTERS], "cut": max(0, len(text) - MOST_CHARACTERS)}

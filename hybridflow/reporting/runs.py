@@ -6,6 +6,7 @@ comes before it is shown.
 
 import json
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,11 @@ from typing import Any
 
 from hybridflow.config import read_tree
 from hybridflow.errors import RunDirError
+from hybridflow.parallel.peer_processes import is_running
+from hybridflow.parallel.watchdog import REPORT
 from hybridflow.recording.layout import RunLayout, read_layout
 from hybridflow.recording.resume import KeptMetrics, kept_metrics
+from hybridflow.recording.starts import RunStart, last_sign, read_starts
 
 Curve = list[tuple[int, float]]  # (iteration, value), wherever the metric has one
 Sample = dict[str, Any]
@@ -38,6 +42,11 @@ class RunRecord:
     layout: RunLayout | None
     samples: Samples
     notes: tuple[str, ...]
+    starts: tuple[RunStart, ...] = ()
+    last_sign: float = 0.0  # when the last start has written a row, in seconds since 1970
+    is_running: bool | None = None  # None: not known here
+    has_hang_report: bool = False  # of the last start
+    read_at: float = 0.0  # seconds since 1970
 
 
 def read_runs(paths: Sequence[Path], *, sampled_iterations: int) -> list[RunRecord]:
@@ -67,6 +76,7 @@ def _read_run(path: Path, label: str, sampled_iterations: int) -> RunRecord:
         raise RunDirError(f"{path}: {what}; a run's is OUTPUT_DIR/NAME of its config, such as runs/quickstart")
     metrics, notes = _metrics(path / "metrics.csv")
     samples, more = read_samples(path / "samples.jsonl", sampled_iterations)
+    starts = tuple(read_starts(path))
     return RunRecord(
         label=label,
         path=path,
@@ -76,7 +86,16 @@ def _read_run(path: Path, label: str, sampled_iterations: int) -> RunRecord:
         layout=read_layout(path),
         samples=samples,
         notes=(*notes, *more),
+        starts=starts,
+        last_sign=last_sign(path, starts[-1]) if starts else 0.0,
+        is_running=is_running(*starts[-1].process) if starts else None,
+        has_hang_report=bool(starts) and _is_newer(path / "logs" / REPORT, starts[-1].began),
+        read_at=time.time(),
     )
+
+
+def _is_newer(file: Path, seconds: float) -> bool:
+    return file.exists() and file.stat().st_mtime >= seconds
 
 
 # ------------------------------------------------------------------------------------------------ metrics

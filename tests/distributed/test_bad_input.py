@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.recording.starts import ANOTHER_RANK, read_starts
 from tests.distributed.reward_functions import BAD_ANSWER
 from tests.distributed.tiny_experiment import PROMPTS_PER_ITERATION, make_inputs, write_config
 from tests.launch import ROOT, of_no_rank, run_ranks, torchrun
@@ -271,9 +272,11 @@ def error_in_second_iteration(
     message = only_message(by(config, f"data.train={file}", f"reward.functions.0.function={name}"))
     assert [row["iteration"] for row in metrics_rows(config)] == ["1"]
     written = sorted(path.name for path in (config.parent / "run").iterdir())
-    assert written == ["config.yaml", "layout.json", "logs", "metrics.csv", "samples.jsonl"]
+    assert written == ["config.yaml", "layout.json", "logs", "metrics.csv", "samples.jsonl", "starts.jsonl"]
     logs = [file.read_text() for file in (config.parent / "run" / "logs").glob("rank_*.log")]
     assert logs and any("Traceback" in log and f"Error: {message}" in log for log in logs)
+    [start] = read_starts(config.parent / "run")
+    assert start.how == "failed" and (start.why == ANOTHER_RANK or start.why.startswith("RewardError: "))
     return message
 
 

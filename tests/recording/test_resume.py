@@ -278,6 +278,7 @@ def test_an_interrupted_run_leaves_what_one_that_was_not_does(
     assert "removed 2 batches from iteration_000003.safetensors on, of iterations that are run again" in text
     found, expected = files(interrupted.run_dir), files(tmp_path / "a" / "run")
     assert found.pop("config.yaml") != expected.pop("config.yaml")  # output_dir
+    assert found.pop("starts.jsonl").count(b"\n") == 2 * expected.pop("starts.jsonl").count(b"\n")
     assert found == expected
     assert load_file(interrupted.run_dir / "batches" / "iteration_000003.safetensors")["input_ids"][0] == 3
     one_told, two_told = one.summary(), two.summary()

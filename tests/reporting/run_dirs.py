@@ -1,5 +1,6 @@
 """Run directories as training leaves them, made by its own writers from literal numbers."""
 
+import json
 import math
 from pathlib import Path
 
@@ -11,6 +12,22 @@ from hybridflow.recording.writers import MetricsWriter, SampleWriter
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'> & 7 < 8"
 CONFIG = {"name": "x", "seed": 1, "actor": {"model": HOSTILE, "optimizer": {"lr": 1e-3}}, "stop": ["a", "b"]}
+
+
+BEGAN = 1_780_000_000.0  # 2026-05-28 20:26:40 UTC
+STARTED = {
+    "began": BEGAN,
+    "command": "hybridflow train my.yaml name='a b'",
+    "versions": {"hybridflow": "0.1.0", "torch": "2.13.0+cpu"},
+    "commit": "0123456789ab",
+    "process": ["another machine", 7, 8],
+}
+
+
+def write_start(path: Path, *, how: str | None = "finished", why: str = "", seconds: float = 3725.0) -> None:
+    """One start of a run, on another machine; without an end where `how` is None."""
+    end = [] if how is None else [{"ended": BEGAN + seconds, "how": how, "why": why}]
+    (path / "starts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (STARTED, *end)))
 
 
 def make_run(path: Path, *, seed: int = 1, num_iterations: int = 6, layout: bool = True) -> Path:
@@ -41,6 +58,7 @@ def make_run(path: Path, *, seed: int = 1, num_iterations: int = 6, layout: bool
         )
     metrics.close()
     samples.close()
+    write_start(path)
     if layout:
         roles = {"actor": Layout(2, 2, 1, (0, 1, 2, 3)), "critic": Layout(1, 1, 2, (2, 3), vpp=1)}
         write_layout(path, 4, roles, RolloutLayout(2, 1, ((0, 1), (2, 3))))

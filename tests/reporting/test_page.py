@@ -3,11 +3,12 @@
 import base64
 import hashlib
 import json
+import math
 import re
 import tomllib
 from pathlib import Path
 
-from hybridflow.reporting.page import data, embedded, page
+from hybridflow.reporting.page import data, embedded, is_flat, page
 from hybridflow.reporting.runs import read_runs
 from tests.reporting.run_dirs import HOSTILE, make_run
 
@@ -43,12 +44,28 @@ def test_an_installed_package_has_what_the_page_is_made_of() -> None:
     assert {path for path in tracked if path.suffix != ".py"} == found
 
 
-def test_metrics_that_are_looked_at_first_come_first(tmp_path: Path) -> None:
+def test_metrics_that_are_looked_at_first_come_first_and_flat_ones_apart(tmp_path: Path) -> None:
     found = data(read_runs([make_run(tmp_path / "run")], sampled_iterations=9))
-    assert found["metrics"] == [
-        *("eval/accuracy", "reward/score_mean", "reward/<b>x</b>", "actor/loss", "time/rollout_seconds"),
-        *("time/estimate_seconds", "time/update_seconds", "time/generate_seconds"),
+    assert [metric["name"] for metric in found["metrics"]] == [
+        *("eval/accuracy", "reward/score_mean", "actor/loss", "time/update_seconds")
     ]
+    assert found["metrics"][0] == {
+        "name": "eval/accuracy",
+        "title": "Held-out prompts answered right",
+        "unit": "share",
+    }
+    assert [metric["name"] for metric in found["flat"]] == [
+        *("reward/<b>x</b>", "time/rollout_seconds", "time/estimate_seconds", "time/generate_seconds")
+    ]
+    assert found["flat"][1]["unit"] == "s"
+
+
+def test_flat_is_one_finite_value_all_along() -> None:
+    flat, other, alone, lost = [(1, 2.0), (2, 2.0)], [(1, 3.0), (2, 3.0)], [(1, 2.0)], [(1, math.nan), (2, math.nan)]
+    assert is_flat([flat]) and is_flat([flat, other]) and is_flat([flat, alone, []])
+    assert not is_flat([flat, [(1, 2.0), (2, 2.5)]])
+    assert not is_flat([alone]), "a run of one iteration has curves to come"
+    assert not is_flat([lost]) and not is_flat([[*flat, (3, math.inf)]])
 
 
 def test_the_layout_by_replica_stage_and_rank(tmp_path: Path) -> None:
@@ -75,7 +92,10 @@ def test_long_samples_are_cut_and_other_fields_kept(tmp_path: Path) -> None:
     assert second["rows"][0] == {
         "prompt": {"text": '[{"role": "user"}]', "cut": 0},
         "response": {"text": "é" * 4000, "cut": 5},
+        "answer": None,
         "score": None,
+        "number": None,
+        "heldout": False,
         "more": {"parts": {"text": '{"a": 1.5}', "cut": 0}},
     }
     assert second["rows"][1]["score"] == "nan"
