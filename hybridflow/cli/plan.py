@@ -29,6 +29,7 @@ from hybridflow.cli.files_of_tree import read_config
 from hybridflow.cli.plan_tables import GIB, WIDTH, print_plan
 from hybridflow.config import RunConfig, read_tree
 from hybridflow.config.auto import autos, with_neutral
+from hybridflow.config.files import base_file
 from hybridflow.config.fixed_data import AnyConfig, config_class
 from hybridflow.config.hub import fetch_models
 from hybridflow.config.world_size import TRIED, smallest_world_size, world_size_to_try
@@ -220,7 +221,8 @@ def _plan(options: argparse.Namespace) -> None:
         given = parse_hosts(options.hosts)
         placed, hosts, unfit = place_on_hosts(config, given, options.least_hosts or len(given))
         if options.for_launch:
-            print(json.dumps(for_launch(placed, hosts, unfit)))
+            base = base_file(options.config)
+            print(json.dumps({**for_launch(placed, hosts, unfit), "base": None if base is None else str(base)}))
             return
         check_tokenizers(config)
         plan["placement"] = placement_lines(placed, hosts)

@@ -2,8 +2,9 @@
 
     hybridflow train configs/quickstart.yaml [section.key=value ...] [--nproc N]
 
-It starts the ranks of this host itself: as many as it has GPUs, or on CPUs the fewest that fit. Several hosts are
-`hybridflow launch`; `torchrun ... -m hybridflow.train CONFIG` starts ranks as for any program of torch.
+It starts the ranks of this host itself: as many as it has GPUs, or on CPUs the fewest that fit. --hostfile HOSTS starts
+them on several hosts, as `hybridflow launch` does, which has more options for that. `torchrun ... -m hybridflow.train
+CONFIG` starts ranks as for any program of torch.
 
 CONFIG is a YAML file with the sections data, sampling, actor, rollout, algorithm, nonfinite and metrics, and those of
 critic, reference and reward that the algorithm has. algorithm.name is ppo (if left out), grpo, dr_grpo, rloo, remax,
@@ -19,6 +20,7 @@ A run leaves behind, in OUTPUT_DIR/NAME (runs/NAME), where an earlier run of tha
     starts.jsonl                                each start: command, versions, and how it ended
     metrics.csv, tensorboard/                   a row an iteration
     samples.jsonl                               some responses with their scores
+    logs/rank_N.log                             of each rank; HYBRIDFLOW_LOG=debug says more, also on the screen
     checkpoints/step_NNNNNN/                    what the run goes on from; `hybridflow.checkpoints` lists them
     batches/iteration_NNNNNN.safetensors        every batch, with metrics.dump_batches
     batches/nonfinite_NNNNNN.safetensors        what was at hand when a number was not finite
@@ -51,6 +53,7 @@ from hybridflow.config.auto import autos, with_neutral
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig, config_class
 from hybridflow.config.hub import fetch_models
 from hybridflow.errors import ConfigError, ExitStatus, Stopped, UserError
+from hybridflow.launcher.main import main as launch
 from hybridflow.parallel.process_exit import leave
 from hybridflow.user_code import search_beside
 
@@ -64,7 +67,14 @@ LOG = logging.getLogger(__name__)
 
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
-    options = _parser().parse_intermixed_args(given)  # options may stand between overrides
+    parser = _parser()
+    options = parser.parse_intermixed_args(given)  # options may stand between overrides
+    if options.hostfile is not None:
+        if options.nproc is not None:
+            parser.error("--nproc is for one host; the slots of --hostfile say how many ranks each host has")
+        return launch(_for_launcher(options))
+    if options.nnodes is not None:
+        parser.error("--nnodes needs --hostfile, a file with a line a host: NAME slots=RANKS")
     try:
         status = _ended_ranks(options, given)
         if status is not None:
@@ -87,6 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("config", metavar="CONFIG", help="the experiment's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")
     parser.add_argument("--nproc", metavar="N", type=positive, help="ranks on this host: all GPUs, or what fits")
+    parser.add_argument("--hostfile", metavar="HOSTS", help="train on these hosts, as `hybridflow launch` does")
+    parser.add_argument("--nnodes", metavar="N | MIN:MAX", help="hosts of --hostfile to use; others are spares")
     parser.add_argument("--num-iterations", type=int, default=None, help="instead of the config's num_iterations")
     parser.add_argument(
         "--resume", metavar="auto|never|PATH", help="go on from the run's own checkpoints, none, or one of another run"
@@ -107,6 +119,16 @@ def _overrides(options: argparse.Namespace) -> list[str]:
     if options.resume is not None:
         found.append(f"checkpoint.load={'none' if options.resume == 'never' else options.resume}")
     return found
+
+
+def _for_launcher(options: argparse.Namespace) -> list[str]:
+    """The arguments of `hybridflow launch` that say the same."""
+    nnodes = [] if options.nnodes is None else ["--nnodes", options.nnodes]
+    ranks = ["--rollout-only"] * options.rollout_only + ["--debug"] * options.debug
+    if options.replay is not None:
+        ranks += ["--replay", str(options.replay)]
+    behind = ["--", *ranks] if ranks else []
+    return ["--hostfile", options.hostfile, *nnodes, options.config, *_overrides(options), *behind]
 
 
 # ------------------------------------------------------------------------------------------------ the ranks

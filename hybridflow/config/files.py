@@ -35,6 +35,16 @@ def read_tree(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> 
     return tree
 
 
+def base_file(path: str | Path) -> Path | None:
+    """The file that a config builds on. Errors: ConfigError where the config cannot be read."""
+    base = _read_file(Path(path)).get(BASE)
+    return _base_file(Path(path), base) if isinstance(base, str) else None
+
+
+def _base_file(path: Path, base: str) -> Path:
+    return path.parent / Path(base).expanduser()
+
+
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(path.read_text())
@@ -51,7 +61,7 @@ def _read_base(path: Path, base: object) -> dict[str, Any]:
     """What the base of the config `path` says. Errors: ConfigError that names both files."""
     if not isinstance(base, str):
         raise ConfigError(f"{path}: base = {base!r}: a base is the path of one file")
-    file = path.parent / Path(base).expanduser()
+    file = _base_file(path, base)
     try:
         tree = _read_file(file)
     except ConfigError as error:

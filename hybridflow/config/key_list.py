@@ -37,10 +37,15 @@ class Entry:
 
 
 def entries(prefix: str = "") -> list[Entry]:
-    """The key `prefix` and those below it, or all. Errors: ConfigError where there is none."""
+    """The key `prefix` and those below it, or all; without these what begins so, `checkpoint.save`.
+
+    Errors: ConfigError where there is none.
+    """
     wanted = re.sub(r"\.[0-9]+(?=\.|$)", ".0", prefix.strip("."))
     every = _without_repeats([_entry(keys) for keys in _alike()])
     found = [entry for entry in every if not wanted or f"{entry.path}.".startswith(f"{wanted}.")]
+    if not found:
+        found = [entry for entry in every if entry.path.startswith(wanted)]
     if not found:
         close = difflib.get_close_matches(wanted, list(dict.fromkeys(entry.path for entry in every)), n=1)
         raise ConfigError(f"{prefix}: is no key" + (f"; did you mean {close[0]}?" if close else ""))

@@ -21,7 +21,7 @@ class Experiment:
 
     run_dir: where the logs go. loads_own: whether it goes on with the run that is there. num_hosts: the most of the
     given hosts on which it can run. unfit: why it cannot, by the numbers of hosts on which it cannot. placement: which
-    grid lies on which host, for people.
+    grid lies on which host, for people. base: the file that the config builds on.
     """
 
     num_hosts: int
@@ -32,6 +32,7 @@ class Experiment:
     computes_on_cpu: bool = False
     unfit: Mapping[int, str] = field(default_factory=dict)
     placement: str = ""
+    base: str | None = None
 
     def goes_on(self, restart: int) -> bool:
         """Whether the run's directory will be the one that is there."""
@@ -97,4 +98,5 @@ def read_experiment(
         num_hosts=read["num_hosts"],
         unfit={int(count): reason for count, reason in read["unfit"].items()},
         placement=read["placement"],
+        base=read["base"],
     )

@@ -81,7 +81,9 @@ class Job:
         options = self._options
         say(f"reaching {names_of(self._hosts)}")
         answers, failures = team.ask(
-            dict.fromkeys(team.connections, facts_request(options)), "facts", options.connect_timeout + FACTS_SECONDS
+            dict.fromkeys(team.connections, facts_request(options, experiment.base)),
+            "facts",
+            options.connect_timeout + FACTS_SECONDS,
         )
         lines = [not_reached(connection, why, options) for connection, why in failures.items()]
         if len(answers) < self._least:
@@ -160,8 +162,9 @@ class Job:
 # ------------------------------------------------------------------------------------------------ before a start
 
 
-def facts_request(options: LaunchOptions) -> Message:
-    files = [options.config] if options.config is not None else []
+def facts_request(options: LaunchOptions, base: str | None) -> Message:
+    """base: the file that the config builds on."""
+    files = [file for file in (options.config, base) if file is not None]
     return {
         "do": "facts",
         "directory": str(options.directory),

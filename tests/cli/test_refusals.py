@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hybridflow.cli import train
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import ROOT, of_no_rank
 
@@ -95,3 +96,35 @@ def test_sizes_alone_are_planned_and_not_trained() -> None:
     assert done.returncode == 0, done.stderr
     said = done.stdout.partition("hybridflow train would refuse this config here:\n")[2]
     assert "no weights in configs/shapes/llama-3-8b, " in said and "data.train = " in said
+
+
+# ------------------------------------------------------------------------------------------------ several hosts
+
+
+def test_a_hostfile_makes_train_the_launcher(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=2 slots=3\n")
+    words = [sys.executable, "-m", "hybridflow", "train", "x.yaml", "--hostfile", str(hosts), "--resume", "never"]
+    done = subprocess.run(words, cwd=ROOT, env=of_no_rank(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1 and done.stderr.startswith("launch: error: ") and "slots is given twice" in done.stderr
+
+
+def test_what_train_was_told_is_told_to_the_launcher() -> None:
+    given = "--nnodes 2:3 x.yaml seed=3 --hostfile hosts --num-iterations 5 --resume auto --debug --replay runs/a"
+    options = train._parser().parse_intermixed_args(given.split())
+    launcher, _, ranks = " ".join(train._for_launcher(options)).partition(" -- ")
+    assert launcher == "--hostfile hosts --nnodes 2:3 x.yaml seed=3 num_iterations=5 checkpoint.load=auto"
+    assert ranks == "--debug --replay runs/a"
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        (("--nnodes", "2"), "--nnodes needs --hostfile, a file with a line a host: NAME slots=RANKS"),
+        (("--hostfile", "hosts", "--nproc", "2"), "the slots of --hostfile say how many ranks each host has"),
+    ],
+)
+def test_options_that_do_not_go_together(given: tuple[str, ...], rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        train.main(["x.yaml", *given])
+    assert raised.value.code == 2 and rule in capsys.readouterr().err

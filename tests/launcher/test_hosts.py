@@ -254,7 +254,8 @@ def test_other_code_files_and_python_are_told_with_their_hosts(net: Network, dir
         (net.hosts[2], own / "code" / "errors.py", directory / "config.yaml"),
     ):
         net.mount(host, file, target)
-    started = Job(net, own, directory / "config.yaml", f"output_dir={own}")
+    (own / "config.yaml").write_text(f"base: {directory / 'config.yaml'}\nname: run\n")
+    started = Job(net, own, own / "config.yaml", f"output_dir={own}")
     assert started.wait(120) == 1
     assert re.search(
         r"error: the code of hybridflow differs: \w+ \(.*\) on node-a, node-c; \w+ .*on node-b", started.said
@@ -325,6 +326,16 @@ def test_a_killed_rank(idle: Job) -> None:
     assert "launch: node-b: rank 1 was killed by SIGKILL; its output: " in last_lines(idle)
     assert "iteration 2/100000" in (idle.directory / "run" / "logs" / "node-a.log").read_text()
     assert idle.left() == {}
+
+
+@thorough
+def test_a_users_error_is_the_last_thing_on_the_screen(net: Network, directory: Path) -> None:
+    """Behind what torchrun prints of ranks that have failed, and behind the host and rank of the first."""
+    started = job(net, directory, "refused", "config.yaml", "data.max_prompt_length=2")
+    assert started.wait(120) == 1
+    lines = started.said.splitlines()
+    assert lines[-2].startswith("launch: node-") and " ended with status 1; its output: " in lines[-2], started.said
+    assert re.search(r"^hybridflow: error: .*tokens, more than data.max_prompt_length = 2", lines[-1]), started.said
 
 
 @thorough
