@@ -12,10 +12,15 @@ class ExitStatus(IntEnum):
     """How a training process ends. What a killed process ends with is its signal's."""
 
     FINISHED = 0
-    ERROR = 1  # after one message that says what is wrong
-    HANG = 70  # a rank was stuck; after a report
-    STOPPED = 75  # as told, by a signal or max_hours, with a checkpoint: the same command goes on
-    NOT_SAVED = 76  # as told, but without a new checkpoint: a second signal, or the time for it was over
+    """The run is finished."""
+    ERROR = 1
+    """One message says what is wrong, or another rank has failed."""
+    HANG = 70
+    """A rank was stuck. A report names the rank and its phase."""
+    STOPPED = 75
+    """A signal or checkpoint.max_hours ended the run. A checkpoint is saved, and the same command resumes."""
+    NOT_SAVED = 76
+    """A second signal or the end of the grace period ended the run without a new checkpoint."""
 
 
 class UserError(Exception):

@@ -1,0 +1,1 @@
+"""The documentation: pages of Markdown, and the Python that writes some of them."""

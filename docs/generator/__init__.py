@@ -1,0 +1,1 @@
+"""What `python docs/generate.py` writes, a module a page."""

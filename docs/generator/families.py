@@ -1,0 +1,211 @@
+"""The generated tables of docs/models/: what a family's config.json must say, and planned layouts.
+
+    <!-- generated: family Qwen3 -->          sizes and rules of the family
+    <!-- generated: layouts Qwen3 -->         planned memory and reshard of LAYOUTS["Qwen3"], and the commands
+
+No model is run and no weights are read: a plan is arithmetic over config.json.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from docs.generator.markdown import code, listed, table
+from hybridflow.architecture.families import FAMILIES, Family
+from hybridflow.architecture.spec import read_spec
+from hybridflow.architecture.weights import num_parameters
+from hybridflow.config import ExperimentConfig, read_tree
+from hybridflow.placement.forecast import forecast
+from hybridflow.placement.placed import place_either
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG, SHAPES = Path("docs/models/layouts.yaml"), Path("configs/shapes")
+GIB = 1 << 30
+GPU_BYTES, SPARE_BYTES = 80 * 10**9, 8 * 10**9  # a GPU of 80 GB, and what no plan counts: CUDA, NCCL, graphs
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model on so many GPUs. pp: of the actor and the reference; the engine has engine_tp alone."""
+
+    shape: str
+    gpus: int
+    tp: int = 1
+    pp: int = 1
+    engine_tp: int = 1
+    recompute: str = "selective"
+
+    @property
+    def overrides(self) -> list[str]:
+        model, sizes = SHAPES / self.shape, {"tensor": self.tp, "pipeline": self.pp}
+        keys = [f"{role}.model={model}" for role in ("actor", "reference")]
+        for role in ("actor", "reference"):
+            keys += [f"{role}.{kind}_parallel_size={size}" for kind, size in sizes.items() if size > 1]
+        if self.tp > 1:
+            keys.append("actor.sequence_parallel=true")
+        if self.recompute != "selective":
+            keys.append(f"actor.recompute={self.recompute}")
+        return [*keys, f"rollout.tensor_parallel_size={self.engine_tp}"]
+
+    @property
+    def command(self) -> str:
+        return f"hybridflow plan {CONFIG} {' '.join(self.overrides)} --world-size {self.gpus}"
+
+
+LAYOUTS = {
+    "Llama": (
+        Layout("llama-3.2-1b", 1),
+        Layout("llama-3-8b", 8, tp=2),
+        Layout("llama-3.3-70b", 64, tp=8, pp=4, engine_tp=8, recompute="full"),
+    ),
+    "Mistral": (
+        Layout("mistral-7b", 1),
+        Layout("mistral-7b", 8, tp=2),
+        Layout("mistral-small-24b", 64, tp=4, pp=2, engine_tp=2),
+    ),
+    "Qwen2": (
+        Layout("qwen2.5-0.5b", 1),
+        Layout("qwen2.5-7b", 8, tp=2),
+        Layout("qwen2-72b", 64, tp=8, pp=4, engine_tp=8, recompute="full"),
+    ),
+    "Qwen3": (
+        Layout("qwen3-0.6b", 1),
+        Layout("qwen3-8b", 8, tp=2),
+        Layout("qwen3-32b", 64, tp=8, engine_tp=4),
+    ),
+    "Glm": (Layout("glm-4-9b", 1), Layout("glm-4-9b", 8, tp=4), Layout("glm-4-9b", 64, tp=4, engine_tp=2)),
+    "OPT": (
+        Layout("opt-1.3b", 1),
+        Layout("opt-6.7b", 8, tp=2),
+        Layout("opt-66b", 64, tp=8, pp=4, engine_tp=8, recompute="full"),
+    ),
+    "Mixtral": (
+        Layout("mixtral-8x7b", 1),
+        Layout("mixtral-8x7b", 8, tp=8, engine_tp=8, recompute="full"),
+        Layout("mixtral-8x7b", 64, tp=8, pp=2, engine_tp=4),
+    ),
+    "Qwen3Moe": (
+        Layout("qwen3-30b-a3b", 1),
+        Layout("qwen3-30b-a3b", 8, tp=8, engine_tp=4, recompute="full"),
+        Layout("qwen3-30b-a3b", 64, tp=8, engine_tp=4),
+    ),
+}
+
+
+def part(what: str) -> str:
+    """The text between two marks. what: the kind of part and the family."""
+    kind, name = what.split()
+    return {"family": family_table, "layouts": layout_table}[kind](name)
+
+
+# ------------------------------------------------------------------------------------------------ layouts
+
+
+def layout_table(name: str) -> str:
+    rows = [_layout_row(layout, plan(layout)) for layout in LAYOUTS[name]]
+    titles = ("Model", "GPUs", "Actor, reference", "Engine", "Training", "Generation", "Fits in 80 GB")
+    moved = ("Model", "GPUs", "Received by a rank", "By all ranks", "Permuted in place", "Lower bound")
+    commands = "\n".join(layout.command for layout in LAYOUTS[name])
+    return (
+        f"GiB of the fullest GPU:\n\n{table(titles, rows)}\n"
+        f"What a weight sync moves, from the trainer to the engine:\n\n"
+        f"{table(moved, [_reshard_row(layout, plan(layout)) for layout in LAYOUTS[name]])}\n"
+        f"```bash\n{commands}\n```"
+    )
+
+
+@cache
+def plan(layout: Layout) -> dict[str, Any]:
+    """What `hybridflow plan --json` tells, by the same functions."""
+    tree = read_tree(ROOT / CONFIG, layout.overrides)
+    for role in ("actor", "reference"):
+        tree[role]["model"] = str(ROOT / tree[role]["model"])
+    return forecast(place_either(ExperimentConfig.from_tree(tree, CONFIG), layout.gpus))
+
+
+def _layout_row(layout: Layout, found: dict[str, Any]) -> tuple[str, ...]:
+    moments = [found["memory"][moment]["worst_rank"]["total"] for moment in ("training", "generation")]
+    moments[1] += found["reshard"]["peak_extra_bytes"]["max"]
+    dp = layout.gpus // (layout.tp * layout.pp)
+    fits = max(moments) + SPARE_BYTES <= GPU_BYTES
+    grid = " ".join(f"{short} {size}" for short, size in (("tp", layout.tp), ("pp", layout.pp), ("dp", dp)))
+    engines = layout.gpus // layout.engine_tp
+    return (
+        _model(layout.shape),
+        str(layout.gpus),
+        grid,
+        f"{engines} of tp {layout.engine_tp}" if engines > 1 else f"tp {layout.engine_tp}",
+        *(f"{moment / GIB:.1f}" for moment in moments),
+        "yes" if fits else "**no**",
+    )
+
+
+def _reshard_row(layout: Layout, found: dict[str, Any]) -> tuple[str, ...]:
+    reshard = found["reshard"]
+    received = reshard["received_bytes"]
+    return (
+        _model(layout.shape),
+        str(layout.gpus),
+        _size(received["max"]),
+        _size(received["total"]),
+        _size(reshard["permuted_bytes"]["max"]),
+        _size(reshard["lower_bound_bytes"]["max"]),
+    )
+
+
+def _model(shape: str) -> str:
+    spec = read_spec(ROOT / SHAPES / shape)
+    return f"{shape} ({num_parameters(spec, spec.head) / 1e9:.1f} B)"
+
+
+def _size(count: int) -> str:
+    return "0" if count == 0 else f"{count / GIB:.2f} GiB" if count >= GIB // 100 else f"{count / (1 << 20):.2f} MiB"
+
+
+# ------------------------------------------------------------------------------------------------ what a family is
+
+
+def family_table(name: str) -> str:
+    family = FAMILIES[name]
+    rows = [("Architectures", listed([f"{name}ForCausalLM", f"{name}ForSequenceClassification"]))]
+    rows += [("`config.json` must have", listed(family.required))]
+    rows += [(f"`{rule.key}`", f"{_allowed(rule.allowed)}, else an error: {rule.reason}") for rule in family.rules]
+    return table(("What", "How"), [*rows, *_traits(family)])
+
+
+def _allowed(values: tuple[Any, ...]) -> str:
+    shown = ["absent" if value is None else code(str(value).lower()) for value in values]
+    return " or ".join(shown)
+
+
+def _traits(family: Family) -> list[tuple[str, str]]:
+    """What sets it apart from Llama, as a person reads it."""
+    experts = f"{listed(family.expert_keys)} of them" if family.expert_keys else ""
+    attention = [
+        "biases of queries, keys and values" if family.qkv_bias else "",
+        "RMSNorm over each head of queries and keys" if family.qk_norm else "",
+        _window(family) if family.has_window else "",
+    ]
+    rotary = "learned positions" if family.position_offset else "rotary"
+    if family.rotary_part != 1:
+        rotary = f"rotary over {family.rotary_part:.0%} of a head".replace("%", " %")
+    if family.rotary_interleaved:
+        rotary += ", neighbouring dimensions together"
+    rows = [
+        ("Attention", "; ".join(filter(None, attention)) or "grouped heads"),
+        ("Positions", rotary),
+        ("Norms", "RMSNorm" if family.norm_eps is None else "LayerNorm"),
+        ("MLP", "; ".join(filter(None, ["SwiGLU" if family.gated else "ReLU", experts and f"experts: {experts}"]))),
+    ]
+    return rows
+
+
+def _window(family: Family) -> str:
+    return "a sliding window, where `use_sliding_window` is true" if family.window_switch else "a sliding window"
+
+
+def marks(text: str) -> list[str]:
+    """The parts that a page has."""
+    return re.findall(r"<!-- generated: ([^>]*?) -->", text)

@@ -1,0 +1,129 @@
+"""reference/metrics.md: the metrics of metrics.csv, by area, with their titles and units."""
+
+import re
+
+from docs.generator.markdown import HEAD, code, table
+from hybridflow.config.best_metric import lower_is_better
+from hybridflow.reporting.metric_titles import TITLES
+
+INTRODUCTION = """\
+# Metrics
+
+`runs/NAME/metrics.csv` has a row for each iteration and a column for each metric. TensorBoard, Weights & Biases and MLflow
+get the same names. A metric is called `area/name`; the name ends with its unit where that is seconds, bytes or a
+share. A run has the metrics that its config makes: without a critic there is no `critic/loss`. `NAME` in the tables
+stands for a name of the run.
+
+"Better" says which values `checkpoint.keep_best` and `stop_when` treat as better. A metric that a flow adds
+([`run.metrics`](api.md)) has a column too.
+
+"""
+# area -> what it is about, and when a run has it
+AREAS = {
+    "eval": "Held-out data. These metrics exist every `metrics.eval_interval` iterations.",
+    "reward": "Scores of responses. Only with generation.",
+    "actor": "The model that is trained. A value is the mean over the optimizer steps of an iteration.",
+    "critic": "The value model. Only with `algorithm.name: ppo`, or a custom flow with a critic.",
+    "reward_model": "Only with `algorithm.name: reward_model`.",
+    "NAME": "Metrics of the trained model: NAME is `actor`, `critic` or `reward_model`.",
+    "kl": "The reference. Only where `algorithm.kl.use` is not `none`.",
+    "rollout": "Responses and the engine. Only with generation.",
+    "sampling": "Prompts by their length. Only with `sampling.by_prompt_length`.",
+    "train": "The whole iteration.",
+    "data": "Rows of files.",
+    "time": "Seconds of an iteration, of the slowest rank. A stage that a run does not have has no metric.",
+    "reshard": "Weights on their way from the trainer to the engine, of the rank with most. Only with generation.",
+    "memory": "Of the rank with most.",
+}
+# metric -> when a run has it, where the area does not say
+WHEN = {
+    "eval/accuracy": "With generation and `metrics.eval_reward`.",
+    "eval/score_mean": "With `metrics.eval_reward` of its own scores.",
+    "eval/failed_rows": "With `reward.on_error: score`. Failed rows count as wrong.",
+    "eval/loss": "On fixed data.",
+    "eval/reward_accuracy": "On pairs.",
+    "eval/reward_margin_mean": "On pairs.",
+    "reward/score_all_mean": "Where a flow trains on a part of the responses.",
+    "reward/greedy_score_mean": "With `remax`.",
+    "reward/equal_groups_fraction": "With several responses to a prompt.",
+    "reward/errors": "With reward functions and `reward.on_error: score`.",
+    "reward/timeouts": "With reward functions and `reward.on_error: score`.",
+    "reward/row_mean_ms": "With reward functions.",
+    "reward/row_max_ms": "With reward functions.",
+    "reward/{}/{}": "With a function that returns several parts.",
+    "actor/clip_fraction": "With a clipped loss.",
+    "actor/clip_fraction_low": "With a clipped loss.",
+    "actor/clip_fraction_high": "With a clipped loss.",
+    "actor/weights_out_of_bounds": "With `algorithm.policy.importance`.",
+    "{}/reference_point": "With `kto`.",
+    "{}/reward_accuracy": "On pairs.",
+    "{}/reward_margin_mean": "On pairs.",
+    "{}/chosen_reward_mean": "On pairs.",
+    "{}/rejected_reward_mean": "On pairs.",
+    "{}/desirable_reward_mean": "With `kto`.",
+    "{}/undesirable_reward_mean": "With `kto`.",
+    "rollout/generation_rounds": "With `algorithm.dynamic_sampling`.",
+    "rollout/groups_generated": "With `algorithm.dynamic_sampling`.",
+    "rollout/groups_equal": "With `algorithm.dynamic_sampling`.",
+    "rollout/groups_filled": "With `algorithm.dynamic_sampling`.",
+    "rollout/groups_surplus": "With `algorithm.dynamic_sampling`.",
+    "train/lost_to_nonfinite": "With `nonfinite.action: skip`, in an iteration that lost a step. The row has nothing else.",
+    "data/epoch": "On fixed data.",
+    "data/trained_tokens": "On fixed data.",
+    "data/length_mean": "On fixed data.",
+    "data/length_max": "On fixed data.",
+    "data/dropped_overlong": "With `data.overlong_prompts: drop` or `data.overlong: drop`.",
+    "data/dropped_bad": "With `data.bad_rows: drop`.",
+}
+WORDS = """
+## How some are measured
+
+- `actor/loss` has the entropy bonus and the KL in it. `actor/grad_norm` is the norm before clipping.
+- `actor/entropy`, `actor/approx_kl` and `actor/clip_fraction` are means over all response tokens of a step, whatever
+  `loss_mean` and `mask_truncated` say. With `cispo` the clipped tokens are those whose ratio is out of bounds.
+- `rollout/log_prob_diff_mean` and `_max` compare the engine's log-prob of a response token with the trainer's.
+  `rollout/token_mult_prob_error` is the mean of exp of that difference: 1.01 is 1 %. `rollout/gen_kl` is the KL of the
+  engine's distribution to the trainer's, by k3.
+- The engine's log-probs are of the distribution that it samples from. With `top_p`, `top_k`, `min_p`, penalties or
+  biases this distribution is not the trainer's softmax. The four metrics then measure that difference too.
+- `time/idle_fraction` is the mean over ranks of the share of an iteration that a rank waits for others.
+- `reward/row_mean_ms` and `reward/row_max_ms` leave out rows that ran at the same time.
+- `{}/reward_accuracy` is the share of pairs whose chosen completion has the higher reward: the score, or with `dpo` beta
+  times the log-ratio.
+"""
+
+
+def page() -> str:
+    assert set(TITLES) >= set(WHEN), set(WHEN) - set(TITLES)
+    areas: dict[str, list[str]] = {}
+    for metric in TITLES:
+        areas.setdefault(_shown(metric).partition("/")[0], []).append(metric)
+    assert set(areas) == set(AREAS), set(areas) ^ set(AREAS)
+    sections = [_section(area, areas[area]) for area in AREAS]
+    return HEAD + INTRODUCTION + "\n".join(sections) + WORDS.replace("{}", "NAME")
+
+
+def _section(area: str, metrics: list[str]) -> str:
+    title = "trained model" if area == "NAME" else area
+    rows = [_row(metric) for metric in metrics]
+    return f"## {title}\n\n{AREAS[area]}\n\n" + table(("Metric", "Meaning", "Unit", "Better", "When"), rows)
+
+
+def _row(metric: str) -> tuple[str, str, str, str, str]:
+    title, unit = TITLES[metric]
+    names = title.replace("{}", "NAME", 1).replace("{}", "PART")
+    return code(_shown(metric)), names, unit, _better(metric), WHEN.get(metric, "")
+
+
+def _shown(metric: str) -> str:
+    """`reward/NAME/PART` of `reward/{}/{}`."""
+    if metric.startswith("sampling/up_to_{}"):
+        return metric.replace("{}", "N")
+    return metric.replace("{}", "NAME", 1).replace("{}", "PART")
+
+
+def _better(metric: str) -> str:
+    """Of what a person judges a run by."""
+    if not re.match(r"(eval|reward|[{}a-z_]+/loss|[{}]+/reward_accuracy)", metric):
+        return ""
+    return "lower" if lower_is_better(metric) else "higher"
