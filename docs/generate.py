@@ -17,7 +17,7 @@ DOCS = Path(__file__).resolve().parent
 if __name__ == "__main__":
     sys.path.insert(0, str(DOCS.parent))  # before docs/, which is no place of packages
 
-from docs.generator import algorithms, cli, config_keys, families, metrics, statuses
+from docs.generator import algorithms, cli, config_keys, families, metrics, statuses  # noqa: E402 (needs that path)
 
 PAGES: Mapping[str, Callable[[], str]] = {
     "reference/cli.md": cli.page,

@@ -14,7 +14,7 @@ from packaging.version import Version
 
 LAUNCH = Path(__file__).resolve().parents[1] / "launch"
 OWN, IN_TURN = LAUNCH / "constraints.txt", LAUNCH / "constraints_cpu.txt"
-EXTRAS = frozenset({"cpu", "hub", "wandb", "mlflow", "dev"})
+EXTRAS = frozenset({"cpu", "hub", "wandb", "mlflow", "docs", "dev"})
 HEADS = {
     OWN: "# The releases, of what pyproject.toml asks for, that all tests run with. launch/setup.sh installs these.\n",
     IN_TURN: "# The releases of what those ask for in turn. launch/setup.sh --cpu installs these.\n",

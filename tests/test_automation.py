@@ -9,11 +9,11 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-WORKFLOW = ROOT / ".github" / "workflows" / "ci.yaml"
+WORKFLOW, DOCS = (ROOT / ".github" / "workflows" / f"{name}.yaml" for name in ("ci", "docs"))
 
 
-def workflow() -> dict[Any, Any]:
-    return yaml.safe_load(WORKFLOW.read_text())
+def workflow(file: Path = WORKFLOW) -> dict[Any, Any]:
+    return yaml.safe_load(file.read_text())
 
 
 def test_the_workflow_runs_the_script_and_every_part_of_it() -> None:
@@ -33,3 +33,16 @@ def test_the_workflow_reads_and_nothing_more() -> None:
     assert "secrets" not in text
     uses = [step["uses"] for job in workflow()["jobs"].values() for step in job["steps"] if "uses" in step]
     assert all(re.fullmatch(r"actions/[\w-]+@v\d+", action) for action in uses)
+
+
+def test_the_site_is_published_from_main_alone() -> None:
+    """A pull request of a stranger builds it in the other workflow, which may write nothing."""
+    found = workflow(DOCS)
+    assert found[True] == {"push": {"branches": ["main"]}, "workflow_dispatch": None}
+    assert found["permissions"] == {"contents": "read"}
+    rights = {name: job.get("permissions") for name, job in found["jobs"].items()}
+    assert rights == {"build": None, "publish": {"pages": "write", "id-token": "write"}}
+    uses = [step["uses"] for job in found["jobs"].values() for step in job["steps"] if "uses" in step]
+    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", action) for action in uses)
+    runs = [step.get("run", "") for step in found["jobs"]["build"]["steps"]]
+    assert "mkdocs build --strict" in runs

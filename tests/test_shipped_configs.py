@@ -112,13 +112,34 @@ def test_no_more_is_received_than_by_the_papers(plan, path: Path) -> None:
     assert ours <= reshard["deepspeed_chat_bytes"]
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [("llama-3-8b", 8_030_261_248), ("qwen2-72b", 72_706_203_648)],  # as their publishers count them
-)
-def test_shapes_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
-    spec, reward = read_spec(ROOT / "configs/shapes" / name), read_spec(ROOT / "configs/shapes" / f"{name}-reward")
-    assert num_parameters(spec, "lm") == parameters
-    head = math.prod((spec.vocab_size, spec.hidden_size))
-    assert num_parameters(reward, "score") == parameters - head + spec.hidden_size
-    assert (spec.head, reward.head) == ("lm", "score")
+PARAMETERS = {  # as their publishers count them; those of OPT, which has no such count, are what its sizes give
+    "glm-4-9b": 9_399_951_360,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.3-70b": 70_553_706_496,
+    "mistral-7b": 7_241_732_096,
+    "mistral-small-24b": 23_572_403_200,
+    "mixtral-8x7b": 46_702_792_704,
+    "opt-1.3b": 1_315_758_080,
+    "opt-6.7b": 6_658_473_984,
+    "opt-66b": 65_719_701_504,
+    "qwen2-72b": 72_706_203_648,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-32b": 32_762_123_264,
+}
+REWARD = "-reward"  # a shape with a head of one score
+
+
+def test_shapes_have_the_published_number_of_parameters() -> None:
+    specs = {path.name: read_spec(path) for path in (ROOT / "configs/shapes").iterdir()}
+    models = {name: spec for name, spec in specs.items() if not name.endswith(REWARD)}
+    assert {name: num_parameters(spec, "lm") for name, spec in models.items()} == PARAMETERS
+    for name in specs.keys() - models.keys():
+        spec, reward = models[name.removesuffix(REWARD)], specs[name]
+        head = math.prod((spec.vocab_size, spec.hidden_size))
+        assert num_parameters(reward, "score") == PARAMETERS[name.removesuffix(REWARD)] - head + spec.hidden_size
+        assert (spec.head, reward.head) == ("lm", "score")

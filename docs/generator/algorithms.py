@@ -13,8 +13,8 @@ from hybridflow.config.section import Section
 INTRODUCTION = """\
 # Algorithms and their keys
 
-`algorithm.name` chooses the algorithm. A key that an algorithm does not have is an error, and so is a section of a model
-that it does not use. `hybridflow config init NAME` prints a whole config.
+`algorithm.name` chooses the algorithm. A key that an algorithm does not have is an error. The section of a model that
+an algorithm does not use is an error too. `hybridflow config init NAME` prints a whole config.
 
 """
 SHARED = ("policy", "kl", "update")
@@ -55,9 +55,8 @@ def _keys() -> dict[str, list[Key]]:
 
 def _section(name: str, algorithm: type[Section], keys: list[Key]) -> str:
     own = [key for key in keys if _part(key) not in (*SHARED, "name")]
-    text = (
-        f"\n## {name} {{ #{name} }}\n\n{plain(inspect.getdoc(algorithm) or '')}\n\nModels: {_roles(name, algorithm)}.\n"
-    )
+    said = plain(inspect.getdoc(algorithm) or "")
+    text = f"\n## {name} {{ #{name} }}\n\n{said}\n\nModels: {_roles(name, algorithm)}.\n"
     if own:
         rows = [(f"[`{_short(key)}`](config.md#{key.path})", code(key.default), plain(key.description)) for key in own]
         text += "\n" + table(("Key", "Default", "Meaning"), rows)

@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, redirect_stderr
 from functools import cache
 from io import StringIO
 from typing import NoReturn
@@ -31,8 +31,10 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     def caught(parser: argparse.ArgumentParser, *arguments: object, **named: object) -> NoReturn:
         raise _Caught(parser)
 
-    methods = ("parse_known_args", "parse_known_intermixed_args")
-    with patch.multiple(argparse.ArgumentParser, **dict.fromkeys(methods, caught)), _called(f"hybridflow {command}"):
+    with ExitStack() as stack:
+        for method in ("parse_known_args", "parse_known_intermixed_args"):
+            stack.enter_context(patch.object(argparse.ArgumentParser, method, caught))
+        stack.enter_context(patch.object(sys, "argv", [f"hybridflow {command}"]))
         try:
             importlib.import_module(COMMANDS[command][0]).main([])
         except _Caught as found:
@@ -76,9 +78,3 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> None:
         parser.parse_intermixed_args(words)
     else:
         parser.parse_args(words)
-
-
-@contextmanager
-def _called(program: str) -> Iterator[None]:
-    with patch.object(sys, "argv", [program]):
-        yield

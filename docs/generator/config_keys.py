@@ -9,9 +9,8 @@ INTRODUCTION = """\
 # Config keys
 
 A config is a YAML file. Each key below has its type, its default and its meaning. `hybridflow config keys` prints the
-same list, and `hybridflow config keys reward.models` a part of it. A key of a list has a number: `reward.models.0.weight` is
-a key of the first reward model. `base: FILE` is the one key that the list leaves out: [a config may build on
-another](#base).
+same list, and `hybridflow config keys reward.models` a part of it. A key of a list has a number:
+`reward.models.0.weight` is a key of the first reward model. [`base`](#base) is the one key that the list leaves out.
 
 """
 BASE = """
@@ -19,7 +18,8 @@ BASE = """
 
 `base: other.yaml` names a config to build on. The path counts from the directory of the file that has the key. Mappings
 merge key by key. Every other value replaces the value of the base, lists and null included. A section `algorithm` of
-another name replaces the section of the base. A base has no base of its own. `hybridflow config show FILE` prints the result.
+another name replaces the section of the base. A base has no base of its own. `hybridflow config show FILE` prints the
+result.
 """
 TOP = "run"  # keys beside the sections
 
@@ -29,25 +29,17 @@ def page() -> str:
     every = entries()
     sections = {entry.path for entry in every if any(other.path.startswith(f"{entry.path}.") for other in every)}
     top = [entry for entry in every if "." not in entry.path and entry.path not in sections]
-    text = (
-        HEAD
-        + INTRODUCTION
-        + f"## {TOP} {{ #{TOP} }}\n\nKeys beside the sections.\n"
-        + "".join(map(_entry, _merged(top)))
-    )
+    text = HEAD + INTRODUCTION + f"## {TOP} {{ #{TOP} }}\n\nKeys beside the sections.\n"
+    text += "".join(_entry(same) for _, same in _merged(top))
     nested = [entry for entry in every if entry not in top]
     for name, group in groupby(nested, key=lambda entry: entry.path.partition(".")[0]):
         text += f"\n## {name} {{ #{name} }}\n" + "".join(
-            _about(same) if path == name else _entry(same) for path, same in _merged_paths(list(group))
+            _about(same) if path == name else _entry(same) for path, same in _merged(list(group))
         )
     return text + BASE
 
 
-def _merged(found: list[Entry]) -> list[list[Entry]]:
-    return [same for _, same in _merged_paths(found)]
-
-
-def _merged_paths(found: list[Entry]) -> list[tuple[str, list[Entry]]]:
+def _merged(found: list[Entry]) -> list[tuple[str, list[Entry]]]:
     """Entries of one path together, where it comes first."""
     paths: dict[str, list[Entry]] = {}
     for entry in found:

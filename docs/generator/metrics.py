@@ -9,13 +9,12 @@ from hybridflow.reporting.metric_titles import TITLES
 INTRODUCTION = """\
 # Metrics
 
-`runs/NAME/metrics.csv` has a row for each iteration and a column for each metric. TensorBoard, Weights & Biases and MLflow
-get the same names. A metric is called `area/name`; the name ends with its unit where that is seconds, bytes or a
-share. A run has the metrics that its config makes: without a critic there is no `critic/loss`. `NAME` in the tables
-stands for a name of the run.
+`runs/NAME/metrics.csv` has a row for each iteration and a column for each metric. TensorBoard, Weights & Biases and
+MLflow get the same names. A metric is called `area/name`. A run has the metrics that its config makes: without a
+critic there is no `critic/loss`. `NAME` in the tables stands for a name of the run.
 
-"Better" says which values `checkpoint.keep_best` and `stop_when` treat as better. A metric that a flow adds
-([`run.metrics`](api.md)) has a column too.
+The column "Better" says which checkpoints `checkpoint.keep_best` keeps by that metric, with `best_is: auto`. A metric
+that a flow adds ([`run.metrics`](api.md#write-an-algorithm)) has a column too.
 
 """
 # area -> what it is about, and when a run has it
@@ -38,7 +37,7 @@ AREAS = {
 # metric -> when a run has it, where the area does not say
 WHEN = {
     "eval/accuracy": "With generation and `metrics.eval_reward`.",
-    "eval/score_mean": "With `metrics.eval_reward` of its own scores.",
+    "eval/score_mean": "With a section `reward`.",
     "eval/failed_rows": "With `reward.on_error: score`. Failed rows count as wrong.",
     "eval/loss": "On fixed data.",
     "eval/reward_accuracy": "On pairs.",
@@ -46,8 +45,8 @@ WHEN = {
     "reward/score_all_mean": "Where a flow trains on a part of the responses.",
     "reward/greedy_score_mean": "With `remax`.",
     "reward/equal_groups_fraction": "With several responses to a prompt.",
-    "reward/errors": "With reward functions and `reward.on_error: score`.",
-    "reward/timeouts": "With reward functions and `reward.on_error: score`.",
+    "reward/errors": "With reward functions. Above 0 with `reward.on_error: score` alone.",
+    "reward/timeouts": "With reward functions. Above 0 with `reward.on_error: score` alone.",
     "reward/row_mean_ms": "With reward functions.",
     "reward/row_max_ms": "With reward functions.",
     "reward/{}/{}": "With a function that returns several parts.",
@@ -67,7 +66,7 @@ WHEN = {
     "rollout/groups_equal": "With `algorithm.dynamic_sampling`.",
     "rollout/groups_filled": "With `algorithm.dynamic_sampling`.",
     "rollout/groups_surplus": "With `algorithm.dynamic_sampling`.",
-    "train/lost_to_nonfinite": "With `nonfinite.action: skip`, in an iteration that lost a step. The row has nothing else.",
+    "train/lost_to_nonfinite": "With `nonfinite.action: skip`, where a step was lost. The row has nothing else.",
     "data/epoch": "On fixed data.",
     "data/trained_tokens": "On fixed data.",
     "data/length_mean": "On fixed data.",
@@ -88,8 +87,8 @@ WORDS = """
   biases this distribution is not the trainer's softmax. The four metrics then measure that difference too.
 - `time/idle_fraction` is the mean over ranks of the share of an iteration that a rank waits for others.
 - `reward/row_mean_ms` and `reward/row_max_ms` leave out rows that ran at the same time.
-- `{}/reward_accuracy` is the share of pairs whose chosen completion has the higher reward: the score, or with `dpo` beta
-  times the log-ratio.
+- `{}/reward_accuracy` is the share of pairs whose chosen completion has the higher reward. The reward is the score, or
+  with `dpo` beta times the log-ratio.
 """
 
 
@@ -124,6 +123,6 @@ def _shown(metric: str) -> str:
 
 def _better(metric: str) -> str:
     """Of what a person judges a run by."""
-    if not re.match(r"(eval|reward|[{}a-z_]+/loss|[{}]+/reward_accuracy)", metric):
+    if not re.match(r"(eval/|reward/(score_mean|errors|timeouts)|[a-z_]+/loss|\{\}/.*accuracy|.*margin)", metric):
         return ""
     return "lower" if lower_is_better(metric) else "higher"

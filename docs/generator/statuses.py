@@ -34,7 +34,7 @@ The launcher ends with the status of the first rank that failed.
 | Status | Meaning |
 | --- | --- |
 | 0 | The command has done its work. |
-| 1 | One message says what is wrong. `hybridflow health`, `checkpoints` and `convert verify` end with 1 where a check fails. |
+| 1 | One message says what is wrong, or a check of `health`, `checkpoints` or `convert verify` has failed. |
 | 2 | The command line is wrong. |
 
 ## Of torchrun
