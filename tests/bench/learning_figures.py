@@ -1,6 +1,6 @@
 """The pictures of docs/guides/is-it-learning.md: a healthy run, and runs that go wrong on purpose, on two CPU cores.
 
-    python -m tests.bench.learning_figures            # after bash launch/quickstart.sh, which makes the model; 15 minutes
+    python -m tests.bench.learning_figures        # after bash launch/quickstart.sh, which makes the model; 15 minutes
 
 Each run is configs/quickstart_grpo.yaml with a fault. It leaves runs/figures/NAME and docs/guides/learning/*.svg, and
 docs/results/learning/NAME.csv with the columns that are drawn.
@@ -29,9 +29,17 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "rate_too_high": ("actor.optimizer.lr=1e-2", NO_KL),
     "temperature_too_low": ("sampling.temperature=0.1",),
     "truncated_sampling": ("sampling.top_p=0.5",),
-    "reward_of_length": ("reward.functions.0.function=tests.bench.learning_figures:length", "sampling.max_response_length=32"),
-    "rate_far_too_high": ("actor.optimizer.lr=1e6", "actor.optimizer.clip_grad=1e9", NO_KL, "nonfinite={action: skip, max_in_a_row: 60}"),
-}  # fmt: skip
+    "reward_of_length": (
+        "reward.functions.0.function=tests.bench.learning_figures:length",
+        "sampling.max_response_length=32",
+    ),
+    "rate_far_too_high": (
+        "actor.optimizer.lr=1e6",
+        "actor.optimizer.clip_grad=1e9",
+        NO_KL,
+        "nonfinite={action: skip, max_in_a_row: 60}",
+    ),
+}
 # picture -> (metric, runs beside the healthy one)
 PICTURES = {
     "reward_flat": ("reward/score_mean", ("rate_too_low",)),
