@@ -8,7 +8,7 @@
 
 on the rows of files by `FixedDataTrainer`; or of models, as in tutorials: `hybridflow.trainers.tutorial_names`. A flow
 of one's own is a function of a `hybridflow.flows.run.Run`.
-docs/architecture.md shows what lies where.
+docs/explanation/architecture.md shows what lies where.
 """
 
 import logging

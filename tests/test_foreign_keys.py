@@ -1,4 +1,4 @@
-"""Keys of other trainers: each gives an error that names ours, and ours exist; docs/coming_from.md says the same."""
+"""Keys of other trainers: each gives an error that names ours, and ours exist; docs/migrate/keys.md says the same."""
 
 import copy
 import re
@@ -19,7 +19,7 @@ from tests.test_config import MINIMAL
 from tests.test_readme import quoted
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENT = ROOT / "docs" / "coming_from.md"
+DOCUMENT = ROOT / "docs" / "migrate" / "keys.md"
 # named already, and yet to come
 VERL = ("actor", "ref", "rollout", "model")  # that stand below actor_rollout_ref there
 

@@ -5,7 +5,7 @@
 Start it as `hybridflow.train` will be: on all hosts, with as many ranks. One process without torchrun looks at its own
 host. With a config each host also looks whether it can read the models, prompts and functions that this names, and
 rank 0 whether it fits the ranks and their memory. No model is built and no weights are read. The exit status is 1 if a
-line fails; warnings do not fail. A line that is not ok says what to do. docs/health.md explains each.
+line fails; warnings do not fail. A line that is not ok says what to do. docs/guides/cluster/health.md explains each.
 """
 
 import argparse

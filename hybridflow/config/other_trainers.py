@@ -5,7 +5,7 @@
     hint(("actor", "lerning_rate"))    None
 
 Names alone: nothing of another trainer's config is read, since values differ in unit and meaning, which the notes tell.
-docs/coming_from.md has the same by trainer, and says where the names are from.
+docs/migrate/keys.md has the same by trainer, and says where the names are from.
 """
 
 import re

@@ -22,7 +22,7 @@ STOP_MARGIN = 15.0  # seconds beyond the grace period, in which the ranks end th
 RANK_ENDED = re.compile(r"failed \(exitcode: (-?[0-9]+)\) local_rank: ([0-9]+) \(pid: ([0-9]+)\)")
 ERROR = "hybridflow: error: "  # how a rank begins what is wrong
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-STOPPED, NOT_SAVED = 75, 76  # exit statuses of ranks that were told to end: docs/long_runs.md
+STOPPED, NOT_SAVED = 75, 76  # exit statuses of ranks that were told to end: docs/guides/checkpoints.md
 MEANINGS = {70: "a rank was stuck", STOPPED: "stopped as told, saved", NOT_SAVED: "stopped as told, not saved"}
 
 
