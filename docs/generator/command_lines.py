@@ -14,7 +14,7 @@ from io import StringIO
 from typing import NoReturn
 from unittest.mock import patch
 
-from hybridflow.cli.main import COMMANDS
+from hybridflow.cli.main import COMMANDS, _is_config
 
 USAGE = "usage: "
 WIDTH = "100"  # of usage texts, whatever terminal there is
@@ -60,7 +60,7 @@ def why_not(words: Sequence[str]) -> str:
         return ""
     first, *rest = words
     if first not in COMMANDS:
-        if not any(word.endswith((".yaml", ".yml")) for word in words):
+        if not _is_config(first, rest):
             return f"{first}: no command"
         first, rest = "train", list(words)
     said = StringIO()
