@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from docs import generate
+from docs import draw_architecture, generate
 from docs.generator.command_lines import why_not
 from docs.generator.families import LAYOUTS, marks
 from docs.hooks import with_links
@@ -117,7 +117,11 @@ def test_command_lines_in_sentences_name_commands_and_options(page: Path) -> Non
         if text.startswith("hybridflow ") and "..." not in text:
             words = commands_of(text)[0][1:]
             why = why_not([_filled(word) for word in words])
-            if words and not words[0].isupper() and re.search(r"no command|unrecognized arguments: -|invalid choice", why):
+            if (
+                words
+                and not words[0].isupper()
+                and re.search(r"no command|unrecognized arguments: -|invalid choice", why)
+            ):
                 wrong.append(f"{text}: {why}")
     assert wrong == []
 
@@ -313,6 +317,10 @@ def test_generated_pages_name_no_machine() -> None:
     """Nor the directory that they were written in."""
     for name in generate.PAGES:
         assert not re.search(r"/(home|root|tmp|work|usr)/", (DOCS / name).read_text()), name
+
+
+def test_the_picture_is_current() -> None:
+    assert draw_architecture.FILE.read_text() == draw_architecture.drawn(), "python docs/draw_architecture.py"
 
 
 # ------------------------------------------------------------------------------------------------ what is where
