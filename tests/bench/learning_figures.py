@@ -27,7 +27,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "healthy": (),
     "rate_too_low": ("actor.optimizer.lr=1e-8",),
     "rate_too_high": ("actor.optimizer.lr=1e-2", NO_KL),
-    "greedy": ("actor.optimizer.lr=2e-3", "algorithm.update.epochs=4", NO_KL),
+    "greedy": ("actor.optimizer.lr=1e-3", NO_KL),
     "temperature_too_low": ("sampling.temperature=0.1",),  # ends with an error: a gradient is not finite
     "truncated_sampling": ("sampling.top_p=0.5",),
     "reward_of_length": (
