@@ -66,7 +66,7 @@ class Attempt:
 
     def run(self) -> Failure | None:
         """None where every rank has ended with status 0. Meanwhile the first of STOP_SIGNALS is told to the ranks."""
-        before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        before = {number: signal.signal(number, self._note) for number in _heeded()}
         suspended = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # the other hosts would go on, and find it lost
         try:
             for connection, request in self._starts.items():
@@ -164,6 +164,11 @@ class Attempt:
         for connection in self._running:
             connection.send(do="signal", number=int(signal.SIGTERM))
         self._deadline = time.monotonic() + seconds
+
+
+def _heeded() -> list[signal.Signals]:
+    """Not SIGUSR1 where the launcher was started to ignore it: launch/slurm.sbatch makes one SIGTERM of it."""
+    return [each for each in STOP_SIGNALS if each != signal.SIGUSR1 or signal.getsignal(each) != signal.SIG_IGN]
 
 
 def _told(exitcode: int) -> tuple[int, str]:

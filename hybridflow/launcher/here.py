@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import socket
+import time
 
 from hybridflow.launcher.arguments import DEFAULT_PORT, NODE_RANK_FROM, NUM_NODES_FROM, LaunchOptions, found
 from hybridflow.launcher.attempt import watched
@@ -33,6 +34,8 @@ def run_here(options: LaunchOptions) -> int:
     with Team([host], options.python, Ssh(), lost_after=options.lost_after, whole_environment=True) as team:
         [connection] = team.connections
         interface = None
+        if num_nodes > 1:
+            wait_for_name(address, node_rank, options.rdzv_timeout)
         if node_rank:
             request = {"do": "reach", "address": address, "port": port, "token": "", "seconds": options.rdzv_timeout}
             answers, failures = team.ask({connection: request}, "reached", options.rdzv_timeout + 10)
@@ -73,6 +76,25 @@ def this_node(options: LaunchOptions) -> tuple[LaunchHost, int, int]:
     if not slots:
         raise LaunchError("--no-ssh: --nproc-per-node, the ranks of a node, is missing, and no GPUs are found to count")
     return LaunchHost(socket.gethostname(), slots), num_nodes, node_rank or 0
+
+
+def wait_for_name(address: str, node_rank: int, seconds: float) -> None:
+    """Until this host knows the address of the master: a pod has its name in DNS only some seconds after its start.
+
+    Errors: LaunchError where it does not within so long.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > until:
+                raise LaunchError(
+                    f"node {node_rank}, {socket.gethostname()}: the master's name {address} does not resolve within "
+                    f"{seconds:g} s ({error}): every node needs it in DNS or /etc/hosts, or --master-addr an IP address"
+                ) from error
+            time.sleep(1)
 
 
 def own_interface(address: str) -> str | None:

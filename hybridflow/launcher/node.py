@@ -41,6 +41,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 ALIVE_EVERY = 3.0  # seconds
 TICK = 0.2  # seconds between two looks at the processes
+END_SECONDS = 5.0  # for a torchrun without ranks to end: while it waits for other nodes it does not hear signals
 KILL_SECONDS = 20.0  # until a killed process is gone; one in an uninterruptible wait may stay
 LIBC = ctypes.CDLL(None)  # loaded before any fork
 PACKAGES = ("torch", "megatron-core", "vllm", "transformers")
@@ -60,6 +61,8 @@ class Node:
         self._listener: socket.socket | None = None
         self._signalled: dict[int, set[int]] = {}  # signal number -> pids that have got it
         self._had_ranks = False  # since torchrun was started, as far as has been looked
+        self._told_torchrun = 0  # the signal that it got in their place
+        self._ends_at = float("inf")  # by time.monotonic, when it has not ended by that
         self._lost_after, self._grace = 30.0, 300.0
         self._heard = time.monotonic()
 
@@ -115,6 +118,7 @@ class Node:
     def _start(self, argv: list[str], env: dict[str, str], directory: str, grace: float) -> None:
         self._close_listener()
         self._grace, self._signalled, self._had_ranks = grace, {}, False
+        self._told_torchrun, self._ends_at = 0, float("inf")
         process = subprocess.Popen(
             argv,
             env={**os.environ, **env},
@@ -148,23 +152,25 @@ class Node:
     def _look_after(self) -> None:
         if self._torchrun is None:
             return
-        for number, told in self._signalled.items():
-            self._tell_ranks(number, told)
-        if self._torchrun.poll() is not None:
+        if self._signalled or not self._had_ranks:
+            self._tell_ranks([pid for pid, parent in parents().items() if parent == self._torchrun.pid])
+        if self._torchrun.poll() is not None or (time.monotonic() > self._ends_at and not self._had_ranks):
             self._end_all()
 
-    def _tell_ranks(self, number: int, told: set[int]) -> None:
-        """The signal goes to the ranks and not to torchrun, which would not tell then with what status they ended.
+    def _tell_ranks(self, ranks: list[int]) -> None:
+        """Signals go to the ranks and not to torchrun, which would not tell then with what status they ended.
 
         To torchrun only where it has not started them yet: not when they have just ended, and it has yet to notice.
         """
         assert self._torchrun is not None, "there are no ranks without it"
-        ranks = [pid for pid, parent in parents().items() if parent == self._torchrun.pid]
         self._had_ranks = self._had_ranks or bool(ranks)
-        for pid in ranks if self._had_ranks else [self._torchrun.pid]:
-            if pid not in told:
-                told.add(pid)
-                _send(pid, number)
+        for number, told in self._signalled.items():
+            if not self._had_ranks and not self._told_torchrun:
+                self._told_torchrun, self._ends_at = number, time.monotonic() + END_SECONDS
+            for pid in ranks if self._had_ranks else [self._torchrun.pid]:
+                if pid not in told:
+                    told.add(pid)
+                    _send(pid, number)
 
     def _end_all(self) -> None:
         """Kill what is left of torchrun and of all that it started, and tell its status."""
@@ -177,6 +183,8 @@ class Node:
             self._torchrun.poll()
             time.sleep(0.02)
         status = self._torchrun.poll()
+        if self._told_torchrun and status:  # its handler makes 1 of every signal
+            status = -self._told_torchrun
         _reap_orphans()
         for reader in self._readers:
             reader.join(5)
@@ -381,6 +389,9 @@ def output_of(command: tuple[str, ...]) -> str:
 def main() -> None:
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher tells what a Ctrl-C means
+    # Slurm may send SIGTERM to all processes of a job: the ranks save, and this program sees to it until the launcher
+    # ends. A handler, since torchrun would inherit that it is ignored.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     Node().serve()
 
 

@@ -48,7 +48,12 @@ class StopRequest:
         self._armed = True
 
     def listen(self) -> None:
-        """Notice signals from now on; in the main thread. Before that each has its default action."""
+        """Notice signals from now on; in the main thread. Before that each has its default action.
+
+        A signal that this process was started to ignore stays so: whoever sends SIGUSR1 to all processes of a job
+        (Slurm, through launch/slurm.sbatch) has SIGTERM told to the ranks, and the wish must not come twice.
+        """
+        self._signals = frozenset(sign for sign in self._signals if signal.getsignal(sign) != signal.SIG_IGN)
         if not self._signals:
             return
         self._read, write = os.pipe()

@@ -27,7 +27,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "healthy": (),
     "rate_too_low": ("actor.optimizer.lr=1e-8",),
     "rate_too_high": ("actor.optimizer.lr=1e-2", NO_KL),
-    "greedy": ("actor.optimizer.lr=2e-3", "algorithm.update.epochs=4", NO_KL),
+    "cold": ("sampling.temperature=0.4",),
     "temperature_too_low": ("sampling.temperature=0.1",),  # ends with an error: a gradient is not finite
     "truncated_sampling": ("sampling.top_p=0.5",),
     "reward_of_length": (
@@ -40,7 +40,7 @@ PICTURES = {
     "reward_flat": ("reward/score_mean", ("rate_too_low",)),
     "accuracy_falls": ("eval/accuracy", ("rate_too_high",)),
     "kl_rises": ("kl/reference_mean", ("rate_too_high",)),
-    "entropy_falls": ("actor/entropy", ("greedy",)),
+    "entropy_falls": ("actor/entropy", ("cold",)),
     "log_prob_difference": ("rollout/log_prob_diff_mean", ("truncated_sampling",)),
     "length_runs_away": ("rollout/response_length_mean", ("reward_of_length",)),
 }

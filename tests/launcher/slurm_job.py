@@ -35,15 +35,19 @@ SCONTROL = """
 import os, sys, pathlib
 if sys.argv[1:] == ["show", "hostnames", "gpu-[07-08]"]:
     print("gpu-07\\ngpu-08")
+elif sys.argv[1:] == ["show", "job", "1234567", "--oneliner"]:
+    print("JobId=1234567 RunTime=00:00:09 TimeLimit=" + os.environ["LIMIT"] + " TimeMin=N/A")
 else:
     pathlib.Path("scontrol.txt").write_text(" ".join(sys.argv[1:]))
 """
-# Says what it was called with; ends with the status of its node in STATUSES, or when it is told to.
+# Says what it was called with; ends with the status of its node in STATUSES, or when it is told to. Where LOADS is set
+# it has no handler yet.
 RUN = """
 import json, os, pathlib, signal, sys, time
 node = os.environ["SLURM_NODEID"]
 told = []
-signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+if not os.environ.get("LOADS"):
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
 ignored = signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
 called = {"argv": sys.argv[1:], "ignores_usr1": ignored, "ROOM": os.environ.get("ROOM")}
 pathlib.Path(f"called_{node}.new").write_text(json.dumps(called))

@@ -93,5 +93,20 @@ def test_every_file_of_the_repository_is_sent_to_docker() -> None:
     patterns = (ROOT / ".dockerignore").read_text()
     assert len(listed.stdout.splitlines()) > 100
     assert not [name for name in listed.stdout.splitlines() if is_ignored(Path(name), patterns)]
-    for name in (".git/config", ".venv/bin/python", "runs/x/y", "data/tiny/a", "a/__pycache__/b.pyc", "x.egg-info/a"):
+    for name in (
+        ".git/config",
+        ".venv/bin/python",
+        "runs/x/y",
+        "data/tiny/a",
+        "a/__pycache__/b.pyc",
+        "x.egg-info/a",
+        "hybridflow-7.out",
+    ):
         assert is_ignored(Path(name), patterns), name
+
+
+def test_the_output_of_slurm_jobs_is_no_file_of_the_repository() -> None:
+    ignored = subprocess.run(["git", "check-ignore", "hybridflow-7.out"], cwd=ROOT, capture_output=True, text=True)
+    if ignored.returncode == 128:
+        pytest.skip(f"not a checkout: {ignored.stderr.strip()}")
+    assert ignored.stdout == "hybridflow-7.out\n"

@@ -1,8 +1,10 @@
 """The launcher's command line, what it compares, what it prints and where its logs go; no host is asked."""
 
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from hybridflow.launcher.arguments import LaunchOptions, parse
 from hybridflow.launcher.attempt import RANK_ENDED
 from hybridflow.launcher.checks import differences, missing, too_few_gpus, unlike_gpus
 from hybridflow.launcher.experiment import Experiment
-from hybridflow.launcher.here import this_node
+from hybridflow.launcher.here import this_node, wait_for_name
 from hybridflow.launcher.hostfile import LaunchError, LaunchHost
 from hybridflow.launcher.job import known_address
 from hybridflow.launcher.output import Output
@@ -265,3 +267,22 @@ def test_common_mistakes_are_one_sentence(tmp_path: Path) -> None:
     assert done.stderr == like("launch: error: none.yaml: cannot be read: No such file or directory\n")
     done = run("x.yaml", cwd=tmp_path)
     assert done.stderr.startswith("launch: error: --hostfile names the hosts; --no-ssh starts this node's ranks")
+
+
+# ------------------------------------------------------------------------------------------------ the master's name
+
+
+def test_a_name_that_comes_late_is_waited_for_and_one_that_never_comes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def getaddrinfo(name: str, port: None) -> None:
+        asked.append(name)
+        if name == "never" or len(asked) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    wait_for_name("late", 1, 60.0)
+    assert asked == ["late"] * 3
+    with pytest.raises(LaunchError, match="the master's name never does not resolve within 0 s"):
+        wait_for_name("never", 1, 0.0)

@@ -28,8 +28,29 @@ children = [subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_sess
 print("started", *[child.pid for child in children], flush=True)
 print("status", max(child.wait() for child in children), flush=True)
 """
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-SAVES = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); time.sleep(600)"
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+time.sleep(600)
+"""
+SAVES = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+print("ready", flush=True)
+time.sleep(600)
+"""
+# torchrun has a handler for SIGTERM, which ends it with 1
+WITHOUT_RANKS = SAVES.replace("75", "1")
+# Its rank has ended a second ago, and it has yet to notice.
+SLOW_TO_NOTICE = """
+import subprocess, sys, time
+rank = subprocess.Popen([sys.executable, "-c", "import sys, time; time.sleep(1.5); sys.exit(75)"])
+status = rank.wait()
+print("ended", flush=True)
+time.sleep(2)
+sys.exit(status)
+"""
 
 
 class Line:
@@ -55,9 +76,10 @@ class Line:
         self.until("started")
 
     def ranks(self, program: str, **settings: Any) -> list[int]:
+        """Their pids, once both have their handlers."""
         self.start("-c", PARENT, program, **settings)
-        time.sleep(0.5)  # until they have their handlers
-        return [int(word) for word in self.until("out").split()[1:]]
+        [pids] = {self.until("out") for _ in range(3)} - {"ready"}
+        return [int(word) for word in pids.split()[1:]]
 
 
 @pytest.fixture
@@ -67,6 +89,10 @@ def line() -> Iterator[Line]:
     made.until("facts")
     yield made
     made.connection.close()
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def gone(pids: list[int], seconds: float = 15.0) -> bool:
@@ -108,6 +134,28 @@ def test_signals_go_to_the_ranks_whose_status_is_told(line: Line) -> None:
     assert gone(ranks)
 
 
+def test_a_torchrun_whose_ranks_have_just_ended_is_told_nothing(line: Line) -> None:
+    line.start("-c", SLOW_TO_NOTICE)
+    assert line.until("out") == "ended"
+    line.connection.send(do="signal", number=int(signal.SIGTERM))
+    assert line.until("ended") == 75
+
+
+@pytest.mark.parametrize("program", [WITHOUT_RANKS, STUBBORN])
+def test_a_torchrun_that_has_no_ranks_yet_ends_by_the_signal(program: str, line: Line) -> None:
+    """Also where it does not hear it, since it waits in native code for other nodes."""
+    line.start("-c", program)
+    assert line.until("out") == "ready"
+    line.connection.send(do="signal", number=int(signal.SIGTERM))
+    assert line.until("ended") == -signal.SIGTERM
+
+
+def test_a_sigterm_for_all_processes_of_a_host_ends_the_ranks_alone(line: Line) -> None:
+    ranks = line.ranks(SAVES)
+    kill([parent_of(parent_of(ranks[0])), *ranks], signal.SIGTERM)
+    assert line.until("out") == "status 75" and line.until("ended") == 0
+
+
 def test_what_does_not_end_is_killed(line: Line) -> None:
     ranks = line.ranks(STUBBORN)
     line.connection.send(do="kill")
@@ -117,7 +165,7 @@ def test_what_does_not_end_is_killed(line: Line) -> None:
 
 def test_ranks_of_a_killed_torchrun_are_killed(line: Line) -> None:
     ranks = line.ranks(STUBBORN)
-    [parent] = {int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]) for rank in ranks}
+    [parent] = {parent_of(rank) for rank in ranks}
     kill([parent])
     assert line.until("ended") == -signal.SIGKILL
     assert gone(ranks)

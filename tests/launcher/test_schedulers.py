@@ -1,4 +1,7 @@
-"""launch/slurm.sbatch and launch/kubernetes.yaml: what can be known of them without a cluster. No ranks are started."""
+"""launch/slurm.sbatch with stand-ins for Slurm's commands, launch/kubernetes.yaml by the schemas of Kubernetes.
+
+No ranks are started. Under a real Slurm the script runs in tests/launcher/test_slurm.py.
+"""
 
 import json
 import re
@@ -9,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from kubernetes_validate import ValidationError, latest_version, validate
 
 from hybridflow.config import CheckpointConfig
 from hybridflow.errors import ExitStatus
@@ -42,7 +46,7 @@ def test_every_node_gets_its_rank_the_master_and_the_arguments_unchanged(tmp_pat
         }
     assert set(json.loads((tmp_path / "srun.json").read_text())) == {
         *("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=192"),
-        *("--export=ALL", "--kill-on-bad-exit=0", "--wait=300"),
+        *("--export=ALL", "--kill-on-bad-exit=0", "--wait=900"),
     }
 
 
@@ -69,7 +73,7 @@ def test_a_job_that_has_stopped_and_saved_is_requeued(tmp_path: Path) -> None:
     job = Job(tmp_path, "x.yaml", STATUSES="75 75")
     status, out = job.end()
     assert (status, job.requeued) == (ExitStatus.STOPPED, "requeue 1234567")
-    assert "stopped and saved: job 1234567 is requeued" in out
+    assert "stopped as told: job 1234567 is requeued and goes on" in out
 
 
 @pytest.mark.parametrize("everyone", ["", "yes"])
@@ -78,6 +82,49 @@ def test_before_the_time_limit_every_node_is_told_once_and_the_job_requeued(ever
     job.tell(signal.SIGUSR1)
     status, out = job.end()
     assert (status, job.requeued) == (ExitStatus.STOPPED, "requeue 1234567"), out
+
+
+@pytest.mark.parametrize("limit", ["1-00:00:00", "00:20:00", "UNLIMITED"])
+def test_a_job_that_is_told_while_it_loads_begins_again(limit: str, tmp_path: Path) -> None:
+    job = Job(tmp_path, "x.yaml", LOADS="yes", LIMIT=limit)
+    job.tell(signal.SIGUSR1)
+    status, out = job.end()
+    assert (status, job.requeued) == (ExitStatus.STOPPED, "requeue 1234567"), out
+    assert "told while it was loading: there is nothing to save" in out
+
+
+def test_a_time_limit_that_leaves_no_time_to_load_is_named(tmp_path: Path) -> None:
+    """The next start would be told as early."""
+    job = Job(tmp_path, "x.yaml", LOADS="yes", LIMIT="00:08:08")
+    job.tell(signal.SIGUSR1)
+    status, out = job.end()
+    assert (status, job.requeued) == (1, None)
+    assert "--time, 488 s: 600 s before its end (--signal) the run is told to save, and it was still" in out
+
+
+def test_who_ends_it_while_it_loads_has_it_not_requeued(tmp_path: Path) -> None:
+    job = Job(tmp_path, "x.yaml", LOADS="yes", LIMIT="1-00:00:00")
+    job.tell(signal.SIGTERM)
+    assert job.end()[0] == 128 + signal.SIGTERM and job.requeued is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks"),
+    [
+        ({}, "8"),
+        ({"SLURM_GPUS_PER_NODE": "4"}, "4"),
+        ({"SLURM_GPUS_PER_NODE": "h100:2"}, "2"),
+        ({"SLURM_GPUS_PER_NODE": "a100:4,h100:2"}, "6"),
+        ({"SLURM_GPUS_PER_NODE": "4", "RANKS_PER_NODE": "1"}, "1"),
+        ({"SLURM_GPUS_PER_NODE": "0", "SLURM_GPUS_ON_NODE": "", "RANKS_PER_NODE": "12"}, "12"),
+    ],
+)
+def test_a_node_has_as_many_ranks_as_the_job_asks_for(variables: dict[str, str], ranks: str, tmp_path: Path) -> None:
+    """SLURM_GPUS_ON_NODE, 8, is all that the node has where the job has it alone."""
+    job = Job(tmp_path, "x.yaml", STATUSES="0 0", **variables)
+    job.end()
+    argv = job.called(1)["argv"]
+    assert argv[argv.index("--nproc-per-node") + 1] == ranks
 
 
 def test_who_wants_it_to_end_has_it_saved_and_not_requeued(tmp_path: Path) -> None:
@@ -90,7 +137,12 @@ def test_who_wants_it_to_end_has_it_saved_and_not_requeued(tmp_path: Path) -> No
     ("arguments", "environment", "message"),
     [
         ([], {}, "which config? sbatch launch/slurm.sbatch CONFIG"),
-        (["x.yaml"], {"SLURM_GPUS_ON_NODE": ""}, "the nodes have no GPUs by --gpus-per-node: export RANKS_PER_NODE=N"),
+        (
+            ["x.yaml"],
+            {"SLURM_GPUS_ON_NODE": ""},
+            "no GPUs by --gpus-per-node, and RANKS_PER_NODE is not set: export it",
+        ),
+        (["x.yaml"], {"RANKS_PER_NODE": "two"}, "RANKS_PER_NODE=two: the ranks of a node are a number from 1 on"),
         (["x.yaml"], {"SLURM_SUBMIT_DIR": "/"}, "/ is not the repository's root: run sbatch there"),
         (["x.yaml"], {"SLURM_SUBMIT_DIR": ""}, "SLURM_SUBMIT_DIR: is set by sbatch"),
     ],
@@ -122,6 +174,17 @@ def objects() -> dict[str, Any]:
     loaded = list(yaml.safe_load_all((ROOT / "launch" / "kubernetes.yaml").read_text()))
     assert len({each["kind"] for each in loaded}) == len(loaded)
     return {each["kind"]: each for each in loaded}
+
+
+@pytest.mark.parametrize("version", ["1.31", latest_version()])
+def test_every_object_keeps_to_the_schema_of_its_kind(version: str, objects: dict[str, Any]) -> None:
+    """Those of the oldest Kubernetes that the header names, and of the newest. Unknown keys are mistakes."""
+    for each in objects.values():
+        assert version.startswith(validate(each, version, strict=True))
+    with pytest.raises(ValidationError, match="backoffLimitPerIndices"):
+        validate(
+            {**objects["Job"], "spec": {**objects["Job"]["spec"], "backoffLimitPerIndices": 3}}, version, strict=True
+        )
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ The launcher starts ranks, tells them signals and sees them end, whatever they c
 store, so that a test of the launcher does not take the time in which three hosts import all of both.
 
 Rank 0 writes what a run leaves behind: run/config.yaml, a metrics.csv of an iteration, and a checkpoint when it is told
-to end. A rank that is told ends with 75, as one that has saved.
+to end. A rank that is told ends with 75, as one that has saved, for which it takes SAVE_SECONDS.
 """
 
 import json
@@ -30,8 +30,9 @@ def wait() -> None:
     end = time.monotonic() + SECONDS
     while not told and time.monotonic() < end:
         time.sleep(0.05)
+    time.sleep(float(os.environ.get("SAVE_SECONDS", 0)))
     if rank == "0":
-        (run / "checkpoints" / "step_000002").mkdir(parents=True)
+        (run / "checkpoints" / "step_000002").mkdir(parents=True, exist_ok=True)
     os._exit(75 if told else 1)
 
 
