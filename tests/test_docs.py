@@ -94,6 +94,16 @@ def test_links_to_the_repository(link: str, source: str, page: str, expected: st
         assert "](https://x.org/y/blob/main/" in with_links(link, source, page, set())
 
 
+def test_arguments_in_docstrings_become_lists() -> None:
+    """On the page of the Python API."""
+    pytest.importorskip("griffe", reason="the extra docs is not installed")
+    from docs.docstrings import with_lists
+
+    text = "Adds.\n\nOf two numbers.\none, other: the\nnumbers\nErrors: none.\n\nMore: text."
+    items = "- `one`, `other`: the\n  numbers\n- Errors: none."
+    assert with_lists(text) == f"Adds.\n\nOf two numbers.\n\n{items}\n\nMore: text."
+
+
 # ------------------------------------------------------------------------------------------------ command lines
 
 

@@ -19,7 +19,7 @@ from tests.launch import ROOT, of_no_rank
 from tests.pages import DOCS, PAGES, Block, blocks_of
 
 pytestmark = [pytest.mark.thorough, pytest.mark.distributed]
-SECONDS = 600  # of a page's blocks together; the longest takes 150 on two cores
+SECONDS = 1500  # of a page's blocks together; the longest takes 180 on two cores, and 600 beside much other work
 RUNNABLE = [page for page in PAGES if any(block.runs for block in blocks_of(page))]
 SCRIPT = "#!{python}\nimport sys\nfrom {module} import main\nsys.exit(main())\n"
 

@@ -7,6 +7,7 @@ No model is run and no weights are read: a plan is arithmetic over config.json.
 """
 
 import re
+import textwrap
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from hybridflow.placement.placed import place_either
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG, SHAPES = Path("docs/models/layouts.yaml"), Path("configs/shapes")
 GIB = 1 << 30
+WIDTH = 100  # of the lines of a command
 GPU_BYTES, SPARE_BYTES = 80 * 10**9, 8 * 10**9  # a GPU of 80 GB, and what no plan counts: CUDA, NCCL, graphs
 
 
@@ -51,7 +53,10 @@ class Layout:
 
     @property
     def command(self) -> str:
-        return f"hybridflow plan {CONFIG} {' '.join(self.overrides)} --world-size {self.gpus}"
+        first, second, *others = self.overrides
+        wrapped = textwrap.wrap(" ".join(others), WIDTH, break_on_hyphens=False)
+        lines = [f"hybridflow plan {CONFIG} --world-size {self.gpus}", f"{first} {second}", *wrapped]
+        return " \\\n    ".join(lines)
 
 
 LAYOUTS = {
