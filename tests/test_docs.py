@@ -348,6 +348,12 @@ def test_the_flow_in_the_readme_is_that_of_the_file() -> None:
     assert shown in flow
 
 
+@of_pages
+def test_pages_tell_no_history(page: Path) -> None:
+    """A page says what is there. CHANGELOG.md says what was."""
+    assert re.findall(r"(?i)(?:earlier|previous|last) version|version before|used to be", page.read_text()) == []
+
+
 def test_no_page_stands_twice() -> None:
     """Contributing and changelog are pages of the site by docs/hooks.py."""
     texts: dict[str, list[str]] = {}
