@@ -117,7 +117,7 @@ def layout_table(name: str) -> str:
         f"GiB of the fullest GPU:\n\n{table(titles, rows)}\n"
         f"What a weight sync moves, from the trainer to the engine:\n\n"
         f"{table(moved, [_reshard_row(layout, plan(layout)) for layout in LAYOUTS[name]])}\n"
-        f"```bash\n{commands}\n```"
+        f"<!-- run -->\n```bash\n{commands}\n```"
     )
 
 
