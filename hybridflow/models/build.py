@@ -6,6 +6,7 @@ of the logits, that of a value model one scalar, both only for the rows that the
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -330,7 +331,8 @@ def _name_local_layers(layer: ModuleSpec, norm: type[nn.Module], activation: typ
         attention.q_layernorm = attention.k_layernorm = norm
 
 
-def _submodules(spec: ModuleSpec | type, kind: type[Parts]) -> Parts:
-    """Those of a module, which megatron declares as any object."""
-    assert isinstance(spec, ModuleSpec) and isinstance(spec.submodules, kind), f"{spec} has no {kind.__name__}"
-    return spec.submodules
+def _submodules(spec: object, kind: type[Parts]) -> Parts:
+    """Those of a module, which megatron declares as any object. 0.19.2 gives a function that makes an MLP of them."""
+    found = spec.keywords.get("submodules") if isinstance(spec, partial) else getattr(spec, "submodules", None)
+    assert isinstance(found, kind), f"{spec} has no {kind.__name__}"
+    return found

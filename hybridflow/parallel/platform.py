@@ -277,6 +277,7 @@ def quiet() -> None:
     for message in (
         *about_cuda,
         ".*(Apex|apex|Transformer Engine|transformer_engine).*",  # optional; the README says what they bring
+        ".*(is experimental and still under active development|full scope is deprecated).*",  # megatron of itself
         r".*\.grad attribute of a Tensor that is not a leaf.*",  # megatron's distributed optimizer looks at all tensors
     ):
         warnings.filterwarnings("ignore", message=message, category=UserWarning)

@@ -2,6 +2,7 @@
 and which layers a model is made of.
 """
 
+import functools
 import json
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from hybridflow.architecture.spec import read_spec
 from hybridflow.convert.forward import packed_micro_batch, random_prompts
@@ -60,7 +63,17 @@ def test_a_transformer_engine_that_cannot_be_imported_is_as_good_as_none(
     spec = read_spec(make_checkpoints(tmp_path, family="qwen2", tied=False) / "policy")
     (layer,) = build._block_spec(spec, 1, torch.float32).layer_specs
     assert layer.submodules.input_layernorm is RMSNorm
-    assert layer.submodules.mlp.submodules.linear_fc1.__name__ == "ColumnParallelLinear"
+    assert build._submodules(layer.submodules.mlp, MLPSubmodules).linear_fc1.__name__ == "ColumnParallelLinear"
+
+
+def test_the_parts_of_a_spec_are_found_however_megatron_gives_them() -> None:
+    """0.16.1 gives a ModuleSpec, 0.19.2 of a dense MLP a function that knows its parts."""
+    parts = MLPSubmodules(linear_fc1=torch.nn.Linear, linear_fc2=torch.nn.Linear)
+    for spec in (ModuleSpec(MLP, submodules=parts), functools.partial(MLP, submodules=parts)):
+        assert build._submodules(spec, MLPSubmodules) is parts
+    for spec in (ModuleSpec(MLP), functools.partial(MLP), MLP, ModuleSpec(MLP, submodules=object())):
+        with pytest.raises(AssertionError, match="has no MLPSubmodules"):
+            build._submodules(spec, MLPSubmodules)
 
 
 def test_layers_with_norms_after_the_sums_are_made_of_megatrons_local_ones(
@@ -73,7 +86,7 @@ def test_layers_with_norms_after_the_sums_are_made_of_megatrons_local_ones(
     (layer,) = block.layer_specs
     assert (layer.module, block.layer_norm) == (PostNormLayer, None)
     assert layer.submodules.input_layernorm is layer.submodules.pre_mlp_layernorm is IdentityOp
-    assert layer.submodules.mlp.submodules.linear_fc1.__name__ == "ColumnParallelLinear"
+    assert build._submodules(layer.submodules.mlp, MLPSubmodules).linear_fc1.__name__ == "ColumnParallelLinear"
     assert layer.submodules.self_attention.submodules.linear_qkv.__name__ == "ColumnParallelLinear"
 
 

@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -293,3 +294,20 @@ def test_a_module_of_megatron_that_comes_later_is_adapted_too(monkeypatch: pytes
     later.torch = torch
     platforms.adapt_megatron()
     assert later.torch is torch
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "MimoModelConfig is experimental and still under active development",
+        "full scope is deprecated",
+        "Apex is missing",
+    ],
+)
+def test_what_megatron_says_of_its_own_parts_is_kept_out(message: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        platforms.quiet()
+        warnings.warn(message, UserWarning, stacklevel=1)
+        warnings.warn("of the user's own", UserWarning, stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["of the user's own"]

@@ -107,6 +107,9 @@ class _CudaOnCpu(types.ModuleType):
     def synchronize(self, *args: object) -> None:
         """Nothing is asynchronous on a CPU."""
 
+    def current_stream(self, *args: object) -> None:
+        """0.19.2 asks before it sums gradients, for what CUDA graphs would wait for."""
+
     def empty_cache(self) -> None:
         """There is no caching allocator on a CPU."""
 
