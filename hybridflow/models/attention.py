@@ -133,6 +133,12 @@ class GroupedSelfAttention(SelfAttention):
     megatron-core 0.16.1 then gathers over the group of its global state, which is not set here.
     """
 
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        """megatron cuts a gate, and counts sinks in norms, by its global groups. Our core attention has no sinks."""
+        assert not config.attention_output_gate, "a gate would be cut by the global tensor-parallel rank"
+        assert config.softmax_type == "vanilla", f"softmax_type {config.softmax_type}: PackedAttention leaves out sinks"
+        super().__init__(config, *args, **kwargs)
+
     def get_query_key_value_tensors(
         self,
         hidden_states: Tensor,

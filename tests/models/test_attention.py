@@ -46,6 +46,20 @@ def naive_attention(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[in
     return torch.stack(outputs).view_as(query)
 
 
+@pytest.mark.parametrize(
+    ("gate", "softmax", "message"),
+    [
+        (True, "vanilla", "cut by the global tensor-parallel rank"),
+        (False, "learnable", "softmax_type learnable: PackedAttention leaves out sinks"),
+        (False, "off-by-one", "softmax_type off-by-one"),
+    ],
+)
+def test_what_megatron_does_by_its_global_groups_is_refused(gate: bool, softmax: str, message: str) -> None:
+    config = SimpleNamespace(attention_output_gate=gate, softmax_type=softmax)
+    with pytest.raises(AssertionError, match=message):
+        GroupedSelfAttention(config)
+
+
 class WithoutBias(torch.nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         return x, None
