@@ -282,6 +282,8 @@ def quiet() -> None:
     ):
         warnings.filterwarnings("ignore", message=message, category=UserWarning)
     warnings.filterwarnings("ignore", message=".*torch.distributed.*deprecated.*", category=FutureWarning)
+    if not uses_cuda():  # a torch that is built for CUDA looks for it as megatron loads
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     logging.getLogger("vllm").setLevel(logging.ERROR)
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
@@ -314,7 +316,7 @@ def adapt_megatron() -> None:
 def gathers_within(group: dist.ProcessGroup) -> Iterator[None]:
     """Within the block megatron's optimizer set-up compares parameter groups over `group` only.
 
-    megatron-core 0.16.1 gathers them over the world, where ranks outside a role's grid do not take part.
+    megatron-core gathers them over the world, where ranks outside a role's grid do not take part.
     """
     import megatron.core.optimizer as module
 

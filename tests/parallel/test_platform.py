@@ -4,6 +4,7 @@ And what stands before a process group is made: how long its collectives wait, w
 """
 
 import gc
+import logging
 import os
 import sys
 import types
@@ -311,3 +312,13 @@ def test_what_megatron_says_of_its_own_parts_is_kept_out(message: str) -> None:
         warnings.warn(message, UserWarning, stacklevel=1)
         warnings.warn("of the user's own", UserWarning, stacklevel=1)
     assert [str(warning.message) for warning in caught] == ["of the user's own"]
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_that_torch_finds_no_cuda_is_kept_out_where_a_cpu_is_meant(cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platforms, "uses_cuda", lambda: cuda)
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    logger.manager._clear_cache()
+    platforms.quiet()
+    assert logger.isEnabledFor(logging.WARNING) == cuda
