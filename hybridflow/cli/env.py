@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hybridflow import __version__
 from hybridflow.cli.command import program
-from hybridflow.parallel.versions import source_commit
+from hybridflow.parallel.versions import installed_set, source_commit
 
 EXTRA_PACKAGES = (
     "vllm",
@@ -86,6 +86,8 @@ def _machine() -> Iterator[str]:
     from_git = f" at commit {commit}" if commit else ""
     yield f"hybridflow {__version__}{from_git}, from {root}"
     yield f"Python {platform.python_version()}, {platform.platform()}, {sys.executable}"
+    name, _ = installed_set()
+    yield f"releases: the set for {name}" if name else "releases: no set that is known to go together"
     processor = _lines_of("/proc/cpuinfo")
     flags = processor.get("flags", "").split()
     known = [flag for flag in INSTRUCTIONS if flag in flags]

@@ -17,11 +17,11 @@ import torch
 
 from hybridflow.inspection.findings import Finding, Status
 from hybridflow.parallel.device import uses_cuda
-from hybridflow.parallel.versions import DISTRIBUTIONS, SEEN, installed_version
+from hybridflow.parallel.versions import DISTRIBUTIONS, SEEN, installed_set, installed_version, public, tries_versions
 
 AREA = "packages"
 SETUP = "bash launch/setup.sh, with --cuda for GPUs, installs the releases that go together"
-PYTHONS = ((3, 11), (3, 12))  # megatron-core 0.16.1 has wheels for no other
+PYTHONS = ((3, 11), (3, 12))  # as pyproject.toml says
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 NVIDIA_SMI_SECONDS = 15  # a GPU in trouble makes it wait for ever
 Release = tuple[int, ...]
@@ -41,14 +41,16 @@ class Pair:
         return f"{self.partner} from {low} on, below {below}"
 
 
-# From the metadata of the wheels; that of transformer-engine from what megatron-core 0.16.1 says of itself. A pair that
-# was really run is only the one of `parallel.versions.SEEN`, on CPUs.
+# From the metadata of the wheels; that of transformer-engine from what megatron-core 0.16.1 says of itself, and of what
+# 0.19.2 imports: below 2.14 it clips gradients in loops. Those that were really run are of the sets for CPUs in
+# `parallel.versions.SETS`.
 PAIRS = (
     Pair("vllm", ((0, 24), (0, 24, 1)), "torch", ((2, 11), (2, 12))),
     Pair("vllm", ((0, 27, 1), (0, 33)), "torch", ((2, 13), (2, 14))),
     Pair("vllm", ((0, 33), (0, 33, 1)), "torch", ((2, 14), (2, 15))),
     Pair("vllm", ((0, 32), (0, 32, 1)), "transformers", ((5, 16, 1), (5, 20))),
     Pair("megatron-core", ((0, 16, 1), (0, 16, 2)), "transformer-engine", ((2, 0), (2, 12))),
+    Pair("megatron-core", ((0, 19, 2), (0, 19, 3)), "transformer-engine", ((2, 14), (3, 0))),
     Pair("torch", ((2, 13), (2, 14)), "CUDA", ((13, 0), (14, 0))),
 )
 
@@ -65,6 +67,7 @@ def version_findings(found: Mapping[str, str | None], host: str, *, cuda: bool) 
     supported = (int(python[0]), int(python[1])) in PYTHONS
     advice = "" if supported else "hybridflow needs Python 3.11 or 3.12: bash launch/setup.sh --python python3.11"
     findings = [Finding(AREA, "Python", host, platform.python_version(), "ok" if supported else "fail", advice)]
+    findings.append(_set(host))
     findings += [_package(package, version, host, cuda=cuda) for package, version in found.items() if package != "CUDA"]
     return findings + [_apex(host, cuda=cuda), *_cuda_findings(host)] + pair_findings(found, host)
 
@@ -102,15 +105,25 @@ def release(version: str) -> Release:
     return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
+def _set(host: str) -> Finding:
+    """Whether all releases together are a set that hybridflow names."""
+    name, releases = installed_set()
+    if name is None:
+        return Finding(AREA, "set", host, f"none that is known: {releases}", "warn", SETUP)
+    return Finding(AREA, "set", host, f"for {name}")
+
+
 def _package(package: str, version: str | None, host: str, *, cuda: bool) -> Finding:
     wanted = SEEN.get(package)
     if version is None and (wanted or package == "transformers"):
         return Finding(AREA, package, host, "not installed", "fail", SETUP)
     if version is None:
         return _absent_option(package, host, cuda=cuda)
-    if wanted and version.partition("+")[0] != wanted:
-        rule = f"hybridflow replaces private parts of {package} {wanted}, and refuses any other: {SETUP}"
-        return Finding(AREA, package, host, version, "fail", rule)
+    if wanted and public(version) not in wanted:
+        parts = f"hybridflow replaces private parts of {package} {' or '.join(wanted)}"
+        if tries_versions():
+            return Finding(AREA, package, host, version, "warn", f"{parts}; HYBRIDFLOW_TRY_VERSIONS=1 tries this one")
+        return Finding(AREA, package, host, version, "fail", f"{parts}, and refuses any other: {SETUP}")
     return Finding(AREA, package, host, version)
 
 

@@ -133,6 +133,12 @@ class GroupedSelfAttention(SelfAttention):
     megatron-core 0.16.1 then gathers over the group of its global state, which is not set here.
     """
 
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        """megatron cuts a gate, and counts sinks in norms, by its global groups. Our core attention has no sinks."""
+        assert not config.attention_output_gate, "a gate would be cut by the global tensor-parallel rank"
+        assert config.softmax_type == "vanilla", f"softmax_type {config.softmax_type}: PackedAttention leaves out sinks"
+        super().__init__(config, *args, **kwargs)
+
     def get_query_key_value_tensors(
         self,
         hidden_states: Tensor,
@@ -153,7 +159,10 @@ class GroupedSelfAttention(SelfAttention):
         own = rows.unflatten(-1, (num_groups, -1, self.hidden_size_per_attention_head))[:, :, own_group]
         query, key, value = own.split([own.shape[2] - 2, 1, 1], dim=2)
         query = query[:, :, member * heads : (member + 1) * heads]
-        return self.q_layernorm(query), self.k_layernorm(key), value
+        norms: tuple[Any, Any] = self.q_layernorm, self.k_layernorm
+        # where there is to be no norm, 0.19.2 has None and 0.16.1 an IdentityOp
+        query, key = (x if norm is None else norm(x) for norm, x in zip(norms, (query, key), strict=True))
+        return query, key, value
 
 
 Pairs = Callable[[Tensor], tuple[Tensor, Tensor]]

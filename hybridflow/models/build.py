@@ -6,18 +6,21 @@ of the logits, that of a value model one scalar, both only for the rows that the
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import (
     HAVE_TE,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
 from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -25,6 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from hybridflow.architecture.rope import Rotary
 from hybridflow.architecture.spec import Head, ModelSpec
@@ -61,52 +65,70 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-class PackedModel(GPTModel):
-    """A chunk of a GPTModel that runs packed micro-batches; subclasses say what comes after the last layer."""
+class PackedModel(LanguageModule):
+    """A chunk of a model that runs packed micro-batches; subclasses say what comes after the last layer.
+
+    Of megatron's embedding and block of layers. Its GPTModel would add nothing but what is replaced here, and is
+    deprecated in 0.19.2. Parameters are made in the order of the model, which is that of megatron's buffers.
+    """
 
     def __init__(self, config: TransformerConfig, spec: ModelSpec, grid: Grid, chunk: int, *, tied: bool) -> None:
+        super().__init__(config, grid.groups)
         layout = grid.layout
         self.layers = layout.chunks(spec.num_layers)[grid.pp_rank][chunk]
-        self.projected_size = spec.projected_size
-        super().__init__(
+        # by these names megatron's schedules and its sums of tied embeddings ask a model
+        self.pre_process = grid.is_first_stage and chunk == 0
+        self.post_process = grid.is_last_stage and chunk == layout.vpp - 1
+        self.share_embeddings_and_output_weights = tied
+        self.vp_stage = chunk if layout.vpp > 1 else None  # type: ignore[assignment]  # it says None
+        self.model_type = ModelType.encoder_or_decoder
+        if self.pre_process:
+            self.embedding = _embedding(config, spec, grid.groups.tp)
+        self.decoder = TransformerBlock(
             config,
-            ModuleSpec(TransformerBlock, submodules=_block_spec(spec, len(self.layers), config.params_dtype)),
-            spec.padded_vocab_size,
-            spec.num_positions,
-            pre_process=grid.is_first_stage and chunk == 0,
-            post_process=grid.is_last_stage and chunk == layout.vpp - 1,
-            share_embeddings_and_output_weights=tied,
-            # rotary angles are made in forward, from the packed positions
-            position_embedding_type="learned_absolute" if spec.traits.position_offset else "none",
+            _block_spec(spec, len(self.layers), config.params_dtype),
+            pre_process=self.pre_process,
+            post_process=self.post_process,
             pg_collection=grid.groups,
-            vp_stage=chunk if layout.vpp > 1 else None,
+            vp_stage=self.vp_stage,
         )
-        layers = [layer for layer in self.decoder.layers if isinstance(layer, TransformerLayer)]
-        numbers = tuple(layer.layer_number - 1 for layer in layers)
-        assert numbers == self.layers, f"megatron placed the layers {numbers} where the layout has {self.layers}"
-        for layer in layers:
+        if self.post_process:
+            self.make_head(spec)
+        if self.pre_process or self.post_process:
+            self.setup_embeddings_and_output_layer()
+        for layer in self._checked_layers():
             if isinstance(layer.mlp, MixtureOfExperts):
                 layer.mlp.group, layer.mlp.router.normalize = grid.groups.tp, spec.normalize_router
+        for module in self.modules():
+            finish: Any = getattr(module, "finish_init", None)
+            if finish is not None:  # Transformer Engine's layers: no recipe of quantization
+                finish(None)
         self._position_offset, rotary = spec.traits.position_offset, spec.rotary()
         # a plain attribute: as a buffer it would be cast to the weights' dtype
         self.rotary = None if rotary is None else Rotary(rotary.frequencies.to(current_device()), rotary.factor)
 
-    def setup_embeddings_and_output_layer(self) -> None:
-        """Where megatron ties the ends of the model, which it has made of its own classes and of the hidden size."""
-        config, tp_group, size = self.config, self.pg_collection.tp, self.projected_size
-        if self.pre_process and size is not None:
-            self.embedding.word_embeddings = ProjectedEmbedding(config, self.vocab_size, size, tp_group)
-        if self.post_process:
-            del self.output_layer  # megatron's buffers have parameters in the order in which they are made
-            if size is not None:
-                self.project_out = nn.Linear(config.hidden_size, size, bias=False, dtype=config.params_dtype)
-            tied = self.pre_process and self.share_embeddings_and_output_weights
-            self.output_layer = OutputLayer(
-                size or config.hidden_size, self.vocab_size, config=config, tied=tied, tp_group=tp_group
-            )
-        super().setup_embeddings_and_output_layer()
+    def _checked_layers(self) -> list[TransformerLayer]:
+        """Those that the layout has here. Each mixes tokens by our attention, which knows where packed sequences end.
 
-    def forward(self, micro_batch: MicroBatch) -> Tensor | Outputs:  # type: ignore[override]  # our step alone calls it
+        megatron's gated delta net looks at cu_seqlens only where qkv_format is "thd"; that of PackedSequences is None.
+        """
+        layers = [layer for layer in self.decoder.layers if isinstance(layer, TransformerLayer)]
+        numbers = tuple(layer.layer_number - 1 for layer in layers)
+        assert numbers == self.layers, f"megatron placed the layers {numbers} where the layout has {self.layers}"
+        mixers = {type(layer.self_attention).__name__ for layer in layers if not _knows_packing(layer.self_attention)}
+        assert not mixers, f"{', '.join(mixers)}: would mix the tokens of packed sequences"
+        return layers
+
+    def set_input_tensor(self, input_tensor: list[Any]) -> None:
+        """What the stage before sent; megatron's schedules call this, with one tensor."""
+        [hidden] = input_tensor
+        self.decoder.set_input_tensor(hidden)
+
+    def make_head(self, spec: ModelSpec) -> None:
+        """What the last stage has behind its layers."""
+        raise NotImplementedError
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor | Outputs:
         embedded, packed = None, micro_batch.packed
         if self.pre_process:
             positions = micro_batch.positions[None] + self._position_offset  # read where they are learned
@@ -122,8 +144,7 @@ class PackedModel(GPTModel):
         )
         if not self.post_process:
             return hidden
-        wanted = self._whole(hidden)[micro_batch.rows, 0]
-        return self.outputs(wanted if self.projected_size is None else self.project_out(wanted))
+        return self.outputs(self._whole(hidden)[micro_batch.rows, 0])
 
     def _whole(self, hidden: Tensor) -> Tensor:
         """All tokens on every tensor-parallel rank. Each rank's gradient is complete, so it is merely split again."""
@@ -144,9 +165,19 @@ class PolicyModel(PackedModel):
     def __init__(self, config: TransformerConfig, spec: ModelSpec, grid: Grid, chunk: int) -> None:
         super().__init__(config, spec, grid, chunk, tied=spec.tied)
 
+    def make_head(self, spec: ModelSpec) -> None:
+        self.project_out = _projection(self.config, spec)
+        self.output_layer = OutputLayer(
+            spec.embedding_size,
+            spec.padded_vocab_size,
+            config=self.config,
+            tied=self.pre_process and self.share_embeddings_and_output_weights,
+            tp_group=self.pg_collection.tp,
+        )
+
     def outputs(self, hidden: Tensor) -> Outputs:
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        outputs: Outputs = self.output_layer(hidden, weight=weight)
+        outputs: Outputs = self.output_layer(self.project_out(hidden), weight=weight)
         return outputs
 
 
@@ -155,14 +186,40 @@ class ValueModel(PackedModel):
 
     def __init__(self, config: TransformerConfig, spec: ModelSpec, grid: Grid, chunk: int) -> None:
         super().__init__(config, spec, grid, chunk, tied=False)
-        if self.post_process:
-            del self.output_layer
-            head = nn.Linear(spec.embedding_size, 1, bias=False, dtype=config.params_dtype)
-            self.add_module("output_layer", head)
-            nn.init.zeros_(head.weight)  # a new value head starts at V = 0
+
+    def make_head(self, spec: ModelSpec) -> None:
+        self.project_out = _projection(self.config, spec)
+        self.output_layer = nn.Linear(spec.embedding_size, 1, bias=False, dtype=self.config.params_dtype)
+        nn.init.zeros_(self.output_layer.weight)  # a new value head starts at V = 0
 
     def outputs(self, hidden: Tensor) -> Tensor:
+        hidden = self.project_out(hidden)
         return nn.functional.linear(hidden.float(), self.output_layer.weight.float()).squeeze(-1)
+
+
+def _knows_packing(mixer: nn.Module) -> bool:
+    return isinstance(mixer, GroupedSelfAttention) and isinstance(mixer.core_attention, PackedAttention)
+
+
+def _embedding(config: TransformerConfig, spec: ModelSpec, tp_group: ProcessGroup) -> LanguageModelEmbedding:
+    """Rotary angles are made in forward, from the packed positions."""
+    made = LanguageModelEmbedding(
+        config,
+        spec.padded_vocab_size,
+        spec.num_positions,
+        position_embedding_type="learned_absolute" if spec.traits.position_offset else "none",
+        tp_group=tp_group,
+    )
+    if spec.projected_size is not None:
+        made.word_embeddings = ProjectedEmbedding(config, spec.padded_vocab_size, spec.projected_size, tp_group)
+    return made
+
+
+def _projection(config: TransformerConfig, spec: ModelSpec) -> nn.Module:
+    """From the layers' size to that of the embedding."""
+    if spec.projected_size is None:
+        return nn.Identity()
+    return nn.Linear(config.hidden_size, spec.projected_size, bias=False, dtype=config.params_dtype)
 
 
 def build_model(
@@ -330,7 +387,8 @@ def _name_local_layers(layer: ModuleSpec, norm: type[nn.Module], activation: typ
         attention.q_layernorm = attention.k_layernorm = norm
 
 
-def _submodules(spec: ModuleSpec | type, kind: type[Parts]) -> Parts:
-    """Those of a module, which megatron declares as any object."""
-    assert isinstance(spec, ModuleSpec) and isinstance(spec.submodules, kind), f"{spec} has no {kind.__name__}"
-    return spec.submodules
+def _submodules(spec: object, kind: type[Parts]) -> Parts:
+    """Those of a module, which megatron declares as any object. 0.19.2 gives a function that makes an MLP of them."""
+    found = spec.keywords.get("submodules") if isinstance(spec, partial) else getattr(spec, "submodules", None)
+    assert isinstance(found, kind), f"{spec} has no {kind.__name__}"
+    return found

@@ -90,7 +90,8 @@ class MixtureOfExperts(MegatronModule):
     `group` (tensor parallel) and `router.normalize` are set by who builds the model; megatron hands on its config.
     """
 
-    def __init__(self, config: TransformerConfig, *, swiglu: Function) -> None:
+    def __init__(self, config: TransformerConfig, *, swiglu: Function, **kwargs: object) -> None:
+        """kwargs: what a layer of 0.19.2 tells any MLP; its groups are not asked, `group` is."""
         super().__init__(config=config)
         self.router, self.experts = Router(config), Experts(config, swiglu)
         self.group: dist.ProcessGroup | None = None

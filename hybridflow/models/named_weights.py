@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor, nn
 
 from hybridflow.architecture.parts import read_shard, shard_shape
@@ -36,9 +36,9 @@ def named_weights(chunks: Sequence[nn.Module], spec: ModelSpec, *, head: Head) -
     assert not parameters, f"parameters without an entry in the weight table: {sorted(parameters)}"
 
 
-def unwrapped(model: nn.Module) -> GPTModel:
+def unwrapped(model: nn.Module) -> LanguageModule:
     """A chunk without megatron's wrappers."""
-    while not isinstance(model, GPTModel):
+    while not isinstance(model, LanguageModule):
         assert isinstance(model.module, nn.Module), f"{type(model).__name__} holds no model"
         model = model.module
     return model

@@ -1,4 +1,4 @@
-"""What single models of OPT have and megatron's GPTModel has not: opt-350m has both.
+"""What single models of OPT have and other models have not: opt-350m has both.
 
 Norms that follow the residual sums, so that no norm follows the last layer, and embeddings of another width than the
 hidden states, with a matrix that leads in and one that leads out again.

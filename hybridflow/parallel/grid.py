@@ -6,6 +6,7 @@ global parallel state.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -108,8 +109,19 @@ class Grid:
         return f"rank {dist.get_rank()} is not among the ranks {self.layout.ranks}"
 
 
+class GroupsOfGrid(ProcessGroupCollection):
+    """megatron's collection, in which a group that nobody has made is an error: 0.19.2 answers None, as if there were
+    one rank. Those that it asks for of weights that are sharded and gathered at each use are None: there are no such.
+    """
+
+    gtp_remat = expt_gtp_remat = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"this grid has no process group {name!r}")
+
+
 def _collection(layout: Layout, groups: ProcessGroups) -> ProcessGroupCollection:
-    """megatron's collection; its groups are None on ranks outside the layout."""
+    """Its groups are None on ranks outside the layout."""
     tp, dp, pp = (groups.own(layout.groups(axis)) for axis in ("tp", "dp", "pp"))
     both = groups.own(layout.groups("tp", "pp"))
     dense = {"tp": tp, "dp": dp, "pp": pp, "mp": both, "tp_ep_pp": both}
@@ -119,7 +131,7 @@ def _collection(layout: Layout, groups: ProcessGroups) -> ProcessGroupCollection
     dense["pos_embd"] = groups.own(layout.groups()[: layout.tp * layout.dp])
     # one expert, no context parallelism: their groups are the dense ones, or this rank alone
     alone = groups.own((rank,) for rank in layout.ranks)
-    return ProcessGroupCollection(
+    return GroupsOfGrid(
         **dense,
         **dict.fromkeys(("cp", "ep"), alone),
         **dict.fromkeys(("dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp"), dp),

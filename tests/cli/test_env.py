@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from hybridflow import __version__
 from hybridflow.cli.env import advice
+from hybridflow.parallel.versions import installed_set
 from tests.launch import ROOT, of_no_rank
 
 
@@ -34,9 +36,12 @@ def test_a_package_that_does_not_import_is_named_and_secrets_are_not_told(tmp_pa
     assert done.returncode == 1 and done.stderr == ""
     lines = done.stdout.splitlines()
     assert lines[0].startswith(f"hybridflow {__version__}")
-    assert {f"    torch {torch.__version__}", "    HF_TOKEN (set)", "    NCCL_DEBUG INFO"} <= set(lines)
+    assert {f"    torch {metadata.version('torch')}", "    HF_TOKEN (set)", "    NCCL_DEBUG INFO"} <= set(lines)
     assert "hf_abc" not in done.stdout and "OTHER" not in done.stdout
     assert [line.partition(":")[0].strip() for line in lines[-4:]] == ["torch", "transformers", "megatron.core", "vllm"]
-    assert lines[-4].startswith("    torch: ok, CUDA none 0 devices")
+    assert lines[-4].startswith(
+        f"    torch: ok, CUDA {torch.version.cuda or 'none'} {torch.cuda.device_count()} devices"
+    )
+    assert lines[2] == f"releases: the set for {installed_set()[0]}"
     assert lines[-3].endswith("fails with status 1: RuntimeError: operator torchvision::nms does not exist")
     assert lines[-1] == "    vllm: fails with status 7: no word"

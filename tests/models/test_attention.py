@@ -1,5 +1,6 @@
 """Attention over packed sequences against a softmax written out, sequence by sequence, in float64."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +9,10 @@ from torch import Tensor
 
 from hybridflow.cpu.attention import rotated
 from hybridflow.cpu.layers import TurnedHeads
+from hybridflow.models import attention
 from hybridflow.models.attention import (
     AttentionFunctions,
+    GroupedSelfAttention,
     PackedAttention,
     PackedSequences,
     Rotate,
@@ -41,6 +44,47 @@ def naive_attention(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[in
                 weights = torch.softmax(SCALE * k[: t + 1, group] @ q[t, head], dim=0)
                 outputs.append(weights @ v[: t + 1, group])
     return torch.stack(outputs).view_as(query)
+
+
+@pytest.mark.parametrize(
+    ("gate", "softmax", "message"),
+    [
+        (True, "vanilla", "cut by the global tensor-parallel rank"),
+        (False, "learnable", "softmax_type learnable: PackedAttention leaves out sinks"),
+        (False, "off-by-one", "softmax_type off-by-one"),
+    ],
+)
+def test_what_megatron_does_by_its_global_groups_is_refused(gate: bool, softmax: str, message: str) -> None:
+    config = SimpleNamespace(attention_output_gate=gate, softmax_type=softmax)
+    with pytest.raises(AssertionError, match=message):
+        GroupedSelfAttention(config)
+
+
+class WithoutBias(torch.nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return x, None
+
+
+@pytest.mark.parametrize("norms", [(None, None), (torch.neg, torch.abs)], ids=["none", "some"])
+@pytest.mark.parametrize("rank", range(4))
+def test_ranks_that_share_a_group_of_heads(
+    rank: int, norms: tuple[Callable | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 ranks, 2 groups of 2 queries, key, value. Where there is no norm, megatron-core 0.19.2 has None."""
+    rows = torch.arange(3 * 2 * 4 * 5, dtype=torch.float32).view(3, 1, 40)
+    layer = GroupedSelfAttention.__new__(GroupedSelfAttention)
+    torch.nn.Module.__init__(layer)
+    layer.pg_collection = SimpleNamespace(tp=SimpleNamespace(size=lambda: 4, rank=lambda: rank))
+    layer.config = SimpleNamespace(num_query_groups=2, num_attention_heads=4)
+    layer.hidden_size_per_attention_head, layer.linear_qkv = 5, WithoutBias()
+    layer.q_layernorm, layer.k_layernorm = norms
+    monkeypatch.setattr(attention, "all_gather_last_dim_from_tensor_parallel_region", lambda x, group: x)
+    query, key, value = layer.get_query_key_value_tensors(rows)
+    own, (norm_query, norm_key) = rows.view(3, 1, 2, 4, 5)[:, :, rank // 2], norms
+    expected = own[:, :, [rank % 2]], own[:, :, [2]], own[:, :, [3]]
+    assert torch.equal(query, expected[0] if norm_query is None else norm_query(expected[0]))
+    assert torch.equal(key, expected[1] if norm_key is None else norm_key(expected[1]))
+    assert torch.equal(value, expected[2])
 
 
 LENGTHS = [(1,), (5,), (3, 3, 3), (6, 4, 4, 1, 1, 1), (2, 5, 2, 2)]

@@ -2,6 +2,7 @@
 and which layers a model is made of.
 """
 
+import functools
 import json
 import subprocess
 import sys
@@ -10,10 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from hybridflow.architecture.spec import read_spec
 from hybridflow.convert.forward import packed_micro_batch, random_prompts
 from hybridflow.models import build
+from hybridflow.models.attention import GroupedSelfAttention, PackedAttention, PackedSequences
 from hybridflow.models.layers import RMSNorm
 from hybridflow.models.opt import PostNormLayer
 from hybridflow.parallel import platform as platforms
@@ -60,7 +65,55 @@ def test_a_transformer_engine_that_cannot_be_imported_is_as_good_as_none(
     spec = read_spec(make_checkpoints(tmp_path, family="qwen2", tied=False) / "policy")
     (layer,) = build._block_spec(spec, 1, torch.float32).layer_specs
     assert layer.submodules.input_layernorm is RMSNorm
-    assert layer.submodules.mlp.submodules.linear_fc1.__name__ == "ColumnParallelLinear"
+    assert build._submodules(layer.submodules.mlp, MLPSubmodules).linear_fc1.__name__ == "ColumnParallelLinear"
+
+
+def test_the_parts_of_a_spec_are_found_however_megatron_gives_them() -> None:
+    """0.16.1 gives a ModuleSpec, 0.19.2 of a dense MLP a function that knows its parts."""
+    parts = MLPSubmodules(linear_fc1=torch.nn.Linear, linear_fc2=torch.nn.Linear)
+    for spec in (ModuleSpec(MLP, submodules=parts), functools.partial(MLP, submodules=parts)):
+        assert build._submodules(spec, MLPSubmodules) is parts
+    for spec in (ModuleSpec(MLP), functools.partial(MLP), MLP, ModuleSpec(MLP, submodules=object())):
+        with pytest.raises(AssertionError, match="has no MLPSubmodules"):
+            build._submodules(spec, MLPSubmodules)
+
+
+def chunk_of(*mixers: torch.nn.Module) -> build.PackedModel:
+    """Of layers that mix tokens by these."""
+    layers = []
+    for number, mixer in enumerate(mixers, 1):
+        layer = TransformerLayer.__new__(TransformerLayer)
+        torch.nn.Module.__init__(layer)
+        layer.layer_number, layer.self_attention = number, mixer
+        layers.append(layer)
+    model = build.PackedModel.__new__(build.PackedModel)
+    torch.nn.Module.__init__(model)
+    model.decoder = torch.nn.Module()
+    model.decoder.layers, model.layers = torch.nn.ModuleList(layers), tuple(range(len(layers)))
+    return model
+
+
+class GatedDeltaNet(torch.nn.Module):
+    """megatron's looks at cu_seqlens only where qkv_format is "thd"."""
+
+
+def our_attention(core: type[torch.nn.Module]) -> GroupedSelfAttention:
+    made = GroupedSelfAttention.__new__(GroupedSelfAttention)
+    torch.nn.Module.__init__(made)
+    made.core_attention = core.__new__(core)
+    torch.nn.Module.__init__(made.core_attention)
+    return made
+
+
+def test_what_does_not_know_where_packed_sequences_end_is_refused() -> None:
+    """State would go from one sample into the next, without an error."""
+    assert PackedSequences.of((3, 2), torch.device("cpu")).qkv_format is None
+    ours = our_attention(PackedAttention)
+    assert [layer.layer_number for layer in chunk_of(ours, ours)._checked_layers()] == [1, 2]
+    with pytest.raises(AssertionError, match="GatedDeltaNet: would mix the tokens of packed sequences"):
+        chunk_of(ours, GatedDeltaNet())._checked_layers()
+    with pytest.raises(AssertionError, match="would mix the tokens"):
+        chunk_of(our_attention(GatedDeltaNet))._checked_layers()
 
 
 def test_layers_with_norms_after_the_sums_are_made_of_megatrons_local_ones(
@@ -73,7 +126,7 @@ def test_layers_with_norms_after_the_sums_are_made_of_megatrons_local_ones(
     (layer,) = block.layer_specs
     assert (layer.module, block.layer_norm) == (PostNormLayer, None)
     assert layer.submodules.input_layernorm is layer.submodules.pre_mlp_layernorm is IdentityOp
-    assert layer.submodules.mlp.submodules.linear_fc1.__name__ == "ColumnParallelLinear"
+    assert build._submodules(layer.submodules.mlp, MLPSubmodules).linear_fc1.__name__ == "ColumnParallelLinear"
     assert layer.submodules.self_attention.submodules.linear_qkv.__name__ == "ColumnParallelLinear"
 
 

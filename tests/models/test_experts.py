@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from hybridflow.models.experts import Experts, Router
+from hybridflow.models.experts import Experts, MixtureOfExperts, Router
 from hybridflow.models.layers import SwiGLUFunction
 from hybridflow.placement.footprint import layer_bytes
 from tests.automap.round_profile import small_spec
@@ -31,6 +31,14 @@ def one_by_one(experts: Experts, tokens: Tensor, shares: Tensor, chosen: Tensor)
             row = row + share * (experts.linear_fc2.weight[expert] @ (torch.nn.functional.silu(gate) * up))
         rows.append(row)
     return torch.stack(rows)
+
+
+def test_a_layer_may_tell_more_than_the_config() -> None:
+    """As a layer of megatron-core 0.19.2 does. 0.16.1 gives the config alone."""
+    plain = MixtureOfExperts(config(), swiglu=SwiGLUFunction)
+    told = MixtureOfExperts(config(), swiglu=SwiGLUFunction, pg_collection=object(), is_mtp_layer=False, name="mlp")
+    shapes = [{name: x.shape for name, x in layer.named_parameters()} for layer in (plain, told)]
+    assert shapes[0] == shapes[1] and told.group is None
 
 
 @pytest.mark.parametrize("chosen", ["spread", "one expert for all", "all but one"])

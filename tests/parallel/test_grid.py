@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 
 import pytest
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybridflow.parallel.grid import Grid, ProcessGroups
@@ -77,3 +79,26 @@ def test_like_groups_are_shared_between_grids() -> None:
         assert first.groups.tp is again.groups.tp is flat.groups.tp
         assert first.groups.pp is again.groups.pp and first.groups.dp is not flat.groups.dp
         assert flat.groups.intra_dist_opt is first.groups.intra_dist_opt
+
+
+# of megatron-core 0.19.2, which takes others where they are missing: for sums that travel apart, and for weights that
+# are sharded and gathered at each use
+MISSING = {"dp_cp_ag", "expt_dp_ag", "dp_cp_gtp_remat", "expt_dp_gtp_remat", "tp_ep_pp_with_egtp_remat"}
+
+
+def test_a_group_that_was_not_made_is_an_error() -> None:
+    """megatron-core 0.19.2 would answer None: a single rank, for most who ask."""
+    with world_of(1):
+        groups = Grid.build(LAYOUT, ProcessGroups()).groups
+    with pytest.raises(AttributeError, match=r"^this grid has no process group 'dp_cp_ag'$"):
+        getattr(groups, "dp_cp_ag")  # noqa: B009
+    assert getattr(groups, "dp_cp_ag", None) is None and not hasattr(groups, "anything")
+    assert groups.gtp_remat is None and groups.expt_gtp_remat is None
+
+
+def test_every_group_that_megatron_knows_is_made_or_known_to_be_missing() -> None:
+    with world_of(1):
+        groups = Grid.build(EIGHT, ProcessGroups()).groups
+    unset = {field.name for field in fields(ProcessGroupCollection)} - vars(groups).keys()
+    assert unset <= MISSING | {"gtp_remat", "expt_gtp_remat"}
+    assert {name for name, group in vars(groups).items() if group is None} == {"inter_dist_opt", "hcp"}

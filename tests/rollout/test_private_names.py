@@ -42,8 +42,8 @@ NAMES = {
     ),
     # rollout/loader.py
     "vllm.model_executor.model_loader": ("register_model_loader",),
-    "vllm.model_executor.model_loader.base_loader": ("BaseModelLoader.create_model",),
-    "vllm.model_executor.model_loader.utils": ("process_weights_after_loading",),
+    "vllm.model_executor.model_loader.base_loader": ("BaseModelLoader.load_model",),
+    "vllm.model_executor.model_loader.utils": ("initialize_model", "process_weights_after_loading"),
     "vllm.model_executor.layers.linear": ("UnquantizedLinearMethod.create_weights",),
     "vllm.model_executor.layers.vocab_parallel_embedding": ("UnquantizedEmbeddingMethod.create_weights",),
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": ("UnquantizedFusedMoEMethod.create_weights",),

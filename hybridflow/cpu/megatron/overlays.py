@@ -1,4 +1,4 @@
-"""megatron-core 0.16.1 where there is no CUDA, or where the CPU is chosen beside it.
+"""megatron-core where there is no CUDA, or where the CPU is chosen beside it.
 
 megatron names CUDA in four ways: `torch.cuda.current_device()` and its like, factories with device="cuda",
 `Tensor.cuda()`, and comparing `Tensor.type()` with 'torch.cuda.*'. Each is answered for megatron's own modules; the
@@ -106,6 +106,9 @@ class _CudaOnCpu(types.ModuleType):
 
     def synchronize(self, *args: object) -> None:
         """Nothing is asynchronous on a CPU."""
+
+    def current_stream(self, *args: object) -> None:
+        """0.19.2 asks before it sums gradients, for what CUDA graphs would wait for."""
 
     def empty_cache(self) -> None:
         """There is no caching allocator on a CPU."""

@@ -1,4 +1,4 @@
-"""What megatron-core 0.16.1 asks of Transformer Engine 2.11 for dense layers, with torch's arithmetic.
+"""What megatron-core 0.16.1 and 0.19.2 ask of Transformer Engine for dense layers, with torch's arithmetic.
 
 The real one needs CUDA to be imported. This one has its names: which class holds which parameter under which name, and
 whether a norm is in front of a linear layer. It stands on Python's path of a worker alone.
@@ -6,5 +6,5 @@ whether a norm is in front of a linear layer. It stands on Python's path of a wo
 
 from transformer_engine import common, pytorch
 
-__version__ = "2.11.0"
+__version__ = "2.16.1"
 __all__ = ["common", "pytorch"]

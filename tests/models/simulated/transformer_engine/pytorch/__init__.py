@@ -9,12 +9,23 @@ __all__ = ["distributed", "fp8", "ops"]
 
 
 class RMSNorm(nn.Module):
+    """Of that size: megatron-core 0.19.2 calls it normalized_shape, 0.16.1 hidden_size."""
+
     def __init__(
-        self, hidden_size: int, eps: float, sequence_parallel: bool, params_dtype: torch.dtype, **rest: object
-    ):
+        self,
+        normalized_shape: int | None = None,
+        *,
+        hidden_size: int | None = None,
+        eps: float,
+        sequence_parallel: bool,
+        params_dtype: torch.dtype,
+        zero_centered_gamma: bool,
+        **rest: object,
+    ) -> None:
         super().__init__()
-        assert not rest["zero_centered_gamma"]
-        self.eps, self.weight = eps, nn.Parameter(torch.ones(hidden_size, dtype=params_dtype))
+        assert (normalized_shape is None) != (hidden_size is None) and not zero_centered_gamma
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(normalized_shape or hidden_size, dtype=params_dtype))
         self.weight.sequence_parallel = sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -22,8 +33,8 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(RMSNorm):
-    def __init__(self, hidden_size: int, *args: object, **named: object) -> None:
-        super().__init__(hidden_size, *args, **named)
+    def __init__(self, *args: object, **named: object) -> None:
+        super().__init__(*args, **named)
         self.bias = nn.Parameter(torch.zeros_like(self.weight))
 
     def forward(self, x: Tensor) -> Tensor:

