@@ -16,12 +16,16 @@ from hybridflow.config.other_trainers import ALGORITHM_NAMES, NOT_HERE, ROWS, TA
 from hybridflow.errors import ConfigError
 from tests.messages import like
 from tests.test_config import MINIMAL
-from tests.test_readme import quoted
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "migrate" / "keys.md"
 # named already, and yet to come
 VERL = ("actor", "ref", "rollout", "model")  # that stand below actor_rollout_ref there
+
+
+def quoted(text: str) -> list[str]:
+    """What stands between backticks within a line, outside of blocks."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
 
 
 def keys_of(section: type[BaseModel], path: str = "") -> Iterator[str]:

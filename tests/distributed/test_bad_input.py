@@ -25,7 +25,7 @@ from tests.messages import like
 
 MESSAGE = "hybridflow: error: "
 # torchrun's own summary of a failed run; our ranks print none of it
-SUMMARY = re.compile(r"Traceback \(most recent call last\):\n(?:[ ].*\n)+torch\.\S*ChildFailedError:.*", re.DOTALL)
+SUMMARY = re.compile(r"Traceback \(most recent call last\):\n(?:[ ][^\n]*\n)+torch\.\S*ChildFailedError:.*", re.DOTALL)
 
 pytestmark = pytest.mark.distributed
 

@@ -102,7 +102,7 @@ def test_pipelines_and_engines_on_two_hosts_equal_one_host(net: Network, directo
     """
     names_stand_for_loopback(net)
     across = ["rollout.tensor_parallel_size=2", "rollout.pipeline_parallel_size=1", "actor.pipeline_parallel_size=2"]
-    refused = job(net, directory, "refused", "config.yaml", *across, hostfile="node-a slots=1\nnode-b slots=1\n")
+    refused = job(net, directory, "users_error", "config.yaml", *across, hostfile="node-a slots=1\nnode-b slots=1\n")
     assert refused.wait() == 1
     assert (
         "rollout.tensor_parallel_size = 2: ranks 0-1 lie on node-a and node-b (node-a has 0, node-b has 1): a "
@@ -331,7 +331,7 @@ def test_a_killed_rank(idle: Job) -> None:
 @thorough
 def test_a_users_error_is_the_last_thing_on_the_screen(net: Network, directory: Path) -> None:
     """Behind what torchrun prints of ranks that have failed, and behind the host and rank of the first."""
-    started = job(net, directory, "refused", "config.yaml", "data.max_prompt_length=2")
+    started = job(net, directory, "users_error", "config.yaml", "data.max_prompt_length=2")
     assert started.wait(120) == 1
     lines = started.said.splitlines()
     assert lines[-2].startswith("launch: node-") and " ended with status 1; its output: " in lines[-2], started.said
