@@ -52,8 +52,15 @@ def test_all_ranks_are_done() -> None:
 
 
 @pytest.mark.distributed
-def test_the_error_of_a_rank_is_told_whoever_ends_first() -> None:
-    what = "rank == 0 and sys.exit(1)\nwrite_error(file, 'hybridflow: error: data.train = x')\nsys.exit(1)"
+def test_the_error_of_a_rank_is_told_whoever_ends_first(tmp_path: Path) -> None:
+    """The other one begins before it ends, and heeds no signal meanwhile, as ranks do not."""
+    there = str(tmp_path / "there")
+    what = (
+        f"while rank == 0 and not os.path.exists({there!r}):\n    pass\n"
+        "rank == 0 and sys.exit(1)\n"
+        f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen({there!r}, 'w').close()\n"
+        "write_error(file, 'hybridflow: error: data.train = x')\nsys.exit(1)"
+    )
     assert ended(started(what)) == (1, "hybridflow: error: data.train = x", True)
 
 
