@@ -85,7 +85,7 @@ def test_every_checkpoint_has_a_row(run: Path, shown) -> None:
             "",
             f"go on from 10 with the command that began the run, or: {train}",
             f"fork 10: {train} checkpoint.load={step} name=NEW",
-            like(f"convert 10: python -m tools.convert megatron-to-hf {step}/actor OUT"),
+            like(f"convert 10: hybridflow convert megatron-to-hf {step}/actor OUT"),
         ]
 
 
@@ -97,7 +97,7 @@ def test_one_checkpoint_is_shown_alone(run: Path, shown) -> None:
     moved = first.rename(run.parent / "the best")
     status, rows, lines = shown(moved)
     assert (status, rows["2"][-1]) == (0, "complete")
-    assert lines[-1] == like("convert 2: python -m tools.convert megatron-to-hf 'runs/the best/actor' OUT")
+    assert lines[-1] == like("convert 2: hybridflow convert megatron-to-hf 'runs/the best/actor' OUT")
 
 
 def test_a_run_that_was_moved_is_gone_on_from_where_it_is(run: Path, shown) -> None:

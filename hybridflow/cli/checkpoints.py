@@ -1,6 +1,6 @@
 """The checkpoints of a run: which there are, whether they are whole, and how to go on from them.
 
-    python -m hybridflow.checkpoints runs/math [--verify] [--metric NAME ...]
+    hybridflow checkpoints runs/math [--verify] [--metric NAME ...]
 
 DIR is a run's directory, its checkpoints/, or one checkpoint. Without --verify the size of every file is compared with
 the checkpoint's manifest, which takes no time; with it every byte is read. The exit status is 0 if all are intact, 1 if
@@ -163,7 +163,7 @@ def _commands(entry: ListedCheckpoint, *, goes_on: bool) -> Iterator[str]:
         keys = " ".join(map(_quoted, _keys(entry.step.resolve().parents[1], entry.told)))
         yield f"go on from {entry.iteration} with the command that began the run, or: {f'{train} {keys}'.rstrip()}"
     yield f"fork {entry.iteration}: {train} {_quoted(f'checkpoint.load={entry.step}')} name=NEW"
-    yield f"convert {entry.iteration}: python -m tools.convert megatron-to-hf {_quoted(entry.step / 'actor')} OUT"
+    yield f"convert {entry.iteration}: hybridflow convert megatron-to-hf {_quoted(entry.step / 'actor')} OUT"
 
 
 def _keys(run_dir: Path, told: CheckpointFacts) -> Iterator[str]:

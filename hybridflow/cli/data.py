@@ -1,7 +1,7 @@
 """What a run would see of a data file: columns, token lengths as a histogram, three rows as their tokens.
 
-    python -m hybridflow.data data/train.parquet                                 # the columns alone
-    python -m hybridflow.data data/train.parquet configs/mine.yaml [section.key=value ...]
+    hybridflow data data/train.parquet                                       # the columns alone
+    hybridflow data data/train.parquet configs/mine.yaml [section.key=value ...]
 
 FILE is a file of rows, JSON, Parquet or Arrow, a directory of them, or a data set of the HuggingFace Hub, such as
 '{hub: openai/gsm8k, name: main, split: train}'. It takes the place of the config's data.train;

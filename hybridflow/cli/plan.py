@@ -1,13 +1,13 @@
 """Plan an experiment without running it: grids, memory per GPU, what the reshard will move, and what checkpoints take.
 
-    python -m hybridflow.plan configs/quickstart.yaml [section.key=value ...] [--world-size N] [--json | --smallest]
-    python -m hybridflow.plan configs/x.yaml --hosts worker-0=8,worker-1=8        and which grid lies on which host
-    python -m hybridflow.plan configs/x.yaml --time [--profile NAME_OR_FILE]      and seconds of each phase
+    hybridflow plan configs/quickstart.yaml [section.key=value ...] [--world-size N] [--json | --smallest]
+    hybridflow plan configs/x.yaml --hosts worker-0=8,worker-1=8        and which grid lies on which host
+    hybridflow plan configs/x.yaml --time [--profile NAME_OR_FILE]      and seconds of each phase
     torchrun --nproc-per-node 8 -m hybridflow.plan --profile-device [--output F]  measures the machine for --time
 
 No process is started and no weights are read: of each model its config.json is enough. The roles are those of the
 config's algorithm. Without --world-size the smallest number of ranks that fits is taken. Where a run cannot work,
-`hybridflow.train` would refuse it in the same words: all reasons are printed and the status is 1.
+`hybridflow train` would refuse it in the same words: all reasons are printed and the status is 1.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What `hybridflow.plan --search` prints and writes."""
+"""What `hybridflow plan --search` prints and writes."""
 
 import time
 from dataclasses import replace
@@ -211,7 +211,7 @@ def _written(best: "SearchedPlan", output: Path | None, svg: Path | None, source
 
     files: list[tuple[Path, str]] = []
     if output is not None:
-        files.append((output, f"# Found by hybridflow.plan --search of {source}.\n{best.config.to_yaml()}"))
+        files.append((output, f"# Found by `hybridflow plan --search` of {source}.\n{best.config.to_yaml()}"))
     if svg is not None:
         title = f"{best.config.name}: an iteration on {best.placed.world_size} ranks, {best.seconds:.4g} s foretold"
         files.append((svg, gantt(best.prediction.spans, best.placed.world_size, title=title)))

@@ -1,6 +1,6 @@
 """One HTML file of one run or several: what each was, curves, phase times, the layout, samples, configs that differ.
 
-    python -m hybridflow.report runs/math [runs/math_seed2 ...] [--output report.html]
+    hybridflow report runs/math [runs/math_seed2 ...] [--output report.html]
 
 RUN is a run's directory, of a run that is over or under way. The file needs nothing beside it and no network: it can be
 sent and opened in any browser. A run of more iterations than a chart has points for is drawn as means with the range

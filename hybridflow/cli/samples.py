@@ -1,6 +1,6 @@
 """Prompts, responses and scores of an iteration of a run, for a person to read: the best, the worst, and some others.
 
-    python -m hybridflow.samples runs/math [--iteration N] [--number K] [--seed S]
+    hybridflow samples runs/math [--iteration N] [--number K] [--seed S]
 
 RUN is a run's directory or its samples.jsonl, which holds metrics.num_samples responses of each iteration. Without
 --iteration the last one is shown. Which others are shown follows from --seed. The exit status is 1 where there is

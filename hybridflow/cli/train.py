@@ -11,7 +11,7 @@ critic, reference and reward that the algorithm has. algorithm.name is ppo (if l
 reinforce, opo, maxrl, distill, or custom: a function of your own, found in the working directory or beside CONFIG. With
 sft, reward_model, dpo and kto it trains on the rows of a file: nothing is generated, and there is no sampling, rollout
 or reward. Each override replaces a value: `actor.optimizer.lr=1e-5`, `reward.models.0.weight=2`, `critic=null`. How
-many ranks fit, and what they will hold, `hybridflow.plan` tells. Parallel sizes, budgets of tokens, recompute,
+many ranks fit, and what they will hold, `hybridflow plan` tells. Parallel sizes, budgets of tokens, recompute,
 offloading and the KV cache may be `auto`: they are then chosen for the devices that there are.
 
 A run leaves behind, in OUTPUT_DIR/NAME (runs/NAME), where an earlier run of that name has moved to NAME.1:
@@ -21,7 +21,7 @@ A run leaves behind, in OUTPUT_DIR/NAME (runs/NAME), where an earlier run of tha
     metrics.csv, tensorboard/                   a row an iteration
     samples.jsonl                               some responses with their scores
     logs/rank_N.log                             of each rank; HYBRIDFLOW_LOG=debug says more, also on the screen
-    checkpoints/step_NNNNNN/                    what the run goes on from; `hybridflow.checkpoints` lists them
+    checkpoints/step_NNNNNN/                    what the run goes on from; `hybridflow checkpoints` lists them
     batches/iteration_NNNNNN.safetensors        every batch, with metrics.dump_batches
     batches/nonfinite_NNNNNN.safetensors        what was at hand when a number was not finite
     hf/                                         the trained model, for transformers and vLLM

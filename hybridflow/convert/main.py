@@ -1,13 +1,13 @@
 """Convert checkpoints between HuggingFace and megatron-core's torch_dist, compare them, and look into them.
 
-    python -m tools.convert hf-to-megatron models/Qwen2.5-7B models/Qwen2.5-7B-megatron
-    python -m tools.convert verify         models/Qwen2.5-7B models/Qwen2.5-7B-megatron --forward
-    python -m tools.convert megatron-to-hf runs/math/checkpoint models/math-7B --dtype bfloat16
-    python -m tools.convert show           models/math-7B
+    hybridflow convert hf-to-megatron models/Qwen2.5-7B models/Qwen2.5-7B-megatron
+    hybridflow convert verify         models/Qwen2.5-7B models/Qwen2.5-7B-megatron --forward
+    hybridflow convert megatron-to-hf runs/math/checkpoint models/math-7B --dtype bfloat16
+    hybridflow convert show           models/math-7B
 
 A critic starts from a model whose language model head has given way to a value head:
 
-    python -m tools.convert hf-to-megatron models/Qwen2.5-7B models/critic-7B --value-head
+    hybridflow convert hf-to-megatron models/Qwen2.5-7B models/critic-7B --value-head
 
 Several processes convert together, with the same result:
 

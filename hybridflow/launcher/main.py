@@ -12,7 +12,7 @@ status is that of the first to fail: 70 a rank was stuck, 75 stopped as told and
 signal N, else 1.
 
 With spares, `--nnodes 2:3`, the run goes on with the hosts that are left, from its last checkpoint.
-Arguments behind `--` go to hybridflow.train, or with --health to hybridflow.health.
+Arguments behind `--` go to `hybridflow train`, or with --health to `hybridflow health`.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Make the quickstarts' input from a seed: a half-trained policy, a reward model and the rows of a task.
 
-    python -m tools.make_tiny OUT [--seed 0]
+    hybridflow make-tiny OUT [--seed 0]
 
 OUT/policy          LlamaForCausalLM, fine-tuned to write four digits backwards until some 40% of unseen ones are right
 OUT/reward          LlamaForSequenceClassification, one score at the last token of prompt + answer
@@ -14,7 +14,7 @@ OUT/*_heldout.jsonl of each of the three: the prompts of heldout.jsonl
 OUT/report.json     accuracies, sizes, seconds, seed
 OUT/logs/           what the trainings said
 
-Three runs of `hybridflow.train`, whose commands are printed: the policy, from random weights by `sft`, ended early;
+Three runs of `hybridflow train`, whose commands are printed: the policy, from random weights by `sft`, ended early;
 the same trained on until it can do the task; from there the reward model, by `reward_model` on preferences.jsonl. Two
 ranks of one thread each. Nothing is downloaded. The directory appears at the end, whole, or not at all.
 """

@@ -1,4 +1,4 @@
-"""From nothing to a better policy, each stage by `hybridflow.train`; how much is right after each.
+"""From nothing to a better policy, each stage by `hybridflow train`; how much is right after each.
 
     python -m tools.stages OUT [--seeds 1 2 3]
 
