@@ -89,8 +89,8 @@ def data_files(named: DataFiles | Path, key: str) -> list[Path]:
     files = [file for source in _sources(named) for file in _files_of(source, key)]
     for file in files:
         if not file.is_file():
-            named = is_hub_name(str(file)) and file.suffix not in (*JSON_LINES, PARQUET, ARROW, *TEXT_TABLES)
-            hint = f"; a data set of the Hub is {{hub: {file}, split: train}}" if named else ""
+            of_the_hub = is_hub_name(str(file)) and file.suffix not in (*JSON_LINES, PARQUET, ARROW, *TEXT_TABLES)
+            hint = f"; a data set of the Hub is {{hub: {file}, split: train}}" if of_the_hub else ""
             raise DataError(f"{key} = {file}: no such file{hint}")
     return files
 
