@@ -27,13 +27,18 @@ IN_FILES_ALONE = {"shown": True}  # `extra` of a record whose text is on the scr
 MOST_WAITING = 10_000  # records before the file is open
 
 
+class _File(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A disk that has become full is not an error of the run."""
+
+
 class _RankFile(logging.Handler):
     """The file of this rank. Until `open` records wait: an earlier run may still lie in the directory."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         super().__init__(LEVELS["debug"])
         self._path = directory / f"rank_{rank}.log"
-        self._file: logging.FileHandler | None = None
+        self._file: _File | None = None
         self._waiting: list[logging.LogRecord] = []
         self._lost = False
         self._process = os.getpid()
@@ -46,7 +51,7 @@ class _RankFile(logging.Handler):
                 return
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = logging.FileHandler(self._path, encoding="utf-8", errors="backslashreplace")
+                self._file = _File(self._path, encoding="utf-8", errors="backslashreplace")
                 self._file.setFormatter(self.formatter)
             except OSError as error:
                 self._lost = True
@@ -61,16 +66,14 @@ class _RankFile(logging.Handler):
         elif not self._lost and len(self._waiting) < MOST_WAITING:
             self._waiting.append(record)
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        """A disk that has become full is not an error of the run."""
-
     def close(self) -> None:
         """A run that has ended before it had a directory leaves a log, unless a user's error alone has ended it."""
         ours = self._process == os.getpid()  # not of a process that was forked off
         if ours and not isinstance(self.error, UserError) and any(x.levelno >= logging.ERROR for x in self._waiting):
             self.open()
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # a full disk again: what it held back
+                self._file.close()
         super().close()
 
 

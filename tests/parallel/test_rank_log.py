@@ -112,3 +112,13 @@ def test_a_directory_that_cannot_be_made_is_told_once(tmp_path: Path, capsys: py
         LOG.info("lost")
     told = capsys.readouterr().err
     assert told == f"hybridflow: warning: no log: {tmp_path}/logs/rank_2.log: File exists\n"
+
+
+def test_a_full_disk_neither_ends_the_run_nor_fills_the_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rank_2.log").symlink_to("/dev/full")
+    with rank_log(tmp_path):
+        open_rank_log()
+        LOG.info("lost")
+    assert capsys.readouterr().err == ""
