@@ -19,6 +19,7 @@ from hybridflow.formats.json_text import parse_json
 VOCAB_MULTIPLE = 64  # vLLM pads vocabularies to it; padding alike lets embedding and output alias
 EXPERT_MULTIPLE = 8  # rows of 16 bytes in half precision
 Head = Literal["lm", "score"]  # log-probs of every token; one value a token
+LayerKind = Literal["dense", "experts"]  # what a layer has in place of an MLP: that, or a mixture of experts
 HEADS: dict[str, Head] = {"ForCausalLM": "lm", "ForSequenceClassification": "score"}
 ARCHITECTURES = {prefix + suffix: (prefix, head) for prefix in FAMILIES for suffix, head in HEADS.items()}
 LARGEST = 1 << 31  # no size of a model is beyond this; a damaged config.json may be
@@ -46,7 +47,10 @@ class ModelSpec:
     post_norm: bool = False  # norms stand after the residual sums, and none after the last layer
     rotary_dim: int | None = None  # how many of a head's dimensions turn; None: all
     num_experts: int = 0  # 0: one dense MLP
+    num_dense_layers: int = 0  # of a model with experts: the first layers, which have none
     experts_per_token: int = 0
+    dense_ffn_hidden_size: int = 0  # of the first layers of a model with experts
+    shared_ffn_hidden_size: int = 0  # of the expert that every token goes through beside its own; 0: there is none
     normalize_router: bool = True  # the weights of a token's experts sum to 1
     sliding_window: int | None = None  # tokens that attention reaches back, itself included
     rope: Rope = field(default=(), compare=False)  # kind, theta and scaling, by name
@@ -56,6 +60,20 @@ class ModelSpec:
     def traits(self) -> Family:
         """What the whole family has in common."""
         return next(family for family in FAMILIES.values() if family.name == self.family)
+
+    def layer_kind(self, layer: int) -> LayerKind:
+        return "experts" if self.num_experts and layer >= self.num_dense_layers else "dense"
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds that there are, in the order in which they come first."""
+        return tuple(dict.fromkeys(map(self.layer_kind, (0, self.num_layers - 1))))
+
+    def mlp_size(self, kind: LayerKind) -> int:
+        """Of what every token of a layer goes through: its MLP, or its shared expert; 0 where there is none."""
+        if kind == "experts":
+            return self.shared_ffn_hidden_size
+        return self.dense_ffn_hidden_size if self.num_experts else self.ffn_hidden_size
 
     @property
     def padded_vocab_size(self) -> int:
@@ -73,22 +91,13 @@ class ModelSpec:
 
     def check_parallel(self, key: str, tp: int) -> None:
         """Raise ConfigError, naming `key`, unless `tp` ranks can share this model."""
-        for what, count in (
-            ("num_attention_heads", self.num_heads),
-            (self.traits.ffn_key, self.ffn_hidden_size),
-            ("padded vocab_size", self.padded_vocab_size),
-        ):
-            if count % tp:
-                raise ConfigError(
-                    f"{key} = {tp} does not divide {what} = {count} of {self.path}: "
-                    f"{count} = {count // tp} x {tp} + {count % tp}"
-                )
-        for what, count in ((self.traits.ffn_key, self.ffn_hidden_size // tp), ("hidden_size", self.hidden_size)):
-            if self.num_experts and count % EXPERT_MULTIPLE:
-                raise ConfigError(
-                    f"{key} = {tp} leaves each expert {count} of {what} of {self.path}, no multiple of "
-                    f"{EXPERT_MULTIPLE}, as torch's grouped product needs it"
-                )
+        self._check_divides(key, tp, "num_attention_heads", self.num_heads)
+        if not self.num_experts:
+            self._check_divides(key, tp, self.traits.ffn_key, self.ffn_hidden_size)
+        if self.num_dense_layers:
+            self._check_divides(key, tp, "intermediate_size", self.dense_ffn_hidden_size)
+        self._check_divides(key, tp, "the size of shared experts", self.shared_ffn_hidden_size)
+        self._check_divides(key, tp, "padded vocab_size", self.padded_vocab_size)
         few, many = sorted((self.num_kv_heads, tp))
         if many % few:
             raise ConfigError(
@@ -100,6 +109,31 @@ class ModelSpec:
             raise ConfigError(
                 f"{key} = {tp} does not divide the {rows} rows of queries, keys and values of {self.path}: "
                 f"{rows} = {rows // tp} x {tp} + {rows % tp}"
+            )
+
+    def check_experts(self, key: str, ep: int) -> None:
+        """Raise ConfigError, naming `key`, unless `ep` ranks can have as many whole experts each."""
+        if ep > 1 and not self.num_experts:
+            raise ConfigError(f"{key} = {ep}: {self.path} has no experts")
+        self._check_divides(key, ep, "the number of experts", self.num_experts)
+
+    def check_expert_shares(self, key: str, tp: int) -> None:
+        """Raise ConfigError, naming `key`, unless `tp` ranks can share each expert."""
+        if not self.num_experts:
+            return
+        self._check_divides(key, tp, self.traits.ffn_key, self.ffn_hidden_size)
+        for what, count in ((self.traits.ffn_key, self.ffn_hidden_size // tp), ("hidden_size", self.hidden_size)):
+            if count % EXPERT_MULTIPLE:
+                raise ConfigError(
+                    f"{key} = {tp} leaves each expert {count} of {what} of {self.path}, no multiple of "
+                    f"{EXPERT_MULTIPLE}, as torch's grouped product needs it"
+                )
+
+    def _check_divides(self, key: str, parts: int, what: str, count: int) -> None:
+        if count % parts:
+            raise ConfigError(
+                f"{key} = {parts} does not divide {what} = {count} of {self.path}: "
+                f"{count} = {count // parts} x {parts} + {count % parts}"
             )
 
     def check_length(self, longest: int, key: str = "data.max_prompt_length + sampling.max_response_length") -> None:

@@ -8,14 +8,16 @@ vLLM holds what megatron's ranks hold, except QKV: [all q; all k; all v] of the 
 outnumber them; and where a weight has an `engine_split`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
 from hybridflow.architecture.shards import Split
-from hybridflow.architecture.spec import Head, ModelSpec
+from hybridflow.architecture.spec import Head, LayerKind, ModelSpec
 from hybridflow.architecture.tied_head import EMBEDDING, HEAD, OUTPUT
+from hybridflow.parallel.layout import Group
 
 Shape = tuple[int, ...]
 Shapes = Callable[[ModelSpec], tuple[Shape, ...]]
@@ -42,6 +44,11 @@ class Weight:
     experts: int = 0  # how many stand one below the other in this parameter; 0: it belongs to no expert
     layer: int | None = None
 
+    @property
+    def group(self) -> Group:
+        """Which of a layout's groups of weights it is cut with."""
+        return "experts" if self.experts else "dense"
+
     def shapes(self, spec: ModelSpec) -> tuple[Shape, ...]:
         return self.part_shapes(spec) * max(self.experts, 1)
 
@@ -67,6 +74,7 @@ class Table:
     embeddings: tuple[Weight, ...]  # of the tokens, and of the positions where they are learned
     layer: tuple[Weight, ...]
     final: tuple[Weight, ...]  # between the last layer and the head: a norm
+    dense_layer: tuple[Weight, ...] = ()  # the first ones of a model with experts, where these have none
 
 
 # ------------------------------------------------------------------------------------------------------- shapes
@@ -308,8 +316,11 @@ def embedding(spec: ModelSpec) -> Weight:
     return table_of(spec).embeddings[0]
 
 
-def layer_weights(spec: ModelSpec) -> tuple[Weight, ...]:
-    return tuple(weight.for_experts(spec.num_experts) for weight in table_of(spec).layer)
+def layer_weights(spec: ModelSpec, kind: LayerKind) -> tuple[Weight, ...]:
+    """Of each layer of a kind."""
+    table = table_of(spec)
+    in_layer = table.dense_layer if kind == "dense" and spec.num_experts else table.layer
+    return tuple(weight.for_experts(spec.num_experts) for weight in in_layer)
 
 
 def head_weights(spec: ModelSpec, head: Head) -> tuple[Weight, ...]:
@@ -326,11 +337,12 @@ def model_weights(spec: ModelSpec, head: Head) -> Iterator[Weight]:
 
 def staged_weights(spec: ModelSpec, head: Head, stages: Sequence[Sequence[int]]) -> Iterator[tuple[Weight, int]]:
     """`model_weights` with the first pipeline stage that holds each; stages: the layers of every stage."""
-    table, in_layers = table_of(spec), _weights_of_layers(layer_weights(spec), spec.num_layers)
+    table = table_of(spec)
+    in_layers = {kind: _weights_of_layers(layer_weights(spec, kind), spec.num_layers) for kind in spec.layer_kinds}
     stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     yield from ((weight, 0) for weight in table.embeddings)
-    for layer, in_layer in enumerate(in_layers):
-        yield from ((weight, stage_of[layer]) for weight in in_layer)
+    for layer in range(spec.num_layers):
+        yield from ((weight, stage_of[layer]) for weight in in_layers[spec.layer_kind(layer)][layer])
     yield from ((weight, len(stages) - 1) for weight in (*table.final, *head_weights(spec, head)))
 
 
@@ -341,10 +353,14 @@ def _weights_of_layers(in_layer: tuple[Weight, ...], num_layers: int) -> tuple[t
 
 def num_parameters(spec: ModelSpec, head: Head) -> int:
     """With the true vocabulary."""
-    in_layer = sum(prod(shape) for weight in layer_weights(spec) for shape in weight.shapes(spec))
     table = table_of(spec)
-    rest = (*table.embeddings, *table.final, *head_weights(spec, head))
-    return spec.num_layers * in_layer + sum(prod(shape) for weight in rest for shape in weight.shapes(spec))
+    kinds = Counter(map(spec.layer_kind, range(spec.num_layers)))
+    in_layers = sum(count * _num_elements(layer_weights(spec, kind), spec) for kind, count in kinds.items())
+    return in_layers + _num_elements((*table.embeddings, *table.final, *head_weights(spec, head)), spec)
+
+
+def _num_elements(weights: Iterable[Weight], spec: ModelSpec) -> int:
+    return sum(prod(shape) for weight in weights for shape in weight.shapes(spec))
 
 
 def canonical_name(name: str) -> str:

@@ -112,6 +112,7 @@ class Model:
     sequence_parallel: bool
     device: Device
     hosts: int = 1
+    expert_tp: int | None = None  # ranks that share each expert; None: tp
 
     # ---- layers
 
@@ -120,7 +121,7 @@ class Model:
         return self.device.known(("forward", *self._key, mb), lambda: self._forward_layer(mb))
 
     def _forward_layer(self, mb: Pass) -> Cost:
-        products = total(self._product(mb.tokens, k, n) for k, n in self.matrices)
+        products = total(self._product(mb.tokens * share, k, n) for k, n, share in self.matrices)
         work = total((products, *self._besides(mb, 1.0, backward=False)))
         return self.device.launched(work, self.device.profile.overheads.layer_forward, busy=self.tp)
 
@@ -129,7 +130,8 @@ class Model:
         return self.device.known(("backward", *self._key, mb, recompute), lambda: self._backward_layer(mb, recompute))
 
     def _backward_layer(self, mb: Pass, recompute: str) -> Cost:
-        backward = total(self._product(mb.tokens, n, k) + self._product(n, mb.tokens, k) for k, n in self.matrices)
+        seen = [(mb.tokens * share, k, n) for k, n, share in self.matrices]
+        backward = total(self._product(tokens, n, k) + self._product(n, tokens, k) for tokens, k, n in seen)
         parts = [backward, *self._besides(mb, 2.0, backward=True)]
         if recompute == "selective":
             parts.append(self._attention(mb, backward=False))
@@ -139,19 +141,28 @@ class Model:
     @cached_property
     def _key(self) -> tuple[Hashable, ...]:
         """All that a cost depends on beside a micro-batch."""
-        return self.spec, self.tp, self.dtype, self.head, self.sequence_parallel, self.hosts
+        return self.spec, self.tp, self.expert_tp, self.dtype, self.head, self.sequence_parallel, self.hosts
 
     @cached_property
-    def matrices(self) -> list[tuple[float, float]]:
-        """(k, n) of a layer's products on a rank, by token: those of a token's experts are so many narrow ones."""
+    def matrices(self) -> list[tuple[float, float, float]]:
+        """(k, n, share of the tokens) of a layer's products on a rank: one for each expert of a token.
+
+        With expert parallelism a rank has fewer of them, and wider. No layer of a model with experts is taken as dense.
+        """
         spec, tp = self.spec, self.tp
         q, kv = spec.num_heads * spec.head_dim, max(spec.num_kv_heads, tp) * spec.head_dim
-        attention: list[tuple[float, float]] = [(spec.hidden_size, (q + 2 * kv) / tp), (q / tp, spec.hidden_size)]
-        width = spec.ffn_hidden_size / tp
-        mlp = [(float(spec.hidden_size), self._gates * width), (width, float(spec.hidden_size))]
-        if spec.num_experts:
-            return [*attention, (spec.hidden_size, spec.num_experts), *mlp * spec.experts_per_token]
-        return [*attention, *mlp]
+        hidden = float(spec.hidden_size)
+        attention = [(hidden, (q + 2 * kv) / tp, 1.0), (q / tp, hidden, 1.0)]
+        if not spec.num_experts:
+            return [*attention, *self._mlp(spec.ffn_hidden_size / tp)]
+        expert_tp = self.expert_tp or tp
+        experts = self._mlp(spec.ffn_hidden_size / expert_tp, expert_tp / tp) * spec.experts_per_token
+        shared = self._mlp(spec.shared_ffn_hidden_size / tp) if spec.shared_ffn_hidden_size else []
+        return [*attention, (hidden, float(spec.num_experts), 1.0), *experts, *shared]
+
+    def _mlp(self, width: float, share: float = 1.0) -> list[tuple[float, float, float]]:
+        hidden = float(self.spec.hidden_size)
+        return [(hidden, self._gates * width, share), (width, hidden, share)]
 
     @property
     def _gates(self) -> int:
@@ -186,7 +197,8 @@ class Model:
         spec, b = self.spec, self.device.itemsize(self.dtype)
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         sp = self.tp if self.sequence_parallel else 1
-        width = (5 if spec.traits.gated else 2) * spec.ffn_hidden_size * max(1, spec.experts_per_token)
+        of_token = spec.ffn_hidden_size * max(1, spec.experts_per_token) + spec.shared_ffn_hidden_size
+        width = (5 if spec.traits.gated else 2) * of_token
         return b * (14 * spec.hidden_size / sp + (4 * (q + kv) + width) / self.tp)
 
     def _messages(self, mb: Pass, *, backward: bool) -> Cost:
@@ -221,7 +233,7 @@ class Model:
 
 def model_of(spec: ModelSpec, layout: Layout, config: RoleConfig, device: Device, *, head: Head) -> Model:
     hosts = _hosts(layout, "tp", device)
-    return Model(spec, layout.tp, config.dtype, head, config.sequence_parallel, device, hosts)
+    return Model(spec, layout.tp, config.dtype, head, config.sequence_parallel, device, hosts, layout.expert_tp)
 
 
 def _hosts(layout: Layout, axis: Literal["tp", "dp", "pp"], device: Device) -> int:
@@ -236,7 +248,7 @@ def forward_cost(
     spec: ModelSpec, layout: Layout, config: RoleConfig, rows: MeanRows, device: Device, *, head: Head, units: int = 1
 ) -> Cost:
     """One replica scores `rows`, each of so many units of them in micro-batches of its own. Loads are of a replica."""
-    grid = (layout.tp, layout.pp, layout.vpp, layout.first_stage_layers, layout.last_stage_layers)
+    grid = (layout.cut, layout.pp, layout.vpp, layout.first_stage_layers, layout.last_stage_layers)
     how = (config.dtype, config.sequence_parallel, config.micro_batch_tokens)
     where = (_hosts(layout, "tp", device), _hosts(layout, "pp", device))
     key = ("score", spec, *grid, *how, *where, rows, head, units)  # the same of an actor and of a reference like it

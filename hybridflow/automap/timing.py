@@ -20,7 +20,7 @@ from hybridflow.automap.role_time import MeanRows, forward_cost, update_cost
 from hybridflow.automap.timeline import Span, TimedOperation, busy_seconds, schedule
 from hybridflow.config import ExperimentConfig, TrainedRoleConfig
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
-from hybridflow.parallel.layout import RolloutLayout, TrainingCoordinates
+from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.placement.deferred_log_probs import asks_for_log_probs, rows_told
 from hybridflow.placement.footprint import ITEM_BYTES, optimizer_bytes, stage_elements
 from hybridflow.placement.overlapped_scoring import UNITS_PER_BLOCK, models_that_wait
@@ -118,7 +118,7 @@ def _generated(run: PlacedRun, work: Work, device: Device) -> Iterator[TimedOper
     yield TimedOperation("reshard", "actor", world, waits)
     generated = generation_cost(
         run.actor.spec,
-        tp=run.rollout.tp,
+        cut=run.rollout.cut,
         pp=run.rollout.pp,
         dtype=run.actor.config.dtype,
         responses=responses_of(run, work),
@@ -285,7 +285,8 @@ def _crosses_hosts(plan: ReshardPlan, ranks_per_host: int) -> bool:
         return False
     first = plan.rollout.ranks[0]
     dp = plan.origin(first).dp
-    sources = (plan.train.rank_at(TrainingCoordinates(tp, dp, pp)) for pp, tp in plan.sources(first))
+    begin = dp - dp % plan.train.coupled  # of the replicas that share a copy of the experts
+    sources = (plan.train.rank_at(source._replace(dp=begin + source.dp)) for source in plan.sources(first))
     return any(source // ranks_per_host != first // ranks_per_host for source in sources)
 
 

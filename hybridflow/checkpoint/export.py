@@ -80,7 +80,8 @@ def _whole_tensors(
         shapes, parts = weight.shapes(spec), []
         if grid.pp_rank == stage:
             shards = _gather(own[weight.megatron].contiguous(), grid)
-            parts = [part.contiguous() for part in whole_parts(weight, shards, spec)] if shards else []
+            places = grid.layout.places(weight.group)
+            parts = [part.contiguous() for part in whole_parts(weight, shards, spec, places)] if shards else []
         elif grid.pp_rank == 0 and grid.tp_rank == 0:
             parts = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
         if stage != 0 and grid.tp_rank == 0:

@@ -243,6 +243,11 @@ class ExperimentConfig(RunConfig):
     def rollout_tensor_parallel_size(self) -> int:
         return self.rollout.tensor_parallel_size or self.actor.tensor_parallel_size
 
+    @property
+    def rollout_expert_parallel(self) -> bool:
+        given = self.rollout.enable_expert_parallel
+        return self.actor.expert_parallel_size > 1 if given is None else given
+
     def roles(self) -> dict[str, RoleConfig]:
         """Every model of the run by the config key that names it."""
         models = {"actor": self.actor, "critic": self.critic, "reference": self.reference}

@@ -76,6 +76,10 @@ class LayoutConfig(Section):
     """Layers of the last stage. null: as many as in the other stages."""
     data_parallel_size: PositiveInt | None = None
     """Replicas of the model. null: as many as the ranks allow."""
+    expert_parallel_size: PositiveInt = 1
+    """Ranks that the experts of a layer are dealt to, whole ones each. 1: every rank has a share of each expert."""
+    expert_tensor_parallel_size: PositiveInt | None = None
+    """Ranks that each expert is split over. null: so many that the experts fill the tensor-parallel ranks."""
     sequence_parallel: bool = False
     """Whether tensor-parallel ranks also split activations by sequence. Needs a tensor_parallel_size above 1."""
     ranks: RanksKey | None = None
@@ -92,7 +96,22 @@ class LayoutConfig(Section):
         ):
             if self.pipeline_parallel_size == 1 and getattr(self, key) != neutral:
                 raise ValueError(f"{key} = {getattr(self, key)} needs pipeline_parallel_size > 1, it is 1")
+        self._check_experts()
         return self
+
+    def _check_experts(self) -> None:
+        """They fill the tensor-parallel ranks."""
+        tp, ep, etp = self.tensor_parallel_size, self.expert_parallel_size, self.expert_tensor_parallel_size
+        if etp is None and tp % ep:
+            raise ValueError(
+                f"expert_parallel_size = {ep} does not divide tensor_parallel_size = {tp}: "
+                f"{tp} = {tp // ep} x {ep} + {tp % ep}"
+            )
+        if etp is not None and etp * ep != tp:
+            raise ValueError(
+                f"expert_tensor_parallel_size x expert_parallel_size = {etp} x {ep} = {etp * ep} must be "
+                f"tensor_parallel_size = {tp}"
+            )
 
     def layout(self, name: str, world_size: int) -> Layout:
         """The layout of the role `name` among `world_size` ranks. Errors: ConfigError unless it fills its own."""
@@ -112,6 +131,8 @@ class LayoutConfig(Section):
             vpp=self.virtual_pipeline_parallel_size,
             first_stage_layers=self.num_layers_in_first_pipeline_stage,
             last_stage_layers=self.num_layers_in_last_pipeline_stage,
+            ep=self.expert_parallel_size,
+            etp=self.expert_tensor_parallel_size,
         )
 
 
@@ -164,6 +185,9 @@ class RolloutConfig(Section):
     """Ranks that each layer of an engine replica is split over. null: as in the actor."""
     pipeline_parallel_size: PositiveInt = 1
     """Pipeline stages of an engine replica. 1: no pipeline parallelism."""
+    enable_expert_parallel: bool | None = None
+    """Whether an engine rank has whole experts, not a share of each. null: as the actor's expert_parallel_size
+    says."""
     ranks: RanksKey | None = None
     """The ranks of the engine, such as "0-7,12". null: those of the actor; others receive the weights over the
     network."""

@@ -1,4 +1,7 @@
-"""A mixture of experts in place of a layer's MLP, every expert cut over the tensor-parallel ranks like a dense MLP.
+"""A mixture of experts in place of a layer's MLP, its experts shared by the tensor-parallel ranks.
+
+Each rank has a run of whole experts, or a share of each expert like that of a dense MLP, or a share of each of a run.
+All of them see all tokens and route alike, so that no token has to be sent: the sum over the ranks is the output.
 
 For a token x with router weights W (Shazeer et al. 2017; Mixtral, Jiang et al. 2024):
 
@@ -24,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear, softmax
 
 from hybridflow.models.layers import Function
+from hybridflow.parallel.layout import Place
 
 
 class Router(nn.Module):
@@ -47,10 +51,9 @@ class Router(nn.Module):
 class ExpertLinear(nn.Module):
     """One matrix an expert, (experts, out, in)."""
 
-    def __init__(self, config: TransformerConfig, rows: int, columns: int) -> None:
+    def __init__(self, num_experts: int, rows: int, columns: int, dtype: torch.dtype) -> None:
         super().__init__()
-        num_experts = not_none(config.num_moe_experts)
-        self.weight = nn.Parameter(torch.empty(num_experts, rows, columns, dtype=config.params_dtype))
+        self.weight = nn.Parameter(torch.empty(num_experts, rows, columns, dtype=dtype))
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Rows up to ends[e] (int32) that are not of earlier experts go to expert e."""
@@ -58,14 +61,17 @@ class ExpertLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """This rank's share of every expert."""
+    """This rank's part of a layer's experts: those of its run, and of each of them its share."""
 
-    def __init__(self, config: TransformerConfig, swiglu: Function) -> None:
+    def __init__(self, config: TransformerConfig, swiglu: Function, place: Place) -> None:
         super().__init__()
         self._swiglu = swiglu
-        size = not_none(config.moe_ffn_hidden_size) // config.tensor_model_parallel_size
-        self.linear_fc1 = ExpertLinear(config, 2 * size, config.hidden_size)  # [gate; up]
-        self.linear_fc2 = ExpertLinear(config, config.hidden_size, size)
+        size, dtype = not_none(config.moe_ffn_hidden_size) // place.tp, config.params_dtype
+        self._num_held = not_none(config.num_moe_experts) // place.ep
+        self._num_experts, self._holds_all = self._num_held * place.ep, place.ep == 1
+        self._first = place.ep_rank * self._num_held
+        self.linear_fc1 = ExpertLinear(self._num_held, 2 * size, config.hidden_size, dtype)  # [gate; up]
+        self.linear_fc2 = ExpertLinear(self._num_held, config.hidden_size, size, dtype)
 
     def forward(self, tokens: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
         """(t, hidden), (t, k), (t, k) -> (t, hidden): this rank's summand of the outputs.
@@ -73,27 +79,42 @@ class Experts(nn.Module):
         Shares are multiplied into what the second matrix reads, which is narrower than its outputs: those are then
         kept by nobody, and are in the tokens' dtype.
         """
-        chosen, order = experts.flatten().sort(stable=True)  # copies of tokens by expert
-        numbers = torch.arange(len(self.linear_fc1.weight), device=chosen.device)
-        ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)  # bincount would wait for the device
+        order, ends = self._by_expert(experts)
         hidden: Tensor = self._swiglu.apply(self.linear_fc1(tokens[order // experts.shape[1]], ends))
         weighted = (hidden * shares.flatten()[order, None]).to(hidden.dtype)
         outputs = self.linear_fc2(weighted, ends)
         # back in the order of the tokens, and a plain sum: adding by index would depend on which comes first
-        by_token: Tensor = outputs[order.argsort()].unflatten(0, experts.shape)
-        return by_token.sum(1)
+        if self._holds_all:
+            by_token: Tensor = outputs[order.argsort()]
+        else:
+            by_token = outputs.new_zeros(experts.numel(), outputs.shape[1]).index_copy(0, order, outputs)
+        summands: Tensor = by_token.unflatten(0, experts.shape)
+        return summands.sum(1)
+
+    def _by_expert(self, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of tokens that go to the experts of this rank, by expert, and where each expert's end (int32).
+
+        Where others have some of the experts, how many copies there are is read back from the device: rows for all of
+        them would take ep times the memory.
+        """
+        numbers = torch.arange(self._num_held, device=experts.device)
+        wanted = experts.flatten() if self._holds_all else (experts.flatten() - self._first) % self._num_experts
+        chosen, order = wanted.sort(stable=True)
+        ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)  # bincount would wait for the device
+        return order if self._holds_all else order[: int(ends[-1])], ends
 
 
 class MixtureOfExperts(MegatronModule):
     """megatron's MLP of a layer: (tokens, 1, hidden) in, the same and no bias out.
 
     `group` (tensor parallel) and `router.normalize` are set by who builds the model; megatron hands on its config.
+    place: which part of the experts this rank has.
     """
 
-    def __init__(self, config: TransformerConfig, *, swiglu: Function, **kwargs: object) -> None:
+    def __init__(self, config: TransformerConfig, *, swiglu: Function, place: Place, **kwargs: object) -> None:
         """kwargs: what a layer of 0.19.2 tells any MLP; its groups are not asked, `group` is."""
         super().__init__(config=config)
-        self.router, self.experts = Router(config), Experts(config, swiglu)
+        self.router, self.experts = Router(config), Experts(config, swiglu, place)
         self.group: dist.ProcessGroup | None = None
 
     def forward(self, hidden: Tensor, **kwargs: object) -> tuple[Tensor, None]:

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from hybridflow.parallel.layout import Layout, TrainingCoordinates
+from hybridflow.parallel.layout import Group, Layout, Place, TrainingCoordinates
 
 
 @dataclass
@@ -86,6 +86,14 @@ class Grid:
     @property
     def dp_rank(self) -> int:
         return self._own_coordinates.dp
+
+    @property
+    def at(self) -> TrainingCoordinates:
+        return self._own_coordinates
+
+    def place(self, group: Group) -> Place:
+        """Which part of the weights of a group this rank holds."""
+        return self.layout.place(group, self._own_coordinates)
 
     @property
     def is_first_stage(self) -> bool:

@@ -13,7 +13,7 @@ from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import num_parameters
 from hybridflow.config import ExperimentConfig, RoleConfig, RolloutConfig, TrainedRoleConfig
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
-from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
+from hybridflow.parallel.layout import Cut, Layout, RolloutLayout, Stages
 from hybridflow.parallel.ranks import shown
 from hybridflow.placement.footprint import (
     ITEM_BYTES,
@@ -187,7 +187,7 @@ class RunMemory:
                 rows["actor"] = Footprint(held.weights - released, held.gradients, held.optimizer)
             rows["engine"] = Footprint(
                 weights=own,
-                activations=engine_bytes(self.run.config, self.actor.spec, tp=self.rollout.tp, pp=self.rollout.pp),
+                activations=engine_bytes(self.run.config, self.actor.spec, cut=self.rollout.cut, pp=self.rollout.pp),
                 kv_cache=self._kv_cache(rank),
             )
         return rows
@@ -206,11 +206,11 @@ def storage_elements(config: ExperimentConfig) -> int:
     return one_bucket if optimizer.zero1 and optimizer.name == "adam" else 0
 
 
-def engine_bytes(config: ExperimentConfig, actor: ModelSpec, *, tp: int, pp: int) -> int:
+def engine_bytes(config: ExperimentConfig, actor: ModelSpec, *, cut: Cut, pp: int) -> int:
     """What an engine rank takes beside its weights and the KV cache while it generates."""
     activations = engine_activation_bytes(
         actor,
-        tp=tp,
+        cut=cut,
         itemsize=ITEM_BYTES[config.actor.dtype],
         tokens=config.rollout.batched_tokens(config.max_sequence_length, cuda=True),
         sequences=config.rollout.max_num_seqs,

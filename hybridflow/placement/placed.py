@@ -207,7 +207,11 @@ def _head(name: str) -> Head:
 def _check_model(name: str, config: RoleConfig, spec: ModelSpec, reasons: Reasons) -> None:
     """Whether the model suits its role and can be cut as it says, on however many ranks."""
     reasons.of(_check_head, name, spec)
-    reasons.of(spec.check_parallel, f"{name}.tensor_parallel_size", config.tensor_parallel_size)
+    tp, ep = config.tensor_parallel_size, config.expert_parallel_size
+    expert_tp = config.layout_on(tuple(range(tp * config.pipeline_parallel_size))).expert_tp
+    reasons.of(spec.check_parallel, f"{name}.tensor_parallel_size", tp)
+    reasons.of(spec.check_experts, f"{name}.expert_parallel_size", ep)
+    reasons.of(spec.check_expert_shares, f"{name}.tensor_parallel_size / expert_parallel_size", expert_tp)
     reasons.of(_check_layers, name, config, spec)
 
 
@@ -256,6 +260,11 @@ def _check_engine(config: ExperimentConfig, actor: ModelSpec, reasons: Reasons) 
     if config.rollout.tensor_parallel_size is not None:
         key = "rollout.tensor_parallel_size"
         reasons.of(actor.check_parallel, key, config.rollout.tensor_parallel_size)
+    tp = config.rollout_tensor_parallel_size
+    if config.rollout_expert_parallel:
+        reasons.of(actor.check_experts, "rollout.tensor_parallel_size with rollout.enable_expert_parallel", tp)
+    else:
+        reasons.of(actor.check_expert_shares, "rollout.tensor_parallel_size", tp)
     reasons.of(check_engine_stages, actor.num_layers, config.rollout.pipeline_parallel_size)
 
 
@@ -266,7 +275,12 @@ def _place_engine(
     _check_layers("actor", config.actor, actor)  # the engine is cut where training is
     tp, pp = config.rollout_tensor_parallel_size, config.rollout.pipeline_parallel_size
     ranks = config.rollout_ranks(world_size)
-    layout = rollout_layout(train, tp, pp) if ranks == train.ranks else standalone_layout(ranks, tp, pp)
+    whole = config.rollout_expert_parallel
+    layout = (
+        rollout_layout(train, tp, pp, expert_parallel=whole)
+        if ranks == train.ranks
+        else standalone_layout(ranks, tp, pp, expert_parallel=whole)
+    )
     return layout, engine_stages(actor.num_layers, train, layout)
 
 

@@ -14,7 +14,8 @@ from hybridflow.architecture.weights import Weight
 from hybridflow.batch import RolloutBatch, sent, token_index
 from hybridflow.config import TrainedRoleConfig
 from hybridflow.models import pipeline
-from hybridflow.models.build import DTYPES, PackedModel, build_model
+from hybridflow.models.build import PackedModel, build_model
+from hybridflow.models.layer_specs import DTYPES
 from hybridflow.models.micro_batch import (
     MicroBatch,
     filled_up,

@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.errors import EnvironmentProblem
-from hybridflow.models.build import DTYPES
+from hybridflow.models.layer_specs import DTYPES
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.platform import Platform, world_group
 from hybridflow.placement.placed import PlacedRun

@@ -357,7 +357,19 @@ def test_check_parallel_shows_the_arithmetic(fields: dict[str, int], tp: int, me
     spec = dataclasses.replace(expected_spec(Path("a/b")), **fields)
     with pytest.raises(ConfigError) as caught:
         spec.check_parallel("actor.tensor_parallel_size", tp)
+        spec.check_expert_shares("actor.tensor_parallel_size", tp)
     assert str(caught.value) == message
+
+
+def test_experts_that_ranks_cannot_share_out_show_the_arithmetic() -> None:
+    spec = dataclasses.replace(expected_spec(Path("a/b")), num_experts=6, family="qwen3_moe")
+    spec.check_experts("actor.expert_parallel_size", 3)
+    with pytest.raises(ConfigError, match=r"expert_parallel_size = 4 does not divide the number of experts = 6 of a/b"):
+        spec.check_experts("actor.expert_parallel_size", 4)
+    dense = expected_spec(Path("a/b"))
+    dense.check_experts("actor.expert_parallel_size", 1)
+    with pytest.raises(ConfigError, match=r"actor\.expert_parallel_size = 2: a/b has no experts"):
+        dense.check_experts("actor.expert_parallel_size", 2)
 
 
 def test_check_length() -> None:

@@ -22,6 +22,7 @@ from hybridflow.automap.device import load_profile
 from hybridflow.automap.generation_time import Responses, generation_cost
 from hybridflow.automap.timing import Work, predict
 from hybridflow.config import ExperimentConfig
+from hybridflow.parallel.layout import Cut
 from hybridflow.placement.placed import place
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "vocab_size": 128256}
@@ -134,7 +135,7 @@ def latency_seconds(run: Latency, root: Path) -> float:
     responses = Responses(8, 8, prompt=32, mean=128, longest=128, at_once=256, batched_tokens=8192)
     device = Device(load_profile("h200"))
     spec = read_spec(root / run.model)
-    cost = generation_cost(spec, tp=run.tp, pp=1, dtype="bfloat16", responses=responses, device=device)
+    cost = generation_cost(spec, cut=Cut(run.tp, run.tp), pp=1, dtype="bfloat16", responses=responses, device=device)
     return cost.seconds - device.profile.overheads.engine_wake
 
 

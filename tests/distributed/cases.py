@@ -22,12 +22,20 @@ class Case:
     sequence_parallel: bool = False
     recompute: str = "none"
     all_budgets: bool = False
+    ep: int = 1
+    etp: int | None = None
 
     @property
     def name(self) -> str:
         uneven = f"f{self.first}" * (self.first is not None) + f"l{self.last}" * (self.last is not None)
         sp = "sp" * self.sequence_parallel
-        return f"tp{self.tp}pp{self.pp}dp{self.dp}vpp{self.vpp}{uneven}{sp}-{self.recompute}"
+        experts = f"ep{self.ep}etp{self.etp}" if self.shares_experts_anew else ""
+        return f"tp{self.tp}pp{self.pp}dp{self.dp}vpp{self.vpp}{experts}{uneven}{sp}-{self.recompute}"
+
+    @property
+    def shares_experts_anew(self) -> bool:
+        """Other than each expert over the ranks of tp."""
+        return self.ep > 1 or self.etp is not None
 
     @property
     def num_ranks(self) -> int:
@@ -42,6 +50,8 @@ class Case:
             "num_layers_in_first_pipeline_stage": self.first,
             "num_layers_in_last_pipeline_stage": self.last,
             "sequence_parallel": self.sequence_parallel,
+            "expert_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,
             "dtype": "float32",
         }
 
@@ -119,6 +129,16 @@ CASES = (
     Case(tp=2, pp=2, dp=2),
     Case(tp=2, pp=2, dp=2, sequence_parallel=True, recompute="full"),
 )
+EXPERT_CASES = (
+    Case(tp=2, ep=2),
+    Case(tp=2, ep=2, sequence_parallel=True, recompute="full"),
+    Case(tp=4, ep=2, etp=2),
+    Case(tp=2, pp=2, ep=2, sequence_parallel=True, recompute="selective"),
+    Case(tp=2, pp=2, vpp=2, ep=2, sequence_parallel=True),
+    Case(tp=4, dp=2, ep=4),
+)
+MIXTURES = ("mixtral", "qwen3_moe")
+CASES += EXPERT_CASES
 BUDGETS = (64, 17, 1000)  # micro-batch tokens: several sequences, about one, all in one
 HYPER = Hyperparameters(temperature=0.8)
 POLICY = {"clip_range": HYPER.clip_low, "clip_range_high": HYPER.clip_high, "entropy_coef": HYPER.entropy_coef}
@@ -145,11 +165,14 @@ DEFAULT = {  # of the default set: each way to cut a model once, tied embeddings
     (SPLIT, "llama"),
     (SPLIT, "mixtral"),
     ("tp2pp2dp1vpp2sp-selective", "qwen2"),
+    ("tp2pp1dp1vpp1ep2etpNone-none", "mixtral"),
 }
 
 
 def applies(case: Case, family: str) -> bool:
     """llama in every layout; qwen2, whose embeddings are tied, in those with stages; the others where they differ."""
+    if case.shares_experts_anew:
+        return family in MIXTURES
     if family == "qwen2":
         return case.pp > 1
     return family == "llama" or case.name in FAMILY_CASES[family]

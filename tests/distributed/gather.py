@@ -30,7 +30,10 @@ def whole(role: Role, of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]
     everyones = [torch.empty_like(flat) for _ in range(role.grid.tp)]
     dist.all_gather(everyones, flat, group=tp)
     cut = zip(*(split(each, [shard.shape for shard in shards]) for each in everyones), strict=True)
-    mine = {w.megatron: whole_parts(w, list(each), role.spec) for w, each in zip(here, cut, strict=True)}
+    mine = {
+        w.megatron: whole_parts(w, list(each), role.spec, role.grid.layout.places(w.group))
+        for w, each in zip(here, cut, strict=True)
+    }
     owner = {w.megatron: next(stage for stage, names in enumerate(held) if w.megatron in names) for w in weights}
     tensors = {}
     for stage in range(role.grid.pp):
