@@ -35,7 +35,7 @@ from hybridflow.automap.timing import (
 from hybridflow.config import ExperimentConfig, RoleConfig, TrainedRoleConfig
 from hybridflow.config.auto import ENGINE, ENGINE_KEYS, ROLE_KEYS, SIZES, TRAINED_KEYS
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
-from hybridflow.parallel.layout import Layout
+from hybridflow.parallel.layout import Layout, expert_tensor_parallel
 from hybridflow.placement.footprint import Footprint
 from hybridflow.placement.forecast import longest_sequence, resting, role_memory, rows_together
 from hybridflow.placement.overlapped_scoring import asks_for
@@ -236,16 +236,17 @@ class Options:
                         sizes |= dict.fromkeys(
                             ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"), None
                         )
-                    yield from (sizes | experts for experts in self._experts(name, given, tp))
+                    yield from (sizes | experts for experts in self._experts(name, given, tp, num_ranks // (tp * pp)))
 
-    def _experts(self, name: str, given: RoleConfig, tp: int) -> Iterator[dict[str, Any]]:
+    def _experts(self, name: str, given: RoleConfig, tp: int, dp: int) -> Iterator[dict[str, Any]]:
         """Whole ones on each tensor-parallel rank, or a share of each; as the config says where it says so."""
         spec = self.specs[name]
         for ep in values(self.free[name], given, "expert_parallel_size", (1, tp) if tp > 1 else (1,)):
             etp = None if "expert_parallel_size" in self.free[name] else given.expert_tensor_parallel_size
             fits = deals_experts(spec, ep) if ep > 1 else True
-            fills = tp % ep == 0 if etp is None else etp * ep == tp
-            if fits and fills and shares_experts(spec, etp or tp // ep):
+            each = expert_tensor_parallel(tp, ep, etp)
+            fills = each * ep % tp == 0 and dp % (each * ep // tp) == 0
+            if fits and fills and shares_experts(spec, each):
                 yield {"expert_parallel_size": ep, "expert_tensor_parallel_size": etp}
 
     def _ways(self, name: str, given: RoleConfig, layout: Layout) -> Iterator[dict[str, Any]]:

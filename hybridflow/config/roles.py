@@ -18,7 +18,8 @@ from hybridflow.config.hub import cached
 from hybridflow.config.ranks import check_ranks, check_sizes, parse_ranks
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.config.section import PathText, Section
-from hybridflow.parallel.layout import Layout
+from hybridflow.errors import ConfigError
+from hybridflow.parallel.layout import Layout, expert_tensor_parallel
 from hybridflow.parallel.ranks import Ranks, shown
 
 ModelText = Annotated[PathText, AfterValidator(cached)]
@@ -100,17 +101,18 @@ class LayoutConfig(Section):
         return self
 
     def _check_experts(self) -> None:
-        """They fill the tensor-parallel ranks."""
-        tp, ep, etp = self.tensor_parallel_size, self.expert_parallel_size, self.expert_tensor_parallel_size
-        if etp is None and tp % ep:
+        """They fill the tensor-parallel ranks of one replica, or of several."""
+        tp, ep = self.tensor_parallel_size, self.expert_parallel_size
+        etp = expert_tensor_parallel(tp, ep, self.expert_tensor_parallel_size)
+        if etp * ep % tp:
             raise ValueError(
-                f"expert_parallel_size = {ep} does not divide tensor_parallel_size = {tp}: "
-                f"{tp} = {tp // ep} x {ep} + {tp % ep}"
+                f"expert_tensor_parallel_size x expert_parallel_size = {etp} x {ep} = {etp * ep} must be a multiple of "
+                f"tensor_parallel_size = {tp}: {etp * ep} = {etp * ep // tp} x {tp} + {etp * ep % tp}"
             )
-        if etp is not None and etp * ep != tp:
+        if etp * ep > tp > 1 and not self.sequence_parallel:
             raise ValueError(
-                f"expert_tensor_parallel_size x expert_parallel_size = {etp} x {ep} = {etp * ep} must be "
-                f"tensor_parallel_size = {tp}"
+                f"expert_tensor_parallel_size x expert_parallel_size = {etp} x {ep} exceeds tensor_parallel_size = "
+                f"{tp}: replicas then share experts, which needs sequence_parallel: true"
             )
 
     def layout(self, name: str, world_size: int) -> Layout:
@@ -118,7 +120,20 @@ class LayoutConfig(Section):
         ranks = check_ranks(f"{name}.ranks", self.ranks, world_size)
         sizes = self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size
         check_sizes(name, sizes, self.ranks, ranks)
+        self._check_copies(name, len(ranks) // (sizes[0] * sizes[1]))
         return self.layout_on(ranks)
+
+    def _check_copies(self, name: str, dp: int) -> None:
+        """Raise ConfigError unless the replicas make up whole copies of the experts."""
+        tp, ep = self.tensor_parallel_size, self.expert_parallel_size
+        etp = expert_tensor_parallel(tp, ep, self.expert_tensor_parallel_size)
+        coupled = etp * ep // tp
+        if dp % coupled:
+            raise ConfigError(
+                f"{name}: a copy of the experts lies on expert_tensor_parallel_size x expert_parallel_size = {etp} x "
+                f"{ep} ranks, which are {coupled} replicas of tensor_parallel_size = {tp}: {coupled} does not divide "
+                f"{dp} data-parallel replicas: {dp} = {dp // coupled} x {coupled} + {dp % coupled}"
+            )
 
     def layout_on(self, ranks: tuple[int, ...]) -> Layout:
         """With as many replicas as they make."""

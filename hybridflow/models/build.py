@@ -26,6 +26,7 @@ from hybridflow.models.attention import (
 )
 from hybridflow.models.experts import MixtureOfExperts
 from hybridflow.models.layer_specs import DTYPES, block_spec, transformer_config
+from hybridflow.models.layers import mark
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.named_weights import load_weights
 from hybridflow.models.opt import ProjectedEmbedding
@@ -69,6 +70,8 @@ class PackedModel(LanguageModule):
         for layer in self._checked_layers():
             if isinstance(layer.mlp, MixtureOfExperts):
                 layer.mlp.group, layer.mlp.router.normalize = grid.groups.tp, spec.normalize_router
+                if layout.coupled > 1:
+                    _share_experts(layer.mlp, config, grid)
         for module in self.modules():
             finish: Any = getattr(module, "finish_init", None)
             if finish is not None:  # Transformer Engine's layers: no recipe of quantization
@@ -165,6 +168,14 @@ class ValueModel(PackedModel):
     def outputs(self, hidden: Tensor) -> Tensor:
         hidden = self.project_out(hidden)
         return nn.functional.linear(hidden.float(), self.output_layer.weight.float()).squeeze(-1)
+
+
+def _share_experts(mixture: MixtureOfExperts, config: TransformerConfig, grid: Grid) -> None:
+    """With other replicas: each rank routes tokens of its own, and gradients are summed over copies of the experts."""
+    mixture.senders = grid.groups.tp_ep
+    mark(mixture.router.weight, sequence_parallel=config.sequence_parallel)
+    for parameter in mixture.experts.parameters():
+        mark(parameter, allreduce=False)
 
 
 def _knows_packing(mixer: nn.Module) -> bool:

@@ -1,7 +1,8 @@
 """A mixture of experts in place of a layer's MLP, its experts shared by the tensor-parallel ranks.
 
 Each rank has a run of whole experts, or a share of each expert like that of a dense MLP, or a share of each of a run.
-All of them see all tokens and route alike, so that no token has to be sent: the sum over the ranks is the output.
+All of them see all tokens and route alike, so that no token has to be sent: the sum over the ranks is the output. Where
+several replicas share the experts, each rank routes tokens of its own and sends them (`expert_dispatch`).
 
 For a token x with router weights W (Shazeer et al. 2017; Mixtral, Jiang et al. 2024):
 
@@ -26,6 +27,7 @@ from megatron.core.typed_torch import not_none
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear, softmax
 
+from hybridflow.models.expert_dispatch import computed_elsewhere
 from hybridflow.models.layers import Function
 from hybridflow.parallel.layout import Place
 
@@ -67,11 +69,11 @@ class Experts(nn.Module):
         super().__init__()
         self._swiglu = swiglu
         size, dtype = not_none(config.moe_ffn_hidden_size) // place.tp, config.params_dtype
-        self._num_held = not_none(config.num_moe_experts) // place.ep
-        self._num_experts, self._holds_all = self._num_held * place.ep, place.ep == 1
-        self._first = place.ep_rank * self._num_held
-        self.linear_fc1 = ExpertLinear(self._num_held, 2 * size, config.hidden_size, dtype)  # [gate; up]
-        self.linear_fc2 = ExpertLinear(self._num_held, config.hidden_size, size, dtype)
+        self.num_held = not_none(config.num_moe_experts) // place.ep
+        self._num_experts, self._holds_all = self.num_held * place.ep, place.ep == 1
+        self._first = place.ep_rank * self.num_held
+        self.linear_fc1 = ExpertLinear(self.num_held, 2 * size, config.hidden_size, dtype)  # [gate; up]
+        self.linear_fc2 = ExpertLinear(self.num_held, config.hidden_size, size, dtype)
 
     def forward(self, tokens: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
         """(t, hidden), (t, k), (t, k) -> (t, hidden): this rank's summand of the outputs.
@@ -80,9 +82,7 @@ class Experts(nn.Module):
         kept by nobody, and are in the tokens' dtype.
         """
         order, ends = self._by_expert(experts)
-        hidden: Tensor = self._swiglu.apply(self.linear_fc1(tokens[order // experts.shape[1]], ends))
-        weighted = (hidden * shares.flatten()[order, None]).to(hidden.dtype)
-        outputs = self.linear_fc2(weighted, ends)
+        outputs = self.compute(tokens[order // experts.shape[1]], shares.flatten()[order, None], ends)
         # back in the order of the tokens, and a plain sum: adding by index would depend on which comes first
         if self._holds_all:
             by_token: Tensor = outputs[order.argsort()]
@@ -91,13 +91,19 @@ class Experts(nn.Module):
         summands: Tensor = by_token.unflatten(0, experts.shape)
         return summands.sum(1)
 
+    def compute(self, rows: Tensor, shares: Tensor, ends: Tensor) -> Tensor:
+        """(r, hidden) by expert, (r, 1), and where each expert's rows end (int32) -> (r, hidden)."""
+        hidden: Tensor = self._swiglu.apply(self.linear_fc1(rows, ends))
+        outputs: Tensor = self.linear_fc2((hidden * shares).to(hidden.dtype), ends)
+        return outputs
+
     def _by_expert(self, experts: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of tokens that go to the experts of this rank, by expert, and where each expert's end (int32).
 
         Where others have some of the experts, how many copies there are is read back from the device: rows for all of
         them would take ep times the memory.
         """
-        numbers = torch.arange(self._num_held, device=experts.device)
+        numbers = torch.arange(self.num_held, device=experts.device)
         wanted = experts.flatten() if self._holds_all else (experts.flatten() - self._first) % self._num_experts
         chosen, order = wanted.sort(stable=True)
         ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)  # bincount would wait for the device
@@ -108,7 +114,8 @@ class MixtureOfExperts(MegatronModule):
     """megatron's MLP of a layer: (tokens, 1, hidden) in, the same and no bias out.
 
     `group` (tensor parallel) and `router.normalize` are set by who builds the model; megatron hands on its config.
-    place: which part of the experts this rank has.
+    place: which part of the experts this rank has. `senders`: the ranks that share a copy of the experts, where these
+    are of several replicas; else None.
     """
 
     def __init__(self, config: TransformerConfig, *, swiglu: Function, place: Place, **kwargs: object) -> None:
@@ -116,8 +123,12 @@ class MixtureOfExperts(MegatronModule):
         super().__init__(config=config)
         self.router, self.experts = Router(config), Experts(config, swiglu, place)
         self.group: dist.ProcessGroup | None = None
+        self.senders: dist.ProcessGroup | None = None
+        self._place = place
 
     def forward(self, hidden: Tensor, **kwargs: object) -> tuple[Tensor, None]:
+        if self.senders is not None:
+            return self._computed_elsewhere(hidden, self.senders), None
         if self.config.sequence_parallel:
             # what comes back of the gradient is summed below already
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
@@ -132,3 +143,12 @@ class MixtureOfExperts(MegatronModule):
             else reduce_from_tensor_model_parallel_region
         )
         return reduce(output, group=self.group), None
+
+    def _computed_elsewhere(self, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+        tokens = hidden.flatten(0, 1)
+        shares, experts = self.router(tokens)
+        compute, num_held = self.experts.compute, self.experts.num_held
+        output = computed_elsewhere(
+            tokens, shares, experts, place=self._place, num_held=num_held, group=group, compute=compute
+        )
+        return output.view(hidden.shape)

@@ -87,9 +87,9 @@ class BucketedDataParallel(DistributedDataParallel):
             self.__dict__["_bucket_elements"] = value
 
     def flat_buffers(self) -> list[_ParamAndGradBuffer]:
-        """megatron's `buffers`, which hide the method of torch by that name."""
+        """megatron's `buffers`, which hide torch's method of that name, and those of experts that replicas share."""
         found: list[_ParamAndGradBuffer] = self.__dict__["buffers"]
-        return found
+        return [*found, *self.expert_parallel_buffers]
 
 
 def _add_in_products(model: PackedModel) -> None:

@@ -93,7 +93,7 @@ class Layout:
     @property
     def expert_tp(self) -> int:
         """Ranks that share each expert: where it is not given, so many that the experts fill the tp ranks."""
-        return max(1, self.tp // self.ep) if self.etp is None else self.etp
+        return expert_tensor_parallel(self.tp, self.ep, self.etp)
 
     @property
     def coupled(self) -> int:
@@ -146,14 +146,24 @@ class Layout:
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """The groups of ranks that differ in `axes` ("tp", "dp", "pp") alone; all ascending, every rank in one."""
-        steps = {"pp": self.dp * self.tp, "dp": self.tp, "tp": 1}  # from a rank to the next one of an axis
+        return self._groups({"pp": self.pp, "dp": self.dp, "tp": self.tp}, axes)
+
+    def expert_groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """The same of how the experts are cut: axes are "etp", "ep", "edp" (copies of the experts), "pp"."""
+        return self._groups({"pp": self.pp, "edp": self.copies("experts"), "ep": self.ep, "etp": self.expert_tp}, axes)
+
+    def _groups(self, sizes: dict[str, int], axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """sizes: of all axes, the fastest last."""
+        steps, step = {}, 1  # from a rank to the next one of an axis
+        for axis in reversed(sizes):
+            steps[axis], step = step, step * sizes[axis]
 
         def offsets(of: list[str]) -> list[int]:
-            along = [range(0, getattr(self, axis) * steps[axis], steps[axis]) for axis in of]
+            along = [range(0, sizes[axis] * steps[axis], steps[axis]) for axis in of]
             return [sum(each) for each in product(*along)]
 
-        within = offsets([axis for axis in steps if axis in axes])
-        first = offsets([axis for axis in steps if axis not in axes])
+        within = offsets([axis for axis in sizes if axis in axes])
+        first = offsets([axis for axis in sizes if axis not in axes])
         return [tuple(self.ranks[i + offset] for offset in within) for i in first]
 
     def crosses_hosts(self, axis: Literal["tp", "dp", "pp"], ranks_per_host: int) -> bool:
@@ -207,6 +217,11 @@ class Layout:
                     f"{count} = {count // self.vpp} x {self.vpp} + {count % self.vpp}"
                 )
         return [count // self.vpp for count in counts]
+
+
+def expert_tensor_parallel(tp: int, ep: int, given: int | None) -> int:
+    """Ranks that share each expert: where it is not given, so many that the experts fill the tp ranks."""
+    return max(1, tp // ep) if given is None else given
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from hybridflow.config import ExperimentConfig, RewardModelConfig, RoleConfig, R
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.parallel.device import uses_cuda
-from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
+from hybridflow.parallel.layout import Layout, RolloutLayout, Stages, expert_tensor_parallel
 from hybridflow.placement.footprint import ITEM_BYTES
 from hybridflow.recording.trackers import check_trackers
 from hybridflow.reshard.groups import check_engine_stages, engine_stages, rollout_layout, standalone_layout
@@ -208,7 +208,7 @@ def _check_model(name: str, config: RoleConfig, spec: ModelSpec, reasons: Reason
     """Whether the model suits its role and can be cut as it says, on however many ranks."""
     reasons.of(_check_head, name, spec)
     tp, ep = config.tensor_parallel_size, config.expert_parallel_size
-    expert_tp = config.layout_on(tuple(range(tp * config.pipeline_parallel_size))).expert_tp
+    expert_tp = expert_tensor_parallel(tp, ep, config.expert_tensor_parallel_size)
     reasons.of(spec.check_parallel, f"{name}.tensor_parallel_size", tp)
     reasons.of(spec.check_experts, f"{name}.expert_parallel_size", ep)
     reasons.of(spec.check_expert_shares, f"{name}.tensor_parallel_size / expert_parallel_size", expert_tp)
@@ -236,9 +236,10 @@ def _check_head(name: str, spec: ModelSpec) -> None:
 
 def _check_layers(name: str, config: RoleConfig, spec: ModelSpec) -> None:
     """Raise ConfigError unless the layers go up in the role's pipeline stages and model chunks."""
-    one_replica = range(config.tensor_parallel_size * config.pipeline_parallel_size)
+    tp, etp = config.tensor_parallel_size, config.expert_tensor_parallel_size
+    num_replicas = expert_tensor_parallel(tp, config.expert_parallel_size, etp) * config.expert_parallel_size // tp
     try:
-        config.layout_on(tuple(one_replica)).stages(spec.num_layers)
+        config.layout_on(tuple(range(num_replicas * tp * config.pipeline_parallel_size))).stages(spec.num_layers)
     except ValueError as error:
         keys = {
             "pipeline_parallel_size": None,  # always told

@@ -136,6 +136,16 @@ EXPERT_CASES = (
     Case(tp=2, pp=2, ep=2, sequence_parallel=True, recompute="selective"),
     Case(tp=2, pp=2, vpp=2, ep=2, sequence_parallel=True),
     Case(tp=4, dp=2, ep=4),
+    # several replicas share the experts
+    Case(dp=2, ep=2),
+    Case(dp=2, etp=2),
+    Case(dp=4, ep=2, recompute="full"),
+    Case(dp=4, ep=2, etp=2),
+    Case(tp=2, dp=2, ep=4, sequence_parallel=True),
+    Case(tp=2, dp=2, ep=2, etp=2, sequence_parallel=True, recompute="selective"),
+    Case(pp=2, dp=2, ep=2),
+    Case(pp=2, dp=2, vpp=2, ep=2),
+    Case(tp=2, pp=2, dp=2, ep=4, sequence_parallel=True, recompute="full"),
 )
 MIXTURES = ("mixtral", "qwen3_moe")
 CASES += EXPERT_CASES
@@ -166,6 +176,7 @@ DEFAULT = {  # of the default set: each way to cut a model once, tied embeddings
     (SPLIT, "mixtral"),
     ("tp2pp2dp1vpp2sp-selective", "qwen2"),
     ("tp2pp1dp1vpp1ep2etpNone-none", "mixtral"),
+    ("tp1pp1dp2vpp1ep2etpNone-none", "mixtral"),
 }
 
 
