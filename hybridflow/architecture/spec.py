@@ -52,6 +52,9 @@ class ModelSpec:
     dense_ffn_hidden_size: int = 0  # of the first layers of a model with experts
     shared_ffn_hidden_size: int = 0  # of the expert that every token goes through beside its own; 0: there is none
     normalize_router: bool = True  # the weights of a token's experts sum to 1
+    routed_scaling: float = 1.0  # what those weights are multiplied with
+    qk_norm_given: bool | None = None  # None: as the family
+    num_prediction_layers: int = 0  # behind the others; their weights are neither read nor written
     sliding_window: int | None = None  # tokens that attention reaches back, itself included
     rope: Rope = field(default=(), compare=False)  # kind, theta and scaling, by name
     pad_token_id: int | None = None  # at which a score is never read; None: the config names none
@@ -60,6 +63,10 @@ class ModelSpec:
     def traits(self) -> Family:
         """What the whole family has in common."""
         return next(family for family in FAMILIES.values() if family.name == self.family)
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.traits.qk_norm if self.qk_norm_given is None else self.qk_norm_given
 
     def layer_kind(self, layer: int) -> LayerKind:
         return "experts" if self.num_experts and layer >= self.num_dense_layers else "dense"
@@ -212,12 +219,13 @@ def config_changes(spec: ModelSpec, head: Head | None) -> dict[str, Any]:
 
     An output layer of its own is said to be that, also where the source's config.json said otherwise.
     """
+    fewer = {spec.traits.prediction_layers_key: 0} if spec.num_prediction_layers else {}
     if head == spec.head:
-        return {} if spec.tied or head != "lm" else {"tie_word_embeddings": False}
+        return fewer if spec.tied or head != "lm" else {**fewer, "tie_word_embeddings": False}
     prefix = next(prefix for prefix, family in FAMILIES.items() if family.name == spec.family)
     suffix = next(suffix for suffix, head in HEADS.items() if head == "score")
     labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    return {"architectures": [prefix + suffix], **labels}
+    return {"architectures": [prefix + suffix], **labels, **fewer}
 
 
 class _Reader:
@@ -261,6 +269,7 @@ class _Reader:
             sliding_window=self._window(),
             rope=rope,
             pad_token_id=self._pad_token_id(),
+            qk_norm_given=bool(raw.get(family.qk_norm_key)) if family.qk_norm_key else None,
             **(self._experts() if family.expert_keys else {}),
         )
         self._refuse("num_key_value_heads", kv_heads, heads % kv_heads > 0, f"must divide {heads} heads")
@@ -319,7 +328,34 @@ class _Reader:
         normalize = self._family.normalize_router
         if normalize is None:
             normalize = bool(self._raw.get("norm_topk_prob", False))
-        return {"num_experts": num_experts, "experts_per_token": chosen, "normalize_router": normalize}
+        found = {"num_experts": num_experts, "experts_per_token": chosen, "normalize_router": normalize}
+        return found | self._dense_layers() | self._shared_experts() | self._scaling() | self._prediction_layers()
+
+    def _dense_layers(self) -> dict[str, Any]:
+        key, most = self._family.dense_layers_key, self._size("num_hidden_layers", most=MOST_LAYERS) - 1
+        count = self._raw.get(key, 0) if key else 0
+        wrong = not is_number(count) or count != int(count) or not 0 <= count <= most
+        self._refuse(key, count, wrong, f"must be a whole number from 0 to {most}: the other layers have experts")
+        return (
+            {"num_dense_layers": int(count), "dense_ffn_hidden_size": self._size("intermediate_size")} if count else {}
+        )
+
+    def _prediction_layers(self) -> dict[str, Any]:
+        key = self._family.prediction_layers_key
+        return {"num_prediction_layers": self._size(key, most=MOST_LAYERS)} if key and self._raw.get(key) else {}
+
+    def _shared_experts(self) -> dict[str, Any]:
+        key = self._family.shared_experts_key
+        if not key or not self._raw.get(key):
+            return {}
+        return {"shared_ffn_hidden_size": self._size(key, most=MOST_LAYERS) * self._size(self._family.ffn_key)}
+
+    def _scaling(self) -> dict[str, Any]:
+        if not self._family.sigmoid_router:
+            return {}
+        factor = self._raw.get("routed_scaling_factor", 1.0)
+        self._refuse("routed_scaling_factor", factor, not is_number(factor) or factor <= 0, "must be a positive number")
+        return {"routed_scaling": float(factor)}
 
     def _window(self) -> int | None:
         """The sliding window that attention has, if any."""

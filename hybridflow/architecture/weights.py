@@ -43,6 +43,8 @@ class Weight:
     engine_split: Split | None = None  # of the engine, where it is another
     experts: int = 0  # how many stand one below the other in this parameter; 0: it belongs to no expert
     layer: int | None = None
+    float32: bool = False  # whatever the model's dtype, here and in the engine
+    stacked: bool = True  # in a torch_dist checkpoint with the same weight of the other layers, which are all alike
 
     @property
     def group(self) -> Group:
@@ -141,6 +143,19 @@ def _router(spec: ModelSpec) -> tuple[Shape, ...]:
     return ((spec.num_experts, spec.hidden_size),)
 
 
+def _router_bias(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.num_experts,),)
+
+
+def _gate_and_up_of(kind: LayerKind) -> Shapes:
+    """Of the MLP of a layer of a kind."""
+    return lambda spec: ((spec.mlp_size(kind), spec.hidden_size),) * 2
+
+
+def _down_of(kind: LayerKind) -> Shapes:
+    return lambda spec: ((spec.hidden_size, spec.mlp_size(kind)),)
+
+
 def _score(spec: ModelSpec) -> tuple[Shape, ...]:
     return ((1, spec.embedding_size),)
 
@@ -204,6 +219,12 @@ def _opt(
     )
 
 
+def _experts_of_glm() -> tuple[Weight, ...]:
+    """Its router is in float32."""
+    router, *experts = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+    return (replace(router, float32=True), *experts)
+
+
 LM_HEAD = _top(OUTPUT, HEAD, Split.VOCAB, _vocab)
 VALUE_HEAD = _top(OUTPUT, "score.weight", REPLICATED, _score)
 INPUT_NORM = _layer(
@@ -232,6 +253,28 @@ GATE_AND_UP = _layer(
     Split.GATED,
     _gate_and_up,
     engine="mlp.gate_up_proj.weight",
+)
+DENSE_MLP = (  # of the first layers of a model with experts
+    replace(GATE_AND_UP, part_shapes=_gate_and_up_of("dense")),
+    _layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", COLUMNS, _down_of("dense")),
+)
+SHARED_EXPERT = (
+    _layer(
+        "mlp.shared_experts.linear_fc1.weight",
+        "mlp.shared_experts.gate_proj.weight mlp.shared_experts.up_proj.weight",
+        Split.GATED,
+        _gate_and_up_of("experts"),
+        engine="mlp.shared_experts.gate_up_proj.weight",
+    ),
+    _layer(
+        "mlp.shared_experts.linear_fc2.weight",
+        "mlp.shared_experts.down_proj.weight",
+        COLUMNS,
+        _down_of("experts"),
+    ),
+)
+ROUTER_BIAS = replace(
+    _layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", REPLICATED, _router_bias), float32=True
 )
 GATE_UP = replace(  # vLLM 0.32.0 runs GLM-4 by its class at transformers, and splits what it finds
     _layer("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", Split.GATED, _gate_up), engine_split=ROWS
@@ -290,6 +333,11 @@ TABLES = {
     "qwen3_moe": Table(
         layer=(*ATTENTION, *QK_NORM, ROUTER_NORM, *_experts("mlp", "gate_proj", "up_proj", "down_proj")), **ENDS
     ),
+    "glm4_moe": Table(
+        layer=(*ATTENTION, QKV_BIAS, ROUTER_NORM, *_experts_of_glm(), ROUTER_BIAS),
+        dense_layer=(*ATTENTION, QKV_BIAS, MLP_NORM, *DENSE_MLP),
+        **ENDS,
+    ),
 }
 
 # Transformer Engine fuses the norms into the linear layers that follow them.
@@ -305,6 +353,10 @@ def table_of(spec: ModelSpec) -> Table:
     if spec.post_norm:
         assert spec.family == "opt", f"{spec.family} has no layers with norms after the residual sums"
         table = replace(table, layer=OPT_POST_NORM_LAYER, final=())
+    if spec.qk_norm and not spec.traits.qk_norm:  # where some models of a family have them
+        table = replace(table, layer=(*table.layer, *QK_NORM), dense_layer=(*table.dense_layer, *QK_NORM))
+    if spec.shared_ffn_hidden_size:
+        table = replace(table, layer=(*table.layer, *SHARED_EXPERT))
     if spec.projected_size:
         tokens, *others = table.embeddings
         table = replace(table, embeddings=(tokens, PROJECT_IN, *others), final=(*table.final, PROJECT_OUT))
@@ -320,7 +372,8 @@ def layer_weights(spec: ModelSpec, kind: LayerKind) -> tuple[Weight, ...]:
     """Of each layer of a kind."""
     table = table_of(spec)
     in_layer = table.dense_layer if kind == "dense" and spec.num_experts else table.layer
-    return tuple(weight.for_experts(spec.num_experts) for weight in in_layer)
+    stacked = len(spec.layer_kinds) == 1
+    return tuple(replace(weight, stacked=stacked).for_experts(spec.num_experts) for weight in in_layer)
 
 
 def head_weights(spec: ModelSpec, head: Head) -> tuple[Weight, ...]:
@@ -374,9 +427,10 @@ def canonical_name(name: str) -> str:
 def stored_at(weight: Weight) -> tuple[str, int | None]:
     """(key in a torch_dist checkpoint, index along its leading axis of layers); no index where it has no such axis.
 
-    The keys are those that megatron-core 0.16.1 writes for layers that are all alike.
+    The keys are those that megatron-core 0.16.1 writes for layers that are all alike; of other layers each has its own.
     """
     if weight.layer is None:
         return weight.megatron, None
     prefix = f"decoder.layers.{weight.layer}."
-    return "decoder.layers." + (weight.stored or weight.megatron.removeprefix(prefix)), weight.layer
+    name = weight.stored or weight.megatron.removeprefix(prefix)
+    return ("decoder.layers." + name, weight.layer) if weight.stacked else (prefix + name, None)

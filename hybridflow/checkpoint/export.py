@@ -86,7 +86,8 @@ def _whole_tensors(
             places = grid.layout.places(weight.group)
             parts = [part.contiguous() for part in whole_parts(weight, shards, spec, places)] if shards else []
         elif grid.pp_rank == 0 and is_first:
-            parts = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+            own_dtype = torch.float32 if weight.float32 else dtype
+            parts = [torch.empty(shape, dtype=own_dtype, device=device) for shape in shapes]
         if stage != 0 and is_first:
             _to_first_stage(parts, stage, grid)
         if grid.pp_rank == 0 and is_first:
@@ -116,7 +117,7 @@ def _gather(shard: Tensor, grid: Grid, of: Group) -> list[Tensor]:
 def _plan(spec: ModelSpec, dtype: torch.dtype, head: Head) -> dict[str, TensorInfo]:
     """Every tensor in the order in which they arrive, known before the first: sizes follow from the config."""
     return {
-        name: TensorInfo(shape, dtype)
+        name: TensorInfo(shape, torch.float32 if weight.float32 else dtype)
         for weight in model_weights(spec, head)
         for name, shape in zip(weight.hf, weight.shapes(spec), strict=True)
     }

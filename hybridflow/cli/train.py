@@ -197,7 +197,7 @@ def _train_here(config: AnyConfig, chosen: Sequence[str], options: argparse.Name
     from hybridflow.parallel.device import device_name
     from hybridflow.parallel.rank_log import IN_FILES_ALONE, log_error
     from hybridflow.parallel.torchrun import is_by_command, is_rank, torchrun_rank
-    from hybridflow.placement.placed import check_output_dir
+    from hybridflow.placement.placed import check_output_dir, left_out
 
     fixed = isinstance(config, FixedDataConfig)
     rank, world_size = torchrun_rank()
@@ -209,7 +209,12 @@ def _train_here(config: AnyConfig, chosen: Sequence[str], options: argparse.Name
         check_output_dir(config)
         where = f"{world_size} ranks, platform {device_name()}"
         engine = "" if options.replay or fixed else " and the engine"
-        for line in (*config.notes, *chosen, f"loading {', '.join(config.roles())}{engine}, {where}"):
+        for line in (
+            *config.notes,
+            *chosen,
+            *left_out(config),
+            f"loading {', '.join(config.roles())}{engine}, {where}",
+        ):
             print(f"{config.name}: {line}", flush=True)
             LOG.info("%s", line, extra=IN_FILES_ALONE)
     from hybridflow.parallel.stop import StopRequest

@@ -24,7 +24,7 @@ from hybridflow.models.attention import (
     GroupedSelfAttention,
     PackedAttention,
 )
-from hybridflow.models.experts import MixtureOfExperts
+from hybridflow.models.experts import MixtureOfExperts, SigmoidRouter
 from hybridflow.models.layer_specs import DTYPES, block_spec, transformer_config
 from hybridflow.models.layers import mark
 from hybridflow.models.micro_batch import MicroBatch
@@ -70,6 +70,7 @@ class PackedModel(LanguageModule):
         for layer in self._checked_layers():
             if isinstance(layer.mlp, MixtureOfExperts):
                 layer.mlp.group, layer.mlp.router.normalize = grid.groups.tp, spec.normalize_router
+                layer.mlp.router.scaling = spec.routed_scaling
                 if layout.coupled > 1:
                     _share_experts(layer.mlp, config, grid)
         for module in self.modules():
@@ -170,6 +171,14 @@ class ValueModel(PackedModel):
         return nn.functional.linear(hidden.float(), self.output_layer.weight.float()).squeeze(-1)
 
 
+def _routers_kept(chunk: PackedModel) -> PackedModel:
+    """With those that compute in float32 in float32 again."""
+    for module in chunk.modules():
+        if isinstance(module, SigmoidRouter):
+            module.float()
+    return chunk
+
+
 def _share_experts(mixture: MixtureOfExperts, config: TransformerConfig, grid: Grid) -> None:
     """With other replicas: each rank routes tokens of its own, and gradients are summed over copies of the experts."""
     mixture.senders = grid.groups.tp_ep
@@ -224,7 +233,7 @@ def build_model(
     adapt_megatron()
     model_class = ValueModel if head == "score" else PolicyModel
     chunks: list[PackedModel] = [
-        model_class(config, spec, grid, chunk).to(device=device, dtype=DTYPES[dtype])
+        _routers_kept(model_class(config, spec, grid, chunk).to(device=device, dtype=DTYPES[dtype]))
         for chunk in range(grid.layout.vpp)
     ]
     load_weights(chunks, spec, grid, head=head, head_seed=head_seed)

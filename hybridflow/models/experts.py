@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.typed_torch import not_none
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear, softmax
+from torch.nn.utils import skip_init
 
 from hybridflow.models.expert_dispatch import computed_elsewhere
 from hybridflow.models.layers import Function
@@ -37,7 +38,7 @@ class Router(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self._chosen, self.normalize = config.moe_router_topk, True
+        self._chosen, self.normalize, self.scaling = config.moe_router_topk, True, 1.0
         num_experts = not_none(config.num_moe_experts)
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, dtype=config.params_dtype))
 
@@ -48,6 +49,44 @@ class Router(nn.Module):
         """
         shares, experts = softmax(linear(tokens, self.weight), dim=-1, dtype=torch.float32).topk(self._chosen)
         return shares / shares.sum(-1, keepdim=True) if self.normalize else shares, experts
+
+
+class SigmoidRouter(Router):
+    """Of GLM-4.5, and of DeepSeek-V3 (DeepSeek-AI 2024, arXiv 2412.19437, equations 14 to 16), without groups.
+
+    Scores are the sigmoids of the logits, in float32. The k largest of score + bias count; what they count is the score
+    alone, divided by their sum if so configured, times `scaling`. The bias is no parameter of the loss and stays.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.weight = nn.Parameter(self.weight.data.float())
+        self.expert_bias = nn.Parameter(torch.zeros(len(self.weight)), requires_grad=False)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        scores = linear(tokens.float(), self.weight).sigmoid()
+        experts = (scores + self.expert_bias).topk(self._chosen).indices
+        shares = scores.gather(1, experts)
+        if self.normalize:
+            shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
+        return shares * self.scaling, experts
+
+
+class SharedExpert(nn.Module):
+    """This rank's share of the expert that every token goes through, cut like a dense MLP."""
+
+    def __init__(self, config: TransformerConfig, size: int, swiglu: Function) -> None:
+        super().__init__()
+        self._swiglu = swiglu
+        shape = (2 * size // config.tensor_model_parallel_size, config.hidden_size)  # [gate; up]
+        options = {"bias": False, "dtype": config.params_dtype}
+        self.linear_fc1 = skip_init(nn.Linear, shape[1], shape[0], **options)  # every weight is loaded
+        self.linear_fc2 = skip_init(nn.Linear, shape[0] // 2, shape[1], **options)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(t, hidden) -> (t, hidden): this rank's summand of the outputs."""
+        output: Tensor = self.linear_fc2(self._swiglu.apply(self.linear_fc1(tokens)))
+        return output
 
 
 class ExpertLinear(nn.Module):
@@ -118,10 +157,24 @@ class MixtureOfExperts(MegatronModule):
     are of several replicas; else None.
     """
 
-    def __init__(self, config: TransformerConfig, *, swiglu: Function, place: Place, **kwargs: object) -> None:
-        """kwargs: what a layer of 0.19.2 tells any MLP; its groups are not asked, `group` is."""
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        swiglu: Function,
+        place: Place,
+        router: type[Router] = Router,
+        shared_size: int = 0,
+        **kwargs: object,
+    ) -> None:
+        """shared_size: of the expert that every token goes through; 0: there is none.
+
+        kwargs: what a layer of 0.19.2 tells any MLP; its groups are not asked, `group` is.
+        """
         super().__init__(config=config)
-        self.router, self.experts = Router(config), Experts(config, swiglu, place)
+        self.router, self.experts = router(config), Experts(config, swiglu, place)
+        if shared_size:
+            self.shared_experts = SharedExpert(config, shared_size, swiglu)
         self.group: dist.ProcessGroup | None = None
         self.senders: dist.ProcessGroup | None = None
         self._place = place
@@ -136,13 +189,22 @@ class MixtureOfExperts(MegatronModule):
         shares, experts = self.router(tokens)
         # each rank's part of the experts gives a part of these gradients; their sum is the router's and the tokens'
         tokens, shares = (copy_to_tensor_model_parallel_region(x, group=self.group) for x in (tokens, shares))
-        output = self.experts(tokens, shares, experts).unflatten(0, hidden.shape[:2])
-        reduce = (
-            reduce_scatter_to_sequence_parallel_region
-            if self.config.sequence_parallel
-            else reduce_from_tensor_model_parallel_region
-        )
-        return reduce(output, group=self.group), None
+        output = self.experts(tokens, shares, experts)
+        if self._has_shared:
+            output = output + self.shared_experts(tokens)
+        return self._summed(output.unflatten(0, hidden.shape[:2])), None
+
+    @property
+    def _has_shared(self) -> bool:
+        return hasattr(self, "shared_experts")
+
+    def _summed(self, output: Tensor) -> Tensor:
+        """Over the tensor-parallel ranks; with sequence parallelism of this rank's tokens."""
+        if self.config.sequence_parallel:
+            summed: Tensor = reduce_scatter_to_sequence_parallel_region(output, group=self.group)
+        else:
+            summed = reduce_from_tensor_model_parallel_region(output, group=self.group)
+        return summed
 
     def _computed_elsewhere(self, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
         tokens = hidden.flatten(0, 1)
@@ -151,4 +213,12 @@ class MixtureOfExperts(MegatronModule):
         output = computed_elsewhere(
             tokens, shares, experts, place=self._place, num_held=num_held, group=group, compute=compute
         )
-        return output.view(hidden.shape)
+        return output.view(hidden.shape) + self._shared(hidden) if self._has_shared else output.view(hidden.shape)
+
+    def _shared(self, hidden: Tensor) -> Tensor:
+        """The shared expert's output by itself: its shares lie on the tensor-parallel ranks."""
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=self.group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.group)
+        return self._summed(self.shared_experts(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2]))

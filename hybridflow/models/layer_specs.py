@@ -37,7 +37,7 @@ from hybridflow.models.attention import (
     neighbours,
     rotation,
 )
-from hybridflow.models.experts import MixtureOfExperts
+from hybridflow.models.experts import MixtureOfExperts, Router, SigmoidRouter
 from hybridflow.models.layers import LayerNorm, ReLU, RMSNorm, SwiGLU
 from hybridflow.models.opt import PostNormLayer
 from hybridflow.models.shared_prompt import AttentionKernel
@@ -61,7 +61,7 @@ def transformer_config(
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
-        ffn_hidden_size=spec.ffn_hidden_size,
+        ffn_hidden_size=spec.mlp_size("dense") or spec.ffn_hidden_size,
         num_attention_heads=spec.num_heads,
         num_query_groups=spec.num_kv_heads,
         kv_channels=spec.head_dim,
@@ -71,7 +71,7 @@ def transformer_config(
         activation_func=nn.functional.silu if traits.gated else nn.functional.relu,
         add_bias_linear=traits.linear_bias,
         add_qkv_bias=traits.qkv_bias,
-        qk_layernorm=traits.qk_norm,
+        qk_layernorm=spec.qk_norm,
         rotary_interleaved=traits.rotary_interleaved,
         **(_expert_config(spec) if spec.num_experts else {}),
         attention_dropout=0.0,
@@ -173,18 +173,20 @@ def _layer_spec(
     traits, classes = spec.traits, layer_classes()
     if _transformer_engine() and not spec.post_norm:  # it has a norm in front of every linear layer
         layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=spec.num_experts if kind == "experts" else None, qk_layernorm=traits.qk_norm
+            num_experts=spec.num_experts if kind == "experts" else None, qk_layernorm=spec.qk_norm
         )
     else:
-        layer = get_gpt_layer_local_spec(qk_layernorm=traits.qk_norm)
-        _name_local_layers(layer, norm, classes.swiglu if traits.gated else ReLU, qk_norm=traits.qk_norm)
+        layer = get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm)
+        _name_local_layers(layer, norm, classes.swiglu if traits.gated else ReLU, qk_norm=spec.qk_norm)
     parts = _submodules(layer, TransformerLayerSubmodules)
     if norm is classes.rms_norm:
         layer.module = classes.layer_of_rms_norms
     if spec.post_norm:
         layer.module, parts.input_layernorm, parts.pre_mlp_layernorm = PostNormLayer, IdentityOp, IdentityOp
     if kind == "experts":
-        parts.mlp = ModuleSpec(MixtureOfExperts, params={"swiglu": classes.swiglu.function, "place": place})
+        router = SigmoidRouter if traits.sigmoid_router else Router
+        kind_of = {"router": router, "shared_size": spec.shared_ffn_hidden_size}
+        parts.mlp = ModuleSpec(MixtureOfExperts, params={"swiglu": classes.swiglu.function, "place": place, **kind_of})
     assert isinstance(parts.self_attention, ModuleSpec)
     parts.self_attention.module = classes.self_attention
     functions = attention_functions(dtype, interleaved=traits.rotary_interleaved)

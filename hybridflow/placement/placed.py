@@ -186,6 +186,17 @@ def place_either(config: AnyConfig, world_size: int, *, cuda: bool | None = None
     return place(config, world_size, cuda=cuda)
 
 
+def left_out(config: RunConfig) -> list[str]:
+    """What is in the models' directories and is not loaded, a line each. Errors: CheckpointError as `read_spec`."""
+    specs = {name: read_spec(role.model) for name, role in config.roles().items()}
+    return [
+        f"{name}.model: the last {spec.num_prediction_layers} layers ({spec.traits.prediction_layers_key} of config.json) "
+        f"are left out: they guess further tokens, and are neither trained nor exported"
+        for name, spec in specs.items()
+        if spec.num_prediction_layers
+    ]
+
+
 def _specs(config: RunConfig, reasons: Reasons) -> dict[str, ModelSpec]:
     """By role, those that can be read. Roles may share a directory, which is then read once."""
     roles = config.roles()

@@ -75,6 +75,7 @@ FAMILIES = {
     "rope_llama3": ("llama", False, 4),
     "rope_linear": ("llama", False, 4),
     "qwen3_moe": ("qwen3_moe", True, 2),
+    "glm4_moe": ("glm4_moe", False, 2),
 }
 CHANGES = {
     "rope_llama3": {"rope_parameters": ROPE_LLAMA3},
@@ -105,6 +106,7 @@ FAMILY_CASES: dict[str, tuple[str, ...]] = {
     "rope_llama3": ("tp2pp1dp1vpp1-none",),
     "rope_linear": ("tp1pp1dp1vpp1-none",),
     "qwen3_moe": (SPLIT, STAGED, FEW_KV),
+    "glm4_moe": (SPLIT, STAGED, MIXED, FEW_KV),
 }
 CASES = (
     Case(all_budgets=True),
@@ -147,7 +149,7 @@ EXPERT_CASES = (
     Case(pp=2, dp=2, vpp=2, ep=2),
     Case(tp=2, pp=2, dp=2, ep=4, sequence_parallel=True, recompute="full"),
 )
-MIXTURES = ("mixtral", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe")
 CASES += EXPERT_CASES
 BUDGETS = (64, 17, 1000)  # micro-batch tokens: several sequences, about one, all in one
 HYPER = Hyperparameters(temperature=0.8)
@@ -177,6 +179,7 @@ DEFAULT = {  # of the default set: each way to cut a model once, tied embeddings
     ("tp2pp2dp1vpp2sp-selective", "qwen2"),
     ("tp2pp1dp1vpp1ep2etpNone-none", "mixtral"),
     ("tp1pp1dp2vpp1ep2etpNone-none", "mixtral"),
+    ("tp2pp2dp1vpp1ep2etpNonesp-selective", "glm4_moe"),
 }
 
 
