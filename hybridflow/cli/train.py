@@ -209,12 +209,8 @@ def _train_here(config: AnyConfig, chosen: Sequence[str], options: argparse.Name
         check_output_dir(config)
         where = f"{world_size} ranks, platform {device_name()}"
         engine = "" if options.replay or fixed else " and the engine"
-        for line in (
-            *config.notes,
-            *chosen,
-            *left_out(config),
-            f"loading {', '.join(config.roles())}{engine}, {where}",
-        ):
+        loading = f"loading {', '.join(config.roles())}{engine}, {where}"
+        for line in (*config.notes, *chosen, *left_out(config), loading):
             print(f"{config.name}: {line}", flush=True)
             LOG.info("%s", line, extra=IN_FILES_ALONE)
     from hybridflow.parallel.stop import StopRequest

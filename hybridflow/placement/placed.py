@@ -190,7 +190,7 @@ def left_out(config: RunConfig) -> list[str]:
     """What is in the models' directories and is not loaded, a line each. Errors: CheckpointError as `read_spec`."""
     specs = {name: read_spec(role.model) for name, role in config.roles().items()}
     return [
-        f"{name}.model: the last {spec.num_prediction_layers} layers ({spec.traits.prediction_layers_key} of config.json) "
+        f"{name}.model: the last {spec.num_prediction_layers} layers ({spec.traits.prediction_layers_key}) "
         f"are left out: they guess further tokens, and are neither trained nor exported"
         for name, spec in specs.items()
         if spec.num_prediction_layers
