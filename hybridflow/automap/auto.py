@@ -104,7 +104,7 @@ def reasons_of(found: Found, facts: Facts) -> list[str]:
     """Why these values."""
     best, room = found.plans[0], facts.memory_bytes - facts.margin_bytes
     lines = [
-        f"auto: on {found.request.world_size} ranks of {facts.what}, the fastest that is foretold of what fits in "
+        f"auto: on {found.request.world_size} ranks of {facts.what}, the fastest predicted layout that fits in "
         f"{gib(room)} GiB a rank: {best.seconds:.3g} s an iteration, {gib(best.fullest.bytes)} GiB on rank "
         f"{best.fullest.rank} ({best.fullest.moment})"
     ]

@@ -1,10 +1,10 @@
-"""The checkpoints of a run: which there are, whether they are whole, and how to go on from them.
+"""List the checkpoints of a run, check that they are intact, and say how to resume from each.
 
     hybridflow checkpoints runs/math [--verify] [--metric NAME ...]
 
-DIR is a run's directory, its checkpoints/, or one checkpoint. Without --verify the size of every file is compared with
-the checkpoint's manifest, which takes no time; with it every byte is read. The exit status is 0 if all are intact, 1 if
-one is damaged or there is none.
+DIR is a run's directory, its checkpoints/, or one checkpoint. Without --verify the command compares the size of every
+file with the checkpoint's manifest. With --verify it reads every byte. The exit status is 0 if all checkpoints are
+intact, and 1 if one is damaged or there is none.
 """
 
 import argparse
@@ -47,7 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("directory", metavar="DIR", type=Path, help="a run, its checkpoints/, or one checkpoint")
     parser.add_argument("--verify", action="store_true", help="read every byte")
-    parser.add_argument("--metric", action="append", metavar="NAME", help="show this metric; may be given repeatedly")
+    parser.add_argument(
+        "--metric", action="append", metavar="NAME", help="show this metric; may be given several times"
+    )
     parser.add_argument("--version", action="version", version=__version__)
     options = parser.parse_args(arguments)
     try:

@@ -213,7 +213,7 @@ def _written(best: "SearchedPlan", output: Path | None, svg: Path | None, source
     if output is not None:
         files.append((output, f"# Found by `hybridflow plan --search` of {source}.\n{best.config.to_yaml()}"))
     if svg is not None:
-        title = f"{best.config.name}: an iteration on {best.placed.world_size} ranks, {best.seconds:.4g} s foretold"
+        title = f"{best.config.name}: an iteration on {best.placed.world_size} ranks, {best.seconds:.4g} s predicted"
         files.append((svg, gantt(best.prediction.spans, best.placed.world_size, title=title)))
     for path, text in files:
         try:
