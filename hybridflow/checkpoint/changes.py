@@ -77,7 +77,7 @@ class Changes:
         if not refused:
             return
         lines = [f"{_difference(change)}: {change.why}" for change in refused]
-        where = "a fork" if self.fork else "a run that goes on"
+        where = "a fork" if self.fork else "a resumed run"
         raise ConfigError("\n".join([f"what may not change in {where}:", *lines, self._way_out(refused)]))
 
     def _meaning(self, change: Change) -> str:

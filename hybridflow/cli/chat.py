@@ -68,8 +68,8 @@ def model_directory(given: Path) -> Path:
         return given
     if (given / "config.yaml").is_file():
         raise RunDirError(
-            f"{given}: the run has written no model yet: {given}/hf appears when it ends; of a checkpoint, "
-            f"`hybridflow convert megatron-to-hf` makes one"
+            f"{given}: the run has written no model yet. {given}/hf appears at the end of the run. `hybridflow convert "
+            "megatron-to-hf` writes the model of a checkpoint"
         )
     raise RunDirError(f"{given}: is neither a run's directory nor a model's: no config.yaml and no config.json")
 

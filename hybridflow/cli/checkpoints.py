@@ -135,7 +135,10 @@ def _notes(inventory: CheckpointListing, entries: Sequence[ListedCheckpoint], ch
     for path in inventory.leftovers:
         yield f"{path}: {decimal(size_of(path))}, of a save that is under way or did not end; the next save removes it"
     if not inventory.is_one and inventory.latest not in [step.name for step in inventory.steps]:
-        yield f"latest names {inventory.latest or 'nothing'}: no checkpoint; a run does not need it to go on"
+        yield (
+            f"latest names {inventory.latest or 'nothing'}, which is no checkpoint; a resume does not need the file "
+            "latest"
+        )
     yield from _forks(entries)
     for metric in chosen:
         if not _has(entries, metric):
@@ -163,7 +166,7 @@ def _commands(entry: ListedCheckpoint, *, goes_on: bool) -> Iterator[str]:
     train = f"torchrun --nproc-per-node N -m hybridflow.train {_quoted(entry.step / CONFIG)}"
     if goes_on and entry.step.resolve().parent.name == CHECKPOINTS:
         keys = " ".join(map(_quoted, _keys(entry.step.resolve().parents[1], entry.told)))
-        yield f"go on from {entry.iteration} with the command that began the run, or: {f'{train} {keys}'.rstrip()}"
+        yield f"resume from {entry.iteration} with the command that began the run, or: {f'{train} {keys}'.rstrip()}"
     yield f"fork {entry.iteration}: {train} {_quoted(f'checkpoint.load={entry.step}')} name=NEW"
     yield f"convert {entry.iteration}: hybridflow convert megatron-to-hf {_quoted(entry.step / 'actor')} OUT"
 

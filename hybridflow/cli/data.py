@@ -3,8 +3,8 @@
     hybridflow data data/train.parquet                                       # the columns alone
     hybridflow data data/train.parquet configs/mine.yaml [section.key=value ...]
 
-FILE is a file of rows (JSON, Parquet or Arrow), a directory of such files, or a data set of the HuggingFace Hub, such
-as '{hub: openai/gsm8k, name: main, split: train}'. FILE takes the place of data.train in CONFIG. The other keys of the
+FILE is a file of rows (JSON, Parquet or Arrow), or a directory of such files. A data set of the HuggingFace Hub is
+'{hub: openai/gsm8k, name: main, split: train}'. FILE takes the place of data.train in CONFIG. The other keys of the
 section `data` say how the rows are read. The tokenizer is the trained model's own. [[ and ]] enclose the tokens that
 are trained on. For a run that generates, the command shows the prompts. The exit status is 1 if the run would not
 begin.

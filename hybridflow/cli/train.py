@@ -32,9 +32,9 @@ or one of its batch files. --rollout-only generates and scores responses, dumps 
 write into a directory of their own, NAME-replay or NAME-rollout, without hf/.
 
 A run is saved every 30 minutes (checkpoint.save_minutes), or every checkpoint.save_interval iterations. The same
-command resumes the run after any end. SIGTERM and SIGUSR1 make the run save and end. The exit status is 0 after a
-finished run, 1 after an error, 70 after a rank that was stuck, 75 after a stop with a checkpoint, and 76 after a stop
-without one.
+command resumes the run after any end. SIGTERM and SIGUSR1 make the run save and end. The exit statuses are:
+
+    0  finished      1  error      70  a rank was stuck      75  stopped, and saved      76  stopped, and not saved
 """
 
 import argparse
@@ -296,7 +296,7 @@ def _end_as_told(stopped: Stopped) -> NoReturn:
     from hybridflow.parallel.torchrun import torchrun_rank
 
     if torchrun_rank()[0] == 0:
-        saved = "it is saved: the same command goes on from there" if stopped.saved else "it is not saved"
+        saved = "the run is saved, and the same command resumes" if stopped.saved else "the run is not saved"
         print(f"hybridflow: stopped {stopped}; {saved}", flush=True)
     leave(ExitStatus.STOPPED if stopped.saved else ExitStatus.NOT_SAVED)
 

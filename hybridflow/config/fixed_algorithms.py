@@ -79,8 +79,8 @@ class DPO(Section):
 class KTO(Section):
     """Kahneman-Tversky optimisation of completions that are good or bad, not in pairs. arXiv 2402.01306.
 
-    The loss compares log-ratios with a reference point: the mean log-ratio of mismatched pairs, at least 0. Such a pair is
-    a prompt with the completion of the next row. The mean is over the global batch, without gradient.
+    The loss compares log-ratios with a reference point: the mean log-ratio of mismatched pairs, at least 0. Such a pair
+    is a prompt with the completion of the next row. The mean is over the global batch, without gradient.
     """
 
     name: Literal["kto"] = "kto"

@@ -8,9 +8,10 @@ HOSTS has one line for each host: `[user@]host slots=N [port=N]`. A slot is a ra
 Code, environment and models lie at the same paths on every host. The launcher first reaches and compares all hosts.
 Then torchrun starts on each host. The output of all hosts appears here, each line behind its host's name. The output
 also goes to runs/NAME/logs/HOST.log. The first Ctrl-C or SIGTERM makes the run save and end. The second one ends the
-run at once. After the failure of a rank or a host the launcher ends all ranks. The exit status is the status of the
-first failure: 70 for a rank that was stuck, 75 for a stop with a checkpoint, 76 for a stop without one, 128 + N for
-signal N, otherwise 1.
+run at once. After the failure of a rank or a host the launcher ends all ranks. The exit status is that of the first
+failure:
+
+    70  a rank was stuck      75  stopped, and saved      76  stopped, and not saved      128 + N  signal N      1  else
 
 With spare hosts, `--nnodes 2:3`, the run resumes on the remaining hosts from its latest checkpoint. Arguments behind
 `--` go to `hybridflow train`, or with --health to `hybridflow health`.

@@ -2,17 +2,17 @@
 
     hybridflow make-tiny OUT [--seed 0]
 
-OUT/policy          LlamaForCausalLM, fine-tuned to write four digits backwards until some 40% of unseen ones are right
-OUT/reward          LlamaForSequenceClassification, one score at the last token of prompt + answer
-OUT/tokenizer       sentencepiece and fast tokenizer, also in both model directories; adds no bos
-OUT/train.jsonl     {"prompt": "4729=", "answer": "9274"} a line
-OUT/heldout.jsonl   prompts that appear in no training, and neither do their mirrors such as 9274=
-OUT/sft.jsonl       {"prompt", "completion"} a line: the prompts of train.jsonl with their answers
-OUT/preferences.jsonl   pairs for reward models and DPO: right and wrong answers, half of the wrong ones the policy's
-OUT/labelled.jsonl  the same answers with labels, for KTO
-OUT/*_heldout.jsonl for each of the last three files: the prompts of heldout.jsonl
-OUT/report.json     accuracies, sizes, seconds, seed
-OUT/logs/           logs of the trainings
+    OUT/policy          LlamaForCausalLM that writes four digits backwards, right for some 40% of unseen ones
+    OUT/reward          LlamaForSequenceClassification, one score at the last token of prompt + answer
+    OUT/tokenizer       sentencepiece and fast tokenizer, also in both model directories; adds no bos
+    OUT/train.jsonl     {"prompt": "4729=", "answer": "9274"} a line
+    OUT/heldout.jsonl   prompts that appear in no training, and neither do their mirrors such as 9274=
+    OUT/sft.jsonl       {"prompt", "completion"} a line: the prompts of train.jsonl with their answers
+    OUT/preferences.jsonl   pairs for reward models and DPO; half of the wrong answers are the policy's
+    OUT/labelled.jsonl  the same answers with labels, for KTO
+    OUT/*_heldout.jsonl for each of the last three files: the prompts of heldout.jsonl
+    OUT/report.json     accuracies, sizes, seconds, seed
+    OUT/logs/           logs of the trainings
 
 The command runs `hybridflow train` three times and prints the three commands. `sft` trains the policy from random
 weights and ends early. A second `sft` trains a copy until it solves the task. `reward_model` trains the reward model
