@@ -318,11 +318,9 @@ class CheckpointManager:
             return []
         every = self._config.metrics.eval_interval
         some = its.best_metric.startswith("eval/") and every and (its.save_interval % every or not its.save_interval)
-        known = (
-            f"; of those that metrics.eval_interval = {every} divides, the others have no such metric" if some else ""
-        )
+        known = f"; only iterations that metrics.eval_interval = {every} divides have this metric" if some else ""
         return [
-            f"checkpoint.keep_best = {its.keep_best}: those of the {its.keeps} {its.best_metric} are kept "
+            f"checkpoint.keep_best = {its.keep_best}: the checkpoints with the {its.keeps} {its.best_metric} are kept "
             f"(checkpoint.best_is = {its.best_is}){known}"
         ]
 

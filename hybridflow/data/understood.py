@@ -40,7 +40,7 @@ def of_prompts(
         )
     for i, model in enumerate(config.reward.models if config.reward is not None else ()):
         own = load_tokenizer(Path(model.model)) if model.reencode else tokenizer
-        anew = "its text is encoded by its own tokenizer, and " if model.reencode else ""
+        anew = "the model's own tokenizer encodes the text, and " if model.reencode else ""
         lines.append(f"reward.models.{i}: {anew}{_read_at(model.model, own)}")
     return lines
 
@@ -86,5 +86,5 @@ def _values(values: Sequence[Any]) -> str:
 def _read_at(model: str, tokenizer: PreTrainedTokenizerBase) -> str:
     pad = read_spec(model).pad_token_id
     if pad is None:
-        return "its score is read at the last token of a response"
-    return f"its score is read at the last token of a response that is not {named_tokens([pad], tokenizer)}"
+        return "the score is read at the last token of a response"
+    return f"the score is read at the last token of a response that is not {named_tokens([pad], tokenizer)}"

@@ -221,9 +221,9 @@ def test_all_that_is_refused_is_told_at_once() -> None:
         "what may not change in a resumed run:",
         like("seed: 0 -> 3: the key decides the order of prompts: the saved place means another prompt"),
         like("actor.dtype: bfloat16 -> float32: weights and optimizer state have that type"),
-        "give the former values; or start anew, checkpoint.load: none",
+        "give the former values, or start anew with checkpoint.load: none",
     ]
-    with pytest.raises(ConfigError, match=r"checkpoint\.load: RUN_DIR, where they may"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.load: RUN_DIR\. A fork may change"):
         found(with_value("seed", 3)).refuse()
     with pytest.raises(ConfigError, match="what may not change in a fork"):
         found(now, fork=True).refuse()

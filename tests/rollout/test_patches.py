@@ -24,7 +24,7 @@ def no_patch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_release_is_refused_before_it_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
-    with pytest.raises(EnvironmentProblem, match=r"^vllm 0\.33\.0 is installed, hybridflow needs vllm 0\.32\.0"):
+    with pytest.raises(EnvironmentProblem, match=r"^vllm 0\.33\.0 is installed, but hybridflow needs vllm 0\.32\.0"):
         patches.prepare_vllm()
 
 
@@ -32,7 +32,7 @@ def test_the_loader_refuses_another_release(monkeypatch: pytest.MonkeyPatch) -> 
     from hybridflow.rollout.loader import AliasLoader
 
     monkeypatch.setattr(vllm, "__version__", "0.31.0")
-    with pytest.raises(EnvironmentProblem, match=r"^vllm 0\.31\.0 is installed, hybridflow needs vllm 0\.32\.0"):
+    with pytest.raises(EnvironmentProblem, match=r"^vllm 0\.31\.0 is installed, but hybridflow needs vllm 0\.32\.0"):
         AliasLoader(None)
 
 
