@@ -13,7 +13,7 @@ Several processes convert together, with the same result:
 
     torchrun --nproc-per-node 8 -m tools.convert hf-to-megatron SRC DST
 
-A conversion is complete or does not happen. An error names each tensor of the source that has no place in the target.
+A conversion is complete or does not happen. The command names each tensor of the source without a place in the target.
 The target appears when all of it is on the disk. The exit status is 0, or 1 after an error, a difference, or something
 unknown.
 """
