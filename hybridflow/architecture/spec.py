@@ -108,8 +108,8 @@ class ModelSpec:
         few, many = sorted((self.num_kv_heads, tp))
         if many % few:
             raise ConfigError(
-                f"{key} = {tp} neither divides num_key_value_heads = {self.num_kv_heads} of {self.path} nor is a "
-                f"multiple of it: {many} = {many // few} x {few} + {many % few}"
+                f"{key} = {tp} must divide num_key_value_heads = {self.num_kv_heads} of {self.path} or be a multiple "
+                f"of that number: {many} = {many // few} x {few} + {many % few}"
             )
         rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim  # ranks may share a key/value group
         if rows % tp:
@@ -159,8 +159,8 @@ class ModelSpec:
             )
         if self.sliding_window is not None and longest > self.sliding_window:
             raise ConfigError(
-                f"{length} exceeds sliding_window = {self.sliding_window} of {self.path}: attention is trained over "
-                f"the whole sequence, which is the same up to this length alone"
+                f"{length} exceeds sliding_window = {self.sliding_window} of {self.path}: hybridflow trains attention "
+                "over the whole sequence, which is the same only up to the window's length"
             )
 
     def check_vocabulary(self, role: str, actor: "ModelSpec") -> None:

@@ -1,4 +1,4 @@
-"""Seconds of an iteration, foretold from shapes, layouts and a device profile. Pure.
+"""Seconds of an iteration, predicted from shapes, layouts and a device profile. Pure.
 
     prediction = predict(place(config, 8), load_profile("h100-sxm"))
     prediction.seconds, prediction.phases, prediction.spans, prediction.idle

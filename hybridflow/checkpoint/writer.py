@@ -226,7 +226,7 @@ class CheckpointWriter:
     def _failed(self, error: SaveError) -> None:
         if self._config.on_error == "stop":
             raise error
-        self.report(f"warning: {error}; the run goes on (checkpoint.on_error = continue)")
+        self.report(f"warning: {error}; the run continues (checkpoint.on_error = continue)")
 
     # ---- in the background, if there is one
 

@@ -64,9 +64,9 @@ class KVCacheSize:
             whole = min(whole, free // 2)
             if whole < self.least:
                 raise ConfigError(
-                    f"rollout.kv_cache_gib is not given, and half of the {free:,} bytes that are free on the rank with "
-                    f"least of them cannot hold one sequence, which takes {self.least:,}: hybridflow.plan shows what "
-                    f"takes memory"
+                    f"rollout.kv_cache_gib is not given, and half of the {free:,} bytes on the rank with the least "
+                    f"free memory cannot hold one sequence of {self.least:,} bytes. `hybridflow plan` shows the memory "
+                    "of each rank"
                 )
         return whole * len(stages[stage]) // max(map(len, stages))
 
@@ -318,10 +318,10 @@ def size_kv_cache(
     if given < needed:
         raise ConfigError(
             f"rollout.kv_cache_gib = {config.rollout.kv_cache_gib:g} ({given:,} bytes) cannot hold one sequence of "
-            f"data.max_prompt_length + sampling.max_response_length = {length} tokens: {num_blocks} blocks "
-            f"({own_blocks} of them vLLM's own) of {block_tokens} tokens x 2 (keys and values) x {num_layers} layers x "
-            f"{num_heads} key/value heads x head_dim {spec.head_dim} x {itemsize} bytes = {needed:,} bytes on an "
-            f"engine rank; the least that fits is {gib_of(needed)}"
+            f"data.max_prompt_length + sampling.max_response_length = {length} tokens. An engine rank needs "
+            f"{num_blocks} blocks ({own_blocks} of them vLLM's own) of {block_tokens} tokens x 2 (keys and values) x "
+            f"{num_layers} layers x {num_heads} key/value heads x head_dim {spec.head_dim} x {itemsize} bytes = "
+            f"{needed:,} bytes. The least value that fits is {gib_of(needed)}"
         )
     return KVCacheSize(given, needed, block_tokens, is_given=True)
 

@@ -191,11 +191,11 @@ def reserve_address_space(device: torch.device, exchange: Exchange) -> tuple[Add
     Collective over the world: some ranks of an engine would else capture graphs, and others not.
     """
     space: AddressSpace | None = None
-    why = "the weights that it gathers have no fixed addresses on another rank"
+    why = "gathered weights have no fixed addresses on another rank"
     try:
         space = reserved_space(device)
     except EnvironmentProblem as problem:
-        why = f"the weights that it gathers have no fixed addresses: {problem}"
+        why = f"gathered weights have no fixed addresses: {problem}"
     missing = exchange.maximum(torch.tensor(int(space is None), device=exchange.device))
     return (None, why) if int(missing) else (space, None)
 

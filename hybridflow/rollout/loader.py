@@ -101,8 +101,8 @@ def _check_experts(model: nn.Module) -> None:
         method = getattr(module, "quant_method", None)
         if isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend.name not in READ_AS_THEY_STAND:
             raise EnvironmentProblem(
-                f"vLLM computes experts by {method.unquantized_backend.name}, which reorders their weights; "
-                f"it must be one of {', '.join(READ_AS_THEY_STAND)} to read those of the trainer"
+                f"vLLM computes experts by {method.unquantized_backend.name}, which reorders the experts' weights. "
+                f"Only {', '.join(READ_AS_THEY_STAND)} can read the trainer's weights"
             )
 
 

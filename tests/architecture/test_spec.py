@@ -320,8 +320,8 @@ def test_ranks_may_share_a_key_value_head(num_kv_heads: int) -> None:
         (
             {"ffn_hidden_size": 96, "vocab_size": 192},
             3,
-            "actor.tensor_parallel_size = 3 neither divides num_key_value_heads = 2 of a/b nor is a multiple of it: "
-            "3 = 1 x 2 + 1",
+            "actor.tensor_parallel_size = 3 must divide num_key_value_heads = 2 of a/b or be a multiple of that "
+            "number: 3 = 1 x 2 + 1",
         ),
         (  # 3 ranks share each group
             {"num_heads": 12, "num_kv_heads": 2, "ffn_hidden_size": 96, "vocab_size": 192},
@@ -332,8 +332,8 @@ def test_ranks_may_share_a_key_value_head(num_kv_heads: int) -> None:
         (
             {"num_heads": 12, "num_kv_heads": 6},
             4,
-            "actor.tensor_parallel_size = 4 neither divides num_key_value_heads = 6 of a/b nor is a multiple of it: "
-            "6 = 1 x 4 + 2",
+            "actor.tensor_parallel_size = 4 must divide num_key_value_heads = 6 of a/b or be a multiple of that "
+            "number: 6 = 1 x 4 + 2",
         ),
         (
             {"num_heads": 9, "num_kv_heads": 9},
@@ -419,7 +419,6 @@ def test_a_sliding_window_counts_where_sequences_are_longer() -> None:
     assert str(caught.value) == (
         like(
             "data.max_prompt_length + sampling.max_response_length = 61 exceeds sliding_window = 60 of a/b: "
-            "attention is "
-            "trained over the whole sequence, which is the same up to this length alone"
+            "hybridflow trains attention over the whole sequence, which is the same only up to the window's length"
         )
     )
