@@ -104,7 +104,7 @@ class EngineMemory:
         whole = option.expert_parallel
         rollout = rollout_layout(train, option.tp, option.pp, expert_parallel=whole) if colocated else alone
         bucket_elements = config.rollout.bucket_bytes(cuda=True) // ITEM_BYTES[config.actor.dtype]
-        plan = plan_reshard(spec, train, rollout, bucket_elements=bucket_elements)
+        plan = plan_reshard(spec, train, rollout, bucket_elements=bucket_elements, dtype=config.actor.dtype)
         holdings = EngineHoldings(
             plan, spec, itemsize=ITEM_BYTES[config.actor.dtype], bucket_elements=storage_elements(config)
         )

@@ -22,7 +22,7 @@ from hybridflow.config import ExperimentConfig, TrainedRoleConfig
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.placement.deferred_log_probs import asks_for_log_probs, rows_told
-from hybridflow.placement.footprint import ITEM_BYTES, optimizer_bytes, stage_elements
+from hybridflow.placement.footprint import ITEM_BYTES, stage_optimizer_bytes
 from hybridflow.placement.overlapped_scoring import UNITS_PER_BLOCK, models_that_wait
 from hybridflow.placement.placed import KVCacheSize, PlacedFixed, PlacedModel, PlacedRun
 from hybridflow.placement.saving import written_bytes
@@ -249,7 +249,7 @@ def reshard_cost(
 ) -> Cost:
     """From training to engine shards: what the busiest rank receives or sends, over the slowest link that it comes by;
     what it permutes in place, there and back."""
-    plan = plan_reshard(actor.spec, actor.layout, rollout, bucket_elements=bucket_elements)
+    plan = plan_reshard(actor.spec, actor.layout, rollout, bucket_elements=bucket_elements, dtype=actor.config.dtype)
     hosts = 2 if _crosses_hosts(plan, ranks_per_host) else 1
     return moving_cost(Moved.of(plan, ITEM_BYTES[actor.config.dtype]), device, hosts=hosts, busy=len(rollout.ranks))
 
@@ -295,8 +295,7 @@ def offload_cost(model: PlacedModel, device: Device) -> Cost:
     config = model.config
     if not isinstance(config, TrainedRoleConfig) or not config.offload_optimizer:
         return Cost()
-    elements = max(stage_elements(model.spec, model.head, model.layout))
-    size = optimizer_bytes(elements, config.optimizer, dtype=config.dtype, dp=model.layout.dp)
+    size = max(stage_optimizer_bytes(model.spec, model.head, model.layout, config.optimizer, dtype=config.dtype))
     return device.to_host(2 * size, busy=len(model.layout.ranks))
 
 

@@ -74,14 +74,15 @@ def _roles_table(plan: "Report") -> Table:
     if "rollout" not in plan:
         return table
     rollout = plan["rollout"]
-    engine = f"{rollout['replicas']} of tp {rollout['tp']} x pp {rollout['pp']}"
+    whole = " ep" if rollout["expert_parallel"] else ""
+    engine = f"{rollout['replicas']} of tp {rollout['tp']}{whole} x pp {rollout['pp']}"
     table.add_row("engine", "", "", engine, rollout["ranks"], _layers(rollout["layers_per_stage"]), "the actor's")
     return table
 
 
 def _grid(role: "Report") -> str:
     chunks = f" (vpp {role['vpp']})" if role["vpp"] > 1 else ""
-    split = " sp" if role["sequence_parallel"] else ""
+    split = (f" ep {role['ep']}" if role["ep"] > 1 else "") + (" sp" if role["sequence_parallel"] else "")
     return f"tp {role['tp']}{split} x pp {role['pp']}{chunks} x dp {role['dp']}"
 
 

@@ -71,6 +71,16 @@ def stage_elements(spec: ModelSpec, head: Head, layout: Layout) -> tuple[int, ..
     return tuple(elements)
 
 
+def expert_elements(spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
+    """Of `stage_elements`, those of experts."""
+    if not spec.num_experts:
+        return (0,) * layout.pp
+    weights = [weight for weight in layer_weights(spec, "experts") if weight.group == "experts"]
+    of_layer = sum(prod(shard_shape(weight, spec, layout.cut)) for weight in weights)
+    stages = layout.stages(spec.num_layers)
+    return tuple(of_layer * sum(spec.layer_kind(layer) == "experts" for layer in layers) for layers in stages)
+
+
 class _Parts(NamedTuple):
     """Elements of a tensor-parallel rank."""
 
@@ -113,6 +123,18 @@ def optimizer_bytes(elements: int, optimizer: OptimizerConfig, *, dtype: str, dp
     main = MAIN_BYTES if dtype == "bfloat16" else 0
     replicas = dp if optimizer.zero1 and optimizer.name == "adam" else 1
     return ceil(elements * (main + moments) / replicas)
+
+
+def stage_optimizer_bytes(
+    spec: ModelSpec, head: Head, layout: Layout, optimizer: OptimizerConfig, *, dtype: str
+) -> tuple[int, ...]:
+    """`optimizer_bytes` on a rank of each stage: of experts there may be fewer copies than replicas."""
+    elements, experts = stage_elements(spec, head, layout), expert_elements(spec, layout)
+    return tuple(
+        optimizer_bytes(each - own, optimizer, dtype=dtype, dp=layout.copies("dense"))
+        + optimizer_bytes(own, optimizer, dtype=dtype, dp=layout.copies("experts"))
+        for each, own in zip(elements, experts, strict=True)
+    )
 
 
 # ------------------------------------------------------------------------------------------------ activations

@@ -22,9 +22,9 @@ from hybridflow.placement.footprint import (
     forward_activation_bytes,
     gradient_bytes,
     model_elements,
-    optimizer_bytes,
     sampler_bytes,
     stage_elements,
+    stage_optimizer_bytes,
     together,
     training_activation_bytes,
 )
@@ -69,10 +69,17 @@ class RoleMemory:
     @cached_property
     def training(self) -> tuple[Footprint, ...]:
         """Of each stage, while models train."""
-        elements = stage_elements(self.model.spec, self.model.head, self.model.layout)
-        return tuple(self._training(stage, count) for stage, count in enumerate(elements))
+        model, config = self.model, self.model.config
+        elements = stage_elements(model.spec, model.head, model.layout)
+        states = [0] * model.layout.pp
+        if isinstance(config, TrainedRoleConfig):
+            states = [
+                *stage_optimizer_bytes(model.spec, model.head, model.layout, config.optimizer, dtype=config.dtype)
+            ]
+        sizes = zip(elements, states, strict=True)
+        return tuple(self._training(stage, count, state) for stage, (count, state) in enumerate(sizes))
 
-    def _training(self, stage: int, elements: int) -> Footprint:
+    def _training(self, stage: int, elements: int, optimizer: int) -> Footprint:
         spec, layout, config = self.model.spec, self.model.layout, self.model.config
         itemsize, replica_tokens = ITEM_BYTES[config.dtype], self.rows * self.max_length
         tokens = min(config.micro_batch_tokens, replica_tokens)
@@ -90,7 +97,7 @@ class RoleMemory:
         return Footprint(
             weights=itemsize * elements,
             gradients=gradient_bytes(elements),
-            optimizer=optimizer_bytes(elements, config.optimizer, dtype=config.dtype, dp=layout.dp),
+            optimizer=optimizer,
             activations=training_activation_bytes(
                 spec,
                 layout,
@@ -146,7 +153,8 @@ class RunMemory:
         self.roles = {name: role_memory(run.config, model) for name, model in run.models.items()}
         self.itemsize = ITEM_BYTES[self.actor.config.dtype]
         bucket_elements = run.config.rollout.bucket_bytes(cuda=True) // self.itemsize
-        self.plan = plan_reshard(self.actor.spec, self.actor.layout, self.rollout, bucket_elements=bucket_elements)
+        layouts, dtype = (self.actor.layout, self.rollout), self.actor.config.dtype
+        self.plan = plan_reshard(self.actor.spec, *layouts, bucket_elements=bucket_elements, dtype=dtype)
         self.storage_elements = storage_elements(run.config)
         self.holdings = EngineHoldings(
             self.plan, self.actor.spec, itemsize=self.itemsize, bucket_elements=self.storage_elements
@@ -296,7 +304,8 @@ def _role_report(model: PlacedModel) -> Report:
         "model": str(spec.path),
         "parameters": num_parameters(spec, spec.head),
         "dtype": model.config.dtype,
-        **{axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "dp")},
+        **{axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "dp", "ep")},
+        "etp": layout.expert_tp,
         "sequence_parallel": model.config.sequence_parallel,
         "ranks": shown(layout.ranks),
         "layers_per_stage": [len(layers) for layers in layout.stages(spec.num_layers)],
@@ -308,6 +317,7 @@ def _rollout_report(rollout: RolloutLayout, stages: Stages) -> Report:
     return {
         "tp": rollout.tp,
         "pp": rollout.pp,
+        "expert_parallel": rollout.expert_parallel,
         "replicas": len(rollout.replicas),
         "ranks": shown(rollout.ranks),
         "first_replica": list(rollout.replicas[0]),

@@ -103,9 +103,16 @@ class ReshardPlan:
     """Who sends what to whom; the same on every rank. Made by `plan_reshard`."""
 
     def __init__(
-        self, train: Layout, rollout: RolloutLayout, table: tuple[PlannedWeight, ...], bucket_elements: int
+        self,
+        train: Layout,
+        rollout: RolloutLayout,
+        table: tuple[PlannedWeight, ...],
+        bucket_elements: int,
+        *,
+        two_dtypes: bool = False,
     ) -> None:
         self.train, self.rollout = train, rollout
+        self._two_dtypes = two_dtypes
         self._table = table
         self._bucket_elements = bucket_elements
         self._counts: dict[_Standing, _Counts] = {}
@@ -113,7 +120,11 @@ class ReshardPlan:
 
     @cached_property
     def _buckets(self) -> tuple[tuple[PlannedWeight, ...], ...]:
-        return fill_buckets(self._table, self.train, self.rollout, self._bucket_elements)
+        groups: tuple[tuple[PlannedWeight, ...], ...] = (self._table,)
+        if self._two_dtypes:  # a bucket is of one: those that are float32 in any model come last
+            groups = tuple(tuple(w for w in self._table if w.weight.float32 is which) for which in (False, True))
+        filled = (fill_buckets(each, self.train, self.rollout, self._bucket_elements) for each in groups if each)
+        return tuple(bucket for buckets in filled for bucket in buckets)
 
     @property
     def buckets(self) -> tuple[tuple[Weight, ...], ...]:
@@ -344,17 +355,23 @@ class ReshardPlan:
 
 
 def plan_reshard(
-    spec: ModelSpec, train: Layout, rollout: RolloutLayout, *, bucket_elements: int = BUCKET_ELEMENTS
+    spec: ModelSpec,
+    train: Layout,
+    rollout: RolloutLayout,
+    *,
+    bucket_elements: int = BUCKET_ELEMENTS,
+    dtype: str = "float32",
 ) -> ReshardPlan:
     """The plan from training in `train` to engines in `rollout`, over the same ranks, over others, or partly.
 
     bucket_elements: what a bucket may add to the engine's memory of any rank, and what it may take of the training
-    shards of any; a larger weight is a bucket of its own.
+    shards of any; a larger weight is a bucket of its own. dtype: of the model.
     Errors: ConfigError where the layers do not fill the engine's stages. Else the layouts must fit the model
     (`check_rollout`, `ModelSpec.check_parallel`).
     """
     stages = train.stages(spec.num_layers), engine_stages(spec.num_layers, train, rollout)
-    return ReshardPlan(train, rollout, weight_table(spec, *stages), bucket_elements)
+    two_dtypes = dtype != "float32"
+    return ReshardPlan(train, rollout, weight_table(spec, *stages), bucket_elements, two_dtypes=two_dtypes)
 
 
 def inverse(order: tuple[int, ...]) -> tuple[int, ...]:

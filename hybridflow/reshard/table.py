@@ -53,17 +53,9 @@ def fill_buckets(
 ) -> tuple[tuple[PlannedWeight, ...], ...]:
     """Weights of the training stages by turns, each stage's last first, so that every stage sends in every bucket.
 
-    A bucket is of one dtype: those that are float32 in any model come last.
     Megatron lays its buffers out from the last weight to the first: they complete in this order. What a stage may
     send of a bucket is bounded as what a rank receives.
     """
-    groups = ([entry for entry in table if entry.weight.float32 is which] for which in (False, True))
-    return tuple(bucket for each in groups if each for bucket in _fill(tuple(each), train, rollout, bucket_elements))
-
-
-def _fill(
-    table: tuple[PlannedWeight, ...], train: Layout, rollout: RolloutLayout, bucket_elements: int
-) -> tuple[tuple[PlannedWeight, ...], ...]:
     stages = [[entry for entry in reversed(table) if entry.kind.training[0] == stage] for stage in range(train.pp)]
     buckets: list[tuple[PlannedWeight, ...]] = []
     bucket: list[PlannedWeight] = []

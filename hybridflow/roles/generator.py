@@ -54,7 +54,9 @@ class Generator:
         dtype = DTYPES[config.actor.dtype]
         bucket_elements = placed.bucket_bytes // dtype.itemsize
         weights = {name: tensor for name, (_, tensor) in actor.weights().items()}
-        plan = plan_reshard(actor.spec, actor.grid.layout, self.layout, bucket_elements=bucket_elements)
+        plan = plan_reshard(
+            actor.spec, actor.grid.layout, self.layout, bucket_elements=bucket_elements, dtype=actor.dtype
+        )
         space, self.why_eager = None, None
         if placed.captures_graphs and not plan.is_in_place:
             space, self.why_eager = reserve_address_space(platform.device, exchange)

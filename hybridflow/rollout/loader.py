@@ -63,9 +63,12 @@ class AliasLoader(BaseModelLoader):
         return model.eval()
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        seen: set[nn.Parameter] = set()  # a router's bias is a parameter of its experts too
         for prefix, module in model.named_modules():
             for leaf, parameter in list(module.named_parameters(recurse=False)):
-                self._alias(module, leaf, parameter, f"{prefix}.{leaf}")
+                if parameter not in seen:
+                    seen.add(parameter)
+                    self._alias(module, leaf, parameter, f"{prefix}.{leaf}")
 
     def _alias(self, module: nn.Module, leaf: str, parameter: nn.Parameter, name: str) -> None:
         memory = self._source(name)
