@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear, softmax
 
 from hybridflow.models.layers import Function
+from hybridflow.models.routing import Replay, replayed
 
 
 class Router(nn.Module):
@@ -32,16 +33,23 @@ class Router(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self._chosen, self.normalize = config.moe_router_topk, True
+        self.replay: Replay = replayed  # of its own choice and the engine's
         num_experts = not_none(config.num_moe_experts)
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, dtype=config.params_dtype))
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(t, hidden) -> (t, k) float32 shares of the chosen experts, and (t, k) their numbers.
+
+        experts: (t, k), the engine's, which are taken; the shares stay this router's own. See `models.routing`.
 
         The logits are in the weights' dtype, as vLLM 0.32.0's gates of these families give them on every device.
         """
-        shares, experts = softmax(linear(tokens, self.weight), dim=-1, dtype=torch.float32).topk(self._chosen)
-        return shares / shares.sum(-1, keepdim=True) if self.normalize else shares, experts
+        every = softmax(linear(tokens, self.weight), dim=-1, dtype=torch.float32)
+        shares, chosen = every.topk(self._chosen)
+        if experts is not None:
+            chosen = self.replay(chosen, experts)
+            shares = every.gather(1, chosen)
+        return shares / shares.sum(-1, keepdim=True) if self.normalize else shares, chosen
 
 
 class ExpertLinear(nn.Module):
@@ -88,6 +96,7 @@ class MixtureOfExperts(MegatronModule):
     """megatron's MLP of a layer: (tokens, 1, hidden) in, the same and no bias out.
 
     `group` (tensor parallel) and `router.normalize` are set by who builds the model; megatron hands on its config.
+    replayed: (t, k), the engine's experts of the tokens that come next, all of them also with sequence parallelism.
     """
 
     def __init__(self, config: TransformerConfig, *, swiglu: Function, **kwargs: object) -> None:
@@ -95,13 +104,14 @@ class MixtureOfExperts(MegatronModule):
         super().__init__(config=config)
         self.router, self.experts = Router(config), Experts(config, swiglu)
         self.group: dist.ProcessGroup | None = None
+        self.replayed: Tensor | None = None
 
     def forward(self, hidden: Tensor, **kwargs: object) -> tuple[Tensor, None]:
         if self.config.sequence_parallel:
             # what comes back of the gradient is summed below already
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
         tokens = hidden.flatten(0, 1)
-        shares, experts = self.router(tokens)
+        shares, experts = self.router(tokens, self.replayed)
         # each rank's part of the experts gives a part of these gradients; their sum is the router's and the tokens'
         tokens, shares = (copy_to_tensor_model_parallel_region(x, group=self.group) for x in (tokens, shares))
         output = self.experts(tokens, shares, experts).unflatten(0, hidden.shape[:2])

@@ -69,6 +69,7 @@ class Generator:
             reads=True,
         )
         self.costs: list[ReshardCost] = []
+        self.routing = placed.routing
         self.engine: RolloutEngine | None = None
         self.own_bytes, self.params = 0, {}
         join_groups(self.layout, placed.stages, platform.local_rank)
@@ -103,6 +104,7 @@ class Generator:
             ),
             block_tokens=self._placed.kv_cache.block_tokens,
             platform=self._platform,
+            routing=self.routing,
         )
 
     @contextlib.contextmanager
@@ -182,6 +184,7 @@ class Generator:
             rank=self._platform.rank,
             exchange=self._exchange,
             listener=None if listener is None else _ReleasingListener(self, listener),
+            routing=None if greedy else self.routing,  # nothing is trained on those
         )
 
 
