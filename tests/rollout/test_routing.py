@@ -2,12 +2,18 @@
 
 import json
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from vllm import CompletionOutput, RequestOutput, SamplingParams
+from vllm.logprobs import FlatLogprobs, Logprob
 
+from hybridflow.batch import RolloutBatch, response_mask
 from hybridflow.models.routing import RoutingSizes, replayed
+from hybridflow.rollout.engine import Request, RolloutEngine
+from hybridflow.rollout.generation import own_routing
 from hybridflow.rollout.routing import ReturnedRouting
 from tests.launch import run_ranks
 from tests.rollout.routing_worker import CASES, MAX_LENGTH, NUM_LAYERS, NUM_RANKS
@@ -59,6 +65,38 @@ def test_what_the_newer_runner_returns(num_experts: int, dtype: str, ours: torch
     experts = np.random.default_rng(0).integers(0, num_experts, (5, 3, 2)).astype(dtype)
     found = ReturnedRouting(RoutingSizes(3, 2, num_experts)).experts("0-a", returned(experts), 5)
     assert found.dtype == ours and found.tolist() == experts.tolist()
+
+
+def test_what_the_newer_runner_returns_comes_with_a_response_and_into_the_batch() -> None:
+    """Two requests, which finish in the other order."""
+    sizes, experts = RoutingSizes(3, 2, 128), np.arange(2 * 5 * 3 * 2, dtype="uint8").reshape(2, 5, 3, 2)
+    engine, prompts = object.__new__(RolloutEngine), ([5, 6], [7, 8, 9])
+    finished = [output("1", [4, 3, 2], experts[1]), output("0", [4, 4], experts[0, :3])]
+    engine._routing, engine._platform, engine._engine = ReturnedRouting(sizes), mock.MagicMock(), mock.MagicMock()
+    engine._engine.has_unfinished_requests.side_effect = [True, True, False]
+    engine._engine.step.side_effect = [[each] for each in finished]
+    requests = [Request(prompt, seed=0) for prompt in prompts]
+    responses = engine.generate(requests, [SamplingParams()])
+    assert [response.experts.tolist() for response in responses] == [experts[0, :3].tolist(), experts[1].tolist()]
+    ids = [*prompts[0], 4, 4, *prompts[1], 4, 3, 2]
+    found = own_routing(batch_of(ids, [4, 6]), [0, 1], responses, sizes)
+    assert found[[3, 9]].sum() == 0 and found[:3].tolist() == experts[0, :3].tolist()
+    assert found[4:9].tolist() == experts[1].tolist()
+
+
+def output(name: str, token_ids: list[int], experts: np.ndarray) -> RequestOutput:
+    log_probs = FlatLogprobs()
+    for token in token_ids:
+        log_probs.append({token: Logprob(-1.0)})
+    completion = CompletionOutput(0, "", token_ids, None, log_probs, routed_experts=experts, finish_reason="length")
+    return RequestOutput(name, None, None, None, [completion], finished=True)
+
+
+def batch_of(ids: list[int], lengths: list[int]) -> RolloutBatch:
+    rows, prompts = torch.arange(len(lengths)), torch.tensor([2, 3])
+    mask = response_mask(torch.tensor(lengths), prompts)
+    ended = torch.zeros(len(lengths), dtype=torch.bool)
+    return RolloutBatch(torch.tensor(ids), torch.tensor(lengths), prompts, rows, ended, mask, torch.zeros(len(ids)))
 
 
 @pytest.mark.parametrize("experts", [None, np.zeros((4, 3, 2), "uint8")])
