@@ -28,6 +28,7 @@ from hybridflow.roles.policy import Actor
 from hybridflow.rollout.engine import Response, RolloutEngine
 from hybridflow.rollout.generation import RolloutListener, generate
 from hybridflow.rollout.patches import join_groups
+from hybridflow.rollout.runner import second_runner
 
 
 class Generator:
@@ -50,13 +51,15 @@ class Generator:
         exchange: Exchange,
     ) -> None:
         self._placed, self._actor, self._platform, self._exchange = placed, actor, platform, exchange
-        self.layout, config = placed.rollout, placed.config
+        self.layout, config, self.routing = placed.rollout, placed.config, placed.routing
         dtype = DTYPES[config.actor.dtype]
         bucket_elements = placed.bucket_bytes // dtype.itemsize
         weights = {name: tensor for name, (_, tensor) in actor.weights().items()}
         plan = plan_reshard(actor.spec, actor.grid.layout, self.layout, bucket_elements=bucket_elements)
         space, self.why_eager = None, None
-        if placed.captures_graphs and not plan.is_in_place:
+        if placed.captures_graphs and self._hooks_routers():
+            self.why_eager = "hooks on its routers record the experts that algorithm.policy.replay_routing asks for"
+        elif placed.captures_graphs and not plan.is_in_place:
             space, self.why_eager = reserve_address_space(platform.device, exchange)
         self.reshard = WeightReshard(
             plan,
@@ -69,7 +72,6 @@ class Generator:
             reads=True,
         )
         self.costs: list[ReshardCost] = []
-        self.routing = placed.routing
         self.engine: RolloutEngine | None = None
         self.own_bytes, self.params = 0, {}
         join_groups(self.layout, placed.stages, platform.local_rank)
@@ -84,6 +86,11 @@ class Generator:
                 self.own_bytes = own_bytes(self.engine.parameters().values(), weights.values())
                 self.engine.sleep()
         self.costs.clear()
+
+    def _hooks_routers(self) -> bool:
+        """Whether it is vLLM's older runner that records experts, whose hooks no graph calls."""
+        second = second_runner(self._placed.config.sampling, cuda=self._placed.cuda, pp=self.layout.pp)
+        return self.routing is not None and not second
 
     def _new_engine(self, actor: Actor, free: int) -> RolloutEngine:
         config, rollout = self._placed.config, self._placed.config.rollout

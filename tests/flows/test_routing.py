@@ -49,7 +49,7 @@ def results(runs: Path) -> dict[str, Any]:
 
 def test_the_engines_experts_bring_log_probs_nearer(results: dict[str, Any]) -> None:
     own, replayed = results["own"], results["replayed"]
-    for name in ("own", "replayed", "stages", "groups that differ"):  # pytest -s shows them
+    for name in ("own", "replayed", "stages", "two replicas", "groups that differ"):  # pytest -s shows them
         print(name, [[metrics.get(key) for key in (DIFFERENCE, "rollout/experts_differ")] for metrics in results[name]])
     for ours, theirs in zip(own, replayed, strict=True):
         assert theirs[DIFFERENCE] < ours[DIFFERENCE]
@@ -69,6 +69,15 @@ def test_only_with_the_key_is_anything_recorded(name: str, results: dict[str, An
         recorded = experts[..., 0] != experts[..., 1]
         last = torch.zeros(len(experts), dtype=torch.bool).index_fill(0, lengths.cumsum(0) - 1, True)
         assert recorded[~last].all() and not recorded[last].any()
+
+
+def test_a_kept_rollout_has_them(results: dict[str, Any], runs: Path) -> None:
+    """A start that ends in its first iteration, and the next one, which generates only the second."""
+    assert results["stopped"].startswith("Stopped")
+    first, second = results["kept"]
+    assert "rollout/throughput_tokens_per_sec" not in first and "rollout/throughput_tokens_per_sec" in second
+    for name in (DIFFERENCE, "rollout/experts_differ", "actor/loss", "actor/grad_norm"):
+        assert [metrics[name] for metrics in results["kept"]] == [metrics[name] for metrics in results["replayed"]]
 
 
 def test_a_dumped_batch_has_them(results: dict[str, Any]) -> None:
