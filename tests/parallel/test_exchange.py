@@ -52,7 +52,7 @@ def test_sums_and_maxima_are_made_in_place_and_timed(exchange: Exchange) -> None
 def test_a_large_tensor_is_merged_piece_by_piece(
     dtype: torch.dtype, exchange: Exchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pieces may end within a number, of which all other ranks have zero. Several ranks: tests/flows/test_routing.py."""
+    """Pieces may end within a number, of which all other ranks have zero. Several ranks: `tests.flows.test_routing`."""
     monkeypatch.setattr(exchanges, "PIECE_BYTES", 5)
     sums = list[int]()
     monkeypatch.setattr(exchange, "summed", lambda piece: sums.append(len(piece)) or piece.add_(0))
