@@ -36,10 +36,13 @@ class Per(enum.Enum):
 
     TOKEN = "token"
     SEQUENCE = "sequence"
+    ROUTED_TOKEN = "routed token"
 
 
 PerToken = Annotated[Tensor, Per.TOKEN]  # (T,)
 PerSequence = Annotated[Tensor, Per.SEQUENCE]  # (N,)
+PerRoutedToken = Annotated[Tensor, Per.ROUTED_TOKEN]  # (T, layers, k); (T, 0, 0) where no experts are recorded
+NO_ROUTING = torch.zeros(0, 0, 0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,9 @@ class PromptBatch:
 class RolloutBatch:
     """Prompts with their responses, as the engine made them. Row i answers prompt prompt_indices[i].
 
+    routed_experts: with `algorithm.policy.replay_routing` the k experts that the engine chose for each token in each
+    layer, uint8 or int16 (see `models.routing`); a token without a record has zeros. (T, 0, 0) where it is not given.
+
     Errors: ValueError where a tensor of a batch has not the length that its mark asks for.
     """
 
@@ -76,11 +82,16 @@ class RolloutBatch:
     truncated: PerSequence  # bool: cut at the length limit
     response_mask: PerToken  # bool
     rollout_log_probs: PerToken  # float32
+    routed_experts: PerRoutedToken = dataclasses.field(kw_only=True, default=NO_ROUTING)
 
     def __post_init__(self) -> None:
-        sizes = {Per.SEQUENCE: len(self.lengths), Per.TOKEN: int(self.lengths.sum())}
+        num_tokens = int(self.lengths.sum())
+        if self.routed_experts is NO_ROUTING:  # a dataclass knows no default that depends on other fields
+            object.__setattr__(self, "routed_experts", NO_ROUTING.new_zeros(num_tokens, 0, 0))
+        sizes = {Per.SEQUENCE: len(self.lengths), Per.TOKEN: num_tokens, Per.ROUTED_TOKEN: num_tokens}
         for name, per in marks(type(self)).items():
-            shape, expected = tuple(getattr(self, name).shape), (sizes[per],)
+            shape = tuple(getattr(self, name).shape)
+            expected = (sizes[per], *(shape[1:3] if per is Per.ROUTED_TOKEN else ()))
             if shape != expected:
                 raise ValueError(
                     f"{type(self).__name__}.{name}: shape {shape}, expected {expected}, one entry a {per.value}"
@@ -93,6 +104,19 @@ class RolloutBatch:
     def num_response_tokens(self) -> int:
         return int(self.response_mask.sum())
 
+    @property
+    def has_routing(self) -> bool:
+        """Whether the engine's experts are recorded."""
+        return self.routed_experts.shape[1] > 0
+
+    def without_routing(self) -> Self:
+        """The same batch for a model that chooses experts of its own."""
+        return dataclasses.replace(self, routed_experts=NO_ROUTING) if self.has_routing else self
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, for a file; without the engine's experts where none are recorded."""
+        return {name: x for name, x in vars(self).items() if name != "routed_experts" or self.has_routing}
+
     def response_token_lists(self, rows: list[int]) -> list[list[int]]:
         """All that follows the prompt, of some rows: what the policy wrote and what was written in between."""
         starts = (offsets(self.lengths) + self.prompt_lengths).tolist()
@@ -101,7 +125,8 @@ class RolloutBatch:
 
     def select(self, rows: Tensor) -> Self:
         """The batch of these rows (int64), in this order."""
-        index = {Per.SEQUENCE: rows, Per.TOKEN: token_index(self.lengths, rows)}
+        tokens = token_index(self.lengths, rows)
+        index = {Per.SEQUENCE: rows, Per.TOKEN: tokens, Per.ROUTED_TOKEN: tokens}
         return type(self)(**{name: getattr(self, name)[index[per]] for name, per in marks(type(self)).items()})
 
 
@@ -163,7 +188,14 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
 
 
 def joined(first: RolloutBatch, second: RolloutBatch) -> RolloutBatch:
-    """The rows of one rollout and then those of another, to the same prompts."""
+    """The rows of one rollout and then those of another, to the same prompts.
+
+    The other, which is the later one, says whether experts are recorded: where the first has none, its tokens have no
+    record.
+    """
+    if first.has_routing != second.has_routing:
+        nothing = second.routed_experts.new_zeros(len(first.input_ids), *second.routed_experts.shape[1:])
+        first = dataclasses.replace(first, routed_experts=nothing)
     names = marks(RolloutBatch)
     return RolloutBatch(**{name: torch.cat([getattr(first, name), getattr(second, name)]) for name in names})
 

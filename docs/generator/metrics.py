@@ -51,6 +51,7 @@ WHEN = {
     "reward/row_max_ms": "With reward functions.",
     "reward/{}/{}": "With a function that returns several parts.",
     "actor/clip_fraction": "With a clipped loss.",
+    "rollout/experts_differ": "With `algorithm.policy.replay_routing`.",
     "actor/clip_fraction_low": "With a clipped loss.",
     "actor/clip_fraction_high": "With a clipped loss.",
     "actor/weights_out_of_bounds": "With `algorithm.policy.importance`.",

@@ -213,6 +213,12 @@ TABLE: tuple[ChangeRule, ...] = (
         "",
     ),
     _rule(
+        "algorithm.policy.replay_routing",
+        NOTICED,
+        NOTICED,
+        "log-probs are of other experts now and then; responses of before have no record of the engine's",
+    ),
+    _rule(
         "algorithm.loss algorithm.beta algorithm.label_smoothing algorithm.desirable_weight "
         "algorithm.undesirable_weight",
         NOTICED,

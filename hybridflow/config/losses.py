@@ -145,6 +145,8 @@ class PolicyLoss(Section):
     """The coefficient of the entropy bonus. 0 turns it off."""
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     """Whose log-probs are the old ones. engine saves a forward pass."""
+    replay_routing: bool = False
+    """Whether the actor takes the experts that the engine chose for each token. Only for mixtures of experts."""
     importance: Importance | None = None
     """Weights for the difference between the engine's and the trainer's probabilities. null: no weights."""
 

@@ -27,7 +27,7 @@ from hybridflow.flows.generation import Generation
 from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.iteration_data import IterationData
 from hybridflow.flows.models import Roles
-from hybridflow.flows.step_metrics import step_metrics
+from hybridflow.flows.step_metrics import routing_metrics, step_metrics
 from hybridflow.models.optimizer import NO_BYTES
 from hybridflow.parallel.agreement import check_agreement, digest_tensors
 from hybridflow.parallel.exchange import Exchange
@@ -209,7 +209,7 @@ class OnlineBookkeeping(Bookkeeping):
         lengths = length_metrics(batch, sampling.buckets) if sampling.by_prompt_length else {}
         kl_term = KLTerm(self._config.algorithm.kl, run.state.kl_coef)
         kl = {"kl/coef": kl_term.coef} if self._config.algorithm.kl.use != "none" else {}
-        metrics = batch_metrics(batch) | lengths | run.metrics | kl | updates
+        metrics = batch_metrics(batch) | lengths | run.metrics | kl | updates | self._routing()
         metrics |= dropped_metrics(data.bad_rows, data.overlong_prompts, [self._prompts.dropped, *self._dropped])
         if self.trains and "kl/sequence_mean" in metrics:
             coef = kl_term.updated(float(metrics["kl/sequence_mean"]), len(batch)).coef
@@ -221,6 +221,10 @@ class OnlineBookkeeping(Bookkeeping):
         metrics |= self._costs(run, batch)
         self._generation.scoring.disable()  # which rank has scored what depends on timing: nobody needs it now
         return Iteration(run.iteration, run.prompts, batch, metrics, score_parts=run.score_parts)
+
+    def _routing(self) -> Metrics:
+        actor, replays = self.roles.actor, self._config.algorithm.policy.replay_routing
+        return routing_metrics(actor, self.exchange) if replays and actor is not None else {}
 
     def _costs(self, run: IterationData, batch: RolloutBatch) -> Metrics:
         trained = self.roles.actor.training_model if self.roles.actor is not None else None

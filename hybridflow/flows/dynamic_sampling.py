@@ -69,7 +69,7 @@ class Groups:
     def surplus(self) -> Surplus | None:
         """For the next iteration, and a checkpoint; None where there are none."""
         parts = {f"{PART}{name}": part for name, part in self.parts.items()}
-        tensors = vars(self.rollout) | {"raw_scores": self.raw_scores} | parts
+        tensors = self.rollout.tensors() | {"raw_scores": self.raw_scores} | parts
         return Surplus(self.prompts, tensors) if self.prompts else None
 
 

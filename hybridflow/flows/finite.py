@@ -29,7 +29,7 @@ def check_finite(known: Mapping[str, Tensor], rollout: RolloutBatch) -> None:
             where = f"row {row - len(rollout)} of the second rollout"
             if row < len(rollout):
                 where = described(row, rollout)
-            raise NonFinite(f"{name} is {float(values[at])} in {where}", {**vars(rollout), **known})
+            raise NonFinite(f"{name} is {float(values[at])} in {where}", {**rollout.tensors(), **known})
 
 
 def _rows_of(tokens: Tensor, batch: RolloutBatch) -> Tensor:

@@ -113,7 +113,7 @@ class Generation:
         if rollout is None:
             with self.engine_awake(), self._watch.phase("generate"):
                 rollout = self._generate(SAMPLED, prompts, iteration, self.scoring)
-            self._hooks.save_rollout(iteration, vars(rollout))
+            self._hooks.save_rollout(iteration, rollout.tensors())
         self._num_sampled = 1  # also where an earlier start has sampled them
         self.scoring.settle(rollout)
         return rollout

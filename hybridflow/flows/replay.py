@@ -22,10 +22,13 @@ from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.errors import CheckpointError, DataError
 from hybridflow.formats.file_bytes import opened, read_box
 from hybridflow.formats.safetensors_files import read_header
+from hybridflow.models.routing import RoutingSizes
 from hybridflow.recording.run_dir import dumped_iteration
 from hybridflow.reshard.execute import ReshardCost
 
 FIELDS = tuple(field.name for field in dataclasses.fields(RolloutBatch))
+ROUTING = "routed_experts"
+REQUIRED = tuple(name for name in FIELDS if name != ROUTING)
 PER_TOKEN = ("input_ids", "response_mask", "rollout_log_probs")
 DTYPES = {"truncated": torch.bool, "response_mask": torch.bool, "rollout_log_probs": torch.float32}  # others: int64
 
@@ -55,8 +58,11 @@ class Replay:
 
     own_bytes = 0
 
-    def __init__(self, files: Mapping[int, Path], *, vocab_size: int, max_length: int) -> None:
-        self.files = files
+    def __init__(
+        self, files: Mapping[int, Path], *, vocab_size: int, max_length: int, routing: RoutingSizes | None = None
+    ) -> None:
+        """routing: of the experts that are to be replayed, which the files then must have."""
+        self.files, self._routing = files, routing
         self._vocab_size, self._max_length = vocab_size, max_length
         self.costs: list[ReshardCost] = []
 
@@ -99,7 +105,10 @@ class Replay:
             raise DataError(f"{file}: holds one generation of an iteration; the flow samples its prompts again")
         tensors = read_batch(file)
         self._check_tensors(file, tensors)
-        rollout = RolloutBatch(**{name: tensors[name] for name in FIELDS})
+        rollout = RolloutBatch(**{name: tensors[name] for name in REQUIRED})
+        if self._routing is not None:
+            experts = self._checked_routing(file, tensors, self._routing)
+            rollout = dataclasses.replace(rollout, routed_experts=experts)
         self._check_rows(file, rollout)
         _check_prompts(file, rollout, prompts, samples_per_prompt)
         return rollout
@@ -117,19 +126,36 @@ class Replay:
         ]
 
     def _check_tensors(self, file: Path, tensors: Mapping[str, Tensor]) -> None:
-        for name in FIELDS:
+        for name in REQUIRED:
             if name not in tensors:
-                raise DataError(f"{file}: has no {name}: a dumped batch has {', '.join(FIELDS)}")
+                raise DataError(f"{file}: has no {name}: a dumped batch has {', '.join(REQUIRED)}")
             found, dtype = tensors[name], DTYPES.get(name, torch.int64)
             if found.dtype != dtype or found.dim() != 1:
                 raise DataError(f"{file}: {name} is {found.dtype} of shape {tuple(found.shape)}; expected {dtype} (n,)")
         num_rows, lengths = len(tensors["lengths"]), tensors["lengths"]
         _check_bounds(file, "lengths", lengths, 1, self._max_length)
-        for name in FIELDS:
+        for name in REQUIRED:
             expected = int(lengths.sum()) if name in PER_TOKEN else num_rows
             if len(tensors[name]) != expected:
                 per = f"token of its {num_rows} sequences" if name in PER_TOKEN else "sequence"
                 raise DataError(f"{file}: {name} has {len(tensors[name])} entries; expected {expected}, one a {per}")
+
+    def _checked_routing(self, file: Path, tensors: Mapping[str, Tensor], sizes: RoutingSizes) -> Tensor:
+        """Of every token, as this config's model has them."""
+        found = tensors.get(ROUTING)
+        if found is None:
+            raise DataError(
+                f"{file}: has no {ROUTING}: algorithm.policy.replay_routing = true replays those of the engine, which "
+                f"only a run with that key has dumped"
+            )
+        expected = sizes.nothing(len(tensors["input_ids"]))
+        if found.shape != expected.shape or found.dtype != expected.dtype:
+            raise DataError(
+                f"{file}: {ROUTING} is {found.dtype} of shape {tuple(found.shape)}; expected {expected.dtype} "
+                f"{tuple(expected.shape)}: tokens, layers and experts of a token of actor.model"
+            )
+        _check_bounds(file, ROUTING, found.flatten(), 0, sizes.num_experts - 1)
+        return found
 
     def _check_rows(self, file: Path, rollout: RolloutBatch) -> None:
         _check_bounds(file, "input_ids", rollout.input_ids, 0, self._vocab_size - 1)

@@ -10,6 +10,7 @@ from hybridflow.flows.finite import NonFinite, described
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.recording.iteration import Metrics
 from hybridflow.roles.base import TrainedRole
+from hybridflow.roles.policy import Actor
 
 
 def step_metrics(
@@ -28,6 +29,16 @@ def step_metrics(
             means = zip(names, results.mean(0).tolist(), strict=True)
             metrics |= {f"{role.name}/{name}": mean for name, mean in means}
     return metrics | {f"{role.name}/lr": role.lr for role in reversed(roles)}
+
+
+def routing_metrics(actor: Actor, exchange: Exchange) -> Metrics:
+    """How often the trainer would have chosen other experts than the engine, whose choice it replays. Collective."""
+    own = actor.routing_counts.clone()
+    alike = actor.grid.layout.coupled == 1  # tensor-parallel ranks choose alike: one tells; else each its own tokens'
+    if not actor.grid.inside or (alike and actor.grid.tp_rank):
+        own.zero_()
+    differ, pairs = exchange.summed(own).tolist()
+    return {"rollout/experts_differ": differ / pairs} if pairs else {}
 
 
 def _check(

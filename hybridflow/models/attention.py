@@ -21,6 +21,7 @@ from megatron.core.typed_torch import apply_module, not_none
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from hybridflow.models.routing import Routing
 from hybridflow.models.shared_prompt import (
     VARLEN,
     AttentionKernel,
@@ -36,7 +37,7 @@ from hybridflow.models.shared_prompt import (
 class PackedSequences(PackedSeqParams):
     """Where sequences begin and end, and which of them are prompts that others continue.
 
-    It travels through megatron's layers as its PackedSeqParams.
+    It travels through megatron's layers as its PackedSeqParams, and comes again with a layer that is computed again.
 
     qkv_format stays None: megatron then keeps (tokens, 1, heads, head_dim) tensors. It applies no rotary embedding
     either (it would take cosines anew in every layer): cos and sin, one row a token, come along with the sequences.
@@ -46,6 +47,7 @@ class PackedSequences(PackedSeqParams):
     shared: SharedPrompts | None = None  # None: no sequence attends to another
     cos: Tensor | None = None  # (t, 1, rotary dimensions / 2), times the factor; None: positions are learned
     sin: Tensor | None = None
+    routing: Routing | None = None  # the engine's experts of every token; None: each layer chooses its own
 
     @classmethod
     def of(

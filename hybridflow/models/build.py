@@ -5,6 +5,7 @@ or, with virtual pipeline parallelism, several. The last stage of a policy model
 of the logits, that of a value model one scalar, both only for the rows that the micro-batch wants.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.named_weights import load_weights
 from hybridflow.models.opt import ProjectedEmbedding
 from hybridflow.models.output_layer import OutputLayer, Outputs
+from hybridflow.models.routing import routing_of, take_engines_experts
 from hybridflow.parallel.device import current_device
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.platform import adapt_megatron
@@ -67,8 +69,10 @@ class PackedModel(LanguageModule):
             self.make_head(spec)
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
-        for layer in self._checked_layers():
+        self.routing_counts: Tensor | None = None  # of `models.routing.Differences`, while somebody counts
+        for index, layer in enumerate(self._checked_layers()):
             if isinstance(layer.mlp, MixtureOfExperts):
+                take_engines_experts(layer, index)
                 layer.mlp.group, layer.mlp.router.normalize = grid.groups.tp, spec.normalize_router
                 layer.mlp.router.scaling = spec.routed_scaling
                 if layout.coupled > 1:
@@ -103,7 +107,8 @@ class PackedModel(LanguageModule):
         raise NotImplementedError
 
     def forward(self, micro_batch: MicroBatch) -> Tensor | Outputs:
-        embedded, packed = None, micro_batch.packed
+        routing = routing_of(micro_batch.routed_experts, micro_batch.rows, self.layers, self.routing_counts)
+        embedded, packed = None, replace(micro_batch.packed, routing=routing)
         if self.pre_process:
             positions = micro_batch.positions[None] + self._position_offset  # read where they are learned
             embedded = self.embedding(input_ids=micro_batch.input_ids[None], position_ids=positions)  # (t, 1, hidden)

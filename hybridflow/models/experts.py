@@ -30,6 +30,7 @@ from torch.nn.utils import skip_init
 
 from hybridflow.models.expert_dispatch import computed_elsewhere
 from hybridflow.models.layers import Function
+from hybridflow.models.routing import Differences, Replay, replayed
 from hybridflow.parallel.layout import Place
 
 
@@ -39,16 +40,23 @@ class Router(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self._chosen, self.normalize, self.scaling = config.moe_router_topk, True, 1.0
+        self.replay: Replay = replayed  # of its own choice and the engine's
         num_experts = not_none(config.num_moe_experts)
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, dtype=config.params_dtype))
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(t, hidden) -> (t, k) float32 shares of the chosen experts, and (t, k) their numbers.
+
+        experts: (t, k), the engine's, which are taken; the shares stay this router's own. See `models.routing`.
 
         The logits are in the weights' dtype, as vLLM 0.32.0's gates of these families give them on every device.
         """
-        shares, experts = softmax(linear(tokens, self.weight), dim=-1, dtype=torch.float32).topk(self._chosen)
-        return shares / shares.sum(-1, keepdim=True) if self.normalize else shares, experts
+        every = softmax(linear(tokens, self.weight), dim=-1, dtype=torch.float32)
+        shares, chosen = every.topk(self._chosen)
+        if experts is not None:
+            chosen = self.replay(chosen, experts)
+            shares = every.gather(1, chosen)
+        return shares / shares.sum(-1, keepdim=True) if self.normalize else shares, chosen
 
 
 class SigmoidRouter(Router):
@@ -63,13 +71,15 @@ class SigmoidRouter(Router):
         self.weight = nn.Parameter(self.weight.data.float())
         self.expert_bias = nn.Parameter(torch.zeros(len(self.weight)), requires_grad=False)
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         scores = linear(tokens.float(), self.weight).sigmoid()
-        experts = (scores + self.expert_bias).topk(self._chosen).indices
-        shares = scores.gather(1, experts)
+        chosen = (scores + self.expert_bias).topk(self._chosen).indices
+        if experts is not None:
+            chosen = self.replay(chosen, experts)
+        shares = scores.gather(1, chosen)
         if self.normalize:
             shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
-        return shares * self.scaling, experts
+        return shares * self.scaling, chosen
 
 
 class SharedExpert(nn.Module):
@@ -155,6 +165,8 @@ class MixtureOfExperts(MegatronModule):
     `group` (tensor parallel) and `router.normalize` are set by who builds the model; megatron hands on its config.
     place: which part of the experts this rank has. `senders`: the ranks that share a copy of the experts, where these
     are of several replicas; else None.
+    replayed: (t, k), the engine's experts of the tokens that come next, all of them also with sequence parallelism.
+    differences: where those are counted that the trainer would not have chosen.
     """
 
     def __init__(
@@ -178,6 +190,8 @@ class MixtureOfExperts(MegatronModule):
         self.group: dist.ProcessGroup | None = None
         self.senders: dist.ProcessGroup | None = None
         self._place = place
+        self.replayed: Tensor | None = None
+        self.differences: Differences | None = None
 
     def forward(self, hidden: Tensor, **kwargs: object) -> tuple[Tensor, None]:
         if self.senders is not None:
@@ -186,7 +200,7 @@ class MixtureOfExperts(MegatronModule):
             # what comes back of the gradient is summed below already
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
         tokens = hidden.flatten(0, 1)
-        shares, experts = self.router(tokens)
+        shares, experts = self.router(tokens, self.replayed)
         # each rank's part of the experts gives a part of these gradients; their sum is the router's and the tokens'
         tokens, shares = (copy_to_tensor_model_parallel_region(x, group=self.group) for x in (tokens, shares))
         output = self.experts(tokens, shares, experts)
@@ -208,12 +222,21 @@ class MixtureOfExperts(MegatronModule):
 
     def _computed_elsewhere(self, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
         tokens = hidden.flatten(0, 1)
-        shares, experts = self.router(tokens)
+        shares, experts = self.router(tokens, self._own_replayed(len(tokens)))
         compute, num_held = self.experts.compute, self.experts.num_held
         output = computed_elsewhere(
             tokens, shares, experts, place=self._place, num_held=num_held, group=group, compute=compute
         )
         return output.view(hidden.shape) + self._shared(hidden) if self._has_shared else output.view(hidden.shape)
+
+    def _own_replayed(self, num_tokens: int) -> Tensor | None:
+        """Of this rank's tokens, where sequence parallelism splits them."""
+        if self.replayed is None or len(self.replayed) == num_tokens:
+            return self.replayed
+        start = not_none(self.group).rank() * num_tokens
+        differences = self.differences
+        self.router.replay = replayed if differences is None else differences.within(start, num_tokens).replayed
+        return self.replayed[start : start + num_tokens]
 
     def _shared(self, hidden: Tensor) -> Tensor:
         """The shared expert's output by itself: its shares lie on the tensor-parallel ranks."""

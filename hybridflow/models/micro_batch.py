@@ -36,6 +36,7 @@ class MicroBatch:
     rows: Tensor  # (r,) int64: tokens whose output is wanted
     where: Tensor  # (r,) int64, on the CPU: the entry of the batch's (T,) or (N,) tensors that each output belongs to
     targets: Tensor  # (r,) int64: the tokens that the outputs predict; without meaning where outputs are per sequence
+    routed_experts: Tensor | None = None  # (t, layers, k) on the CPU, of all layers: see `models.routing`
 
 
 def prediction_micro_batches(
@@ -174,8 +175,10 @@ def _micro_batch(
     _, first, lengths = _columns(layout.stretches)
     positions = first.repeat_interleave(lengths) + _within(lengths)
     input_ids, missing = batch.input_ids[tokens], padded(len(tokens)) - len(tokens)
+    experts = batch.routed_experts[tokens] if batch.has_routing else None
     if missing:
         input_ids = torch.cat([input_ids, input_ids.new_zeros(missing)])
+        experts = None if experts is None else torch.cat([experts, experts.new_zeros(missing, *experts.shape[1:])])
         positions = torch.cat([positions, torch.arange(missing)])
     all_lengths = (*lengths.tolist(), *([missing] if missing else []))
     packed = PackedSequences.of(all_lengths, device, layout.shared(device))
@@ -186,6 +189,7 @@ def _micro_batch(
         rows=sent(rows, device),
         where=where,
         targets=sent(batch.input_ids[where], device),
+        routed_experts=experts,
     )
 
 

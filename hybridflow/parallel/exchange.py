@@ -16,6 +16,8 @@ from torch import Tensor
 
 from hybridflow.parallel.device import wait_for
 
+PIECE_BYTES = 1 << 26  # of a large tensor on its way: what the device has room for beside everything else
+
 
 @dataclass(frozen=True)
 class Contribution:
@@ -53,6 +55,15 @@ class Exchange:
         """Several at once, of one dtype: one collective of all ranks."""
         sizes = [x.size for x in contributions]
         return list(self.summed(self._laid_out(contributions)).cpu().split(sizes))
+
+    def merge(self, own: Tensor) -> Tensor:
+        """Merge a large CPU tensor, of one shape on all ranks, in place, and piece by piece: one collective each.
+
+        Of each element all ranks but one, at most, have zero.
+        """
+        for piece in own.flatten().view(torch.uint8).split(PIECE_BYTES):  # gloo knows no int16
+            piece.copy_(self.summed(piece.to(self.device)))
+        return own
 
     def summed(self, values: Tensor) -> Tensor:
         """The sum over the ranks, in place."""

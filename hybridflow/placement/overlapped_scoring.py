@@ -34,6 +34,8 @@ def asks_for(config: ExperimentConfig, name: str) -> bool:
     if getattr(algorithm, "dynamic_sampling", None) is not None:  # the others see the groups that are kept
         return name.startswith("reward")
     if name == "actor":
+        if algorithm.policy.replay_routing:  # others tell their tokens before a rollout is whole, not their experts
+            return False
         return not isinstance(algorithm, Custom) and asks_for_log_probs(config)
     return True
 

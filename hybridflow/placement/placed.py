@@ -18,6 +18,7 @@ from hybridflow.architecture.spec import HEADS, Head, ModelSpec, read_spec
 from hybridflow.config import ExperimentConfig, RewardModelConfig, RoleConfig, RolloutConfig, RunConfig
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.errors import ConfigError, Reasons
+from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.layout import Layout, RolloutLayout, Stages, expert_tensor_parallel
 from hybridflow.placement.footprint import ITEM_BYTES
@@ -120,6 +121,13 @@ class PlacedRun(PlacedModels):
         return self.models["actor"]
 
     @property
+    def routing(self) -> RoutingSizes | None:
+        """Of the engine's choice of experts, where the actor replays it."""
+        spec = self.actor.spec
+        sizes = RoutingSizes(spec.num_layers, spec.experts_per_token, spec.num_experts)
+        return sizes if self.config.algorithm.policy.replay_routing else None
+
+    @property
     def reward_models(self) -> list[PlacedModel]:
         """In the order of the config."""
         return [model for name, model in self.models.items() if name.startswith("reward.models.")]
@@ -145,6 +153,7 @@ def place(config: ExperimentConfig, world_size: int, *, cuda: bool | None = None
         reasons.of(_check_alike, specs["actor"], specs["reference"])
     if "actor" in specs:
         _check_engine(config, specs["actor"], reasons)
+        reasons.of(_check_routing, config, specs["actor"])
         if all_placed:
             engine = reasons.of(_place_engine, config, specs["actor"], layouts["actor"], world_size)
     has_cuda = uses_cuda(config.platform) if cuda is None else cuda
@@ -278,6 +287,15 @@ def _check_engine(config: ExperimentConfig, actor: ModelSpec, reasons: Reasons) 
     else:
         reasons.of(actor.check_expert_shares, "rollout.tensor_parallel_size", tp)
     reasons.of(check_engine_stages, actor.num_layers, config.rollout.pipeline_parallel_size)
+
+
+def _check_routing(config: ExperimentConfig, actor: ModelSpec) -> None:
+    if config.algorithm.policy.replay_routing and actor.experts_per_token < 2:
+        found = f"num_experts_per_tok = {actor.experts_per_token}" if actor.num_experts else "no experts"
+        raise ConfigError(
+            f"algorithm.policy.replay_routing = true needs a mixture of experts that chooses at least 2 for a token: "
+            f"actor.model = {actor.path} has {found}"
+        )
 
 
 def _place_engine(

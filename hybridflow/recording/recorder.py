@@ -178,7 +178,7 @@ class WritingRecorder(Recorder):
     def iteration(self, done: Iteration) -> None:
         super().iteration(done)
         if self._config.metrics.dump_batches:
-            dump_batch(self._config.run_dir, f"iteration_{done.number:06d}", vars(done.batch))
+            dump_batch(self._config.run_dir, f"iteration_{done.number:06d}", done.batch.tensors())
         self._metrics.write(done.number, done.metrics)
         self._write_samples(done)
         self._progress.iteration(done.number, done.metrics)

@@ -59,6 +59,7 @@ TITLES: dict[str, tuple[str, str]] = {
     "rollout/response_length_mean": ("Mean response length", "tokens"),
     "rollout/response_length_max": ("Longest response", "tokens"),
     "rollout/truncated_fraction": ("Responses cut at the length limit", "share"),
+    "rollout/experts_differ": ("Tokens and layers where the trainer would choose other experts", "share"),
     "rollout/log_prob_diff_mean": ("Engine against trainer: mean log-prob difference", "nats"),
     "rollout/log_prob_diff_max": ("Engine against trainer: largest log-prob difference", "nats"),
     "rollout/token_mult_prob_error": ("Engine against trainer: mean factor between probabilities", ""),

@@ -60,7 +60,10 @@ class Role:
     A rank outside the grid has no chunks; it contributes nothing and goes straight on. head_seed: of a score head that
     the model's directory lacks; without it such a head is zero. ahead: scores of
     the last rollout that were computed, with these weights, before it was whole; None where nothing is scored early.
+    replays_routing: whether it takes the engine's experts where a batch has them; other models choose their own.
     """
+
+    replays_routing = False
 
     def __init__(self, placed: PlacedModel, *, recompute: str, world: RunContext, head_seed: int | None = None) -> None:
         self.spec: ModelSpec = placed.spec
@@ -107,7 +110,7 @@ class Role:
         self, batch: RolloutBatch, shares: list[list[int]], make: MakeMicroBatches, *, one: bool = False
     ) -> list[MicroBatch]:
         """Each share of the rows by itself, cut by the token budget; `one` at least."""
-        padded = self._padded
+        padded, batch = self._padded, batch if self.replays_routing else batch.without_routing()
         micro_batches = [
             micro_batch
             for rows in shares
@@ -217,6 +220,9 @@ class TrainedRole(Role):
             )
             self.chunks = self.training_model.chunks
 
+    def _before_step(self) -> None:
+        """Each step calls it, before its first forward pass."""
+
     def begin_iteration(self, iteration: int, num_iterations: int) -> None:
         """From here on the learning rate is that of this iteration, 1 .. num_iterations."""
         self.lr = learning_rate(self.optimizer_config, iteration, num_iterations)
@@ -288,6 +294,7 @@ class TrainedRole(Role):
         if not self.takes_steps:
             return StepReport((), torch.zeros(0, dtype=torch.float64, device=self._platform.device), None)
         self.ahead = None  # that was of other weights
+        self._before_step()
         told, row = torch.zeros(2 + len(names), dtype=torch.float64, device=self._platform.device), None
         halted = any(step.row is not None for step in self.steps)
         if self.training_model is not None and not halted:

@@ -28,6 +28,7 @@ from hybridflow.roles.policy import Actor
 from hybridflow.rollout.engine import Response, RolloutEngine
 from hybridflow.rollout.generation import RolloutListener, generate
 from hybridflow.rollout.patches import join_groups
+from hybridflow.rollout.runner import second_runner
 
 
 class Generator:
@@ -50,7 +51,7 @@ class Generator:
         exchange: Exchange,
     ) -> None:
         self._placed, self._actor, self._platform, self._exchange = placed, actor, platform, exchange
-        self.layout, config = placed.rollout, placed.config
+        self.layout, config, self.routing = placed.rollout, placed.config, placed.routing
         dtype = DTYPES[config.actor.dtype]
         bucket_elements = placed.bucket_bytes // dtype.itemsize
         weights = {name: tensor for name, (_, tensor) in actor.weights().items()}
@@ -58,7 +59,9 @@ class Generator:
             actor.spec, actor.grid.layout, self.layout, bucket_elements=bucket_elements, dtype=actor.dtype
         )
         space, self.why_eager = None, None
-        if placed.captures_graphs and not plan.is_in_place:
+        if placed.captures_graphs and self._hooks_routers():
+            self.why_eager = "hooks on its routers record the experts that algorithm.policy.replay_routing asks for"
+        elif placed.captures_graphs and not plan.is_in_place:
             space, self.why_eager = reserve_address_space(platform.device, exchange)
         self.reshard = WeightReshard(
             plan,
@@ -86,6 +89,11 @@ class Generator:
                 self.engine.sleep()
         self.costs.clear()
 
+    def _hooks_routers(self) -> bool:
+        """Whether it is vLLM's older runner that records experts, whose hooks no graph calls."""
+        second = second_runner(self._placed.config.sampling, cuda=self._placed.cuda, pp=self.layout.pp)
+        return self.routing is not None and not second
+
     def _new_engine(self, actor: Actor, free: int) -> RolloutEngine:
         config, rollout = self._placed.config, self._placed.config.rollout
         if self.why_eager is not None:
@@ -105,6 +113,7 @@ class Generator:
             ),
             block_tokens=self._placed.kv_cache.block_tokens,
             platform=self._platform,
+            routing=self.routing,
         )
 
     @contextlib.contextmanager
@@ -184,6 +193,7 @@ class Generator:
             rank=self._platform.rank,
             exchange=self._exchange,
             listener=None if listener is None else _ReleasingListener(self, listener),
+            routing=None if greedy else self.routing,  # nothing is trained on those
         )
 
 

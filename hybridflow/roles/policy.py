@@ -1,6 +1,7 @@
 """Reference and actor: models that give log-probabilities. The actor is trained, and the engine generates with it."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -43,18 +44,33 @@ class Reference(Role):
 
 
 class Actor(TrainedRole):
-    """The policy that is trained, and that the engine generates with."""
+    """The policy that is trained, and that the engine generates with.
+
+    routing_counts: (2,) int64 of this rank and iteration: pairs of a token, one that a response token is predicted
+    from, and a layer, where the engine's experts are not those that the weights before the first step would choose, and
+    all such pairs. See `models.routing`.
+    """
+
+    replays_routing = True
 
     def __init__(self, placed: PlacedModel, *, temperature: SamplingTemperature, world: RunContext) -> None:
         super().__init__(placed, world=world, bucket_bytes=world.bucket_bytes)
         self.temperature, self.vocab_kernels = temperature, vocab_kernels()
+        self.routing_counts = torch.zeros(2, dtype=torch.int64, device=world.platform.device)
+        self._first_step_counts = True
+
+    def begin_iteration(self, iteration: int, num_iterations: int) -> None:
+        super().begin_iteration(iteration, num_iterations)
+        self.routing_counts.zero_()
+        self._first_step_counts = True
 
     def log_probs(self, batch: RolloutBatch, some: Tensor | None = None) -> Contribution:
         """Of (T,): log-probs of the response tokens, at the sampling temperature.
 
         some: (n,) int64, of these rows alone; the others' are zero.
         """
-        with self._watch.phase("log_probs"):
+        self._first_step_counts &= some is not None  # else all rows are counted here
+        with self._watch.phase("log_probs"), self._routing_counted():
             return self._token_results(batch, _log_probs(self, batch), some)
 
     def update(self, batch: RolloutBatch, objective: PolicyObjective) -> StepReport:
@@ -73,6 +89,22 @@ class Actor(TrainedRole):
         The vector-Jacobian product: sequences that a loss couples need not share a micro-batch, a replica or a rank.
         """
         return self.update(batch, _linear(gradients))
+
+    def _before_step(self) -> None:
+        """The first step counts the rows that no pass for old log-probs had."""
+        self._count(self._first_step_counts and not self.steps)
+
+    @contextlib.contextmanager
+    def _routing_counted(self) -> Iterator[None]:
+        self._count(True)
+        try:
+            yield
+        finally:
+            self._count(False)
+
+    def _count(self, counts: bool) -> None:
+        for model in self._models:
+            model.routing_counts = self.routing_counts if counts else None
 
     def _per_token(self, batch: RolloutBatch, objective: PolicyObjective) -> PerOutputLoss:
         temperature = _temperatures(self.temperature, batch)

@@ -8,17 +8,19 @@ all; on GPUs both change the order of sums, and so, now and then, a token.
 import gc
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from hybridflow.config import RolloutConfig, SamplingConfig
+from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.parallel.platform import Platform, preserved_random_state
 from hybridflow.rollout.device import engine_device
 from hybridflow.rollout.patches import prepare_vllm
+from hybridflow.rollout.routing import ReturnedRouting, RoutingRecorder, SlotRecorder
 from hybridflow.rollout.runner import choose_runner
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
@@ -32,6 +34,7 @@ class Response:
     token_ids: list[int]
     log_probs: list[float]
     truncated: bool  # cut at the length limit
+    experts: Tensor | None = None  # (prompt + response - 1, layers, k): of this stage, where the engine records them
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class RolloutEngine:
     built when the first is closed.
 
     tied: whether the output layer is the embedding.
+    routing: the engine records the experts of each token; only the first tensor-parallel rank of a stage tells them.
     block_tokens: of the KV cache, where it is the trainer that says it.
     """
 
@@ -68,6 +72,7 @@ class RolloutEngine:
         kv_cache_bytes: int,
         block_tokens: int,
         platform: Platform,
+        routing: RoutingSizes | None = None,
     ) -> None:
         prepare_vllm()
         import vllm
@@ -76,11 +81,12 @@ class RolloutEngine:
         from hybridflow.rollout.loader import LOAD_FORMAT
 
         device = engine_device()
-        choose_runner(sampling, cuda=device.kind == "cuda", triton=HAS_TRITON, pp=layout.pp)
+        second = choose_runner(sampling, cuda=device.kind == "cuda", triton=HAS_TRITON, pp=layout.pp)
+        hooked = routing is not None and not second  # a graph would not call the hooks
         self._platform = platform
         self._needs_text = bool(sampling.stop or sampling.bad_words)
         self._sleeps = config.sleep_level == 1
-        pp = layout.coordinates(platform.rank).pp
+        place = layout.coordinates(platform.rank)
         with preserved_random_state():
             self._llm = vllm.LLM(
                 model=str(model),
@@ -99,15 +105,21 @@ class RolloutEngine:
                 max_num_batched_tokens=config.batched_tokens(max_length, cuda=device.kind == "cuda"),
                 kv_cache_memory_bytes=kv_cache_bytes,
                 enable_prefix_caching=config.enable_prefix_caching,
-                **device.settings(eager=config.enforce_eager, sleeps=self._sleeps, block_tokens=block_tokens),
+                **device.settings(eager=config.enforce_eager or hooked, sleeps=self._sleeps, block_tokens=block_tokens),
+                enable_return_routed_experts=routing is not None and second,
                 logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
                 generation_config="vllm",  # sampling is what the experiment's config says, nothing else
                 seed=0,
             )
         self._engine = self._llm.llm_engine
         self.kv_cache = device.kv_cache(self._llm)
-        _check_stage(self._model_runner(), stages, pp)
+        _check_stage(self._model_runner(), stages, place.pp)
         device.finish(self._llm, pp=layout.pp)
+        told = routing if place.tp == 0 else None
+        self._routing = None if told is None else self._recorder(told, hooked=hooked)
+
+    def _recorder(self, routing: RoutingSizes, *, hooked: bool) -> RoutingRecorder:
+        return SlotRecorder(self._model_runner(), routing) if hooked else ReturnedRouting(routing)
 
     def close(self) -> None:
         """Free what the engine holds: cache, buffers, references to the trainer's memory. The groups stay.
@@ -117,6 +129,7 @@ class RolloutEngine:
         self.wake_up()
         runner = self._model_runner()
         runner._cleanup_profiling_kv_cache = runner.kv_caches.clear  # vLLM's collects garbage, too early to find much
+        self._routing = None
         self._engine.engine_core.shutdown()
         del self._llm, self._engine, self.kv_cache
         gc.unfreeze()
@@ -173,19 +186,28 @@ class RolloutEngine:
         """
         from vllm import RequestOutput
 
+        names: list[str] = []
         for i, request in enumerate(requests):
             own = params[request.bucket].clone()
             own.seed = request.seed
-            self._engine.add_request(str(i), {"prompt_token_ids": request.prompt}, own)
+            names.append(self._engine.add_request(str(i), {"prompt_token_ids": request.prompt}, own))
         while self._engine.has_unfinished_requests():
             with preserved_random_state():
                 outputs = self._engine.step()
             for output in outputs:
                 assert isinstance(output, RequestOutput), f"{type(output).__name__} for a request to generate"
                 if output.finished:
-                    yield int(output.request_id), _response(output.outputs[0])
+                    number = int(output.request_id)
+                    yield number, self._response(output.outputs[0], requests[number].prompt, names[number])
             stepped()
         self._platform.synchronize()  # a step that vLLM began ahead may still read weights and write the cache
+
+    def _response(self, output: "CompletionOutput", prompt: list[int], name: str) -> Response:
+        found = _response(output)
+        if self._routing is None:
+            return found
+        experts = self._routing.experts(name, output, len(prompt) + len(found.token_ids) - 1)
+        return replace(found, experts=experts)
 
     def generate(self, requests: list[Request], params: "Sequence[SamplingParams]") -> list[Response]:
         """One response per request, in the order of the requests. params: by bucket."""

@@ -1,6 +1,7 @@
 """Generate a batch over the engine's replicas: each its own prompts, the result whole on every rank."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch, balanced_partition, offsets, response_mask, token_index
 from hybridflow.config.length_buckets import LengthBuckets
+from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.parallel.seeds import request_seed
@@ -63,13 +65,14 @@ def generate(
     rank: int,
     exchange: Exchange,
     listener: RolloutListener | None = None,
+    routing: RoutingSizes | None = None,
 ) -> RolloutBatch:
     """As many responses to each prompt as `samples_per_prompt` says, side by side, prompt after prompt.
 
     params: one entry a bucket; `buckets` says which of them is a prompt's, `limits` how long its responses may be.
     `first_prompt` numbers the prompts of the run, so that a request's seed is (seed, iteration, prompt, sample), and
     with them `generation`, from the second time on that an iteration samples responses to the same prompts.
-    A rank without an engine waits for the others.
+    A rank without an engine waits for the others. routing: the batch has the experts that the engine chose.
     """
     lengths = prompts.lengths.tolist()
     counts = torch.tensor(samples_per_prompt.each(lengths), dtype=torch.int64)  # of responses, (prompts,)
@@ -90,9 +93,24 @@ def generate(
         responses = _generated(engine, requests, params, rows, listener=listener)
         if listener is not None:
             listener.on_replica_done(responses_to(prompts, own, counts, responses))
-    if not layout.contributes(rank):
-        rows, responses = [], []
-    return _whole(prompts, counts, rows, responses, exchange=exchange)
+    told = (rows, responses) if layout.contributes(rank) else ([], [])
+    whole = _whole(prompts, counts, *told, exchange=exchange)
+    if routing is None:
+        return whole
+    experts = own_routing(whole, rows, responses, routing)
+    return replace(whole, **{"routed_experts": exchange.merge(experts)})
+
+
+def own_routing(whole: RolloutBatch, rows: list[int], responses: list[Response], routing: RoutingSizes) -> Tensor:
+    """(T, layers, k): the experts of those tokens and layers that this rank has recorded, zero elsewhere.
+
+    responses: to these rows of the batch; the stages of an engine replica have the same ones, each with its layers.
+    """
+    own, starts = routing.nothing(len(whole.input_ids)), offsets(whole.lengths).tolist()
+    for row, response in zip(rows, responses, strict=True):
+        if response.experts is not None:
+            own[starts[row] : starts[row] + len(response.experts)] = response.experts
+    return own
 
 
 def _generated(

@@ -16,14 +16,16 @@ MOST_ALLOWED_TOKEN_IDS, MOST_LOGIT_BIASES, MOST_STOPS = 1024, 1024, 128
 ROOM_FOR_ENDS = 32
 
 
-def choose_runner(sampling: SamplingConfig, *, cuda: bool, triton: bool, pp: int) -> None:
-    """Set the variable that vLLM reads when it builds an engine.
+def choose_runner(sampling: SamplingConfig, *, cuda: bool, triton: bool, pp: int) -> bool:
+    """Set the variable that vLLM reads when it builds an engine. Whether that is V2.
 
     Where V2 would do, a 0 that a user had set before the first engine makes it V1.
     """
     wish = _wish()  # before it is overwritten
     able = triton and second_runner(sampling, cuda=cuda, pp=pp)
-    os.environ[VARIABLE] = "1" if able and wish != "0" else "0"
+    second = able and wish != "0"
+    os.environ[VARIABLE] = "1" if second else "0"
+    return second
 
 
 def second_runner(sampling: SamplingConfig, *, cuda: bool, pp: int) -> bool:

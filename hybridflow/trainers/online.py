@@ -295,8 +295,8 @@ class OnlineTrainer:
             )
 
     def _replay(self, files: dict[int, Path]) -> Replay:
-        vocab_size = self.placed.actor.spec.vocab_size
-        return Replay(files, vocab_size=vocab_size, max_length=self.config.max_sequence_length)
+        vocab_size, max_length = self.placed.actor.spec.vocab_size, self.config.max_sequence_length
+        return Replay(files, vocab_size=vocab_size, max_length=max_length, routing=self.placed.routing)
 
     @classmethod
     def from_yaml(cls, path: str, overrides: list[str] | tuple[str, ...] = ()) -> Self:

@@ -137,6 +137,7 @@ EFFECTS: list[tuple[str, Any, Effect, Effect]] = [
     ("sampling.temperature", 0.5, NOTICED, NOTICED),
     ("reward.functions.0.weight", 2.0, NOTICED, NOTICED),
     ("algorithm.policy.clip_range", 0.1, NOTICED, NOTICED),
+    ("algorithm.policy.replay_routing", True, NOTICED, NOTICED),
     ("nonfinite.action", "skip", NOTICED, NOTICED),
     ("reference.model", "other", NOTICED, NOTICED),
     ("seed", 3, REFUSED, NOTICED),

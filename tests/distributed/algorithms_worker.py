@@ -82,7 +82,7 @@ def one_iteration(
         done = book.finished(run, flow_of(config.algorithm)(run))
     for role in roles.trained():
         results |= {f"{role.name}_sgd/{n}": x for n, x in whole(role, lambda p: p.data).items()}
-    results |= {name: x for name, x in vars(done.batch).items()}
+    results |= done.batch.tensors()
     return results | {f"stat/{name}": torch.tensor(float(x)) for name, x in done.metrics.items()}
 
 

@@ -48,7 +48,7 @@ def scored(trainer: OnlineTrainer, way: str) -> dict[str, Any]:
     )
     trainer.book.abandon(run, state)
     return {
-        "tensors": vars(rollout) | vars(known) | {n: x for n, x in run.metrics.items() if isinstance(x, Tensor)},
+        "tensors": rollout.tensors() | vars(known) | {n: x for n, x in run.metrics.items() if isinstance(x, Tensor)},
         "ahead": gathered(trainer, ahead),
         "late": trainer.generator.layout.replicas[late_replica(trainer, way)] if way in LATE else (),
         "seconds": gathered(trainer, trainer.book.watch.seconds.get(PHASE, -1.0)),

@@ -93,7 +93,7 @@ def iterations(config: ExperimentConfig, case: str) -> dict[str, Any]:
             with counted() as counts, asked(waiting):
                 done = trainer.iterate(iteration, NUM_ITERATIONS, recorder)
             assert done is not None, "no number is not finite"
-            found["batches"].append(dict(vars(done.batch)))
+            found["batches"].append(done.batch.tensors())
             found["metrics"].append({name: float(x) for name, x in done.metrics.items()})
             found["computed"].append(sum(gathered(trainer, float(sum(counts)))))
             found["first"].append(first_mini_batch_tokens(trainer, done.batch))

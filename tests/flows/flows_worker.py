@@ -129,7 +129,7 @@ def iterate(trainer: OnlineTrainer) -> dict[str, Any]:
                     record["metrics"].append({name: float(x) for name, x in done.metrics.items()})
                     record["hand_offs"] = len(trainer.generator.costs)
                     record["mini_batches"].append([len(rows) for rows in trainer.book.rows["actor"]])
-                    record["fields"] = sorted(vars(done.batch))
+                    record["fields"] = sorted(done.batch.tensors())
     except UserError as error:
         record["error"] = f"{type(error).__name__}: {error}"
     return record

@@ -191,6 +191,26 @@ def test_no_prompt_is_left_out_where_the_surplus_fills_a_batch() -> None:
     assert smaller.state.surplus is not None and smaller.state.surplus.prompts == (6,)
 
 
+class Routed(Run):
+    """The experts of a token are its id and those after it."""
+
+    def generate(self) -> RolloutBatch:
+        rollout = super().generate()
+        experts = rollout.input_ids[:, None, None] + torch.arange(6).view(2, 3)
+        return replace(rollout, routed_experts=experts.to(torch.uint8))
+
+
+def test_a_surplus_has_the_engines_experts(tmp_path: Path) -> None:
+    """Of 2 layers, 3 a token: they stay with their tokens through a checkpoint and into the next iteration's batch."""
+    run = Routed({0: DEAD, 1: LIVE, 2: LIVE, 3: LIVE, 4: LIVE, 5: LIVE}, count=2)
+    sampled(run, DynamicSampling())
+    write_state(tmp_path, SavedRun(run.state, {}, {}, {}, None))
+    later = Routed(run._scores, count=2, state=load_state(tmp_path).state)
+    rollout, _ = sampled(later, DynamicSampling())
+    assert later.prompt_rows[0] == 3 and rollout.has_routing
+    assert torch.equal(rollout.routed_experts[:, 1, 2].long(), rollout.input_ids + 5)
+
+
 def test_a_surplus_is_part_of_a_checkpoint(tmp_path: Path) -> None:
     run = Run({0: DEAD, 1: LIVE, 2: LIVE, 3: LIVE}, count=2)
     sampled(run, DynamicSampling())

@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hybridflow.batch import PromptBatch
+from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.cli import train
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.length_buckets import LengthBuckets, always
 from hybridflow.errors import DataError
 from hybridflow.flows.replay import FIELDS, Replay, differences, dumped_batches, read_batch
+from hybridflow.models.routing import RoutingSizes
 from hybridflow.trainers.online import config_for_inspection
 from tests.distributed.test_determinism import MEASURED
 from tests.distributed.tiny_experiment import make_inputs, write_config
@@ -47,10 +48,12 @@ def batch() -> dict[str, Tensor]:
     }
 
 
-def generated(file: Path, tensors: dict[str, Tensor] | None = None) -> object:
+def generated(
+    file: Path, tensors: dict[str, Tensor] | None = None, routing: RoutingSizes | None = None
+) -> RolloutBatch:
     if tensors is not None:
         save_file(tensors, file)
-    replay = Replay({3: file}, vocab_size=10, max_length=4)
+    replay = Replay({3: file}, vocab_size=10, max_length=4, routing=routing)
     return replay.generate(prompts(), samples_per_prompt=always(2), iteration=3)
 
 
@@ -61,8 +64,35 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_file_gives_the_rollout_that_it_holds(file: Path) -> None:
     rollout = generated(file, batch())
-    assert set(vars(rollout)) == set(batch()) - {"log_probs"}
-    assert all(torch.equal(getattr(rollout, name), batch()[name]) for name in vars(rollout))
+    assert set(rollout.tensors()) == set(batch()) - {"log_probs"}
+    assert all(torch.equal(x, batch()[name]) for name, x in rollout.tensors().items())
+
+
+ROUTING = RoutingSizes(num_layers=3, chosen=2, num_experts=4)
+EXPERTS = torch.rand(13, 3, 4, generator=torch.Generator().manual_seed(0)).topk(2).indices.to(torch.uint8)
+
+
+def test_a_file_gives_the_experts_that_it_holds_where_they_are_replayed(file: Path) -> None:
+    whole = batch() | {"routed_experts": EXPERTS}
+    assert torch.equal(generated(file, whole, ROUTING).routed_experts, EXPERTS)
+    rollout = generated(file, whole)
+    assert not rollout.has_routing and differences(whole, vars(rollout)) == ["log_probs not computed now"]
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (None, r"has no routed_experts: algorithm.policy.replay_routing = true replays those of the engine"),
+        (EXPERTS.short(), r"routed_experts is torch.int16 of shape \(13, 3, 2\); expected torch.uint8 \(13, 3, 2\)"),
+        (EXPERTS[:12], r"routed_experts is torch.uint8 of shape \(12, 3, 2\); expected torch.uint8 \(13, 3, 2\)"),
+        (EXPERTS[:, :2], r"routed_experts is torch.uint8 of shape \(13, 2, 2\); expected"),
+        (EXPERTS + 1, r"routed_experts\[[0-9]+\] is 4; this config has those from 0 to 3"),
+    ],
+)
+def test_experts_of_another_model_are_refused(experts: Tensor | None, message: str, file: Path) -> None:
+    tensors = batch() | ({} if experts is None else {"routed_experts": experts.contiguous()})
+    with pytest.raises(DataError, match=f"^{file}: {message}"):
+        generated(file, tensors, ROUTING)
 
 
 def test_prompts_may_have_as_many_responses_as_their_length_says(file: Path) -> None:

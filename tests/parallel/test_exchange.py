@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybridflow.parallel import exchange as exchanges
 from hybridflow.parallel.exchange import Contribution, Exchange
 
 
@@ -45,3 +46,17 @@ def test_sums_and_maxima_are_made_in_place_and_timed(exchange: Exchange) -> None
     assert exchange.summed(values) is values and exchange.maximum(values) is values
     assert values.tolist() == [1, 2] and exchange.mean(2.5) == 2.5
     assert exchange.seconds > before
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_a_large_tensor_is_merged_piece_by_piece(
+    dtype: torch.dtype, exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces may end within a number, of which all other ranks have zero. Several ranks: `tests.flows.test_routing`."""
+    monkeypatch.setattr(exchanges, "PIECE_BYTES", 5)
+    sums = list[int]()
+    monkeypatch.setattr(exchange, "summed", lambda piece: sums.append(len(piece)) or piece.add_(0))
+    own = torch.arange(12, dtype=dtype).view(2, 3, 2) * 20
+    merged = exchange.merge(own)
+    assert merged is own and merged.flatten().tolist() == list(range(0, 240, 20))
+    assert sum(sums) == own.nbytes and max(sums) == 5

@@ -9,6 +9,7 @@ import pytest
 from hybridflow.architecture.spec import read_spec
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
+from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.placement import placed
 from hybridflow.placement.placed import PlacedRun, check_output_dir, place
@@ -343,3 +344,28 @@ def test_an_output_directory_where_nothing_can_be_put(inputs, tmp_path, monkeypa
     path = tmp_path / "a" / "b"
     assert str(raised.value) == f"output_dir = {path}: cannot write to {path}: No space left on device"
     assert not (tmp_path / "a").exists()
+
+
+# ------------------------------------------------------------------------------------------------ routing
+
+
+REPLAY = "algorithm.policy.replay_routing=true"
+MIXTURE = "configs/shapes/qwen3-30b-a3b"
+
+
+def test_routing_is_replayed_by_a_mixture_of_experts_alone(inputs, tmp_path):
+    rule = "algorithm.policy.replay_routing = true needs a mixture of experts that chooses at least 2 for a token"
+    assert problem(inputs, tmp_path, REPLAY) == f"{rule}: actor.model = {inputs}/policy has no experts"
+    few = shutil.copytree(MIXTURE, tmp_path / "few")
+    describe(few, num_experts_per_tok=1, vocab_size=100)
+    found = problem(inputs, tmp_path, REPLAY, f"actor.model={few}")
+    assert found == f"{rule}: actor.model = {few} has num_experts_per_tok = 1"
+
+
+def test_sizes_of_what_is_replayed(inputs, tmp_path):
+    mixture = shutil.copytree(MIXTURE, tmp_path / "mixture")
+    describe(mixture, vocab_size=100)
+    sizes = load(inputs, tmp_path, REPLAY, f"actor.model={mixture}").routing
+    assert sizes == RoutingSizes(num_layers=48, chosen=8, num_experts=128)
+    assert sizes.nothing(5).nbytes == 5 * 384, "bytes a token, as docs/models/qwen3-moe.md says"
+    assert load(inputs, tmp_path, f"actor.model={mixture}").routing is None

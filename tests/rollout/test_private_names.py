@@ -73,6 +73,10 @@ NAMES = {
     "vllm.sampling_params": ("SamplingParams.all_stop_token_ids",),
     # rollout/engine.py
     "vllm.triton_utils": ("HAS_TRITON",),
+    # rollout/routing.py
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner": ("MoERunner",),
+    "vllm.model_executor.layers.fused_moe.router.base_router": ("BaseRouter.set_capture_fn",),
+    "vllm.outputs": ("CompletionOutput.routed_experts",),
 }
 ENVIRONMENT = (
     *("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_PP_LAYER_PARTITION"),

@@ -1,0 +1,117 @@
+"""Routing replay: a mixture takes the experts that the engine chose when it generated a token.
+
+For a token x with router weights W, and E the k experts that the engine chose:
+
+    p = softmax(W x) over all experts, in float32;  the shares are p_e for e in E, divided by their sum if so configured
+
+Probabilities and gradients are the trainer's own; the choice, which has no gradient, is the engine's. Rounding alone
+flips a choice now and then, and a flipped expert changes a log-prob far more than rounding does. Ma et al. 2025, arXiv
+2510.11370 (R3).
+
+A record is (tokens, layers, k) uint8, or int16 with more than 256 experts. The experts of a token differ, so that k
+times expert 0 says that there is none: of the last token of a sequence, whose successor nobody drew, and of padding.
+There the trainer's own choice stands.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.batch import sent
+
+Replay = Callable[[Tensor, Tensor], Tensor]  # (t, k) own choice, (t, k) the engine's -> (t, k) int64 to be taken
+
+
+@dataclass(frozen=True)
+class RoutingSizes:
+    """Of a record: the layers of the model, the experts of a token, and those of a layer."""
+
+    num_layers: int
+    chosen: int
+    num_experts: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The smallest that holds the experts' numbers."""
+        return torch.uint8 if self.num_experts <= 256 else torch.int16
+
+    def nothing(self, num_tokens: int) -> Tensor:
+        """(tokens, layers, k): no token has a record."""
+        return torch.zeros(num_tokens, self.num_layers, self.chosen, dtype=self.dtype)
+
+
+def is_recorded(experts: Tensor) -> Tensor:
+    """(..., k) -> (...) bool: whether these are a record."""
+    return experts[..., 0] != experts[..., 1]
+
+
+def replayed(own: Tensor, experts: Tensor) -> Tensor:
+    """The engine's choice, and the own one where there is no record: (t, k) each, int64 out."""
+    return torch.where(is_recorded(experts)[:, None], experts.long(), own)
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Counts how often the trainer would have chosen another set of experts.
+
+    counts: (2,) int64, added to in place: pairs of a token and a layer that differ, and pairs. rows: the tokens that
+    count, (r,) int64.
+    """
+
+    counts: Tensor
+    rows: Tensor
+
+    def replayed(self, own: Tensor, experts: Tensor) -> Tensor:
+        """As the function of this name."""
+        ours, theirs = own[self.rows].sort().values, experts[self.rows].long().sort().values
+        recorded = is_recorded(experts[self.rows])
+        differ = (ours != theirs).any(1) & recorded
+        self.counts.add_(torch.stack([differ.sum(), recorded.sum()]))
+        return replayed(own, experts)
+
+    def within(self, start: int, num_tokens: int) -> "Differences":
+        """Of a rank that has these tokens alone."""
+        own = self.rows[(self.rows >= start) & (self.rows < start + num_tokens)] - start
+        return Differences(self.counts, own)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The engine's experts of the tokens of a micro-batch, in the layers of one model chunk.
+
+    experts: (t, layers, k) on the device. differences: where they are counted.
+    """
+
+    experts: Tensor
+    differences: Differences | None = None
+
+
+def routing_of(experts: Tensor | None, rows: Tensor, layers: Sequence[int], counts: Tensor | None) -> Routing | None:
+    """The experts of these layers, on the device of `rows`, out of those of all layers on the CPU; None where there
+    are none. rows, counts: of `Differences`; None: nobody counts."""
+    if experts is None:
+        return None
+    own = sent(experts[:, list(layers)], rows.device)
+    return Routing(own, None if counts is None else Differences(counts, rows))
+
+
+def hand_over(index: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A layer's forward pre-hook: its mixture gets the experts that came with the layer's own arguments.
+
+    Also when the layer is computed again in the backward pass, where another micro-batch has been in between. index: of
+    the layer in its chunk.
+    """
+    routing = getattr(kwargs["packed_seq_params"], "routing", None)
+    layer.mlp.replayed = None if routing is None else routing.experts[:, index]
+    differences = None if routing is None else routing.differences
+    layer.mlp.differences = differences
+    layer.mlp.router.replay = replayed if differences is None else differences.replayed
+
+
+def take_engines_experts(layer: Any, index: int) -> None:
+    """Let a layer with a mixture of experts replay. See `hand_over`."""
+    layer.register_forward_pre_hook(partial(hand_over, index), with_kwargs=True)

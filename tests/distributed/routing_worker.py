@@ -1,0 +1,61 @@
+"""On every rank: log-probs, a loss and its gradients where the actor takes given experts; as whole HuggingFace tensors.
+
+torchrun --nproc-per-node N -m tests.distributed.routing_worker CHECKPOINTS OUT CASE/FAMILY ...
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.flows.step_metrics import routing_metrics
+from hybridflow.parallel import platform as platforms
+from hybridflow.parallel.exchange import Exchange
+from hybridflow.parallel.grid import ProcessGroups
+from hybridflow.placement.placed import place
+from hybridflow.roles.base import RunContext
+from hybridflow.roles.objectives import negative_log_likelihood
+from hybridflow.roles.policy import Actor, Reference
+from tests.distributed.cases import GROUPS, SGD, Case
+from tests.distributed.gather import whole
+from tests.distributed.parity_worker import BUCKET_BYTES, experiment
+from tests.distributed.routing_cases import BUDGETS, CASES, FAMILIES, make_routed_groups
+
+
+def main(checkpoints: Path, out: Path, names: list[str]) -> None:
+    platform = platforms.start(seed=0)
+    world = RunContext(platform, ProcessGroups(), Exchange(dist.group.WORLD, platform.device), BUCKET_BYTES)
+    for case in CASES:
+        for family in [family for family in FAMILIES if f"{case.name}/{family}" in names]:
+            found: dict[str, Tensor] = {}
+            for budget in BUDGETS:
+                found |= {f"{budget}/{name}": x for name, x in run_case(case, checkpoints / family, budget, world)}
+            if platform.rank == 0:
+                torch.save(found, out / f"{case.name}-{family}.pt")
+    platforms.stop()
+
+
+def run_case(case: Case, models: Path, budget: int, world: RunContext) -> list[tuple[str, Tensor]]:
+    config = experiment(GROUPS, case, models, SGD, budget)
+    placed = place(config, world.platform.world_size)
+    batch, temperature = make_routed_groups(), config.sampling.temperatures
+    reference = Reference(placed.models["reference"], temperature=temperature, world=world)
+    actor = Actor(placed.actor, temperature=temperature, world=world)
+    actor.begin_iteration(1, 1)
+    ref_log_probs, log_probs = world.exchange.wholes([reference.log_probs(batch), actor.log_probs(batch)])
+    differ = routing_metrics(actor, world.exchange)["rollout/experts_differ"]
+    actor.training_model.zero_gradients()
+    loss = world.exchange.summed(actor.accumulate(batch, negative_log_likelihood()))[0]
+    gradients = whole(actor, lambda p: p.main_grad)
+    actor.begin_iteration(1, 1)
+    actor.update(batch, negative_log_likelihood())
+    at_step = routing_metrics(actor, world.exchange)["rollout/experts_differ"]
+    numbers = {"loss": loss, "differ": torch.tensor(differ), "differ_at_step": torch.tensor(at_step)}
+    found = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, **numbers}
+    return [*found.items(), *((f"grad/{name}", x) for name, x in gradients.items())]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,87 @@
+"""Whole runs of a mixture of experts in bfloat16: with the engine's experts log-probs are nearer to the engine's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.tiny_experiment import make_inputs, write_config
+from tests.flows.routing_worker import RUNS
+from tests.launch import run_ranks
+from tests.tiny_models import make_checkpoints
+
+NUM_LAYERS, CHOSEN, NUM_EXPERTS = 4, 2, 16
+DIFFERENCE = "rollout/log_prob_diff_mean"
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("routing")
+    inputs = make_inputs(root / "inputs")
+    make_checkpoints(
+        inputs,
+        family="qwen3_moe",
+        tied=False,
+        head_dim=32,
+        num_layers=NUM_LAYERS,
+        changes={"num_experts": NUM_EXPERTS, "num_experts_per_tok": CHOSEN},
+    )
+    config = write_config(root / "config.yaml", inputs)
+    tree = json.loads(config.read_text())
+    del tree["critic"], tree["reference"]
+    tree["actor"] |= {"dtype": "bfloat16", "recompute": "full", "optimizer": {"lr": 1e-4}, "sequence_parallel": True}
+    tree["algorithm"] = {"name": "grpo", "kl": {"use": "none"}, "update": {"mini_batch_size": 8}}
+    tree["sampling"] = {"max_response_length": 16, "samples_per_prompt": 4, "ignore_eos": True}
+    tree["reward"] = {"models": [{"model": str(inputs / "reward"), "dtype": "float32"}]}
+    config.write_text(json.dumps(tree))
+    run_ranks(2, "tests.flows.routing_worker", config, root / "results.json")
+    return root
+
+
+@pytest.fixture(scope="module")
+def results(runs: Path) -> dict[str, Any]:
+    return json.loads((runs / "results.json").read_text())
+
+
+def test_the_engines_experts_bring_log_probs_nearer(results: dict[str, Any]) -> None:
+    own, replayed = results["own"], results["replayed"]
+    for name in ("own", "replayed", "stages", "two replicas", "groups that differ"):  # pytest -s shows them
+        print(name, [[metrics.get(key) for key in (DIFFERENCE, "rollout/experts_differ")] for metrics in results[name]])
+    for ours, theirs in zip(own, replayed, strict=True):
+        assert theirs[DIFFERENCE] < ours[DIFFERENCE]
+        assert 0 < theirs["rollout/experts_differ"] < 0.2
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_only_with_the_key_is_anything_recorded(name: str, results: dict[str, Any], runs: Path) -> None:
+    dumped = load_file(runs / name.replace(" ", "-") / "batches" / "iteration_000001.safetensors")
+    for metrics in results[name]:
+        assert metrics["layers"] == (0 if name == "own" else NUM_LAYERS)
+        assert ("rollout/experts_differ" in metrics) == (name != "own")
+    assert ("routed_experts" in dumped) == (name != "own")
+    if name != "own":
+        experts, lengths = dumped["routed_experts"], dumped["lengths"]
+        assert experts.shape == (int(lengths.sum()), NUM_LAYERS, CHOSEN) and experts.dtype == torch.uint8
+        recorded = experts[..., 0] != experts[..., 1]
+        last = torch.zeros(len(experts), dtype=torch.bool).index_fill(0, lengths.cumsum(0) - 1, True)
+        assert recorded[~last].all() and not recorded[last].any()
+
+
+def test_a_kept_rollout_has_them(results: dict[str, Any], runs: Path) -> None:
+    """A start that ends in its first iteration, and the next one, which generates only the second."""
+    assert results["stopped"].startswith("Stopped")
+    first, second = results["kept"]
+    assert "rollout/throughput_tokens_per_sec" not in first and "rollout/throughput_tokens_per_sec" in second
+    for name in (DIFFERENCE, "rollout/experts_differ", "actor/loss", "actor/grad_norm"):
+        assert [metrics[name] for metrics in results["kept"]] == [metrics[name] for metrics in results["replayed"]]
+
+
+def test_a_dumped_batch_has_them(results: dict[str, Any]) -> None:
+    for name in (DIFFERENCE, "rollout/experts_differ", "actor/loss", "actor/grad_norm"):
+        assert [metrics[name] for metrics in results["again"]] == [metrics[name] for metrics in results["replayed"]]
+    assert results["without experts"].startswith("DataError") and "replay_routing" in results["without experts"]
+    assert all(metrics["layers"] == 0 for metrics in results["experts not asked for"])
