@@ -37,12 +37,17 @@ class Per(enum.Enum):
     TOKEN = "token"
     SEQUENCE = "sequence"
     ROUTED_TOKEN = "routed token"
+    REWARDED_SEQUENCE = "rewarded sequence"
 
 
+OF_TOKENS = (Per.TOKEN, Per.ROUTED_TOKEN)
+DIMENSIONS = {Per.ROUTED_TOKEN: 3, Per.REWARDED_SEQUENCE: 2}  # of others one
 PerToken = Annotated[Tensor, Per.TOKEN]  # (T,)
 PerSequence = Annotated[Tensor, Per.SEQUENCE]  # (N,)
 PerRoutedToken = Annotated[Tensor, Per.ROUTED_TOKEN]  # (T, layers, k); (T, 0, 0) where no experts are recorded
+PerRewardedSequence = Annotated[Tensor, Per.REWARDED_SEQUENCE]  # (N, parts); (N, 0) where there is no environment
 NO_ROUTING = torch.zeros(0, 0, 0, dtype=torch.uint8)
+NO_REWARDS = torch.zeros(0, 0)
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,8 @@ class RolloutBatch:
 
     routed_experts: with `algorithm.policy.replay_routing` the k experts that the engine chose for each token in each
     layer, uint8 or int16 (see `models.routing`); a token without a record has zeros. (T, 0, 0) where it is not given.
+    environment_rewards: with `data.environment` what it gave each row, float32, a column a part of the reward; NaN of a
+    row that has failed, of which no token is in the mask. (N, 0) where it is not given.
 
     Errors: ValueError where a tensor of a batch has not the length that its mark asks for.
     """
@@ -83,15 +90,17 @@ class RolloutBatch:
     response_mask: PerToken  # bool
     rollout_log_probs: PerToken  # float32
     routed_experts: PerRoutedToken = dataclasses.field(kw_only=True, default=NO_ROUTING)
+    environment_rewards: PerRewardedSequence = dataclasses.field(kw_only=True, default=NO_REWARDS)
 
     def __post_init__(self) -> None:
         num_tokens = int(self.lengths.sum())
         if self.routed_experts is NO_ROUTING:  # a dataclass knows no default that depends on other fields
             object.__setattr__(self, "routed_experts", NO_ROUTING.new_zeros(num_tokens, 0, 0))
-        sizes = {Per.SEQUENCE: len(self.lengths), Per.TOKEN: num_tokens, Per.ROUTED_TOKEN: num_tokens}
+        if self.environment_rewards is NO_REWARDS:
+            object.__setattr__(self, "environment_rewards", NO_REWARDS.new_zeros(len(self.lengths), 0))
         for name, per in marks(type(self)).items():
-            shape = tuple(getattr(self, name).shape)
-            expected = (sizes[per], *(shape[1:3] if per is Per.ROUTED_TOKEN else ()))
+            shape, size = tuple(getattr(self, name).shape), num_tokens if per in OF_TOKENS else len(self.lengths)
+            expected = (size, *shape[1 : DIMENSIONS.get(per, 1)])
             if shape != expected:
                 raise ValueError(
                     f"{type(self).__name__}.{name}: shape {shape}, expected {expected}, one entry a {per.value}"
@@ -109,13 +118,24 @@ class RolloutBatch:
         """Whether the engine's experts are recorded."""
         return self.routed_experts.shape[1] > 0
 
+    @property
+    def has_rewards(self) -> bool:
+        """Whether an environment has given rewards."""
+        return self.environment_rewards.shape[1] > 0
+
+    @property
+    def failed(self) -> Tensor:
+        """(N,) bool: rows whose environment has failed."""
+        return self.environment_rewards.isnan().any(1)
+
     def without_routing(self) -> Self:
         """The same batch for a model that chooses experts of its own."""
         return dataclasses.replace(self, routed_experts=NO_ROUTING) if self.has_routing else self
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, for a file; without the engine's experts where none are recorded."""
-        return {name: x for name, x in vars(self).items() if name != "routed_experts" or self.has_routing}
+        """By name, for a file; without the engine's experts and an environment's rewards where there are none."""
+        there = {"routed_experts": self.has_routing, "environment_rewards": self.has_rewards}
+        return {name: x for name, x in vars(self).items() if there.get(name, True)}
 
     def response_token_lists(self, rows: list[int]) -> list[list[int]]:
         """All that follows the prompt, of some rows: what the policy wrote and what was written in between."""
@@ -126,8 +146,10 @@ class RolloutBatch:
     def select(self, rows: Tensor) -> Self:
         """The batch of these rows (int64), in this order."""
         tokens = token_index(self.lengths, rows)
-        index = {Per.SEQUENCE: rows, Per.TOKEN: tokens, Per.ROUTED_TOKEN: tokens}
-        return type(self)(**{name: getattr(self, name)[index[per]] for name, per in marks(type(self)).items()})
+        found = marks(type(self))
+        return type(self)(
+            **{name: getattr(self, name)[tokens if per in OF_TOKENS else rows] for name, per in found.items()}
+        )
 
 
 def marks(batch_type: type[RolloutBatch]) -> Mapping[str, Per]:

@@ -23,6 +23,8 @@ export OMP_NUM_THREADS=1  # one thread for each process
 export TORCH_CPP_LOG_LEVEL=ERROR  # vLLM tells every rank how it binds memory
 if grep -q data/tiny_experts "$config"; then
     show_and_run .venv/bin/python -m tools.make_tiny data/tiny_experts --experts 8 --if-missing
+elif grep -q data/tiny_tools "$config"; then
+    show_and_run .venv/bin/python -m tools.make_tiny data/tiny_tools --tools --if-missing
 else
     show_and_run .venv/bin/python -m tools.make_tiny data/tiny --if-missing
 fi

@@ -26,6 +26,7 @@ AREAS = {
     "reward_model": "Only with `algorithm.name: reward_model`.",
     "NAME": "Metrics of the trained model: NAME is `actor`, `critic` or `reward_model`.",
     "kl": "The reference. Only where `algorithm.kl.use` is not `none`.",
+    "environment": "Conversations of many turns. Only with `data.environment`.",
     "rollout": "Responses and the engine. Only with generation.",
     "sampling": "Prompts by their length. Only with `sampling.by_prompt_length`.",
     "train": "The whole iteration.",

@@ -169,6 +169,25 @@ TABLE: tuple[ChangeRule, ...] = (
         NOTICED,
         "the saved place counts prompts: none is left out or repeated",
     ),
+    _rule(
+        "data.environment",
+        REFUSED,
+        NOTICED,
+        "the goal changes: scores before and after are not comparable",
+    ),
+    _rule(
+        "data.environment.*",
+        NOTICED,
+        NOTICED,
+        "later conversations go by the new value: scores before and after may not be comparable",
+    ),
+    _rule(
+        "data.environment.call_seconds data.environment.row_seconds data.environment.num_workers "
+        "data.environment.on_error",
+        FREE,
+        FREE,
+        "when and where the class is called, and when a row is given up",
+    ),
     _rule("sampling.*", NOTICED, NOTICED, "later responses are drawn with the new value"),
     _rule("sampling.temperature", NOTICED, NOTICED, "responses, log-probs and KL belong to another distribution"),
     _rule(

@@ -3,8 +3,8 @@
     hybridflow samples runs/math [--iteration N] [--number K] [--seed S]
 
 RUN is a run's directory or its samples.jsonl. The file holds metrics.num_samples responses of each iteration. Without
---iteration the command shows the last iteration. --seed chooses the others. The exit status is 1 if there is nothing to
-show.
+--iteration the command shows the last iteration. --seed chooses the others. What an environment has written stands
+within marks. The exit status is 1 if there is nothing to show.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from hybridflow import __version__
 from hybridflow.cli.command import print_error, program
 from hybridflow.data.rows import shown
 from hybridflow.errors import DataError, UserError
+from hybridflow.recording.marked_turns import Turn, marked
 
 WIDTH = 112  # columns of a pipe
 MOST_SHOWN = 200  # characters of a column
@@ -41,6 +42,7 @@ class ShownSample:
     parts: Mapping[str, float]
     columns: Mapping[str, Any] = field(default_factory=dict)
     heldout: bool = False
+    turns: Sequence[Turn] = ()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -131,8 +133,9 @@ def _sample(line: bytes, where: str) -> ShownSample:
     parts = tree["parts"] if "parts" in tree else {}  # earlier versions wrote none
     columns = tree["columns"] if isinstance(tree.get("columns"), dict) else {}
     heldout = tree.get("kind") == "heldout"
+    turns = tree.get("turns") or ()
     return ShownSample(
-        tree["iteration"], str(tree["prompt"]), str(tree["response"]), tree["score"], parts, columns, heldout
+        tree["iteration"], str(tree["prompt"]), str(tree["response"]), tree["score"], parts, columns, heldout, turns
     )
 
 
@@ -140,7 +143,8 @@ def _panel(kind: str, style: str, sample: ShownSample) -> Panel:
     text = Text()
     text.append(_readable(sample.prompt), style="dim")
     text.append("\n")
-    text.append(_readable(sample.response), style="bold")
+    for turn in sample.turns or [Turn(by="model", text=sample.response)]:
+        text.append(_readable(marked([turn])), style="bold" if turn["by"] == "model" else "italic")
     for name, value in sample.columns.items():
         text.append(f"\n{name}: {_readable(shown(value, MOST_SHOWN))}", style="dim")
     parts = ", ".join(f"{name} {value:.4g}" for name, value in sample.parts.items())

@@ -13,7 +13,9 @@ LOWER = re.compile(
     r"failed|dropped|lost|idle|overlong|penalty)(?![a-z])"
 )
 OF_CALLS = ("reward/errors", "reward/timeouts", "reward/row_mean_ms", "reward/row_max_ms", "reward/latency_ms")
-AREAS = frozenset("actor critic data eval kl memory reshard reward reward_model rollout sampling time train".split())
+AREAS = frozenset(
+    "actor critic data environment eval kl memory reshard reward reward_model rollout sampling time train".split()
+)
 
 
 def lower_is_better(metric: str) -> bool:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, JsonValue, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
+from hybridflow.config.environment import EnvironmentKey
 from hybridflow.config.section import PathText, Section
 
 
@@ -151,6 +152,17 @@ class DataConfig(FilesConfig):
     """Tokens of the longest prompt."""
     overlong_prompts: Literal["drop", "error"] = "error"
     """What happens to a prompt longer than max_prompt_length: the row is dropped, or the run ends with an error."""
+    environment: EnvironmentKey | None = None
+    """A class that begins each row's conversation, answers the model and gives the reward. null: a response is one
+    turn."""
+
+    @model_validator(mode="after")
+    def _check_environment(self) -> Self:
+        if self.environment is not None and not self.chat_template:
+            raise ValueError(
+                f"environment.class = {self.environment.path}: turns are messages: set chat_template: true"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_prompt_key(self) -> Self:

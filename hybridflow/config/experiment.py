@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from pydantic import PositiveInt, model_validator
 
-from hybridflow.config.algorithms import OPO, PPO, Custom, MaxRL, check_parts, compares_responses
+from hybridflow.config.algorithms import OPO, PPO, Custom, Distill, MaxRL, ReMax, check_parts, compares_responses
 from hybridflow.config.best_metric import AREAS, check_best_metric
 from hybridflow.config.data import DataConfig
 from hybridflow.config.old_keys import AlgorithmConfig
@@ -48,6 +48,7 @@ class ExperimentConfig(RunConfig):
     def _check(self) -> Self:
         check_parts(self.algorithm)
         for check in (
+            self._check_environment,
             self._check_roles,
             self._check_reset,
             self._check_buckets,
@@ -59,17 +60,53 @@ class ExperimentConfig(RunConfig):
             self._check_best,
         ):
             check()
-        if self.metrics.eval_interval and not (self.data.heldout and self.metrics.eval_reward):
+        judges = self.metrics.eval_reward or self.data.environment
+        if self.metrics.eval_interval and not (self.data.heldout and judges):
             raise ValueError(
                 f"metrics.eval_interval = {self.metrics.eval_interval} needs data.heldout and metrics.eval_reward"
             )
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _environment_rewards(cls, given: Any) -> Any:
+        """With an environment, which gives a reward, a config needs no section `reward`."""
+        data = given.get("data") if isinstance(given, dict) else None
+        has = data.get("environment") if isinstance(data, dict) else getattr(data, "environment", None)
+        if has is None or given.get("reward") is not None:
+            return given
+        return {**given, "reward": {}}
+
+    def _check_environment(self) -> None:
+        """What an environment cannot go with."""
+        environment = self.data.environment
+        named = self.reward is not None and (self.reward.models or self.reward.functions or self.reward.remote)
+        if environment is None:
+            if self.reward is not None and not named:
+                raise ValueError("reward: names neither a model nor a function: give reward.models or reward.functions")
+            return
+        field = f"data.environment.class = {environment.path}"
+        if isinstance(self.algorithm, ReMax | Distill):
+            why = {"remax": "compares with one greedy row a prompt, which may fail", "distill": "takes no rewards"}
+            raise ValueError(f"{field}: algorithm {self.algorithm.name} {why[self.algorithm.name]}: take another one")
+        if self.algorithm.policy.replay_routing:
+            raise ValueError(
+                f"{field} cannot go with algorithm.policy.replay_routing = true: experts of earlier turns are not "
+                "recorded"
+            )
+        longest = environment.max_turn_tokens
+        if longest is not None and longest < self.sampling.min_response_length:
+            raise ValueError(
+                f"data.environment.max_turn_tokens = {longest} is below sampling.min_response_length = "
+                f"{self.sampling.min_response_length}"
+            )
 
     def _check_best(self) -> None:
         """The metric that checkpoints are kept by is one of the run; a flow of your own may have any."""
         if not self.checkpoint.keep_best or isinstance(self.algorithm, Custom):
             return
         lacking = {name for name in ("critic", "reward") if getattr(self, name) is None} | {"reward_model"}
+        lacking |= {"environment"} if self.data.environment is None else set()
         metric, kind = self.checkpoint.best_metric, f"a run of {self.algorithm.name}"
         check_best_metric(metric, AREAS - lacking, eval_interval=self.metrics.eval_interval, kind=kind)
 

@@ -186,12 +186,6 @@ class RewardConfig(ScoringConfig):
     models: tuple[RewardModelConfig, ...] = ()
     """Reward models on ranks of the run."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if not self.models and not self.functions and not self.remote:
-            raise ValueError("names neither a model nor a function: give reward.models or reward.functions")
-        return self
-
 
 class RolloutConfig(Section):
     """The vLLM engine: replicas of tensor x pipeline parallel ranks, on the actor's ranks or on ranks of its own."""

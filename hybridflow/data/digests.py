@@ -10,6 +10,7 @@ from pathlib import Path
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.algorithms import Custom
 from hybridflow.config.fixed_data import FixedDataConfig
+from hybridflow.data.environment import EnvironmentInputs
 from hybridflow.data.fixed_inputs import FixedInputs
 from hybridflow.data.inputs import Inputs
 from hybridflow.data.tokenizers import tokenizer_digest
@@ -29,7 +30,16 @@ def run_digests(config: ExperimentConfig, inputs: Inputs) -> dict[str, bytes]:
         **{name: prompts.digest for name, prompts in prompts.items() if prompts is not None},
         **{f"config.json of {name}.model": digest_files([path / "config.json"], path) for name, path in models.items()},
         **function_digests(config, inputs.functions),
+        **environment_digests(inputs.environment),
     }
+
+
+def environment_digests(environment: EnvironmentInputs | None) -> dict[str, bytes]:
+    """Of the file that an environment's class stands in; not of what it imports."""
+    if environment is None or environment.pool.file is None:
+        return {}
+    file = Path(environment.pool.file)
+    return {f"the file of {environment.pool.config.path.partition(':')[0]}": digest_files([file], file.parent)}
 
 
 def fixed_digests(config: FixedDataConfig, inputs: FixedInputs) -> dict[str, bytes]:

@@ -8,7 +8,9 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridflow.config import ExperimentConfig, SamplingConfig
 from hybridflow.config.data import DataConfig
+from hybridflow.config.rewards import ScoringConfig
 from hybridflow.data.end_tokens import EndTokens, end_tokens
+from hybridflow.data.environment import EnvironmentInputs, environment_inputs
 from hybridflow.data.left_out import left_out
 from hybridflow.data.prompts import PromptDataset, load_prompts
 from hybridflow.data.response_text import ResponseTexts
@@ -31,6 +33,7 @@ class Inputs:
     ending: str | None  # what to know of responses that nothing ends before the limit
     tokenizers: list[str]  # what to know of the models' tokenizers
     texts: ResponseTexts
+    environment: EnvironmentInputs | None = None
 
     def decode(self, token_ids: list[int]) -> str:
         return self.texts.text(token_ids)
@@ -57,8 +60,8 @@ class Inputs:
         return [*of_prompts(config, self.train, self.ends, self.tokenizer), *self.tokenizers]
 
 
-def load_inputs(config: ExperimentConfig, vocab_size: int) -> Inputs:
-    """Read and check all of it; `vocab_size` is the actor's.
+def load_inputs(config: ExperimentConfig, vocab_size: int, *, num_ranks: int = 1) -> Inputs:
+    """Read and check all of it; `vocab_size` is the actor's. num_ranks: on this machine.
 
     Errors: DataError, CheckpointError, ConfigError, RewardError naming file, field and rule.
     """
@@ -66,11 +69,12 @@ def load_inputs(config: ExperimentConfig, vocab_size: int) -> Inputs:
     _check_sampled_ids(config.sampling, vocab_size, path)
     tokenizer = load_tokenizer(path)
     ends = end_tokens(path, tokenizer, vocab_size, template=data.chat_template)
+    environment = environment_inputs(data, config.reward or ScoringConfig(), tokenizer, ends, num_ranks=num_ranks)
     return Inputs(
         tokenizer=tokenizer,
         ends=ends,
-        train=train_prompts(data, tokenizer, vocab_size),
-        heldout=_prompts("data.heldout", tokenizer, data, vocab_size) if data.heldout else None,
+        train=_prompts("data.train", tokenizer, data, vocab_size, environment),
+        heldout=_prompts("data.heldout", tokenizer, data, vocab_size, environment) if data.heldout else None,
         functions=pool_specs(config),
         ending=_no_end(config.sampling, ends.ids, path),
         tokenizers=tokenizer_notes(config, tokenizer),
@@ -79,15 +83,25 @@ def load_inputs(config: ExperimentConfig, vocab_size: int) -> Inputs:
             (*ends.ids, *config.sampling.stop_token_ids),
             special_tokens=config.reward.special_tokens if config.reward is not None else "content",
         ),
+        environment=environment,
     )
 
 
-def train_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> PromptDataset:
+def train_prompts(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, ends: EndTokens
+) -> PromptDataset:
     """Those of data.train. Errors: DataError."""
-    return _prompts("data.train", tokenizer, data, vocab_size)
+    environment = environment_inputs(data, ScoringConfig(), tokenizer, ends, num_ranks=1)
+    return _prompts("data.train", tokenizer, data, vocab_size, environment)
 
 
-def _prompts(key: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig, vocab_size: int) -> PromptDataset:
+def _prompts(
+    key: str,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    vocab_size: int,
+    environment: EnvironmentInputs | None,
+) -> PromptDataset:
     files = data.heldout if key == "data.heldout" else data.train
     assert files is not None, f"{key} is not given"
     return load_prompts(
@@ -101,9 +115,17 @@ def _prompts(key: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig, voc
         bad_rows=data.bad_rows,
         columns=data.columns,
         template=TemplateOptions(data.chat_template_kwargs, data.message_format),
-        checked_bytes=sys.maxsize if key == "data.heldout" else data.checked_bytes,  # which is used as a whole anyway
+        checked_bytes=_checked_bytes(key, data),
         key=key,
+        first_messages=None if environment is None else environment.first_messages,
     )
+
+
+def _checked_bytes(key: str, data: DataConfig) -> int:
+    """Held-out rows are used as a whole anyway; of an environment a row is begun when it is drawn, and no earlier."""
+    if key == "data.heldout":
+        return sys.maxsize
+    return data.checked_bytes if data.environment is None else 0
 
 
 def _check_sampled_ids(sampling: SamplingConfig, vocab_size: int, model: Path) -> None:

@@ -10,7 +10,7 @@ A row's `prompt_key` holds the prompt: a text, or with `chat_template` a list of
 the same ones. Neither texts nor tokens stay in memory: a row is read and encoded when it is asked for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +37,17 @@ class Prompt:
     token_ids: list[int]
     columns: dict[str, Any]
     messages: list[Message] | None = None  # of a conversation
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What an environment begins a row with. fields: of the row, as the chat template reads them."""
+
+    messages: list[Message]
+    fields: Mapping[str, Any]
+
+
+FirstMessages = Callable[[Sequence[Row]], list[Begun | RowError]]
 
 
 @dataclass(frozen=True)
@@ -112,6 +123,7 @@ def load_prompts(
     template: TemplateOptions | None = None,
     checked_bytes: int = CHECKED_BYTES,
     key: str = "data.train",
+    first_messages: FirstMessages | None = None,
 ) -> PromptDataset:
     """Find the rows of files, and check them where these are no larger than `checked_bytes`. Blank lines are skipped.
 
@@ -125,12 +137,13 @@ def load_prompts(
         columns: which fields of a row stand for ours.
         template: what enters the chat template beside a row.
         key: that of the config, for messages.
+        first_messages: of an environment, which begins the conversation of a row; then all of a row are columns.
 
     Raises:
         DataError: a file, a row or a prompt cannot be used; names the file, the line and the rule.
     """
     chats = ChatTemplate(tokenizer, template or TemplateOptions()) if chat_template else None
-    encoder = _Encoder(tokenizer, prompt_key, chats, max_length, vocab_size, dict(columns or {}))
+    encoder = _Encoder(tokenizer, prompt_key, chats, max_length, vocab_size, dict(columns or {}), first_messages)
     if chats is not None:
         chats.check_options()
     rows = UsableRows(open_files(path, key), encoder.encoded, Rules(bad_rows, overlong), checked_bytes=checked_bytes)
@@ -161,10 +174,11 @@ class _Encoder:
     max_length: int
     vocab_size: int
     columns: Mapping[str, str]
+    first_messages: FirstMessages | None
     first: PromptText | None = field(default=None)  # whose columns all others have to have
 
     def encoded(self, rows: Sequence[Row]) -> list[Prompt | RowError]:
-        found = [attempt(self._text, row) for row in rows]
+        found = [attempt(self._text, row) for row in rows] if self.first_messages is None else self._begun(rows)
         tokens = iter(
             self._tokens([its.text for its in found if isinstance(its, PromptText) and its.token_ids is None])
         )
@@ -172,6 +186,25 @@ class _Encoder:
             its if isinstance(its, RowError) else self._prompt(its, next(tokens) if its.token_ids is None else None)
             for its in found
         ]
+
+    def _begun(self, rows: Sequence[Row]) -> list[PromptText | RowError]:
+        """The conversations that an environment begins, all of a row as its columns."""
+        assert self.first_messages is not None and self.template is not None, "an environment needs a template"
+        given = [attempt(lambda row: named(row, self.columns), row) for row in rows]
+        there = [row for row in given if isinstance(row, Row)]
+        begun = iter(self.first_messages(there))
+        return [row if isinstance(row, RowError) else attempt(self._begun_text, (row, next(begun))) for row in given]
+
+    def _begun_text(self, begun: tuple[Row, Begun | RowError]) -> PromptText:
+        row, its = begun
+        if isinstance(its, RowError):
+            raise its
+        assert self.template is not None, "an environment needs a template"
+        rendered = self.template.prompt(its.messages, its.fields, f"{row.where}: data.environment")
+        text = PromptText(row.where, rendered, None, dict(row.fields), its.messages)
+        self.first = self.first or text
+        check_same_columns(self.first, text)
+        return text
 
     def _text(self, row: Row) -> PromptText:
         text = prompt_text(named(row, self.columns), self.prompt_key, self.template)

@@ -66,8 +66,8 @@ def seen_by(config: AnyConfig) -> Iterator[str]:
     model = Path(config.trained.model if isinstance(config, FixedDataConfig) else config.actor.model)
     tokenizer, vocab_size = load_tokenizer(model), read_spec(model).vocab_size
     if isinstance(config, ExperimentConfig):
-        prompts = train_prompts(config.data, tokenizer, vocab_size)
         ends = end_tokens(model, tokenizer, vocab_size, template=config.data.chat_template)
+        prompts = train_prompts(config.data, tokenizer, vocab_size, ends)
         yield from of_prompts(config, prompts, ends, tokenizer)
         yield from tokenizer_notes(config, tokenizer)
         yield from _rows(

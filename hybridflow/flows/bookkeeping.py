@@ -42,6 +42,7 @@ from hybridflow.recording.iteration import (
     training_costs,
 )
 from hybridflow.recording.measure import Stopwatch
+from hybridflow.recording.turns import count_metrics, turn_metrics
 from hybridflow.rewards.scorer import FunctionCalls, Scores, call_metrics
 from hybridflow.roles.objectives import KLTerm
 
@@ -200,6 +201,8 @@ class OnlineBookkeeping(Bookkeeping):
 
     def begin(self, run: IterationData, iteration: int, num_iterations: int) -> None:
         self._generation.costs.clear()
+        if self._generation.turn_counts is not None:
+            self._generation.turn_counts.clear()
         super().begin(run, iteration, num_iterations)
 
     def finished(self, run: IterationData, batch: RolloutBatch) -> Iteration:
@@ -209,7 +212,7 @@ class OnlineBookkeeping(Bookkeeping):
         lengths = length_metrics(batch, sampling.buckets) if sampling.by_prompt_length else {}
         kl_term = KLTerm(self._config.algorithm.kl, run.state.kl_coef)
         kl = {"kl/coef": kl_term.coef} if self._config.algorithm.kl.use != "none" else {}
-        metrics = batch_metrics(batch) | lengths | run.metrics | kl | updates | self._routing()
+        metrics = batch_metrics(batch) | lengths | run.metrics | kl | updates | self._routing() | self._turns(batch)
         metrics |= dropped_metrics(data.bad_rows, data.overlong_prompts, [self._prompts.dropped, *self._dropped])
         if self.trains and "kl/sequence_mean" in metrics:
             coef = kl_term.updated(float(metrics["kl/sequence_mean"]), len(batch)).coef
@@ -225,6 +228,14 @@ class OnlineBookkeeping(Bookkeeping):
     def _routing(self) -> Metrics:
         actor, replays = self.roles.actor, self._config.algorithm.policy.replay_routing
         return routing_metrics(actor, self.exchange) if replays and actor is not None else {}
+
+    def _turns(self, batch: RolloutBatch) -> Metrics:
+        found = turn_metrics(batch) if batch.has_rewards else {}
+        counts = self._generation.turn_counts
+        if counts is not None:
+            values = torch.tensor(counts.values(), dtype=torch.float64, device=self.exchange.device)
+            found |= count_metrics(dict(zip(counts.names(), self.exchange.summed(values).tolist(), strict=True)))
+        return found
 
     def _costs(self, run: IterationData, batch: RolloutBatch) -> Metrics:
         trained = self.roles.actor.training_model if self.roles.actor is not None else None

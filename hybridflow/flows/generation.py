@@ -20,6 +20,7 @@ from hybridflow.parallel.platform import Platform
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.reshard.execute import ReshardCost
 from hybridflow.roles.generator import Generator
+from hybridflow.rollout.turns import TurnCounts
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class Generation:
     def costs(self) -> list[ReshardCost]:
         """Of the reshards of the iteration."""
         return self.generator.costs
+
+    @property
+    def turn_counts(self) -> TurnCounts | None:
+        """Of this rank since the iteration began; None where no environment answers, or nothing is generated."""
+        return self.generator.turn_counts
 
     @property
     def own_bytes(self) -> int:

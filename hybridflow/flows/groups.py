@@ -13,6 +13,7 @@ which takes that of the whole response off its score, as its paper does.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hybridflow.algorithms.advantages import sequence_sums, to_tokens, tokens_in_mask
@@ -56,13 +57,29 @@ def compared(run: Run, c: GRPO | DrGRPO | RLOO | OPO | MaxRL, relative: Relative
     )
     scores = run.shaped(known.raw_scores, rollout)
     penalties = run.kl.coef * sequence_sums(run.kl_in_reward(known), rollout.response_mask, lengths=rollout.lengths)
-    of_sequences = relative(scores - penalties, rollout)
+    of_sequences = of_kept_rows(relative, scores - penalties, rollout)
     advantages = to_tokens(of_sequences, rollout.response_mask, lengths=rollout.lengths)
     batch_type = GroupBatchWithReference if run.has_reference else GroupBatch
     batch = batch_type(**vars(rollout), **vars(known), scores=scores, advantages=advantages)
     for mini_batch in run.mini_batches(batch, c.update):
         run.actor.update(mini_batch, run.policy_loss(c.policy))
     return batch
+
+
+def of_kept_rows(relative: Relative, scores: Tensor, rollout: RolloutBatch) -> Tensor:
+    """(N,) with zero for rows that have failed: the others are compared as if there were none.
+
+    A row that then has nobody left to be compared with has zero too.
+    """
+    if not rollout.failed.any():
+        return relative(scores, rollout)
+    kept = ~rollout.failed
+    groups = torch.bincount(rollout.prompt_indices[kept], minlength=int(rollout.prompt_indices.max()) + 1)
+    rows = (kept & (groups[rollout.prompt_indices] > 1)).nonzero().flatten()
+    found = torch.zeros_like(scores)
+    if len(rows):
+        found[rows] = relative(scores[rows], rollout.select(rows))
+    return found
 
 
 def grpo(run: Run, c: GRPO) -> GroupBatch:

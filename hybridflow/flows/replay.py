@@ -27,8 +27,8 @@ from hybridflow.recording.run_dir import dumped_iteration
 from hybridflow.reshard.execute import ReshardCost
 
 FIELDS = tuple(field.name for field in dataclasses.fields(RolloutBatch))
-ROUTING = "routed_experts"
-REQUIRED = tuple(name for name in FIELDS if name != ROUTING)
+ROUTING, REWARDS = "routed_experts", "environment_rewards"
+REQUIRED = tuple(name for name in FIELDS if name not in (ROUTING, REWARDS))
 PER_TOKEN = ("input_ids", "response_mask", "rollout_log_probs")
 DTYPES = {"truncated": torch.bool, "response_mask": torch.bool, "rollout_log_probs": torch.float32}  # others: int64
 
@@ -57,12 +57,20 @@ class Replay:
     """Answers as `roles.generator.Generator` does, without an engine: no weights move."""
 
     own_bytes = 0
+    turn_counts = None
 
     def __init__(
-        self, files: Mapping[int, Path], *, vocab_size: int, max_length: int, routing: RoutingSizes | None = None
+        self,
+        files: Mapping[int, Path],
+        *,
+        vocab_size: int,
+        max_length: int,
+        routing: RoutingSizes | None = None,
+        num_rewards: int = 0,
     ) -> None:
-        """routing: of the experts that are to be replayed, which the files then must have."""
-        self.files, self._routing = files, routing
+        """routing: of the experts that are to be replayed, which the files then must have. num_rewards: parts of an
+        environment's reward, likewise."""
+        self.files, self._routing, self._num_rewards = files, routing, num_rewards
         self._vocab_size, self._max_length = vocab_size, max_length
         self.costs: list[ReshardCost] = []
 
@@ -109,6 +117,9 @@ class Replay:
         if self._routing is not None:
             experts = self._checked_routing(file, tensors, self._routing)
             rollout = dataclasses.replace(rollout, routed_experts=experts)
+        if self._num_rewards:
+            rewards = self._checked_rewards(file, tensors)
+            rollout = dataclasses.replace(rollout, environment_rewards=rewards)
         self._check_rows(file, rollout)
         _check_prompts(file, rollout, prompts, samples_per_prompt)
         return rollout
@@ -139,6 +150,17 @@ class Replay:
             if len(tensors[name]) != expected:
                 per = f"token of its {num_rows} sequences" if name in PER_TOKEN else "sequence"
                 raise DataError(f"{file}: {name} has {len(tensors[name])} entries; expected {expected}, one a {per}")
+
+    def _checked_rewards(self, file: Path, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Of every row, as this config's environment gives them."""
+        found, expected = tensors.get(REWARDS), (len(tensors["lengths"]), self._num_rewards)
+        if found is None or found.shape != expected or found.dtype != torch.float32:
+            told = "none" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
+            raise DataError(
+                f"{file}: {REWARDS} is {told}; data.environment asks for torch.float32 {expected}, a reward, or each "
+                f"of its parts, of each row"
+            )
+        return found
 
     def _checked_routing(self, file: Path, tensors: Mapping[str, Tensor], sizes: RoutingSizes) -> Tensor:
         """Of every token, as this config's model has them."""

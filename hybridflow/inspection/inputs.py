@@ -118,7 +118,9 @@ def _prompts(
     def check(row: Row) -> None:
         if row.problem is not None:
             raise row.problem
-        prompt_text(named(row, data.columns), data.prompt_key, template)
+        own = named(row, data.columns)
+        if data.environment is None:
+            prompt_text(own, data.prompt_key, template)
 
     files = open_files(named_files, key)
     rows = files.rows_at(range(min(len(files), NUM_ROWS)))

@@ -57,7 +57,7 @@ def batch_metrics(batch: RolloutBatch) -> Metrics:
     if "log_probs" in known and known["log_probs"] is not batch.rollout_log_probs:  # which may be the old ones
         metrics |= _mismatch(known["log_probs"], batch.rollout_log_probs, mask)
     if {"log_probs", "ref_log_probs"} <= known.keys():
-        kl = kl_k1(known["log_probs"], known["ref_log_probs"]) * mask
+        kl = kl_k1(known["log_probs"], known["ref_log_probs"]).masked_fill(~mask, 0.0)
         metrics["kl/reference_mean"] = masked_mean(kl, mask)
         metrics["kl/sequence_mean"] = kl.sum() / len(batch)
     if {"values", "returns"} <= known.keys():
@@ -86,10 +86,10 @@ def length_metrics(batch: RolloutBatch, buckets: LengthBuckets[int]) -> Metrics:
 
 
 def _mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
-    difference = (rollout_log_probs - log_probs).abs()
+    difference = (rollout_log_probs - log_probs).abs().masked_fill(~mask, 0.0)
     return {
         "rollout/log_prob_diff_mean": masked_mean(difference, mask),
-        "rollout/log_prob_diff_max": (difference * mask).max(),
+        "rollout/log_prob_diff_max": difference.max(),
         "rollout/token_mult_prob_error": masked_mean(difference.exp(), mask),
         "rollout/gen_kl": masked_mean(kl_k3(rollout_log_probs, log_probs), mask),
     }

@@ -3,11 +3,13 @@
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, TypedDict
 
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch
+from hybridflow.recording.marked_turns import Turn
 
 MOST_CHARACTERS = 2000  # of a column's value
 
@@ -21,6 +23,7 @@ class Sample(TypedDict):
     score: float | None
     parts: Mapping[str, float]  # of the score, before their weights
     columns: Mapping[str, Any]  # the user's, of the row
+    turns: list[Turn]  # of a row with an environment: the response, cut by who has written it
 
 
 def samples_of(
@@ -45,9 +48,18 @@ def samples_of(
                 score=None if scores is None else float(scores[row]),
                 parts={name: float(part[row]) for name, part in parts.items()},
                 columns={name: _short(values[prompt]) for name, values in prompts.columns.items()},
+                turns=_turns(batch, row, ids, decode) if batch.has_rewards else [],
             )
         )
     return found
+
+
+def _turns(batch: RolloutBatch, row: int, ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[Turn]:
+    """ids: behind the prompt. Of a row that has failed no token is the model's."""
+    end = int(batch.lengths[: row + 1].sum())
+    sampled = batch.response_mask[end - len(ids) : end].tolist()
+    runs = groupby(zip(sampled, ids, strict=True), key=lambda one: one[0])
+    return [Turn(by="model" if by else "environment", text=decode([i for _, i in some])) for by, some in runs]
 
 
 def chosen_rows(prompt_indices: Tensor, num_prompts: int, number: int, *, seed: str) -> list[int]:

@@ -6,11 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hybridflow.recording.marked_turns import marked
 from hybridflow.reporting.runs import Sample, Samples
 
 MOST_ROWS = 16  # of an iteration and a kind: the best half and the worst half
 MOST_CHARACTERS = 4000  # of a prompt or response
-OWN = ("iteration", "kind", "prompt", "response", "score", "columns")  # other fields as they are called
+OWN = ("iteration", "kind", "prompt", "response", "score", "columns", "turns")  # other fields as they are called
 ANSWERS = (  # columns that hold the right answer, by the names that data sets give them
     *("answer", "answers", "ground_truth", "ground_truths", "reference", "reference_answer", "reference_answers"),
     *("solution", "solutions", "target", "targets", "expected", "expected_answer", "label", "labels"),
@@ -68,7 +69,7 @@ def _shown(sample: Sample, answers: Sequence[str]) -> dict[str, Any]:
     return {
         "heldout": _is_heldout(sample),
         "prompt": _cut(sample["prompt"]),
-        "response": _cut(sample["response"]),
+        "response": _cut(marked(sample["turns"]) if sample.get("turns") else sample["response"]),
         "answer": None if answer is None else _cut(answer),
         "score": f"{score:.6g}" if isinstance(score, float) else None if score is None else _plain(score),
         "number": _number(sample),

@@ -32,6 +32,7 @@ class FunctionSpec:
     parts: the keys of the dictionaries that it returns; none where it returns numbers.
     awaited: whether it is an `async def`; then one process has `concurrency` calls of it under way.
     lost_score: what a row counts as whose call took too long or ended its process; None: that ends the run.
+    affine: it is a class whose instance is called with a message of its own kind; all calls of a row go to one process.
     """
 
     path: str
@@ -44,6 +45,7 @@ class FunctionSpec:
     concurrency: int
     background: bool
     lost_score: float | None = None
+    affine: bool = False
 
 
 def exact_match(

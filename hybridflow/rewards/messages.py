@@ -51,9 +51,9 @@ class MessageChannel:
             _wait(self, select.POLLOUT)
             self.flush()
 
-    def wait(self) -> None:
-        """Until something has arrived, or the other end is gone."""
-        _wait(self, select.POLLIN)
+    def wait(self, seconds: float | None = None) -> None:
+        """Until something has arrived, or the other end is gone; so long at most."""
+        _wait(self, select.POLLIN, seconds)
 
     def flush(self) -> None:
         """Send what the other end takes now. Errors: ChannelClosed."""
@@ -97,7 +97,7 @@ class MessageChannel:
         return True
 
 
-def _wait(channel: MessageChannel, event: int) -> None:
+def _wait(channel: MessageChannel, event: int, seconds: float | None = None) -> None:
     poll = select.poll()  # select.select knows no file beyond the 1024th
     poll.register(channel, event)
-    poll.poll()
+    poll.poll(None if seconds is None else 1000 * seconds)

@@ -51,6 +51,16 @@ class Outcome:
     printed: str
 
 
+@dataclass(frozen=True)
+class Answer:
+    """Of an affine function: a value, or why there is none. printed: by the function."""
+
+    value: Any
+    problem: str
+    seconds: float
+    printed: str
+
+
 class Pool:
     """Of this rank. Units are called in the order of `submit`, as far as workers are free."""
 
@@ -59,6 +69,8 @@ class Pool:
         self._next, self._rows = 0, dict[int, tuple[int, Rows]]()
         self._outcomes: dict[int, Outcome] = {}
         self._withdrawn: list[list[int]] = []
+        self._called: set[int] = set()
+        self._answers: dict[int, Answer] = {}
         near, far = socket.socketpair()
         process = _start(far)
         far.close()
@@ -69,6 +81,25 @@ class Pool:
             self.specs, limits.num_workers, limits.memory_bytes, limits.max_processes, [str(x) for x in sys.path]
         )
         self._send({"charge": True}, pickle.dumps(charge))
+
+    def call(self, row: int, message: Mapping[str, Any], function: int = 0) -> int:
+        """The ticket of a call of an affine function: after those of the same row, by the process that has it."""
+        ticket, self._next = self._next, self._next + 1
+        self._called.add(ticket)
+        self._send({"unit": ticket, "function": function, "rows": 1, "row": row}, pickle.dumps(dict(message)))
+        return ticket
+
+    def close_row(self, row: int) -> None:
+        """There are no further calls for it."""
+        self._send({"close": row})
+
+    def answers(self, seconds: float | None) -> dict[int, Answer]:
+        """Of affine functions, by ticket: those that have arrived; where there are none waits for some, so long."""
+        if not self._answers and seconds != 0.0:
+            self._channel.wait(seconds)
+        self._take()
+        found, self._answers = self._answers, {}
+        return found
 
     def submit(self, function: int, rows: Rows) -> int:
         """The ticket of a unit: these rows in one call of the function of that number."""
@@ -111,10 +142,16 @@ class Pool:
     def _receive(self) -> None:
         """Wait for messages, and take note of them."""
         self._channel.wait()
+        self._take()
+
+    def _take(self) -> None:
         try:
             for header, _ in self._channel.receive():
                 if "withdrawn" in header:
                     self._withdrawn.append(header["withdrawn"])
+                elif header["unit"] in self._called:
+                    self._called.remove(header["unit"])
+                    self._answers[header["unit"]] = self._answer(header)
                 else:
                     self._outcomes[header["unit"]] = self._outcome(header)
         except ChannelClosed:
@@ -134,10 +171,16 @@ class Pool:
             return Outcome("timeout", (), f"{where}: took longer than {limit}{each}; {of}", seconds, printed)
         return Outcome("ended", (), f"{where}: {answer['ended']}; {of}", seconds, printed)
 
+    def _answer(self, told: Header) -> Answer:
+        """Of an affine function, whose messages name nothing but what has happened."""
+        if "value" in told:
+            return Answer(told["value"], "", told["seconds"], told["printed"])
+        limit = self.specs[0].timeout_seconds
+        problem = told.get("error") or told.get("ended") or f"took longer than {limit:g} s"
+        return Answer(None, problem, told["seconds"], told["printed"])
+
     def _lost(self) -> RewardError:
-        return RewardError(
-            f"the process {self.supervisor}, which calls the reward functions of this rank, has been killed"
-        )
+        return RewardError(f"the process {self.supervisor}, which calls the functions of this rank, has been killed")
 
 
 def _named(rows: Rows) -> str:

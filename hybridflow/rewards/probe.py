@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,30 +34,37 @@ def described(wanted: Sequence[Wanted]) -> list[Described]:
     """Of each function. Errors: RewardError, with a line for each that cannot be found or called so."""
     if not wanted:
         return []
-    paths = [path for path, _ in wanted]
-    process = subprocess.Popen(
-        light_python("hybridflow.rewards.probe", os.getpid()),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        out, _ = process.communicate(json.dumps([list(one) for one in wanted]).encode(), SECONDS)
-    except subprocess.TimeoutExpired:
-        raise RewardError(f"reward functions were not imported within {SECONDS:g} s: {', '.join(paths)}") from None
-    finally:
-        _end(process)
-    told = [json.loads(line) for line in out.splitlines()]
+    told = asked("hybridflow.rewards.probe", [list(one) for one in wanted], "reward function")
     problems = [one["problem"] for one in told if one["problem"]]
     if problems:
         raise RewardError("\n".join(dict.fromkeys(problems)))
-    if len(told) < len(wanted):
+    return [Described(one["awaited"], one["file"]) for one in told]
+
+
+def asked(module: str, wanted: Sequence[list[Any]], what: str) -> list[dict[str, Any]]:
+    """The answers of a process that calls `main` of the module, one for each that is wanted, whose first is a path.
+
+    Errors: RewardError where it does not answer. what: they are, for messages.
+    """
+    paths = [one[0] for one in wanted]
+    process = subprocess.Popen(
+        light_python(module, os.getpid()), stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        out, _ = process.communicate(json.dumps(wanted).encode(), SECONDS)
+    except subprocess.TimeoutExpired:
+        raise RewardError(f"{what}s were not imported within {SECONDS:g} s: {', '.join(paths)}") from None
+    finally:
+        _end(process)
+    told: list[dict[str, Any]] = [json.loads(line) for line in out.splitlines()]
+    problem = any(one["problem"] for one in told)
+    if len(told) < len(wanted) and not problem:
         path = wanted[len(told)][0]
         raise RewardError(
-            f"reward function {path}: the process that imports {path.partition(':')[0]} did not answer: it "
+            f"{what} {path}: the process that imports {path.partition(':')[0]} did not answer: it "
             f"{how(process.returncode)}"
         )
-    return [Described(one["awaited"], one["file"]) for one in told]
+    return told
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -70,13 +77,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def main(parent: int) -> None:
-    """The process: a line of JSON for each function. What is printed meanwhile goes to stderr."""
+    """The process."""
+    serve(parent, _told)
+
+
+def serve(parent: int, told: Callable[[str, Mapping[str, Any]], dict[str, Any]]) -> None:
+    """A line of JSON for each that is wanted. What is printed meanwhile goes to stderr."""
     end_with_parent(parent)
     adopt_orphans()
-    told = os.dup(1)
+    out = os.dup(1)
     os.dup2(2, 1)
     for path, arguments in json.loads(sys.stdin.buffer.read()):
-        os.write(told, json.dumps(_told(path, arguments)).encode() + b"\n")
+        os.write(out, json.dumps(told(path, arguments)).encode() + b"\n")
     for child in children(os.getpid()):
         kill_tree(child)
     os._exit(0)

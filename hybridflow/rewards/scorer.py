@@ -16,6 +16,7 @@ from hybridflow.algorithms.rewards import (
 )
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config import RewardConfig
+from hybridflow.config.environment import EnvironmentConfig
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.parallel.exchange import Contribution
 from hybridflow.recording.measure import Stopwatch
@@ -104,6 +105,7 @@ class Scorer:
         watch: Stopwatch,
         limits: LengthBuckets[int],
         reencoders: Mapping[int, Reencode] | None = None,
+        environment: EnvironmentConfig | None = None,
     ) -> None:
         self._config, self.models, self._caller, self._watch = config, models, caller, watch
         self._reencoders = reencoders or {}
@@ -112,8 +114,9 @@ class Scorer:
         self._weights = (
             *(model.weight for model in config.models),
             *(weight for weights in function_weights(config) for weight in weights),
+            *(environment.weights if environment is not None else ()),
         )
-        self._names = _part_names(config)
+        self._names = (*_part_names(config), *(environment_parts(environment) if environment is not None else ()))
 
     def scores(self, rollout: RolloutBatch, prompts: PromptBatch) -> Scores:
         """What this rank knows of the scores of every model and function."""
@@ -121,7 +124,8 @@ class Scorer:
             read = [self._reencoders.get(i, _as_it_is)(rollout, prompts) for i in range(len(self.models))]
             models = [model.scores(its) for model, its in zip(self.models, read, strict=True)]
             functions = self._function_scores(rollout, prompts)
-        terms = (*models, *(part for function in functions for part in function.parts))
+            given = environment_terms(rollout, self._caller.rank, self._caller.world_size)
+        terms = (*models, *(part for function in functions for part in function.parts), *given)
         return Scores(terms, self._weights, self._names, tuple(functions))
 
     def call_ahead(self, prompts: PromptBatch) -> RolloutCalls | None:
@@ -166,6 +170,29 @@ class Scorer:
             moments = moments.updated(scores)
             scores = moments.normalized(scores)
         return scores if config.clip_score is None else clip_scores(scores, config.clip_score), moments
+
+
+def environment_parts(config: EnvironmentConfig) -> tuple[str, ...]:
+    """What metrics call each part of an environment's reward."""
+    return tuple(f"environment/{part}" for part in config.parts) or ("environment",)
+
+
+def environment_terms(rollout: RolloutBatch, rank: int, world_size: int) -> tuple[Contribution, ...]:
+    """A term of each part of an environment's reward, which all ranks know.
+
+    A row that has failed has the mean of the others of its prompt, which changes no mean: it is not trained on.
+    """
+    own = torch.arange(len(rollout))[rank::world_size]
+    columns = [_filled(column, rollout.prompt_indices) for column in rollout.environment_rewards.unbind(1)]
+    return tuple(Contribution(len(rollout), own, column[own]) for column in columns)
+
+
+def _filled(rewards: Tensor, groups: Tensor) -> Tensor:
+    """(N,) with the mean of those of its group that are numbers for each NaN; 0 where there are none."""
+    there, num_groups = ~rewards.isnan(), int(groups.max()) + 1 if len(groups) else 0
+    sums = torch.zeros(num_groups, dtype=torch.float64).index_add(0, groups, rewards.nan_to_num(0.0).double())
+    counts = torch.zeros(num_groups, dtype=torch.float64).index_add(0, groups, there.double())
+    return torch.where(there, rewards, (sums / counts.clamp(min=1.0))[groups].to(rewards.dtype))
 
 
 def _part_names(config: RewardConfig) -> tuple[str, ...]:

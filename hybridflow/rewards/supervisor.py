@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.rewards.messages import ChannelClosed, Header, MessageChannel
 from hybridflow.rewards.processes import adopt_orphans, children, descendants, how, kill_tree, resident_bytes
+from hybridflow.rewards.row_owners import RowOwners
 from hybridflow.rewards.worker import TOLD_TO_END, run_worker
 
 BUSY_SECONDS, IDLE_SECONDS = 0.05, 0.5  # between two looks at processes: while calls run, and while none does
@@ -46,12 +47,16 @@ class Charge:
 
 @dataclass
 class RowsOfCall:
-    """The rows of one call. alone: it may be the one that has ended a worker with several calls under way."""
+    """The rows of one call. alone: it may be the one that has ended a worker with several calls under way.
+
+    row: of an affine function, whose calls go to one worker.
+    """
 
     number: int
     function: int
     num_rows: int
     body: bytes
+    row: int | None = None
     started: float = 0.0
     alone: bool = False
 
@@ -85,6 +90,7 @@ class Supervisor:
         self._charge, self._trainer, self._parent = charge, trainer, parent
         self._queues: dict[int, deque[RowsOfCall]] = {number: deque() for number in range(len(charge.specs))}
         self._workers: list[Worker] = []
+        self._rows = RowOwners()
         self._looked = 0.0
 
     def run(self) -> None:
@@ -133,8 +139,15 @@ class Supervisor:
                 self._queues[number] = deque(unit for unit in queue if unit.number not in asked)
             self._trainer.send({"withdrawn": gone})
             return
-        unit = RowsOfCall(header["unit"], header["function"], header["rows"], body)
-        self._queues[unit.function].append(unit)
+        if "close" in header:
+            self._rows.forget(header["close"])
+            return
+        unit = RowsOfCall(header["unit"], header["function"], header["rows"], body, header.get("row"))
+        lost = self._rows.why_lost(unit.row)
+        if lost is None:
+            self._queues[unit.function].append(unit)
+        else:
+            self._trainer.send({"unit": unit.number, "ended": lost, "seconds": 0.0, "printed": ""})
 
     def _hear(self, worker: Worker) -> None:
         try:
@@ -226,10 +239,20 @@ class Supervisor:
         self._close_output(worker)
         self._workers.remove(worker)
         units = list(worker.units.values())
+        self._lose_rows(worker, why or "another row that it called took too long")
         if not worker.ready and not units:  # it could not even start: whoever waits for it is told
             units = self._first_queued(worker)
         for unit in units:
             self._settle_lost(worker, unit, why, of_many=len(units) > 1)
+
+    def _lose_rows(self, worker: Worker, why: str) -> None:
+        """Those that it owned have failed, with the calls of theirs that wait."""
+        gone = self._rows.lose(worker.pid, why)
+        for number, queue in self._queues.items() if gone else ():
+            for unit in queue:
+                if unit.row in gone:
+                    self._trainer.send({"unit": unit.number, "ended": why, "seconds": 0.0, "printed": ""})
+            self._queues[number] = deque(unit for unit in queue if unit.row not in gone)
 
     def _settle_lost(self, worker: Worker, unit: RowsOfCall, why: str | None, *, of_many: bool) -> None:
         seconds = time.monotonic() - unit.started if unit.started else 0.0
@@ -308,6 +331,8 @@ class Supervisor:
         queue = min(queues, key=lambda queue: queue[0].number)
         if queue[0].alone and worker.units:
             return None
+        if self._charge.specs[queue[0].function].affine:
+            return self._rows.taken(queue, worker.pid, [other.pid for other in self._workers])
         return queue.popleft()
 
 

@@ -9,6 +9,7 @@ directory or of another sys.stdout is gone when the next is called.
 import asyncio
 import contextlib
 import faulthandler
+import json
 import os
 import pickle
 import resource
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from random import seed as seed_random  # as it is before a user's code has run
 from typing import Any, NoReturn
 
-from hybridflow.errors import RewardError
+from hybridflow.errors import RewardError, UserError
 from hybridflow.rewards.functions import (
     FunctionCall,
     FunctionSpec,
@@ -80,8 +81,9 @@ def run_worker(
 
 def _loaded(spec: FunctionSpec) -> Loaded:
     try:
-        return Loaded(spec, load_reward_function(spec.path), "")
-    except RewardError as error:
+        function = load_reward_function(spec.path)
+        return Loaded(spec, function(**spec.arguments) if spec.affine else function, "")
+    except UserError as error:
         return Loaded(spec, None, str(error))
 
 
@@ -91,7 +93,8 @@ def _serve(channel: MessageChannel, loaded: Mapping[int, Loaded]) -> NoReturn:
     while True:
         channel.wait()
         for header, body in channel.receive():
-            answer = _answer(loaded[header["function"]], header["unit"], body)
+            its = loaded[header["function"]]
+            answer = (_answer_affine if its.spec.affine else _answer)(its, header["unit"], body)
             if os.getpid() != own:  # the function has forked, and its child returned as well
                 os._exit(0)
             _tidy(home, path)
@@ -133,6 +136,20 @@ def _answer(loaded: Loaded, unit: int, body: bytes) -> Header:
     except BaseException as error:  # nothing that a user raises ends the process
         return _failed(unit, asked, error, started)
     return {"unit": unit, "scores": scores, "seconds": time.perf_counter() - started}
+
+
+def _answer_affine(loaded: Loaded, unit: int, body: bytes) -> Header:
+    """Of a function that checks by itself what a user's code gives: any value of JSON, or an error."""
+    started = time.perf_counter()
+    try:
+        if loaded.function is None:
+            raise RewardError(loaded.problem)
+        value = loaded.function(pickle.loads(body))  # of the trainer
+        json.dumps(value)
+    except BaseException as error:  # nothing that a user raises ends the process
+        message = str(error) if isinstance(error, UserError) else f"raised {type(error).__name__}: {error}"
+        return {"unit": unit, "error": message, "seconds": time.perf_counter() - started}
+    return {"unit": unit, "value": value, "seconds": time.perf_counter() - started}
 
 
 async def _awaited(loaded: Loaded, unit: int, body: bytes) -> Header:

@@ -8,6 +8,7 @@ with generator.resharded():             # alias / permute / gather, and back
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.errors import EnvironmentProblem
 from hybridflow.models.layer_specs import DTYPES
 from hybridflow.parallel.exchange import Exchange
+from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.platform import Platform, world_group
 from hybridflow.placement.placed import PlacedRun
 from hybridflow.recording.measure import own_bytes
@@ -29,6 +31,35 @@ from hybridflow.rollout.engine import Response, RolloutEngine
 from hybridflow.rollout.generation import RolloutListener, generate
 from hybridflow.rollout.patches import join_groups
 from hybridflow.rollout.runner import second_runner
+from hybridflow.rollout.turns import Agreement, Answers, TurnCounts, TurnTaking
+
+
+class EnvironmentRows(Protocol):
+    """Who makes the answers to a rollout's rows. counts: of this rank. num_rewards: parts that a row is given."""
+
+    @property
+    def counts(self) -> TurnCounts: ...
+
+    @property
+    def num_rewards(self) -> int: ...
+
+    def conversations(
+        self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]
+    ) -> Answers: ...
+
+
+@dataclass(frozen=True)
+class EnvironmentTurns:
+    """leads: this rank is the first of its engine replica, and so the one that asks."""
+
+    environments: EnvironmentRows
+    agreement: Agreement
+    leads: bool
+
+    def of(self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]) -> TurnTaking:
+        """For the next rollout."""
+        answers = self.environments.conversations(prompts, counts, limits, seed) if self.leads else None
+        return TurnTaking(self.agreement, answers, self.environments.counts)
 
 
 class Generator:
@@ -37,6 +68,7 @@ class Generator:
     Building it is collective over the world. A rank outside the rollout has no engine, but takes part in all calls.
 
     why_eager: the reason for which the engine runs without CUDA graphs, where the config lets it have them; else None.
+    turns: how rows go on where an environment answers them, which takes the world's `groups`.
     params: vLLM's sampling parameters of `sampled` and `greedy` responses. costs: of the reshards since somebody
     emptied the list. own_bytes: weights of the engine outside the trainer's memory, while it has them.
     """
@@ -49,6 +81,8 @@ class Generator:
         eos_token_ids: tuple[int, ...],
         platform: Platform,
         exchange: Exchange,
+        environments: EnvironmentRows | None = None,
+        groups: ProcessGroups | None = None,
     ) -> None:
         self._placed, self._actor, self._platform, self._exchange = placed, actor, platform, exchange
         self.layout, config, self.routing = placed.rollout, placed.config, placed.routing
@@ -73,6 +107,7 @@ class Generator:
             space=space,
             reads=True,
         )
+        self.turns = None if environments is None else self._turns(environments, groups or ProcessGroups())
         self.costs: list[ReshardCost] = []
         self.engine: RolloutEngine | None = None
         self.own_bytes, self.params = 0, {}
@@ -88,6 +123,14 @@ class Generator:
                 self.own_bytes = own_bytes(self.engine.parameters().values(), weights.values())
                 self.engine.sleep()
         self.costs.clear()
+
+    def _turns(self, environments: EnvironmentRows, groups: ProcessGroups) -> EnvironmentTurns:
+        """Collective over the world."""
+        replicas, rank = self.layout.replicas, self._platform.rank
+        group = groups.own(replicas) if len(replicas[0]) > 1 else None
+        leader = replicas[self.layout.coordinates(rank).replica][0] if rank in self.layout else rank
+        agreement = Agreement(group, leader, self._exchange.device)
+        return EnvironmentTurns(environments, agreement, leads=rank in self.layout and rank == leader)
 
     def _hooks_routers(self) -> bool:
         """Whether it is vLLM's older runner that records experts, whose hooks no graph calls."""
@@ -149,6 +192,11 @@ class Generator:
         finally:
             self.engine.sleep()
 
+    @property
+    def turn_counts(self) -> TurnCounts | None:
+        """Of this rank, where an environment answers."""
+        return None if self.turns is None else self.turns.environments.counts
+
     def iterations(self, num_iterations: int, *, after: int) -> Sequence[int]:
         """Those to run, which ascend."""
         return range(after + 1, num_iterations + 1)
@@ -178,14 +226,18 @@ class Generator:
 
         listener: waits when this rank has given back what the engine had; nothing more can be generated in the block.
         """
+        sampling, seed, taking = self._placed.config.sampling, self._placed.config.seed, None
+        if self.turns is not None:
+            counts = torch.tensor(samples_per_prompt.each(prompts.lengths.tolist()), dtype=torch.int64)
+            taking = self.turns.of(prompts, counts, sampling.limits, (seed, iteration, generation, first_prompt))
         return generate(
             self.engine,
             prompts,
             self.params.get("greedy" if greedy else "sampled"),
             samples_per_prompt=samples_per_prompt,
-            buckets=self._placed.config.sampling.buckets,
-            limits=self._placed.config.sampling.limits,
-            seed=self._placed.config.seed,
+            buckets=sampling.buckets,
+            limits=sampling.limits,
+            seed=seed,
             iteration=iteration,
             first_prompt=first_prompt,
             generation=generation,
@@ -194,6 +246,8 @@ class Generator:
             exchange=self._exchange,
             listener=None if listener is None else _ReleasingListener(self, listener),
             routing=None if greedy else self.routing,  # nothing is trained on those
+            turns=taking,
+            num_rewards=0 if self.turns is None else self.turns.environments.num_rewards,
         )
 
 

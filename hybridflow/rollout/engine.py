@@ -8,7 +8,7 @@ all; on GPUs both change the order of sums, and so, now and then, a token.
 import gc
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,17 +24,23 @@ from hybridflow.rollout.routing import ReturnedRouting, RoutingRecorder, SlotRec
 from hybridflow.rollout.runner import choose_runner
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
-    from vllm import CompletionOutput, SamplingParams
+    from vllm import CompletionOutput, RequestOutput, SamplingParams
 
 
 @dataclass(frozen=True)
 class Response:
-    """One finished sequence: its response tokens, their log-probs under the sampling distribution, and why it ended."""
+    """One finished sequence: its response tokens, their log-probs under the sampling distribution, and why it ended.
+
+    sampled: which of the tokens the policy chose; none where it chose all. rewards: of an environment, NaN of a row
+    that has failed.
+    """
 
     token_ids: list[int]
     log_probs: list[float]
     truncated: bool  # cut at the length limit
     experts: Tensor | None = None  # (prompt + response - 1, layers, k): of this stage, where the engine records them
+    sampled: list[bool] = field(default_factory=list)
+    rewards: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -184,26 +190,49 @@ class RolloutEngine:
 
         stepped: called after each step of the engine.
         """
+        names = [
+            self.add(str(i), request, params[request.bucket], max_tokens=None) for i, request in enumerate(requests)
+        ]
+        while self.is_busy:
+            for output in self.step():
+                number = int(output.request_id)
+                yield number, self._response(output.outputs[0], requests[number].prompt, names[number])
+            stepped()
+        self.settle()
+
+    # ---- one step after the other
+
+    def add(self, name: str, request: Request, params: "SamplingParams", *, max_tokens: int | None) -> str:
+        """A request from the next step on; its name within vLLM. max_tokens: that it may have, where it is fewer."""
+        own = params.clone()
+        own.seed = request.seed
+        if max_tokens is not None and max_tokens < (own.max_tokens or max_tokens + 1):
+            own.max_tokens, own.min_tokens = max_tokens, min(own.min_tokens, max_tokens)
+        return self._engine.add_request(name, {"prompt_token_ids": request.prompt}, own)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests run or wait."""
+        return self._engine.has_unfinished_requests()
+
+    def step(self) -> "list[RequestOutput]":
+        """The requests that have finished in one step of the engine. All ranks of a replica take it together."""
         from vllm import RequestOutput
 
-        names: list[str] = []
-        for i, request in enumerate(requests):
-            own = params[request.bucket].clone()
-            own.seed = request.seed
-            names.append(self._engine.add_request(str(i), {"prompt_token_ids": request.prompt}, own))
-        while self._engine.has_unfinished_requests():
-            with preserved_random_state():
-                outputs = self._engine.step()
-            for output in outputs:
-                assert isinstance(output, RequestOutput), f"{type(output).__name__} for a request to generate"
-                if output.finished:
-                    number = int(output.request_id)
-                    yield number, self._response(output.outputs[0], requests[number].prompt, names[number])
-            stepped()
-        self._platform.synchronize()  # a step that vLLM began ahead may still read weights and write the cache
+        with preserved_random_state():
+            outputs = self._engine.step()
+        finished = []
+        for output in outputs:
+            assert isinstance(output, RequestOutput), f"{type(output).__name__} for a request to generate"
+            finished += [output] if output.finished else []
+        return finished
+
+    def settle(self) -> None:
+        """After the last step: one that vLLM began ahead may still read weights and write the cache."""
+        self._platform.synchronize()
 
     def _response(self, output: "CompletionOutput", prompt: list[int], name: str) -> Response:
-        found = _response(output)
+        found = response_of(output)
         if self._routing is None:
             return found
         experts = self._routing.experts(name, output, len(prompt) + len(found.token_ids) - 1)
@@ -253,7 +282,7 @@ def _sampling_params(
     )
 
 
-def _response(output: "CompletionOutput") -> Response:
+def response_of(output: "CompletionOutput") -> Response:
     from vllm.logprobs import FlatLogprobs
 
     token_ids, log_probs = list(output.token_ids), output.logprobs

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch, balanced_partition, offsets, response_mask, token_index
 from hybridflow.config.length_buckets import LengthBuckets
+from hybridflow.errors import RewardError
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout.engine import Request, Response, RolloutEngine
+from hybridflow.rollout.turns import TurnTaking
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import SamplingParams
@@ -66,13 +68,16 @@ def generate(
     exchange: Exchange,
     listener: RolloutListener | None = None,
     routing: RoutingSizes | None = None,
+    turns: TurnTaking | None = None,
+    num_rewards: int = 0,
 ) -> RolloutBatch:
     """As many responses to each prompt as `samples_per_prompt` says, side by side, prompt after prompt.
 
     params: one entry a bucket; `buckets` says which of them is a prompt's, `limits` how long its responses may be.
     `first_prompt` numbers the prompts of the run, so that a request's seed is (seed, iteration, prompt, sample), and
     with them `generation`, from the second time on that an iteration samples responses to the same prompts.
-    A rank without an engine waits for the others. routing: the batch has the experts that the engine chose.
+    A rank without an engine waits for the others. routing: the batch has the experts that the engine chose. turns: of
+    this engine's rows, where an environment answers, which gives so many parts of a reward.
     """
     lengths = prompts.lengths.tolist()
     counts = torch.tensor(samples_per_prompt.each(lengths), dtype=torch.int64)  # of responses, (prompts,)
@@ -90,11 +95,11 @@ def generate(
         ]
         first = offsets(counts).tolist()
         rows = [first[p] + s for p, s in samples]
-        responses = _generated(engine, requests, params, rows, listener=listener)
+        responses = _generated(engine, requests, params, rows, listener=listener, turns=turns)
         if listener is not None:
             listener.on_replica_done(responses_to(prompts, own, counts, responses))
     told = (rows, responses) if layout.contributes(rank) else ([], [])
-    whole = _whole(prompts, counts, *told, exchange=exchange)
+    whole = _whole(prompts, counts, *told, exchange=exchange, num_rewards=num_rewards)
     if routing is None:
         return whole
     experts = own_routing(whole, rows, responses, routing)
@@ -120,14 +125,19 @@ def _generated(
     rows: list[int],
     *,
     listener: RolloutListener | None,
+    turns: TurnTaking | None,
 ) -> list[Response]:
     """In the order of the requests, which are for these rows."""
-    if listener is None:
-        return engine.generate(requests, params)
+    stepped = listener.on_engine_step if listener is not None else lambda: None
+    if turns is None:
+        stream = engine.stream(requests, params, stepped=stepped)
+    else:
+        stream = turns.stream(engine, requests, rows, params, stepped=stepped)
     responses: dict[int, Response] = {}
-    for i, response in engine.stream(requests, params, stepped=listener.on_engine_step):
+    for i, response in stream:
         responses[i] = response
-        listener.on_response(rows[i], response)
+        if listener is not None:
+            listener.on_response(rows[i], response)
     return [responses[i] for i in range(len(requests))]
 
 
@@ -145,6 +155,7 @@ def responses_to(
         torch.tensor([r.truncated for r in responses], dtype=torch.bool),
         token_ids=torch.tensor([t for r in responses for t in r.token_ids], dtype=torch.int64),
         log_probs=torch.tensor([p for r in responses for p in r.log_probs], dtype=torch.float32),
+        sampled=torch.tensor([s for r in responses for s in _sampled(r)], dtype=torch.bool),
     )
 
 
@@ -155,6 +166,7 @@ def _whole(
     responses: list[Response],
     *,
     exchange: Exchange,
+    num_rewards: int = 0,
 ) -> RolloutBatch:
     """Every replica's rows in one batch. The tokens of a replica are those of its first rank."""
     num_rows, where = int(num_samples.sum()), torch.tensor(rows, dtype=torch.int64)
@@ -171,7 +183,26 @@ def _whole(
     at, size = token_index(counts, where), int(counts.sum())
     token_ids = exchange.whole(part(size, at, [t for r in responses for t in r.token_ids], torch.int64))
     log_probs = exchange.whole(part(size, at, [p for r in responses for p in r.log_probs], torch.float32))
-    return _joined(prompts, num_samples, counts, truncated.bool(), token_ids=token_ids, log_probs=log_probs)
+    if not num_rewards:
+        return _joined(prompts, num_samples, counts, truncated.bool(), token_ids=token_ids, log_probs=log_probs)
+    sampled = exchange.whole(part(size, at, [s for r in responses for s in _sampled(r)], torch.int64)).bool()
+    rewards = exchange.wholes(
+        [part(num_rows, where, [r.rewards[i] for r in responses], torch.float32) for i in range(num_rewards)]
+    )
+    if rewards[0].isnan().all():
+        raise RewardError(
+            f"data.environment: all {num_rows} rows of a rollout have failed: there is nothing to train on, and the "
+            f"lines before say why"
+        )
+    batch = _joined(
+        prompts, num_samples, counts, truncated.bool(), token_ids=token_ids, log_probs=log_probs, sampled=sampled
+    )
+    return replace(batch, environment_rewards=torch.stack(rewards, dim=1))
+
+
+def _sampled(response: Response) -> list[bool]:
+    """Of each of its tokens."""
+    return response.sampled or [True] * len(response.token_ids)
 
 
 def _joined(
@@ -182,8 +213,9 @@ def _joined(
     *,
     token_ids: Tensor,
     log_probs: Tensor,
+    sampled: Tensor | None = None,
 ) -> RolloutBatch:
-    """Prompts and responses, packed one after the other."""
+    """Prompts and responses, packed one after the other. sampled: which tokens of these the policy chose; None: all."""
     prompt_indices = torch.arange(len(prompts)).repeat_interleave(num_samples)
     prompt_lengths = prompts.lengths[prompt_indices]
     lengths = prompt_lengths + counts
@@ -193,4 +225,6 @@ def _joined(
     input_ids[~mask] = prompts.input_ids[token_index(prompts.lengths, prompt_indices)]
     rollout_log_probs = torch.zeros(len(mask))
     rollout_log_probs[mask] = log_probs
+    if sampled is not None:
+        mask[mask.clone()] = sampled
     return RolloutBatch(input_ids, lengths, prompt_lengths, prompt_indices, truncated, mask, rollout_log_probs)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.export import export_huggingface
@@ -72,6 +72,8 @@ from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.values import Critic, RewardModel
 from hybridflow.rollout.patches import prepare_vllm
 from hybridflow.trainers.auto import read_for_run
+from hybridflow.trainers.environments import environments_of, right_of
+from hybridflow.trainers.inspection import config_for_inspection
 from hybridflow.trainers.loop import checkpoint_manager_of, environment_notes, lost, start, train
 from hybridflow.user_code import search_beside
 
@@ -133,32 +135,15 @@ def build_roles(
         rewards = [RewardModel(model, world=world) for model in placed.reward_models]
         limits = config.sampling.limits
         scorer = Scorer(
-            config.reward, rewards, caller=caller, watch=world.watch, limits=limits, reencoders=reencode or {}
+            config.reward,
+            rewards,
+            caller=caller,
+            watch=world.watch,
+            limits=limits,
+            reencoders=reencode or {},
+            environment=config.data.environment,
         )
     return Roles(actor, critic, reference, scorer)
-
-
-def config_for_inspection(config: ExperimentConfig, *, replay: Path | None, rollout_only: bool) -> ExperimentConfig:
-    """The config of a replay or of rollouts alone: it has a directory of its own, so that the other's stays, and begins
-    with the models or the checkpoint that it is given, never where it was itself."""
-    metrics: dict[str, Any] = {}
-    if replay is not None:
-        metrics["eval_interval"] = 0  # which takes an engine
-    if rollout_only:
-        metrics["dump_batches"] = True
-    if not metrics:
-        return config
-    checkpoint: dict[str, Any] = {"save_interval": 0, "save_minutes": None}
-    if config.checkpoint.load == "auto":
-        checkpoint["load"] = "none"
-    return config.model_copy(
-        update={
-            "name": f"{config.name}-{'rollout' if rollout_only else 'replay'}",
-            "stop_when": None,
-            "metrics": config.metrics.model_copy(update=metrics),
-            "checkpoint": config.checkpoint.model_copy(update=checkpoint),
-        }
-    )
 
 
 class OnlineTrainer:
@@ -197,7 +182,9 @@ class OnlineTrainer:
     def _build(self, files: dict[int, Path] | None) -> None:
         """Inputs, models, engine: what takes long, and is collective over the world."""
         config = self.config
-        self.inputs: Inputs = load_inputs(config, self.placed.actor.spec.vocab_size)
+        hosts = parse_hosts(torchrun.hosts_of_ranks())
+        num_ranks = max(len(host.ranks) for host in hosts)
+        self.inputs: Inputs = load_inputs(config, self.placed.actor.spec.vocab_size, num_ranks=num_ranks)
         digests = run_digests(config, self.inputs)
         check_agreement(digests, platforms.world_group())
         if files is None:
@@ -215,7 +202,7 @@ class OnlineTrainer:
             watchdog=self.watchdog,
             saves=self.writes_model,
         )
-        self.generator = self._engine() if files is None else self._replay(files)
+        self.generator = self._engine(world.groups) if files is None else self._replay(files)
         self.hooks = RunHooks(
             should_stop=self.checkpoint_manager.should_stop,
             save_rollout=self.checkpoint_manager.save_rollout,
@@ -261,6 +248,7 @@ class OnlineTrainer:
         models = [
             OverlappedModel(*known[name], blocks_within(placed.models[name].layout, placed.rollout))
             for name in models_that_wait(placed)
+            if placed.config.data.environment is None  # what it has written is not announced
         ]
         self.notices = StoreClient(platforms.fresh_store(), "while waiting") if models else None
         return OverlappedScoring(
@@ -283,7 +271,7 @@ class OnlineTrainer:
 
         return self.checkpoint_manager.load_rollout(iteration, read)
 
-    def _engine(self) -> Generator:
+    def _engine(self, groups: ProcessGroups) -> Generator:
         with training_memory_offloaded(self.roles, self.platform):
             assert self.roles.actor is not None, "every algorithm here trains one"
             return Generator(
@@ -292,11 +280,15 @@ class OnlineTrainer:
                 eos_token_ids=self.inputs.ends.ids,
                 platform=self.platform,
                 exchange=self.exchange,
+                environments=environments_of(self.inputs, self.platform.rank),
+                groups=groups,
             )
 
     def _replay(self, files: dict[int, Path]) -> Replay:
         vocab_size, max_length = self.placed.actor.spec.vocab_size, self.config.max_sequence_length
-        return Replay(files, vocab_size=vocab_size, max_length=max_length, routing=self.placed.routing)
+        environment, routing = self.config.data.environment, self.placed.routing
+        num_rewards = 0 if environment is None else len(environment.weights)
+        return Replay(files, vocab_size=vocab_size, max_length=max_length, routing=routing, num_rewards=num_rewards)
 
     @classmethod
     def from_yaml(cls, path: str, overrides: list[str] | tuple[str, ...] = ()) -> Self:
@@ -369,13 +361,12 @@ class OnlineTrainer:
 
     def evaluate(self) -> dict[str, float]:
         """Greedy responses to the held-out prompts: how many are right, and their mean score."""
-        heldout, pool = self.inputs.heldout, self.caller.pool
-        assert heldout is not None and self.config.metrics.eval_reward is not None, "the config names no held-out data"
-        assert pool is not None, "eval_reward is a function"
+        heldout = self.inputs.heldout
+        assert heldout is not None, "the config names no held-out data"
         prompts = heldout.batch(list(range(len(heldout))))
         with self.watchdog.during("evaluate"):
             responses = self.generation.greedy_responses(prompts)
-            right = len(pool.specs) - 1  # the last, see `rewards.specs`
+            right = right_of(self.config, self.caller, responses)
             return evaluate(
                 responses,
                 prompts,

@@ -18,7 +18,7 @@ from hybridflow.config.length_buckets import LengthBuckets, always
 from hybridflow.errors import DataError
 from hybridflow.flows.replay import FIELDS, Replay, differences, dumped_batches, read_batch
 from hybridflow.models.routing import RoutingSizes
-from hybridflow.trainers.online import config_for_inspection
+from hybridflow.trainers.inspection import config_for_inspection
 from tests.distributed.test_determinism import MEASURED
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import run_ranks

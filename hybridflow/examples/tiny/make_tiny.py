@@ -1,6 +1,6 @@
 """Make the quickstarts' input from a seed: a half-trained policy, a reward model and the rows of a task.
 
-    hybridflow make-tiny OUT [--seed 0] [--experts 8]
+    hybridflow make-tiny OUT [--seed 0] [--experts 8] [--tools]
 
     OUT/policy          LlamaForCausalLM that writes four digits backwards, right for some 40% of unseen ones
     OUT/reward          LlamaForSequenceClassification, one score at the last token of prompt + answer
@@ -13,6 +13,8 @@
     OUT/*_heldout.jsonl for each of the last three files: the prompts of heldout.jsonl
     OUT/report.json     accuracies, sizes, seconds, seed
     OUT/logs/           logs of the trainings
+
+With --tools the rows are {"question": "47*29", "answer": "1363"}, those of sft.jsonl conversations with a calculator.
 
 The command runs `hybridflow train` three times and prints the three commands. `sft` trains the policy from random
 weights and ends early. A second `sft` trains a copy until it solves the task. `reward_model` trains the reward model
@@ -41,6 +43,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="N",
         help="make a Qwen3-MoE policy with N experts a layer, and no reward model (default 0: a dense policy)",
     )
+    parser.add_argument(
+        "--tools",
+        action="store_true",
+        help="make a policy that calls a calculator, for configs/quickstart_tools.yaml, and no reward model",
+    )
     parser.add_argument("--seed", type=int, default=0, help="the seed of all random numbers (default 0)")
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
@@ -67,7 +74,8 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)  # the result is the same on any number of cores
     disable_progress_bar()
     try:
-        make(options.out, Settings(num_experts=options.experts), seed=options.seed, train=by_command)
+        settings = Settings(num_experts=options.experts, tools=options.tools)
+        make(options.out, settings, seed=options.seed, train=by_command)
     except (TargetMissed, RunFailed) as error:
         print_error(error, "tools.make_tiny")
         return 1

@@ -17,6 +17,7 @@ from hybridflow.examples.tiny.task import (
     write_judged,
     write_prompts,
 )
+from hybridflow.examples.tiny.tools_task import split_products, write_conversations, write_products
 
 ABLE = ("num_epochs=null", "num_iterations=150", "actor.optimizer={lr: 1.0e-3, schedule: cosine}")
 # A constant rate, and as long as it takes: how fast the model finds the task depends on the seed and, by the order of
@@ -29,6 +30,10 @@ REWARD = (
     "metrics.eval_interval=20",
     "stop_when={metric: eval/reward_accuracy, at_least: 0.995}",
 )
+
+
+# Of conversations, where less is left to chance than in an answer: half of the copied digits are still wrong here.
+TOOLS = ("data.max_length=48", "stop_when={metric: eval/loss, at_most: 0.3}")
 
 
 class TargetMissed(RuntimeError):
@@ -76,6 +81,8 @@ def fill(directory: Path, settings: Settings, runs: Runs) -> dict[str, object]:
 
     Errors: TargetMissed, RunFailed.
     """
+    if settings.tools:
+        return fill_with_tools(directory, settings, runs)
     begin, source, work = time.perf_counter(), random.Random(runs.seed), runs.directory
     split = split_problems(source, num_validation=settings.num_validation, num_heldout=settings.num_heldout)
     write_start(work / "start", settings, runs.seed)
@@ -94,6 +101,25 @@ def fill(directory: Path, settings: Settings, runs: Runs) -> dict[str, object]:
         write_wrong(directory, settings, policy=policy, split=split, source=source)
         report["reward"] = {"heldout_pair_accuracy": _make_reward(directory, settings, runs, half, answers)}
     report["num_prompts"] = {name: len(problems) for name, problems in vars(split).items()}
+    report["seconds"] = round(time.perf_counter() - begin, 1)
+    (directory / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return report
+
+
+def fill_with_tools(directory: Path, settings: Settings, runs: Runs) -> dict[str, object]:
+    """The same of the task with a calculator: a policy, and rows for its environment. Errors: RunFailed."""
+    begin, work = time.perf_counter(), runs.directory
+    products = split_products(random.Random(runs.seed))
+    write_start(work / "start", settings, runs.seed)
+    write_products(directory / "train.jsonl", products.train)
+    write_products(directory / "heldout.jsonl", products.heldout)
+    write_conversations(directory / "sft.jsonl", products.train)
+    write_conversations(work / "validation.jsonl", products.validation)
+    answers = rows(directory / "sft.jsonl", work / "validation.jsonl")
+    half = runs.run("policy", "sft", f"actor.model={work / 'start'}", *answers, *HALF_TRAINED, *TOOLS)
+    shutil.copytree(half / "hf", directory / "policy")
+    report: dict[str, object] = {"seed": runs.seed, "policy": {"validation_loss": last_of(half, "eval/loss")}}
+    report["num_rows"] = {name: len(some) for name, some in vars(products).items()}
     report["seconds"] = round(time.perf_counter() - begin, 1)
     (directory / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report

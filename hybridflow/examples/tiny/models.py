@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from hybridflow.examples.tiny.task import SPECIAL_PIECES, Problem, is_right, write_tokenizer
+from hybridflow.examples.tiny.tools_task import write_tools_tokenizer
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,15 @@ class Settings:
     num_validation: int = 512
     num_heldout: int = 256
     num_experts: int = 0  # of each layer, in place of its MLP, of which a token goes through two; 0: a dense model
+    tools: bool = False  # a policy that calls a calculator, of another task
 
 
 def write_start(directory: Path, settings: Settings, seed: int) -> None:
     """A tokenizer, and a Llama or Qwen3-MoE with random weights. All that is random follows from `seed`."""
-    write_tokenizer(directory, random.Random(seed))
+    if settings.tools:
+        write_tools_tokenizer(directory)
+    else:
+        write_tokenizer(directory, random.Random(seed))
     torch.manual_seed(seed)  # for the weights, which transformers draws from the global generator
     _model(settings, len(AutoTokenizer.from_pretrained(directory))).save_pretrained(directory)
 

@@ -1,0 +1,255 @@
+"""The rows of a rollout in conversation with their environments: what each turn of the model is answered.
+
+    conversations = Environments(pool, continuations, parser, ...).conversations(prompts, counts, limits, seed)
+
+See `rollout.turns.Answers`. A turn goes to the row's instance: its tool calls, else `step`. What comes back is tokens
+behind the turn, or a reward. A row that has no token or turn left for an answer is asked once more, with
+`Said.truncated`: what is no number then is 0 in each part, and the row counts as truncated.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from hybridflow.batch import PromptBatch
+from hybridflow.config.length_buckets import LengthBuckets
+from hybridflow.environments.pool import EnvironmentPool
+from hybridflow.environments.said import Said
+from hybridflow.errors import RewardError
+from hybridflow.rewards.pool import Answer
+from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
+from hybridflow.rollout.turns import Reply, TurnCounts
+
+Message = dict[str, Any]
+LOOK_SECONDS = 0.1  # between two looks at the time limit of rows, while all of them wait
+MOST_SHOWN = 3  # failures of a rollout that a rank tells in full
+
+
+class Continues(Protocol):
+    """See `data.continuations.Continuations`."""
+
+    def tokens(
+        self, through: Sequence[Message], answers: Sequence[Message], fields: Mapping[str, Any], *, ended: bool
+    ) -> list[int]: ...
+
+
+@dataclass
+class Conversation:
+    """One row. instance: its number in the pool. used: tokens behind the prompt. begun: when, on the clock.
+
+    asked: when the call that is under way began; None while the model speaks. cut: the last turn has met a limit.
+    last: the call that is under way ends the row.
+    """
+
+    row: int  # of the rollout
+    columns: Mapping[str, Any]
+    messages: list[Message]
+    limit: int
+    instance: int
+    start: int  # the ticket of its first call
+    begun: float
+    used: int = 0
+    turn: int = 0
+    ended: bool = True  # the model's last turn has its end token
+    text: str = ""
+    asked: float | None = None
+    cut: bool = False
+    last: bool = False
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Environments:
+    """What the rows of every rollout on this rank share. ends: tokens that end a turn. counts: of this rank."""
+
+    pool: EnvironmentPool
+    continues: Continues
+    parser: ToolCallParser | None
+    decode: Callable[[list[int]], str]
+    ends: frozenset[int]
+    rank: int
+    counts: TurnCounts = field(default_factory=TurnCounts)
+
+    @property
+    def num_rewards(self) -> int:
+        """Parts that a row is given."""
+        return len(self.pool.config.weights)
+
+    def conversations(
+        self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]
+    ) -> "Conversations":
+        """Of a rollout with so many rows of each prompt. limits: tokens behind a prompt. seed: of the generation."""
+        return Conversations(self, prompts, counts, limits, seed)
+
+
+class Conversations:
+    """Of this rank's rows of one rollout."""
+
+    def __init__(
+        self,
+        shared: Environments,
+        prompts: PromptBatch,
+        counts: Tensor,
+        limits: LengthBuckets[int],
+        seed: Sequence[int],
+    ) -> None:
+        self._shared, self._pool, self._config = shared, shared.pool, shared.pool.config
+        self._prompts, self._limits, self._seed = prompts, limits, tuple(seed)
+        self._prompt_of = [prompt for prompt, count in enumerate(counts.tolist()) for _ in range(count)]
+        self._rows: list[Conversation] = []
+        self._by_ticket: dict[int, int] = {}  # of calls under way, whose row
+        self._ready: list[Reply] = []
+        self._failures: list[str] = []
+
+    # ---- as `rollout.turns.Answers`
+
+    def begin(self, rows: Sequence[int]) -> list[int]:
+        self._rows = [self._begun(row) for row in rows]
+        self._by_ticket = {its.start: number for number, its in enumerate(self._rows)}
+        return [self._turn_tokens(its) for its in self._rows]
+
+    def said(self, row: int, token_ids: Sequence[int], *, truncated: bool) -> None:
+        its = self._rows[row]
+        its.turn, its.used, its.ended = its.turn + 1, its.used + len(token_ids), token_ids[-1] in self._shared.ends
+        its.text = self._shared.decode(list(token_ids[:-1] if its.ended else token_ids))
+        its.asked = time.monotonic()
+        self._shared.counts.turns += 1
+        parser = self._shared.parser
+        parsed = Parsed(its.text, ()) if parser is None or truncated else parser.parsed(its.text)
+        its.messages = [*its.messages, _message(parsed)]
+        self._shared.counts.tool_calls += len(parsed.calls)
+        its.last = its.used >= its.limit
+        its.cut = truncated or (its.last and bool(parsed.calls))
+        if its.problem:
+            self._fail(row, its.problem)
+        else:
+            self._call(row, "turn", calls=() if its.cut else [asdict(call) for call in parsed.calls])
+
+    def replies(self, *, wait: bool) -> list[Reply]:
+        while True:
+            for ticket, answer in self._pool.answers(LOOK_SECONDS if wait and not self._ready else 0.0).items():
+                self._show_printed(answer)
+                if ticket in self._by_ticket:
+                    self._take(self._by_ticket.pop(ticket), ticket, answer)
+            self._look_at_the_time()
+            if self._ready or not wait:
+                found, self._ready = self._ready, []
+                return found
+
+    def end(self) -> None:
+        if len(self._failures) > MOST_SHOWN:
+            self._print(f"and {len(self._failures) - MOST_SHOWN} more rows have failed")
+
+    # ---- calls
+
+    def _begun(self, row: int) -> Conversation:
+        prompt = self._prompt_of[row]
+        columns = {name: values[prompt] for name, values in self._prompts.columns.items()}
+        messages = self._prompts.conversations[prompt]
+        assert messages is not None, "the prompt of a row with an environment is a conversation"
+        seed = ",".join(map(str, (*self._seed, prompt)))
+        instance, ticket = self._pool.start(columns, seed=seed)
+        limit = self._limits.at(int(self._prompts.lengths[prompt]))
+        return Conversation(row, columns, list(messages), limit, instance, ticket, time.monotonic())
+
+    def _call(self, row: int, kind: str, *, calls: Sequence[dict[str, Any]] = ()) -> None:
+        its = self._rows[row]
+        said = Said(its.text, its.cut, its.turn, max(its.limit - its.used, 0), its.last)
+        message = {"kind": kind, "row": its.instance, "said": tuple(vars(said).values()), "calls": list(calls)}
+        self._by_ticket[self._pool.call(its.instance, message)] = row
+
+    def _take(self, row: int, ticket: int, answer: Answer) -> None:
+        its = self._rows[row]
+        problem = answer.problem
+        begins = ticket == its.start and not problem
+        if begins and answer.value["messages"] != self._prompts.conversations[self._prompt_of[its.row]]:
+            problem = "start gave other messages than before for the same row: it has to depend on the row alone"
+        if problem and its.asked is None:
+            its.problem = problem  # the model speaks: its turn ends first
+        elif problem:
+            self._fail(row, problem)
+        elif ticket != its.start:
+            self._go_on(row, answer.value)
+
+    def _go_on(self, row: int, value: Mapping[str, Any]) -> None:
+        its = self._rows[row]
+        self._shared.counts.failed_calls += value.get("failed_calls", 0)
+        if "reward" in value:
+            self._end(row, Reply(row, ends=True, truncated=its.cut, rewards=tuple(value["reward"])))
+            return
+        if its.last:
+            zeros = (0.0,) * len(self._config.weights)
+            self._end(row, Reply(row, ends=True, truncated=True, rewards=zeros))
+            return
+        answers = value["messages"]
+        ids = self._shared.continues.tokens(its.messages, answers, its.columns, ended=its.ended)
+        if its.turn >= self._config.max_turns or its.used + len(ids) >= its.limit:
+            its.last = its.cut = True
+            self._call(row, "step")
+            return
+        its.messages, its.used = [*its.messages, *answers], its.used + len(ids)
+        self._answered(its)
+        self._ready.append(Reply(row, tuple(ids), self._turn_tokens(its)))
+
+    # ---- ends
+
+    def _end(self, row: int, reply: Reply) -> None:
+        its = self._rows[row]
+        self._answered(its)
+        self._pool.finish(its.instance)
+        self._ready.append(reply)
+
+    def _fail(self, row: int, problem: str) -> None:
+        """Errors: RewardError where that ends the run."""
+        its = self._rows[row]
+        told = f"{self._pool.field}: row {its.row}, turn {its.turn}: {problem}"
+        if self._config.on_error == "end_run":
+            raise RewardError(f"{told}; data.environment.on_error: fail_row goes on without such a row")
+        self._failures.append(told)
+        if len(self._failures) <= MOST_SHOWN:
+            self._print(f"a row has failed, and is not trained on: {told}")
+        nothing = (float("nan"),) * len(self._config.weights)
+        self._by_ticket = {ticket: other for ticket, other in self._by_ticket.items() if other != row}
+        self._end(row, Reply(row, ends=True, rewards=nothing, failed=True))
+
+    def _look_at_the_time(self) -> None:
+        """Rows that wait and have no time left have failed; one that the model writes ends its turn first."""
+        limit, now = self._config.row_seconds, time.monotonic()
+        if limit is None:
+            return
+        for row, its in enumerate(self._rows):
+            if its.asked is not None and now > its.begun + limit:
+                self._fail(row, f"took longer than data.environment.row_seconds = {limit:g}")
+
+    # ---- inside
+
+    def _turn_tokens(self, its: Conversation) -> int:
+        left = its.limit - its.used
+        return left if self._config.max_turn_tokens is None else min(left, self._config.max_turn_tokens)
+
+    def _answered(self, its: Conversation) -> None:
+        if its.asked is not None:
+            self._shared.counts.seconds += time.monotonic() - its.asked
+        its.asked = None
+
+    def _show_printed(self, answer: Answer) -> None:
+        for line in answer.printed.splitlines():
+            self._print(line)
+
+    def _print(self, line: str) -> None:
+        print(f"[rank {self._shared.rank}, {self._config.path}] {line}", file=sys.stderr, flush=True)
+
+
+def _message(parsed: Parsed) -> Message:
+    """Of the assistant. Calls that cannot be read stay in the text."""
+    readable = [call for call in parsed.calls if not call.problem]
+    message: Message = {"role": "assistant", "content": parsed.content}
+    if readable:
+        message["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in readable
+        ]
+    return message

@@ -1,0 +1,64 @@
+"""One trainer after the other, each with another environment; their run directories stay, and what went wrong as JSON.
+
+python -m tests.environments.rollouts_worker CONFIG OUT CASE ...
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config import ExperimentConfig
+from hybridflow.errors import UserError
+from hybridflow.parallel import platform as platforms
+from hybridflow.trainers.online import OnlineTrainer
+
+USERS = "tests.environments.classes_of_users"
+PPO = "algorithm={name: ppo, kl: {use: none}, update: {mini_batch_size: 8}}"
+SAMPLED = "sampling={samples_per_prompt: 4, max_response_length: 96}"
+DYNAMIC = "algorithm.dynamic_sampling={max_generation_rounds: 2}"
+
+
+def named(name: str, **more: Any) -> str:
+    return "data.environment=" + json.dumps({"class": f"{USERS}:{name}", **more})
+
+
+TALK = {"max_turn_tokens": 16, "max_turns": 5}
+CASES = {
+    "talk": [named("Talk", **TALK)],
+    "talk again": [named("Talk", **TALK)],
+    "talk at tp 2": [named("Talk", arguments={"delay": 0.05}, **TALK), "actor.tensor_parallel_size=2"],
+    "never done": [named("NeverDone", max_turns=3, max_turn_tokens=8), SAMPLED, "num_iterations=1"],
+    "no tokens left": [named("NeverDone", max_turns=50, max_turn_tokens=8), SAMPLED, "num_iterations=1"],
+    "fragile": [named("Fragile", max_turn_tokens=8, call_seconds=1.5, num_workers=4), "num_iterations=1"],
+    "fragile ends": [named("Fragile", max_turn_tokens=8, call_seconds=1.5, on_error="end_run"), "num_iterations=1"],
+    "row time": [named("Talk", arguments={"delay": 5.0}, row_seconds=0.2, max_turn_tokens=8), "num_iterations=1"],
+    "parts": [named("Parts", parts={"right": 0.5, "short": 1.0}, max_turn_tokens=8)],
+    "ppo": [named("Talk", **TALK), PPO, "critic={model: CRITIC, dtype: float32, optimizer: {lr: 0.001}}"],
+    "dynamic": [named("Talk", **TALK), DYNAMIC],
+    "evaluated": [named("Talk", **TALK), "metrics.eval_interval=1", "num_iterations=1"],
+    "wrong parser": [named("Talk", tool_parser="nobody's")],
+}
+
+
+def main(config: Path, out: Path, names: list[str]) -> None:
+    told = {}
+    for name in names:
+        try:
+            own = [override.replace("CRITIC", str(config.parent / "critic")) for override in CASES[name]]
+            overrides = [f"name={name.replace(' ', '_')}", *own]
+            trainer = OnlineTrainer(ExperimentConfig.from_yaml(config, overrides))
+            try:
+                trainer.fit()
+            finally:
+                trainer.generator.engine.close()
+            told[name] = ""
+        except UserError as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    if trainer.platform.rank == 0:
+        out.write_text(json.dumps(told))
+    platforms.stop()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

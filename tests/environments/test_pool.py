@@ -1,0 +1,175 @@
+"""Environments in real worker processes: a row stays with its own, and a lost process loses its rows only."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hybridflow.config.environment import EnvironmentConfig
+from hybridflow.config.rewards import ScoringConfig
+from hybridflow.environments.classes import described
+from hybridflow.environments.pool import EnvironmentPool
+from hybridflow.parallel.child_processes import children
+from hybridflow.rewards.pool import Answer
+
+USERS = "tests.environments.classes_of_users"
+ROW = {"question": "1+1=", "answer": "2"}
+Made = dict[str, Any]
+
+
+def pool_of(name: str, **more: Any) -> EnvironmentPool:
+    config = EnvironmentConfig(**{"class": f"{USERS}:{name}", "num_workers": 2, "call_seconds": 20.0, **more})
+    return EnvironmentPool(config, described(config.path, config.arguments), ScoringConfig(), num_ranks=1)
+
+
+@pytest.fixture()
+def pool() -> Iterator[EnvironmentPool]:
+    made = pool_of("Workers")
+    yield made
+    made.close()
+
+
+def answers(pool: EnvironmentPool, tickets: list[int]) -> list[Answer]:
+    found: dict[int, Answer] = {}
+    while not all(ticket in found for ticket in tickets):
+        found |= pool.answers(30.0)
+    return [found[ticket] for ticket in tickets]
+
+
+def started(pool: EnvironmentPool, count: int) -> list[int]:
+    both = [pool.start(ROW, seed="1") for _ in range(count)]
+    assert [answer.problem for answer in answers(pool, [ticket for _, ticket in both])] == [""] * count
+    return [row for row, _ in both]
+
+
+def turn(row: int, text: str = "", *calls: Made) -> Made:
+    return {"kind": "turn", "row": row, "said": (text, False, 1, 10, False), "calls": list(calls)}
+
+
+def said(pool: EnvironmentPool, rows: list[int], text: str = "") -> list[Answer]:
+    return answers(pool, [pool.call(row, turn(row, text)) for row in rows])
+
+
+def call(name: str, arguments: Any, problem: str = "") -> Made:
+    return {"name": name, "arguments": arguments, "problem": problem}
+
+
+def test_a_row_stays_with_its_process_and_rows_are_dealt_evenly(pool: EnvironmentPool) -> None:
+    rows = started(pool, 6)
+    first, again = ([answer.value["reward"][0] for answer in said(pool, rows, "pid")] for _ in range(2))
+    assert first == again
+    assert sorted(first.count(pid) for pid in set(first)) == [3, 3]
+
+
+def test_a_killed_process_loses_its_rows_and_no_others(pool: EnvironmentPool) -> None:
+    rows = started(pool, 6)
+    pids = [int(answer.value["reward"][0]) for answer in said(pool, rows, "pid")]
+    os.kill(pids[0], signal.SIGKILL)
+    lost = [bool(answer.problem) for answer in said(pool, rows, "pid")]
+    assert lost == [pid == pids[0] for pid in pids]
+    assert [bool(answer.problem) for answer in said(pool, rows, "pid")] == lost
+    assert "SIGKILL" in said(pool, rows[:1])[0].problem
+    later = said(pool, started(pool, 4), "pid")
+    assert len({answer.value["reward"][0] for answer in later}) == 2, "another process has taken its place"
+
+
+def test_a_call_that_is_late_costs_its_process() -> None:
+    pool = pool_of("Workers", call_seconds=0.5)
+    rows = started(pool, 4)
+    pids = [answer.value["reward"][0] for answer in said(pool, rows, "pid")]
+    assert said(pool, rows[:1], "sleep")[0].problem == "took longer than 0.5 s"
+    assert [bool(answer.problem) for answer in said(pool, rows, "pid")] == [pid == pids[0] for pid in pids]
+    pool.close()
+
+
+def test_a_call_waits_for_no_time_that_others_take() -> None:
+    """A deadline counts from when the call begins: ten calls of a process that each take half of it are not late."""
+    pool = pool_of("Workers", call_seconds=1.0, num_workers=1)
+    rows = started(pool, 5)
+    assert [answer.problem for answer in said(pool, rows, "half")] == [""] * 5
+    pool.close()
+
+
+def test_nothing_is_left_when_the_pool_goes(pool: EnvironmentPool) -> None:
+    pids = {int(answer.value["reward"][0]) for answer in said(pool, started(pool, 2), "pid")}
+    assert pids <= set(children(pool.supervisor))
+    os.kill(pool.supervisor, signal.SIGKILL)
+    until = time.monotonic() + 10
+    while any(alive(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not any(alive(pid) for pid in pids)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_the_models_mistakes_are_told_to_the_model() -> None:
+    pool = pool_of("Talk")
+    [row] = started(pool, 1)
+    calls = [
+        call("add", {"a": 1, "b": 2}),
+        call("add", {"a": 1}),
+        call("fails", {"n": 3}),
+        call("nothing", {}),
+        call("add", [1, 2]),
+        call("", None, "no JSON"),
+        call("step", {}),
+    ]
+    [found] = answers(pool, [pool.call(row, turn(row, "", *calls))])
+    texts = [message["content"] for message in found.value["messages"]]
+    assert {message["role"] for message in found.value["messages"]} == {"tool"}
+    assert texts[0] == "3" and found.value["failed_calls"] == 6
+    assert texts[1].startswith("error: TypeError: ") and "missing 1 required positional argument: 'b'" in texts[1]
+    assert texts[2:] == [
+        "error: ValueError: not 3",
+        "error: there is no tool 'nothing'; the tools are add, fails",
+        "error: the arguments of add are no JSON object",
+        "error: no JSON",
+        "error: there is no tool 'step'; the tools are add, fails",
+    ]
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("question", "problem"),
+    [
+        ("1+1", "step raised ValueError: on purpose"),
+        ("4+1", "step returned nan; expected messages, or a finite number as the reward"),
+        ("5+1", "step returned 'a text'; expected messages, or a finite number as the reward"),
+    ],
+)
+def test_what_an_environment_does_wrong_is_told(question: str, problem: str) -> None:
+    pool = pool_of("Fragile")
+    row, ticket = pool.start({"question": question}, seed="1")
+    assert answers(pool, [ticket, pool.call(row, turn(row))])[1].problem == problem
+    pool.close()
+
+
+def test_random_numbers_follow_from_the_seed_and_the_turn(pool: EnvironmentPool) -> None:
+    """Whichever process has the row, and whatever else it did."""
+    draws = []
+    for seed in ("1", "1", "2"):
+        row, ticket = pool.start(ROW, seed=seed)
+        answers(pool, [ticket])
+        draws.append([said(pool, [row], "random")[0].value["reward"][0] for _ in range(2)])
+    assert draws[0] == draws[1] != draws[2] and draws[0][0] != draws[0][1]
+
+
+def test_a_row_that_ends_is_closed(pool: EnvironmentPool, tmp_path: Any) -> None:
+    [row] = started(pool, 1)
+    said(pool, [row], f"close {tmp_path / 'closed'}")
+    pool.finish(row)
+    started(pool, 2)
+    until = time.monotonic() + 10
+    while not (tmp_path / "closed").exists() and time.monotonic() < until:
+        pool.answers(0.1)
+    assert (tmp_path / "closed").exists()

@@ -1,0 +1,241 @@
+"""Whole runs with environments of many turns: real engines and worker processes, beside HuggingFace."""
+
+import csv
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hybridflow.batch import PerToken, RolloutBatch
+from hybridflow.recording.iteration import batch_metrics
+from hybridflow.recording.turns import turns_of_rows
+from tests.environments.rollouts_worker import CASES
+from tests.environments.tiny_chat import CALLS, END, make_chat_inputs, make_tokenizer
+from tests.launch import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+STOPS = list(range(4, 14))  # a random model seldom writes a certain token; these are the digits
+OF_TWO = "talk at tp 2"
+END_ID = make_tokenizer().convert_tokens_to_ids(END)
+FIELDS = {"input_ids", "lengths", "prompt_lengths", "prompt_indices", "truncated", "response_mask"}
+FIELDS |= {"rollout_log_probs", "environment_rewards"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root: Path = make_chat_inputs(tmp_path_factory.mktemp("environments"))
+    config = {
+        "name": "run",
+        "seed": 1,
+        "output_dir": str(root / "runs"),
+        "num_iterations": 2,
+        "data": {
+            "train": str(root / "train.jsonl"),
+            "heldout": str(root / "heldout.jsonl"),
+            "chat_template": True,
+            "prompts_per_iteration": 4,
+            "max_prompt_length": 32,
+            "shuffle": False,
+        },
+        "sampling": {"samples_per_prompt": 4, "max_response_length": 96, "stop_token_ids": STOPS},
+        "actor": {"model": str(root / "policy"), "dtype": "float32", "optimizer": {"lr": 1e-3}},
+        "critic": None,
+        "rollout": {"kv_cache_gib": 0.0625},
+        "algorithm": {"name": "grpo", "kl": {"use": "none"}, "update": {"mini_batch_size": 8}},
+        "metrics": {"tensorboard": False, "dump_batches": True},
+        "checkpoint": {"load": "none"},
+    }
+    (root / "config.yaml").write_text(json.dumps(config))
+    return root
+
+
+@pytest.fixture(scope="module")
+def told(root: Path) -> dict[str, str]:
+    """What went wrong, by case; nothing where nothing did."""
+    names = [name for name in CASES if name != OF_TWO]
+    run_ranks(1, "tests.environments.rollouts_worker", root / "config.yaml", root / "told.json", *names)
+    return json.loads((root / "told.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def on_two(root: Path) -> RolloutBatch:
+    """The first rollout of two ranks that share an engine, with an environment that answers at any time."""
+    run_ranks(2, "tests.environments.rollouts_worker", root / "config.yaml", root / "two.json", OF_TWO)
+    assert json.loads((root / "two.json").read_text()) == {OF_TWO: ""}
+    return rollout(root, OF_TWO)
+
+
+@dataclass(frozen=True)
+class WithReference(RolloutBatch):
+    log_probs: PerToken
+    ref_log_probs: PerToken
+
+
+def tensors(root: Path, name: str, iteration: int = 1) -> dict[str, Tensor]:
+    directory = root / "runs" / name.replace(" ", "_")
+    return load_file(directory / "batches" / f"iteration_{iteration:06d}.safetensors")
+
+
+def rollout(root: Path, name: str, iteration: int = 1) -> RolloutBatch:
+    return RolloutBatch(**{key: x for key, x in tensors(root, name, iteration).items() if key in FIELDS})
+
+
+def metrics(root: Path, name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader((root / "runs" / name.replace(" ", "_") / "metrics.csv").open()))
+
+
+def turns(batch: RolloutBatch, row: int) -> list[tuple[bool, list[int]]]:
+    """What follows the prompt: (whether the policy wrote it, its tokens), in turn."""
+    start = int(batch.lengths[:row].sum() + batch.prompt_lengths[row])
+    end = int(batch.lengths[: row + 1].sum())
+    both = zip(batch.response_mask[start:end].tolist(), batch.input_ids[start:end].tolist(), strict=True)
+    return [(by, [token for _, token in some]) for by, some in itertools.groupby(both, key=lambda one: one[0])]
+
+
+def test_a_rollout_of_many_turns_is_trained_on(root: Path, told: dict[str, str]) -> None:
+    assert told["talk"] == ""
+    rows = metrics(root, "talk")
+    assert len(rows) == 2 and all(float(row["actor/grad_norm"]) > 0 for row in rows)
+    assert all(float(row["environment/turns_mean"]) > 2 for row in rows)
+    assert all(float(row["environment/cached_prefix_fraction"]) > 0 for row in rows)
+
+
+def test_log_probs_of_all_turns_are_one_pass_of_huggingface(root: Path, told: dict[str, str]) -> None:
+    batch, model = rollout(root, "talk"), AutoModelForCausalLM.from_pretrained(root / "policy")
+    expected = []
+    for ids in batch.input_ids.split(batch.lengths.tolist()):
+        with torch.no_grad():
+            log_probs = model(ids[None]).logits[0].log_softmax(-1)
+        expected.append(torch.cat([torch.zeros(1), log_probs[:-1].gather(1, ids[1:, None]).flatten()]))
+    difference = (torch.cat(expected) - batch.rollout_log_probs)[batch.response_mask].abs()
+    assert batch.response_mask.sum() > 200 and difference.max() < 1e-4
+    assert (batch.rollout_log_probs[~batch.response_mask] == 0).all()
+
+
+def test_what_is_written_between_turns_is_the_templates_own(root: Path, told: dict[str, str]) -> None:
+    """Results of tools, errors that the model is told, and the environment's next message."""
+    batch, tokenizer = rollout(root, "talk"), AutoTokenizer.from_pretrained(root / "policy")
+    num_calls = 0
+    for row in range(len(batch)):
+        parts = turns(batch, row)
+        assert [by for by, _ in parts] == [i % 2 == 0 for i in range(len(parts))] and len(parts) % 2
+        for (_, said), (_, written) in zip(parts[::2], parts[1::2], strict=False):
+            text, answer = tokenizer.decode(said), tokenizer.decode(written)
+            ends, cut = said[-1] in (2, END_ID), len(said) == 16 and said[-1] not in (2, END_ID, *STOPS)
+            assert answer.startswith("" if ends else END) and answer.endswith(f"{END}<|assistant|>")
+            calls = [call for call in CALLS if call in text and not cut]
+            kind = "tool" if calls else "user"
+            assert answer.removeprefix("" if ends else END).startswith(f"<|{kind}|>")
+            num_calls += len(calls)
+            if calls == [CALLS[0]] and text.count("<tool_call>") == 1:
+                assert answer == f"<|tool|>3{END}<|assistant|>"
+            if calls == [CALLS[2]] and text.count("<tool_call>") == 1:
+                assert answer == f"<|tool|>error: <unk>alue<unk>rror: not 3{END}<|assistant|>"
+    assert 2 <= num_calls <= float(metrics(root, "talk")[0]["environment/tool_calls"])
+
+
+def test_two_ranks_sample_what_one_does_whenever_tools_answer(on_two: RolloutBatch, root: Path, told: object) -> None:
+    one = rollout(root, "talk")
+    for name in ("input_ids", "lengths", "response_mask", "environment_rewards", "truncated"):
+        assert torch.equal(getattr(one, name), getattr(on_two, name)), name
+    assert (one.rollout_log_probs - on_two.rollout_log_probs).abs().max() < 1e-4
+
+
+def test_the_same_seed_gives_the_same_run(root: Path, told: dict[str, str]) -> None:
+    """Tokens and all that follows from them. What the prefix cache has depends on when answers come: log-probs that are
+    computed behind it differ in the last digits."""
+    first, again = tensors(root, "talk", 2), tensors(root, "talk again", 2)
+    for name in FIELDS - {"rollout_log_probs"}:
+        assert torch.equal(first[name], again[name]), name
+    assert torch.allclose(first["rollout_log_probs"], again["rollout_log_probs"], atol=1e-5)
+
+
+def test_no_turn_repeats_the_draws_of_another(root: Path, told: dict[str, str]) -> None:
+    """A turn has a seed of its own: a random model would else draw nearly the same again."""
+    batch = rollout(root, "never done")
+    for row in range(len(batch)):
+        said = [tuple(ids) for by, ids in turns(batch, row) if by]
+        assert len(set(said)) == len(said) == 3
+
+
+def test_turns_and_tokens_have_limits(root: Path, told: dict[str, str]) -> None:
+    few, long = rollout(root, "never done"), rollout(root, "no tokens left")
+    assert turns_of_rows(few).tolist() == [3] * 16
+    behind = long.lengths - long.prompt_lengths
+    assert (turns_of_rows(long) > 3).all() and behind.max() <= 96 and behind.min() > 96 - 16
+    for batch in (few, long):
+        assert batch.truncated.all() and (batch.environment_rewards == 0).all()
+        assert all(len(ids) <= 8 for row in range(16) for by, ids in turns(batch, row) if by)
+
+
+def test_rows_whose_environment_fails_are_masked_and_stay_in_their_group(root: Path, told: dict[str, str]) -> None:
+    """The first rows' questions are 0 to 3: raises, hangs, dies; each with four rows."""
+    assert told["fragile"] == ""
+    batch = rollout(root, "fragile")
+    assert set(batch.prompt_indices[batch.failed].tolist()) >= {1, 2, 3}
+    assert batch.prompt_indices.bincount().tolist() == [4] * 4
+    mask = batch.response_mask.split(batch.lengths.tolist())
+    assert [bool(its.any()) for its in mask] == [not failed for failed in batch.failed.tolist()]
+    advantages = tensors(root, "fragile")["advantages"]
+    assert (advantages[~batch.response_mask] == 0).all() and advantages.isfinite().all()
+    assert float(metrics(root, "fragile")[0]["environment/failed_rows"]) == batch.failed.sum() >= 12
+
+
+def test_a_failed_row_may_end_the_run(told: dict[str, str]) -> None:
+    found = told["fragile ends"]
+    assert "data.environment.class = tests.environments.classes_of_users:Fragile: row " in found
+    assert "on_error: fail_row" in found
+
+
+def test_a_row_has_a_time_limit_and_none_left_ends_the_run(told: dict[str, str]) -> None:
+    assert "all 16 rows" in told["row time"] and "data.environment" in told["row time"]
+
+
+def test_parts_of_a_reward_have_weights(root: Path, told: dict[str, str]) -> None:
+    found, row = tensors(root, "parts"), metrics(root, "parts")[0]
+    rewards = found["environment_rewards"]
+    assert (rewards[:, 0] == 1).all() and torch.allclose(found["raw_scores"], 0.5 * rewards[:, 0] + rewards[:, 1])
+    assert float(row["reward/environment/short"]) == pytest.approx(float(rewards[:, 1].mean()))
+
+
+def test_ppo_learns_over_gaps(root: Path, told: dict[str, str]) -> None:
+    assert told["ppo"] == ""
+    found = tensors(root, "ppo")
+    assert (found["rewards"][~found["response_mask"]] == 0).all()
+    assert (found["advantages"][~found["response_mask"]] == 0).all()
+
+
+def test_dynamic_sampling_keeps_rewards(root: Path, told: dict[str, str]) -> None:
+    assert told["dynamic"] == ""
+    found = tensors(root, "dynamic", 2)
+    assert torch.allclose(found["raw_scores"], found["environment_rewards"][:, 0])
+
+
+def test_evaluation_asks_the_environment(root: Path, told: dict[str, str]) -> None:
+    assert told["evaluated"] == ""
+    row = metrics(root, "evaluated")[-1]
+    assert 0 <= float(row["eval/accuracy"]) <= 1 and float(row["eval/score_mean"]) > 0
+    assert float(row["eval/failed_rows"]) == 0
+
+
+def test_an_unknown_parser_is_refused(told: dict[str, str]) -> None:
+    assert told["wrong parser"].startswith("ConfigError: data.environment.tool_parser = nobody's: vLLM has no such")
+
+
+def test_no_number_reads_what_stands_in_gaps(root: Path, told: dict[str, str]) -> None:
+    """With NaN there, the metrics of the batch are the same; losses and estimates have tests of their own."""
+    batch = rollout(root, "talk")
+    log_probs = batch.rollout_log_probs + 0.1
+    nowhere = (x.masked_fill(~batch.response_mask, float("nan")) for x in (batch.rollout_log_probs, log_probs))
+    fields = {"rollout_log_probs": batch.rollout_log_probs, "log_probs": log_probs, "ref_log_probs": log_probs - 0.2}
+    holes = dict(zip(fields, (*nowhere, fields["ref_log_probs"]), strict=True))
+    found, expected = (batch_metrics(WithReference(**{**batch.tensors(), **some})) for some in (holes, fields))
+    assert expected["rollout/gen_kl"] > 0 and expected["kl/sequence_mean"] != 0
+    assert {name: float(x) for name, x in found.items()} == {name: float(x) for name, x in expected.items()}
