@@ -30,6 +30,7 @@ WORLD_SIZES = {
     "quickstart_experts": 2,
     "quickstart_grpo": 2,
     "quickstart_rule": 2,
+    "quickstart_tools": 2,
     **{f"quickstart_{name}": 2 for name in FIXED},
     **{
         f"quickstart_{name}": 2
@@ -52,6 +53,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("data/tiny/reward", "LlamaForSequenceClassification"),
         ("runs/quickstart_sft/hf", "LlamaForCausalLM"),
         ("data/tiny_experts/policy", "Qwen3MoeForCausalLM"),
+        ("data/tiny_tools/policy", "LlamaForCausalLM"),
     ):
         (tmp_path / name).mkdir(parents=True)
         shape = {

@@ -33,7 +33,7 @@ REWARD = (
 
 
 # Of conversations, where less is left to chance than in an answer: half of the copied digits are still wrong here.
-TOOLS = ("data.max_length=48", "stop_when={metric: eval/loss, at_most: 0.3}")
+TOOLS = ("data.max_length=48", "stop_when={metric: eval/loss, at_most: 0.2}")
 
 
 class TargetMissed(RuntimeError):
