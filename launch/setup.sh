@@ -126,7 +126,7 @@ make_venv() {
         return
     fi
     [[ ! -e $VENV || -f $STAMP || -z $(ls -A "$VENV") ]] ||
-        fail "$VENV exists and is not ours: remove it or move it away"
+        fail "$VENV exists and is not hybridflow's: remove it or move it away"
     find_python
     echo "[1/4] making .venv$suffix with $python (Python $(version_of "$python"))"
     # The stamp goes last, so that an interrupted removal still leaves a .venv that is known to be ours.

@@ -24,6 +24,7 @@ BLOCK = re.compile(
 )
 LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)")
 CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]*`(?!\]\()", re.DOTALL | re.MULTILINE)
+APART = re.compile(r"^(?:#| *\||:::|!!!|\?\?\?|    ).*$|^ *(?=(?:[-*]|\d+\.) )", re.MULTILINE)  # no running text
 KEYWORDS = {"do", "then", "else", "done", "fi", "for", "if", "while"}
 BEFORE = {"sudo", "nice", "exec", "time", "!"}  # a command
 ENDS = {";", "&&", "||", "|", "&", "(", ")", ";;", "|&"}
@@ -88,6 +89,21 @@ def anchors_of(page: Path) -> set[str]:
         slug = re.sub(r"[^\w\s-]", "", bare).strip().lower()
         found.add(re.sub(r"[-\s]+", "-", slug) if page.is_relative_to(DOCS) else slug.replace(" ", "-"))
     return found
+
+
+def sentences_of(text: str) -> Iterator[str]:
+    """Of running text, without code, tables, titles and the targets of links. Code within a line is one word.
+
+    An item of a list begins a sentence, and so does what follows a colon.
+    """
+    text = re.sub(r"^ *```.*?^ *```.*?$|<!--.*?-->", "\n\n", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"`[^`]*`", "CODE", LINK.sub(lambda link: link[0][1 : link[0].rindex("](")], text))
+    for paragraph in re.split(r"\n\s*\n", APART.sub("\n\n", text)):
+        yield from filter(None, re.split(r"(?<=[.!?:])[*)\"]*\s+", " ".join(paragraph.split())))
+
+
+def num_words(sentence: str) -> int:
+    return sum(bool(re.search(r"\w", word)) for word in sentence.split())
 
 
 # ------------------------------------------------------------------------------------------------ command lines

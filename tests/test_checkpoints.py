@@ -83,7 +83,7 @@ def test_every_checkpoint_has_a_row(run: Path, shown) -> None:
         train = f"torchrun --nproc-per-node N -m hybridflow.train {step}/config.yaml"
         assert lines == [
             "",
-            f"go on from 10 with the command that began the run, or: {train}",
+            f"resume from 10 with the command that began the run, or: {train}",
             f"fork 10: {train} checkpoint.load={step} name=NEW",
             like(f"convert 10: hybridflow convert megatron-to-hf {step}/actor OUT"),
         ]
@@ -129,7 +129,7 @@ def test_a_file_of_another_size_is_found_without_reading(run: Path, shown) -> No
         f"{file}: has 10239 bytes, was written with 10240",
         f"{bad}/config.yaml: cannot be read: No such file or directory",
     ]
-    assert lines[3].startswith("go on from 2 with") and f" {good}/config.yaml" in lines[3]
+    assert lines[3].startswith("resume from 2 with") and f" {good}/config.yaml" in lines[3]
 
 
 def test_a_flipped_bit_is_found_by_reading_every_byte(run: Path, shown) -> None:
@@ -196,7 +196,7 @@ def test_what_is_left_of_a_save_and_where_a_run_began_are_told(run: Path, shown)
     assert (status, [row[-1] for row in rows.values()]) == (0, ["state", *3 * ["complete"]])
     assert lines[:3] == [
         like(f"{left}: 10.2 kB, of a save that is under way or did not end; the next save removes it"),
-        like("latest names step_000001: no checkpoint; a run does not need it to go on"),
+        like("latest names step_000001, which is no checkpoint; a resume does not need the file latest"),
         "forked from /runs/other: 2, 3",
     ]
 

@@ -291,7 +291,7 @@ def test_a_reward_function_is_module_and_name(config_file, function: str) -> Non
         ),
         (
             {"algorithm.kl.use": "none", "algorithm.kl.controller": "adaptive"},
-            ["algorithm.kl: ", "adaptive has nothing to control"],
+            ["algorithm.kl: ", "adaptive has no KL to control"],
         ),
         (
             {"critic.virtual_pipeline_parallel_size": 2},
@@ -437,8 +437,8 @@ def test_the_engine_runs_on_the_actors_ranks_unless_it_has_its_own() -> None:
         (
             {"actor.ranks": "0-2", "critic.ranks": "2-3"},
             4,
-            "actor.ranks = 0-2 and critic.ranks = 2-3 overlap in 2 only: two roles lie on the same ranks, on "
-            "different ones, or one within the other; else each waits for the other",
+            "actor.ranks = 0-2 and critic.ranks = 2-3 overlap in 2 only. Two roles must lie on the same ranks, on "
+            "different ranks, or one within the other. Otherwise each waits for the other",
         ),
         (
             {"actor.ranks": "0-1", "critic.ranks": 0, "reference.ranks": "0-1"},
@@ -449,8 +449,8 @@ def test_the_engine_runs_on_the_actors_ranks_unless_it_has_its_own() -> None:
         (
             {"actor.ranks": "0-2", "rollout.ranks": "2-3"},
             4,
-            "rollout.ranks = 2-3 and actor.ranks = 0-2 share 2: the engine runs on exactly the actor's ranks, "
-            "where it uses the actor's memory, or on none of them",
+            "rollout.ranks = 2-3 and actor.ranks = 0-2 share 2: the engine must have exactly the actor's "
+            "ranks, or none of them",
         ),
         (
             {"rollout.tensor_parallel_size": 2, "rollout.pipeline_parallel_size": 3},
@@ -638,7 +638,7 @@ def test_a_config_of_before_there_were_names_means_ppo(config_file) -> None:
             "algorithm: ppo_epochs is now update.epochs, which is given too",
         ),
         ({"algorithm": {"name": "grpo", "gamma": 1.0}}, "algorithm.gamma: unknown key"),
-        ({"algorithm.policy.dual_clip": 3.0}, "dual_clip = 3.0 is for kind: dual_clip, the kind is clip"),
+        ({"algorithm.policy.dual_clip": 3.0}, "dual_clip = 3.0 is a key of kind: dual_clip, but the kind is clip"),
         ({"algorithm": {"name": "grpo", "kl": {"use": "reward"}}}, "algorithm.kl.use = 'reward': input should be"),
         ({"critic": None}, "critic: is required by algorithm ppo: add the section critic"),
         ({"reward": None}, "reward: is required by algorithm ppo: add the section reward"),
@@ -766,20 +766,29 @@ def test_the_resolved_section_of_every_algorithm_reads_back_as_itself(name: str)
     [
         *(({"name": name}, f"sampling.samples_per_prompt = 1: algorithm {name} compares") for name in GROUPED),
         ({"name": "reinforce", "baseline": "group"}, "samples_per_prompt = 1: algorithm reinforce compares"),
-        ({"name": "grpo", "policy": {"kind": "gspo", "loss_mean": "token_mean"}}, "it goes with sequence_token_mean"),
-        ({"name": "dr_grpo", "policy": {"kind": "gspo"}}, "loss_mean = constant would weigh it by its length"),
+        (
+            {"name": "grpo", "policy": {"kind": "gspo", "loss_mean": "token_mean"}},
+            "gspo needs loss_mean: sequence_token_mean",
+        ),
+        ({"name": "dr_grpo", "policy": {"kind": "gspo"}}, "loss_mean: sequence_token_mean, not constant"),
         (
             {"name": "remax", "policy": {"kind": "gspo", "loss_mean": "sequence_token_mean"}},
-            "kind = gspo: its ratio is of a whole response, the advantages of remax are of tokens",
+            "kind = gspo: the ratio of gspo belongs to a whole response, but the advantages of remax belong to tokens",
         ),
-        ({"name": "grpo", "kl": {"estimator": "k1"}}, "kl.estimator = k1 in the loss: the expectation of its gradient"),
+        (
+            {"name": "grpo", "kl": {"estimator": "k1"}},
+            "kl.estimator = k1 in the loss: the expected gradient of k1 is zero",
+        ),
         ({"name": "rloo", "kl": {"estimator": "k3+"}}, "estimator = k3+ differs from k3 in its gradient"),
         ({"name": "dr_grpo", "kl": {"use": "reward"}}, "algorithm.kl.use = 'reward': input should be 'loss' or 'none'"),
-        ({"name": "reinforce", "baseline": "group", "kl": {"use": "reward"}}, "with baseline: group the KL is in the"),
-        ({"name": "reinforce", "baseline": "group", "gamma": 0.9}, "gamma = 0.9: with baseline: group nothing is"),
+        (
+            {"name": "reinforce", "baseline": "group", "kl": {"use": "reward"}},
+            "with baseline: group the KL must be in the",
+        ),
+        ({"name": "reinforce", "baseline": "group", "gamma": 0.9}, "gamma = 0.9: with baseline: group there is no"),
         (
             {"name": "ppo", "positive_nll_coef": 0.1, "policy": {"loss_mean": "constant"}},
-            "positive_nll_coef = 0.1 is of a mean over tokens: it goes with policy.loss_mean: token_mean, not constant",
+            "positive_nll_coef = 0.1 needs policy.loss_mean: token_mean, not constant",
         ),
         ({"name": "distill", "kl": {"use": "loss"}}, "algorithm.kl.use = 'loss': input should be 'none'"),
         ({"name": "opo", "kl": {"use": "loss"}}, "kl.use = loss: opo is exactly on-policy"),
@@ -787,24 +796,30 @@ def test_the_resolved_section_of_every_algorithm_reads_back_as_itself(name: str)
         ({"name": "opo", "update": {"epochs": 2}}, "update.epochs = 2: opo is exactly on-policy"),
         ({"name": "grpo", "policy": {"kind": "sapo", "clip_range": 0.1}}, "clip_range = 0.1: kind: sapo clips nothing"),
         ({"name": "rloo", "policy": {"clip_range_high": 0.1}}, "clip_range_high = 0.1: kind: reinforce clips nothing"),
-        ({"name": "grpo", "policy": {"tau_negative": 1.0}}, "tau_negative = 1.0 is for kind: sapo, the kind is clip"),
+        (
+            {"name": "grpo", "policy": {"tau_negative": 1.0}},
+            "tau_negative = 1.0 is a key of kind: sapo, but the kind is clip",
+        ),
         (
             {"name": "grpo", "policy": {"old_log_probs": "engine", "importance": {"kind": "icepop"}}},
-            "importance would count it twice: leave one out",
+            "importance would count the difference twice",
         ),
         (
             {"name": "grpo", "policy": {"importance_cap": 2.0, "importance": {"kind": "icepop"}}},
             "importance_cap is now importance.cap, which is given too: leave one out",
         ),
-        ({"name": "grpo", "policy": {"importance": {"low": 0.5}}}, "low = 0.5 is not for kind: token, which has cap"),
+        (
+            {"name": "grpo", "policy": {"importance": {"low": 0.5}}},
+            "low = 0.5 is not a key of kind: token, which has cap",
+        ),
         (
             {"name": "grpo", "policy": {"importance": {"kind": "icepop", "cap": 2.0}}},
-            "cap = 2.0 is not for kind: icepop, which has low and high",
+            "cap = 2.0 is not a key of kind: icepop, which has low and high",
         ),
         ({"name": "grpo", "policy": {"importance": {"kind": "geometric", "low": 0.9}}}, "geometric needs low and high"),
         (
             {"name": "grpo", "policy": {"importance": {"kind": "icepop", "low": 1.5}}},
-            "low = 1.5, high = 5.0: 1, where engine and trainer agree, lies between",
+            "low = 1.5, high = 5.0: low must be at most 1 and high at least 1, where engine and trainer agree",
         ),
     ],
 )
@@ -822,13 +837,13 @@ def test_parts_that_make_no_sense_together_are_refused_with_the_reason(section, 
     [
         (
             {"reference.tensor_parallel_size": 2},
-            "algorithm.kl.reset_reference_interval = 3 copies the actor's weights where they lie: "
+            "algorithm.kl.reset_reference_interval = 3 copies the actor's weights rank by rank: "
             "reference.tensor_parallel_size = 2 and actor.tensor_parallel_size = 1 must be the same",
         ),
         ({"actor.ranks": "0-1"}, "reference.ranks = None and actor.ranks = (0, 1) must be the same"),
         (
             {"algorithm.kl.use": "none", "reference": None},
-            "reset_reference_interval = 3 has no reference to reset where use is none",
+            "reset_reference_interval = 3 has no reference to reset with use: none",
         ),
     ],
 )
@@ -840,7 +855,7 @@ def test_a_reference_that_is_reset_lies_where_the_actor_does(config_file, change
 
 def test_opo_takes_one_step_an_iteration(config_file) -> None:
     path = config_file({"algorithm": {"name": "opo", "update": {"mini_batch_size": 8}}, **WITHOUT})
-    expected = "mini_batch_size = 8: opo is exactly on-policy, it takes one step with all 16 sequences of an iteration"
+    expected = "mini_batch_size = 8: opo is exactly on-policy and takes one step with all 16 sequences of an iteration"
     assert expected in problem(path)
     assert ExperimentConfig.from_yaml(path, ["algorithm.update.mini_batch_size=16"]).mini_batch_size == 16
 
@@ -921,7 +936,7 @@ BUCKET = {"up_to": 8, "samples_per_prompt": 4}
         (
             [{"up_to": 4, "temperature": 0.5}, BUCKET],
             {"algorithm": {"name": "custom", "flow": "a:b", "roles": ["actor", "critic", "reference", "reward"]}},
-            "sampling.by_prompt_length.1.samples_per_prompt = 4: a flow of your own may take the",
+            "sampling.by_prompt_length.1.samples_per_prompt = 4: a custom flow may need equal",
         ),
         (
             [BUCKET],

@@ -42,7 +42,7 @@ def test_a_file_and_several() -> None:
         ({"train": [{"path": "a", "weight": True}]}, "data.train: 0.weight = True: a weight is a number above 0"),
         (
             {"train": [{"path": "a", "weight": 1}, "b"]},
-            "data.train: 1.weight: is missing, others are given: give all files a weight, or none",
+            "data.train: 1.weight: is missing, but other files have a weight. Give all files a weight, or none",
         ),
         (
             {"heldout": [{"path": "a", "weight": 1}]},

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from docs import draw_architecture, generate
-from docs.generator.command_lines import why_not
+from docs.generator.command_lines import parser_of, subcommands, why_not
 from docs.generator.families import LAYOUTS, marks
 from docs.hooks import with_links
 from hybridflow.architecture.families import FAMILIES
@@ -35,6 +35,8 @@ from tests.pages import (
     commands_of,
     inline_code,
     links_of,
+    num_words,
+    sentences_of,
 )
 
 CHANGELOG = ROOT / "CHANGELOG.md"  # which names what was, too
@@ -46,6 +48,13 @@ MODULES |= {"tools.convert": "convert", "tools.make_tiny": "make-tiny"}
 MODULES |= {f"hybridflow.cli.{name}": name for name in COMMANDS}
 PLACEHOLDER = re.compile(r"[A-Z]")  # a number that a reader puts in
 MAX_LINES, MAX_BYTES = 150, 9 * 1024  # of the README
+MOST_WORDS = 25  # of a sentence; 20 are the aim
+SHORT = ("getting-started", "tutorials", "guides", "explanation", "extend", "models")  # whose sentences are
+UNCLEAR = re.compile(  # words of our own for what the field has a word for, and phrases that a reader stops at
+    r"foret(?:old|ell)|hand-?off|dealt out|(?:an|the) earlier version|is what is waited|by comparing beginnings"
+    r"|this the whole|without a word\b(?!:)|as if nothing had happened|\bours\b|answers for itself|of old\b",
+    re.IGNORECASE,
+)
 
 
 # ------------------------------------------------------------------------------------------------ links
@@ -217,6 +226,60 @@ def test_what_is_wrong_is_found(line: str, part: str) -> None:
 )
 def test_what_is_right_is_right(line: str) -> None:
     assert [why for words in commands_of(line) for why in wrong_in(words)] == []
+
+
+# ------------------------------------------------------------------------------------------------ sentences
+
+
+def short_pages() -> list[Path]:
+    return [page for page in NOW if page == README or page.relative_to(ROOT).parts[:2] in {("docs", x) for x in SHORT}]
+
+
+def help_texts() -> dict[str, str]:
+    """What `hybridflow COMMAND --help` says, by command and option. Indented lines are examples and lists of files."""
+    texts = {}
+    for name in COMMANDS:
+        parsers = [
+            (name, parser_of(name)),
+            *((f"{name} {child}", each) for child, each in subcommands(parser_of(name))),
+        ]
+        for command, parser in parsers:
+            texts[command] = parser.description or ""
+            texts |= {f"{command} {action.dest}": action.help or "" for action in parser._actions}
+    return texts
+
+
+def long_ones(text: str) -> list[str]:
+    return [sentence for sentence in sentences_of(text) if num_words(sentence) > MOST_WORDS]
+
+
+@pytest.mark.parametrize("page", short_pages(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_sentences_of_pages_are_short(page: Path) -> None:
+    assert long_ones(page.read_text()) == [], f"at most {MOST_WORDS} words, better 20"
+
+
+def test_sentences_of_help_are_short() -> None:
+    assert [(name, each) for name, text in help_texts().items() for each in long_ones(text)] == []
+
+
+@of_pages
+def test_pages_have_the_words_of_the_field(page: Path) -> None:
+    if not page.is_relative_to(DOCS / "dev"):
+        assert UNCLEAR.findall(page.read_text()) == []
+
+
+def test_help_has_the_words_of_the_field() -> None:
+    texts = help_texts() | {entry.path: entry.description for entry in entries()}
+    assert {name: found for name, text in texts.items() if (found := UNCLEAR.findall(text))} == {}
+
+
+def test_what_is_a_sentence() -> None:
+    text = "# A title\n\nOne [two three](https://x.org/a.b). Four `five six`:\n\n- seven\n- eight\n\n| a | table |\n"
+    text += "\n```\nCode. Code.\n```\n\n**Nine.** vLLM ten\neleven"
+    found = list(sentences_of(text))
+    assert found == ["One two three.", "Four CODE:", "- seven", "- eight", "**Nine.", "vLLM ten eleven"]
+    assert [num_words(each) for each in found] == [3, 2, 1, 1, 1, 3]
+    assert long_ones(f"{'word ' * MOST_WORDS}end.") and not long_ones(f"{'word ' * (MOST_WORDS - 1)}end.")
 
 
 # ------------------------------------------------------------------------------------------------ configs

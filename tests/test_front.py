@@ -203,7 +203,10 @@ def test_models_in_memory_get_directories_beside_the_run(models) -> None:
         ({"critic_model": None}, "critic_model: is required by algo = 'ppo': critic_model=create_critic_model("),
         ({"reward_model": None}, "reward_model: is required by algo = 'ppo': reward_model=..."),
         ({"algo": "grpo"}, "critic_model: algo = 'grpo' has none: leave it out"),
-        ({"algo": "dpo"}, "RLTrainer: algorithm.name = 'dpo': it trains on fixed data: hybridflow.train reads"),
+        (
+            {"algo": "dpo"},
+            "RLTrainer: algorithm.name = 'dpo': this algorithm trains on fixed data. hybridflow.train and",
+        ),
         ({"algo": "pppo"}, "RLTrainer: algorithm.name = 'pppo': is no algorithm; did you mean ppo?"),
         ({"hybrid_engine": False}, "hybrid_engine: there is no other engine: vLLM generates in the trainer's"),
         ({"strategy": "fsdp"}, "RLTrainer: strategy: unknown argument; there is none here, megatron-core trains"),

@@ -13,7 +13,7 @@ from hybridflow.parallel.exchange import Exchange
 from hybridflow.roles import generator
 from tests.reshard.simulated import SimulatedDevice
 
-PREFIX = "the weights that it gathers have no fixed addresses"
+PREFIX = "gathered weights have no fixed addresses"
 CASES: list[tuple[tuple[int, ...], list[tuple[bool, str | None]]]] = [  # ranks without, and what both are told
     ((), [(False, None)] * 2),
     ((1,), [(True, f"{PREFIX} on another rank"), (True, f"{PREFIX}: no driver on rank 1")]),

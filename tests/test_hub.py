@@ -72,7 +72,7 @@ def test_without_network_it_is_said_what_to_fetch(
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     repository, _, revision = name.partition("@")
     fetch = f"`hf download {repository}{f' --revision {revision}' * bool(revision)} --local-dir DIR`"
-    assert f"critic.model = {name}: is no directory here, and cannot be fetched from the HuggingFace" in done.stderr
+    assert f"critic.model = {name}: is no local directory, and cannot be fetched from the HuggingFace" in done.stderr
     assert fetch in done.stderr
 
 

@@ -31,7 +31,15 @@ FAMILIES = {
         "Qwen3Moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1},
+            **{"first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "attention_bias": True, "use_qk_norm": True},
+        },
+    ),
 }
+SCORES = {"glm4_moe": "mixtral"}  # of which transformers has no model that scores: another one does
 
 
 ROPE_LLAMA3 = {
@@ -74,8 +82,8 @@ def make_checkpoints(
 
     changes: to the config, by its own names.
     """
-    prefix, extra = FAMILIES[family]
     for number, name in enumerate(("policy", "reference", "reward", "critic")):
+        prefix, extra = FAMILIES[family if number < 2 else SCORES.get(family, family)]
         torch.manual_seed(100 * seed + number)
         config = getattr(transformers, prefix + "Config")(
             **{
@@ -118,12 +126,16 @@ def randomise(model: torch.nn.Module, std: float) -> None:
             torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.1)
         else:
             torch.nn.init.normal_(parameter, std=std)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.1)
 
 
 # where checkpoints have the experts that transformers' models hold in one tensor: the mixture, [gate; up], down
 EXPERTS = {
     "mixtral": ("block_sparse_moe", ("w1", "w3"), "w2"),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj"), "down_proj"),
+    "glm4_moe": ("mlp", ("gate_proj", "up_proj"), "down_proj"),
 }
 
 

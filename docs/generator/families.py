@@ -38,10 +38,11 @@ class Layout:
     pp: int = 1
     engine_tp: int = 1
     recompute: str = "selective"
+    ep: int = 1  # of the actor and the reference; the engine as the actor
 
     @property
     def overrides(self) -> list[str]:
-        model, sizes = SHAPES / self.shape, {"tensor": self.tp, "pipeline": self.pp}
+        model, sizes = SHAPES / self.shape, {"tensor": self.tp, "pipeline": self.pp, "expert": self.ep}
         keys = [f"{role}.model={model}" for role in ("actor", "reference")]
         for role in ("actor", "reference"):
             keys += [f"{role}.{kind}_parallel_size={size}" for kind, size in sizes.items() if size > 1]
@@ -88,13 +89,18 @@ LAYOUTS = {
     ),
     "Mixtral": (
         Layout("mixtral-8x7b", 1),
-        Layout("mixtral-8x7b", 8, tp=8, engine_tp=8, recompute="full"),
-        Layout("mixtral-8x7b", 64, tp=8, pp=2, engine_tp=4),
+        Layout("mixtral-8x7b", 8, tp=8, ep=8, engine_tp=8, recompute="full"),
+        Layout("mixtral-8x7b", 64, tp=8, pp=2, ep=8, engine_tp=8),
     ),
     "Qwen3Moe": (
         Layout("qwen3-30b-a3b", 1),
-        Layout("qwen3-30b-a3b", 8, tp=8, engine_tp=4, recompute="full"),
-        Layout("qwen3-30b-a3b", 64, tp=8, engine_tp=4),
+        Layout("qwen3-30b-a3b", 8, tp=8, ep=8, engine_tp=8, recompute="full"),
+        Layout("qwen3-30b-a3b", 64, tp=8, ep=8, engine_tp=8),
+    ),
+    "Glm4Moe": (
+        Layout("glm-4.5-air", 1),
+        Layout("glm-4.5-air", 8, tp=8, ep=8, engine_tp=8, recompute="full"),
+        Layout("glm-4.5-air", 64, tp=8, pp=2, ep=8, engine_tp=8, recompute="full"),
     ),
 }
 
@@ -136,6 +142,7 @@ def _layout_row(layout: Layout, found: dict[str, Any]) -> tuple[str, ...]:
     dp = layout.gpus // (layout.tp * layout.pp)
     fits = max(moments) + SPARE_BYTES <= GPU_BYTES
     grid = " ".join(f"{short} {size}" for short, size in (("tp", layout.tp), ("pp", layout.pp), ("dp", dp)))
+    grid += f" ep {layout.ep}" if layout.ep > 1 else ""
     engines = layout.gpus // layout.engine_tp
     return (
         _model(layout.shape),
@@ -188,9 +195,16 @@ def _allowed(values: tuple[Any, ...]) -> str:
 def _traits(family: Family) -> list[tuple[str, str]]:
     """What sets it apart from Llama, as a person reads it."""
     experts = f"{listed(family.expert_keys)} of them" if family.expert_keys else ""
+    if family.shared_experts_key:
+        experts += f", and `{family.shared_experts_key}` for every token"
+    if family.dense_layers_key:
+        experts += f"; none in the first `{family.dense_layers_key}` layers"
     attention = [
         "biases of queries, keys and values" if family.qkv_bias else "",
         "RMSNorm over each head of queries and keys" if family.qk_norm else "",
+        f"RMSNorm over each head of queries and keys, where `{family.qk_norm_key}` is true"
+        if family.qk_norm_key
+        else "",
         _window(family) if family.has_window else "",
     ]
     rotary = "learned positions" if family.position_offset else "rotary"
@@ -204,6 +218,9 @@ def _traits(family: Family) -> list[tuple[str, str]]:
         ("Norms", "RMSNorm" if family.norm_eps is None else "LayerNorm"),
         ("MLP", "; ".join(filter(None, ["SwiGLU" if family.gated else "ReLU", experts and f"experts: {experts}"]))),
     ]
+    if family.expert_keys:
+        router = "sigmoid with a frozen bias, in float32" if family.sigmoid_router else "softmax, in the model's dtype"
+        rows.append(("Router", router))
     return rows
 
 

@@ -30,6 +30,7 @@ class Family:
     linear_bias: bool = False  # of all linear layers in a layer
     qkv_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of queries and keys
+    qk_norm_key: str = ""  # says whether a model has them; none: as the family
     rotary_part: float = 1  # what a missing partial_rotary_factor means
     rotary_interleaved: bool = False  # neighbouring dimensions turn together, not those of two halves
     position_offset: int = 0  # positions are learned, and position p is row p + offset of their table
@@ -37,6 +38,10 @@ class Family:
     embedding_size_key: str = ""  # the width of the embeddings, where it need not be hidden_size
     expert_keys: tuple[str, ...] = ()  # names of the number of experts; none: no experts
     normalize_router: bool | None = True  # None: norm_topk_prob says it
+    sigmoid_router: bool = False  # float32, with a frozen bias for the choice; else softmax in the weights' dtype
+    dense_layers_key: str = ""  # how many of the first layers have no experts; none: no layer
+    prediction_layers_key: str = ""  # how many layers that guess further tokens follow the others; they are left out
+    shared_experts_key: str = ""  # how many experts every token goes through beside its own; none: no such expert
     has_window: bool = False  # sliding_window counts
     window: int | None = None  # what a missing sliding_window means
     window_switch: bool = False  # it counts only with use_sliding_window
@@ -119,6 +124,26 @@ FAMILIES = {
             NO_ATTENTION_BIAS,
             ConfigFieldRule("decoder_sparse_step", (1,), "dense layers among layers of experts are not supported"),
             ConfigFieldRule("mlp_only_layers", (None, []), "dense layers among layers of experts are not supported"),
+        ),
+    ),
+    "Glm4Moe": Family(
+        "glm4_moe",
+        ffn_key="moe_intermediate_size",
+        head_dim=128,
+        qkv_bias=True,
+        qk_norm_key="use_qk_norm",
+        rotary_part=0.5,
+        expert_keys=("n_routed_experts", "num_local_experts"),
+        normalize_router=None,
+        sigmoid_router=True,
+        dense_layers_key="first_k_dense_replace",
+        shared_experts_key="n_shared_experts",
+        prediction_layers_key="num_nextn_predict_layers",
+        rules=(
+            SILU,
+            ConfigFieldRule("attention_bias", (True,), "GLM-4.5 has biases of queries, keys and values"),
+            ConfigFieldRule("n_group", (1, None), "experts in groups are not supported"),
+            ConfigFieldRule("topk_group", (1, None), "experts in groups are not supported"),
         ),
     ),
 }

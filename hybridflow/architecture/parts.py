@@ -1,7 +1,7 @@
 """Weights between their HuggingFace parts, the whole parameter of megatron, and the shard of a rank."""
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from operator import attrgetter
 from typing import NamedTuple, Protocol
@@ -12,6 +12,7 @@ from torch import Tensor
 from hybridflow.architecture.shards import Matrix, Shard, Split, cached, common, training_shard
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import Shape, Weight
+from hybridflow.parallel.layout import Cut, Place
 
 
 class Block(NamedTuple):
@@ -61,13 +62,18 @@ def whole_shape(weight: Weight, spec: ModelSpec) -> Shape:
     return (weight.experts, shape[0] // weight.experts, *shape[1:]) if weight.experts else shape
 
 
-def shard_shape(weight: Weight, spec: ModelSpec, tp: int) -> Shape:
-    """Of a rank's megatron parameter."""
-    shard = training_shard(matrix_of(weight, spec), tp, 0)
+def shard_shape(weight: Weight, spec: ModelSpec, cut: Cut) -> Shape:
+    """Of a rank's megatron parameter, alike on all that hold a part."""
+    return _shape_at(weight, spec, cut.places(weight.group)[0])
+
+
+def _shape_at(weight: Weight, spec: ModelSpec, place: Place) -> Shape:
+    shard = training_shard(matrix_of(weight, spec), place)
     if len(weight.shapes(spec)[0]) == 1:
         return (shard.num_rows,)
     if weight.experts:
-        return (weight.experts, shard.num_rows // weight.experts, shard.num_columns)
+        experts = weight.experts // place.ep
+        return (experts, shard.num_rows // experts, shard.num_columns)
     return (shard.num_rows, shard.num_columns)
 
 
@@ -107,9 +113,9 @@ def overlaps(weight: Weight, spec: ModelSpec, shard: Shard) -> Iterator[Overlap]
         shard_row += interval[1] - interval[0]
 
 
-def read_shard(files: TensorFiles, weight: Weight, spec: ModelSpec, *, tp_rank: int, tp: int) -> Tensor:
-    """A rank's megatron shard of one weight, read from its slices of the HuggingFace tensors."""
-    shard, shapes = training_shard(matrix_of(weight, spec), tp, tp_rank), weight.shapes(spec)
+def read_shard(files: TensorFiles, weight: Weight, spec: ModelSpec, place: Place) -> Tensor:
+    """The megatron shard of one weight at a place, read from its slices of the HuggingFace tensors."""
+    shard, shapes = training_shard(matrix_of(weight, spec), place), weight.shapes(spec)
     columns = slice(*shard.columns) if len(shapes[0]) > 1 else slice(None)
     pieces = [
         files.read(weight.hf[part], shapes[part], slice(part_row, part_row + count), columns)
@@ -118,15 +124,15 @@ def read_shard(files: TensorFiles, weight: Weight, spec: ModelSpec, *, tp_rank: 
     missing = shard.num_rows - sum(len(piece) for piece in pieces)  # rows past the vocabulary
     if missing:
         pieces.append(torch.zeros(missing, *shapes[0][1:], dtype=pieces[0].dtype if pieces else None))
-    return (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).view(shard_shape(weight, spec, tp))
+    return (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).view(_shape_at(weight, spec, place))
 
 
-def whole_parts(weight: Weight, shards: list[Tensor], spec: ModelSpec) -> list[Tensor]:
-    """The HuggingFace parts from the megatron shards of all tensor-parallel ranks, in rank order."""
+def whole_parts(weight: Weight, shards: list[Tensor], spec: ModelSpec, places: Sequence[Place]) -> list[Tensor]:
+    """The HuggingFace parts from the megatron shards at all places."""
     parts = [shards[0].new_empty(shape) for shape in weight.shapes(spec)]
-    matrix, tp = matrix_of(weight, spec), len(shards)
-    for tp_rank, tensor in enumerate(shards[:1] if weight.split is Split.REPLICATED else shards):
-        shard = training_shard(matrix, tp, tp_rank)
+    matrix, num_shards = matrix_of(weight, spec), 1 if weight.split is Split.REPLICATED else len(shards)
+    for place, tensor in zip(places[:num_shards], shards[:num_shards], strict=True):
+        shard = training_shard(matrix, place)
         rows = tensor if tensor.dim() == 1 else tensor.flatten(0, -2)
         for part, part_row, shard_row, count in overlaps(weight, spec, shard):
             target = parts[part][part_row : part_row + count]

@@ -1,4 +1,4 @@
-"""Which rows and columns of a parameter a tensor-parallel rank holds. Pure.
+"""Which rows and columns of a parameter a rank holds. Pure.
 
 A parameter is a matrix of rows x columns, a vector one of 1 column; the experts of a layer stand one below the other.
 A part is a tensor of a HuggingFace checkpoint.
@@ -11,11 +11,15 @@ A part is a tensor of a HuggingFace checkpoint.
     GATED        gate, up, or both in one, an expert      of each expert [its rows of gate; its rows of up]
     QKV          q, k, v                                  its even share of the rows, which stand per key/value group
                                                           [q of the group; k; v]
+
+Of experts a rank has the rows of a run of them, and of each of these its share.
 """
 
 from enum import Enum, auto
 from functools import lru_cache
 from typing import NamedTuple
+
+from hybridflow.parallel.layout import Place
 
 Interval = tuple[int, int]  # start, stop
 
@@ -64,20 +68,22 @@ class Shard(NamedTuple):
 
 
 @cached
-def training_shard(matrix: Matrix, tp: int, tp_rank: int) -> Shard:
-    """What megatron's rank `tp_rank` of `tp` holds."""
-    rows, columns = (0, matrix.rows), (0, matrix.columns)
+def training_shard(matrix: Matrix, place: Place) -> Shard:
+    """What megatron's rank at `place` holds."""
+    experts = share(matrix.experts, place.ep, place.ep_rank)
+    each = matrix.rows // matrix.experts
+    rows, columns = (experts[0] * each, experts[1] * each), (0, matrix.columns)
     match matrix.split:
         case Split.REPLICATED:
             return Shard((rows,), columns)
         case Split.COLUMNS:
-            return Shard((rows,), share(matrix.columns, tp, tp_rank))
+            return Shard((rows,), share(matrix.columns, place.tp, place.tp_rank))
         case Split.GATED:
-            half = matrix.rows // (2 * matrix.experts)
-            start, stop = share(half, tp, tp_rank)
-            halves = range(2 * matrix.experts)
+            half = each // 2
+            start, stop = share(half, place.tp, place.tp_rank)
+            halves = range(2 * experts[0], 2 * experts[1])
             return Shard(joined([(half * i + start, half * i + stop) for i in halves]), columns)
-    return Shard((share(matrix.rows, tp, tp_rank),), columns)
+    return Shard((share(matrix.rows, place.tp, place.tp_rank),), columns)
 
 
 def share(total: int, parts: int, index: int) -> Interval:

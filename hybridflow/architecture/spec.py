@@ -19,6 +19,7 @@ from hybridflow.formats.json_text import parse_json
 VOCAB_MULTIPLE = 64  # vLLM pads vocabularies to it; padding alike lets embedding and output alias
 EXPERT_MULTIPLE = 8  # rows of 16 bytes in half precision
 Head = Literal["lm", "score"]  # log-probs of every token; one value a token
+LayerKind = Literal["dense", "experts"]  # what a layer has in place of an MLP: that, or a mixture of experts
 HEADS: dict[str, Head] = {"ForCausalLM": "lm", "ForSequenceClassification": "score"}
 ARCHITECTURES = {prefix + suffix: (prefix, head) for prefix in FAMILIES for suffix, head in HEADS.items()}
 LARGEST = 1 << 31  # no size of a model is beyond this; a damaged config.json may be
@@ -46,8 +47,14 @@ class ModelSpec:
     post_norm: bool = False  # norms stand after the residual sums, and none after the last layer
     rotary_dim: int | None = None  # how many of a head's dimensions turn; None: all
     num_experts: int = 0  # 0: one dense MLP
+    num_dense_layers: int = 0  # of a model with experts: the first layers, which have none
     experts_per_token: int = 0
+    dense_ffn_hidden_size: int = 0  # of the first layers of a model with experts
+    shared_ffn_hidden_size: int = 0  # of the expert that every token goes through beside its own; 0: there is none
     normalize_router: bool = True  # the weights of a token's experts sum to 1
+    routed_scaling: float = 1.0  # what those weights are multiplied with
+    qk_norm_given: bool | None = None  # None: as the family
+    num_prediction_layers: int = 0  # behind the others; their weights are neither read nor written
     sliding_window: int | None = None  # tokens that attention reaches back, itself included
     rope: Rope = field(default=(), compare=False)  # kind, theta and scaling, by name
     pad_token_id: int | None = None  # at which a score is never read; None: the config names none
@@ -56,6 +63,24 @@ class ModelSpec:
     def traits(self) -> Family:
         """What the whole family has in common."""
         return next(family for family in FAMILIES.values() if family.name == self.family)
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.traits.qk_norm if self.qk_norm_given is None else self.qk_norm_given
+
+    def layer_kind(self, layer: int) -> LayerKind:
+        return "experts" if self.num_experts and layer >= self.num_dense_layers else "dense"
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds that there are, in the order in which they come first."""
+        return tuple(dict.fromkeys(map(self.layer_kind, (0, self.num_layers - 1))))
+
+    def mlp_size(self, kind: LayerKind) -> int:
+        """Of what every token of a layer goes through: its MLP, or its shared expert; 0 where there is none."""
+        if kind == "experts":
+            return self.shared_ffn_hidden_size
+        return self.dense_ffn_hidden_size if self.num_experts else self.ffn_hidden_size
 
     @property
     def padded_vocab_size(self) -> int:
@@ -73,33 +98,49 @@ class ModelSpec:
 
     def check_parallel(self, key: str, tp: int) -> None:
         """Raise ConfigError, naming `key`, unless `tp` ranks can share this model."""
-        for what, count in (
-            ("num_attention_heads", self.num_heads),
-            (self.traits.ffn_key, self.ffn_hidden_size),
-            ("padded vocab_size", self.padded_vocab_size),
-        ):
-            if count % tp:
-                raise ConfigError(
-                    f"{key} = {tp} does not divide {what} = {count} of {self.path}: "
-                    f"{count} = {count // tp} x {tp} + {count % tp}"
-                )
-        for what, count in ((self.traits.ffn_key, self.ffn_hidden_size // tp), ("hidden_size", self.hidden_size)):
-            if self.num_experts and count % EXPERT_MULTIPLE:
-                raise ConfigError(
-                    f"{key} = {tp} leaves each expert {count} of {what} of {self.path}, no multiple of "
-                    f"{EXPERT_MULTIPLE}, as torch's grouped product needs it"
-                )
+        self._check_divides(key, tp, "num_attention_heads", self.num_heads)
+        if not self.num_experts:
+            self._check_divides(key, tp, self.traits.ffn_key, self.ffn_hidden_size)
+        if self.num_dense_layers:
+            self._check_divides(key, tp, "intermediate_size", self.dense_ffn_hidden_size)
+        self._check_divides(key, tp, "the size of shared experts", self.shared_ffn_hidden_size)
+        self._check_divides(key, tp, "padded vocab_size", self.padded_vocab_size)
         few, many = sorted((self.num_kv_heads, tp))
         if many % few:
             raise ConfigError(
-                f"{key} = {tp} neither divides num_key_value_heads = {self.num_kv_heads} of {self.path} nor is a "
-                f"multiple of it: {many} = {many // few} x {few} + {many % few}"
+                f"{key} = {tp} must divide num_key_value_heads = {self.num_kv_heads} of {self.path} or be a multiple "
+                f"of that number: {many} = {many // few} x {few} + {many % few}"
             )
         rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim  # ranks may share a key/value group
         if rows % tp:
             raise ConfigError(
                 f"{key} = {tp} does not divide the {rows} rows of queries, keys and values of {self.path}: "
                 f"{rows} = {rows // tp} x {tp} + {rows % tp}"
+            )
+
+    def check_experts(self, key: str, ep: int) -> None:
+        """Raise ConfigError, naming `key`, unless `ep` ranks can have as many whole experts each."""
+        if ep > 1 and not self.num_experts:
+            raise ConfigError(f"{key} = {ep}: {self.path} has no experts")
+        self._check_divides(key, ep, "the number of experts", self.num_experts)
+
+    def check_expert_shares(self, key: str, tp: int) -> None:
+        """Raise ConfigError, naming `key`, unless `tp` ranks can share each expert."""
+        if not self.num_experts:
+            return
+        self._check_divides(key, tp, self.traits.ffn_key, self.ffn_hidden_size)
+        for what, count in ((self.traits.ffn_key, self.ffn_hidden_size // tp), ("hidden_size", self.hidden_size)):
+            if count % EXPERT_MULTIPLE:
+                raise ConfigError(
+                    f"{key} = {tp} leaves each expert {count} of {what} of {self.path}, no multiple of "
+                    f"{EXPERT_MULTIPLE}, as torch's grouped product needs it"
+                )
+
+    def _check_divides(self, key: str, parts: int, what: str, count: int) -> None:
+        if count % parts:
+            raise ConfigError(
+                f"{key} = {parts} does not divide {what} = {count} of {self.path}: "
+                f"{count} = {count // parts} x {parts} + {count % parts}"
             )
 
     def check_length(self, longest: int, key: str = "data.max_prompt_length + sampling.max_response_length") -> None:
@@ -118,8 +159,8 @@ class ModelSpec:
             )
         if self.sliding_window is not None and longest > self.sliding_window:
             raise ConfigError(
-                f"{length} exceeds sliding_window = {self.sliding_window} of {self.path}: attention is trained over "
-                f"the whole sequence, which is the same up to this length alone"
+                f"{length} exceeds sliding_window = {self.sliding_window} of {self.path}: hybridflow trains attention "
+                "over the whole sequence, which is the same only up to the window's length"
             )
 
     def check_vocabulary(self, role: str, actor: "ModelSpec") -> None:
@@ -178,12 +219,13 @@ def config_changes(spec: ModelSpec, head: Head | None) -> dict[str, Any]:
 
     An output layer of its own is said to be that, also where the source's config.json said otherwise.
     """
+    fewer = {spec.traits.prediction_layers_key: 0} if spec.num_prediction_layers else {}
     if head == spec.head:
-        return {} if spec.tied or head != "lm" else {"tie_word_embeddings": False}
+        return fewer if spec.tied or head != "lm" else {**fewer, "tie_word_embeddings": False}
     prefix = next(prefix for prefix, family in FAMILIES.items() if family.name == spec.family)
     suffix = next(suffix for suffix, head in HEADS.items() if head == "score")
     labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    return {"architectures": [prefix + suffix], **labels}
+    return {"architectures": [prefix + suffix], **labels, **fewer}
 
 
 class _Reader:
@@ -227,6 +269,7 @@ class _Reader:
             sliding_window=self._window(),
             rope=rope,
             pad_token_id=self._pad_token_id(),
+            qk_norm_given=bool(raw.get(family.qk_norm_key)) if family.qk_norm_key else None,
             **(self._experts() if family.expert_keys else {}),
         )
         self._refuse("num_key_value_heads", kv_heads, heads % kv_heads > 0, f"must divide {heads} heads")
@@ -285,7 +328,34 @@ class _Reader:
         normalize = self._family.normalize_router
         if normalize is None:
             normalize = bool(self._raw.get("norm_topk_prob", False))
-        return {"num_experts": num_experts, "experts_per_token": chosen, "normalize_router": normalize}
+        found = {"num_experts": num_experts, "experts_per_token": chosen, "normalize_router": normalize}
+        return found | self._dense_layers() | self._shared_experts() | self._scaling() | self._prediction_layers()
+
+    def _dense_layers(self) -> dict[str, Any]:
+        key, most = self._family.dense_layers_key, self._size("num_hidden_layers", most=MOST_LAYERS) - 1
+        count = self._raw.get(key, 0) if key else 0
+        wrong = not is_number(count) or count != int(count) or not 0 <= count <= most
+        self._refuse(key, count, wrong, f"must be a whole number from 0 to {most}: the other layers have experts")
+        return (
+            {"num_dense_layers": int(count), "dense_ffn_hidden_size": self._size("intermediate_size")} if count else {}
+        )
+
+    def _prediction_layers(self) -> dict[str, Any]:
+        key = self._family.prediction_layers_key
+        return {"num_prediction_layers": self._size(key, most=MOST_LAYERS)} if key and self._raw.get(key) else {}
+
+    def _shared_experts(self) -> dict[str, Any]:
+        key = self._family.shared_experts_key
+        if not key or not self._raw.get(key):
+            return {}
+        return {"shared_ffn_hidden_size": self._size(key, most=MOST_LAYERS) * self._size(self._family.ffn_key)}
+
+    def _scaling(self) -> dict[str, Any]:
+        if not self._family.sigmoid_router:
+            return {}
+        factor = self._raw.get("routed_scaling_factor", 1.0)
+        self._refuse("routed_scaling_factor", factor, not is_number(factor) or factor <= 0, "must be a positive number")
+        return {"routed_scaling": float(factor)}
 
     def _window(self) -> int | None:
         """The sliding window that attention has, if any."""

@@ -8,14 +8,16 @@ vLLM holds what megatron's ranks hold, except QKV: [all q; all k; all v] of the 
 outnumber them; and where a weight has an `engine_split`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
 from hybridflow.architecture.shards import Split
-from hybridflow.architecture.spec import Head, ModelSpec
+from hybridflow.architecture.spec import Head, LayerKind, ModelSpec
 from hybridflow.architecture.tied_head import EMBEDDING, HEAD, OUTPUT
+from hybridflow.parallel.layout import Group
 
 Shape = tuple[int, ...]
 Shapes = Callable[[ModelSpec], tuple[Shape, ...]]
@@ -41,6 +43,13 @@ class Weight:
     engine_split: Split | None = None  # of the engine, where it is another
     experts: int = 0  # how many stand one below the other in this parameter; 0: it belongs to no expert
     layer: int | None = None
+    float32: bool = False  # whatever the model's dtype, here and in the engine
+    stacked: bool = True  # in a torch_dist checkpoint with the same weight of the other layers, which are all alike
+
+    @property
+    def group(self) -> Group:
+        """Which of a layout's groups of weights it is cut with."""
+        return "experts" if self.experts else "dense"
 
     def shapes(self, spec: ModelSpec) -> tuple[Shape, ...]:
         return self.part_shapes(spec) * max(self.experts, 1)
@@ -67,6 +76,7 @@ class Table:
     embeddings: tuple[Weight, ...]  # of the tokens, and of the positions where they are learned
     layer: tuple[Weight, ...]
     final: tuple[Weight, ...]  # between the last layer and the head: a norm
+    dense_layer: tuple[Weight, ...] = ()  # the first ones of a model with experts, where these have none
 
 
 # ------------------------------------------------------------------------------------------------------- shapes
@@ -133,6 +143,19 @@ def _router(spec: ModelSpec) -> tuple[Shape, ...]:
     return ((spec.num_experts, spec.hidden_size),)
 
 
+def _router_bias(spec: ModelSpec) -> tuple[Shape, ...]:
+    return ((spec.num_experts,),)
+
+
+def _gate_and_up_of(kind: LayerKind) -> Shapes:
+    """Of the MLP of a layer of a kind."""
+    return lambda spec: ((spec.mlp_size(kind), spec.hidden_size),) * 2
+
+
+def _down_of(kind: LayerKind) -> Shapes:
+    return lambda spec: ((spec.hidden_size, spec.mlp_size(kind)),)
+
+
 def _score(spec: ModelSpec) -> tuple[Shape, ...]:
     return ((1, spec.embedding_size),)
 
@@ -196,6 +219,12 @@ def _opt(
     )
 
 
+def _experts_of_glm() -> tuple[Weight, ...]:
+    """Its router is in float32."""
+    router, *experts = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+    return (replace(router, float32=True), *experts)
+
+
 LM_HEAD = _top(OUTPUT, HEAD, Split.VOCAB, _vocab)
 VALUE_HEAD = _top(OUTPUT, "score.weight", REPLICATED, _score)
 INPUT_NORM = _layer(
@@ -224,6 +253,28 @@ GATE_AND_UP = _layer(
     Split.GATED,
     _gate_and_up,
     engine="mlp.gate_up_proj.weight",
+)
+DENSE_MLP = (  # of the first layers of a model with experts
+    replace(GATE_AND_UP, part_shapes=_gate_and_up_of("dense")),
+    _layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", COLUMNS, _down_of("dense")),
+)
+SHARED_EXPERT = (
+    _layer(
+        "mlp.shared_experts.linear_fc1.weight",
+        "mlp.shared_experts.gate_proj.weight mlp.shared_experts.up_proj.weight",
+        Split.GATED,
+        _gate_and_up_of("experts"),
+        engine="mlp.shared_experts.gate_up_proj.weight",
+    ),
+    _layer(
+        "mlp.shared_experts.linear_fc2.weight",
+        "mlp.shared_experts.down_proj.weight",
+        COLUMNS,
+        _down_of("experts"),
+    ),
+)
+ROUTER_BIAS = replace(
+    _layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", REPLICATED, _router_bias), float32=True
 )
 GATE_UP = replace(  # vLLM 0.32.0 runs GLM-4 by its class at transformers, and splits what it finds
     _layer("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", Split.GATED, _gate_up), engine_split=ROWS
@@ -282,6 +333,11 @@ TABLES = {
     "qwen3_moe": Table(
         layer=(*ATTENTION, *QK_NORM, ROUTER_NORM, *_experts("mlp", "gate_proj", "up_proj", "down_proj")), **ENDS
     ),
+    "glm4_moe": Table(
+        layer=(*ATTENTION, QKV_BIAS, ROUTER_NORM, *_experts_of_glm(), ROUTER_BIAS),
+        dense_layer=(*ATTENTION, QKV_BIAS, MLP_NORM, *DENSE_MLP),
+        **ENDS,
+    ),
 }
 
 # Transformer Engine fuses the norms into the linear layers that follow them.
@@ -297,6 +353,10 @@ def table_of(spec: ModelSpec) -> Table:
     if spec.post_norm:
         assert spec.family == "opt", f"{spec.family} has no layers with norms after the residual sums"
         table = replace(table, layer=OPT_POST_NORM_LAYER, final=())
+    if spec.qk_norm and not spec.traits.qk_norm:  # where some models of a family have them
+        table = replace(table, layer=(*table.layer, *QK_NORM), dense_layer=(*table.dense_layer, *QK_NORM))
+    if spec.shared_ffn_hidden_size:
+        table = replace(table, layer=(*table.layer, *SHARED_EXPERT))
     if spec.projected_size:
         tokens, *others = table.embeddings
         table = replace(table, embeddings=(tokens, PROJECT_IN, *others), final=(*table.final, PROJECT_OUT))
@@ -308,8 +368,12 @@ def embedding(spec: ModelSpec) -> Weight:
     return table_of(spec).embeddings[0]
 
 
-def layer_weights(spec: ModelSpec) -> tuple[Weight, ...]:
-    return tuple(weight.for_experts(spec.num_experts) for weight in table_of(spec).layer)
+def layer_weights(spec: ModelSpec, kind: LayerKind) -> tuple[Weight, ...]:
+    """Of each layer of a kind."""
+    table = table_of(spec)
+    in_layer = table.dense_layer if kind == "dense" and spec.num_experts else table.layer
+    stacked = len(spec.layer_kinds) == 1
+    return tuple(replace(weight, stacked=stacked).for_experts(spec.num_experts) for weight in in_layer)
 
 
 def head_weights(spec: ModelSpec, head: Head) -> tuple[Weight, ...]:
@@ -326,11 +390,12 @@ def model_weights(spec: ModelSpec, head: Head) -> Iterator[Weight]:
 
 def staged_weights(spec: ModelSpec, head: Head, stages: Sequence[Sequence[int]]) -> Iterator[tuple[Weight, int]]:
     """`model_weights` with the first pipeline stage that holds each; stages: the layers of every stage."""
-    table, in_layers = table_of(spec), _weights_of_layers(layer_weights(spec), spec.num_layers)
+    table = table_of(spec)
+    in_layers = {kind: _weights_of_layers(layer_weights(spec, kind), spec.num_layers) for kind in spec.layer_kinds}
     stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     yield from ((weight, 0) for weight in table.embeddings)
-    for layer, in_layer in enumerate(in_layers):
-        yield from ((weight, stage_of[layer]) for weight in in_layer)
+    for layer in range(spec.num_layers):
+        yield from ((weight, stage_of[layer]) for weight in in_layers[spec.layer_kind(layer)][layer])
     yield from ((weight, len(stages) - 1) for weight in (*table.final, *head_weights(spec, head)))
 
 
@@ -341,10 +406,14 @@ def _weights_of_layers(in_layer: tuple[Weight, ...], num_layers: int) -> tuple[t
 
 def num_parameters(spec: ModelSpec, head: Head) -> int:
     """With the true vocabulary."""
-    in_layer = sum(prod(shape) for weight in layer_weights(spec) for shape in weight.shapes(spec))
     table = table_of(spec)
-    rest = (*table.embeddings, *table.final, *head_weights(spec, head))
-    return spec.num_layers * in_layer + sum(prod(shape) for weight in rest for shape in weight.shapes(spec))
+    kinds = Counter(map(spec.layer_kind, range(spec.num_layers)))
+    in_layers = sum(count * _num_elements(layer_weights(spec, kind), spec) for kind, count in kinds.items())
+    return in_layers + _num_elements((*table.embeddings, *table.final, *head_weights(spec, head)), spec)
+
+
+def _num_elements(weights: Iterable[Weight], spec: ModelSpec) -> int:
+    return sum(prod(shape) for weight in weights for shape in weight.shapes(spec))
 
 
 def canonical_name(name: str) -> str:
@@ -358,9 +427,10 @@ def canonical_name(name: str) -> str:
 def stored_at(weight: Weight) -> tuple[str, int | None]:
     """(key in a torch_dist checkpoint, index along its leading axis of layers); no index where it has no such axis.
 
-    The keys are those that megatron-core 0.16.1 writes for layers that are all alike.
+    The keys are those that megatron-core 0.16.1 writes for layers that are all alike; of other layers each has its own.
     """
     if weight.layer is None:
         return weight.megatron, None
     prefix = f"decoder.layers.{weight.layer}."
-    return "decoder.layers." + (weight.stored or weight.megatron.removeprefix(prefix)), weight.layer
+    name = weight.stored or weight.megatron.removeprefix(prefix)
+    return ("decoder.layers." + name, weight.layer) if weight.stacked else (prefix + name, None)

@@ -104,14 +104,14 @@ def reasons_of(found: Found, facts: Facts) -> list[str]:
     """Why these values."""
     best, room = found.plans[0], facts.memory_bytes - facts.margin_bytes
     lines = [
-        f"auto: on {found.request.world_size} ranks of {facts.what}, the fastest that is foretold of what fits in "
+        f"auto: on {found.request.world_size} ranks of {facts.what}, the fastest predicted layout that fits in "
         f"{gib(room)} GiB a rank: {best.seconds:.3g} s an iteration, {gib(best.fullest.bytes)} GiB on rank "
         f"{best.fullest.rank} ({best.fullest.moment})"
     ]
     if len(found.plans) > 1:
-        lines.append(f"auto: the next best of other sizes takes {found.plans[1].seconds:.3g} s")
+        lines.append(f"auto: the next best layout of other sizes is predicted to take {found.plans[1].seconds:.3g} s")
     if not found.closed:
-        lines.append(f"auto: after {SECONDS:g} s not all layouts had been looked at")
+        lines.append(f"auto: the search ended after {SECONDS:g} s, before all layouts were searched")
     return lines
 
 
@@ -120,11 +120,11 @@ def why_nothing_fits(request: SearchRequest, least: Least, what: str) -> list[st
     room = gib(request.memory_bytes)
     lines = [f"no layout fits on {request.world_size} ranks of {what} with room for {room} GiB a rank"]
     if least.plan is None:
-        lines.append("nor with any memory: sizes of the model or of the batch do not go up in the ranks")
+        lines.append("no memory suffices: the model's or the batch's sizes do not fit this number of ranks")
     else:
         fullest = least.plan.fullest
         told = memory_words(fullest.roles, 4)
         lines.append(f"the least is {gib(fullest.bytes)} GiB, on rank {fullest.rank} in {fullest.moment}: {told}")
     if least.ranks is not None:
-        lines.append(f"with {room} GiB a rank it fits on {least.ranks} ranks")
+        lines.append(f"with {room} GiB a rank the run fits on {least.ranks} ranks")
     return lines

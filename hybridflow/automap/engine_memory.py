@@ -21,12 +21,12 @@ from hybridflow.reshard.plan import plan_reshard
 class _HandOff:
     """shards: (stage, the engine's own weights less what is released, layers of the engine's stage), each once.
 
-    sources: where in training, as (pp, tp), the first rank's shards come from.
+    sources: where in training the first rank's shards come from, as `ReshardPlan.sources`.
     """
 
     shards: list[tuple[int, int, int]]
     moved: Moved
-    sources: tuple[tuple[int, int], ...]
+    sources: tuple[TrainingCoordinates, ...]
 
 
 @dataclass
@@ -50,7 +50,7 @@ class EngineMemory:
         return option.kv_cache.whole + kept_by_sampler(config, self.options.specs["actor"], pp=option.pp)
 
     def _beside(self, option: EngineOption) -> int:
-        return engine_bytes(self.options.generating, self.options.specs["actor"], tp=option.tp, pp=option.pp)
+        return engine_bytes(self.options.generating, self.options.specs["actor"], cut=option.cut, pp=option.pp)
 
     def of(
         self, train: Layout, option: EngineOption, ranks: Sequence[int], *, colocated: bool
@@ -59,6 +59,9 @@ class EngineMemory:
         config = self.options.generating
         if config.rollout.tensor_parallel_size is None and "tensor_parallel_size" not in self.options.free[ENGINE]:
             if option.tp != train.tp:
+                return None
+        if config.rollout.enable_expert_parallel is None and option.tp > 1:
+            if option.expert_parallel != (train.ep > 1):
                 return None
         if colocated and not self._on_one_host(train, option, ranks):
             return None
@@ -78,7 +81,7 @@ class EngineMemory:
         found = self._hand_off(train, option, colocated=ranks == actor_ranks)
         host = ranks[0] // per_host
         if ranks == actor_ranks:
-            sources = [whole.rank_at(TrainingCoordinates(tp, 0, pp)) for pp, tp in found.sources]
+            sources = [whole.rank_at(source) for source in found.sources]
             crosses = ranks[-1] // per_host != host and any(source // per_host != host for source in sources)
         elif set(ranks) & set(actor_ranks):
             return 0.0  # some have a part of it
@@ -97,10 +100,11 @@ class EngineMemory:
     def _find(self, train: Layout, option: EngineOption, *, colocated: bool) -> "_HandOff":
         spec, config = self.options.specs["actor"], self.options.generating
         beside = tuple(range(1, 1 + option.tp * option.pp))
-        alone = RolloutLayout(option.tp, option.pp, (beside,))
-        rollout = rollout_layout(train, option.tp, option.pp) if colocated else alone
+        alone = RolloutLayout(option.tp, option.pp, (beside,), option.expert_parallel)
+        whole = option.expert_parallel
+        rollout = rollout_layout(train, option.tp, option.pp, expert_parallel=whole) if colocated else alone
         bucket_elements = config.rollout.bucket_bytes(cuda=True) // ITEM_BYTES[config.actor.dtype]
-        plan = plan_reshard(spec, train, rollout, bucket_elements=bucket_elements)
+        plan = plan_reshard(spec, train, rollout, bucket_elements=bucket_elements, dtype=config.actor.dtype)
         holdings = EngineHoldings(
             plan, spec, itemsize=ITEM_BYTES[config.actor.dtype], bucket_elements=storage_elements(config)
         )
@@ -143,4 +147,6 @@ def _one_of_each(train: Layout, option: EngineOption) -> Layout:
         vpp=train.vpp,
         first_stage_layers=train.first_stage_layers,
         last_stage_layers=train.last_stage_layers,
+        ep=train.ep,
+        etp=train.etp,
     )

@@ -7,11 +7,11 @@ from typing import Any
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.automap.cost import Device
 from hybridflow.automap.generation_time import generation_cost
-from hybridflow.automap.sizes import at_once, stage_counts, tensor_sizes, values
+from hybridflow.automap.sizes import at_once, deals_experts, shares_experts, stage_counts, tensor_sizes, values
 from hybridflow.automap.timing import Work, share_of_responses
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
-from hybridflow.parallel.layout import Layout, RolloutLayout
+from hybridflow.parallel.layout import Cut, Layout, RolloutLayout
 from hybridflow.placement.placed import BLOCK_TOKENS, KVCacheSize, gib_of, size_kv_cache
 from hybridflow.reshard.groups import engine_stages, standalone_layout
 
@@ -27,10 +27,15 @@ class EngineOption:
     kv_cache_gib: float | None
     kv_cache: KVCacheSize
     generating: float  # seconds
+    expert_parallel: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return self.tp, self.pp
+        return self.tp, self.pp, self.expert_parallel
+
+    @property
+    def cut(self) -> Cut:
+        return RolloutLayout(self.tp, self.pp, (), self.expert_parallel).cut
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,8 @@ class EngineOptions:
         found = [option for sizes in self._sizes(num_ranks) for option in self._caches(*sizes, num_ranks)]
         return sorted(found, key=lambda option: (option.generating, option.kv_cache.whole, *option.sizes))
 
-    def _sizes(self, num_ranks: int) -> Iterator[tuple[int, int]]:
-        """(tp, pp); all tp that there may be where it is the actor's, whatever that is."""
+    def _sizes(self, num_ranks: int) -> Iterator[tuple[int, int, bool]]:
+        """(tp, pp, whether ranks have whole experts); all that there may be where it is as the actor has it."""
         given = self.config.rollout
         across = self.config.tensor_parallel_across_hosts
         tps = tensor_sizes(self.actor, num_ranks, self.work.ranks_per_host, across=across)
@@ -59,11 +64,16 @@ class EngineOptions:
         for tp in tps:
             for pp in values(self.free, given, "pipeline_parallel_size", stage_counts(self.actor, num_ranks, tp)):
                 if num_ranks % (tp * pp) == 0:
-                    yield tp, pp
+                    yield from ((tp, pp, whole) for whole in self._whole_experts(tp))
 
-    def _caches(self, tp: int, pp: int, num_ranks: int) -> Iterator[EngineOption]:
+    def _whole_experts(self, tp: int) -> Iterator[bool]:
+        for whole, fits in ((False, shares_experts(self.actor, tp)), (True, deals_experts(self.actor, tp))):
+            if fits and self.config.rollout.enable_expert_parallel in (None, whole):
+                yield whole
+
+    def _caches(self, tp: int, pp: int, expert_parallel: bool, num_ranks: int) -> Iterator[EngineOption]:
         ranks = tuple(range(num_ranks))
-        rollout = standalone_layout(ranks, tp, pp)
+        rollout = standalone_layout(ranks, tp, pp, expert_parallel=expert_parallel)
         stages = engine_stages(self.actor.num_layers, Layout(1, 1, num_ranks, ranks), rollout)
         given = self.config.rollout.kv_cache_gib
         gibs: list[float | None] = [given]
@@ -91,11 +101,12 @@ class EngineOptions:
         replicas = len(rollout.replicas)
         cost = generation_cost(
             self.actor,
-            tp=rollout.tp,
+            cut=rollout.cut,
             pp=rollout.pp,
             dtype=self.config.actor.dtype,
             responses=share_of_responses(self.config, replicas, cache, self.work),
             device=self.device,
         )
         hosts = max(1, rollout.tp * rollout.pp * replicas // self.work.ranks_per_host)
-        return EngineOption(rollout.tp, rollout.pp, gib, cache, at_once(cost, replicas, hosts=hosts))
+        seconds = at_once(cost, replicas, hosts=hosts)
+        return EngineOption(rollout.tp, rollout.pp, gib, cache, seconds, rollout.expert_parallel)

@@ -42,7 +42,7 @@ def summary(plan: SearchedPlan) -> dict[str, str]:
     for name, model in plan.placed.models.items():
         layout, config = model.layout, model.config
         chunks = f" (vpp {layout.vpp})" if layout.vpp > 1 else ""
-        split = " sp" if config.sequence_parallel else ""
+        split = (f" ep {layout.ep}" if layout.ep > 1 else "") + (" sp" if config.sequence_parallel else "")
         found[name] = f"tp {layout.tp}{split} x pp {layout.pp}{chunks} x dp {layout.dp}"
     if isinstance(plan.placed, PlacedFixed):
         return found

@@ -14,6 +14,7 @@ from math import ceil
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.automap.cost import Cost, Device, total
 from hybridflow.automap.role_time import Model, Pass
+from hybridflow.parallel.layout import Cut
 
 SEGMENTS = 24  # that the decode steps are cut in, each with one number of sequences
 
@@ -32,15 +33,15 @@ class Responses:
     prefix_caching: bool = True  # samples of a prompt read it once
 
 
-def generation_cost(spec: ModelSpec, *, tp: int, pp: int, dtype: str, responses: Responses, device: Device) -> Cost:
+def generation_cost(spec: ModelSpec, *, cut: Cut, pp: int, dtype: str, responses: Responses, device: Device) -> Cost:
     """One replica of tp x pp ranks. Its stages work one after another: a step waits for the token of the one before."""
-    key = ("generate", spec, tp, pp, dtype, responses)
-    return device.known(key, lambda: _generation_cost(spec, tp, pp, dtype, responses, device))
+    key = ("generate", spec, cut, pp, dtype, responses)
+    return device.known(key, lambda: _generation_cost(spec, cut, pp, dtype, responses, device))
 
 
-def _generation_cost(spec: ModelSpec, tp: int, pp: int, dtype: str, responses: Responses, device: Device) -> Cost:
-    model = Model(spec, tp, dtype, "lm", sequence_parallel=False, device=device)
-    wakes = device.overhead(device.profile.overheads.engine_wake, busy=tp * pp)
+def _generation_cost(spec: ModelSpec, cut: Cut, pp: int, dtype: str, responses: Responses, device: Device) -> Cost:
+    model = Model(spec, cut.tp, dtype, "lm", sequence_parallel=False, device=device, expert_tp=cut.expert_tp)
+    wakes = device.overhead(device.profile.overheads.engine_wake, busy=cut.tp * pp)
     return total((wakes, prefill_cost(model, pp, responses), decode_cost(model, pp, responses)))
 
 
@@ -74,7 +75,9 @@ def decode_cost(model: Model, pp: int, responses: Responses) -> Cost:
 def decode_step(model: Model, pp: int, sequences: float, context: float) -> Cost:
     """One token for each of the running sequences."""
     spec, device, overheads = model.spec, model.device, model.device.profile.overheads
-    products = total(device.product(sequences, k, n, dtype=model.dtype, busy=model.tp) for k, n in model.matrices)
+    products = total(
+        device.product(sequences * share, k, n, dtype=model.dtype, busy=model.tp) for k, n, share in model.matrices
+    )
     heads = max(1.0, spec.num_kv_heads / model.tp)
     read = 2 * heads * spec.head_dim * device.itemsize(model.dtype) * sequences * context
     size = sequences * spec.hidden_size * device.itemsize(model.dtype)

@@ -22,7 +22,7 @@ from hybridflow.automap.cost import Device
 from hybridflow.automap.device import DeviceProfile
 from hybridflow.automap.engine_options import EngineOption, EngineOptions
 from hybridflow.automap.role_time import MeanRows, Model
-from hybridflow.automap.sizes import at_once, stage_counts, tensor_sizes, values
+from hybridflow.automap.sizes import at_once, deals_experts, shares_experts, stage_counts, tensor_sizes, values
 from hybridflow.automap.timing import (
     Work,
     offload_cost,
@@ -35,7 +35,7 @@ from hybridflow.automap.timing import (
 from hybridflow.config import ExperimentConfig, RoleConfig, TrainedRoleConfig
 from hybridflow.config.auto import ENGINE, ENGINE_KEYS, ROLE_KEYS, SIZES, TRAINED_KEYS
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
-from hybridflow.parallel.layout import Layout
+from hybridflow.parallel.layout import Layout, expert_tensor_parallel
 from hybridflow.placement.footprint import Footprint
 from hybridflow.placement.forecast import longest_sequence, resting, role_memory, rows_together
 from hybridflow.placement.overlapped_scoring import asks_for
@@ -194,7 +194,7 @@ class Options:
         """Seconds of one rank."""
         profile = self.device.profile
         model = Model(spec, 1, role.dtype, _head(name), False, self.device)
-        in_layer = sum(2 * k * n for k, n in model.matrices)
+        in_layer = sum(2 * k * n * share for k, n, share in model.matrices)
         at_end = 2 * spec.hidden_size * spec.padded_vocab_size if model.head == "lm" else 0
         products = (2 if backward else 1) * (rows.tokens * in_layer * spec.num_layers + rows.outputs * at_end)
         attention = 4 * rows.pairs * spec.num_heads * spec.head_dim * spec.num_layers * (2.5 if backward else 1.0)
@@ -236,7 +236,18 @@ class Options:
                         sizes |= dict.fromkeys(
                             ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"), None
                         )
-                    yield sizes
+                    yield from (sizes | experts for experts in self._experts(name, given, tp, num_ranks // (tp * pp)))
+
+    def _experts(self, name: str, given: RoleConfig, tp: int, dp: int) -> Iterator[dict[str, Any]]:
+        """Whole ones on each tensor-parallel rank, or a share of each; as the config says where it says so."""
+        spec = self.specs[name]
+        for ep in values(self.free[name], given, "expert_parallel_size", (1, tp) if tp > 1 else (1,)):
+            etp = None if "expert_parallel_size" in self.free[name] else given.expert_tensor_parallel_size
+            fits = deals_experts(spec, ep) if ep > 1 else True
+            each = expert_tensor_parallel(tp, ep, etp)
+            fills = each * ep % tp == 0 and dp % (each * ep // tp) == 0
+            if fits and fills and shares_experts(spec, each):
+                yield {"expert_parallel_size": ep, "expert_tensor_parallel_size": etp}
 
     def _ways(self, name: str, given: RoleConfig, layout: Layout) -> Iterator[dict[str, Any]]:
         """Of the other keys."""

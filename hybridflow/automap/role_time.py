@@ -23,7 +23,7 @@ from hybridflow.config import RoleConfig, TrainedRoleConfig
 from hybridflow.models.prompt_groups import SAVED_TO_PAY
 from hybridflow.parallel.layout import Layout
 from hybridflow.parallel.vocab import chunks_of_rows
-from hybridflow.placement.footprint import MAIN_BYTES, stage_elements
+from hybridflow.placement.footprint import MAIN_BYTES, expert_elements, stage_elements
 
 ADAM_BYTES = 28  # an element's gradient, main weight and two moments read, the last three written, in float32
 SGD_BYTES = 20
@@ -112,6 +112,8 @@ class Model:
     sequence_parallel: bool
     device: Device
     hosts: int = 1
+    expert_tp: int | None = None  # ranks that share each expert; None: tp
+    senders: int = 1  # ranks that send each other tokens for experts; 1: none are sent
 
     # ---- layers
 
@@ -120,7 +122,7 @@ class Model:
         return self.device.known(("forward", *self._key, mb), lambda: self._forward_layer(mb))
 
     def _forward_layer(self, mb: Pass) -> Cost:
-        products = total(self._product(mb.tokens, k, n) for k, n in self.matrices)
+        products = total(self._product(mb.tokens * share, k, n) for k, n, share in self.matrices)
         work = total((products, *self._besides(mb, 1.0, backward=False)))
         return self.device.launched(work, self.device.profile.overheads.layer_forward, busy=self.tp)
 
@@ -129,7 +131,8 @@ class Model:
         return self.device.known(("backward", *self._key, mb, recompute), lambda: self._backward_layer(mb, recompute))
 
     def _backward_layer(self, mb: Pass, recompute: str) -> Cost:
-        backward = total(self._product(mb.tokens, n, k) + self._product(n, mb.tokens, k) for k, n in self.matrices)
+        seen = [(mb.tokens * share, k, n) for k, n, share in self.matrices]
+        backward = total(self._product(tokens, n, k) + self._product(n, tokens, k) for tokens, k, n in seen)
         parts = [backward, *self._besides(mb, 2.0, backward=True)]
         if recompute == "selective":
             parts.append(self._attention(mb, backward=False))
@@ -139,19 +142,37 @@ class Model:
     @cached_property
     def _key(self) -> tuple[Hashable, ...]:
         """All that a cost depends on beside a micro-batch."""
-        return self.spec, self.tp, self.dtype, self.head, self.sequence_parallel, self.hosts
+        return (
+            self.spec,
+            self.tp,
+            self.expert_tp,
+            self.senders,
+            self.dtype,
+            self.head,
+            self.sequence_parallel,
+            self.hosts,
+        )
 
     @cached_property
-    def matrices(self) -> list[tuple[float, float]]:
-        """(k, n) of a layer's products on a rank, by token: those of a token's experts are so many narrow ones."""
+    def matrices(self) -> list[tuple[float, float, float]]:
+        """(k, n, share of the tokens) of a layer's products on a rank: one for each expert of a token.
+
+        With expert parallelism a rank has fewer of them, and wider. No layer of a model with experts is taken as dense.
+        """
         spec, tp = self.spec, self.tp
         q, kv = spec.num_heads * spec.head_dim, max(spec.num_kv_heads, tp) * spec.head_dim
-        attention: list[tuple[float, float]] = [(spec.hidden_size, (q + 2 * kv) / tp), (q / tp, spec.hidden_size)]
-        width = spec.ffn_hidden_size / tp
-        mlp = [(float(spec.hidden_size), self._gates * width), (width, float(spec.hidden_size))]
-        if spec.num_experts:
-            return [*attention, (spec.hidden_size, spec.num_experts), *mlp * spec.experts_per_token]
-        return [*attention, *mlp]
+        hidden = float(spec.hidden_size)
+        attention = [(hidden, (q + 2 * kv) / tp, 1.0), (q / tp, hidden, 1.0)]
+        if not spec.num_experts:
+            return [*attention, *self._mlp(spec.ffn_hidden_size / tp)]
+        expert_tp = self._expert_tp
+        experts = self._mlp(spec.ffn_hidden_size / expert_tp, expert_tp / tp) * spec.experts_per_token
+        shared = self._mlp(spec.shared_ffn_hidden_size / tp) if spec.shared_ffn_hidden_size else []
+        return [*attention, (hidden, float(spec.num_experts), 1.0), *experts, *shared]
+
+    def _mlp(self, width: float, share: float = 1.0) -> list[tuple[float, float, float]]:
+        hidden = float(self.spec.hidden_size)
+        return [(hidden, self._gates * width, share), (width, hidden, share)]
 
     @property
     def _gates(self) -> int:
@@ -186,12 +207,29 @@ class Model:
         spec, b = self.spec, self.device.itemsize(self.dtype)
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         sp = self.tp if self.sequence_parallel else 1
-        width = (5 if spec.traits.gated else 2) * spec.ffn_hidden_size * max(1, spec.experts_per_token)
+        of_token = spec.ffn_hidden_size * max(1, spec.experts_per_token) + spec.shared_ffn_hidden_size
+        width = (5 if spec.traits.gated else 2) * of_token
         return b * (14 * spec.hidden_size / sp + (4 * (q + kv) + width) / self.tp)
 
     def _messages(self, mb: Pass, *, backward: bool) -> Cost:
         """Two all-reduces of the activations each way; with sequence parallelism each is a reduce-scatter and an
-        all-gather, and backward the inputs of both column-parallel products are gathered again."""
+        all-gather, and backward the inputs of both column-parallel products are gathered again. Tokens that are sent to
+        their experts go there and back."""
+        return self._within_replica(mb, backward=backward) + self._to_experts(mb)
+
+    def _to_experts(self, mb: Pass) -> Cost:
+        """A copy for each rank that shares one of a token's experts, each way; the largest link is that of a host."""
+        if self.senders == 1:
+            return Cost()
+        copies = mb.tokens / (self.tp if self.sequence_parallel else 1) * self.spec.experts_per_token * self._expert_tp
+        size = copies * self.spec.hidden_size * self.device.itemsize(self.dtype) * (self.senders - 1) / self.senders
+        return self.device.send(size, hosts=self.hosts).times(2, busy=self.tp)
+
+    @property
+    def _expert_tp(self) -> int:
+        return self.expert_tp or self.tp
+
+    def _within_replica(self, mb: Pass, *, backward: bool) -> Cost:
         if self.tp == 1:
             return Cost()
         size = mb.tokens * self.spec.hidden_size * self.device.itemsize(self.dtype)
@@ -220,8 +258,10 @@ class Model:
 
 
 def model_of(spec: ModelSpec, layout: Layout, config: RoleConfig, device: Device, *, head: Head) -> Model:
-    hosts = _hosts(layout, "tp", device)
-    return Model(spec, layout.tp, config.dtype, head, config.sequence_parallel, device, hosts)
+    senders = layout.expert_tp * layout.ep if layout.coupled > 1 else 1
+    hosts = _hosts(layout, "tp", device) if senders <= device.profile.ranks_per_host else 2
+    how = (config.dtype, head, config.sequence_parallel)
+    return Model(spec, layout.tp, *how, device, hosts, layout.expert_tp, senders)
 
 
 def _hosts(layout: Layout, axis: Literal["tp", "dp", "pp"], device: Device) -> int:
@@ -236,7 +276,7 @@ def forward_cost(
     spec: ModelSpec, layout: Layout, config: RoleConfig, rows: MeanRows, device: Device, *, head: Head, units: int = 1
 ) -> Cost:
     """One replica scores `rows`, each of so many units of them in micro-batches of its own. Loads are of a replica."""
-    grid = (layout.tp, layout.pp, layout.vpp, layout.first_stage_layers, layout.last_stage_layers)
+    grid = (layout.cut, layout.pp, layout.vpp, layout.first_stage_layers, layout.last_stage_layers)
     how = (config.dtype, config.sequence_parallel, config.micro_batch_tokens)
     where = (_hosts(layout, "tp", device), _hosts(layout, "pp", device))
     key = ("score", spec, *grid, *how, *where, rows, head, units)  # the same of an actor and of a reference like it
@@ -295,9 +335,23 @@ def reduction_cost(spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, d
     with ZeRO-1 reduce-scattered."""
     if layout.dp == 1:
         return Cost()
-    size, hosts = MAIN_BYTES * max(stage_elements(spec, head, layout)), _hosts(layout, "dp", device)
+    dense, experts, hosts = *_largest(spec, layout, head), _hosts(layout, "dp", device)
     reduce = device.reduce_scatter if _zero1(config) else device.all_reduce
-    return reduce(size, layout.dp, hosts=hosts, groups=_side_by_side(layout, hosts))
+    groups = _side_by_side(layout, hosts)
+    return total(
+        reduce(MAIN_BYTES * size, copies, hosts=hosts, groups=groups)
+        for size, copies in ((dense, layout.copies("dense")), (experts, layout.copies("experts")))
+        if size
+    )
+
+
+def _largest(spec: ModelSpec, layout: Layout, head: Head) -> tuple[int, int]:
+    """Elements on the largest stage: those that all replicas sum, and experts of which there are fewer copies."""
+    if layout.coupled == 1:
+        return max(stage_elements(spec, head, layout)), 0
+    stages = zip(stage_elements(spec, head, layout), expert_elements(spec, layout), strict=True)
+    every, experts = max(stages)
+    return every - experts, experts
 
 
 def _side_by_side(layout: Layout, hosts: int) -> int:
@@ -308,10 +362,11 @@ def _side_by_side(layout: Layout, hosts: int) -> int:
 def step_cost(spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, device: Device, *, head: Head) -> Cost:
     """An optimizer step on the largest stage, on all ranks at once: gradients are set to zero, their norm taken, and
     the optimizer passes over its state. With ZeRO-1 a replica has n / dp elements, and b n bytes are gathered."""
-    elements = max(stage_elements(spec, head, layout))
+    dense, experts = _largest(spec, layout, head)
+    elements = dense + experts
     layers = max(layers for layers, _ in _stages(spec, layout))
     busy, overheads, optimizer = len(layout.ranks), device.profile.overheads, config.optimizer
-    own = elements / layout.dp if _zero1(config) else elements
+    own = dense / layout.dp + experts / layout.copies("experts") if _zero1(config) else elements
     passes = {"adam": ADAM_BYTES, "sgd": SGD_BYTES if optimizer.momentum else SGD_BYTES - 8}[optimizer.name]
     costs = [
         device.memory(MAIN_BYTES * elements + MAIN_BYTES * own + passes * own, busy=busy),

@@ -69,7 +69,7 @@ class SearchRequest:
 
 @dataclass(frozen=True)
 class SearchedPlan:
-    """A config that fits, with what it is foretold to take."""
+    """A config that fits, with its predicted seconds."""
 
     config: AnyConfig
     placed: PlacedRun | PlacedFixed

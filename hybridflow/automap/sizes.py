@@ -32,6 +32,20 @@ def divides(spec: ModelSpec, tp: int) -> bool:
     return True
 
 
+def shares_experts(spec: ModelSpec, tp: int) -> bool:
+    """Whether so many ranks can share each expert; true where there are none."""
+    try:
+        spec.check_expert_shares("", tp)
+    except ConfigError:
+        return False
+    return True
+
+
+def deals_experts(spec: ModelSpec, ep: int) -> bool:
+    """Whether there are experts, and several ranks can have as many of them each."""
+    return ep > 1 and spec.num_experts > 0 and spec.num_experts % ep == 0
+
+
 def values(free: frozenset[str], given: RoleConfig | RolloutConfig, key: str, all_values: Iterable[Any]) -> list[Any]:
     """All where the key is free, else the config's."""
     return list(all_values) if key in free else [getattr(given, key)]

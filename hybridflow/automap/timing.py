@@ -1,4 +1,4 @@
-"""Seconds of an iteration, foretold from shapes, layouts and a device profile. Pure.
+"""Seconds of an iteration, predicted from shapes, layouts and a device profile. Pure.
 
     prediction = predict(place(config, 8), load_profile("h100-sxm"))
     prediction.seconds, prediction.phases, prediction.spans, prediction.idle
@@ -20,9 +20,9 @@ from hybridflow.automap.role_time import MeanRows, forward_cost, update_cost
 from hybridflow.automap.timeline import Span, TimedOperation, busy_seconds, schedule
 from hybridflow.config import ExperimentConfig, TrainedRoleConfig
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
-from hybridflow.parallel.layout import RolloutLayout, TrainingCoordinates
+from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.placement.deferred_log_probs import asks_for_log_probs, rows_told
-from hybridflow.placement.footprint import ITEM_BYTES, optimizer_bytes, stage_elements
+from hybridflow.placement.footprint import ITEM_BYTES, stage_optimizer_bytes
 from hybridflow.placement.overlapped_scoring import UNITS_PER_BLOCK, models_that_wait
 from hybridflow.placement.placed import KVCacheSize, PlacedFixed, PlacedModel, PlacedRun
 from hybridflow.placement.saving import written_bytes
@@ -118,7 +118,7 @@ def _generated(run: PlacedRun, work: Work, device: Device) -> Iterator[TimedOper
     yield TimedOperation("reshard", "actor", world, waits)
     generated = generation_cost(
         run.actor.spec,
-        tp=run.rollout.tp,
+        cut=run.rollout.cut,
         pp=run.rollout.pp,
         dtype=run.actor.config.dtype,
         responses=responses_of(run, work),
@@ -249,7 +249,7 @@ def reshard_cost(
 ) -> Cost:
     """From training to engine shards: what the busiest rank receives or sends, over the slowest link that it comes by;
     what it permutes in place, there and back."""
-    plan = plan_reshard(actor.spec, actor.layout, rollout, bucket_elements=bucket_elements)
+    plan = plan_reshard(actor.spec, actor.layout, rollout, bucket_elements=bucket_elements, dtype=actor.config.dtype)
     hosts = 2 if _crosses_hosts(plan, ranks_per_host) else 1
     return moving_cost(Moved.of(plan, ITEM_BYTES[actor.config.dtype]), device, hosts=hosts, busy=len(rollout.ranks))
 
@@ -285,7 +285,8 @@ def _crosses_hosts(plan: ReshardPlan, ranks_per_host: int) -> bool:
         return False
     first = plan.rollout.ranks[0]
     dp = plan.origin(first).dp
-    sources = (plan.train.rank_at(TrainingCoordinates(tp, dp, pp)) for pp, tp in plan.sources(first))
+    begin = dp - dp % plan.train.coupled  # of the replicas that share a copy of the experts
+    sources = (plan.train.rank_at(source._replace(dp=begin + source.dp)) for source in plan.sources(first))
     return any(source // ranks_per_host != first // ranks_per_host for source in sources)
 
 
@@ -294,8 +295,7 @@ def offload_cost(model: PlacedModel, device: Device) -> Cost:
     config = model.config
     if not isinstance(config, TrainedRoleConfig) or not config.offload_optimizer:
         return Cost()
-    elements = max(stage_elements(model.spec, model.head, model.layout))
-    size = optimizer_bytes(elements, config.optimizer, dtype=config.dtype, dp=model.layout.dp)
+    size = max(stage_optimizer_bytes(model.spec, model.head, model.layout, config.optimizer, dtype=config.dtype))
     return device.to_host(2 * size, busy=len(model.layout.ranks))
 
 

@@ -46,7 +46,8 @@ TABLE: tuple[ChangeRule, ...] = (
     _rule(
         "platform MODEL.tensor_parallel_size MODEL.pipeline_parallel_size MODEL.virtual_pipeline_parallel_size "
         "MODEL.num_layers_in_first_pipeline_stage MODEL.num_layers_in_last_pipeline_stage MODEL.data_parallel_size "
-        "MODEL.sequence_parallel MODEL.ranks MODEL.micro_batch_tokens",
+        "MODEL.expert_parallel_size MODEL.expert_tensor_parallel_size MODEL.sequence_parallel MODEL.ranks "
+        "MODEL.micro_batch_tokens",
         FREE,
         FREE,
         "the same mathematics, summed in another order: equal up to rounding",
@@ -67,16 +68,16 @@ TABLE: tuple[ChangeRule, ...] = (
         "when and where a function is called, and when a call is given up",
     ),
     _rule("rollout.*", FREE, FREE, "how the engine works; its weights come from the actor each time"),
-    _rule("device_profile", FREE, FREE, "what `auto` goes by, which is resolved at each start"),
-    _rule("env_vars env_vars.* tensor_parallel_across_hosts", FREE, FREE, "how ranks reach each other, and files"),
+    _rule("device_profile", FREE, FREE, "the profile for `auto`, which each start resolves"),
+    _rule("env_vars env_vars.* tensor_parallel_across_hosts", FREE, FREE, "how ranks reach each other and files"),
     _rule("checkpoint.* watchdog.*", FREE, FREE, "when a run saves and ends, not what it computes"),
-    _rule("metrics.*", FREE, FREE, "what is recorded and how often; a file that begins later lacks what was before"),
-    _rule("metrics.wandb.* metrics.mlflow.*", FREE, FREE, "where the rows go, from the next one on"),
+    _rule("metrics.*", FREE, FREE, "which metrics are recorded, and how often; a later file lacks earlier rows"),
+    _rule("metrics.wandb.* metrics.mlflow.*", FREE, FREE, "where later rows go"),
     _rule(
         "metrics.eval_reward metrics.eval_reward.*",
         NOTICED,
         NOTICED,
-        "eval/accuracy is not comparable with that before",
+        "eval/accuracy is not comparable with earlier values",
     ),
     # ---- the models
     _rule(
@@ -85,18 +86,26 @@ TABLE: tuple[ChangeRule, ...] = (
         FREE,
         "weights come from the checkpoint; config.json is compared",
     ),
-    _rule("reference.model", NOTICED, NOTICED, "the KL is to the weights found there, which no checkpoint holds"),
     _rule(
-        "reward.models.*.model", NOTICED, NOTICED, "scores are of the weights found there, which no checkpoint holds"
+        "reference.model",
+        NOTICED,
+        NOTICED,
+        "the KL is measured to the weights in that directory, which no checkpoint holds",
     ),
     _rule(
-        "actor.dtype critic.dtype reward_model.dtype", REFUSED, REFUSED, "weights and optimizer state are of that type"
+        "reward.models.*.model",
+        NOTICED,
+        NOTICED,
+        "scores come from the weights in that directory, which no checkpoint holds",
     ),
-    _rule("reference.dtype reward.models.*.dtype", NOTICED, NOTICED, "it computes in that precision"),
-    _rule("critic", REFUSED, REFUSED, "a critic that was not trained so far, or whose training is lost"),
-    _rule("reference", NOTICED, NOTICED, "it is read from its directory, or no longer needed"),
+    _rule(
+        "actor.dtype critic.dtype reward_model.dtype", REFUSED, REFUSED, "weights and optimizer state have that type"
+    ),
+    _rule("reference.dtype reward.models.*.dtype", NOTICED, NOTICED, "the model computes in this precision"),
+    _rule("critic", REFUSED, REFUSED, "a new critic is untrained; a removed critic loses its training"),
+    _rule("reference", NOTICED, NOTICED, "the reference is read from its directory, or not needed"),
     # ---- the optimizers
-    _rule("TRAINED.optimizer.name", REFUSED, REFUSED, "the optimizer state is of that optimizer"),
+    _rule("TRAINED.optimizer.name", REFUSED, REFUSED, "the optimizer state belongs to that optimizer"),
     _rule(
         "TRAINED.optimizer.lr TRAINED.optimizer.min_lr TRAINED.optimizer.schedule "
         "TRAINED.optimizer.warmup_iterations TRAINED.optimizer.weight_decay TRAINED.optimizer.clip_grad",
@@ -110,8 +119,8 @@ TABLE: tuple[ChangeRule, ...] = (
         NOTICED,
         "the moments so far were made with the former value",
     ),
-    _rule("num_epochs", NOTICED, NOTICED, "the length of the run follows from it, and with it a schedule"),
-    _rule("num_iterations", NOTICED, NOTICED, "where the learning rate has a schedule, it is that of the new length"),
+    _rule("num_epochs", NOTICED, NOTICED, "the key sets the length of the run and of a schedule"),
+    _rule("num_iterations", NOTICED, NOTICED, "a schedule of the learning rate follows the new length"),
     # ---- the data
     _rule(
         "data.train data.train.* data.train.*.path data.train.*.hub data.train.*.name data.train.*.split "
@@ -119,50 +128,54 @@ TABLE: tuple[ChangeRule, ...] = (
         "data.heldout.*.split data.heldout.*.revision",
         FREE,
         FREE,
-        "the content is compared, not where it lies",
+        "the start compares contents, not paths",
     ),
     _rule(
         "data.prompt_key data.chat_template data.chat_template_kwargs data.chat_template_kwargs.* data.message_format "
         "data.assistant_turns data.shuffle data.columns data.train.*.weight seed",
         REFUSED,
         NOTICED,
-        "which prompts come next follows from it: the place reached in their order means something else",
+        "the key decides the order of prompts: the saved place means another prompt",
     ),
     _rule(
         "data.max_prompt_length",
         REFUSED,
         NOTICED,
-        "where data.overlong_prompts is drop it decides which prompts there are, and so their order; "
-        "where it is error it may change",
+        "with data.overlong_prompts: drop the key decides the prompts and their order; with error the key may change",
     ),
     _rule(
         "data.bad_rows data.checked_mib",
         REFUSED,
         NOTICED,
-        "it decides which rows have a place in the order of prompts",
+        "the key decides which rows are in the order of prompts",
     ),
-    _rule("data.heldout.*.weight", FREE, FREE, "none has any"),
+    _rule("data.heldout.*.weight", FREE, FREE, "held-out files have no weights"),
     _rule(
         "data.max_length data.overlong",
         REFUSED,
         NOTICED,
-        "they decide which rows there are, and so their order",
+        "the keys decide which rows there are, and their order",
     ),
-    _rule("data.batch_size", NOTICED, NOTICED, "the place in their order counts rows: none is left out or repeated"),
-    _rule("data.overlong_prompts", FREE, FREE, "of the same prompts and lengths it drops none, or is an error"),
+    _rule("data.batch_size", NOTICED, NOTICED, "the saved place counts rows: none is left out or repeated"),
+    _rule(
+        "data.overlong_prompts",
+        FREE,
+        FREE,
+        "with the same prompts and lengths the same rows stay, or the start is an error",
+    ),
     _rule(
         "data.prompts_per_iteration",
         NOTICED,
         NOTICED,
-        "the place in their order counts prompts: none is left out or repeated",
+        "the saved place counts prompts: none is left out or repeated",
     ),
-    _rule("sampling.*", NOTICED, NOTICED, "responses are drawn so"),
-    _rule("sampling.temperature", NOTICED, NOTICED, "responses, log-probs and KL are of another distribution"),
+    _rule("sampling.*", NOTICED, NOTICED, "later responses are drawn with the new value"),
+    _rule("sampling.temperature", NOTICED, NOTICED, "responses, log-probs and KL belong to another distribution"),
     _rule(
         "sampling.by_prompt_length.* sampling.by_prompt_length.*.*",
         NOTICED,
         NOTICED,
-        "responses are drawn so; log-probs and KL are at the temperature that holds now; a surplus with "
+        "later responses are drawn with the new values; log-probs and KL are at the new temperature; a surplus with "
         "groups of another size is dropped",
     ),
     # ---- what is aimed at
@@ -170,7 +183,7 @@ TABLE: tuple[ChangeRule, ...] = (
         "reward reward.models.* reward.functions.* reward.functions.*.function reward.remote.*",
         REFUSED,
         NOTICED,
-        "it is another aim: scores before and after are not comparable",
+        "the goal changes: scores before and after are not comparable",
     ),
     _rule(
         "reward.models.*.weight reward.models.*.reencode reward.functions.*.weight reward.functions.*.arguments "
@@ -180,13 +193,16 @@ TABLE: tuple[ChangeRule, ...] = (
         "reward.clip_score reward.truncation_penalty reward.overlong reward.overlong.*",
         NOTICED,
         NOTICED,
-        "scores before and after are not comparable; a critic has to learn the new ones",
+        "scores before and after are not comparable; a critic has to learn the new scores",
     ),
     _rule(
-        "reward.normalization", NOTICED, NOTICED, "running moments go on from those of the checkpoint, if it has any"
+        "reward.normalization",
+        NOTICED,
+        NOTICED,
+        "running moments continue from the checkpoint's, if the checkpoint has any",
     ),
-    _rule("algorithm.name algorithm.flow algorithm.roles", REFUSED, NOTICED, "it is another algorithm"),
-    _rule("algorithm.options", NOTICED, NOTICED, "the flow alone knows what they mean"),
+    _rule("algorithm.name algorithm.flow algorithm.roles", REFUSED, NOTICED, "the algorithm changes"),
+    _rule("algorithm.options", NOTICED, NOTICED, "only the flow knows their meaning"),
     _rule(
         "algorithm.gamma algorithm.gae_lambda algorithm.value_gae_lambda algorithm.length_adaptive_alpha "
         "algorithm.whiten_advantages algorithm.positive_nll_coef algorithm.value_clip_range "
@@ -214,13 +230,13 @@ TABLE: tuple[ChangeRule, ...] = (
         "algorithm.kl.reset_reference_interval",
         NOTICED,
         NOTICED,
-        "only while it is given does a checkpoint hold the reference; else it is read from its directory",
+        "with the key a checkpoint holds the reference; without the key the reference is read from its directory",
     ),
     _rule(
         "algorithm.kl.coef algorithm.kl.target algorithm.kl.horizon",
         NOTICED,
         NOTICED,
-        "an adaptive controller goes on from the coefficient it has reached",
+        "an adaptive controller continues from its saved coefficient",
     ),
     _rule("nonfinite.*", NOTICED, NOTICED, ""),
     _rule("stop_when stop_when.*", FREE, FREE, "when a run ends, not what it computes"),
@@ -229,25 +245,25 @@ TABLE: tuple[ChangeRule, ...] = (
 
 # of `data.digests.run_digests`; what one side lacks is told by the config
 CONTENTS: tuple[ChangeRule, ...] = (
-    _rule("data.train", REFUSED, NOTICED, "the place reached in the order of prompts means something else"),
-    _rule("data.heldout", NOTICED, NOTICED, "eval/accuracy is not comparable with that before"),
+    _rule("data.train", REFUSED, NOTICED, "the saved place in the order of prompts means another prompt"),
+    _rule("data.heldout", NOTICED, NOTICED, "eval/accuracy is not comparable with earlier values"),
     ChangeRule(
         ("the tokenizer of actor.model", "the tokenizer of reward_model.model"),
         REFUSED,
         NOTICED,
-        "token ids have to mean what the actor was trained on",
+        "token ids must mean the tokens that the actor was trained on",
     ),
     ChangeRule(
         ("config.json of actor.model", "config.json of critic.model", "config.json of reward_model.model"),
         REFUSED,
         REFUSED,
-        "the weights of the checkpoint are of that architecture",
+        "the checkpoint's weights have that architecture",
     ),
     ChangeRule(
         ("config.json of reference.model", "config.json of reward.models.*.model"),
         REFUSED,
         NOTICED,
-        "it is another model: KL or scores before and after are not comparable",
+        "the model changes: KL or scores before and after are not comparable",
     ),
     ChangeRule(
         ("the file of *", "hybridflow's code", "the version of *"),

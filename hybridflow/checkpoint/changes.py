@@ -77,7 +77,7 @@ class Changes:
         if not refused:
             return
         lines = [f"{_difference(change)}: {change.why}" for change in refused]
-        where = "a fork" if self.fork else "a run that goes on"
+        where = "a fork" if self.fork else "a resumed run"
         raise ConfigError("\n".join([f"what may not change in {where}:", *lines, self._way_out(refused)]))
 
     def _meaning(self, change: Change) -> str:
@@ -91,9 +91,10 @@ class Changes:
     def _way_out(self, refused: list[Change]) -> str:
         if not self.fork and all(change.rule.fork is not REFUSED for change in refused):
             return (
-                "give the former values; or start a fork under another name, checkpoint.load: RUN_DIR, where they may"
+                "give the former values, or start a fork: another name, and checkpoint.load: RUN_DIR. A fork may "
+                "change these keys"
             )
-        return "give the former values; or start anew, checkpoint.load: none"
+        return "give the former values, or start anew with checkpoint.load: none"
 
 
 def changes(saved: Tree, now: Tree, *, next_iteration: int, fork: bool = False) -> Changes:

@@ -1,8 +1,8 @@
 """Write a trained model as a HuggingFace directory that transformers and vLLM load.
 
-The ranks of the first replica send their shards of one weight at a time, tensor-parallel ranks to the first of their
-pipeline stage, that to the first stage, which writes it to files of at most `MAX_FILE_BYTES`; it never holds more than
-one weight. The directory appears when it is complete.
+The ranks of the first replica, and of those that share its experts, send their shards of one weight at a time to the
+first of their pipeline stage, that to the first stage, which writes it to files of at most `MAX_FILE_BYTES`; it never
+holds more than one weight. The directory appears when it is complete.
 """
 
 import shutil
@@ -29,6 +29,7 @@ from hybridflow.formats.huggingface_files import (
 )
 from hybridflow.formats.safetensors_files import TensorInfo
 from hybridflow.parallel.grid import Grid
+from hybridflow.parallel.layout import Group
 from hybridflow.roles.base import TrainedRole
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -49,11 +50,11 @@ def export_huggingface(
     One that started without its score head is a *ForSequenceClassification with one label.
     """
     grid, spec, head = role.grid, role.spec, role.head
-    if grid.inside and grid.dp_rank == 0:
+    if grid.inside and grid.dp_rank < grid.layout.coupled:
         own = {name: tensor for name, (_, tensor) in role.weights().items()}
         dtype = next(iter(own.values())).dtype
         tensors = _whole_tensors(own, dtype, spec, grid, head=head)
-        if grid.tp_rank == grid.pp_rank == 0:
+        if grid.tp_rank == grid.pp_rank == grid.dp_rank == 0:
             partial = target.with_name(f".{target.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
@@ -75,17 +76,21 @@ def _whole_tensors(
 
     own: this rank's weights by megatron name.
     """
-    device = next(iter(own.values())).device
+    device, is_first = next(iter(own.values())).device, grid.tp_rank == grid.dp_rank == 0
     for weight, stage in staged_weights(spec, head, grid.layout.stages(spec.num_layers)):
         shapes, parts = weight.shapes(spec), []
+        if weight.group == "dense" and grid.dp_rank > 0:
+            continue
         if grid.pp_rank == stage:
-            shards = _gather(own[weight.megatron].contiguous(), grid)
-            parts = [part.contiguous() for part in whole_parts(weight, shards, spec)] if shards else []
-        elif grid.pp_rank == 0 and grid.tp_rank == 0:
-            parts = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
-        if stage != 0 and grid.tp_rank == 0:
+            shards = _gather(own[weight.megatron].contiguous(), grid, weight.group)
+            places = grid.layout.places(weight.group)
+            parts = [part.contiguous() for part in whole_parts(weight, shards, spec, places)] if shards else []
+        elif grid.pp_rank == 0 and is_first:
+            own_dtype = torch.float32 if weight.float32 else dtype
+            parts = [torch.empty(shape, dtype=own_dtype, device=device) for shape in shapes]
+        if stage != 0 and is_first:
             _to_first_stage(parts, stage, grid)
-        if grid.pp_rank == grid.tp_rank == 0:
+        if grid.pp_rank == 0 and is_first:
             for name, part, shape in zip(weight.hf, parts, shapes, strict=True):
                 assert tuple(part.shape) == shape, f"{name}: {tuple(part.shape)}, expected {shape}"
                 yield name, part.cpu()
@@ -101,17 +106,18 @@ def _to_first_stage(parts: Sequence[Tensor], stage: int, grid: Grid) -> None:
             dist.recv(part, group=grid.groups.pp, group_src=stage)
 
 
-def _gather(shard: Tensor, grid: Grid) -> list[Tensor]:
-    """The shards of the tensor-parallel group, on its first rank; empty elsewhere."""
-    shards = [torch.empty_like(shard) for _ in range(grid.tp)] if grid.tp_rank == 0 else None
-    dist.gather(shard, shards, group=grid.groups.tp, group_dst=0)
+def _gather(shard: Tensor, grid: Grid, of: Group) -> list[Tensor]:
+    """The shards of one copy of a weight, on the first rank that has one; empty elsewhere."""
+    is_first = grid.layout.place_index(of, grid.at) == 0
+    shards = [torch.empty_like(shard) for _ in grid.layout.places(of)] if is_first else None
+    dist.gather(shard, shards, group=grid.groups.tp if of == "dense" else grid.groups.tp_ep, group_dst=0)
     return shards or []
 
 
 def _plan(spec: ModelSpec, dtype: torch.dtype, head: Head) -> dict[str, TensorInfo]:
     """Every tensor in the order in which they arrive, known before the first: sizes follow from the config."""
     return {
-        name: TensorInfo(shape, dtype)
+        name: TensorInfo(shape, torch.float32 if weight.float32 else dtype)
         for weight in model_weights(spec, head)
         for name, shape in zip(weight.hf, weight.shapes(spec), strict=True)
     }

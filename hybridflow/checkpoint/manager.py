@@ -285,7 +285,7 @@ class CheckpointManager:
             change.effect is Effect.FREE for its in found for change in its.found
         )
         restore(source, roles, self._group)
-        how = "a fork of" if source.is_fork else "goes on from"
+        how = "a fork of" if source.is_fork else "resumes from"
         self.notes = [*source.notes, f"{how} {source.step}, after iteration {state.iteration}"]
         self.notes += [line for its in found for line in its.lines()]
         if source.is_fork:  # its prompts may be others, and the numbers of a surplus mean those of before
@@ -318,11 +318,9 @@ class CheckpointManager:
             return []
         every = self._config.metrics.eval_interval
         some = its.best_metric.startswith("eval/") and every and (its.save_interval % every or not its.save_interval)
-        known = (
-            f"; of those that metrics.eval_interval = {every} divides, the others have no such metric" if some else ""
-        )
+        known = f"; only iterations that metrics.eval_interval = {every} divides have this metric" if some else ""
         return [
-            f"checkpoint.keep_best = {its.keep_best}: those of the {its.keeps} {its.best_metric} are kept "
+            f"checkpoint.keep_best = {its.keep_best}: the checkpoints with the {its.keeps} {its.best_metric} are kept "
             f"(checkpoint.best_is = {its.best_is}){known}"
         ]
 
@@ -335,8 +333,8 @@ class CheckpointManager:
         self._may_lack_best = False
         if metric not in metrics:
             recorder.message(
-                f"warning: checkpoint.best_metric = {metric}: this iteration has no such metric, and no checkpoint "
-                f"without it is kept as one of the best; {_there_are(metric, metrics)}"
+                f"warning: checkpoint.best_metric = {metric}: this iteration has no such metric. A checkpoint without "
+                f"the metric is not kept as one of the best; {_there_are(metric, metrics)}"
             )
 
     def _check_progress(self, restarts: int) -> None:

@@ -154,7 +154,7 @@ def _candidates(config: RunConfig, restarts: int) -> tuple[list[Path], bool] | N
         return [path], True
     found = _newest_first(path / CHECKPOINTS) or _newest_first(path)
     if not found:
-        raise ConfigError(f"checkpoint.load = {where!r}: is no checkpoint, which has a {MANIFEST}, and holds none")
+        raise ConfigError(f"checkpoint.load = {where!r}: is no checkpoint (no {MANIFEST}), and holds none")
     return found, True
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.typed_torch import not_none
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridflow.architecture.shards import Interval, Split
 from hybridflow.architecture.weight_files import extra_states
@@ -32,6 +32,8 @@ from hybridflow.formats.distributed_storage import Chunk, ChunkRecord, write_met
 from hybridflow.formats.safetensors_files import TensorInfo
 from hybridflow.models.named_weights import named_weights
 from hybridflow.models.optimizer_state import num_steps, owned_states, set_num_steps
+from hybridflow.parallel.grid import Grid
+from hybridflow.parallel.layout import GROUPS
 from hybridflow.roles.base import TrainedRole
 from hybridflow.roles.policy import Reference
 
@@ -128,7 +130,7 @@ def _boxes(role: SavedRole) -> list[Box]:
     if trained is not None:
         trained.wait_for_parameters()
     weights = list(named_weights(role.chunks, role.spec, head=role.head))
-    own = balanced_partition([parameter.numel() for _, parameter in weights], grid.dp)[grid.dp_rank]
+    own = _dealt(weights, grid)
     states = {} if trained is None else {id(state.parameter): state for state in owned_states(trained)}
     boxes: list[Box] = []
     if trained is not None:
@@ -148,6 +150,16 @@ def _boxes(role: SavedRole) -> list[Box]:
     return boxes
 
 
+def _dealt(weights: list[tuple[Weight, nn.Parameter]], grid: Grid) -> set[int]:
+    """The weights that this rank writes, of those that copies of them hold alike: by number."""
+    found: set[int] = set()
+    for group in GROUPS:
+        numbers = [i for i, (weight, _) in enumerate(weights) if weight.group == group]
+        copies, copy = grid.layout.copies(group), grid.layout.copy_index(group, grid.at)
+        found |= {numbers[i] for i in balanced_partition([weights[i][1].numel() for i in numbers], copies)[copy]}
+    return found
+
+
 def _is_first_copy(weight: Weight, role: SavedRole) -> bool:
     """Whether no rank of a lower tensor-parallel or pipeline coordinate holds the same elements."""
     grid = role.grid
@@ -157,7 +169,7 @@ def _is_first_copy(weight: Weight, role: SavedRole) -> bool:
 
 def _boxes_of(role: SavedRole, weight: Weight, key: str, run: Interval, flat: Tensor, *, written: bool) -> list[Box]:
     """`flat`, which are elements run[0] .. run[1] of this rank's share of the weight, as boxes of the tensor `key`."""
-    found = pieces(weight, role.spec, tp=role.grid.tp, tp_rank=role.grid.tp_rank, run=run)
+    found = pieces(weight, role.spec, role.grid.place(weight.group), run=run)
     return [box_of(key, stored_shape(weight, role.spec), piece, flat, written=written) for piece in found]
 
 

@@ -15,6 +15,7 @@ from hybridflow.architecture.parts import matrix_of
 from hybridflow.architecture.shards import Interval, Matrix, common, training_shard
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import Shape, Weight, stored_at
+from hybridflow.parallel.layout import Place
 
 
 class ShareChunk(NamedTuple):
@@ -34,15 +35,17 @@ def stored_shape(weight: Weight, spec: ModelSpec) -> Shape:
     return (*layers, *experts, matrix.rows // matrix.experts, *columns)
 
 
-def pieces(weight: Weight, spec: ModelSpec, *, tp: int, tp_rank: int, run: Interval) -> Iterator[ShareChunk]:
-    """Elements run[0] .. run[1] of what tensor-parallel rank `tp_rank` of `tp` holds, each in one piece."""
+def pieces(weight: Weight, spec: ModelSpec, place: Place, *, run: Interval) -> Iterator[ShareChunk]:
+    """Elements run[0] .. run[1] of what a rank at `place` holds, each in one piece."""
     matrix, (_, layer) = matrix_of(weight, spec), stored_at(weight)
-    shard, is_matrix = training_shard(matrix, tp, tp_rank), _is_matrix(weight, spec)
-    width, own = shard.num_columns, shard.num_elements // matrix.experts  # elements of the share, of each expert alike
+    shard, is_matrix = training_shard(matrix, place), _is_matrix(weight, spec)
+    num_held = matrix.experts // place.ep
+    first_expert = place.ep_rank * num_held
+    width, own = shard.num_columns, shard.num_elements // num_held  # elements of the share, of each expert alike
     leading = () if layer is None else (layer,)
     for expert, num_experts, start, stop in _experts(run, own):
         reached = expert * own - run[0]  # elements of the run before these rows of the expert
-        for first, last in _of_first_expert(shard.rows, matrix):
+        for first, last in _of_one_expert(shard.rows, matrix, first_expert):
             size = (last - first) * width
             inner = common((0, size), (start, stop))
             for position, row, num_rows, column, num_columns in _boxes(*inner, width):
@@ -52,7 +55,7 @@ def pieces(weight: Weight, spec: ModelSpec, *, tp: int, tp_rank: int, run: Inter
                 if is_matrix:
                     shape, strides, offset = (*shape, num_columns), (*strides, 1), (*offset, shard.columns[0] + column)
                 if weight.experts:
-                    shape, strides, offset = (num_experts, *shape), (own, *strides), (expert, *offset)
+                    shape, strides, offset = (num_experts, *shape), (own, *strides), (first_expert + expert, *offset)
                 yield ShareChunk(reached + position, shape, strides, (*leading, *offset))
             reached, start, stop = reached + size, start - size, stop - size
 
@@ -78,13 +81,14 @@ def _boxes(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, i
         start += max(num_rows, 1) * num_columns
 
 
-def _of_first_expert(rows: tuple[Interval, ...], matrix: Matrix) -> Iterator[Interval]:
-    """The rows of a share that are the first expert's; of the others it has the same."""
+def _of_one_expert(rows: tuple[Interval, ...], matrix: Matrix, expert: int) -> Iterator[Interval]:
+    """The rows of a share that are the expert's, counted within it; of the others that it has it has the same."""
     expert_rows = matrix.rows // matrix.experts
+    above = expert * expert_rows
     for interval in rows:
-        start, stop = common(interval, (0, expert_rows))
+        start, stop = common(interval, (above, above + expert_rows))
         if start < stop:
-            yield start, stop
+            yield start - above, stop - above
 
 
 def _is_matrix(weight: Weight, spec: ModelSpec) -> bool:

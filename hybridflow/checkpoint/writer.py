@@ -44,7 +44,7 @@ from hybridflow.formats.distributed_storage import Chunk, ChunkRecord, write_rec
 from hybridflow.formats.file_bytes import memory_of
 from hybridflow.formats.file_sum import FileSum
 from hybridflow.formats.huggingface_files import copy_companions, write_config
-from hybridflow.models.build import DTYPES
+from hybridflow.models.layer_specs import DTYPES
 from hybridflow.parallel.agreement import failures
 from hybridflow.parallel.platform import Platform
 
@@ -226,7 +226,7 @@ class CheckpointWriter:
     def _failed(self, error: SaveError) -> None:
         if self._config.on_error == "stop":
             raise error
-        self.report(f"warning: {error}; the run goes on (checkpoint.on_error = continue)")
+        self.report(f"warning: {error}; the run continues (checkpoint.on_error = continue)")
 
     # ---- in the background, if there is one
 

@@ -3,9 +3,8 @@
     hybridflow chat runs/math                     line by line; /reset begins anew, /quit or Ctrl-D ends
     hybridflow chat runs/math --prompt "12+7="    one answer, on stdout alone
 
-With a chat template the conversation goes on from turn to turn; without one each line is a prompt of its own, as it
-stands. The likeliest token is taken unless --temperature says otherwise. Responses end at the tokens at which training
-ends them.
+With a chat template the model sees the whole conversation. Without a chat template each line is a prompt of its own. At
+temperature 0, the default, the likeliest token is taken. Responses end at the same tokens as in training.
 """
 
 import argparse
@@ -33,10 +32,20 @@ def main(arguments: list[str] | None = None) -> int:
         prog=program("hybridflow.cli.chat"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", metavar="RUN_OR_MODEL", type=Path, help="a run's directory, or a model's")
-    parser.add_argument("--prompt", metavar="TEXT", help="answer this and end")
-    parser.add_argument("--max-tokens", metavar="N", type=int, default=512, help="of a response at most (512)")
-    parser.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0: the likeliest token (0)")
-    parser.add_argument("--seed", metavar="S", type=int, default=0, help="of what is drawn at a temperature (0)")
+    parser.add_argument("--prompt", metavar="TEXT", help="answer this text and end")
+    parser.add_argument(
+        "--max-tokens", metavar="N", type=int, default=512, help="tokens of a response, at most (default 512)"
+    )
+    parser.add_argument(
+        "--temperature",
+        metavar="T",
+        type=float,
+        default=0.0,
+        help="temperature; 0 takes the likeliest token (default 0)",
+    )
+    parser.add_argument(
+        "--seed", metavar="S", type=int, default=0, help="the seed of sampling at a temperature above 0 (default 0)"
+    )
     parser.add_argument("--version", action="version", version=__version__)
     options = parser.parse_args(arguments)
     if options.max_tokens < 1 or options.temperature < 0:
@@ -59,8 +68,8 @@ def model_directory(given: Path) -> Path:
         return given
     if (given / "config.yaml").is_file():
         raise RunDirError(
-            f"{given}: the run has written no model yet: {given}/hf appears when it ends; of a checkpoint, "
-            f"`hybridflow convert megatron-to-hf` makes one"
+            f"{given}: the run has written no model yet. {given}/hf appears at the end of the run. `hybridflow convert "
+            "megatron-to-hf` writes the model of a checkpoint"
         )
     raise RunDirError(f"{given}: is neither a run's directory nor a model's: no config.yaml and no config.json")
 

@@ -1,10 +1,10 @@
-"""The checkpoints of a run: which there are, whether they are whole, and how to go on from them.
+"""List the checkpoints of a run, check that they are intact, and say how to resume from each.
 
     hybridflow checkpoints runs/math [--verify] [--metric NAME ...]
 
-DIR is a run's directory, its checkpoints/, or one checkpoint. Without --verify the size of every file is compared with
-the checkpoint's manifest, which takes no time; with it every byte is read. The exit status is 0 if all are intact, 1 if
-one is damaged or there is none.
+DIR is a run's directory, its checkpoints/, or one checkpoint. Without --verify the command compares the size of every
+file with the checkpoint's manifest. With --verify it reads every byte. The exit status is 0 if all checkpoints are
+intact, and 1 if one is damaged or there is none.
 """
 
 import argparse
@@ -47,7 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("directory", metavar="DIR", type=Path, help="a run, its checkpoints/, or one checkpoint")
     parser.add_argument("--verify", action="store_true", help="read every byte")
-    parser.add_argument("--metric", action="append", metavar="NAME", help="show this metric; may be given repeatedly")
+    parser.add_argument(
+        "--metric", action="append", metavar="NAME", help="show this metric; may be given several times"
+    )
     parser.add_argument("--version", action="version", version=__version__)
     options = parser.parse_args(arguments)
     try:
@@ -133,7 +135,10 @@ def _notes(inventory: CheckpointListing, entries: Sequence[ListedCheckpoint], ch
     for path in inventory.leftovers:
         yield f"{path}: {decimal(size_of(path))}, of a save that is under way or did not end; the next save removes it"
     if not inventory.is_one and inventory.latest not in [step.name for step in inventory.steps]:
-        yield f"latest names {inventory.latest or 'nothing'}: no checkpoint; a run does not need it to go on"
+        yield (
+            f"latest names {inventory.latest or 'nothing'}, which is no checkpoint; a resume does not need the file "
+            "latest"
+        )
     yield from _forks(entries)
     for metric in chosen:
         if not _has(entries, metric):
@@ -161,7 +166,7 @@ def _commands(entry: ListedCheckpoint, *, goes_on: bool) -> Iterator[str]:
     train = f"torchrun --nproc-per-node N -m hybridflow.train {_quoted(entry.step / CONFIG)}"
     if goes_on and entry.step.resolve().parent.name == CHECKPOINTS:
         keys = " ".join(map(_quoted, _keys(entry.step.resolve().parents[1], entry.told)))
-        yield f"go on from {entry.iteration} with the command that began the run, or: {f'{train} {keys}'.rstrip()}"
+        yield f"resume from {entry.iteration} with the command that began the run, or: {f'{train} {keys}'.rstrip()}"
     yield f"fork {entry.iteration}: {train} {_quoted(f'checkpoint.load={entry.step}')} name=NEW"
     yield f"convert {entry.iteration}: hybridflow convert megatron-to-hf {_quoted(entry.step / 'actor')} OUT"
 

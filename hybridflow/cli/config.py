@@ -1,13 +1,13 @@
-"""Config files: one to begin with, all keys and what they mean, what a file resolves to, how two differ.
+"""Config files: starters, keys with their meaning, a file with every default, and the differences of two files.
 
-    hybridflow config init                             names of configs to begin with
-    hybridflow config init grpo > mine.yaml            a whole config; what has to be changed says CHANGE
+    hybridflow config init                             names of starter configs
+    hybridflow config init grpo > mine.yaml            a whole config; CHANGE marks the values to replace
     hybridflow config show mine.yaml [key=value ...]   every key with its value, base and defaults included
     hybridflow config keys [reward.models]             keys with type, default and description
     hybridflow config schema                           JSON schema of config files, for editors
-    hybridflow config diff a.yaml b.yaml               keys that differ, both files resolved
+    hybridflow config diff a.yaml b.yaml               keys that differ, each file with its base and defaults
 
-No model is read and nothing starts. The exit status is 1 where a config or a key is wrong.
+The command reads no model and starts no run. The exit status is 1 if a config or a key is wrong.
 """
 
 import argparse
@@ -44,17 +44,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    init = commands.add_parser("init", help="print a config to begin with; without NAME the names")
+    init = commands.add_parser("init", help="print a starter config; without NAME, the names")
     init.add_argument("name", nargs="?", metavar="NAME", help="such as ppo, grpo, sft or dpo")
-    show = commands.add_parser("show", help="print a config with its base and every default")
+    show = commands.add_parser("show", help="print a config with its base and all defaults")
     show.add_argument("config", metavar="CONFIG", help="a YAML file")
     show.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of the config")
     keys = commands.add_parser("keys", help="list keys with type, default and description")
-    keys.add_argument("prefix", nargs="?", default="", metavar="PREFIX", help="a key or a section: reward.models")
+    keys.add_argument(
+        "prefix", nargs="?", default="", metavar="PREFIX", help="a key or a section, such as reward.models"
+    )
     commands.add_parser("schema", help="print the JSON schema of config files")
     diff = commands.add_parser("diff", help="print the keys that differ between two configs")
     diff.add_argument("first", metavar="A", help="a YAML file")
-    diff.add_argument("second", metavar="B", help="another one")
+    diff.add_argument("second", metavar="B", help="another YAML file")
     return parser
 
 

@@ -1,12 +1,12 @@
-"""What a run would see of a data file: columns, token lengths as a histogram, three rows as their tokens.
+"""Show a data file as a run reads it: columns, token lengths as a histogram, and three rows as tokens.
 
     hybridflow data data/train.parquet                                       # the columns alone
     hybridflow data data/train.parquet configs/mine.yaml [section.key=value ...]
 
-FILE is a file of rows, JSON, Parquet or Arrow, a directory of them, or a data set of the HuggingFace Hub, such as
-'{hub: openai/gsm8k, name: main, split: train}'. It takes the place of the config's data.train;
-the rest of the section `data` says how it is read, and the model that is trained has the tokenizer. What is trained on
-stands between [[ and ]]; of a run that generates, the prompts are shown. The exit status is 1 where the run would not
+FILE is a file of rows (JSON, Parquet or Arrow), or a directory of such files. A data set of the HuggingFace Hub is
+'{hub: openai/gsm8k, name: main, split: train}'. FILE takes the place of data.train in CONFIG. The other keys of the
+section `data` say how the rows are read. The tokenizer is the trained model's own. [[ and ]] enclose the tokens that
+are trained on. For a run that generates, the command shows the prompts. The exit status is 1 if the run would not
 begin.
 """
 
@@ -28,9 +28,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=program("hybridflow.data"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", metavar="FILE", help="a data file, a directory of them, or {hub: ..., split: ...}")
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="of the run that would read it")
-    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="keys of the config to replace")
+    parser.add_argument(
+        "file", metavar="FILE", help="a data file, a directory of data files, or {hub: ..., split: ...}"
+    )
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="the YAML file of a run that reads FILE")
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="replaces a value of the config")
     parser.add_argument("--version", action="version", version=__version__)
     options = parser.parse_args(arguments)
     try:

@@ -1,9 +1,9 @@
-"""Print what a bug report needs: releases, machine, variables, and whether the large packages import.
+"""Print the facts that a bug report needs: releases, machine, variables, and whether the large packages import.
 
     hybridflow env
 
-Values of variables whose names speak of tokens, keys or passwords are left out. The exit status is 1 where a package
-that a run needs does not import.
+Values of variables with token, key or password in their names are left out. The exit status is 1 if a package that a
+run needs does not import.
 """
 
 import argparse

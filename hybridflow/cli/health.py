@@ -1,11 +1,12 @@
-"""Check the machines of a run before it starts: packages, GPUs, memory, links, clocks, disks, and a config's inputs.
+"""Check the machines of a run before its start: packages, GPUs, memory, links, clocks, disks, and the config's inputs.
 
     torchrun --nproc-per-node 8 -m hybridflow.health [CONFIG] [section.key=value ...] [--json FILE]
 
-Start it as `hybridflow.train` will be: on all hosts, with as many ranks. One process without torchrun looks at its own
-host. With a config each host also looks whether it can read the models, prompts and functions that this names, and
-rank 0 whether it fits the ranks and their memory. No model is built and no weights are read. The exit status is 1 if a
-line fails; warnings do not fail. A line that is not ok says what to do. docs/guides/cluster/health.md explains each.
+Start the check as `hybridflow.train`: on all hosts, with as many ranks. One process without torchrun checks its own
+host. With CONFIG each host also checks that it can read the models, prompts and functions of CONFIG. Rank 0 then checks
+that the run fits the ranks and their memory. The check builds no model and reads no weights. The exit status is 1 if a
+line fails. A warning is no failure. Each line that is not ok names a remedy. docs/guides/cluster/health.md explains all
+lines.
 """
 
 import argparse
@@ -39,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="the experiment's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")
-    parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - for stdout, without the table")
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON; with - to stdout, without the table")
     parser.add_argument("--version", action="version", version=__version__)
     options = parser.parse_intermixed_args(arguments)
     try:

@@ -13,18 +13,18 @@ from hybridflow import __version__
 
 # name -> (module whose main(arguments) runs it, what it does); in the order in which a person needs them
 COMMANDS = {
-    "train": ("hybridflow.cli.train", "train a model as a config says; starts the ranks itself"),
+    "train": ("hybridflow.cli.train", "train a model as a config says"),
     "launch": ("hybridflow.launcher.main", "train on several hosts, by a hostfile and ssh"),
-    "plan": ("hybridflow.cli.plan", "where each model lies, and what each rank holds, before anything starts"),
-    "config": ("hybridflow.cli.config", "starter configs, every key with its description, what a config comes to"),
-    "health": ("hybridflow.cli.health", "check machines, links and a config's inputs before a run"),
-    "data": ("hybridflow.cli.data", "columns, token lengths and rows of a data file, as a run reads them"),
-    "samples": ("hybridflow.cli.samples", "responses of a run with their scores"),
-    "report": ("hybridflow.cli.report", "one HTML page of one run or several"),
+    "plan": ("hybridflow.cli.plan", "print the rank layout and the memory of each rank, without a run"),
+    "config": ("hybridflow.cli.config", "print starter configs, keys with their descriptions, and resolved configs"),
+    "health": ("hybridflow.cli.health", "check machines, links and the config's inputs before a run"),
+    "data": ("hybridflow.cli.data", "show columns, token lengths and rows of a data file, as a run reads them"),
+    "samples": ("hybridflow.cli.samples", "print responses of a run with their scores"),
+    "report": ("hybridflow.cli.report", "write one HTML page of one run or several"),
     "chat": ("hybridflow.cli.chat", "talk to a model that a run has trained"),
-    "checkpoints": ("hybridflow.cli.checkpoints", "the checkpoints of a run, and whether they are whole"),
+    "checkpoints": ("hybridflow.cli.checkpoints", "list and verify the checkpoints of a run"),
     "convert": ("hybridflow.convert.main", "convert models between HuggingFace and megatron-core"),
-    "env": ("hybridflow.cli.env", "what a bug report needs: releases, machine, variables"),
+    "env": ("hybridflow.cli.env", "print releases, machine and variables for a bug report"),
     "make-tiny": ("hybridflow.examples.tiny.make_tiny", "make the tiny models and data of the quickstarts"),
 }
 SUFFIXES = (".yaml", ".yml")
@@ -68,7 +68,7 @@ def _overview() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"    {name:{width}}  {what}" for name, (_, what) in COMMANDS.items()]
     head = "usage: hybridflow COMMAND ...      hybridflow CONFIG.yaml [section.key=value ...]"
-    return "\n".join([head, "", "commands:", *lines, "", "hybridflow COMMAND --help says more of each."])
+    return "\n".join([head, "", "commands:", *lines, "", "hybridflow COMMAND --help explains a command."])
 
 
 if __name__ == "__main__":

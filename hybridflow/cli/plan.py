@@ -1,13 +1,13 @@
-"""Plan an experiment without running it: grids, memory per GPU, what the reshard will move, and what checkpoints take.
+"""Plan an experiment without a run: grids, memory of each GPU, bytes of the reshard, and sizes of checkpoints.
 
     hybridflow plan configs/quickstart.yaml [section.key=value ...] [--world-size N] [--json | --smallest]
-    hybridflow plan configs/x.yaml --hosts worker-0=8,worker-1=8        and which grid lies on which host
-    hybridflow plan configs/x.yaml --time [--profile NAME_OR_FILE]      and seconds of each phase
+    hybridflow plan configs/x.yaml --hosts worker-0=8,worker-1=8        also the grids of each host
+    hybridflow plan configs/x.yaml --time [--profile NAME_OR_FILE]      also the predicted seconds of each phase
     torchrun --nproc-per-node 8 -m hybridflow.plan --profile-device [--output F]  measures the machine for --time
 
-No process is started and no weights are read: of each model its config.json is enough. The roles are those of the
-config's algorithm. Without --world-size the smallest number of ranks that fits is taken. Where a run cannot work,
-`hybridflow train` would refuse it in the same words: all reasons are printed and the status is 1.
+The command starts no process and reads no weights. Of each model it reads config.json. The roles are those of the
+config's algorithm. Without --world-size the plan has the smallest number of ranks that fits. If a run cannot work, the
+command prints all reasons and ends with status 1. `hybridflow train` prints the same reasons.
 """
 
 import argparse
@@ -54,30 +54,38 @@ def main(arguments: list[str] | None = None) -> int:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--world-size", type=positive, default=None, metavar="N", help="ranks of the run")
     size.add_argument(
-        "--hosts", metavar="NAME=N,...", help="the hosts of the run with their ranks, in order; with --search a number"
+        "--hosts",
+        metavar="NAME=N,...",
+        help="the hosts of the run and their ranks, in order; with --search, a number of hosts",
     )
     parser.add_argument("--least-hosts", type=positive, default=None, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument(
         "--for-launch", action="store_true", help=argparse.SUPPRESS
     )  # hybridflow/launcher/experiment.py
-    parser.add_argument("--smallest", action="store_true", help="print the smallest number of ranks, nothing else")
+    parser.add_argument("--smallest", action="store_true", help="print only the smallest number of ranks")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--time", action="store_true", help="also foretell the seconds of an iteration")
-    parser.add_argument("--profile", metavar="FILE|NAME", help=f"what a device can do (default {DEFAULT_PROFILE})")
-    parser.add_argument("--prompt-tokens", type=positive, metavar="N", help="of the mean prompt; default: the longest")
-    parser.add_argument("--response-tokens", type=positive, metavar="N", help="of the mean response")
+    parser.add_argument("--time", action="store_true", help="also predict the seconds of an iteration")
+    parser.add_argument(
+        "--profile", metavar="FILE|NAME", help=f"the device's speed and memory (default {DEFAULT_PROFILE})"
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=positive, metavar="N", help="tokens of the mean prompt (default: the longest)"
+    )
+    parser.add_argument("--response-tokens", type=positive, metavar="N", help="tokens of the mean response")
     parser.add_argument("--profile-device", action="store_true", help="measure this machine's profile, with all ranks")
-    parser.add_argument("--search", action="store_true", help="look for the fastest layout on --gpus devices")
+    parser.add_argument("--search", action="store_true", help="search the fastest layout on --gpus devices")
     parser.add_argument("--gpus", type=positive, metavar="N", help="devices to search on")
     parser.add_argument(
-        "--memory-gib", type=_positive_float, metavar="GIB", help="of a device (default: the profile's)"
+        "--memory-gib", type=_positive_float, metavar="GIB", help="memory of a device (default: the profile's)"
     )
-    parser.add_argument("--minutes", type=_positive_float, default=2.0, metavar="M", help="to search (default 2)")
-    parser.add_argument("--svg", metavar="FILE", help="a picture of one iteration")
+    parser.add_argument(
+        "--minutes", type=_positive_float, default=2.0, metavar="M", help="minutes of the search (default 2)"
+    )
+    parser.add_argument("--svg", metavar="FILE", help="write a picture of one iteration")
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="where --profile-device writes (default profile.json), and --search the best config (best.yaml)",
+        help="the file of --profile-device (default profile.json), or of the best config of --search (best.yaml)",
     )
     parser.add_argument("--version", action="version", version=__version__)
     options = parser.parse_intermixed_args(arguments)

@@ -31,7 +31,7 @@ def ranks_per_host(world_size: int, hosts: str | None, of_profile: int) -> int:
     elif hosts.isdecimal() and int(hosts):
         count = int(hosts)
     else:
-        raise ConfigError(f"--hosts {hosts}: with --search it is a number of hosts, alike in size, such as --hosts 8")
+        raise ConfigError(f"--hosts {hosts}: with --search give a number of hosts of equal size, such as --hosts 8")
     if world_size % count:
         raise ConfigError(
             f"--gpus {world_size} on {count} hosts: {world_size} = {world_size // count} x {count} + "
@@ -80,8 +80,8 @@ def _device(facts: "Facts") -> str:
     profile = facts.profile
     where = "measured" if profile.measured else "not measured here"
     return (
-        f"{profile.name} ({where}), {profile.ranks_per_host} a host, {facts.memory_bytes / GIB:.4g} GiB each, of which "
-        f"{facts.margin_bytes / GIB:.2g} are left to what the memory table does not count"
+        f"{profile.name} ({where}), {profile.ranks_per_host} a host, {facts.memory_bytes / GIB:.4g} GiB each, "
+        f"{facts.margin_bytes / GIB:.2g} of them for memory that the table does not count"
     )
 
 
@@ -173,11 +173,11 @@ def _looked(found: "Found") -> list[str]:
     ]
     if found.unseen:
         lines.append(
-            f"warning: time ran out: {found.unseen} placements were not looked into to the end, a better one may be "
-            f"among them; give more --minutes"
+            f"warning: time ran out before {found.unseen} placements were searched to the end. One of them may have a "
+            "better layout: give more --minutes"
         )
     elif not found.closed:
-        lines.append("warning: choices beyond those that were timed in full may come between these")
+        lines.append("warning: layouts without a full timing may rank between these")
     return lines
 
 
@@ -213,7 +213,7 @@ def _written(best: "SearchedPlan", output: Path | None, svg: Path | None, source
     if output is not None:
         files.append((output, f"# Found by `hybridflow plan --search` of {source}.\n{best.config.to_yaml()}"))
     if svg is not None:
-        title = f"{best.config.name}: an iteration on {best.placed.world_size} ranks, {best.seconds:.4g} s foretold"
+        title = f"{best.config.name}: an iteration on {best.placed.world_size} ranks, {best.seconds:.4g} s predicted"
         files.append((svg, gantt(best.prediction.spans, best.placed.world_size, title=title)))
     for path, text in files:
         try:

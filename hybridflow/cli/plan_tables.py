@@ -74,14 +74,15 @@ def _roles_table(plan: "Report") -> Table:
     if "rollout" not in plan:
         return table
     rollout = plan["rollout"]
-    engine = f"{rollout['replicas']} of tp {rollout['tp']} x pp {rollout['pp']}"
+    whole = " ep" if rollout["expert_parallel"] else ""
+    engine = f"{rollout['replicas']} of tp {rollout['tp']}{whole} x pp {rollout['pp']}"
     table.add_row("engine", "", "", engine, rollout["ranks"], _layers(rollout["layers_per_stage"]), "the actor's")
     return table
 
 
 def _grid(role: "Report") -> str:
     chunks = f" (vpp {role['vpp']})" if role["vpp"] > 1 else ""
-    split = " sp" if role["sequence_parallel"] else ""
+    split = (f" ep {role['ep']}" if role["ep"] > 1 else "") + (" sp" if role["sequence_parallel"] else "")
     return f"tp {role['tp']}{split} x pp {role['pp']}{chunks} x dp {role['dp']}"
 
 
@@ -105,9 +106,11 @@ MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "kv_cache"
 
 
 MEMORY_NOTES = (
-    "Of each role the rank with most. Models on a rank take turns: of their activations the largest count.",
-    "The engine's weights are those beyond the actor's memory; the actor's are without what is released meanwhile.",
-    "Without padding; activations are an estimate. The CUDA context, NCCL and CUDA graphs take several GiB more.",
+    "The rows show the fullest rank of each role. Models on a rank take turns: only the largest activations count.",
+    "The engine's weights are those outside the actor's memory. The actor's weights leave out memory that is released "
+    "during generation.",
+    "The table has no padding. Activations are an estimate. The CUDA context, NCCL and CUDA graphs take several GiB "
+    "more.",
 )
 
 
@@ -180,10 +183,8 @@ def _checkpoint_notes(checkpoint: "Report") -> list[str]:
     when = _when_saved(interval, checkpoint["save_minutes"])
     memory = " A save takes memory for one tensor at a time."
     if checkpoint["async_save"]:  # torch 2.13 rounds each page-locked block up to a power of two
-        memory = " On GPUs the copies are page-locked, which takes up to twice as much."
-    notes = [
-        f"{when}; at most {checkpoint['num_kept']} at a time, the one being written with them: {_bytes(kept)}.{memory}"
-    ]
+        memory = " On GPUs the copies are page-locked, and take up to twice as much memory."
+    notes = [f"{when}; at most {checkpoint['num_kept']} at a time, with the one under way: {_bytes(kept)}.{memory}"]
     free, own = checkpoint["free_bytes"], checkpoint["own_bytes"]
     beside = f" beside the {_bytes(own)} of this run's checkpoints" if own else ""
     room = f"output_dir = {checkpoint['directory']} has {_bytes(free)} free{beside} on this machine"

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from hybridflow.placement.forecast import Report
 
 NOTES = (
-    "Seconds of the rank that takes longest. Roles on ranks of their own work at the same time: their seconds do not "
-    "add up. Without reward functions, whose time nobody can tell.",
+    "Seconds of the slowest rank. Roles on ranks of their own work at the same time: do not add up their seconds. "
+    "Seconds of reward functions are unknown and left out.",
 )
 
 
@@ -56,9 +56,9 @@ def _largest(report: "Report") -> list[str]:
     found = report["largest_batch"]
     room = f"{found['room'] / (1 << 30):.1f} GiB"
     if found["rows"] is None:
-        return [f"No batch fits in {room} a device: the table of memory says what takes it."]
+        return [f"No batch fits in {room} a device. The table of memory shows the parts."]
     if not found["is_bound"]:
-        return [f"Any batch fits in {room} a device: more rows are more micro-batches, which take no more memory."]
+        return [f"Any batch fits in {room} a device: more rows make more micro-batches, which need no more memory."]
     return [
         f"The largest batch that fits in {room} a device, with as many mini-batches: {found['key']} = {found['rows']}."
     ]

@@ -27,9 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog=program("tools.plot_curve"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("target", type=Path, metavar="SVG", help="the file to write")
-    parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN", help="directories of runs, as training leaves them"
-    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="directories of runs")
     parser.add_argument("--metric", default="eval/accuracy", help="a column of metrics.csv (default eval/accuracy)")
     options = parser.parse_args(arguments)
     curves = {}

@@ -1,10 +1,10 @@
-"""One HTML file of one run or several: what each was, curves, phase times, the layout, samples, configs that differ.
+"""Write one HTML page of one run or several: what ran, curves, phase times, layouts, samples, and configs that differ.
 
     hybridflow report runs/math [runs/math_seed2 ...] [--output report.html]
 
-RUN is a run's directory, of a run that is over or under way. The file needs nothing beside it and no network: it can be
-sent and opened in any browser. A run of more iterations than a chart has points for is drawn as means with the range
-around them, and the page says so. The exit status is 0, or 1 after a message that says what is wrong.
+RUN is the directory of a run that is over or under way. The page is one file and needs no network. Any browser opens
+the file. A long run is drawn as means with their range, and the page says so. The exit status is 0, or 1 after an error
+message.
 """
 
 import argparse
@@ -19,11 +19,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=program("hybridflow.report"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="directories of runs")
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", type=Path, help="directories of runs, as training leaves them"
-    )
-    parser.add_argument(
-        "--output", metavar="FILE", type=Path, default=Path("report.html"), help="what to write (default report.html)"
+        "--output",
+        metavar="FILE",
+        type=Path,
+        default=Path("report.html"),
+        help="the file to write (default report.html)",
     )
     parser.add_argument("--version", action="version", version=__version__)
     options = parser.parse_args(arguments)

@@ -1,10 +1,10 @@
-"""Prompts, responses and scores of an iteration of a run, for a person to read: the best, the worst, and some others.
+"""Print prompts, responses and scores of one iteration: the best, the worst, and some others.
 
     hybridflow samples runs/math [--iteration N] [--number K] [--seed S]
 
-RUN is a run's directory or its samples.jsonl, which holds metrics.num_samples responses of each iteration. Without
---iteration the last one is shown. Which others are shown follows from --seed. The exit status is 1 where there is
-nothing to show.
+RUN is a run's directory or its samples.jsonl. The file holds metrics.num_samples responses of each iteration. Without
+--iteration the command shows the last iteration. --seed chooses the others. The exit status is 1 if there is nothing to
+show.
 """
 
 import argparse
@@ -50,9 +50,11 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's directory, or a samples.jsonl")
-    parser.add_argument("--iteration", type=int, metavar="N", help="instead of the last")
-    parser.add_argument("--number", type=int, default=2, metavar="K", help="of each kind at most (2)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="another choice of the others (0)")
+    parser.add_argument("--iteration", type=int, metavar="N", help="the iteration to show (default: the last)")
+    parser.add_argument(
+        "--number", type=int, default=2, metavar="K", help="responses of each kind, at most (default 2)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="the seed that chooses the others (default 0)")
     parser.add_argument("--version", action="version", version=__version__)
     options = parser.parse_args(arguments)
     if options.number < 1:

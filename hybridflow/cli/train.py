@@ -2,38 +2,39 @@
 
     hybridflow train configs/quickstart.yaml [section.key=value ...] [--nproc N]
 
-It starts the ranks of this host itself: as many as it has GPUs, or on CPUs the fewest that fit. --hostfile HOSTS starts
-them on several hosts, as `hybridflow launch` does, which has more options for that. `torchrun ... -m hybridflow.train
-CONFIG` starts ranks as for any program of torch.
+The command starts the ranks of this host: one for each GPU, or on CPUs the fewest that fit. --hostfile HOSTS starts
+ranks on several hosts; `hybridflow launch` has more options for several hosts. Under
+`torchrun ... -m hybridflow.train CONFIG` the command is one rank.
 
-CONFIG is a YAML file with the sections data, sampling, actor, rollout, algorithm, nonfinite and metrics, and those of
-critic, reference and reward that the algorithm has. algorithm.name is ppo (if left out), grpo, dr_grpo, rloo, remax,
-reinforce, opo, maxrl, distill, or custom: a function of your own, found in the working directory or beside CONFIG. With
-sft, reward_model, dpo and kto it trains on the rows of a file: nothing is generated, and there is no sampling, rollout
-or reward. Each override replaces a value: `actor.optimizer.lr=1e-5`, `reward.models.0.weight=2`, `critic=null`. How
-many ranks fit, and what they will hold, `hybridflow plan` tells. Parallel sizes, budgets of tokens, recompute,
-offloading and the KV cache may be `auto`: they are then chosen for the devices that there are.
+CONFIG is a YAML file with sections such as data, sampling, actor, rollout and algorithm. The sections critic, reference
+and reward are there if the algorithm has these roles. algorithm.name is ppo (the default), grpo, dr_grpo, rloo, remax,
+reinforce, opo, maxrl, distill or custom. custom runs a function of your own, from the working directory or from the
+directory of CONFIG. sft, reward_model, dpo and kto train on the rows of a file. These four generate nothing: their
+configs have no sampling, rollout or reward. Each override replaces a value: `actor.optimizer.lr=1e-5`,
+`reward.models.0.weight=2`, `critic=null`. `hybridflow plan` prints the numbers of ranks that fit, and the memory of
+each rank. Parallel sizes, token budgets, recompute, offloading and the KV cache may be `auto`. An `auto` is chosen for
+the devices of the run.
 
-A run leaves behind, in OUTPUT_DIR/NAME (runs/NAME), where an earlier run of that name has moved to NAME.1:
+A run writes into OUTPUT_DIR/NAME (runs/NAME). A run that starts anew moves an existing directory to NAME.1.
 
-    config.yaml                                 with every default
-    starts.jsonl                                each start: command, versions, and how it ended
-    metrics.csv, tensorboard/                   a row an iteration
+    config.yaml                                 the config with every default
+    starts.jsonl                                each start: command, versions, and how the start ended
+    metrics.csv, tensorboard/                   a row for each iteration
     samples.jsonl                               some responses with their scores
-    logs/rank_N.log                             of each rank; HYBRIDFLOW_LOG=debug says more, also on the screen
-    checkpoints/step_NNNNNN/                    what the run goes on from; `hybridflow checkpoints` lists them
+    logs/rank_N.log                             the log of a rank; HYBRIDFLOW_LOG=debug writes more, also on the screen
+    checkpoints/step_NNNNNN/                    the state to resume from; `hybridflow checkpoints` lists checkpoints
     batches/iteration_NNNNNN.safetensors        every batch, with metrics.dump_batches
-    batches/nonfinite_NNNNNN.safetensors        what was at hand when a number was not finite
+    batches/nonfinite_NNNNNN.safetensors        the tensors at hand when a number was not finite
     hf/                                         the trained model, for transformers and vLLM
 
-With --replay DIR the batches that an earlier run has dumped take the place of what would be generated: its iterations
-again, to find out why one went as it did. DIR is that run's directory, or one of the files. With --rollout-only the run
-generates, scores and dumps its batches, and trains nothing. They write to NAME-replay and NAME-rollout, and no hf/.
+--replay DIR trains on the dumped batches of another run and generates nothing. DIR is the directory of the other run,
+or one of its batch files. --rollout-only generates and scores responses, dumps the batches, and trains nothing. Both
+write into a directory of their own, NAME-replay or NAME-rollout, without hf/.
 
-A run is saved every 30 minutes (checkpoint.save_minutes, or save_interval in iterations), and the same command goes on
-where it has ended, for whatever reason; SIGTERM and SIGUSR1 make it save and end. The exit status is 0; 1 after one
-message that says what is wrong; 70 after a report on a rank that was stuck; 75 when it has ended as told and is saved;
-76 when it has ended as told and is not.
+A run is saved every 30 minutes (checkpoint.save_minutes), or every checkpoint.save_interval iterations. The same
+command resumes the run after any end. SIGTERM and SIGUSR1 make the run save and end. The exit statuses are:
+
+    0  finished      1  error      70  a rank was stuck      75  stopped, and saved      76  stopped, and not saved
 """
 
 import argparse
@@ -96,18 +97,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("config", metavar="CONFIG", help="the experiment's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")
-    parser.add_argument("--nproc", metavar="N", type=positive, help="ranks on this host: all GPUs, or what fits")
-    parser.add_argument("--hostfile", metavar="HOSTS", help="train on these hosts, as `hybridflow launch` does")
-    parser.add_argument("--nnodes", metavar="N | MIN:MAX", help="hosts of --hostfile to use; others are spares")
-    parser.add_argument("--num-iterations", type=int, default=None, help="instead of the config's num_iterations")
     parser.add_argument(
-        "--resume", metavar="auto|never|PATH", help="go on from the run's own checkpoints, none, or one of another run"
+        "--nproc", metavar="N", type=positive, help="ranks on this host (one for each GPU, or the fewest that fit)"
+    )
+    parser.add_argument("--hostfile", metavar="HOSTS", help="a file of hosts to train on, as for `hybridflow launch`")
+    parser.add_argument("--nnodes", metavar="N | MIN:MAX", help="hosts of --hostfile to use; the others are spares")
+    parser.add_argument("--num-iterations", type=int, default=None, help="replaces num_iterations of the config")
+    parser.add_argument(
+        "--resume", metavar="auto|never|PATH", help="resume from the run's latest checkpoint, from none, or from PATH"
     )
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--replay", metavar="DIR", type=Path, help="train on the dumped batches of an earlier run")
-    instead.add_argument("--rollout-only", action="store_true", help="generate and score, and train nothing")
+    instead.add_argument("--replay", metavar="DIR", type=Path, help="train on the dumped batches of another run")
+    instead.add_argument("--rollout-only", action="store_true", help="generate and score without training")
     parser.add_argument("--fetched", action="store_true", help=argparse.SUPPRESS)  # of ranks: the Hub's models are here
-    parser.add_argument("--debug", action="store_true", help="tracebacks of all errors, and torch's messages")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of all errors, and the messages of torch")
     parser.add_argument("--version", action="version", version=__version__)
     return parser
 
@@ -197,7 +200,7 @@ def _train_here(config: AnyConfig, chosen: Sequence[str], options: argparse.Name
     from hybridflow.parallel.device import device_name
     from hybridflow.parallel.rank_log import IN_FILES_ALONE, log_error
     from hybridflow.parallel.torchrun import is_by_command, is_rank, torchrun_rank
-    from hybridflow.placement.placed import check_output_dir
+    from hybridflow.placement.placed import check_output_dir, left_out
 
     fixed = isinstance(config, FixedDataConfig)
     rank, world_size = torchrun_rank()
@@ -209,7 +212,8 @@ def _train_here(config: AnyConfig, chosen: Sequence[str], options: argparse.Name
         check_output_dir(config)
         where = f"{world_size} ranks, platform {device_name()}"
         engine = "" if options.replay or fixed else " and the engine"
-        for line in (*config.notes, *chosen, f"loading {', '.join(config.roles())}{engine}, {where}"):
+        loading = f"loading {', '.join(config.roles())}{engine}, {where}"
+        for line in (*config.notes, *chosen, *left_out(config), loading):
             print(f"{config.name}: {line}", flush=True)
             LOG.info("%s", line, extra=IN_FILES_ALONE)
     from hybridflow.parallel.stop import StopRequest
@@ -293,7 +297,7 @@ def _end_as_told(stopped: Stopped) -> NoReturn:
     from hybridflow.parallel.torchrun import torchrun_rank
 
     if torchrun_rank()[0] == 0:
-        saved = "it is saved: the same command goes on from there" if stopped.saved else "it is not saved"
+        saved = "the run is saved, and the same command resumes" if stopped.saved else "the run is not saved"
         print(f"hybridflow: stopped {stopped}; {saved}", flush=True)
     leave(ExitStatus.STOPPED if stopped.saved else ExitStatus.NOT_SAVED)
 

@@ -35,7 +35,7 @@ from hybridflow.config.section import Section
 class PPO(Section):
     """Proximal policy optimisation with a critic. Schulman et al. 2017, arXiv 1707.06347.
 
-    VC-PPO (arXiv 2503.01491) is `value_gae_lambda: 1` and a critic warm-up; VAPO (2504.05118) has besides
+    VC-PPO (arXiv 2503.01491) is `value_gae_lambda: 1` and a critic warm-up. VAPO (2504.05118) adds
     `length_adaptive_alpha: 0.05`, `positive_nll_coef: 0.1`, clip-higher and the token mean.
     """
 
@@ -68,8 +68,8 @@ class PPO(Section):
     def _check(self) -> Self:
         if self.positive_nll_coef and self.policy.loss_mean != "token_mean":
             raise ValueError(
-                f"positive_nll_coef = {self.positive_nll_coef} is of a mean over tokens: it goes with "
-                f"policy.loss_mean: token_mean, not {self.policy.loss_mean}"
+                f"positive_nll_coef = {self.positive_nll_coef} needs policy.loss_mean: token_mean, not "
+                f"{self.policy.loss_mean}"
             )
         return self
 
@@ -92,8 +92,8 @@ class DynamicSampling(Section):
 class GRPO(Section):
     """Group relative policy optimisation, without a critic. Shao et al. 2024, arXiv 2402.03300.
 
-    A = (r - mean of the group) / (std + 1e-6), the unbiased std. `std: batch` has that of all scores of the iteration
-    (arXiv 2508.08221). With `policy.kind` gspo, cispo or sapo it is what those papers train with.
+    A = (r - mean of the group) / (std + 1e-6), with the unbiased std. `std: batch` takes the std of all scores of the
+    iteration (arXiv 2508.08221). The papers of gspo, cispo and sapo train `grpo` with this `policy.kind`.
     """
 
     name: Literal["grpo"] = "grpo"
@@ -116,7 +116,7 @@ class GRPO(Section):
 class DrGRPO(Section):
     """GRPO without its two biases: A = r - mean of the group, and a loss over a constant length, with no KL.
 
-    Liu et al. 2025, arXiv 2503.20783. The constant is sampling.max_response_length, whatever the batch holds.
+    Liu et al. 2025, arXiv 2503.20783. The constant is sampling.max_response_length, for every batch.
     """
 
     name: Literal["dr_grpo"] = "dr_grpo"
@@ -137,8 +137,8 @@ class DrGRPO(Section):
 class RLOO(Section):
     """REINFORCE with the mean of the other responses as the baseline. Ahmadian et al. 2024, arXiv 2402.14740.
 
-    The KL of a whole response is taken off its score, as in the paper. There is one step an iteration unless `update`
-    says otherwise; for several give `policy.kind: clip`.
+    The KL of a whole response is subtracted from its score, as in the paper. The default is one step an iteration. For
+    several steps give `policy.kind: clip`.
     """
 
     name: Literal["rloo"] = "rloo"
@@ -195,8 +195,7 @@ class OPO(Section):
 class MaxRL(Section):
     """A = (r - mean of the group) / mean, towards the likelihood of a right response. arXiv 2602.02710.
 
-    Scores are not negative: a group whose mean is 0 gives nothing. The mean over tokens is that of a policy gradient,
-    which is our choice.
+    A negative score is an error. A group with mean 0 gives 0. The loss mean is hybridflow's choice.
     """
 
     name: Literal["maxrl"] = "maxrl"
@@ -220,8 +219,7 @@ class MaxRL(Section):
 class ReMax(Section):
     """REINFORCE with the score of a greedy response to the same prompt as the baseline.
 
-    Li et al. 2023, arXiv 2310.10505. One more response a prompt is generated, with the same hand-off; its score is
-    shaped as the others are.
+    Li et al. 2023, arXiv 2310.10505. One weight sync serves both responses. Both scores are shaped in the same way.
     """
 
     name: Literal["remax"] = "remax"
@@ -240,14 +238,14 @@ class ReMax(Section):
 class Reinforce(Section):
     """REINFORCE++: rewards to go, whitened over all tokens of the batch, under PPO's clipped loss. arXiv 2501.03262.
 
-    baseline none: G_t = sum_k gamma^k r_{t+k} with the k1 KL in each reward. group: the score less the mean of its
-    group, with the KL as k2 in the loss. The variance is the unbiased one.
+    With `baseline: none`, G_t = sum_k gamma^k r_{t+k}. The k1 KL is in each reward. With `baseline: group`, the mean of
+    the group is subtracted from the score. The k2 KL is then in the loss. The variance is the unbiased one.
     """
 
     name: Literal["reinforce"] = "reinforce"
     """The name of the algorithm."""
     baseline: Literal["none", "group"] = "none"
-    """What is taken off a score: nothing, or the mean of its group."""
+    """What is subtracted from a score: nothing, or the mean of its group."""
     gamma: UnitInterval = 1.0
     """The discount of rewards per token, with baseline none. 1: no discount."""
     policy: PolicyLoss = PolicyLoss()
@@ -269,9 +267,12 @@ class Reinforce(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.baseline == "group" and self.kl.use == "reward":
-            raise ValueError("kl.use = reward: with baseline: group the KL is in the loss, a reward is of a response")
+            raise ValueError(
+                "kl.use = reward: with baseline: group the KL must be in the loss, because a reward belongs to a "
+                "response"
+            )
         if self.baseline == "group" and self.gamma != 1.0:
-            raise ValueError(f"gamma = {self.gamma}: with baseline: group nothing is discounted, it is 1")
+            raise ValueError(f"gamma = {self.gamma}: with baseline: group there is no discount, and gamma must be 1")
         return self
 
     def needs(self) -> frozenset[str]:
@@ -291,7 +292,7 @@ class Distill(Section):
     name: Literal["distill"] = "distill"
     """The name of the algorithm."""
     gamma: UnitInterval = 0.0
-    """The discount of later tokens. 0: each token answers for itself; 1: also for all that follow."""
+    """The discount of later tokens. 0: a token has its own log-ratio. 1: all later log-ratios are added."""
     policy: DistillPolicyLoss = DistillPolicyLoss()
     """The actor's loss."""
     kl: NoKL = NoKL()
@@ -372,11 +373,11 @@ def check_parts(algorithm: Algorithm) -> None:
         return
     if kl.use == "loss" and kl.estimator == "k1":
         raise ValueError(
-            "algorithm.kl.estimator = k1 in the loss: the expectation of its gradient is zero; k2 and k3+ have that of "
-            "the KL, k3 that of the KL the other way"
+            "algorithm.kl.estimator = k1 in the loss: the expected gradient of k1 is zero. k2 and k3+ have the "
+            "gradient of KL(actor || reference), k3 that of KL(reference || actor)"
         )
     if policy.kind == "gspo" and not compares_responses(algorithm):
         raise ValueError(
-            f"algorithm.policy.kind = gspo: its ratio is of a whole response, the advantages of {name} are of tokens; "
-            f"it goes with those that compare the responses of a prompt"
+            "algorithm.policy.kind = gspo: the ratio of gspo belongs to a whole response, but the advantages of "
+            f"{name} belong to tokens. gspo needs an algorithm that compares the responses of a prompt"
         )

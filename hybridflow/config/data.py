@@ -58,7 +58,9 @@ def parse_sources(given: Any) -> Any:
         raise ValueError("[] names no file")
     without = [i for i, source in enumerate(sources) if source.weight is None]
     if 0 < len(without) < len(sources):
-        raise ValueError(f"{without[0]}.weight: is missing, others are given: give all files a weight, or none")
+        raise ValueError(
+            f"{without[0]}.weight: is missing, but other files have a weight. Give all files a weight, or none"
+        )
     return sources
 
 

@@ -93,7 +93,7 @@ class ExperimentConfig(RunConfig):
             mine, actors = getattr(self.reference, key), getattr(self.actor, key)
             if key not in ("data_parallel_size", "sequence_parallel") and mine != actors:
                 raise ValueError(
-                    f"algorithm.kl.reset_reference_interval = {interval} copies the actor's weights where they lie: "
+                    f"algorithm.kl.reset_reference_interval = {interval} copies the actor's weights rank by rank: "
                     f"reference.{key} = {mine} and actor.{key} = {actors} must be the same"
                 )
 
@@ -116,8 +116,8 @@ class ExperimentConfig(RunConfig):
             self._check_limit(f"{name}.max_response_length", bucket.max_response_length)
             if isinstance(self.algorithm, Custom) and self.sampling.samples.varies and bucket.samples_per_prompt:
                 raise ValueError(
-                    f"{name}.samples_per_prompt = {bucket.samples_per_prompt}: a flow of your own may take the "
-                    f"responses of a prompt to be equally many: leave it out, or give all buckets the same as sampling"
+                    f"{name}.samples_per_prompt = {bucket.samples_per_prompt}: a custom flow may need equal numbers of "
+                    "responses. Leave the key out, or give all buckets the value of sampling.samples_per_prompt"
                 )
             before = bucket.up_to
 
@@ -135,17 +135,17 @@ class ExperimentConfig(RunConfig):
         for name, samples in self._by_bucket("samples_per_prompt"):
             if compares_responses(self.algorithm) and samples == 1:
                 raise ValueError(
-                    f"{name} = 1: algorithm {self.algorithm.name} compares the responses of a prompt "
-                    f"with each other, it needs at least 2"
+                    f"{name} = 1: algorithm {self.algorithm.name} compares the responses of a prompt with each other "
+                    "and needs at least 2"
                 )
         if isinstance(self.algorithm, OPO) and self.mini_batch_size != batch:
             raise ValueError(
-                f"algorithm.update.mini_batch_size = {self.mini_batch_size}: opo is exactly on-policy, it takes one "
-                f"step with all {batch} sequences of an iteration: leave it out"
+                f"algorithm.update.mini_batch_size = {self.mini_batch_size}: opo is exactly on-policy and takes one "
+                f"step with all {batch} sequences of an iteration. Leave the key out"
             )
         if kl.controller == "adaptive" and batch >= 5 * kl.horizon:
             raise ValueError(
-                f"algorithm.kl.horizon = {kl.horizon} is too short for {batch} sequences an iteration: one step may "
+                f"algorithm.kl.horizon = {kl.horizon} is too short for {batch} sequences an iteration. One step may "
                 f"change the coefficient by 0.2 x {batch} / {kl.horizon}, which must stay below 1"
             )
 
@@ -154,7 +154,7 @@ class ExperimentConfig(RunConfig):
         if self.algorithm.update.whole_prompts and self.sampling.samples.varies:
             raise ValueError(
                 "algorithm.update.whole_prompts = true: with sampling.by_prompt_length prompts have unlike numbers of "
-                "responses, and mini-batches are cut by responses: leave one out"
+                "responses, and mini-batches are cut by responses. Leave one of the two keys out"
             )
         if self.algorithm.update.whole_prompts and self.mini_batch_size % most:
             raise ValueError(
@@ -184,8 +184,8 @@ class ExperimentConfig(RunConfig):
         dynamic = getattr(self.algorithm, "dynamic_sampling", None)
         if dynamic is not None and self.checkpoint.save_rollout:
             raise ValueError(
-                "checkpoint.save_rollout = true: with algorithm.dynamic_sampling an iteration has several generations, "
-                "which are not kept: leave one out"
+                "checkpoint.save_rollout = true: with algorithm.dynamic_sampling an iteration has several "
+                "generations, which are not saved. Leave one of the two keys out"
             )
 
     def _check_sampling(self) -> None:
@@ -193,14 +193,14 @@ class ExperimentConfig(RunConfig):
         if policy.old_log_probs == "engine" and changed:
             raise ValueError(
                 f"algorithm.policy.old_log_probs = engine cannot go with {', '.join(changed)}: the engine's log-probs "
-                f"are then of the truncated or penalised distribution, and the ratio of the first step would not be 1"
+                "then belong to the truncated or penalised distribution. The ratio of the first step would not be 1"
             )
         if policy.importance is not None and changed:
             bound = "kind" if policy.importance.cap is None else "cap"
             raise ValueError(
                 f"algorithm.policy.importance.{bound} = {getattr(policy.importance, bound)} cannot go with "
-                f"{', '.join(changed)}: the engine's log-probs are then of the truncated or penalised distribution, "
-                f"the trainer's of the full one, and the weights would carry the difference of the two"
+                f"{', '.join(changed)}: the engine's log-probs then belong to the truncated or penalised distribution, "
+                "but the trainer's to the full one. The weights would contain this difference"
             )
 
     def _check_scores(self) -> None:
@@ -213,8 +213,8 @@ class ExperimentConfig(RunConfig):
             for key, neutral in (("normalization", "none"), ("truncation_penalty", 0.0), ("overlong", None)):
                 if getattr(reward, key) != neutral:
                     raise ValueError(
-                        f"reward.{key} = {getattr(reward, key)}: maxrl divides by the mean score of a group, and this "
-                        f"makes scores negative: leave it out"
+                        f"reward.{key} = {getattr(reward, key)}: maxrl divides by the mean score of a group, but {key} "
+                        "makes scores negative. Leave the key out"
                     )
 
     def _check_lengths(self) -> None:
@@ -242,6 +242,11 @@ class ExperimentConfig(RunConfig):
     @property
     def rollout_tensor_parallel_size(self) -> int:
         return self.rollout.tensor_parallel_size or self.actor.tensor_parallel_size
+
+    @property
+    def rollout_expert_parallel(self) -> bool:
+        given = self.rollout.enable_expert_parallel
+        return self.actor.expert_parallel_size > 1 if given is None else given
 
     def roles(self) -> dict[str, RoleConfig]:
         """Every model of the run by the config key that names it."""

@@ -105,7 +105,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     if not equals or not all(keys):
         raise ConfigError(f"override {override!r}: expected section.key=value")
     if keys == [BASE]:
-        raise ConfigError(f"override {override!r}: a base stands in the config file, where its keys are merged")
+        raise ConfigError(f"override {override!r}: base is a key of config files only")
     set_key(tree, keys, read_value(text, f"override {override!r}"), f"override {override!r}")
 
 

@@ -14,7 +14,7 @@ Kind = Literal["sft", "pairs", "labelled"]  # of a row: a completion; a chosen a
 
 
 class SFT(Section):
-    """Supervised fine-tuning: -log pi of the tokens that count, their mean over all of them in the batch."""
+    """Supervised fine-tuning: the mean of -log pi over all trained tokens of the batch."""
 
     name: Literal["sft"] = "sft"
     """The name of the algorithm."""
@@ -30,7 +30,7 @@ class SFT(Section):
 class RewardModeling(Section):
     """A reward model of pairs: -log sigma(r(chosen) - r(rejected) - margin). Bradley and Terry 1952; arXiv 2203.02155.
 
-    The score is read at the last token. The margin is the row's, 0 where it has none (Llama 2, arXiv 2307.09288).
+    The score is read at the last token. The margin is the row's (Llama 2, arXiv 2307.09288). Without one it is 0.
     """
 
     name: Literal["reward_model"] = "reward_model"
@@ -47,10 +47,10 @@ class RewardModeling(Section):
 class DPO(Section):
     """Direct preference optimisation. Rafailov et al. 2023, arXiv 2305.18290.
 
-    loss sigmoid: -log sigma(beta h), h the log-ratio to the reference of the chosen completion less that of the
-    rejected one, each a sum over its tokens. With label_smoothing e (cDPO) it is (1 - e) of that and e of the reverse.
-    loss ipo: (h - 1 / (2 beta))^2, arXiv 2310.12036, where beta is the paper's tau. The log-ratios are sums as in the
-    paper: no length divides them, as it does in some trainers, whose beta is then another.
+    h is the chosen completion's log-ratio to the reference, less the rejected one's. A log-ratio is a sum over tokens.
+    With `loss: sigmoid` the loss is -log sigma(beta h). label_smoothing e (cDPO) gives the reverse loss a weight of e.
+    With `loss: ipo` the loss is (h - 1 / (2 beta))^2 (arXiv 2310.12036), and beta is the paper's tau. No length divides
+    the sums, as in the paper. Some trainers divide by lengths and need another beta.
     """
 
     name: Literal["dpo"] = "dpo"
@@ -79,8 +79,8 @@ class DPO(Section):
 class KTO(Section):
     """Kahneman-Tversky optimisation of completions that are good or bad, not in pairs. arXiv 2402.01306.
 
-    The point that log-ratios are compared with is the mean log-ratio of mismatched pairs, each prompt with the
-    completion of the next row of the batch, over the global batch, and not below 0; no gradient flows through it.
+    The loss compares log-ratios with a reference point: the mean log-ratio of mismatched pairs, at least 0. Such a pair
+    is a prompt with the completion of the next row. The mean is over the global batch, without gradient.
     """
 
     name: Literal["kto"] = "kto"

@@ -93,7 +93,10 @@ class FixedDataConfig(RunConfig):
                 )
         for key in ("offload_optimizer", "offload_gradients"):
             if getattr(self.trained, key):
-                raise ValueError(f"{self.trained_name}.{key} = true: it waits while an engine generates, and none does")
+                raise ValueError(
+                    f"{self.trained_name}.{key} = true: a run on fixed data has no engine, and offloading would have "
+                    "no effect"
+                )
 
     def _check_lengths(self) -> None:
         for name, role in self.roles().items():

@@ -57,9 +57,8 @@ def fetch_models(tree: Mapping[str, Any], *, weights: bool) -> None:
         except Exception as error:  # the Hub's, the network's and the disk's are of many kinds
             at = f" --revision {revision}" if revision else ""
             raise ConfigError(
-                f"{key} = {model}: is no directory here, and cannot be fetched from the HuggingFace Hub: "
-                f"{first_line(error)}; where there is network, `hf download {name}{at} --local-dir DIR`, then name "
-                f"that directory"
+                f"{key} = {model}: is no local directory, and cannot be fetched from the HuggingFace Hub: "
+                f"{first_line(error)}. With network, run `hf download {name}{at} --local-dir DIR`, then name DIR"
             ) from error
 
 

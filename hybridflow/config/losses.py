@@ -17,7 +17,7 @@ UnitInterval = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class KL(Section):
-    """Where the KL to the reference enters: taken off the reward of each token, or added to the actor's loss."""
+    """Where the KL to the reference enters: subtracted from the reward of each token, or added to the actor's loss."""
 
     use: Literal["reward", "loss", "none"] = "reward"
     """Where the KL to the reference enters: the reward of each token, the actor's loss, or nowhere."""
@@ -37,10 +37,10 @@ class KL(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.use == "none" and self.controller == "adaptive":
-            raise ValueError("controller: adaptive has nothing to control where use is none")
+            raise ValueError("controller: adaptive has no KL to control with use: none")
         if self.use == "none" and self.reset_reference_interval is not None:
             interval = self.reset_reference_interval
-            raise ValueError(f"reset_reference_interval = {interval} has no reference to reset where use is none")
+            raise ValueError(f"reset_reference_interval = {interval} has no reference to reset with use: none")
         if self.use == "reward" and self.estimator == "k3+":
             raise ValueError(
                 "estimator = k3+ differs from k3 in its gradient, and no gradient flows in a reward: use k3"
@@ -85,11 +85,14 @@ class Importance(Section):
         for key in ("cap",) if band else ("low", "high"):
             if getattr(self, key) is not None:
                 needed = "low and high" if band else "cap"
-                raise ValueError(f"{key} = {getattr(self, key)} is not for kind: {self.kind}, which has {needed}")
+                raise ValueError(f"{key} = {getattr(self, key)} is not a key of kind: {self.kind}, which has {needed}")
         if band and (self.low is None or self.high is None):
-            raise ValueError("kind: geometric needs low and high, such as 0.99 and 1.01: no paper has numbers for it")
+            raise ValueError("kind: geometric needs low and high, such as 0.99 and 1.01. No paper gives defaults")
         if self.low is not None and self.high is not None and not self.low <= 1 <= self.high:
-            raise ValueError(f"low = {self.low}, high = {self.high}: 1, where engine and trainer agree, lies between")
+            raise ValueError(
+                f"low = {self.low}, high = {self.high}: low must be at most 1 and high at least 1, where engine and "
+                "trainer agree"
+            )
         return self
 
     @property
@@ -161,20 +164,20 @@ class PolicyLoss(Section):
     def _check(self) -> Self:
         for key, kind in ONLY_FOR.items():
             if getattr(self, key) is not None and self.kind != kind:
-                raise ValueError(f"{key} = {getattr(self, key)} is for kind: {kind}, the kind is {self.kind}")
+                raise ValueError(f"{key} = {getattr(self, key)} is a key of kind: {kind}, but the kind is {self.kind}")
         for key in ("clip_range", "clip_range_high"):
             neutral = PolicyLoss.model_fields[key].default
             if self.kind in ("sapo", "reinforce") and getattr(self, key) != neutral:
                 raise ValueError(f"{key} = {getattr(self, key)}: kind: {self.kind} clips nothing")
         if self.kind == "gspo" and self.loss_mean != "sequence_token_mean":
             raise ValueError(
-                f"kind: gspo has the loss of a response at each of its tokens: loss_mean = {self.loss_mean} would "
-                f"weigh it by its length, it goes with sequence_token_mean"
+                f"kind: gspo needs loss_mean: sequence_token_mean, not {self.loss_mean}. Every token has the loss of "
+                "its response, and another mean would weigh a response by its length"
             )
         if self.old_log_probs == "engine" and self.importance is not None:
             raise ValueError(
-                "old_log_probs: engine has the difference between engine and trainer in the ratio; importance would "
-                "count it twice: leave one out"
+                "old_log_probs: engine has the difference between engine and trainer in the ratio, and importance "
+                "would count the difference twice. Leave one of the two keys out"
             )
         return self
 

@@ -42,7 +42,7 @@ def _without_tag(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
 
 def _no_algorithm(name: object) -> str:
     if name in FIXED_ALGORITHMS:
-        return "it trains on fixed data: hybridflow.train reads such a config, and FixedDataTrainer.from_yaml does"
+        return "this algorithm trains on fixed data. hybridflow.train and FixedDataTrainer.from_yaml read such a config"
     return f"is no algorithm; {_closest(name)}"
 
 

@@ -310,11 +310,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "there is none here: a sequence lies on one replica; ROLE.sequence_parallel splits what tensor parallelism "
         "leaves whole",
     ),
-    (
-        "",
-        "expert_model_parallel_size expert_tensor_parallel_size expert_parallel_size",
-        "there is none here: experts are split by ROLE.tensor_parallel_size",
-    ),
+    ("ROLE.expert_parallel_size", "expert_model_parallel_size", ""),
     (
         "",
         "override_transformer_config override_ddp_config override_mcore_model_config override_model_config "

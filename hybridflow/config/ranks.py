@@ -93,8 +93,8 @@ def check_engine_ranks(ranks: Ranks, actor: Ranks) -> None:
     shared = sorted(set(ranks) & set(actor))
     if shared and ranks != actor:
         raise ConfigError(
-            f"rollout.ranks = {shown(ranks)} and actor.ranks = {shown(actor)} share {shown(shared)}: the engine runs "
-            f"on exactly the actor's ranks, where it uses the actor's memory, or on none of them"
+            f"rollout.ranks = {shown(ranks)} and actor.ranks = {shown(actor)} share {shown(shared)}: the engine must "
+            "have exactly the actor's ranks, or none of them"
         )
 
 
@@ -118,6 +118,7 @@ def check_placement(placed: Mapping[str, Ranks], world_size: int) -> None:
         shared = sorted(set(first) & set(second))
         if shared and len(shared) < min(len(first), len(second)):
             raise ConfigError(
-                f"{one} = {shown(first)} and {other} = {shown(second)} overlap in {shown(shared)} only: two roles lie "
-                f"on the same ranks, on different ones, or one within the other; else each waits for the other"
+                f"{one} = {shown(first)} and {other} = {shown(second)} overlap in {shown(shared)} only. Two roles must "
+                "lie on the same ranks, on different ranks, or one within the other. Otherwise each waits for the "
+                "other"
             )

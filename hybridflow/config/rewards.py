@@ -103,7 +103,7 @@ class RemoteRewardConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.kind == "openai" and self.model is None:
-            raise ValueError("kind: openai needs model, the name that the server knows it by")
+            raise ValueError("kind: openai needs model, the model's name at the server")
         if self.lowest >= self.highest:
             raise ValueError(f"lowest = {self.lowest} is not below highest = {self.highest}")
         return self
@@ -151,7 +151,7 @@ class ScoringConfig(Section):
     normalization: Literal["none", "batch", "running"] = "none"
     """Scores less their mean, divided by their standard deviation: of the batch, or running over all iterations."""
     truncation_penalty: NonNegativeFloat = 0.0
-    """Taken off the score of a response that reached the limit of length. 0 turns it off."""
+    """Subtracted from the score of a response that reached the limit of length. 0 turns it off."""
     overlong: OverlongConfig | None = None
     """A penalty for responses close to the limit of length. null: none."""
 

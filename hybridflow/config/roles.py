@@ -18,7 +18,8 @@ from hybridflow.config.hub import cached
 from hybridflow.config.ranks import check_ranks, check_sizes, parse_ranks
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.config.section import PathText, Section
-from hybridflow.parallel.layout import Layout
+from hybridflow.errors import ConfigError
+from hybridflow.parallel.layout import Layout, expert_tensor_parallel
 from hybridflow.parallel.ranks import Ranks, shown
 
 ModelText = Annotated[PathText, AfterValidator(cached)]
@@ -76,6 +77,10 @@ class LayoutConfig(Section):
     """Layers of the last stage. null: as many as in the other stages."""
     data_parallel_size: PositiveInt | None = None
     """Replicas of the model. null: as many as the ranks allow."""
+    expert_parallel_size: PositiveInt = 1
+    """Ranks that the experts of a layer are dealt to, whole ones each. 1: every rank has a share of each expert."""
+    expert_tensor_parallel_size: PositiveInt | None = None
+    """Ranks that each expert is split over. null: so many that the experts fill the tensor-parallel ranks."""
     sequence_parallel: bool = False
     """Whether tensor-parallel ranks also split activations by sequence. Needs a tensor_parallel_size above 1."""
     ranks: RanksKey | None = None
@@ -92,14 +97,43 @@ class LayoutConfig(Section):
         ):
             if self.pipeline_parallel_size == 1 and getattr(self, key) != neutral:
                 raise ValueError(f"{key} = {getattr(self, key)} needs pipeline_parallel_size > 1, it is 1")
+        self._check_experts()
         return self
+
+    def _check_experts(self) -> None:
+        """They fill the tensor-parallel ranks of one replica, or of several."""
+        tp, ep = self.tensor_parallel_size, self.expert_parallel_size
+        etp = expert_tensor_parallel(tp, ep, self.expert_tensor_parallel_size)
+        if etp * ep % tp:
+            raise ValueError(
+                f"expert_tensor_parallel_size x expert_parallel_size = {etp} x {ep} = {etp * ep} must be a multiple of "
+                f"tensor_parallel_size = {tp}: {etp * ep} = {etp * ep // tp} x {tp} + {etp * ep % tp}"
+            )
+        if etp * ep > tp > 1 and not self.sequence_parallel:
+            raise ValueError(
+                f"expert_tensor_parallel_size x expert_parallel_size = {etp} x {ep} exceeds tensor_parallel_size = "
+                f"{tp}: replicas then share experts, which needs sequence_parallel: true"
+            )
 
     def layout(self, name: str, world_size: int) -> Layout:
         """The layout of the role `name` among `world_size` ranks. Errors: ConfigError unless it fills its own."""
         ranks = check_ranks(f"{name}.ranks", self.ranks, world_size)
         sizes = self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size
         check_sizes(name, sizes, self.ranks, ranks)
+        self._check_copies(name, len(ranks) // (sizes[0] * sizes[1]))
         return self.layout_on(ranks)
+
+    def _check_copies(self, name: str, dp: int) -> None:
+        """Raise ConfigError unless the replicas make up whole copies of the experts."""
+        tp, ep = self.tensor_parallel_size, self.expert_parallel_size
+        etp = expert_tensor_parallel(tp, ep, self.expert_tensor_parallel_size)
+        coupled = etp * ep // tp
+        if dp % coupled:
+            raise ConfigError(
+                f"{name}: a copy of the experts lies on expert_tensor_parallel_size x expert_parallel_size = {etp} x "
+                f"{ep} ranks, which are {coupled} replicas of tensor_parallel_size = {tp}: {coupled} does not divide "
+                f"{dp} data-parallel replicas: {dp} = {dp // coupled} x {coupled} + {dp % coupled}"
+            )
 
     def layout_on(self, ranks: tuple[int, ...]) -> Layout:
         """With as many replicas as they make."""
@@ -112,6 +146,8 @@ class LayoutConfig(Section):
             vpp=self.virtual_pipeline_parallel_size,
             first_stage_layers=self.num_layers_in_first_pipeline_stage,
             last_stage_layers=self.num_layers_in_last_pipeline_stage,
+            ep=self.expert_parallel_size,
+            etp=self.expert_tensor_parallel_size,
         )
 
 
@@ -164,6 +200,9 @@ class RolloutConfig(Section):
     """Ranks that each layer of an engine replica is split over. null: as in the actor."""
     pipeline_parallel_size: PositiveInt = 1
     """Pipeline stages of an engine replica. 1: no pipeline parallelism."""
+    enable_expert_parallel: bool | None = None
+    """Whether an engine rank has whole experts, not a share of each. null: as the actor's expert_parallel_size
+    says."""
     ranks: RanksKey | None = None
     """The ranks of the engine, such as "0-7,12". null: those of the actor; others receive the weights over the
     network."""

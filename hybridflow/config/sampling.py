@@ -55,9 +55,9 @@ class SamplingConfig(Section):
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Tokens are drawn from those with this share of the highest probability. 0: all tokens."""
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
-    """Taken off the logits of tokens that the response already has. 0 turns it off."""
+    """Subtracted from the logits of tokens that the response already has. 0 turns it off."""
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
-    """Taken off the logits of tokens for each time that the response has them. 0 turns it off."""
+    """Subtracted from the logits of tokens for each time that the response has them. 0 turns it off."""
     repetition_penalty: PositiveFloat = 1.0
     """Divides the logits of tokens that the prompt or the response already has. 1 turns it off."""
     stop: tuple[str, ...] = ()

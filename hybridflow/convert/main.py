@@ -1,11 +1,11 @@
-"""Convert checkpoints between HuggingFace and megatron-core's torch_dist, compare them, and look into them.
+"""Convert checkpoints between HuggingFace and megatron-core's torch_dist, compare them, and show their contents.
 
     hybridflow convert hf-to-megatron models/Qwen2.5-7B models/Qwen2.5-7B-megatron
     hybridflow convert verify         models/Qwen2.5-7B models/Qwen2.5-7B-megatron --forward
     hybridflow convert megatron-to-hf runs/math/checkpoint models/math-7B --dtype bfloat16
     hybridflow convert show           models/math-7B
 
-A critic starts from a model whose language model head has given way to a value head:
+A critic starts from a model with a value head in place of its language model head:
 
     hybridflow convert hf-to-megatron models/Qwen2.5-7B models/critic-7B --value-head
 
@@ -13,8 +13,9 @@ Several processes convert together, with the same result:
 
     torchrun --nproc-per-node 8 -m tools.convert hf-to-megatron SRC DST
 
-A conversion is complete or does not happen: every tensor of the source has its place, or is named. The target appears
-when all of it is on the disk. The exit status is 0, or 1 after an error, a difference, or something unknown.
+A conversion is complete or does not happen. The command names each tensor of the source without a place in the target.
+The target appears when all of it is on the disk. The exit status is 0, or 1 after an error, a difference, or something
+unknown.
 """
 
 import argparse
@@ -147,23 +148,23 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def _add_to_megatron(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser("hf-to-megatron", help="HuggingFace directory to torch_dist checkpoint")
     command.description = (
-        "Write DST, a torch_dist checkpoint that megatron-core and hybridflow load on any layout (tensor, pipeline and "
-        "data parallel), from SRC, a HuggingFace directory with safetensors. Every tensor keeps its dtype and its "
-        "bits. config.json, tokenizer and generation config go along."
+        "Write the torch_dist checkpoint DST from SRC, a HuggingFace directory with safetensors. megatron-core and "
+        "hybridflow load DST on any layout (tensor, pipeline and data parallel). Every tensor keeps its dtype and its "
+        "bits. DST also gets config.json, the tokenizer and the generation config."
     )
     _add_paths(command, "HuggingFace directory")
     command.add_argument(
         "--value-head",
         action="store_true",
-        help="for critics and reward models: DST ends in a value head, that of SRC if it has one, else a new one of "
-        "zeros in place of the language model head",
+        help="for critics and reward models: DST ends in a value head. Without a value head in SRC, a new one of zeros "
+        "replaces the language model head",
     )
     command.add_argument(
         "--lm-head",
         choices=("keep", "drop"),
         default=None,
-        help="keep: the default without --value-head. drop: DST has no head at all; config.json then names "
-        "...ForSequenceClassification, a critic that starts from DST gets a value head of zeros, and megatron-to-hf "
+        help="keep is the default without --value-head. drop: DST has no head at all, and its config.json names "
+        "...ForSequenceClassification. A critic that starts from DST gets a value head of zeros. megatron-to-hf "
         "refuses DST",
     )
     _add_trust(command)
@@ -173,8 +174,8 @@ def _add_to_megatron(commands: "argparse._SubParsersAction[argparse.ArgumentPars
 def _add_to_huggingface(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser("megatron-to-hf", help="torch_dist checkpoint to HuggingFace directory")
     command.description = (
-        "Write DST, a directory that transformers and vLLM load, from SRC, a torch_dist checkpoint with config.json "
-        "beside it. Optimizer state and whatever else is no weight is left out."
+        "Write DST, a directory that transformers and vLLM load, from SRC. SRC is a torch_dist checkpoint with "
+        "config.json beside it. DST gets the weights alone, without optimizer state."
     )
     _add_paths(command, "torch_dist checkpoint")
     command.add_argument(
@@ -182,9 +183,11 @@ def _add_to_huggingface(commands: "argparse._SubParsersAction[argparse.ArgumentP
         type=_size,
         default="5GB",
         metavar="SIZE",
-        help="of a safetensors file: 500MB, 5GB (the default), 4GiB; a larger tensor has a file of its own",
+        help="size of a safetensors file: 500MB, 5GB (the default), 4GiB; a larger tensor has a file of its own",
     )
-    command.add_argument("--dtype", choices=DTYPES, default=None, help="cast every tensor; without it none is changed")
+    command.add_argument(
+        "--dtype", choices=DTYPES, default=None, help="cast every tensor to this dtype (default: no cast)"
+    )
     _add_trust(command)
     command.set_defaults(run=_to_huggingface)
 
@@ -192,39 +195,39 @@ def _add_to_huggingface(commands: "argparse._SubParsersAction[argparse.ArgumentP
 def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser("verify", help="compare two model directories of either kind, bit by bit")
     command.description = (
-        "Compare the models in A and B, each a HuggingFace directory or a torch_dist checkpoint: which tensors there "
-        "are, their shapes, dtypes and every bit. Status 1 if anything differs."
+        "Compare the models in A and B: names of tensors, shapes, dtypes and every bit. A and B are HuggingFace "
+        "directories or torch_dist checkpoints. The exit status is 1 if anything differs."
     )
     command.add_argument("one", type=Path, metavar="A", help="model directory")
     command.add_argument("other", type=Path, metavar="B", help="model directory")
     command.add_argument(
         "--forward",
         action="store_true",
-        help="also run a few random prompts through transformers (from A, or B if A is no HuggingFace directory) and "
-        "through megatron (from the other), in float32: logits must agree to 1e-4; both models must fit in memory, "
+        help="also compare the logits of a few random prompts, in float32. transformers runs A, or B if A is no "
+        "HuggingFace directory; megatron runs the other. Logits must agree to 1e-4. Both models must fit in memory, "
         "one after the other",
     )
     command.add_argument(
-        "--trust-remote-code", action="store_true", help="with --forward: let transformers run code of the directory"
+        "--trust-remote-code", action="store_true", help="with --forward: transformers may run code of the directory"
     )
     command.set_defaults(run=_verify)
 
 
 def _add_show(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser("show", help="what a model directory holds")
+    command = commands.add_parser("show", help="show the contents of a model directory")
     command.description = (
-        "Print the architecture, sizes and files of a model directory of either kind, how its tensors are called in "
-        "the other kind, and what is missing or unknown. Status 1 if anything is."
+        "Print the architecture, sizes and files of a model directory of either kind. The list of tensors has their "
+        "names in both kinds. The exit status is 1 if a tensor is missing or unknown."
     )
     command.add_argument("directory", type=Path, metavar="DIR", help="model directory")
     command.set_defaults(run=_show)
 
 
 def _add_paths(command: argparse.ArgumentParser, source: str) -> None:
-    command.add_argument("source", type=Path, metavar="SRC", help=f"{source}; is only read")
-    command.add_argument("target", type=Path, metavar="DST", help="directory to write; appears when it is complete")
+    command.add_argument("source", type=Path, metavar="SRC", help=f"{source}; the command only reads SRC")
+    command.add_argument("target", type=Path, metavar="DST", help="directory to write; DST appears when it is complete")
     command.add_argument(
-        "--overwrite", action="store_true", help="replace DST if it exists, when the new one is complete"
+        "--overwrite", action="store_true", help="replace an existing DST when the new one is complete"
     )
 
 
@@ -232,8 +235,8 @@ def _add_trust(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--trust-remote-code",
         action="store_true",
-        help="copy the Python files of SRC, and keep auto_map in config.json, which makes transformers offer to run "
-        "them; a conversion itself runs none of them, with or without this",
+        help="copy the Python files of SRC, and keep auto_map in config.json. transformers then offers to run these "
+        "files. A conversion never runs them",
     )
 
 

@@ -39,7 +39,7 @@ def check_target(target: Path, source: Path, *, overwrite: bool) -> None:
         raise CheckpointError(f"{target}: exists; --overwrite replaces it")
     if any(target.iterdir()) and not (target / "config.json").is_file():
         raise CheckpointError(
-            f"{target}: holds no config.json, so it is no checkpoint, and --overwrite replaces only checkpoints"
+            f"{target}: has no config.json and is therefore no checkpoint. --overwrite replaces only checkpoints"
         )
 
 

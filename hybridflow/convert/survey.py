@@ -117,6 +117,9 @@ def _why_not_needed(files: CheckpointFiles, spec: ModelSpec, weights: dict[str, 
     """Why a tensor that is not in the table may be left out. Errors: CheckpointError where it may not."""
     if any(fnmatchcase(name, pattern) for pattern in DERIVED):
         return "follows from config.json"
+    behind = range(spec.num_layers, spec.num_layers + spec.num_prediction_layers)
+    if any(name.startswith(f"model.layers.{layer}.") for layer in behind):
+        return f"of a layer that guesses further tokens ({spec.traits.prediction_layers_key}), which is not trained"
     if name != LM_HEAD.hf[0] or not spec.tied:
         raise CheckpointError(f"{files.file_of(name)}: {name} is no weight of the model that config.json describes")
     original = embedding(spec).hf[0]

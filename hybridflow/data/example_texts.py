@@ -137,8 +137,8 @@ class _Reader:
         prompt = self.row.fields.get("prompt")
         if prompt is not None and all(message["content"] != prompt for message in chosen):
             raise RowError(
-                f"{self.row.where}: prompt = {shown(prompt)} is a text, chosen is a list of messages, none of which it "
-                f"is",
+                f"{self.row.where}: prompt = {shown(prompt)} is a text, but chosen is a list of messages without this "
+                "text",
                 "wrong type",
             )
 

@@ -160,7 +160,7 @@ class _Encoder:
             if not 0 <= token_id < self.vocab_size:
                 name = shown(self.tokenizer.convert_ids_to_tokens(token_id)) if token_id > 0 else "below 0"
                 return RowError(
-                    f"{where}: the example has the token id {token_id} ({name}), the model knows those below its "
+                    f"{where}: the example has the token id {token_id} ({name}), but the model's ids are below "
                     f"vocab_size = {self.vocab_size}",
                     "unknown token",
                 )

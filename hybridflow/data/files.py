@@ -20,7 +20,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     try:
         with path.open("rb") as file:
             if not file.seekable():
-                raise DataError(f"{path}: is no regular file; rows are read again when a batch asks for them")
+                raise DataError(f"{path}: is no regular file, but rows are read again on use")
             yield file
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
@@ -35,8 +35,8 @@ def stamp(file: BinaryIO) -> tuple[int, int]:
 def check_unchanged(path: Path, file: BinaryIO, was: tuple[int, int]) -> None:
     if stamp(file) != was:
         raise DataError(
-            f"{path}: has changed since the run began to read it; rows are read again when a batch asks for them, so "
-            f"the file must stay as it is"
+            f"{path}: has changed since the run began to read the file. The file must stay as it is, because rows are "
+            "read again on use"
         )
 
 

@@ -117,7 +117,7 @@ def _check_sampled_ids(sampling: SamplingConfig, vocab_size: int, model: Path) -
         for token_id in ids:
             if not 0 <= token_id < vocab_size:
                 raise ConfigError(
-                    f"sampling.{key} names the token id {token_id}, {model} has those from 0 to vocab_size - 1 = "
+                    f"sampling.{key} names the token id {token_id}, but {model} has the ids from 0 to vocab_size - 1 = "
                     f"{vocab_size - 1}"
                 )
 
@@ -127,7 +127,7 @@ def _no_end(sampling: SamplingConfig, ends: tuple[int, ...], path: Path) -> str 
     if ends or sampling.ignore_eos or sampling.stop or sampling.stop_token_ids:
         return None
     return (
-        f"no end token: neither the tokenizer nor generation_config.json nor config.json of {path} names one, and "
-        f"sampling.stop and sampling.stop_token_ids are empty, so every response will run to "
-        f"sampling.max_response_length = {sampling.max_response_length} tokens"
+        f"no end token: tokenizer, generation_config.json and config.json of {path} name none, and sampling.stop and "
+        "sampling.stop_token_ids are empty. Every response will have sampling.max_response_length = "
+        f"{sampling.max_response_length} tokens"
     )

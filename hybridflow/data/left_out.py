@@ -20,8 +20,7 @@ def left_out(key: str, rows: UsableRows[Any], too_long: str) -> list[str]:
     if not rows.is_checked:
         size = rows.files.num_bytes / 1e9
         lines.append(
-            f"{key}: {size:,.2f} GB are more than data.checked_mib: a row of the {num_rows:,} is checked when its "
-            f"turn comes"
+            f"{key}: {size:,.2f} GB are more than data.checked_mib. Each of the {num_rows:,} rows is checked on use"
         )
     return lines
 

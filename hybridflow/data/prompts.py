@@ -217,7 +217,7 @@ class _Encoder:
         if largest >= self.vocab_size:  # its tokenizer has more tokens than the model's config says
             return RowError(
                 f"{text.where}: the prompt has the token id {largest} "
-                f"({shown(self.tokenizer.convert_ids_to_tokens(largest))}), the actor's model knows those below its "
+                f"({shown(self.tokenizer.convert_ids_to_tokens(largest))}), but the ids of the actor's model are below "
                 f"vocab_size = {self.vocab_size}",
                 "unknown token",
             )

@@ -43,8 +43,8 @@ class Reencoder:
         longest = max(map(len, encoded))
         if longest > self.max_tokens:
             raise ConfigError(
-                f"{self.name}.reencode: a prompt with its response has {longest} tokens of this model, which reads "
-                f"{self.max_tokens} (micro_batch_tokens, max_position_embeddings)"
+                f"{self.name}.reencode: a prompt with its response has {longest} tokens of this model, more than the "
+                f"{self.max_tokens} that the model reads (micro_batch_tokens, max_position_embeddings)"
             )
         lengths = torch.tensor([len(ids) for ids in encoded], dtype=torch.int64)
         size = int(lengths.sum())

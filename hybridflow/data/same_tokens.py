@@ -56,7 +56,7 @@ def check_same_tokens(name: str, model: Path, actor: Path, *, of: str = "actor")
     if model == actor:
         return None
     if not has_tokenizer(model):
-        return f"{name}.model = {model} has no tokenizer: it is taken to read the tokens of {of}.model = {actor}"
+        return f"{name}.model = {model} has no tokenizer: hybridflow assumes the tokens of {of}.model = {actor}"
     if tokenizer_digest(model) == tokenizer_digest(actor):
         return None
     found, wanted = _vocabulary(model), _vocabulary(actor)
@@ -66,9 +66,9 @@ def check_same_tokens(name: str, model: Path, actor: Path, *, of: str = "actor")
         theirs = f"{found[token]} in" if token in found else "unknown to"
         more = f", or give {name}.reencode: true" if name.startswith("reward.models.") else ""
         raise ConfigError(
-            f"{name}.model = {model}: its tokenizer is another than the {of}'s: {token!r}, token {index} of {actor}, "
-            f"is {theirs} it ({len(wrong)} of {len(wanted)} differ); all models of a run read the {of}'s token ids: "
-            f"take a model with the same tokenizer{more}"
+            f"{name}.model = {model}: the tokenizer differs from the {of}'s. {token!r}, token {index} of {actor}, is "
+            f"{theirs} this tokenizer ({len(wrong)} of {len(wanted)} differ). All models of a run read the {of}'s "
+            f"token ids: take a model with the same tokenizer{more}"
         )
     return None
 

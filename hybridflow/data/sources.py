@@ -78,8 +78,8 @@ def open_files(named: DataFiles | Path, key: str) -> Files:
     for source, share in zip(sources, shares(weights) if weights else (), strict=False):
         if not share:
             raise DataError(
-                f"{key}: the weight {source.weight} of {source.title} is less than one row in {MOST_TURNS:,}: leave "
-                f"the file out, or give it more"
+                f"{key}: the weight {source.weight} of {source.title} is less than one row in {MOST_TURNS:,}. Leave "
+                "the file out, or give a larger weight"
             )
     return Files(opened, weights or None)
 

@@ -35,12 +35,12 @@ def of_prompts(
     wanted = config.data.prompts_per_iteration
     if len(prompts) < wanted:
         lines.append(
-            f"data.train has {len(prompts)} rows, fewer than data.prompts_per_iteration = {wanted}: a batch "
-            "has some of them more than once"
+            f"data.train has {len(prompts)} rows, fewer than data.prompts_per_iteration = {wanted}: a batch has some "
+            "rows more than once"
         )
     for i, model in enumerate(config.reward.models if config.reward is not None else ()):
         own = load_tokenizer(Path(model.model)) if model.reencode else tokenizer
-        anew = "its text is encoded by its own tokenizer, and " if model.reencode else ""
+        anew = "the model's own tokenizer encodes the text, and " if model.reencode else ""
         lines.append(f"reward.models.{i}: {anew}{_read_at(model.model, own)}")
     return lines
 
@@ -50,16 +50,22 @@ def of_examples(config: FixedDataConfig, rows: ExampleDataset, tokenizer: PreTra
     some = rows.draw(rows.order(config.seed, config.data.shuffle), min(NUM_ROWS, len(rows))).items
     first = some[0]
     text = marked(first.sequences[0], first.trained[0], tokenizer)
-    lines = [f"first row, {len(first.sequences[0])} tokens, those that count in marks: {shown(text, MOST)}"]
+    lines = [
+        (
+            f"first row, {len(first.sequences[0])} tokens, with marks around the tokens that are trained on: "
+            f"{shown(text, MOST)}"
+        )
+    ]
     taught = taught_end(first, tokenizer)
     if taught is None:
-        lines.append("no special token ends what is learnt: nothing teaches the model to stop")
+        lines.append("no special token ends the tokens that are trained on: the model does not learn to stop")
     else:
         lines.append(f"end token that is taught: {named_tokens([taught], tokenizer)}")
     if all(example.repeats_prompt for example in some):
         then = "chosen" if len(first.sequences) == 2 else "completion"
         lines.append(
-            f"{then} begins with the prompt itself, so the model reads the prompt twice: leave it out of one of them"
+            f"{then} begins with the prompt itself, and the model reads the prompt twice. Leave the prompt out of one "
+            "of the two columns"
         )
     if config.reward_model is not None:
         lines.append(f"reward_model: {_read_at(config.reward_model.model, tokenizer)}")
@@ -80,5 +86,5 @@ def _values(values: Sequence[Any]) -> str:
 def _read_at(model: str, tokenizer: PreTrainedTokenizerBase) -> str:
     pad = read_spec(model).pad_token_id
     if pad is None:
-        return "its score is read at the last token of a response"
-    return f"its score is read at the last token of a response that is not {named_tokens([pad], tokenizer)}"
+        return "the score is read at the last token of a response"
+    return f"the score is read at the last token of a response that is not {named_tokens([pad], tokenizer)}"

@@ -158,7 +158,7 @@ class Bookkeeping:
         for reason in [reason for reason in dropped.first if reason not in self._told]:
             self._told.add(reason)
             self.hooks.say(
-                f"data.train: a row is left out, and those to come that are {reason}: {dropped.first[reason]}"
+                f"data.train: a row that is {reason} is left out, and so is every later one: {dropped.first[reason]}"
             )
 
     def _step_metrics(self, batch: RolloutBatch) -> Metrics:

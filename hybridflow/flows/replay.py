@@ -78,7 +78,7 @@ class Replay:
         if not found:
             directory, given = next(iter(self.files.values())).parent, f"{min(self.files)} to {max(self.files)}"
             raise DataError(
-                f"{directory}: the dumped batches given are of iterations {given}, those to run are {after + 1} to "
+                f"{directory}: the dumped batches belong to iterations {given}, but the run needs {after + 1} to "
                 f"num_iterations = {num_iterations}"
             )
         return found
@@ -185,9 +185,9 @@ def _check_prompts(
     expected = torch.arange(len(prompts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
     if not torch.equal(rollout.prompt_indices, expected):
         raise DataError(
-            f"{file}: prompt_indices of its {len(rollout)} rows are not those of {len(prompts)} prompts (data."
-            f"prompts_per_iteration) x {_between(counts)} responses (sampling.samples_per_prompt), side by side: the "
-            f"config is another, or the flow kept some rows alone, and the others are lost"
+            f"{file}: prompt_indices of the {len(rollout)} rows are not those of {len(prompts)} prompts "
+            f"(data.prompts_per_iteration) x {_between(counts)} responses (sampling.samples_per_prompt), side by side. "
+            "The run that wrote the file had another config, or its flow kept only some rows"
         )
     asked = prompts.token_lists()
     starts, lengths = offsets(rollout.lengths).tolist(), rollout.prompt_lengths.tolist()
@@ -196,8 +196,8 @@ def _check_prompts(
         if rollout.input_ids[start : start + length].tolist() != asked[prompt]:
             raise DataError(
                 f"{file}: row {row} begins with {length} tokens that are not prompt {prompt} of the iteration, "
-                f"{prompts.texts[prompt][:60]!r}: data, data.shuffle, seed and data.prompts_per_iteration must be "
-                f"those of the run that wrote it"
+                f"{prompts.texts[prompt][:60]!r}. data, data.shuffle, seed and data.prompts_per_iteration must be "
+                "those of the run that wrote the file"
             )
 
 

@@ -249,6 +249,6 @@ class Run(IterationData):
         if role is None:
             raise ConfigError(
                 f"the flow asks for run.{name}, but algorithm {self._config.algorithm.name} of this config has no "
-                f"{name}: a custom flow names what it needs in algorithm.roles, and each has a section of its own"
+                f"{name}. A custom flow lists its models in algorithm.roles, and each of them has a section"
             )
         return role

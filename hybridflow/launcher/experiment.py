@@ -55,7 +55,7 @@ def experiment_on(options: LaunchOptions, hosts: Sequence[LaunchHost], least: in
         environment=options.environment,
     )
     for count, why in read.unfit.items():
-        say(f"warning: it cannot run on {count} of the hosts: {why}", error=True)
+        say(f"warning: the run does not fit {count} of the hosts: {why}", error=True)
     if options.health:  # it writes no run, and has nothing to save
         return replace(read, run_dir=None, grace_seconds=10.0)
     return read

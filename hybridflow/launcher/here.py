@@ -91,8 +91,9 @@ def wait_for_name(address: str, node_rank: int, seconds: float) -> None:
         except (OSError, UnicodeError) as error:
             if time.monotonic() > until:
                 raise LaunchError(
-                    f"node {node_rank}, {socket.gethostname()}: the master's name {address} does not resolve within "
-                    f"{seconds:g} s ({error}): every node needs it in DNS or /etc/hosts, or --master-addr an IP address"
+                    f"node {node_rank}, {socket.gethostname()}: the first host's name {address} does not resolve "
+                    f"within {seconds:g} s ({error}). Every node needs the name in DNS or /etc/hosts. Otherwise give "
+                    "--master-addr an IP address"
                 ) from error
             time.sleep(1)
 

@@ -89,7 +89,7 @@ class Job:
         if len(answers) < self._least:
             raise LaunchError("\n".join(lines))
         for connection, line in zip(failures, lines, strict=True):
-            say(f"warning: goes on without {connection.host}: {line}", error=True)
+            say(f"warning: the run continues without {connection.host}: {line}", error=True)
             connection.lost = failures[connection]
             connection.give_up()
         facts = {connection.host: answer for connection, answer in answers.items()}

@@ -2,17 +2,19 @@
 
     hybridflow launch --hostfile HOSTS configs/x.yaml [section.key=value ...]
 
-or, with any Python from 3.11 on, `python launch/run.py` in its place.
+`python launch/run.py` does the same with any Python from 3.11 on.
 
-HOSTS has a line a host, `[user@]host slots=N [port=N]`; slots are ranks, of which each has a GPU of its own. Every host
-has the same code, environment and models at the same places. All hosts are reached and compared first; then torchrun
-starts on each, and all output comes here behind the host's name, and into runs/NAME/logs/HOST.log. A first Ctrl-C or
-SIGTERM makes the run save and end, a second one end at once. Where a rank or a host fails, all are ended and the exit
-status is that of the first to fail: 70 a rank was stuck, 75 stopped as told and saved, 76 not saved, 128 + N killed by
-signal N, else 1.
+HOSTS has one line for each host: `[user@]host slots=N [port=N]`. A slot is a rank, and each rank has a GPU of its own.
+Code, environment and models lie at the same paths on every host. The launcher first reaches and compares all hosts.
+Then torchrun starts on each host. The output of all hosts appears here, each line behind its host's name. The output
+also goes to runs/NAME/logs/HOST.log. The first Ctrl-C or SIGTERM makes the run save and end. The second one ends the
+run at once. After the failure of a rank or a host the launcher ends all ranks. The exit status is that of the first
+failure:
 
-With spares, `--nnodes 2:3`, the run goes on with the hosts that are left, from its last checkpoint.
-Arguments behind `--` go to `hybridflow train`, or with --health to `hybridflow health`.
+    70  a rank was stuck      75  stopped, and saved      76  stopped, and not saved      128 + N  signal N      1  else
+
+With spare hosts, `--nnodes 2:3`, the run resumes on the remaining hosts from its latest checkpoint. Arguments behind
+`--` go to `hybridflow train`, or with --health to `hybridflow health`.
 """
 
 import sys

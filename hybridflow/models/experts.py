@@ -1,4 +1,8 @@
-"""A mixture of experts in place of a layer's MLP, every expert cut over the tensor-parallel ranks like a dense MLP.
+"""A mixture of experts in place of a layer's MLP, its experts shared by the tensor-parallel ranks.
+
+Each rank has a run of whole experts, or a share of each expert like that of a dense MLP, or a share of each of a run.
+All of them see all tokens and route alike, so that no token has to be sent: the sum over the ranks is the output. Where
+several replicas share the experts, each rank routes tokens of its own and sends them (`expert_dispatch`).
 
 For a token x with router weights W (Shazeer et al. 2017; Mixtral, Jiang et al. 2024):
 
@@ -22,9 +26,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.typed_torch import not_none
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear, softmax
+from torch.nn.utils import skip_init
 
+from hybridflow.models.expert_dispatch import computed_elsewhere
 from hybridflow.models.layers import Function
 from hybridflow.models.routing import Replay, replayed
+from hybridflow.parallel.layout import Place
 
 
 class Router(nn.Module):
@@ -32,7 +39,7 @@ class Router(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self._chosen, self.normalize = config.moe_router_topk, True
+        self._chosen, self.normalize, self.scaling = config.moe_router_topk, True, 1.0
         self.replay: Replay = replayed  # of its own choice and the engine's
         num_experts = not_none(config.num_moe_experts)
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, dtype=config.params_dtype))
@@ -52,13 +59,52 @@ class Router(nn.Module):
         return shares / shares.sum(-1, keepdim=True) if self.normalize else shares, chosen
 
 
+class SigmoidRouter(Router):
+    """Of GLM-4.5, and of DeepSeek-V3 (DeepSeek-AI 2024, arXiv 2412.19437, equations 14 to 16), without groups.
+
+    Scores are the sigmoids of the logits, in float32. The k largest of score + bias count; what they count is the score
+    alone, divided by their sum if so configured, times `scaling`. The bias is no parameter of the loss and stays.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.weight = nn.Parameter(self.weight.data.float())
+        self.expert_bias = nn.Parameter(torch.zeros(len(self.weight)), requires_grad=False)
+
+    def forward(self, tokens: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        scores = linear(tokens.float(), self.weight).sigmoid()
+        chosen = (scores + self.expert_bias).topk(self._chosen).indices
+        if experts is not None:
+            chosen = self.replay(chosen, experts)
+        shares = scores.gather(1, chosen)
+        if self.normalize:
+            shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
+        return shares * self.scaling, chosen
+
+
+class SharedExpert(nn.Module):
+    """This rank's share of the expert that every token goes through, cut like a dense MLP."""
+
+    def __init__(self, config: TransformerConfig, size: int, swiglu: Function) -> None:
+        super().__init__()
+        self._swiglu = swiglu
+        shape = (2 * size // config.tensor_model_parallel_size, config.hidden_size)  # [gate; up]
+        options = {"bias": False, "dtype": config.params_dtype}
+        self.linear_fc1 = skip_init(nn.Linear, shape[1], shape[0], **options)  # every weight is loaded
+        self.linear_fc2 = skip_init(nn.Linear, shape[0] // 2, shape[1], **options)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(t, hidden) -> (t, hidden): this rank's summand of the outputs."""
+        output: Tensor = self.linear_fc2(self._swiglu.apply(self.linear_fc1(tokens)))
+        return output
+
+
 class ExpertLinear(nn.Module):
     """One matrix an expert, (experts, out, in)."""
 
-    def __init__(self, config: TransformerConfig, rows: int, columns: int) -> None:
+    def __init__(self, num_experts: int, rows: int, columns: int, dtype: torch.dtype) -> None:
         super().__init__()
-        num_experts = not_none(config.num_moe_experts)
-        self.weight = nn.Parameter(torch.empty(num_experts, rows, columns, dtype=config.params_dtype))
+        self.weight = nn.Parameter(torch.empty(num_experts, rows, columns, dtype=dtype))
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Rows up to ends[e] (int32) that are not of earlier experts go to expert e."""
@@ -66,14 +112,17 @@ class ExpertLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """This rank's share of every expert."""
+    """This rank's part of a layer's experts: those of its run, and of each of them its share."""
 
-    def __init__(self, config: TransformerConfig, swiglu: Function) -> None:
+    def __init__(self, config: TransformerConfig, swiglu: Function, place: Place) -> None:
         super().__init__()
         self._swiglu = swiglu
-        size = not_none(config.moe_ffn_hidden_size) // config.tensor_model_parallel_size
-        self.linear_fc1 = ExpertLinear(config, 2 * size, config.hidden_size)  # [gate; up]
-        self.linear_fc2 = ExpertLinear(config, config.hidden_size, size)
+        size, dtype = not_none(config.moe_ffn_hidden_size) // place.tp, config.params_dtype
+        self.num_held = not_none(config.num_moe_experts) // place.ep
+        self._num_experts, self._holds_all = self.num_held * place.ep, place.ep == 1
+        self._first = place.ep_rank * self.num_held
+        self.linear_fc1 = ExpertLinear(self.num_held, 2 * size, config.hidden_size, dtype)  # [gate; up]
+        self.linear_fc2 = ExpertLinear(self.num_held, config.hidden_size, size, dtype)
 
     def forward(self, tokens: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
         """(t, hidden), (t, k), (t, k) -> (t, hidden): this rank's summand of the outputs.
@@ -81,32 +130,70 @@ class Experts(nn.Module):
         Shares are multiplied into what the second matrix reads, which is narrower than its outputs: those are then
         kept by nobody, and are in the tokens' dtype.
         """
-        chosen, order = experts.flatten().sort(stable=True)  # copies of tokens by expert
-        numbers = torch.arange(len(self.linear_fc1.weight), device=chosen.device)
-        ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)  # bincount would wait for the device
-        hidden: Tensor = self._swiglu.apply(self.linear_fc1(tokens[order // experts.shape[1]], ends))
-        weighted = (hidden * shares.flatten()[order, None]).to(hidden.dtype)
-        outputs = self.linear_fc2(weighted, ends)
+        order, ends = self._by_expert(experts)
+        outputs = self.compute(tokens[order // experts.shape[1]], shares.flatten()[order, None], ends)
         # back in the order of the tokens, and a plain sum: adding by index would depend on which comes first
-        by_token: Tensor = outputs[order.argsort()].unflatten(0, experts.shape)
-        return by_token.sum(1)
+        if self._holds_all:
+            by_token: Tensor = outputs[order.argsort()]
+        else:
+            by_token = outputs.new_zeros(experts.numel(), outputs.shape[1]).index_copy(0, order, outputs)
+        summands: Tensor = by_token.unflatten(0, experts.shape)
+        return summands.sum(1)
+
+    def compute(self, rows: Tensor, shares: Tensor, ends: Tensor) -> Tensor:
+        """(r, hidden) by expert, (r, 1), and where each expert's rows end (int32) -> (r, hidden)."""
+        hidden: Tensor = self._swiglu.apply(self.linear_fc1(rows, ends))
+        outputs: Tensor = self.linear_fc2((hidden * shares).to(hidden.dtype), ends)
+        return outputs
+
+    def _by_expert(self, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of tokens that go to the experts of this rank, by expert, and where each expert's end (int32).
+
+        Where others have some of the experts, how many copies there are is read back from the device: rows for all of
+        them would take ep times the memory.
+        """
+        numbers = torch.arange(self.num_held, device=experts.device)
+        wanted = experts.flatten() if self._holds_all else (experts.flatten() - self._first) % self._num_experts
+        chosen, order = wanted.sort(stable=True)
+        ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)  # bincount would wait for the device
+        return order if self._holds_all else order[: int(ends[-1])], ends
 
 
 class MixtureOfExperts(MegatronModule):
     """megatron's MLP of a layer: (tokens, 1, hidden) in, the same and no bias out.
 
     `group` (tensor parallel) and `router.normalize` are set by who builds the model; megatron hands on its config.
-    replayed: (t, k), the engine's experts of the tokens that come next, all of them also with sequence parallelism.
+    place: which part of the experts this rank has. `senders`: the ranks that share a copy of the experts, where these
+    are of several replicas; else None.
+    replayed: (t, k), the engine's experts of the tokens that the router reads next.
     """
 
-    def __init__(self, config: TransformerConfig, *, swiglu: Function, **kwargs: object) -> None:
-        """kwargs: what a layer of 0.19.2 tells any MLP; its groups are not asked, `group` is."""
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        swiglu: Function,
+        place: Place,
+        router: type[Router] = Router,
+        shared_size: int = 0,
+        **kwargs: object,
+    ) -> None:
+        """shared_size: of the expert that every token goes through; 0: there is none.
+
+        kwargs: what a layer of 0.19.2 tells any MLP; its groups are not asked, `group` is.
+        """
         super().__init__(config=config)
-        self.router, self.experts = Router(config), Experts(config, swiglu)
+        self.router, self.experts = router(config), Experts(config, swiglu, place)
+        if shared_size:
+            self.shared_experts = SharedExpert(config, shared_size, swiglu)
         self.group: dist.ProcessGroup | None = None
         self.replayed: Tensor | None = None
+        self.senders: dist.ProcessGroup | None = None
+        self._place = place
 
     def forward(self, hidden: Tensor, **kwargs: object) -> tuple[Tensor, None]:
+        if self.senders is not None:
+            return self._computed_elsewhere(hidden, self.senders), None
         if self.config.sequence_parallel:
             # what comes back of the gradient is summed below already
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
@@ -114,10 +201,36 @@ class MixtureOfExperts(MegatronModule):
         shares, experts = self.router(tokens, self.replayed)
         # each rank's part of the experts gives a part of these gradients; their sum is the router's and the tokens'
         tokens, shares = (copy_to_tensor_model_parallel_region(x, group=self.group) for x in (tokens, shares))
-        output = self.experts(tokens, shares, experts).unflatten(0, hidden.shape[:2])
-        reduce = (
-            reduce_scatter_to_sequence_parallel_region
-            if self.config.sequence_parallel
-            else reduce_from_tensor_model_parallel_region
+        output = self.experts(tokens, shares, experts)
+        if self._has_shared:
+            output = output + self.shared_experts(tokens)
+        return self._summed(output.unflatten(0, hidden.shape[:2])), None
+
+    @property
+    def _has_shared(self) -> bool:
+        return hasattr(self, "shared_experts")
+
+    def _summed(self, output: Tensor) -> Tensor:
+        """Over the tensor-parallel ranks; with sequence parallelism of this rank's tokens."""
+        if self.config.sequence_parallel:
+            summed: Tensor = reduce_scatter_to_sequence_parallel_region(output, group=self.group)
+        else:
+            summed = reduce_from_tensor_model_parallel_region(output, group=self.group)
+        return summed
+
+    def _computed_elsewhere(self, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+        tokens = hidden.flatten(0, 1)
+        shares, experts = self.router(tokens, self.replayed)
+        compute, num_held = self.experts.compute, self.experts.num_held
+        output = computed_elsewhere(
+            tokens, shares, experts, place=self._place, num_held=num_held, group=group, compute=compute
         )
-        return reduce(output, group=self.group), None
+        return output.view(hidden.shape) + self._shared(hidden) if self._has_shared else output.view(hidden.shape)
+
+    def _shared(self, hidden: Tensor) -> Tensor:
+        """The shared expert's output by itself: its shares lie on the tensor-parallel ranks."""
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=self.group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.group)
+        return self._summed(self.shared_experts(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2]))

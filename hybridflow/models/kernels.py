@@ -92,7 +92,7 @@ def _flash(facts: KernelFacts) -> str:
     if facts.capability < FIRST_WITH_FLASH:
         have, least = (".".join(map(str, version)) for version in (facts.capability, FIRST_WITH_FLASH))
         return f"flash attention, for which compute capability {have} is below {least}: training will fail"
-    return "flash attention 2, as torch has it (3 is a prototype in torch, and not taken)"
+    return "flash attention 2 of torch (torch's flash attention 3 is a prototype and not used)"
 
 
 def _optimizer(facts: KernelFacts) -> str:

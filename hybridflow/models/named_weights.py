@@ -64,8 +64,8 @@ def load_weights(
                 if head_seed is not None:
                     parameter.copy_(new_score_head(spec.hidden_size, head_seed))
                 continue
-            shard = read_shard(files, weight, spec, tp_rank=grid.tp_rank, tp=grid.tp)
-            assert shard.shape == parameter.shape == shard_shape(weight, spec, grid.tp), (
+            shard = read_shard(files, weight, spec, grid.place(weight.group))
+            assert shard.shape == parameter.shape == shard_shape(weight, spec, grid.layout.cut), (
                 f"{weight.megatron}: shard {tuple(shard.shape)}, parameter {tuple(parameter.shape)}"
             )
             parameter.copy_(shard)
@@ -88,7 +88,7 @@ def _mark_split(parameter: nn.Parameter, weight: Weight) -> None:
     """
     mark(
         parameter,
-        tensor_model_parallel=weight.split is not Split.REPLICATED,
+        tensor_model_parallel=weight.split is not Split.REPLICATED,  # of experts too that no rank shares
         partition_dim={Split.REPLICATED: -1, Split.COLUMNS: 1}.get(weight.split, 0),
         partition_stride=1,
     )

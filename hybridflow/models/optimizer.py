@@ -60,7 +60,8 @@ class BucketedDataParallel(DistributedDataParallel):
         of_layers = {parameter for layer in layers for parameter in layer.parameters()}
         others = [parameter for parameter in model.parameters() if parameter not in of_layers]
         for module, parameters in [(model, others), *((layer, [*layer.parameters()]) for layer in layers)]:
-            groups = list(dict.fromkeys(self.param_to_bucket_group[parameter] for parameter in parameters))
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            groups = list(dict.fromkeys(self.param_to_bucket_group[parameter] for parameter in trained))
             module.register_forward_pre_hook(lambda module, arguments, groups=groups: _wait(groups))
 
     def gather_parameters(self) -> None:
@@ -87,9 +88,9 @@ class BucketedDataParallel(DistributedDataParallel):
             self.__dict__["_bucket_elements"] = value
 
     def flat_buffers(self) -> list[_ParamAndGradBuffer]:
-        """megatron's `buffers`, which hide the method of torch by that name."""
+        """megatron's `buffers`, which hide torch's method of that name, and those of experts that replicas share."""
         found: list[_ParamAndGradBuffer] = self.__dict__["buffers"]
-        return found
+        return [*found, *self.expert_parallel_buffers]
 
 
 def _add_in_products(model: PackedModel) -> None:

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from hybridflow.parallel.layout import Layout, TrainingCoordinates
+from hybridflow.parallel.layout import Group, Layout, Place, TrainingCoordinates
 
 
 @dataclass
@@ -88,6 +88,14 @@ class Grid:
         return self._own_coordinates.dp
 
     @property
+    def at(self) -> TrainingCoordinates:
+        return self._own_coordinates
+
+    def place(self, group: Group) -> Place:
+        """Which part of the weights of a group this rank holds."""
+        return self.layout.place(group, self._own_coordinates)
+
+    @property
     def is_first_stage(self) -> bool:
         return self.pp_rank == 0
 
@@ -124,21 +132,34 @@ def _collection(layout: Layout, groups: ProcessGroups) -> ProcessGroupCollection
     """Its groups are None on ranks outside the layout."""
     tp, dp, pp = (groups.own(layout.groups(axis)) for axis in ("tp", "dp", "pp"))
     both = groups.own(layout.groups("tp", "pp"))
-    dense = {"tp": tp, "dp": dp, "pp": pp, "mp": both, "tp_ep_pp": both}
+    dense = {"tp": tp, "dp": dp, "pp": pp, "mp": both}
     dense["tp_dp_cp"] = groups.own(layout.groups("tp", "dp"))
     dense["intra_dist_opt"] = groups.own([layout.ranks])
     dense["embd"] = groups.own(_ends(layout))
     dense["pos_embd"] = groups.own(layout.groups()[: layout.tp * layout.dp])
-    # one expert, no context parallelism: their groups are the dense ones, or this rank alone
-    alone = groups.own((rank,) for rank in layout.ranks)
+    alone = groups.own((rank,) for rank in layout.ranks)  # no context parallelism
     return GroupsOfGrid(
         **dense,
-        **dict.fromkeys(("cp", "ep"), alone),
-        **dict.fromkeys(("dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp"), dp),
-        **dict.fromkeys(("tp_cp", "expt_tp", "tp_ep"), tp),
+        **_groups_of_experts(layout, groups),
+        cp=alone,
+        **dict.fromkeys(("dp_cp", "intra_dp_cp"), dp),
+        tp_cp=tp,
         inter_dist_opt=None,
         hcp=None,
     )
+
+
+def _groups_of_experts(layout: Layout, groups: ProcessGroups) -> dict[str, dist.ProcessGroup | None]:
+    """By the names by which megatron asks for them."""
+    copies = groups.own(layout.expert_groups("edp"))
+    return {
+        "ep": groups.own(layout.expert_groups("ep")),
+        "expt_tp": groups.own(layout.expert_groups("etp")),
+        "tp_ep": groups.own(layout.expert_groups("etp", "ep")),
+        "tp_ep_pp": groups.own(layout.expert_groups("etp", "ep", "pp")),
+        "expt_dp": copies,
+        "intra_expt_dp": copies,
+    }
 
 
 def _ends(layout: Layout) -> list[tuple[int, ...]]:

@@ -2,6 +2,10 @@
 
 Ranks of a layout are numbered with tp fastest, then dp, then pp: tp neighbours share a node, pipeline stages lie far
 apart. What a rank holds follows from its coordinates alone, on every rank alike, and so does every plan.
+
+Weights are in two groups. Dense ones are cut over the tp ranks of a replica. Experts cut the same ranks of a stage
+anew: etp fastest, then ep, then replicas. With etp x ep = tp they too lie within a replica; with more, as many
+neighbouring replicas as that takes share one copy of the experts.
 """
 
 from dataclasses import dataclass
@@ -11,6 +15,8 @@ from typing import Literal, NamedTuple
 
 PlatformName = Literal["auto", "cuda", "cpu"]  # what the ranks compute on; auto: see `device`
 Stages = tuple[tuple[int, ...], ...]  # the layers of each pipeline stage, ascending
+Group = Literal["dense", "experts"]  # of weights that are cut alike
+GROUPS: tuple[Group, ...] = ("dense", "experts")
 
 
 class TrainingCoordinates(NamedTuple):
@@ -29,6 +35,37 @@ class RolloutCoordinates(NamedTuple):
     tp: int
 
 
+class Place(NamedTuple):
+    """Which part of the weights of a group a rank holds.
+
+    Of experts: run `ep_rank` of `ep` equal runs of whole experts, and of each of them the share `tp_rank` of `tp`.
+    Of dense weights the share alone.
+    """
+
+    tp: int
+    tp_rank: int
+    ep: int = 1
+    ep_rank: int = 0
+
+
+class Cut(NamedTuple):
+    """How many ranks share the weights of each group: tp, and of experts expert_tp x ep."""
+
+    tp: int = 1
+    expert_tp: int = 1
+    ep: int = 1
+
+    def places(self, group: Group) -> tuple[Place, ...]:
+        """The parts that make up a copy of the weights, in the order of the ranks that hold them."""
+        if group == "dense":
+            return tuple(Place(self.tp, rank) for rank in range(self.tp))
+        tp, ep = self.expert_tp, self.ep
+        return tuple(Place(tp, i % tp, ep, i // tp) for i in range(tp * ep))
+
+
+WHOLE = Cut()
+
+
 @dataclass(frozen=True)
 class Layout:
     """One role's TP x PP x DP over its ranks."""
@@ -40,12 +77,57 @@ class Layout:
     vpp: int = 1  # model chunks per pipeline stage (interleaved schedule)
     first_stage_layers: int | None = None  # None: alike on all stages
     last_stage_layers: int | None = None
+    ep: int = 1  # runs of experts
+    etp: int | None = None  # ranks that share each expert; None: see `expert_tp`
 
     def __post_init__(self) -> None:
         assert self.tp * self.pp * self.dp == len(self.ranks), (
             f"tp x pp x dp = {self.tp} x {self.pp} x {self.dp} does not fill {len(self.ranks)} ranks"
         )
         assert list(self.ranks) == sorted(set(self.ranks)), f"ranks must ascend: {self.ranks}"
+        assert self.expert_tp * self.ep % self.tp == 0 and self.dp % self.coupled == 0, (
+            f"etp x ep = {self.expert_tp} x {self.ep} must be a multiple of tp = {self.tp} that divides "
+            f"tp x dp = {self.tp} x {self.dp}"
+        )
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that share each expert: where it is not given, so many that the experts fill the tp ranks."""
+        return expert_tensor_parallel(self.tp, self.ep, self.etp)
+
+    @property
+    def coupled(self) -> int:
+        """Replicas that share one copy of the experts, neighbours in dp."""
+        return self.expert_tp * self.ep // self.tp
+
+    @property
+    def cut(self) -> Cut:
+        return Cut(self.tp, self.expert_tp, self.ep)
+
+    def places(self, group: Group) -> tuple[Place, ...]:
+        return self.cut.places(group)
+
+    def place_index(self, group: Group, at: TrainingCoordinates) -> int:
+        """Which of `places` the rank there holds."""
+        return at.tp if group == "dense" else at.dp % self.coupled * self.tp + at.tp
+
+    def place(self, group: Group, at: TrainingCoordinates) -> Place:
+        return self.places(group)[self.place_index(group, at)]
+
+    def holder(self, group: Group, index: int, near: TrainingCoordinates) -> TrainingCoordinates:
+        """Who holds part `index` of `places` in the copy that the rank `near` has a part of, on its stage."""
+        if group == "dense":
+            return near._replace(tp=index)
+        replica, tp = divmod(index, self.tp)
+        return near._replace(tp=tp, dp=near.dp // self.coupled * self.coupled + replica)
+
+    def copies(self, group: Group) -> int:
+        """How many copies of the weights there are."""
+        return self.dp if group == "dense" else self.dp // self.coupled
+
+    def copy_index(self, group: Group, at: TrainingCoordinates) -> int:
+        """Which of the copies the rank there has a part of."""
+        return at.dp if group == "dense" else at.dp // self.coupled
 
     @cached_property
     def _index(self) -> dict[int, int]:
@@ -64,14 +146,24 @@ class Layout:
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """The groups of ranks that differ in `axes` ("tp", "dp", "pp") alone; all ascending, every rank in one."""
-        steps = {"pp": self.dp * self.tp, "dp": self.tp, "tp": 1}  # from a rank to the next one of an axis
+        return self._groups({"pp": self.pp, "dp": self.dp, "tp": self.tp}, axes)
+
+    def expert_groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """The same of how the experts are cut: axes are "etp", "ep", "edp" (copies of the experts), "pp"."""
+        return self._groups({"pp": self.pp, "edp": self.copies("experts"), "ep": self.ep, "etp": self.expert_tp}, axes)
+
+    def _groups(self, sizes: dict[str, int], axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """sizes: of all axes, the fastest last."""
+        steps, step = {}, 1  # from a rank to the next one of an axis
+        for axis in reversed(sizes):
+            steps[axis], step = step, step * sizes[axis]
 
         def offsets(of: list[str]) -> list[int]:
-            along = [range(0, getattr(self, axis) * steps[axis], steps[axis]) for axis in of]
+            along = [range(0, sizes[axis] * steps[axis], steps[axis]) for axis in of]
             return [sum(each) for each in product(*along)]
 
-        within = offsets([axis for axis in steps if axis in axes])
-        first = offsets([axis for axis in steps if axis not in axes])
+        within = offsets([axis for axis in sizes if axis in axes])
+        first = offsets([axis for axis in sizes if axis not in axes])
         return [tuple(self.ranks[i + offset] for offset in within) for i in first]
 
     def crosses_hosts(self, axis: Literal["tp", "dp", "pp"], ranks_per_host: int) -> bool:
@@ -127,6 +219,11 @@ class Layout:
         return [count // self.vpp for count in counts]
 
 
+def expert_tensor_parallel(tp: int, ep: int, given: int | None) -> int:
+    """Ranks that share each expert: where it is not given, so many that the experts fill the tp ranks."""
+    return max(1, tp // ep) if given is None else given
+
+
 @dataclass(frozen=True)
 class RolloutLayout:
     """Engine replicas of pp x tp ranks: replicas[i][p * tp + t] is tensor-parallel rank t of stage p of replica i."""
@@ -134,6 +231,15 @@ class RolloutLayout:
     tp: int
     pp: int
     replicas: tuple[tuple[int, ...], ...]
+    expert_parallel: bool = False  # a rank has whole experts, 1 / tp of them; else 1 / tp of each
+
+    @property
+    def cut(self) -> Cut:
+        return Cut(self.tp, 1, self.tp) if self.expert_parallel else Cut(self.tp, self.tp)
+
+    def place(self, group: Group, tp_rank: int) -> Place:
+        """What a tensor-parallel rank holds of the weights of its stage."""
+        return self.cut.places(group)[tp_rank]
 
     @cached_property
     def _coordinates(self) -> dict[int, RolloutCoordinates]:

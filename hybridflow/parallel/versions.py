@@ -130,9 +130,9 @@ def check_version(package: str, found: str) -> None:
         _warn_of(package, found, wanted)
         return
     raise EnvironmentProblem(
-        f"{package} {found} is installed, hybridflow needs {wanted}: it replaces private parts of "
-        f"{'that release' if len(SEEN[package]) == 1 else 'those releases'}. `bash launch/setup.sh` installs it, with "
-        f"--cuda for GPUs; {TRY_VERSIONS}=1 tries {found} all the same"
+        f"{package} {found} is installed, but hybridflow needs {wanted}, because it replaces private parts of "
+        f"{'that release' if len(SEEN[package]) == 1 else 'those releases'}. `bash launch/setup.sh` installs the right "
+        f"release, with --cuda for GPUs. {TRY_VERSIONS}=1 tries {found} all the same"
     )
 
 

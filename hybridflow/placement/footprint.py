@@ -7,6 +7,7 @@ what fills the last page (2 MiB) of each bucket that the engine gathers; leave s
 an element, t the tokens of a micro-batch.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, partial, reduce
@@ -14,10 +15,10 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from hybridflow.architecture.parts import shard_shape
-from hybridflow.architecture.spec import Head, ModelSpec
+from hybridflow.architecture.spec import Head, LayerKind, ModelSpec
 from hybridflow.architecture.weights import Weight, embedding, head_weights, layer_weights, table_of
 from hybridflow.config import OptimizerConfig
-from hybridflow.parallel.layout import Layout
+from hybridflow.parallel.layout import Cut, Layout
 from hybridflow.parallel.vocab import BACKWARD_COPIES, FORWARD_COPIES, chunks_of_rows, rows_of_chunk
 
 MAIN_BYTES = 4  # gradients, main weights and moments are float32
@@ -62,32 +63,43 @@ def stage_elements(spec: ModelSpec, head: Head, layout: Layout) -> tuple[int, ..
     The sum of `shard_shape` over the weights of the stage. Tensor-parallel ranks hold alike. A tied output layer is
     the embedding, of which the last of several stages holds a copy. Errors: ValueError as `Layout.stages`.
     """
-    parts = _parts(spec, head, layout.tp)
-    elements = [parts.layer * layers for layers in layout.layers_per_stage(spec.num_layers)]
+    parts = _parts(spec, head, layout.cut)
+    kinds = [Counter(map(spec.layer_kind, layers)) for layers in layout.stages(spec.num_layers)]
+    elements = [sum(parts.layers[kind] * count for kind, count in counts.items()) for counts in kinds]
     elements[0] += parts.first
     elements[-1] += parts.last + (parts.copied if layout.pp > 1 else 0)
     return tuple(elements)
+
+
+def expert_elements(spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
+    """Of `stage_elements`, those of experts."""
+    if not spec.num_experts:
+        return (0,) * layout.pp
+    weights = [weight for weight in layer_weights(spec, "experts") if weight.group == "experts"]
+    of_layer = sum(prod(shard_shape(weight, spec, layout.cut)) for weight in weights)
+    stages = layout.stages(spec.num_layers)
+    return tuple(of_layer * sum(spec.layer_kind(layer) == "experts" for layer in layers) for layers in stages)
 
 
 class _Parts(NamedTuple):
     """Elements of a tensor-parallel rank."""
 
     first: int  # on the first stage beside its layers
-    layer: int  # all layers are alike
+    layers: dict[LayerKind, int]  # each layer of the kind
     last: int
     copied: int  # of what the last of several stages holds again
 
 
 @cache
-def _parts(spec: ModelSpec, head: Head, tp: int) -> _Parts:
+def _parts(spec: ModelSpec, head: Head, cut: Cut) -> _Parts:
     def elements(weights: Iterable[Weight]) -> int:
-        return sum(prod(shard_shape(weight, spec, tp)) for weight in weights)
+        return sum(prod(shard_shape(weight, spec, cut)) for weight in weights)
 
     table = table_of(spec)
     copied = [embedding(spec)] if spec.tied and head == "lm" else []
-    layer = elements(weight.for_layer(0) for weight in layer_weights(spec))
+    layers = {kind: elements(weight.for_layer(0) for weight in layer_weights(spec, kind)) for kind in spec.layer_kinds}
     last = elements((*table.final, *head_weights(spec, head)))
-    return _Parts(elements(table.embeddings), layer, last, elements(copied))
+    return _Parts(elements(table.embeddings), layers, last, elements(copied))
 
 
 def model_elements(spec: ModelSpec, head: Head) -> int:
@@ -113,10 +125,24 @@ def optimizer_bytes(elements: int, optimizer: OptimizerConfig, *, dtype: str, dp
     return ceil(elements * (main + moments) / replicas)
 
 
+def stage_optimizer_bytes(
+    spec: ModelSpec, head: Head, layout: Layout, optimizer: OptimizerConfig, *, dtype: str
+) -> tuple[int, ...]:
+    """`optimizer_bytes` on a rank of each stage: of experts there may be fewer copies than replicas."""
+    elements, experts = stage_elements(spec, head, layout), expert_elements(spec, layout)
+    return tuple(
+        optimizer_bytes(each - own, optimizer, dtype=dtype, dp=layout.copies("dense"))
+        + optimizer_bytes(own, optimizer, dtype=dtype, dp=layout.copies("experts"))
+        for each, own in zip(elements, experts, strict=True)
+    )
+
+
 # ------------------------------------------------------------------------------------------------ activations
 
 
-def layer_bytes(spec: ModelSpec, *, tp: int, sequence_parallel: bool, recompute: str, itemsize: int) -> float:
+def layer_bytes(
+    spec: ModelSpec, kind: LayerKind, *, cut: Cut, sequence_parallel: bool, recompute: str, itemsize: int
+) -> float:
     """Bytes a token that a layer keeps for its backward pass.
 
     Korthikanti et al. 2022 (arXiv 2205.05198), equations 1 (none), 2 (tensor parallel) and 4 (with sequence parallel),
@@ -128,26 +154,27 @@ def layer_bytes(spec: ModelSpec, *, tp: int, sequence_parallel: bool, recompute:
                    3 q + 3 k: what linear_qkv gives (q + 2 k), rotated queries and keys (q + k, which on a CPU mostly
                    take the place of the first), what attention gives (q); w = 3 f: gate and up, and their product;
                    4 heads: attention's log-sum-exp in float32
-                   w = 2 f without a gate; with n experts a token w = n (4 f + h tp), of which h is each expert's
-                   input, and the fourth f the product with the token's share
+                   w = 2 f without a gate; with n experts a token w = n (4 f + h etp), of which h is each expert's
+                   input, and the fourth f the product with the token's share; 3 f more of a shared expert. This is
+                   what a rank has where tokens are spread evenly over the experts
         selective  attention runs again: without the rotated queries and keys, and the log-sum-exp
         full       b h / sp: the layer runs again from its input
     """
     q, k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    sp = tp if sequence_parallel else 1
+    tp, sp = cut.tp, cut.tp if sequence_parallel else 1
     split = {"none": 3 * q + 3 * k, "selective": 2 * q + 2 * k}
-    width = (3 if spec.traits.gated else 2) * spec.ffn_hidden_size
-    if spec.num_experts:
-        width = spec.experts_per_token * (width + spec.ffn_hidden_size + spec.hidden_size * tp)
+    width = (3 if spec.traits.gated else 2) * spec.mlp_size(kind)
+    if kind == "experts":
+        width += spec.experts_per_token * (4 * spec.ffn_hidden_size + spec.hidden_size * cut.expert_tp)
     if recompute == "full":
         return itemsize * spec.hidden_size / sp
     log_sum_exp = 4 * spec.num_heads / tp if recompute == "none" else 0
     return itemsize * (4 * spec.hidden_size / sp + (split[recompute] + width) / tp) + log_sum_exp
 
 
-def passing_bytes(spec: ModelSpec, itemsize: int) -> int:
+def passing_bytes(spec: ModelSpec, kind: LayerKind, itemsize: int) -> int:
     """Bytes a token that a layer makes and keeps while it runs: outputs of its experts, by expert and by token."""
-    return 2 * itemsize * spec.experts_per_token * spec.hidden_size if spec.num_experts else 0
+    return 2 * itemsize * spec.experts_per_token * spec.hidden_size if kind == "experts" else 0
 
 
 def chunks_in_flight(layout: Layout, stage: int) -> int:
@@ -181,11 +208,14 @@ def training_activation_bytes(
     gradient, too.
     tokens: of a micro-batch; replica_tokens: of all micro-batches of a replica, which bounds what is in flight.
     """
-    one_layer = partial(layer_bytes, spec, tp=layout.tp, sequence_parallel=sequence_parallel, itemsize=itemsize)
-    num_layers = layout.layers_per_stage(spec.num_layers)[stage]
+    one_layer = partial(layer_bytes, spec, cut=layout.cut, sequence_parallel=sequence_parallel, itemsize=itemsize)
+    kinds = Counter(map(spec.layer_kind, layout.stages(spec.num_layers)[stage]))
     in_flight = min(chunks_in_flight(layout, stage) * tokens / layout.vpp, replica_tokens)
-    kept = in_flight * num_layers * one_layer(recompute=recompute)
-    again = tokens * (passing_bytes(spec, itemsize) + (one_layer(recompute="none") if recompute == "full" else 0))
+    kept = in_flight * sum(count * one_layer(kind, recompute=recompute) for kind, count in kinds.items())
+    again = tokens * max(
+        passing_bytes(spec, kind, itemsize) + (one_layer(kind, recompute="none") if recompute == "full" else 0)
+        for kind in kinds
+    )
     last = stage == layout.pp - 1
     gathered = (2 / layout.tp + 1 if sequence_parallel and layout.tp > 1 else 2) * spec.hidden_size * itemsize
     outputs = output_bytes(spec, head, tp=layout.tp, itemsize=itemsize, rows=tokens, backward=True) if last else 0
@@ -198,8 +228,9 @@ def forward_activation_bytes(
     spec: ModelSpec, layout: Layout, stage: int, *, head: Head, itemsize: int, sequence_parallel: bool, tokens: int
 ) -> int:
     """Estimate for a pass without gradients: all that one layer makes, or the outputs; the larger of the two."""
-    kept = layer_bytes(spec, tp=layout.tp, sequence_parallel=sequence_parallel, recompute="none", itemsize=itemsize)
-    layer = tokens * (kept + passing_bytes(spec, itemsize))
+    one_layer = partial(layer_bytes, spec, cut=layout.cut, sequence_parallel=sequence_parallel, itemsize=itemsize)
+    kinds = set(map(spec.layer_kind, layout.stages(spec.num_layers)[stage]))
+    layer = tokens * max(one_layer(kind, recompute="none") + passing_bytes(spec, kind, itemsize) for kind in kinds)
     last = stage == layout.pp - 1
     outputs = output_bytes(spec, head, tp=layout.tp, itemsize=itemsize, rows=tokens) if last else 0
     return ceil(max(layer, outputs))
@@ -227,9 +258,10 @@ def output_bytes(spec: ModelSpec, head: Head, *, tp: int, itemsize: int, rows: i
     return rows * (itemsize * hidden + widened + 4)
 
 
-def engine_activation_bytes(spec: ModelSpec, *, tp: int, itemsize: int, tokens: int, sequences: int) -> int:
+def engine_activation_bytes(spec: ModelSpec, *, cut: Cut, itemsize: int, tokens: int, sequences: int) -> int:
     """Estimate for the engine: one layer of a full step, or the float32 logits of all sequences, gathered over tp."""
-    layer = tokens * layer_bytes(spec, tp=tp, sequence_parallel=False, recompute="none", itemsize=itemsize)
+    one_layer = partial(layer_bytes, spec, cut=cut, sequence_parallel=False, recompute="none", itemsize=itemsize)
+    layer = tokens * max(map(one_layer, spec.layer_kinds))
     return ceil(max(layer, 4 * sequences * spec.padded_vocab_size))
 
 

@@ -13,7 +13,7 @@ from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import num_parameters
 from hybridflow.config import ExperimentConfig, RoleConfig, RolloutConfig, TrainedRoleConfig
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
-from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
+from hybridflow.parallel.layout import Cut, Layout, RolloutLayout, Stages
 from hybridflow.parallel.ranks import shown
 from hybridflow.placement.footprint import (
     ITEM_BYTES,
@@ -22,9 +22,9 @@ from hybridflow.placement.footprint import (
     forward_activation_bytes,
     gradient_bytes,
     model_elements,
-    optimizer_bytes,
     sampler_bytes,
     stage_elements,
+    stage_optimizer_bytes,
     together,
     training_activation_bytes,
 )
@@ -69,10 +69,17 @@ class RoleMemory:
     @cached_property
     def training(self) -> tuple[Footprint, ...]:
         """Of each stage, while models train."""
-        elements = stage_elements(self.model.spec, self.model.head, self.model.layout)
-        return tuple(self._training(stage, count) for stage, count in enumerate(elements))
+        model, config = self.model, self.model.config
+        elements = stage_elements(model.spec, model.head, model.layout)
+        states = [0] * model.layout.pp
+        if isinstance(config, TrainedRoleConfig):
+            states = [
+                *stage_optimizer_bytes(model.spec, model.head, model.layout, config.optimizer, dtype=config.dtype)
+            ]
+        sizes = zip(elements, states, strict=True)
+        return tuple(self._training(stage, count, state) for stage, (count, state) in enumerate(sizes))
 
-    def _training(self, stage: int, elements: int) -> Footprint:
+    def _training(self, stage: int, elements: int, optimizer: int) -> Footprint:
         spec, layout, config = self.model.spec, self.model.layout, self.model.config
         itemsize, replica_tokens = ITEM_BYTES[config.dtype], self.rows * self.max_length
         tokens = min(config.micro_batch_tokens, replica_tokens)
@@ -90,7 +97,7 @@ class RoleMemory:
         return Footprint(
             weights=itemsize * elements,
             gradients=gradient_bytes(elements),
-            optimizer=optimizer_bytes(elements, config.optimizer, dtype=config.dtype, dp=layout.dp),
+            optimizer=optimizer,
             activations=training_activation_bytes(
                 spec,
                 layout,
@@ -146,7 +153,8 @@ class RunMemory:
         self.roles = {name: role_memory(run.config, model) for name, model in run.models.items()}
         self.itemsize = ITEM_BYTES[self.actor.config.dtype]
         bucket_elements = run.config.rollout.bucket_bytes(cuda=True) // self.itemsize
-        self.plan = plan_reshard(self.actor.spec, self.actor.layout, self.rollout, bucket_elements=bucket_elements)
+        layouts, dtype = (self.actor.layout, self.rollout), self.actor.config.dtype
+        self.plan = plan_reshard(self.actor.spec, *layouts, bucket_elements=bucket_elements, dtype=dtype)
         self.storage_elements = storage_elements(run.config)
         self.holdings = EngineHoldings(
             self.plan, self.actor.spec, itemsize=self.itemsize, bucket_elements=self.storage_elements
@@ -187,7 +195,7 @@ class RunMemory:
                 rows["actor"] = Footprint(held.weights - released, held.gradients, held.optimizer)
             rows["engine"] = Footprint(
                 weights=own,
-                activations=engine_bytes(self.run.config, self.actor.spec, tp=self.rollout.tp, pp=self.rollout.pp),
+                activations=engine_bytes(self.run.config, self.actor.spec, cut=self.rollout.cut, pp=self.rollout.pp),
                 kv_cache=self._kv_cache(rank),
             )
         return rows
@@ -206,11 +214,11 @@ def storage_elements(config: ExperimentConfig) -> int:
     return one_bucket if optimizer.zero1 and optimizer.name == "adam" else 0
 
 
-def engine_bytes(config: ExperimentConfig, actor: ModelSpec, *, tp: int, pp: int) -> int:
+def engine_bytes(config: ExperimentConfig, actor: ModelSpec, *, cut: Cut, pp: int) -> int:
     """What an engine rank takes beside its weights and the KV cache while it generates."""
     activations = engine_activation_bytes(
         actor,
-        tp=tp,
+        cut=cut,
         itemsize=ITEM_BYTES[config.actor.dtype],
         tokens=config.rollout.batched_tokens(config.max_sequence_length, cuda=True),
         sequences=config.rollout.max_num_seqs,
@@ -296,7 +304,8 @@ def _role_report(model: PlacedModel) -> Report:
         "model": str(spec.path),
         "parameters": num_parameters(spec, spec.head),
         "dtype": model.config.dtype,
-        **{axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "dp")},
+        **{axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "dp", "ep")},
+        "etp": layout.expert_tp,
         "sequence_parallel": model.config.sequence_parallel,
         "ranks": shown(layout.ranks),
         "layers_per_stage": [len(layers) for layers in layout.stages(spec.num_layers)],
@@ -308,6 +317,7 @@ def _rollout_report(rollout: RolloutLayout, stages: Stages) -> Report:
     return {
         "tp": rollout.tp,
         "pp": rollout.pp,
+        "expert_parallel": rollout.expert_parallel,
         "replicas": len(rollout.replicas),
         "ranks": shown(rollout.ranks),
         "first_replica": list(rollout.replicas[0]),

@@ -41,8 +41,13 @@ def asks_for(config: ExperimentConfig, name: str) -> bool:
 
 
 def blocks_within(layout: Layout, rollout: RolloutLayout) -> dict[int, list[Block]]:
-    """The blocks that lie within each engine replica; those that lie within none are left out."""
+    """The blocks that lie within each engine replica; those that lie within none are left out.
+
+    There are none where replicas share experts: they compute together, and others of them still generate.
+    """
     found: dict[int, list[Block]] = {}
+    if layout.coupled > 1:
+        return found
     for block in layout.groups("tp", "pp"):
         replicas = {rollout.coordinates(rank).replica if rank in rollout else None for rank in block}
         if len(replicas) == 1 and (replica := replicas.pop()) is not None:

@@ -20,7 +20,7 @@ from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.device import uses_cuda
-from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
+from hybridflow.parallel.layout import Layout, RolloutLayout, Stages, expert_tensor_parallel
 from hybridflow.placement.footprint import ITEM_BYTES
 from hybridflow.recording.trackers import check_trackers
 from hybridflow.reshard.groups import check_engine_stages, engine_stages, rollout_layout, standalone_layout
@@ -65,9 +65,9 @@ class KVCacheSize:
             whole = min(whole, free // 2)
             if whole < self.least:
                 raise ConfigError(
-                    f"rollout.kv_cache_gib is not given, and half of the {free:,} bytes that are free on the rank with "
-                    f"least of them cannot hold one sequence, which takes {self.least:,}: hybridflow.plan shows what "
-                    f"takes memory"
+                    f"rollout.kv_cache_gib is not given, and half of the {free:,} bytes on the rank with the least "
+                    f"free memory cannot hold one sequence of {self.least:,} bytes. `hybridflow plan` shows the memory "
+                    "of each rank"
                 )
         return whole * len(stages[stage]) // max(map(len, stages))
 
@@ -195,6 +195,17 @@ def place_either(config: AnyConfig, world_size: int, *, cuda: bool | None = None
     return place(config, world_size, cuda=cuda)
 
 
+def left_out(config: RunConfig) -> list[str]:
+    """What is in the models' directories and is not loaded, a line each. Errors: CheckpointError as `read_spec`."""
+    specs = {name: read_spec(role.model) for name, role in config.roles().items()}
+    return [
+        f"{name}.model: the last {spec.num_prediction_layers} layers ({spec.traits.prediction_layers_key}) "
+        f"are left out: they guess further tokens, and are neither trained nor exported"
+        for name, spec in specs.items()
+        if spec.num_prediction_layers
+    ]
+
+
 def _specs(config: RunConfig, reasons: Reasons) -> dict[str, ModelSpec]:
     """By role, those that can be read. Roles may share a directory, which is then read once."""
     roles = config.roles()
@@ -216,7 +227,11 @@ def _head(name: str) -> Head:
 def _check_model(name: str, config: RoleConfig, spec: ModelSpec, reasons: Reasons) -> None:
     """Whether the model suits its role and can be cut as it says, on however many ranks."""
     reasons.of(_check_head, name, spec)
-    reasons.of(spec.check_parallel, f"{name}.tensor_parallel_size", config.tensor_parallel_size)
+    tp, ep = config.tensor_parallel_size, config.expert_parallel_size
+    expert_tp = expert_tensor_parallel(tp, ep, config.expert_tensor_parallel_size)
+    reasons.of(spec.check_parallel, f"{name}.tensor_parallel_size", tp)
+    reasons.of(spec.check_experts, f"{name}.expert_parallel_size", ep)
+    reasons.of(spec.check_expert_shares, f"{name}.tensor_parallel_size / expert_parallel_size", expert_tp)
     reasons.of(_check_layers, name, config, spec)
 
 
@@ -241,9 +256,10 @@ def _check_head(name: str, spec: ModelSpec) -> None:
 
 def _check_layers(name: str, config: RoleConfig, spec: ModelSpec) -> None:
     """Raise ConfigError unless the layers go up in the role's pipeline stages and model chunks."""
-    one_replica = range(config.tensor_parallel_size * config.pipeline_parallel_size)
+    tp, etp = config.tensor_parallel_size, config.expert_tensor_parallel_size
+    num_replicas = expert_tensor_parallel(tp, config.expert_parallel_size, etp) * config.expert_parallel_size // tp
     try:
-        config.layout_on(tuple(one_replica)).stages(spec.num_layers)
+        config.layout_on(tuple(range(num_replicas * tp * config.pipeline_parallel_size))).stages(spec.num_layers)
     except ValueError as error:
         keys = {
             "pipeline_parallel_size": None,  # always told
@@ -265,6 +281,11 @@ def _check_engine(config: ExperimentConfig, actor: ModelSpec, reasons: Reasons) 
     if config.rollout.tensor_parallel_size is not None:
         key = "rollout.tensor_parallel_size"
         reasons.of(actor.check_parallel, key, config.rollout.tensor_parallel_size)
+    tp = config.rollout_tensor_parallel_size
+    if config.rollout_expert_parallel:
+        reasons.of(actor.check_experts, "rollout.tensor_parallel_size with rollout.enable_expert_parallel", tp)
+    else:
+        reasons.of(actor.check_expert_shares, "rollout.tensor_parallel_size", tp)
     reasons.of(check_engine_stages, actor.num_layers, config.rollout.pipeline_parallel_size)
 
 
@@ -284,7 +305,12 @@ def _place_engine(
     _check_layers("actor", config.actor, actor)  # the engine is cut where training is
     tp, pp = config.rollout_tensor_parallel_size, config.rollout.pipeline_parallel_size
     ranks = config.rollout_ranks(world_size)
-    layout = rollout_layout(train, tp, pp) if ranks == train.ranks else standalone_layout(ranks, tp, pp)
+    whole = config.rollout_expert_parallel
+    layout = (
+        rollout_layout(train, tp, pp, expert_parallel=whole)
+        if ranks == train.ranks
+        else standalone_layout(ranks, tp, pp, expert_parallel=whole)
+    )
     return layout, engine_stages(actor.num_layers, train, layout)
 
 
@@ -310,10 +336,10 @@ def size_kv_cache(
     if given < needed:
         raise ConfigError(
             f"rollout.kv_cache_gib = {config.rollout.kv_cache_gib:g} ({given:,} bytes) cannot hold one sequence of "
-            f"data.max_prompt_length + sampling.max_response_length = {length} tokens: {num_blocks} blocks "
-            f"({own_blocks} of them vLLM's own) of {block_tokens} tokens x 2 (keys and values) x {num_layers} layers x "
-            f"{num_heads} key/value heads x head_dim {spec.head_dim} x {itemsize} bytes = {needed:,} bytes on an "
-            f"engine rank; the least that fits is {gib_of(needed)}"
+            f"data.max_prompt_length + sampling.max_response_length = {length} tokens. An engine rank needs "
+            f"{num_blocks} blocks ({own_blocks} of them vLLM's own) of {block_tokens} tokens x 2 (keys and values) x "
+            f"{num_layers} layers x {num_heads} key/value heads x head_dim {spec.head_dim} x {itemsize} bytes = "
+            f"{needed:,} bytes. The least value that fits is {gib_of(needed)}"
         )
     return KVCacheSize(given, needed, block_tokens, is_given=True)
 

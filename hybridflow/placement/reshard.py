@@ -42,11 +42,12 @@ class _Local(NamedTuple):
 
     operations: dict[str, Operation]
     held: tuple[tuple[str, int], ...]  # (weight, elements) of the training shards
-    received: dict[tuple[int, int, int], tuple[Parcel, ...]]  # (bucket, pp, tp of the source in training) -> parcels
+    received: dict[tuple[int, TrainingCoordinates], tuple[Parcel, ...]]  # (bucket, source as in `_Kind`) -> parcels
     receive_buffers: Counter[int]  # bucket -> elements
 
 
-_Kind = tuple[bool, int, int, tuple[int, ...] | None]  # of a rank: all that its _Local depends on
+# of a rank: all that its _Local depends on; dp: among the replicas that share a copy of the experts
+_Kind = tuple[bool, TrainingCoordinates, tuple[int, ...] | None]
 
 
 class ReshardForecast:
@@ -86,25 +87,26 @@ class ReshardForecast:
         """All that `_Local` depends on: where it receives from first, its place in its engine."""
         origin, rollout = self._plan.origin(rank), self._plan.rollout
         engine = rollout.coordinates(rank)[1:] if rank in rollout else None
-        return rank in self._plan.train, origin.pp, origin.tp, engine
+        return rank in self._plan.train, origin._replace(dp=origin.dp % self._plan.train.coupled), engine
 
     def _local(self, rank: int) -> _Local:
         key = self._key(rank)
         if key not in self._locals:
             train = self._plan.train
             operations = {o.weight.megatron: o for o in self._plan.operations(rank)}
-            pieces: dict[tuple[int, int, int], list[WeightPiece]] = defaultdict(list)
+            pieces: dict[tuple[int, TrainingCoordinates], list[WeightPiece]] = defaultdict(list)
             for name, operation in operations.items():
                 for source, piece in operation.pieces:
                     if source != rank:
                         at = train.coordinates(source)
-                        pieces[self._bucket[name], at.pp, at.tp].append((operation.weight, piece))
+                        at = at._replace(dp=at.dp % train.coupled)
+                        pieces[self._bucket[name], at].append((operation.weight, piece))
             received = {key: tuple(parcels_of(found)) for key, found in pieces.items()}
             buffers: Counter[int] = Counter()
             for (bucket, *_), parcels in received.items():
                 buffers[bucket] += sum(_elements(parcel) for parcel in parcels if not self._lands(parcel, operations))
             weights = self._plan.trained_weights(rank)
-            held = tuple((w.megatron, prod(shard_shape(w, self._spec, train.tp))) for w in weights)
+            held = tuple((w.megatron, prod(shard_shape(w, self._spec, train.cut))) for w in weights)
             self._locals[key] = _Local(operations, held, received, buffers)
         return self._locals[key]
 
@@ -116,21 +118,23 @@ class ReshardForecast:
     def _send_buffers(self) -> Mapping[int, Mapping[int, dict[Content, int]]]:
         """rank -> bucket -> what it must pack to send -> its elements; what several peers get is packed once."""
         found: dict[int, dict[int, dict[Content, int]]] = defaultdict(lambda: defaultdict(dict))
-        packed: dict[tuple[_Kind, int, int, int], list[tuple[Content, int]]] = {}
+        packed: dict[tuple[_Kind, int, TrainingCoordinates], list[tuple[Content, int]]] = {}
+        train = self._plan.train
         for rank in self.ranks:
             dp = self._plan.origin(rank).dp
-            for (bucket, pp, tp), parcels in self._local_of[rank].received.items():
-                key = (self._key(rank), bucket, pp, tp)
+            for (bucket, source), parcels in self._local_of[rank].received.items():
+                key = (self._key(rank), bucket, source)
                 if key not in packed:
                     packed[key] = [
                         (content(parcel), _elements(parcel)) for parcel in parcels if not self._is_whole(parcel)
                     ]
-                found[self._plan.train.rank_at(TrainingCoordinates(tp, dp, pp))][bucket].update(packed[key])
+                at = source._replace(dp=dp - dp % train.coupled + source.dp)
+                found[train.rank_at(at)][bucket].update(packed[key])
         return found
 
     def _is_whole(self, parcel: Parcel) -> bool:
-        shape = shard_shape(parcel[0][0], self._spec, self._plan.train.tp)
-        return is_sent_in_place(parcel, shape[1] if len(shape) == 2 else 1)
+        shape = shard_shape(parcel[0][0], self._spec, self._plan.train.cut)
+        return is_sent_in_place(parcel, shape[-1] if len(shape) > 1 else 1)
 
     def _memory(self, local: _Local, sent: tuple[int, ...]) -> ReshardMemory:
         storages = _cut(tuple(reversed(local.held)), self._bucket_elements)
@@ -200,7 +204,7 @@ class EngineHoldings:
     def standing(self, rank: int) -> _Kind:
         """All that `of` depends on."""
         origin, engine = self._plan.origin(rank), self._plan.rollout.coordinates(rank)
-        return rank in self._plan.train, origin.pp, origin.tp, engine[1:]
+        return rank in self._plan.train, origin._replace(dp=origin.dp % self._plan.train.coupled), engine[1:]
 
     def _count(self, rank: int) -> tuple[int, int]:
         outlines = self._plan.outlines(rank)
@@ -218,10 +222,10 @@ class EngineHoldings:
     def _storages(self, rank: int) -> list[list[tuple[str, int]]]:
         if rank not in self._plan.train:
             return []
-        stage, tp = self._plan.train.coordinates(rank).pp, self._plan.train.tp
+        stage = self._plan.train.coordinates(rank).pp
         if stage not in self._storages_of:
-            weights = reversed(self._plan.trained_weights(rank))
-            held = tuple((weight.megatron, prod(shard_shape(weight, self._spec, tp))) for weight in weights)
+            weights, cut = reversed(self._plan.trained_weights(rank)), self._plan.train.cut
+            held = tuple((weight.megatron, prod(shard_shape(weight, self._spec, cut))) for weight in weights)
             self._storages_of[stage] = _cut(held, self._bucket_elements)
         return self._storages_of[stage]
 

@@ -18,6 +18,7 @@ from hybridflow.architecture.shards import Split
 from hybridflow.architecture.weights import Weight, embedding, head_weights, layer_weights, staged_weights, table_of
 from hybridflow.batch import balanced_partition
 from hybridflow.config import CheckpointConfig, OptimizerConfig, TrainedRoleConfig
+from hybridflow.parallel.layout import GROUPS, Group, TrainingCoordinates
 from hybridflow.placement.footprint import ITEM_BYTES, optimizer_bytes
 from hybridflow.placement.placed import PlacedModel
 
@@ -39,7 +40,7 @@ def written_bytes(model: PlacedModel, *, bucket_bytes: int | None) -> dict[int, 
     stages = [_Stage(model, stage, bucket_bytes) for stage in range(layout.pp)]
     for rank in layout.ranks:
         at = layout.coordinates(rank)
-        found[rank] = stages[at.pp].bytes_of(at.dp, is_first_of_tp=at.tp == 0)
+        found[rank] = stages[at.pp].bytes_of(at)
     if isinstance(model.config, TrainedRoleConfig):
         found[layout.ranks[0]] += STEPS_BYTES
     return found
@@ -69,14 +70,15 @@ class _Stage:
     number: int
     bucket_bytes: int | None
 
-    def bytes_of(self, dp_rank: int, *, is_first_of_tp: bool) -> int:
+    def bytes_of(self, at: TrainingCoordinates) -> int:
         """What a rank of this stage writes."""
         total = 0
         for i, weight in enumerate(self._weights):
-            if weight == self._copy or (weight.split is Split.REPLICATED and not is_first_of_tp):
+            if weight == self._copy or (weight.split is Split.REPLICATED and at.tp > 0):
                 continue
-            own = self._sizes[weight] if i in self._dealt[dp_rank] else 0
-            state = self._shares[weight][dp_rank] if self._zero1 else own
+            copy = self.model.layout.copy_index(weight.group, at)
+            own = self._sizes[weight] if i in self._dealt[weight.group][copy] else 0
+            state = self._shares[weight][copy] if self._zero1 else own
             total += self._itemsize * own + self._state_bytes * state
         return total
 
@@ -120,35 +122,51 @@ class _Stage:
 
     @cached_property
     def _sizes(self) -> Mapping[Weight, int]:
-        return {weight: prod(shard_shape(weight, self.model.spec, self.model.layout.tp)) for weight in self._weights}
+        return {weight: prod(shard_shape(weight, self.model.spec, self.model.layout.cut)) for weight in self._weights}
 
     @cached_property
-    def _dealt(self) -> list[set[int]]:
-        """The weights that each replica writes."""
-        sizes = [self._sizes[weight] for weight in self._weights]
-        return [set(rows) for rows in balanced_partition(sizes, self.model.layout.dp)]
+    def _dealt(self) -> Mapping[Group, list[set[int]]]:
+        """The weights that the holders of each copy write."""
+        found: dict[Group, list[set[int]]] = {}
+        for group in GROUPS:
+            numbers = [i for i, weight in enumerate(self._weights) if weight.group == group]
+            sizes = [self._sizes[self._weights[i]] for i in numbers]
+            dealt = balanced_partition(sizes, self.model.layout.copies(group))
+            found[group] = [{numbers[i] for i in part} for part in dealt]
+        return found
 
     @cached_property
     def _shares(self) -> Mapping[Weight, list[int]]:
-        """With ZeRO-1: the elements of each weight whose state each replica holds."""
+        """With ZeRO-1: the elements of each weight whose state the holders of each copy have."""
         found: dict[Weight, list[int]] = {}
         elements = None if self.bucket_bytes is None else self.bucket_bytes // self._itemsize
         tied = self.model.spec.tied and self.model.head == "lm" and self.model.layout.pp > 1
         for chunk in self._registered():
-            alone = {i for i, weight in enumerate(chunk) if tied and weight == embedding(self.model.spec)}
-            sizes = [self._sizes[weight] for weight in chunk]
-            shares = zero1_shares(sizes, alone=alone, bucket_elements=elements, dp=self.model.layout.dp)
-            found |= dict(zip(chunk, shares, strict=True))
+            for buffer, copies in self._buffers(chunk):
+                alone = {i for i, weight in enumerate(buffer) if tied and weight == embedding(self.model.spec)}
+                sizes = [self._sizes[weight] for weight in buffer]
+                shares = zero1_shares(sizes, alone=alone, bucket_elements=elements, dp=copies)
+                found |= dict(zip(buffer, shares, strict=True))
         return found
+
+    def _buffers(self, chunk: list[Weight]) -> Iterator[tuple[list[Weight], int]]:
+        """(weights, holders of copies) of megatron's buffers: experts that replicas share have their own."""
+        layout = self.model.layout
+        if layout.coupled == 1:
+            yield chunk, layout.dp
+            return
+        for group in GROUPS:
+            yield [weight for weight in chunk if weight.group == group], layout.copies(group)
 
     def _registered(self) -> Iterator[list[Weight]]:
         """The weights of each model chunk, in megatron's order."""
         spec = self.model.spec
         chunks = self.model.layout.chunks(spec.num_layers)[self.number]
-        table, in_layer = table_of(spec), sorted(layer_weights(spec), key=_registered_at)
+        table = table_of(spec)
+        in_layer = {kind: sorted(layer_weights(spec, kind), key=_registered_at) for kind in spec.layer_kinds}
         for i, layers in enumerate(chunks):
             weights = list(table.embeddings) if self.number == i == 0 else []
-            weights += [weight.for_layer(layer) for layer in layers for weight in in_layer]
+            weights += [weight.for_layer(layer) for layer in layers for weight in in_layer[spec.layer_kind(layer)]]
             if self._is_last and i == len(chunks) - 1:
                 weights += [*table.final, *head_weights(spec, self.model.head)]
                 weights += [] if self._copy is None else [self._copy]

@@ -26,13 +26,17 @@ def write_layout(run_dir: Path, world_size: int, roles: Mapping[str, Layout], ro
     tree = {
         "world_size": world_size,
         "roles": {name: _tree(layout) for name, layout in roles.items()},
-        "rollout": rollout and {"tp": rollout.tp, "pp": rollout.pp, "replicas": rollout.replicas},
+        "rollout": rollout and _fields(rollout, "tp pp replicas expert_parallel"),
     }
     replace_file(run_dir / LAYOUT, [json.dumps(tree).encode() + b"\n"])
 
 
 def _tree(layout: Layout) -> dict[str, Any]:
-    return {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "vpp": layout.vpp, "ranks": layout.ranks}
+    return _fields(layout, "tp pp dp vpp ranks ep etp")
+
+
+def _fields(layout: Layout | RolloutLayout, names: str) -> dict[str, Any]:
+    return {name: getattr(layout, name) for name in names.split()}
 
 
 def read_layout(run_dir: Path) -> RunLayout | None:
@@ -44,7 +48,7 @@ def read_layout(run_dir: Path) -> RunLayout | None:
         tree = parse_json(file.read_bytes(), "")
         roles = {name: Layout(**its | {"ranks": tuple(its["ranks"])}) for name, its in tree["roles"].items()}
         engine = tree["rollout"]
-        rollout = engine and RolloutLayout(engine["tp"], engine["pp"], tuple(map(tuple, engine["replicas"])))
+        rollout = engine and RolloutLayout(**engine | {"replicas": tuple(map(tuple, engine["replicas"]))})
         return RunLayout(tree["world_size"], roles, rollout)
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError, UserError) as error:
         raise RunDirError(f"{file}: is damaged: {error}") from error

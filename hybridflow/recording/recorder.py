@@ -173,7 +173,7 @@ class WritingRecorder(Recorder):
     def lost(self, iteration: int, reason: str, tensors: Mapping[str, Tensor]) -> None:
         written = dump_batch(self._config.run_dir, f"nonfinite_{iteration:06d}", tensors)
         self._metrics.write(iteration, {"train/lost_to_nonfinite": 1.0})
-        self.message(f"iteration {iteration}: {reason}; no step was taken of it, the batch is in {written}")
+        self.message(f"iteration {iteration}: {reason}; the iteration took no step, and its batch is in {written}")
 
     def iteration(self, done: Iteration) -> None:
         super().iteration(done)

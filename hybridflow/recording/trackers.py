@@ -54,7 +54,7 @@ def open_trackers(config: RunConfig, *, goes_on: bool, say: Say) -> "list[WandbR
     return trackers
 
 
-class Place:
+class ServiceState:
     """Where a run stands at a service: its name there, and the last iteration that was sent. None, -1: nowhere yet."""
 
     def __init__(self, file: Path, *, goes_on: bool) -> None:
@@ -84,7 +84,7 @@ class WandbRun:
     def __init__(self, config: RunConfig, wandb: WandbConfig, *, goes_on: bool, say: Say) -> None:
         import wandb as package
 
-        self._place = Place(config.run_dir / "wandb.json", goes_on=goes_on)
+        self._place = ServiceState(config.run_dir / "wandb.json", goes_on=goes_on)
         self._say, self._lost, self._errors = say, False, (package.Error, OSError)
         try:
             self._run = package.init(
@@ -134,7 +134,7 @@ class MlflowRun:
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
-        self._place = Place(config.run_dir / "mlflow.json", goes_on=goes_on)
+        self._place = ServiceState(config.run_dir / "mlflow.json", goes_on=goes_on)
         self._error: type[Exception] = MlflowException
         self._say, self._waiting, self._retry_at = say, list[tuple[int, int, Values]](), 0.0
         try:

@@ -86,7 +86,7 @@ def _without_end(run: RunRecord, at: str) -> tuple[str, str]:
         return "running", f"{at} is done"
     if run.is_running is None:
         ago = span(run.read_at - run.last_sign)
-        return "unknown", f"{at} was written {ago} before this page; whether the run goes on cannot be seen from here"
+        return "unknown", f"{at} was written {ago} before this page; this page cannot show whether the run continues"
     return "failed", f"after {at}: the process has ended without saying why"
 
 

@@ -123,7 +123,8 @@ def _role(name: str, layout: Layout) -> dict[str, Any]:
         at = layout.coordinates(rank)
         replicas[at.dp][at.pp][at.tp] = rank
     chunks = f", {layout.vpp} model chunks a stage" if layout.vpp > 1 else ""
-    sizes = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}{chunks}"
+    experts = f", ep {layout.ep}" if layout.ep > 1 else ""
+    sizes = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}{experts}{chunks}"
     return {"name": name, "sizes": sizes, "replicas": replicas}
 
 

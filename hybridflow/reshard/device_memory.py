@@ -109,7 +109,7 @@ class DeviceMemory:
         one = Reserved(1, self)
         one.map()
         if one.tensor().fill_(1).item() != 1:
-            raise RuntimeError("a page does not hold what was written to it")
+            raise RuntimeError("a page of mapped memory does not hold the written value")
         one.unmap()
 
     def reserve(self, size: int) -> int:

@@ -88,7 +88,7 @@ class WeightReshard:
         self._own = {name: tensor for step in self._steps for name, tensor in step.memory.tensors.items()}
         assert moved <= self._own.keys(), "the engine has a view of a training storage that is released meanwhile"
         self._engine = {o.weight.engine: self._engine_tensor(o) for o in operations.values()}
-        self._elsewhere = {weight.engine for bucket in plan.buckets for weight in bucket}
+        self._elsewhere = {w.engine: self._dtype_of(w) for bucket in plan.buckets for w in bucket}
         if EMBEDDING in operations:  # a tied head is the embedding
             self._engine.setdefault(LM_HEAD.engine, self._engine[operations[EMBEDDING].weight.engine])
         self._live = self._peak = sum(storage.nbytes() for storage in storages(self._weights.values()))
@@ -100,7 +100,7 @@ class WeightReshard:
         Empty where another pipeline stage of the engine holds it: some models make all their parameters on every stage.
         """
         if name not in self._engine and name in self._elsewhere:
-            return torch.empty(0, dtype=self._dtype, device=self._device)
+            return torch.empty(0, dtype=self._elsewhere[name], device=self._device)
         return self._engine[name]
 
     def to_engine(self) -> ReshardCost:
@@ -118,7 +118,7 @@ class WeightReshard:
     ) -> "_Step":
         """operations: of the bucket's weights that the engine has here."""
         own = [o for o in operations if o.way is Way.GATHER or o.weight.megatron in moved]
-        memory = OwnMemory(own, self._dtype, self._device, self._space)
+        memory = OwnMemory(own, self._dtype_of(bucket[0]), self._device, self._space)
         contents, sends = self._sends(traffic.sends)
         receives = [
             (message.peer, [_target(memory.tensors[weight.megatron], piece) for weight, piece in parcel])
@@ -127,6 +127,10 @@ class WeightReshard:
         ]
         memory.release()
         return _Step([weight.megatron for weight in bucket], memory, receives, contents, sends)
+
+    def _dtype_of(self, weight: Weight) -> torch.dtype:
+        """Alike in a bucket."""
+        return torch.float32 if weight.float32 else self._dtype
 
     def _engine_tensor(self, operation: Operation) -> Tensor:
         name, view = operation.weight.megatron, operation.view

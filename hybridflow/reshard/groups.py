@@ -18,7 +18,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Layout, RolloutLayout, Stages, TrainingCoordinates
 
 
-def rollout_layout(train: Layout, tp: int, pp: int) -> RolloutLayout:
+def rollout_layout(train: Layout, tp: int, pp: int, *, expert_parallel: bool = False) -> RolloutLayout:
     """Engine replicas of pp x tp ranks over all training ranks, by first rank.
 
     Errors: ConfigError where tp x pp does not divide the number of ranks.
@@ -26,19 +26,19 @@ def rollout_layout(train: Layout, tp: int, pp: int) -> RolloutLayout:
     check_engine_sizes(tp, pp, len(train.ranks))
     factors = _factors(train, tp, pp)
     if factors is None:
-        return _blocks(train.ranks, tp, pp)
+        return _blocks(train.ranks, tp, pp, expert_parallel)
     replicas: dict[tuple[int, ...], dict[tuple[int, int], int]] = {}
     for rank in train.ranks:
         replica, within = _replica_and_place(train.coordinates(rank), factors)
         replicas.setdefault(replica, {})[within] = rank
     found = [tuple(rank for _, rank in sorted(ranks.items())) for ranks in replicas.values()]
-    return _ascending(RolloutLayout(tp, pp, tuple(sorted(found))))
+    return _ascending(RolloutLayout(tp, pp, tuple(sorted(found)), expert_parallel))
 
 
-def standalone_layout(ranks: tuple[int, ...], tp: int, pp: int) -> RolloutLayout:
+def standalone_layout(ranks: tuple[int, ...], tp: int, pp: int, *, expert_parallel: bool = False) -> RolloutLayout:
     """Engine replicas over ranks of their own: neighbours together. Errors: as `rollout_layout`."""
     check_engine_sizes(tp, pp, len(ranks))
-    return _blocks(ranks, tp, pp)
+    return _blocks(ranks, tp, pp, expert_parallel)
 
 
 def check_engine_stages(num_layers: int, pp: int) -> None:
@@ -125,9 +125,9 @@ def _replica_and_place(at: TrainingCoordinates, factors: _Factors) -> tuple[tupl
     return (pp_rest, dp_rest, tp_rest), (pp_rank, tp_rank)
 
 
-def _blocks(ranks: tuple[int, ...], tp: int, pp: int) -> RolloutLayout:
-    size = tp * pp
-    return _ascending(RolloutLayout(tp, pp, tuple(ranks[i : i + size] for i in range(0, len(ranks), size))))
+def _blocks(ranks: tuple[int, ...], tp: int, pp: int, expert_parallel: bool) -> RolloutLayout:
+    replicas = tuple(ranks[i : i + tp * pp] for i in range(0, len(ranks), tp * pp))
+    return _ascending(RolloutLayout(tp, pp, replicas, expert_parallel))
 
 
 def _ascending(rollout: RolloutLayout) -> RolloutLayout:

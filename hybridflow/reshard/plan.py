@@ -5,13 +5,14 @@
               way before training goes on
     gather    other ranks hold some: exactly those are received, in buckets; the rest is copied from the own shard
 
-A rank of the training layout receives from its own data-parallel replica, so each replica serves itself. Ranks that
-only generate are dealt out over the replicas. What a rank does depends on few coordinates and layers are alike: sums
-over all ranks and weights are counted by kind of weight and by standing, never one by one.
+A rank of the training layout receives from its own data-parallel replica, so each replica serves itself; of experts
+from the replicas that share its copy of them. Ranks that only generate are dealt out over the replicas. What a rank
+does depends on few coordinates and many layers are alike: sums over all ranks and weights are counted by kind of weight
+and by standing, never one by one.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -20,7 +21,7 @@ from typing import NamedTuple
 from hybridflow.architecture.shards import training_shard
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import Weight
-from hybridflow.parallel.layout import Layout, RolloutCoordinates, RolloutLayout, TrainingCoordinates
+from hybridflow.parallel.layout import Layout, Place, RolloutCoordinates, RolloutLayout, TrainingCoordinates
 from hybridflow.reshard.groups import engine_stages
 from hybridflow.reshard.packing import WeightPiece
 from hybridflow.reshard.slices import (
@@ -87,7 +88,7 @@ class _Standing(NamedTuple):
     """All that a rank's counts depend on."""
 
     engine: tuple[int, int] | None  # its pp, tp
-    origin: tuple[int, int]  # pp, tp in training
+    origin: TrainingCoordinates  # dp: among the replicas that share a copy of the experts
     trains: bool
 
 
@@ -95,16 +96,23 @@ class _Counts(NamedTuple):
     engine: int
     overlap: int
     permuted: int
-    sources: dict[tuple[int, int], int]  # training (pp, tp) -> elements of the engine's shards from there
+    sources: dict[TrainingCoordinates, int]  # as `_Standing.origin` -> elements of the engine's shards from there
 
 
 class ReshardPlan:
     """Who sends what to whom; the same on every rank. Made by `plan_reshard`."""
 
     def __init__(
-        self, train: Layout, rollout: RolloutLayout, table: tuple[PlannedWeight, ...], bucket_elements: int
+        self,
+        train: Layout,
+        rollout: RolloutLayout,
+        table: tuple[PlannedWeight, ...],
+        bucket_elements: int,
+        *,
+        two_dtypes: bool = False,
     ) -> None:
         self.train, self.rollout = train, rollout
+        self._two_dtypes = two_dtypes
         self._table = table
         self._bucket_elements = bucket_elements
         self._counts: dict[_Standing, _Counts] = {}
@@ -112,7 +120,11 @@ class ReshardPlan:
 
     @cached_property
     def _buckets(self) -> tuple[tuple[PlannedWeight, ...], ...]:
-        return fill_buckets(self._table, self.train, self.rollout, self._bucket_elements)
+        groups: tuple[tuple[PlannedWeight, ...], ...] = (self._table,)
+        if self._two_dtypes:  # a bucket is of one: those that are float32 in any model come last
+            groups = tuple(tuple(w for w in self._table if w.weight.float32 is which) for which in (False, True))
+        filled = (fill_buckets(each, self.train, self.rollout, self._bucket_elements) for each in groups if each)
+        return tuple(bucket for buckets in filled for bucket in buckets)
 
     @property
     def buckets(self) -> tuple[tuple[Weight, ...], ...]:
@@ -126,15 +138,24 @@ class ReshardPlan:
     @cached_property
     def is_in_place(self) -> bool:
         """Whether on every rank the engine's weights lie in the trainer's memory: their addresses then never change."""
-        corners = {(self.origin(rank), self._generating[rank], rank in self.train) for rank in self._generating}
+        corners = {self._standing(rank) for rank in self._generating}
         return all(
-            trains
-            and origin.pp in kind.training
-            and arrangement_of(kind.matrix, self.train.tp, origin.tp, self.rollout.tp, engine.tp) is not None
-            for origin, engine, trains in corners
+            at.trains
+            and at.origin.pp in kind.training
+            and arrangement_of(kind.matrix, *self._corner(kind, at.origin, at.engine[1])) is not None
+            for at in corners
             for kind in self._kinds
-            if engine.pp in kind.engine
+            if at.engine is not None and at.engine[0] in kind.engine
         )
+
+    def _standing(self, rank: int) -> _Standing:
+        engine, origin = self._generating.get(rank), self.origin(rank)
+        within = origin._replace(dp=origin.dp % self.train.coupled)
+        return _Standing(None if engine is None else (engine.pp, engine.tp), within, rank in self.train)
+
+    def _corner(self, kind: Kind, origin: TrainingCoordinates, engine_tp: int) -> tuple[Place, Place]:
+        """Where a rank stands in training and in the engine, as far as a kind of weight depends on it."""
+        return self.train.place(kind.group, origin), self.rollout.place(kind.group, engine_tp)
 
     def operations(self, rank: int) -> tuple[Operation, ...]:
         """How each of the engine's shards on `rank` comes about, in table order; none outside the rollout."""
@@ -142,10 +163,9 @@ class ReshardPlan:
 
     def outlines(self, rank: int) -> dict[str, Outline]:
         """By megatron's name of the weight: what `operations` say but for the pieces, which take long to find."""
-        engine = self._generating.get(rank)
-        at = _Standing(engine and _stage_and_tp(engine), _stage_and_tp(self.origin(rank)), rank in self.train)
+        at = self._standing(rank)
         found: dict[str, Outline] = {}
-        for kind, names in self._names.get(-1 if engine is None else engine.pp, {}).items():
+        for kind, names in self._names.get(-1 if at.engine is None else at.engine[0], {}).items():
             found |= dict.fromkeys(names, self._outline(kind, at, rank))
         return found
 
@@ -161,13 +181,13 @@ class ReshardPlan:
     def _outline(self, kind: Kind, at: _Standing, rank: int) -> Outline:
         if (kind, at) not in self._outlined:
             assert at.engine is not None, f"rank {rank} has no engine"
-            corner = (kind.matrix, self.train.tp, at.origin[1], self.rollout.tp, at.engine[1])
+            own, wanted = self._corner(kind, at.origin, at.engine[1])
             trains = self._trains(rank, kind)
-            held = training_shard(*corner[:3]).num_elements
+            held = training_shard(kind.matrix, own).num_elements
             self._outlined[kind, at] = Outline(
-                _way(arrangement_of(*corner) if trains else None),
-                engine_shard(kind.matrix, self.rollout.tp, at.engine[1]).num_elements,
-                trains and overlap_elements(*corner) == held,
+                _way(arrangement_of(kind.matrix, own, wanted) if trains else None),
+                engine_shard(kind.matrix, wanted).num_elements,
+                trains and overlap_elements(kind.matrix, own, wanted) == held,
             )
         return self._outlined[kind, at]
 
@@ -187,10 +207,13 @@ class ReshardPlan:
     def received_elements(self, rank: int) -> int:
         """Of the pieces that other ranks send."""
         sources = self._count(rank).sources
-        return sum(sources.values()) - (sources.get(_stage_and_tp(self.origin(rank)), 0) if rank in self.train else 0)
+        return sum(sources.values()) - (sources.get(self._standing(rank).origin, 0) if rank in self.train else 0)
 
-    def sources(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """(pp, tp) in training of all that the engine's shards of `rank` come from, itself too if it has some."""
+    def sources(self, rank: int) -> tuple[TrainingCoordinates, ...]:
+        """Where in training all that the engine's shards of `rank` come from is, itself too if it has some.
+
+        dp: among the replicas that share a copy of the experts.
+        """
         return tuple(self._count(rank).sources)
 
     def sent_elements(self, rank: int) -> int:
@@ -202,11 +225,37 @@ class ReshardPlan:
         return counts.engine - counts.overlap
 
     def _count(self, rank: int) -> _Counts:
-        engine = self._generating.get(rank)
-        standing = _Standing(engine and _stage_and_tp(engine), _stage_and_tp(self.origin(rank)), rank in self.train)
+        standing = self._standing(rank)
         if standing not in self._counts:
-            self._counts[standing] = _count(standing, self._kinds, self.train.tp, self.rollout.tp)
+            self._counts[standing] = self._counted(standing)
         return self._counts[standing]
+
+    def _counted(self, at: _Standing) -> _Counts:
+        engine = overlap = permuted = 0
+        sources: Counter[TrainingCoordinates] = Counter()
+        for kind, number in self._kinds.items():
+            trains = at.trains and at.origin.pp in kind.training
+            if at.engine is None or at.engine[0] not in kind.engine:
+                continue
+            own, wanted = self._corner(kind, at.origin, at.engine[1])
+            engine += number * engine_shard(kind.matrix, wanted).num_elements
+            overlap += trains * number * overlap_elements(kind.matrix, own, wanted)
+            if trains and _way(arrangement_of(kind.matrix, own, wanted)) is Way.PERMUTE:
+                permuted += number * training_shard(kind.matrix, own).num_elements
+            for source, piece in self._sources_of(kind, at.origin, at.engine[1]):
+                sources[source] += number * piece.num_elements
+        return _Counts(engine, overlap, permuted, sources)
+
+    def _sources_of(
+        self, kind: Kind, origin: TrainingCoordinates, engine_tp: int
+    ) -> Iterator[tuple[TrainingCoordinates, Piece]]:
+        """(where in training, piece) that make up an engine shard of a rank that receives from `origin` first."""
+        train, group = self.train, kind.group
+        near = train.place_index(group, origin)
+        stage = origin._replace(pp=_source_stage(kind, origin.pp))
+        wanted = self.rollout.place(group, engine_tp)
+        for index, piece in sources_of(kind.matrix, train.places(group), near, wanted):
+            yield train.holder(group, index, stage), piece
 
     @cached_property
     def _kinds(self) -> Counter[Kind]:
@@ -216,11 +265,12 @@ class ReshardPlan:
     def _sent_elements(self) -> Counter[int]:
         sent: Counter[int] = Counter()
         for receiver in self._generating:
-            dp = self.origin(receiver).dp
-            for (pp, tp), elements in self._count(receiver).sources.items():
-                sent[self.train.rank_at(TrainingCoordinates(tp, dp, pp))] += elements
+            standing, sources = self._standing(receiver), self._count(receiver).sources
+            first = self.origin(receiver).dp - standing.origin.dp  # of the replicas that share a copy of the experts
+            for source, elements in sources.items():
+                sent[self.train.rank_at(source._replace(dp=first + source.dp))] += elements
             if receiver in self.train:  # its own pieces
-                sent[receiver] -= self._count(receiver).sources.get(_stage_and_tp(self.origin(receiver)), 0)
+                sent[receiver] -= sources.get(standing.origin, 0)
         return sent
 
     # -------------------------------------------------------------------------------------- coordinates
@@ -237,10 +287,10 @@ class ReshardPlan:
 
     @cached_property
     def _receivers(self) -> dict[int, list[int]]:
-        """The engine ranks that each data-parallel replica serves."""
+        """The engine ranks that the replicas of each copy of the experts serve."""
         found = defaultdict(list)
         for rank in self.rollout.ranks:
-            found[self.origin(rank).dp].append(rank)
+            found[self.origin(rank).dp // self.train.coupled].append(rank)
         return found
 
     def origin(self, rank: int) -> TrainingCoordinates:
@@ -258,16 +308,14 @@ class ReshardPlan:
     def _pieces(self, kind: Kind, receiver: int) -> Sources:
         """(source rank, piece) of the engine's shard."""
         origin, engine = self.origin(receiver), self._generating[receiver]
-        stage = _source_stage(kind, origin.pp)
-        sources = sources_of(kind.matrix, self.train.tp, origin.tp, self.rollout.tp, engine.tp)
-        return tuple((self.train.rank_at(TrainingCoordinates(tp, origin.dp, stage)), piece) for tp, piece in sources)
+        return tuple((self.train.rank_at(at), piece) for at, piece in self._sources_of(kind, origin, engine.tp))
 
     def _operation(self, entry: PlannedWeight, rank: int) -> Operation:
         kind, origin, engine = entry.kind, self.origin(rank), self._generating[rank]
-        corner = (kind.matrix, self.train.tp, origin.tp, self.rollout.tp, engine.tp)
+        own, wanted = self._corner(kind, origin, engine.tp)
         trains = self._trains(rank, kind)
-        found = arrangement_of(*corner) if trains else None
-        target, held = engine_shard(kind.matrix, self.rollout.tp, engine.tp), training_shard(*corner[:3])
+        found = arrangement_of(kind.matrix, own, wanted) if trains else None
+        target, held = engine_shard(kind.matrix, wanted), training_shard(kind.matrix, own)
         return Operation(
             weight=entry.weight,
             way=_way(found),
@@ -275,7 +323,7 @@ class ReshardPlan:
             order=found.order if found else (),
             view=found.view if found else None,
             pieces=self._pieces(kind, rank),
-            contains_training_shard=trains and overlap_elements(*corner) == held.num_elements,
+            contains_training_shard=trains and overlap_elements(kind.matrix, own, wanted) == held.num_elements,
         )
 
     def _messages(
@@ -299,7 +347,7 @@ class ReshardPlan:
             return ()
         return tuple(
             (receiver, piece)
-            for receiver in self._receivers[self.origin(rank).dp]
+            for receiver in self._receivers[self.origin(rank).dp // self.train.coupled]
             if receiver != rank and self._generates(receiver, kind)
             for source, piece in self._pieces(kind, receiver)
             if source == rank
@@ -307,17 +355,23 @@ class ReshardPlan:
 
 
 def plan_reshard(
-    spec: ModelSpec, train: Layout, rollout: RolloutLayout, *, bucket_elements: int = BUCKET_ELEMENTS
+    spec: ModelSpec,
+    train: Layout,
+    rollout: RolloutLayout,
+    *,
+    bucket_elements: int = BUCKET_ELEMENTS,
+    dtype: str = "float32",
 ) -> ReshardPlan:
     """The plan from training in `train` to engines in `rollout`, over the same ranks, over others, or partly.
 
     bucket_elements: what a bucket may add to the engine's memory of any rank, and what it may take of the training
-    shards of any; a larger weight is a bucket of its own.
+    shards of any; a larger weight is a bucket of its own. dtype: of the model.
     Errors: ConfigError where the layers do not fill the engine's stages. Else the layouts must fit the model
     (`check_rollout`, `ModelSpec.check_parallel`).
     """
     stages = train.stages(spec.num_layers), engine_stages(spec.num_layers, train, rollout)
-    return ReshardPlan(train, rollout, weight_table(spec, *stages), bucket_elements)
+    two_dtypes = dtype != "float32"
+    return ReshardPlan(train, rollout, weight_table(spec, *stages), bucket_elements, two_dtypes=two_dtypes)
 
 
 def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
@@ -338,10 +392,6 @@ def _dealt_origin(engine: RolloutCoordinates, train: Layout, rollout: RolloutLay
     return TrainingCoordinates((engine.tp + turn) % train.tp, dp, (engine.pp + turn) % train.pp)
 
 
-def _stage_and_tp(where: TrainingCoordinates | RolloutCoordinates) -> tuple[int, int]:
-    return where.pp, where.tp
-
-
 def _source_stage(kind: Kind, near: int) -> int:
     """The training stage to take a weight from: the receiver's own, or by turns where two hold it (tied embedding)."""
     return near if near in kind.training else kind.training[near % len(kind.training)]
@@ -351,21 +401,3 @@ def _way(found: Arrangement | None) -> Way:
     if found is None:
         return Way.GATHER
     return Way.PERMUTE if found.order else Way.ALIAS
-
-
-def _count(standing: _Standing, kinds: Counter[Kind], tp: int, rollout_tp: int) -> _Counts:
-    engine = overlap = permuted = 0
-    sources: Counter[tuple[int, int]] = Counter()
-    near_pp, near_tp = standing.origin
-    for kind, number in kinds.items():
-        trains = standing.trains and near_pp in kind.training
-        if standing.engine is None or standing.engine[0] not in kind.engine:
-            continue
-        corner = (kind.matrix, tp, near_tp, rollout_tp, standing.engine[1])
-        engine += number * engine_shard(kind.matrix, rollout_tp, standing.engine[1]).num_elements
-        overlap += trains * number * overlap_elements(*corner)
-        if trains and _way(arrangement_of(*corner)) is Way.PERMUTE:
-            permuted += number * training_shard(kind.matrix, tp, near_tp).num_elements
-        for source_tp, piece in sources_of(*corner):
-            sources[_source_stage(kind, near_pp), source_tp] += number * piece.num_elements
-    return _Counts(engine, overlap, permuted, sources)

@@ -10,6 +10,7 @@ from math import gcd
 from typing import NamedTuple
 
 from hybridflow.architecture.shards import Interval, Matrix, Shard, Split, cached, common, joined, share, training_shard
+from hybridflow.parallel.layout import Place
 
 
 class Piece(NamedTuple):
@@ -55,10 +56,11 @@ class Arrangement:
 
 
 @cached
-def engine_shard(matrix: Matrix, tp: int, tp_rank: int) -> Shard:
-    """What the engine's rank `tp_rank` of `tp` needs, in its order."""
+def engine_shard(matrix: Matrix, place: Place) -> Shard:
+    """What the engine's rank at `place` needs, in its order."""
     if matrix.split is not Split.QKV:
-        return training_shard(matrix._replace(split=matrix.engine_split or matrix.split), tp, tp_rank)
+        return training_shard(matrix._replace(split=matrix.engine_split or matrix.split), place)
+    tp, tp_rank = place.tp, place.tp_rank
     queries = matrix.num_heads // matrix.num_kv_heads  # of a group
     group, dim = (queries + 2) * matrix.head_dim, matrix.head_dim
     q = [h // queries * group + h % queries * dim for h in range(*share(matrix.num_heads, tp, tp_rank))]
@@ -79,9 +81,9 @@ def _kv_heads(num_kv_heads: int, tp: int, tp_rank: int) -> Interval:
 
 
 @cached
-def pieces_of(matrix: Matrix, tp: int, tp_rank: int, rollout_tp: int, rollout_tp_rank: int) -> tuple[Piece, ...]:
-    """What training rank `tp_rank` has of the engine shard of `rollout_tp_rank`: the fewest rectangles, top down."""
-    source, target = training_shard(matrix, tp, tp_rank), engine_shard(matrix, rollout_tp, rollout_tp_rank)
+def pieces_of(matrix: Matrix, training: Place, engine: Place) -> tuple[Piece, ...]:
+    """What the training rank has of the engine rank's shard: the fewest rectangles, top down."""
+    source, target = training_shard(matrix, training), engine_shard(matrix, engine)
     left, right = common(source.columns, target.columns)
     if left == right:
         return ()
@@ -117,38 +119,36 @@ def _overlaps(wanted: Interval, rows: tuple[Interval, ...]) -> list[tuple[int, i
 
 
 @cached
-def overlap_elements(matrix: Matrix, tp: int, tp_rank: int, rollout_tp: int, rollout_tp_rank: int) -> int:
+def overlap_elements(matrix: Matrix, training: Place, engine: Place) -> int:
     """How many elements two such shards share, counted from the intervals alone."""
-    source, target = training_shard(matrix, tp, tp_rank), engine_shard(matrix, rollout_tp, rollout_tp_rank)
+    source, target = training_shard(matrix, training), engine_shard(matrix, engine)
     pairs = [common(a, b) for a in source.rows for b in target.rows]
     columns = common(source.columns, target.columns)
     return sum(stop - start for start, stop in pairs) * (columns[1] - columns[0])
 
 
 @cached
-def sources_of(
-    matrix: Matrix, tp: int, near: int, rollout_tp: int, rollout_tp_rank: int
-) -> tuple[tuple[int, Piece], ...]:
-    """(training tp rank, piece) that make up an engine shard, each element once, by row and column of the target.
+def sources_of(matrix: Matrix, training: tuple[Place, ...], near: int, engine: Place) -> tuple[tuple[int, Piece], ...]:
+    """(which training place, piece) that make up an engine shard, each element once, by row and column of the target.
 
-    near: the training tp rank to take what all of them hold from.
+    training: all places of a copy. near: which of them to take from what all of them hold.
     """
-    ranks = [near] if matrix.split is Split.REPLICATED else range(tp)
-    found = [(rank, piece) for rank in ranks for piece in pieces_of(matrix, tp, rank, rollout_tp, rollout_tp_rank)]
+    places = [near] if matrix.split is Split.REPLICATED else range(len(training))
+    found = [(index, piece) for index in places for piece in pieces_of(matrix, training[index], engine)]
     return tuple(sorted(found, key=lambda source: source[1]))
 
 
 @cached
-def arrangement_of(matrix: Matrix, tp: int, tp_rank: int, rollout_tp: int, rollout_tp_rank: int) -> Arrangement | None:
+def arrangement_of(matrix: Matrix, training: Place, engine: Place) -> Arrangement | None:
     """How the engine shard is found in the one training shard; None where that lacks elements."""
-    target = engine_shard(matrix, rollout_tp, rollout_tp_rank)
-    pieces = pieces_of(matrix, tp, tp_rank, rollout_tp, rollout_tp_rank)
+    target = engine_shard(matrix, engine)
+    pieces = pieces_of(matrix, training, engine)
     if sum(piece.num_elements for piece in pieces) < target.num_elements:
         return None
     first = pieces[0]
     if len(pieces) == 1:
         return Arrangement((), View(first.source_row, first.rows, first.source_column, first.columns))
-    order = _order_of(pieces, training_shard(matrix, tp, tp_rank).num_rows)
+    order = _order_of(pieces, training_shard(matrix, training).num_rows)
     return Arrangement(order, View(0, target.num_rows, first.source_column, first.columns))
 
 

@@ -8,7 +8,7 @@ from hybridflow.architecture.parts import matrix_of
 from hybridflow.architecture.shards import Matrix, training_shard
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import Weight, embedding, staged_weights
-from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
+from hybridflow.parallel.layout import Group, Layout, RolloutLayout, Stages
 from hybridflow.reshard.slices import engine_shard
 
 
@@ -17,6 +17,7 @@ class Kind(NamedTuple):
 
     matrix: Matrix
     is_vector: bool
+    group: Group
     training: tuple[int, ...]  # the training stages that hold it
     engine: tuple[int, ...]  # the engine stages that need it
 
@@ -35,7 +36,7 @@ def weight_table(spec: ModelSpec, training: Stages, engine: Stages) -> tuple[Pla
         key = (weight.split, weight.part_shapes, weight.experts, weight.engine_split)
         if key not in matrices:
             matrices[key] = matrix_of(weight, spec), len(weight.shapes(spec)[0]) == 1
-        return PlannedWeight(weight, Kind(*matrices[key], training_stages, engine_stages))
+        return PlannedWeight(weight, Kind(*matrices[key], weight.group, training_stages, engine_stages))
 
     # tied, the output layer of the last stage is the embedding
     ends = [(0, len(stages) - 1) if spec.tied and len(stages) > 1 else (0,) for stages in (training, engine)]
@@ -60,9 +61,10 @@ def fill_buckets(
     bucket: list[PlannedWeight] = []
     filled: Counter[tuple[str, int]] = Counter()  # ("engine" or "training", stage) -> elements of the bucket
     for entry in (entry for turn in zip_longest(*stages) for entry in turn if entry):
-        sizes = {  # alike on all tp ranks
-            "engine": engine_shard(entry.kind.matrix, rollout.tp, 0).num_elements,
-            "training": training_shard(entry.kind.matrix, train.tp, 0).num_elements,
+        matrix, group = entry.kind.matrix, entry.kind.group
+        sizes = {  # alike on all ranks of a stage
+            "engine": engine_shard(matrix, rollout.place(group, 0)).num_elements,
+            "training": training_shard(matrix, train.places(group)[0]).num_elements,
         }
         stages_of = {"engine": entry.kind.engine, "training": entry.kind.training}
         added = Counter({(side, stage): sizes[side] for side in sizes for stage in stages_of[side]})

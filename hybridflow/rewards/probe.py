@@ -54,7 +54,7 @@ def described(wanted: Sequence[Wanted]) -> list[Described]:
     if len(told) < len(wanted):
         path = wanted[len(told)][0]
         raise RewardError(
-            f"reward function {path}: the process that imported {path.partition(':')[0]} has not told what it is: it "
+            f"reward function {path}: the process that imports {path.partition(':')[0]} did not answer: it "
             f"{how(process.returncode)}"
         )
     return [Described(one["awaited"], one["file"]) for one in told]

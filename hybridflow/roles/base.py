@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.architecture.spec import ModelSpec
@@ -14,7 +15,8 @@ from hybridflow.architecture.weights import Weight
 from hybridflow.batch import RolloutBatch, sent, token_index
 from hybridflow.config import TrainedRoleConfig
 from hybridflow.models import pipeline
-from hybridflow.models.build import DTYPES, PackedModel, build_model
+from hybridflow.models.build import PackedModel, build_model
+from hybridflow.models.layer_specs import DTYPES
 from hybridflow.models.micro_batch import (
     MicroBatch,
     filled_up,
@@ -122,9 +124,18 @@ class Role:
         ]
         if one and not micro_batches:
             micro_batches = [filler(padded, self._platform.device)]
+        if self.grid.layout.coupled > 1:  # replicas that share experts compute together, pass by pass
+            lacking = self._most_passes(len(micro_batches)) - len(micro_batches)
+            micro_batches += [filler(padded, self._platform.device) for _ in range(lacking)]
         if self.grid.layout.vpp > 1:  # the interleaved schedule takes them in groups of pp
             return filled_up(micro_batches, self.grid.pp, padded=padded, device=self._platform.device)
         return micro_batches
+
+    def _most_passes(self, own: int) -> int:
+        """The most micro-batches of the replicas that share this one's experts."""
+        most = torch.tensor(own, device=self._platform.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.grid.groups.tp_ep)
+        return int(most)
 
     def _token_results(self, batch: RolloutBatch, readout: Readout, some: Tensor | None = None) -> Contribution:
         """Of (T,) float32: `readout`'s "out" for every response token. some: of these rows alone, others are zero."""

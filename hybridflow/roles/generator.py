@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.errors import EnvironmentProblem
-from hybridflow.models.build import DTYPES
+from hybridflow.models.layer_specs import DTYPES
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.platform import Platform, world_group
 from hybridflow.placement.placed import PlacedRun
@@ -55,7 +55,9 @@ class Generator:
         dtype = DTYPES[config.actor.dtype]
         bucket_elements = placed.bucket_bytes // dtype.itemsize
         weights = {name: tensor for name, (_, tensor) in actor.weights().items()}
-        plan = plan_reshard(actor.spec, actor.grid.layout, self.layout, bucket_elements=bucket_elements)
+        plan = plan_reshard(
+            actor.spec, actor.grid.layout, self.layout, bucket_elements=bucket_elements, dtype=actor.dtype
+        )
         space, self.why_eager = None, None
         if placed.captures_graphs and self._hooks_routers():
             self.why_eager = "hooks on its routers record the experts that algorithm.policy.replay_routing asks for"
@@ -201,11 +203,11 @@ def reserve_address_space(device: torch.device, exchange: Exchange) -> tuple[Add
     Collective over the world: some ranks of an engine would else capture graphs, and others not.
     """
     space: AddressSpace | None = None
-    why = "the weights that it gathers have no fixed addresses on another rank"
+    why = "gathered weights have no fixed addresses on another rank"
     try:
         space = reserved_space(device)
     except EnvironmentProblem as problem:
-        why = f"the weights that it gathers have no fixed addresses: {problem}"
+        why = f"gathered weights have no fixed addresses: {problem}"
     missing = exchange.maximum(torch.tensor(int(space is None), device=exchange.device))
     return (None, why) if int(missing) else (space, None)
 

@@ -97,6 +97,7 @@ class RolloutEngine:
                 hf_overrides={"tie_word_embeddings": tied},  # vLLM knows config.json and safetensors alone
                 skip_tokenizer_init=not self._needs_text,
                 tensor_parallel_size=layout.tp,
+                enable_expert_parallel=layout.expert_parallel and layout.tp > 1,
                 pipeline_parallel_size=layout.pp,
                 distributed_executor_backend="external_launcher",
                 max_model_len=max_length,

@@ -63,9 +63,12 @@ class AliasLoader(BaseModelLoader):
         return model.eval()
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        seen: set[nn.Parameter] = set()  # a router's bias is a parameter of its experts too
         for prefix, module in model.named_modules():
             for leaf, parameter in list(module.named_parameters(recurse=False)):
-                self._alias(module, leaf, parameter, f"{prefix}.{leaf}")
+                if parameter not in seen:
+                    seen.add(parameter)
+                    self._alias(module, leaf, parameter, f"{prefix}.{leaf}")
 
     def _alias(self, module: nn.Module, leaf: str, parameter: nn.Parameter, name: str) -> None:
         memory = self._source(name)
@@ -101,8 +104,8 @@ def _check_experts(model: nn.Module) -> None:
         method = getattr(module, "quant_method", None)
         if isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend.name not in READ_AS_THEY_STAND:
             raise EnvironmentProblem(
-                f"vLLM computes experts by {method.unquantized_backend.name}, which reorders their weights; "
-                f"it must be one of {', '.join(READ_AS_THEY_STAND)} to read those of the trainer"
+                f"vLLM computes experts by {method.unquantized_backend.name}, which reorders the experts' weights. "
+                f"Only {', '.join(READ_AS_THEY_STAND)} can read the trainer's weights"
             )
 
 

@@ -50,8 +50,8 @@ def prepare_vllm() -> None:
     envs.disable_envs_cache()  # an engine keeps what it read; the next one may stand on another layout
     if envs.VLLM_BATCH_INVARIANT:
         raise EnvironmentProblem(
-            "VLLM_BATCH_INVARIANT is set: vLLM then replaces torch's matrix products in the whole process by kernels "
-            "without gradients, and this process trains too: unset it"
+            "VLLM_BATCH_INVARIANT is set: vLLM then replaces torch's matrix products by kernels without gradients, "
+            "also for the trainer in this process. Unset the variable"
         )
     _patch_once()
     device.prepare()
@@ -63,9 +63,8 @@ def _check_platform(device: EngineDevice) -> None:
 
     if current_platform.device_type != device.kind:
         raise EnvironmentProblem(
-            f"this vLLM is built for {current_platform.device_type or 'another device'}, the trainer computes on "
-            f"{device.name}: set `platform` in the config, or install the other build: "
-            f"{INSTALL}"
+            f"this vLLM is built for {current_platform.device_type or 'another device'}, but the trainer computes on "
+            f"{device.name}. Set `platform` in the config, or install the other build: {INSTALL}"
         )
 
 

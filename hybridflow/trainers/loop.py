@@ -86,7 +86,7 @@ def train(trainer: Trainer, iterations: Iterable[int], last: int, recorder: Reco
     checkpoint_manager = trainer.checkpoint_manager
     over = checkpoint_manager.loaded_stop_reason()
     if over is not None:
-        recorder.message(f"the run is over: {over}; without stop_when it goes on")
+        recorder.message(f"the run is over: {over}; without stop_when the run continues")
         return
     for iteration in iterations:
         metrics, why = _recorded(trainer, trainer.iterate(iteration, last, recorder), iteration, last, recorder)

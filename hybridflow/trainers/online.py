@@ -394,7 +394,7 @@ class OnlineTrainer:
         changed = self.config.sampling.changed_distribution()
         if changed:
             notes.append(
-                f"{', '.join(changed)}: the engine's log-probs are of the distribution it samples from, the "
-                f"trainer's of the whole softmax; rollout/log_prob_diff_* and gen_kl measure that difference too"
+                f"{', '.join(changed)}: the engine's log-probs belong to its sampling distribution, the trainer's to "
+                "the whole softmax. rollout/log_prob_diff_* and gen_kl include this difference"
             )
         return notes

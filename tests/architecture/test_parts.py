@@ -11,6 +11,7 @@ from hybridflow.architecture.parts import Block, blocks, read_shard, shard_shape
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import LM_HEAD, TABLES, VALUE_HEAD, Weight, embedding, layer_weights, model_weights
+from hybridflow.parallel.layout import Cut, Place
 from tests.grids import each
 
 
@@ -30,7 +31,7 @@ def tiny_spec(**changes: object) -> ModelSpec:
         norm_eps=1e-6,
         tied=False,
         max_positions=64,
-        num_experts=3,
+        num_experts=4,
         experts_per_token=2,
     )
     return ModelSpec(**{**fields, **changes})
@@ -48,14 +49,18 @@ class Files:
         return found[rows] if found.dim() == 1 else found[rows, columns]
 
 
-def shards(weight: Weight, parts: list[Tensor], spec: ModelSpec, tp: int) -> list[Tensor]:
+def shards(weight: Weight, parts: list[Tensor], spec: ModelSpec, tp: int, ep: int = 1) -> list[Tensor]:
     files = Files(dict(zip(weight.hf, parts, strict=True)))
-    return [read_shard(files, weight, spec, tp_rank=rank, tp=tp) for rank in range(tp)]
+    return [read_shard(files, weight, spec, place) for place in places(weight, tp, ep)]
+
+
+def places(weight: Weight, tp: int, ep: int) -> tuple[Place, ...]:
+    return Cut(tp, tp // ep, ep).places(weight.group)
 
 
 def of_layer(family: str, name: str, **changes: object) -> tuple[Weight, ModelSpec]:
     spec = tiny_spec(family=family, **changes)
-    return next(weight for weight in layer_weights(spec) if name in weight.megatron), spec
+    return next(weight for weight in layer_weights(spec, spec.layer_kind(0)) if name in weight.megatron), spec
 
 
 EVERY_WEIGHT = [
@@ -65,6 +70,7 @@ EVERY_WEIGHT = [
 ]
 each_weight = pytest.mark.parametrize(("family", "weight"), EVERY_WEIGHT)
 SIZES = (1, 2, 4)  # of tensor parallelism
+CUTS = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))  # tp, ep
 
 
 # --------------------------------------------------------------------------------------------------- by hand
@@ -168,27 +174,30 @@ def numbered_parts(weight: Weight, spec: ModelSpec) -> list[Tensor]:
 
 
 @each_weight
-@each(tp=SIZES, num_kv_heads=(1, 2, 4, 8))
-def test_whole_parts_undoes_read_shard_bitwise(family: str, weight: Weight, tp: int, num_kv_heads: int) -> None:
+@each(cut=CUTS, num_kv_heads=(1, 2, 4, 8))
+def test_whole_parts_undoes_read_shard_bitwise(
+    family: str, weight: Weight, cut: tuple[int, int], num_kv_heads: int
+) -> None:
     """In bfloat16: a copy is that of any other dtype."""
     spec = tiny_spec(family=family, num_kv_heads=num_kv_heads, head_dim=4)
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(shape, generator=generator).bfloat16() for shape in weight.shapes(spec)]
-    found = shards(weight, parts, spec, tp)
+    tp, ep = cut
+    found = shards(weight, parts, spec, tp, ep)
     held = [shard for shard in found if weight.split is not Split.VOCAB or shard.count_nonzero()]
     assert all(shard.dtype == torch.bfloat16 for shard in held)
-    assert all(shard.shape == shard_shape(weight, spec, tp) for shard in found)
-    back = whole_parts(weight, found, spec)
+    assert all(shard.shape == shard_shape(weight, spec, Cut(tp, tp // ep, ep)) for shard in found)
+    back = whole_parts(weight, found, spec, places(weight, tp, ep))
     assert len(back) == len(parts)
     assert all(torch.equal(a, b) for a, b in zip(back, parts, strict=True))
 
 
 @each_weight
-@each(tp=SIZES, num_kv_heads=(2, 4))
-def test_shards_hold_every_element_once(family: str, weight: Weight, tp: int, num_kv_heads: int) -> None:
+@each(cut=CUTS, num_kv_heads=(2, 4))
+def test_shards_hold_every_element_once(family: str, weight: Weight, cut: tuple[int, int], num_kv_heads: int) -> None:
     spec = tiny_spec(family=family, num_kv_heads=num_kv_heads)
     parts = numbered_parts(weight, spec)
-    found = shards(weight, parts, spec, tp)
+    found = shards(weight, parts, spec, *cut)
     everything = torch.cat([part.flatten() for part in parts])
     if weight.split is Split.REPLICATED:
         assert all(torch.equal(shard.flatten(), everything) for shard in found)

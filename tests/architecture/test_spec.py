@@ -320,8 +320,8 @@ def test_ranks_may_share_a_key_value_head(num_kv_heads: int) -> None:
         (
             {"ffn_hidden_size": 96, "vocab_size": 192},
             3,
-            "actor.tensor_parallel_size = 3 neither divides num_key_value_heads = 2 of a/b nor is a multiple of it: "
-            "3 = 1 x 2 + 1",
+            "actor.tensor_parallel_size = 3 must divide num_key_value_heads = 2 of a/b or be a multiple of that "
+            "number: 3 = 1 x 2 + 1",
         ),
         (  # 3 ranks share each group
             {"num_heads": 12, "num_kv_heads": 2, "ffn_hidden_size": 96, "vocab_size": 192},
@@ -332,8 +332,8 @@ def test_ranks_may_share_a_key_value_head(num_kv_heads: int) -> None:
         (
             {"num_heads": 12, "num_kv_heads": 6},
             4,
-            "actor.tensor_parallel_size = 4 neither divides num_key_value_heads = 6 of a/b nor is a multiple of it: "
-            "6 = 1 x 4 + 2",
+            "actor.tensor_parallel_size = 4 must divide num_key_value_heads = 6 of a/b or be a multiple of that "
+            "number: 6 = 1 x 4 + 2",
         ),
         (
             {"num_heads": 9, "num_kv_heads": 9},
@@ -357,7 +357,19 @@ def test_check_parallel_shows_the_arithmetic(fields: dict[str, int], tp: int, me
     spec = dataclasses.replace(expected_spec(Path("a/b")), **fields)
     with pytest.raises(ConfigError) as caught:
         spec.check_parallel("actor.tensor_parallel_size", tp)
+        spec.check_expert_shares("actor.tensor_parallel_size", tp)
     assert str(caught.value) == message
+
+
+def test_experts_that_ranks_cannot_share_out_show_the_arithmetic() -> None:
+    spec = dataclasses.replace(expected_spec(Path("a/b")), num_experts=6, family="qwen3_moe")
+    spec.check_experts("actor.expert_parallel_size", 3)
+    with pytest.raises(ConfigError, match=r"expert_parallel_size = 4 does not divide the number of experts = 6 of a/b"):
+        spec.check_experts("actor.expert_parallel_size", 4)
+    dense = expected_spec(Path("a/b"))
+    dense.check_experts("actor.expert_parallel_size", 1)
+    with pytest.raises(ConfigError, match=r"actor\.expert_parallel_size = 2: a/b has no experts"):
+        dense.check_experts("actor.expert_parallel_size", 2)
 
 
 def test_check_length() -> None:
@@ -407,7 +419,6 @@ def test_a_sliding_window_counts_where_sequences_are_longer() -> None:
     assert str(caught.value) == (
         like(
             "data.max_prompt_length + sampling.max_response_length = 61 exceeds sliding_window = 60 of a/b: "
-            "attention is "
-            "trained over the whole sequence, which is the same up to this length alone"
+            "hybridflow trains attention over the whole sequence, which is the same only up to the window's length"
         )
     )

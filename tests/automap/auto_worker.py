@@ -1,4 +1,4 @@
-"""Runs of configs, each for so many iterations: what each rank then holds, and what is foretold: OUT/NAME_RANK.json.
+"""Runs of configs, each for so many iterations: what each rank then holds, and what is predicted: OUT/NAME_RANK.json.
 
 torchrun --nproc-per-node 2 -m tests.automap.auto_worker OUT NUM_ITERATIONS CONFIG...
 """

@@ -166,7 +166,7 @@ def test_what_auto_stands_for_is_the_best_and_all_else_stays() -> None:
 def test_a_config_of_the_other_kind_is_refused_before_any_rank_waits(tmp_path: Path) -> None:
     """With `auto` as without it."""
     (tmp_path / "fixed.yaml").write_text(json.dumps(tree("dpo", actor=AUTO)))
-    with pytest.raises(ConfigError, match=r"dpo.*it trains on fixed data"):
+    with pytest.raises(ConfigError, match=r"dpo.*this algorithm trains on fixed data"):
         OnlineTrainer.from_yaml(str(tmp_path / "fixed.yaml"))
     with pytest.raises(ConfigError, match=r"this algorithm trains on fixed data"):
         FixedDataTrainer.from_yaml(ROOT / "configs/quickstart.yaml", ["actor.tensor_parallel_size=auto"])

@@ -1,5 +1,6 @@
 """Scoring and updates by hand: a layer, the pipeline's bubble, bytes of gradients, a step; rows in micro-batches."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,7 +95,16 @@ def test_log_probs_read_the_wanted_rows_alone() -> None:
 def test_experts_are_so_many_products_of_a_token() -> None:
     spec = small_spec(num_experts=4, experts_per_token=2)
     own = Model(spec, 1, "float32", "lm", sequence_parallel=False, device=device())
-    assert own.matrices == [(8, 24), (8, 8), (8, 4), (8, 32), (16, 8), (8, 32), (16, 8)]
+    assert [matrix[:2] for matrix in own.matrices] == [(8, 24), (8, 8), (8, 4), (8, 32), (16, 8), (8, 32), (16, 8)]
+    assert {share for *_, share in own.matrices} == {1}
+
+
+def test_whole_experts_are_wider_and_fewer_a_rank() -> None:
+    spec = small_spec(num_experts=4, experts_per_token=2)
+    cut = Model(spec, 2, "float32", "lm", sequence_parallel=False, device=device())
+    whole = replace(cut, expert_tp=1)
+    assert cut.matrices[3:] == [(8, 16, 1), (8, 8, 1)] * 2
+    assert whole.matrices[3:] == [(8, 32, 0.5), (16, 8, 0.5)] * 2
 
 
 # ------------------------------------------------------------------------------------------------ a grid

@@ -292,7 +292,7 @@ def test_hosts_of_a_search_are_a_number() -> None:
     assert ranks_per_host(64, "4", 8) == 16
     assert ranks_per_host(64, None, 8) == 8
     assert ranks_per_host(4, None, 8) == 4
-    with pytest.raises(ConfigError, match=r"--hosts a=8: with --search it is a number of hosts"):
+    with pytest.raises(ConfigError, match=r"--hosts a=8: with --search give a number of hosts"):
         ranks_per_host(8, "a=8", 8)
     with pytest.raises(ConfigError, match=r"--gpus 10 on 4 hosts: 10 = 2 x 4 \+ 2"):
         ranks_per_host(10, "4", 8)

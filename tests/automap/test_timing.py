@@ -265,7 +265,7 @@ def test_the_largest_batch_is_the_last_that_the_forecast_says_fits() -> None:
     assert not endless["is_bound"]
 
 
-def test_shipped_configs_are_foretold_in_plausible_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_configs_are_predicted_in_plausible_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """No layout of eight H100s runs four Llama-3-8B in a second, or takes ten minutes for 512 thousand tokens."""
     monkeypatch.chdir(ROOT)
     run = place_either(load_config("configs/llama3_8b_8gpus.yaml", []), 8, cuda=True)

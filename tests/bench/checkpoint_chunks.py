@@ -81,7 +81,7 @@ def _chunks(spec: ModelSpec, layout: Layout, rank: int) -> Iterator[Chunk]:
     stage, rest = divmod(rank, layout.tp * layout.dp)
     replica, tp_rank = divmod(rest, layout.tp)
     own = [weight for weight in model_weights(spec, "lm") if _stage(weight, spec, layout) == stage]
-    sizes = [prod(shard_shape(weight, spec, layout.tp)) for weight in own]
+    sizes = [prod(shard_shape(weight, spec, layout.cut)) for weight in own]
     share, position = (sum(sizes) * replica // layout.dp, sum(sizes) * (replica + 1) // layout.dp), 0
     for weight, size in zip(own, sizes, strict=True):
         start, stop = common((position, position + size), share)
@@ -92,7 +92,7 @@ def _chunks(spec: ModelSpec, layout: Layout, rank: int) -> Iterator[Chunk]:
             continue
         for run, prefix, dtype in runs:
             flat, key = torch.empty(run[1] - run[0], dtype=dtype, device="meta"), prefix + stored_at(weight)[0]
-            for piece in pieces(weight, spec, tp=layout.tp, tp_rank=tp_rank, run=run):
+            for piece in pieces(weight, spec, layout.places(weight.group)[tp_rank], run=run):
                 yield box_of(key, stored_shape(weight, spec), piece, flat, written=True).chunk()
 
 

@@ -26,7 +26,7 @@ from hybridflow.cpu.kernels import library
 from hybridflow.cpu.megatron.overlays import prepare
 from hybridflow.models import build
 from hybridflow.models.attention import PackedSequences
-from hybridflow.models.build import attention_functions, layer_classes
+from hybridflow.models.layer_specs import attention_functions, layer_classes
 from hybridflow.models.shared_prompt import SharedPrompts
 from hybridflow.parallel import vocab
 from hybridflow.parallel.vocab import vocab_kernels, vocab_parallel_log_probs

@@ -1,12 +1,12 @@
-"""The model of time against the real trainer: iterations of many layouts, foretold and measured, in one run.
+"""The model of time against the real trainer: iterations of many layouts, predicted and measured, in one run.
 
     python -m tests.bench.plan_times [--layouts NAME ...] [--ranks 2 4 8] [--iterations 3] [--profile FILE]
 
 Measures the machine (`hybridflow.plan --profile-device`, with as many ranks as the largest layout) unless a profile is
 given, then runs PPO with four random Llama models in every layout of `LAYOUTS` and in two sizes, layout after layout:
 32 prompts x (32 + 48) tokens, 2 mini-batches. An iteration's seconds are the median of those measured, after one that
-is not; one in which other processes took part of the machine is run again. Prints the seconds of each phase, foretold
-and measured, Kendall's tau of the iterations over all layouts of a size, and how far the foretold winner is from the
+is not; one in which other processes took part of the machine is run again. Prints the seconds of each phase, predicted
+and measured, Kendall's tau of the iterations over all layouts of a size, and how far the predicted winner is from the
 measured best. --json FILE keeps the measured seconds; with --measured FILE they are taken from there and nothing runs.
 """
 
@@ -252,7 +252,7 @@ def config(directory: Path, name: str) -> Any:
     )
 
 
-# ------------------------------------------------------------------------------------------------ foretold
+# ------------------------------------------------------------------------------------------------ predicted
 
 
 def report(found: Mapping[str, Mapping[str, float]], directory: Path, profile_file: str) -> None:
@@ -262,7 +262,7 @@ def report(found: Mapping[str, Mapping[str, float]], directory: Path, profile_fi
 
     profile, console = load_profile(profile_file), Console(width=190)
     for size in dict.fromkeys(key.split("/")[0] for key in found):
-        table = Table(title=f"{size}: seconds, foretold / measured")
+        table = Table(title=f"{size}: seconds, predicted / measured")
         for column in ("layout", "iteration", *PHASES):
             table.add_column(column, justify="left" if column == "layout" else "right")
         pairs: dict[str, tuple[float, float]] = {}
@@ -283,7 +283,7 @@ def summary(size: str, pairs: Mapping[str, tuple[float, float]], console: Consol
     best = min(pairs, key=lambda name: pairs[name][1])
     over = pairs[winner][1] / pairs[best][1] - 1
     console.print(
-        f"{size}: Kendall's tau {kendall(list(pairs.values())):.3f} over {len(pairs)} layouts; the foretold winner, "
+        f"{size}: Kendall's tau {kendall(list(pairs.values())):.3f} over {len(pairs)} layouts; the predicted winner, "
         f"{winner}, takes {over:.1%} more than the measured best, {best}\n",
         highlight=False,
     )

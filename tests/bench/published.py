@@ -2,7 +2,7 @@
 
     python -m tests.bench.published
 
-Each is laid out as its source says, with a shipped profile that nobody measured; the factor is published / foretold.
+Each is laid out as its source says, with a shipped profile that nobody measured; the factor is published / predicted.
 Of NeMo RL's runs the source has tokens/s/GPU, seconds and the mean response: prompts are what is left. Rows are taken
 to be packed in budgets of one longest sequence, and a reference to be scored, as in the recipes' defaults.
 """
@@ -22,6 +22,7 @@ from hybridflow.automap.device import load_profile
 from hybridflow.automap.generation_time import Responses, generation_cost
 from hybridflow.automap.timing import Work, predict
 from hybridflow.config import ExperimentConfig
+from hybridflow.parallel.layout import Cut
 from hybridflow.placement.placed import place
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "vocab_size": 128256}
@@ -87,8 +88,8 @@ LATENCIES = (Latency(VLLM, "llama-8b", 1, 0.833421), Latency(VLLM, "llama-70b", 
 
 
 def main() -> None:
-    table = Table(title="Seconds, published and foretold")
-    for column in ("source", "model", "GPUs", "published", "foretold", "factor", "of it"):
+    table = Table(title="Seconds, published and predicted")
+    for column in ("source", "model", "GPUs", "published", "predicted", "factor", "of it"):
         table.add_column(column, justify="left" if column in ("source", "model", "of it") else "right")
     with tempfile.TemporaryDirectory() as own:
         for name, fields in MODELS.items():
@@ -104,8 +105,8 @@ def main() -> None:
     Console(width=150).print(table)
 
 
-def cells(source: str, model: str, gpus: int, published: float, foretold: float) -> list[str]:
-    return [source, model, str(gpus), f"{published:.2f}", f"{foretold:.2f}", f"{published / foretold:.2f}"]
+def cells(source: str, model: str, gpus: int, published: float, predicted: float) -> list[str]:
+    return [source, model, str(gpus), f"{published:.2f}", f"{predicted:.2f}", f"{published / predicted:.2f}"]
 
 
 def iteration_seconds(run: Iteration, root: Path) -> tuple[float, str]:
@@ -134,7 +135,7 @@ def latency_seconds(run: Latency, root: Path) -> float:
     responses = Responses(8, 8, prompt=32, mean=128, longest=128, at_once=256, batched_tokens=8192)
     device = Device(load_profile("h200"))
     spec = read_spec(root / run.model)
-    cost = generation_cost(spec, tp=run.tp, pp=1, dtype="bfloat16", responses=responses, device=device)
+    cost = generation_cost(spec, cut=Cut(run.tp, run.tp), pp=1, dtype="bfloat16", responses=responses, device=device)
     return cost.seconds - device.profile.overheads.engine_wake
 
 

@@ -40,7 +40,7 @@ from hybridflow.architecture.parts import whole_parts
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.weights import staged_weights
 from hybridflow.config import RolloutConfig, TrainedRoleConfig
-from hybridflow.models.build import DTYPES
+from hybridflow.models.layer_specs import DTYPES
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
@@ -418,7 +418,7 @@ def whole_weights(
             if grid.tp > 1 and weight.split is not Split.REPLICATED:
                 shards = [torch.empty_like(shards[0]) for _ in range(grid.tp)]
                 dist.all_gather(shards, weights[weight.megatron], group=grid.groups.tp)
-            parts = [part.contiguous() for part in whole_parts(weight, shards, spec)]
+            parts = [part.contiguous() for part in whole_parts(weight, shards, spec, grid.layout.places(weight.group))]
             on_change()
             del shards
         if grid.pp > 1:

@@ -186,11 +186,13 @@ def test_lines_show_both_values_and_what_it_means() -> None:
     )
     assert found(now).lines() == [
         like(
-            "data.shuffle: True -> False  (may not change: which prompts come next follows from it: the place "
-            "reached in "
-            "their order means something else)"
+            "data.shuffle: True -> False  (may not change: the key decides the order of prompts: the saved place "
+            "means another prompt)"
         ),
-        like("sampling.top_p: 1.0 -> 0.5  (takes effect from iteration 13 on: responses are drawn so)"),
+        like(
+            "sampling.top_p: 1.0 -> 0.5  (takes effect from iteration 13 on: later responses are drawn with the new "
+            "value)"
+        ),
         "actor.micro_batch_tokens: 64 -> 32",
         like("actor.optimizer.lr: 0.0003 -> 0.0001  (takes effect from iteration 13 on)"),
     ]
@@ -202,8 +204,8 @@ def test_a_bucket_of_prompt_lengths_is_told_by_its_keys() -> None:
     one, other = (
         resolved(sampling=sampling | {"by_prompt_length": [{"up_to": 2, "temperature": x}]}) for x in (0.5, 0.7)
     )
-    why = "responses are drawn so; log-probs and KL are at the temperature that holds now; a surplus with groups of "
-    why += "another size is dropped"
+    why = "later responses are drawn with the new values; log-probs and KL are at the new temperature; a surplus with "
+    why += "groups of another size is dropped"
     assert found(one, other).lines() == [
         like(f"sampling.by_prompt_length.0.temperature: 0.7 -> 0.5  (takes effect from iteration 13 on: {why})")
     ]
@@ -217,15 +219,12 @@ def test_all_that_is_refused_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         found(now).refuse()
     assert str(error.value).splitlines() == [
-        "what may not change in a run that goes on:",
-        like(
-            "seed: 0 -> 3: which prompts come next follows from it: the place reached in their order means "
-            "something else"
-        ),
-        like("actor.dtype: bfloat16 -> float32: weights and optimizer state are of that type"),
-        "give the former values; or start anew, checkpoint.load: none",
+        "what may not change in a resumed run:",
+        like("seed: 0 -> 3: the key decides the order of prompts: the saved place means another prompt"),
+        like("actor.dtype: bfloat16 -> float32: weights and optimizer state have that type"),
+        "give the former values, or start anew with checkpoint.load: none",
     ]
-    with pytest.raises(ConfigError, match=r"checkpoint\.load: RUN_DIR, where they may"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.load: RUN_DIR\. A fork may change"):
         found(with_value("seed", 3)).refuse()
     with pytest.raises(ConfigError, match="what may not change in a fork"):
         found(now, fork=True).refuse()
@@ -308,7 +307,7 @@ def test_a_kl_coefficient_counts_where_it_is_fixed() -> None:
     assert line == like("algorithm.kl.coef: 0.05 -> 0.5  (takes effect from iteration 13 on)")
     adaptive = with_value("algorithm.kl.controller", "adaptive")
     (line,) = found(with_value("algorithm.kl.coef", 0.5, adaptive), adaptive).lines()
-    assert line.endswith("an adaptive controller goes on from the coefficient it has reached)")
+    assert line.endswith("an adaptive controller continues from its saved coefficient)")
 
 
 # ------------------------------------------------------------------------------------------------ other versions
@@ -447,7 +446,7 @@ def test_a_run_on_fixed_data_may_change_what_it_aims_at_and_not_its_rows() -> No
         "data.max_length": REFUSED,
         "algorithm.beta": NOTICED,
     }
-    with pytest.raises(ConfigError, match=r"data.max_length: 16 -> 24: they decide which rows there are"):
+    with pytest.raises(ConfigError, match=r"data.max_length: 16 -> 24: the keys decide which rows there are"):
         between.refuse()
 
 
@@ -464,7 +463,7 @@ def test_the_table_shows_every_rule() -> None:
     assert (
         rows[2] == "| `name`, `output_dir` | yes | yes | where the run is written; checkpoint.load: auto looks there |"
     )
-    assert "| `TRAINED.optimizer.name` | no | no | the optimizer state is of that optimizer |" in rows
+    assert "| `TRAINED.optimizer.name` | no | no | the optimizer state belongs to that optimizer |" in rows
     assert all(row.count(" | ") == 3 for row in rows if row.startswith("| `"))
     keys = [key for row in rows for key in row.split("|")[1].replace("`", "").split(",")]
     assert len(keys) == len(set(keys))  # no key has two rules

@@ -26,7 +26,7 @@ from hybridflow.checkpoint import export
 from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.convert.to_megatron import to_megatron
 from hybridflow.formats.safetensors_files import SafetensorsDirectory
-from hybridflow.parallel.layout import Layout
+from hybridflow.parallel.layout import Cut, Layout, Place
 
 PACKAGE = str(Path(hybridflow.__file__).parent)
 NUM_LAYERS = 2
@@ -57,7 +57,7 @@ class FakeActor:
 
 def values_of(weight: Weight, spec: ModelSpec, tp: int) -> Tensor:
     generator = torch.Generator().manual_seed(sum(map(ord, weight.megatron)))
-    return torch.randn(shard_shape(weight, spec, tp), generator=generator)
+    return torch.randn(shard_shape(weight, spec, Cut(tp, tp)), generator=generator)
 
 
 class FakeDistributed:
@@ -188,5 +188,5 @@ def test_operations_of_loading_are_linear_in_the_tensors(
 def read_all(path: Path, spec: ModelSpec) -> None:
     files = open_checkpoint(path, dataclasses.replace(spec, path=path))
     for weight, _ in staged_weights(spec, "lm", [range(spec.num_layers)]):
-        read = read_shard(files, weight, spec, tp_rank=1, tp=2)
-        assert read.shape == shard_shape(weight, spec, 2)
+        read = read_shard(files, weight, spec, Place(2, 1))
+        assert read.shape == shard_shape(weight, spec, Cut(2, 2))

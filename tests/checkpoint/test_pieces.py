@@ -9,6 +9,7 @@ from hybridflow.architecture.shards import training_shard
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import Weight, model_weights
 from hybridflow.checkpoint.share_chunks import ShareChunk, pieces, stored_shape
+from hybridflow.parallel.layout import Cut, Place
 from tests.tiny_models import make_checkpoints
 
 FAMILIES = ("llama", "opt", "opt_350m", "qwen3_moe")
@@ -29,29 +30,31 @@ def whole(weight: Weight, spec: ModelSpec) -> Tensor:
     return torch.arange(layer * size, (layer + 1) * size).view(matrix.rows, matrix.columns)
 
 
-def share(weight: Weight, spec: ModelSpec, tp: int, tp_rank: int) -> Tensor:
+def share(weight: Weight, spec: ModelSpec, place: Place) -> Tensor:
     """What a rank holds, flattened as in its memory."""
-    shard = training_shard(matrix_of(weight, spec), tp, tp_rank)
+    shard = training_shard(matrix_of(weight, spec), place)
     rows = torch.cat([whole(weight, spec)[slice(*interval)] for interval in shard.rows])
     return rows[:, slice(*shard.columns)].reshape(-1)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(
+    "cut_of_ranks", [Cut(), Cut(2, 2), Cut(4, 4), Cut(2, 1, 2), Cut(4, 2, 2), Cut(1, 1, 4)], ids=str
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_element_is_where_its_index_says(family: str, tp: int, specs: dict) -> None:
+def test_every_element_is_where_its_index_says(family: str, cut_of_ranks: Cut, specs: dict) -> None:
     spec, chance = specs[family], torch.Generator().manual_seed(0)
     for weight in model_weights(spec, "lm"):
         stored = torch.arange(torch.Size(stored_shape(weight, spec)).numel()).view(stored_shape(weight, spec))
-        for tp_rank in range(tp):
-            own = share(weight, spec, tp, tp_rank)
+        for place in cut_of_ranks.places(weight.group):
+            own = share(weight, spec, place)
             cut = int(torch.randint(len(own) + 1, (), generator=chance))
             for run in ((0, len(own)), (0, cut), (cut, len(own)), (cut // 2, cut)):
                 found = torch.full((run[1] - run[0],), -1)
-                for piece in pieces(weight, spec, tp=tp, tp_rank=tp_rank, run=run):
+                for piece in pieces(weight, spec, place, run=run):
                     places = found.as_strided(piece.shape, piece.strides, piece.start)
                     assert places.eq(-1).all(), "two boxes have one element"
                     places.copy_(stored[_leading(piece)][_box(piece)])
-                assert found.equal(own[run[0] : run[1]]), (weight.megatron, tp_rank, run)
+                assert found.equal(own[run[0] : run[1]]), (weight.megatron, place, run)
 
 
 def _leading(piece: ShareChunk) -> tuple[int, ...]:
@@ -69,13 +72,13 @@ def test_a_run_of_a_matrix_is_three_boxes_at_most(specs: dict) -> None:
     name = "decoder.layers.1.self_attention.linear_proj.weight"
     weight = next(weight for weight in model_weights(spec, "lm") if weight.megatron == name)
     assert stored_shape(weight, spec) == (2, 64, 64)
-    assert list(pieces(weight, spec, tp=1, tp_rank=0, run=(10, 300))) == [
+    assert list(pieces(weight, spec, Place(1, 0), run=(10, 300))) == [
         ShareChunk(0, (1, 54), (64, 1), (1, 0, 10)),
         ShareChunk(54, (3, 64), (64, 1), (1, 1, 0)),
         ShareChunk(246, (1, 44), (64, 1), (1, 4, 0)),
     ]
     # with half of the columns, rows of 32: elements 10 .. 70 are in rows 0, 1 and 2
-    assert list(pieces(weight, spec, tp=2, tp_rank=1, run=(10, 70))) == [
+    assert list(pieces(weight, spec, Place(2, 1), run=(10, 70))) == [
         ShareChunk(0, (1, 22), (32, 1), (1, 0, 42)),
         ShareChunk(22, (1, 32), (32, 1), (1, 1, 32)),
         ShareChunk(54, (1, 6), (32, 1), (1, 2, 32)),
@@ -88,12 +91,12 @@ def test_whole_experts_are_one_box_for_each_run_of_rows(specs: dict) -> None:
     found = {weight.megatron: weight for weight in model_weights(spec, "lm")}
     fc1 = found["decoder.layers.1.mlp.experts.linear_fc1.weight"]
     assert stored_shape(fc1, spec) == (2, 4, 64, 64)
-    assert list(pieces(fc1, spec, tp=2, tp_rank=1, run=(0, 4 * 2048))) == [
+    assert list(pieces(fc1, spec, Place(2, 1), run=(0, 4 * 2048))) == [
         ShareChunk(0, (4, 16, 64), (2048, 64, 1), (1, 0, 16, 0)),
         ShareChunk(1024, (4, 16, 64), (2048, 64, 1), (1, 0, 48, 0)),
     ]
     # from row 15 of expert 0's gate on, and of expert 3 two rows and an element
-    assert list(pieces(fc1, spec, tp=2, tp_rank=1, run=(15 * 64, 3 * 2048 + 2 * 64 + 1))) == [
+    assert list(pieces(fc1, spec, Place(2, 1), run=(15 * 64, 3 * 2048 + 2 * 64 + 1))) == [
         ShareChunk(0, (1, 1, 64), (2048, 64, 1), (1, 0, 31, 0)),
         ShareChunk(64, (1, 16, 64), (2048, 64, 1), (1, 0, 48, 0)),
         ShareChunk(17 * 64, (2, 16, 64), (2048, 64, 1), (1, 1, 16, 0)),
@@ -102,6 +105,6 @@ def test_whole_experts_are_one_box_for_each_run_of_rows(specs: dict) -> None:
         ShareChunk(19 * 64 + 2 * 2048, (1, 1, 1), (2048, 64, 1), (1, 3, 18, 0)),
     ]
     fc2 = found["decoder.layers.1.mlp.experts.linear_fc2.weight"]
-    assert list(pieces(fc2, spec, tp=2, tp_rank=1, run=(0, 4 * 64 * 16))) == [
+    assert list(pieces(fc2, spec, Place(2, 1), run=(0, 4 * 64 * 16))) == [
         ShareChunk(0, (4, 64, 16), (64 * 16, 16, 1), (1, 0, 0, 16))
     ]

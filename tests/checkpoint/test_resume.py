@@ -118,7 +118,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_used(damage: object, ro
     file = damage(checkpoints / "step_000006")
     said = train(root, name, "checkpoint.save_interval=2", "checkpoint.keep_last=9")
     assert f"{checkpoints / 'step_000006'} is not intact" in said and file in said
-    assert f"goes on from {checkpoints / 'step_000004'}" in said
+    assert f"resumes from {checkpoints / 'step_000004'}" in said
     assert rows(root / name) == rows(root / "undisturbed")
     assert tensors(root / name, 6) == tensors(root / "undisturbed", 6), "it is written again"
 
@@ -157,7 +157,7 @@ def test_a_fork_begins_with_anothers_weights_and_goes_on_by_itself(root: Path) -
     assert f"a fork of {source}, after iteration 4" in said
     assert [row["iteration"] for row in rows(root / "fork")] == ["5", "6"]
     said = train(root, "fork", *fork)  # the same command goes on with what it has
-    assert f"goes on from {root / 'fork' / 'checkpoints' / 'step_000006'}" in said
+    assert f"resumes from {root / 'fork' / 'checkpoints' / 'step_000006'}" in said
     assert rows(root / "fork") == rows(root / "undisturbed", 5)
     assert load_state(root / "fork" / "checkpoints" / "step_000008").forked_from == str(source)
     assert rows(root / "undisturbed", 7), "the other run is as it was"
@@ -174,7 +174,7 @@ def test_load_none_starts_anew_and_a_wrong_path_is_an_error(root: Path) -> None:
 def test_a_run_that_is_over_has_nothing_to_do(root: Path) -> None:
     copied(root, "over", up_to=8)
     said = train(root, "over")
-    assert "iteration 8/8" not in said and "goes on from" in said
+    assert "iteration 8/8" not in said and "resumes from" in said
     assert "all 8 iterations are done; checkpoint.load=none starts anew" in said
     assert rows(root / "over") == rows(root / "undisturbed")
 
@@ -204,7 +204,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(root: Path) -> None:
         assert steps(disk / "stops" / "checkpoints") == [2]
         assert not list((disk / "stops" / "checkpoints").glob(".*")), "the room is free again"
         said = train(root, "stops", *where, "checkpoint.on_error=continue", "checkpoint.async_save=true")
-        assert "the run goes on (checkpoint.on_error = continue)" in said
+        assert "the run continues (checkpoint.on_error = continue)" in said
         assert rows(disk / "stops") == rows(root / "undisturbed")[:6], "training is as it would have been"
         assert steps(disk / "stops" / "checkpoints") == [2]
         for saving in ("checkpoint.async_save=true", "checkpoint.async_save=false"):  # when nobody foresees it
@@ -241,7 +241,7 @@ def test_hosts_that_share_no_directory_are_told_when_the_run_starts(root: Path) 
 def test_max_hours_saves_and_ends_and_the_rollout_is_kept(root: Path) -> None:
     """With no time at all the run ends in its first iteration, and has what it began with."""
     said = train(root, "hours", "checkpoint.max_hours=1e-9", "checkpoint.save_rollout=true", status=ExitStatus.STOPPED)
-    assert "stopped in iteration 1" in said and "it is saved" in said
+    assert "stopped in iteration 1" in said and "the run is saved" in said
     assert steps(root / "hours" / "checkpoints") == [0]
     kept = root / "hours" / "checkpoints" / "rollout" / "batches" / "iteration_000001.safetensors"
     assert kept.exists()

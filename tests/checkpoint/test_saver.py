@@ -50,7 +50,7 @@ def test_what_one_rank_cannot_write_all_are_told(name: str, rank: int, launch: t
 def test_the_run_goes_on_where_it_is_told_to(name: str, rank: int, launch: tuple) -> None:
     out, found = launch
     seen, error = found[rank][name], failed(out / name / "checkpoints", 1, before="there is none before it")
-    assert seen["failed"] == [like(f"warning: {error}; the run goes on (checkpoint.on_error = continue)")]
+    assert seen["failed"] == [like(f"warning: {error}; the run continues (checkpoint.on_error = continue)")]
     assert (seen["after"], seen["end"]) == ([], [2])
     (saved,) = seen["saved"]
     assert re.fullmatch(r"saved step_000002: \d\.\d MB", saved)

@@ -13,6 +13,7 @@ from hybridflow.architecture.weights import model_weights, stored_at
 from hybridflow.convert.main import main
 from hybridflow.convert.to_huggingface import to_huggingface
 from hybridflow.convert.verify import verify
+from hybridflow.parallel.layout import WHOLE
 from tests.checkpoint.layouts import MODELS
 from tests.checkpoint.sharded_worker import CASES
 from tests.launch import run_ranks
@@ -121,7 +122,11 @@ def test_a_critic_is_converted_to_what_it_had_in_memory(name: str, out: Path, tm
 def huggingface_form(memory: dict[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
     found = {}
     for weight in model_weights(spec, "score"):
-        found |= dict(zip(weight.hf, whole_parts(weight, [memory[weight.megatron]], spec), strict=True))
+        found |= dict(
+            zip(
+                weight.hf, whole_parts(weight, [memory[weight.megatron]], spec, WHOLE.places(weight.group)), strict=True
+            )
+        )
     return found
 
 

@@ -76,12 +76,12 @@ def test_a_run_that_is_told_to_end_is_saved_and_goes_on(root: Path) -> None:
     done = finish(agent, SECONDS)
     assert done.returncode == 1 and left(processes) == []
     [told] = re.findall(r"hybridflow: stopped (?:in|after) iteration (\d+)", done.stdout)
-    assert "it is saved: the same command goes on from there" in done.stdout
+    assert "the run is saved, and the same command resumes" in done.stdout
     assert re.search(r"exitcode\s+: 75", done.stderr), done.stderr
     [saved] = steps(root / name / "checkpoints")
     assert saved in (int(told), int(told) - 1)
     said = go_on(root, name)
-    assert f"goes on from {root / name / 'checkpoints' / step_name(saved)}" in said
+    assert f"resumes from {root / name / 'checkpoints' / step_name(saved)}" in said
     assert all_rows(root / name) == all_rows(root / "undisturbed")
 
 
@@ -102,7 +102,7 @@ def test_a_lost_node_leaves_a_run_that_goes_on_with_the_others(root: Path) -> No
     done = finish(stays, SECONDS)
     assert done.returncode == 0, done.stderr
     assert "2 ranks, platform" in done.stdout and "1 ranks, platform" in done.stdout
-    assert f"goes on from {root / 'lost' / 'checkpoints'}" in done.stdout
+    assert f"resumes from {root / 'lost' / 'checkpoints'}" in done.stdout
     assert "ended without a word: killed by SIGKILL" in done.stderr
     for row, same in zip(all_rows(root / "lost"), all_rows(root / "undisturbed"), strict=True):
         for metric in ("actor/loss", "critic/loss", "kl/coef", "rollout/response_length_mean", "reward/score_mean"):

@@ -236,7 +236,7 @@ def test_columns_of_other_names_and_parquet(tmp_path: Path) -> None:
         (
             "pairs",
             {"prompt": "what", "chosen": TALK[:2], "rejected": [TALK[0], TALK[3]]},
-            "prompt = 'what' is a text, chosen is a list of messages, none of which it is",
+            "prompt = 'what' is a text, but chosen is a list of messages without this text",
         ),
         ("labelled", {"messages": TALK, "label": True}, "has no field 'prompt'; its fields are messages, label; "),
     ],

@@ -146,9 +146,9 @@ def test_a_model_without_an_end_token_is_noted(inputs, policy, tmp_path):
     key = f"actor.model={policy}"
     assert load(inputs, tmp_path, key).notes() == [
         like(
-            f"no end token: neither the tokenizer nor generation_config.json nor config.json of {policy} names one, "
-            "and sampling.stop and sampling.stop_token_ids are empty, so "
-            "every response will run to sampling.max_response_length = 8 tokens"
+            f"no end token: tokenizer, generation_config.json and config.json of {policy} name none, "
+            "and sampling.stop and sampling.stop_token_ids are empty. "
+            "Every response will have sampling.max_response_length = 8 tokens"
         )
     ]
     for ends in ("sampling.ignore_eos=true", "sampling.stop=['=']", "sampling.stop_token_ids=[3]"):

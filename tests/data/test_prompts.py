@@ -280,7 +280,7 @@ def test_a_file_that_has_changed_is_refused(prompt_file, change: str) -> None:
     path.write_text({"longer": text + text, "as long": text.replace("2", "3"), "shorter": text[:20]}[change])
     with pytest.raises(DataError) as raised:
         dataset.batch([1])
-    assert str(raised.value).startswith(f"{path}: has changed since the run began to read it; ")
+    assert str(raised.value).startswith(f"{path}: has changed since the run began to read the file. ")
 
 
 def test_a_file_that_is_gone_is_an_error(prompt_file) -> None:
@@ -311,7 +311,7 @@ def test_a_pipe_cannot_be_read_twice(tmp_path: Path) -> None:
     os.mkfifo(path)
     writer = os.open(path, os.O_RDWR)  # else opening waits for one
     try:
-        with pytest.raises(DataError, match="is no regular file; rows are read again"):
+        with pytest.raises(DataError, match="is no regular file, but rows are read again"):
             load(path)
     finally:
         os.close(writer)

@@ -35,8 +35,7 @@ def test_a_directory_without_a_tokenizer_has_the_actors(tmp_path):
     actor, teacher = directory(tmp_path / "actor"), tmp_path / "teacher"
     found = check_same_tokens("reference", teacher, actor)
     assert (
-        found
-        == f"reference.model = {teacher} has no tokenizer: it is taken to read the tokens of actor.model = {actor}"
+        found == f"reference.model = {teacher} has no tokenizer: hybridflow assumes the tokens of actor.model = {actor}"
     )
     shutil.copy(actor / "tokenizer_config.json", teacher)  # of which alone transformers makes up a tokenizer
     assert check_same_tokens("reference", teacher, actor) == found
@@ -49,8 +48,10 @@ def test_a_directory_without_a_tokenizer_has_the_actors(tmp_path):
 @pytest.mark.parametrize(("tokens", "told"), [((), "unknown to"), (("<b>", "<a>"), r"\d+ in")])
 def test_another_token_at_an_id_is_refused(tmp_path, tokens, told):
     actor, teacher = directory(tmp_path / "actor", "<a>"), directory(tmp_path / "teacher", *tokens)
-    whose = f"reference.model = {re.escape(str(teacher))}: its tokenizer"
-    with pytest.raises(ConfigError, match=rf"{whose} is .* '<a>', token \d+ of .*, is {told} it \(1 of"):
+    whose = f"reference.model = {re.escape(str(teacher))}: the tokenizer"
+    with pytest.raises(
+        ConfigError, match=rf"{whose} differs .* '<a>', token \d+ of .*, is {told} this tokenizer \(1 of"
+    ):
         check_same_tokens("reference", teacher, actor)
 
 
@@ -67,7 +68,7 @@ def test_every_model_of_a_run_is_compared(tmp_path, role):
         Path(shutil.copytree(root / role.replace("reward.models.0", "reward"), tmp_path / "x")), "<b>", "<a>"
     )
     changed = ExperimentConfig.from_yaml(file, [f"{role}.model={other}"])
-    with pytest.raises(ConfigError, match=rf"^{role}\.model = {re.escape(str(other))}: its tokenizer is another "):
+    with pytest.raises(ConfigError, match=rf"^{role}\.model = {re.escape(str(other))}: the tokenizer differs "):
         check_tokenizers(changed)
     if role.startswith("reward"):
         free = ExperimentConfig.from_yaml(file, [f"{role}.model={other}", f"{role}.reencode=true"])

@@ -60,7 +60,8 @@ def test_a_weight_that_never_has_a_turn_is_refused(tmp_path) -> None:
         open_files((SourceConfig(path=path, weight=1e-6), SourceConfig(path=path, weight=1)), "data.train")
     assert str(raised.value) == (
         like(
-            f"data.train: the weight 1e-06 of {path} is less than one row in 1,000: leave the file out, or give it more"
+            f"data.train: the weight 1e-06 of {path} is less than one row in 1,000. Leave the file out, or "
+            "give a larger weight"
         )
     )
 

@@ -182,7 +182,9 @@ def test_texts_are_encoded_anew_by_the_reward_models_own_template() -> None:
     plain = judge("one why" + judge.eos_token)["input_ids"]
     assert texts[:2] == [judge.decode(judge(text, add_special_tokens=False)["input_ids"]) for text in wanted]
     assert found.input_ids.split(found.lengths.tolist())[2].tolist() == plain
-    with pytest.raises(ConfigError, match=r"reward\.models\.0\.reencode: .* tokens of this model, which reads 3"):
+    with pytest.raises(
+        ConfigError, match=r"reward\.models\.0\.reencode: .* tokens of this model, more than the 3 that the model reads"
+    ):
         Reencoder("reward.models.0", chat(LLAMA3), lambda ids: "two", 3)(rows([[1, 7]]), prompts)
 
 

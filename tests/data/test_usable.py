@@ -144,7 +144,7 @@ def test_what_is_printed_once(tmp_path) -> None:
         ),
     ]
     assert left_out("data.train", load(path, checked=0).rows, "prompts longer than a limit") == [
-        like("data.train: 0.00 GB are more than data.checked_mib: a row of the 12 is checked when its turn comes")
+        like("data.train: 0.00 GB are more than data.checked_mib. Each of the 12 rows is checked on use")
     ]
     clean = write(tmp_path / "b.jsonl", long=(), broken=())
     assert left_out("data.train", load(clean, checked=1 << 20).rows, "too long") == []

@@ -110,7 +110,7 @@ def test_what_a_run_on_fixed_data_would_train_on(inputs, tmp_path, capsys) -> No
     lines, _ = told(capsys, path, tmp_path / "config.yaml")
     own = lines[lines.index("") + 1 :]
     assert own[:2] == [
-        "first row, 6 tokens, those that count in marks: '1+2=[[3</s>]]'",
+        "first row, 6 tokens, with marks around the tokens that are trained on: '1+2=[[3</s>]]'",
         "end token that is taught: '</s>' (2)",
     ]
     assert lines[-4:] == [
@@ -156,7 +156,7 @@ def test_what_cannot_be_read_is_an_error(tmp_path, capsys) -> None:
     [
         (
             ("1+2=3", "1+9=10"),
-            ["chosen begins with the prompt itself, so the model reads the prompt twice"],
+            ["chosen begins with the prompt itself, and the model reads the prompt twice"],
         ),
         (("1+2=3", "10"), []),  # in one row by chance
     ],
@@ -179,5 +179,5 @@ def test_pairs_that_repeat_their_prompt_are_told(inputs, tmp_path, chosen, told)
     )
     tokenizer = load_tokenizer(inputs / "policy")
     lines = of_examples(config, load_rows(config.data.train, tokenizer, config, 1000), tokenizer)
-    found = [line.removesuffix(": leave it out of one of them") for line in lines if "twice" in line]
+    found = [line.removesuffix(". Leave the prompt out of one of the two columns") for line in lines if "twice" in line]
     assert found == told

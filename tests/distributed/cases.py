@@ -22,12 +22,20 @@ class Case:
     sequence_parallel: bool = False
     recompute: str = "none"
     all_budgets: bool = False
+    ep: int = 1
+    etp: int | None = None
 
     @property
     def name(self) -> str:
         uneven = f"f{self.first}" * (self.first is not None) + f"l{self.last}" * (self.last is not None)
         sp = "sp" * self.sequence_parallel
-        return f"tp{self.tp}pp{self.pp}dp{self.dp}vpp{self.vpp}{uneven}{sp}-{self.recompute}"
+        experts = f"ep{self.ep}etp{self.etp}" if self.shares_experts_anew else ""
+        return f"tp{self.tp}pp{self.pp}dp{self.dp}vpp{self.vpp}{experts}{uneven}{sp}-{self.recompute}"
+
+    @property
+    def shares_experts_anew(self) -> bool:
+        """Other than each expert over the ranks of tp."""
+        return self.ep > 1 or self.etp is not None
 
     @property
     def num_ranks(self) -> int:
@@ -42,6 +50,8 @@ class Case:
             "num_layers_in_first_pipeline_stage": self.first,
             "num_layers_in_last_pipeline_stage": self.last,
             "sequence_parallel": self.sequence_parallel,
+            "expert_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,
             "dtype": "float32",
         }
 
@@ -65,6 +75,7 @@ FAMILIES = {
     "rope_llama3": ("llama", False, 4),
     "rope_linear": ("llama", False, 4),
     "qwen3_moe": ("qwen3_moe", True, 2),
+    "glm4_moe": ("glm4_moe", False, 2),
 }
 CHANGES = {
     "rope_llama3": {"rope_parameters": ROPE_LLAMA3},
@@ -95,6 +106,7 @@ FAMILY_CASES: dict[str, tuple[str, ...]] = {
     "rope_llama3": ("tp2pp1dp1vpp1-none",),
     "rope_linear": ("tp1pp1dp1vpp1-none",),
     "qwen3_moe": (SPLIT, STAGED, FEW_KV),
+    "glm4_moe": (SPLIT, STAGED, MIXED, FEW_KV),
 }
 CASES = (
     Case(all_budgets=True),
@@ -119,6 +131,26 @@ CASES = (
     Case(tp=2, pp=2, dp=2),
     Case(tp=2, pp=2, dp=2, sequence_parallel=True, recompute="full"),
 )
+EXPERT_CASES = (
+    Case(tp=2, ep=2),
+    Case(tp=2, ep=2, sequence_parallel=True, recompute="full"),
+    Case(tp=4, ep=2, etp=2),
+    Case(tp=2, pp=2, ep=2, sequence_parallel=True, recompute="selective"),
+    Case(tp=2, pp=2, vpp=2, ep=2, sequence_parallel=True),
+    Case(tp=4, dp=2, ep=4),
+    # several replicas share the experts
+    Case(dp=2, ep=2),
+    Case(dp=2, etp=2),
+    Case(dp=4, ep=2, recompute="full"),
+    Case(dp=4, ep=2, etp=2),
+    Case(tp=2, dp=2, ep=4, sequence_parallel=True),
+    Case(tp=2, dp=2, ep=2, etp=2, sequence_parallel=True, recompute="selective"),
+    Case(pp=2, dp=2, ep=2),
+    Case(pp=2, dp=2, vpp=2, ep=2),
+    Case(tp=2, pp=2, dp=2, ep=4, sequence_parallel=True, recompute="full"),
+)
+MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe")
+CASES += EXPERT_CASES
 BUDGETS = (64, 17, 1000)  # micro-batch tokens: several sequences, about one, all in one
 HYPER = Hyperparameters(temperature=0.8)
 POLICY = {"clip_range": HYPER.clip_low, "clip_range_high": HYPER.clip_high, "entropy_coef": HYPER.entropy_coef}
@@ -145,11 +177,16 @@ DEFAULT = {  # of the default set: each way to cut a model once, tied embeddings
     (SPLIT, "llama"),
     (SPLIT, "mixtral"),
     ("tp2pp2dp1vpp2sp-selective", "qwen2"),
+    ("tp2pp1dp1vpp1ep2etpNone-none", "mixtral"),
+    ("tp1pp1dp2vpp1ep2etpNone-none", "mixtral"),
+    ("tp2pp2dp1vpp1ep2etpNonesp-selective", "glm4_moe"),
 }
 
 
 def applies(case: Case, family: str) -> bool:
     """llama in every layout; qwen2, whose embeddings are tied, in those with stages; the others where they differ."""
+    if case.shares_experts_anew:
+        return family in MIXTURES
     if family == "qwen2":
         return case.pp > 1
     return family == "llama" or case.name in FAMILY_CASES[family]

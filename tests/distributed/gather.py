@@ -25,12 +25,16 @@ def whole(role: Role, of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]
     dist.all_gather_object(held, sorted(own), group=pp)
     weights = tuple(model_weights(role.spec, role.head))
     here = [weight for weight in weights if weight.megatron in own]
-    shards = [of(own[weight.megatron]).detach().float() for weight in here]
-    flat = joined(shards)
-    everyones = [torch.empty_like(flat) for _ in range(role.grid.tp)]
-    dist.all_gather(everyones, flat, group=tp)
-    cut = zip(*(split(each, [shard.shape for shard in shards]) for each in everyones), strict=True)
-    mine = {w.megatron: whole_parts(w, list(each), role.spec) for w, each in zip(here, cut, strict=True)}
+    layout, mine = role.grid.layout, {}
+    for group, among in (("dense", tp), ("experts", role.grid.groups.tp_ep)):
+        its = [weight for weight in here if weight.group == group]
+        shards = [of(own[weight.megatron]).detach().float() for weight in its]
+        flat = joined(shards)
+        everyones = [torch.empty_like(flat) for _ in layout.places(group)]
+        dist.all_gather(everyones, flat, group=among)
+        cut = zip(*(split(each, [shard.shape for shard in shards]) for each in everyones), strict=True)
+        found = zip(its, cut, strict=True)
+        mine |= {w.megatron: whole_parts(w, list(each), role.spec, layout.places(group)) for w, each in found}
     owner = {w.megatron: next(stage for stage, names in enumerate(held) if w.megatron in names) for w in weights}
     tensors = {}
     for stage in range(role.grid.pp):
@@ -47,7 +51,7 @@ def whole(role: Role, of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([x.flatten() for x in tensors])
+    return torch.cat([torch.zeros(0), *(x.flatten() for x in tensors)])
 
 
 def split(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

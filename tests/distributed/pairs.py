@@ -26,6 +26,7 @@ FAMILIES = {
     "rope_yarn_qwen2": ("qwen2", True, 4),
     "rope_yarn_qwen3": ("qwen3", False, 2),
     "qwen3_moe": ("qwen3_moe", False, 4),
+    "glm4_moe": ("glm4_moe", False, 4),
     "own_head": ("qwen3", True, 4),  # config.json says tied, the weights have another output layer
 }
 CHANGES = {
@@ -63,10 +64,11 @@ class Pair:
     pp: int
     family: str
     trainer_ranks: int | None = None  # fewer than the world: the rollout has the other ranks to itself
+    whole_experts: bool = False  # on an engine's ranks
 
     @property
     def name(self) -> str:
-        where = "" if self.trainer_ranks is None else "-apart"
+        where = "ep" * self.whole_experts + ("" if self.trainer_ranks is None else "-apart")
         return f"{self.case.name}-to-tp{self.tp}pp{self.pp}{where}-{self.family}"
 
     @property
@@ -99,7 +101,18 @@ def _pairs() -> list[Pair]:
         "opt_350m": ((Case(), 1, 1), *layouts[1:]),
         "own_head": layouts,
     }
-    return pairs + [Pair(*layout, name) for name in others for layout in fewer.get(name, layouts)]
+    pairs += [Pair(*layout, name) for name in others for layout in fewer.get(name, layouts)]
+    # experts: cut as the engine cuts them, otherwise, over replicas, and on ranks of the engine's own
+    whole, over = Case(tp=2, ep=2), Case(dp=2, ep=2)
+    experts = [(whole, 2, True), (whole, 2, False), (Case(tp=2), 2, True), (whole, 1, False), (over, 2, True)]
+    experts += [
+        (over, 1, False),
+        (Case(tp=2, dp=2, ep=4, sequence_parallel=True), 4, True),
+        (Case(tp=4, ep=2, etp=2), 2, True),
+    ]
+    pairs += [Pair(case, tp, 1, "qwen3_moe", whole_experts=ep) for case, tp, ep in experts]
+    pairs.append(Pair(Case(pp=2, dp=2, ep=2), 2, 2, "mixtral", whole_experts=True))
+    return [*pairs, Pair(whole, 2, 1, "mixtral", trainer_ranks=2, whole_experts=True)]
 
 
 PAIRS = _pairs()
@@ -111,4 +124,6 @@ DEFAULT = {  # of the default set: each way to hand over once
     "tp2pp2dp1vpp1sp-none-to-tp4pp1-llama",  # four ranks
     "tp4pp1dp1vpp1-none-to-tp4pp1-gqa",  # ranks share key/value heads
     "tp1pp1dp2vpp1-none-to-tp2pp1-apart-qwen2",  # to ranks of the rollout's own
+    "tp2pp1dp1vpp1ep2etpNone-none-to-tp2pp1ep-qwen3_moe",  # whole experts in place
+    "tp1pp1dp2vpp1ep2etpNone-none-to-tp2pp1ep-qwen3_moe",  # of several replicas
 }

@@ -109,9 +109,10 @@ class Run:
             self.actor = Actor(placed, temperature=HYPER.temperature, world=self.world)
         train, rank = self.actor.grid.layout, self.world.platform.rank
         if ranks is None:
-            layout = rollout_layout(train, pair.tp, pair.pp)
+            layout = rollout_layout(train, pair.tp, pair.pp, expert_parallel=pair.whole_experts)
         else:
-            layout = standalone_layout(tuple(range(pair.trainer_ranks, pair.num_ranks)), pair.tp, pair.pp)
+            ranks_of_engine = tuple(range(pair.trainer_ranks, pair.num_ranks))
+            layout = standalone_layout(ranks_of_engine, pair.tp, pair.pp, expert_parallel=pair.whole_experts)
         spec = self.actor.spec
         plan = plan_reshard(spec, train, layout, bucket_elements=BUCKET_BYTES // 4)
         watch = Watch()

@@ -137,7 +137,8 @@ def gradients_kept(trained: Sequence[TrainedRole], results: dict[str, Tensor]) -
 
 
 def _note_and_step(role: TrainedRole, step: Callable[[float], float], results: dict[str, Tensor], lr: float) -> float:
-    results.update({f"{role.name}_grad/{n}": x for n, x in whole(role, lambda p: p.main_grad).items()})
+    gradients = whole(role, lambda p: p.main_grad if p.requires_grad else torch.zeros_like(p))
+    results.update({f"{role.name}_grad/{n}": x for n, x in gradients.items()})
     return step(lr)
 
 

@@ -68,8 +68,8 @@ def test_engine_on_some_of_the_actors_ranks(config):
     message = error_before_training(config, "rollout.ranks=0", "rollout.tensor_parallel_size=1")
     assert message == (
         like(
-            "rollout.ranks = 0 and actor.ranks = 0-1 share 0: the engine runs on exactly the actor's ranks, where it "
-            "uses the actor's memory, or on none of them"
+            "rollout.ranks = 0 and actor.ranks = 0-1 share 0: the engine must have exactly the actor's ranks, or "
+            "none of them"
         )
     )
 
@@ -99,9 +99,8 @@ def test_heads_that_tensor_parallel_ranks_cannot_share(config, inputs, tmp_path)
     (policy / "config.json").write_text(json.dumps(described | {"num_attention_heads": 6, "num_key_value_heads": 3}))
     assert error_before_training(config, f"actor.model={policy}") == (
         like(
-            f"actor.tensor_parallel_size = 2 neither divides num_key_value_heads = 3 of {policy} nor is a "
-            f"multiple of it: "
-            "3 = 1 x 2 + 1"
+            f"actor.tensor_parallel_size = 2 must divide num_key_value_heads = 3 of {policy} or be a "
+            "multiple of that number: 3 = 1 x 2 + 1"
         )
     )
 
@@ -162,9 +161,17 @@ def test_what_is_passed_over_when_its_turn_comes_is_told_and_counted(config, tmp
     keys = ("data.checked_mib=0", "data.overlong_prompts=drop", "data.bad_rows=drop")
     done = training(config, f"data.train={file}", *keys)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("GB are more than data.checked_mib: a row of the 7 is checked when its turn comes\n") == 1
-    assert done.stdout.count(f"data.train: a row is left out, and those to come that are not JSON: {file}, line 4") == 1
-    assert done.stdout.count(f"those to come that are too long: {file}, line 2: the prompt has 14 tokens") == 1
+    assert done.stdout.count("GB are more than data.checked_mib. Each of the 7 rows is checked on use\n") == 1
+    assert (
+        done.stdout.count(f"data.train: a row that is not JSON is left out, and so is every later one: {file}, line 4")
+        == 1
+    )
+    assert (
+        done.stdout.count(
+            f"a row that is too long is left out, and so is every later one: {file}, line 2: the prompt has 14 tokens"
+        )
+        == 1
+    )
     rows = metrics_rows(config)
     assert [(row["data/dropped_overlong"], row["data/dropped_bad"]) for row in rows] == [("1.0", "1.0"), ("1.0", "1.0")]
 

@@ -177,7 +177,10 @@ def test_gradients_and_update_do_not_depend_on_the_split(case, kind, family, res
     assert names
     for budget in budgets(case, family):
         produced = {name for name in found if name.startswith(f"{budget}/{kind}/")}
-        assert produced == {f"{budget}/{name}" for name in names}
+        frozen = {name for name in produced if name.endswith("e_score_correction_bias")}  # transformers has a buffer
+        assert bool(frozen) == (family == "glm4_moe" and kind.startswith("actor"))
+        assert not any(found[name].any() for name in frozen if "_grad/" in name)
+        assert produced - frozen == {f"{budget}/{name}" for name in names}
         for name in names:
             difference = (found[f"{budget}/{name}"] - expected[name]).abs().max() / largest
             assert difference <= TOLERANCE, f"{name}, {budget} tokens a micro-batch: {difference:.2e}"
@@ -197,7 +200,7 @@ def test_gradients_summed_during_the_backward_pass_are_the_same(case, family, re
     names = [name for name in found if name.startswith("actor_adam/")]
     assert names
     for name in names if case.dp > 1 else []:
-        assert_close(found[f"overlapped/{name}"], found[name], name, 0 if case.dp == 2 else 1e-7)
+        assert_close(found[f"overlapped/{name}"], found[name], name, 0 if case.dp == 2 else 1e-6)
     if case.dp > 1:
         assert found["overlapped/under_way"].tolist() == [False, True], "the actor's first step, and its second"
         assert found["overlapped/gathering"].tolist() == [True, True, False], "after each, and when weights are read"

@@ -142,7 +142,7 @@ BAD = {
     "the mask": (changed("response_mask", put(4, 1)), r"response_mask marks tokens of a prompt"),
     "the prompts' order": (
         changed("prompt_indices", put(1, 1)),
-        r"prompt_indices of its 4 rows are not those of 2 prompts",
+        r"prompt_indices of the 4 rows are not those of 2 prompts",
     ),
     "another prompt": (changed("input_ids", put(7, 6)), r"row 2 begins with 1 tokens that are not prompt 1 of .*'two'"),
 }
@@ -183,8 +183,8 @@ def test_batches_are_found_in_a_run_a_folder_or_a_file(tmp_path: Path) -> None:
         dumped_batches(tmp_path / "absent")
     replay = Replay(dumped_batches(folder), vocab_size=1, max_length=1)
     assert replay.iterations(9) == [1, 2] and replay.iterations(10, after=1) == [2, 10]
-    told = r"are of iterations 1 to 10, those to run are 11 to num_iterations = 12"
-    with pytest.raises(DataError, match=f"^{folder}: the dumped batches given {told}"):
+    told = r"belong to iterations 1 to 10, but the run needs 11 to num_iterations = 12"
+    with pytest.raises(DataError, match=f"^{folder}: the dumped batches {told}"):
         replay.iterations(12, after=10)
 
 
@@ -352,7 +352,7 @@ def test_what_was_rolled_out_is_trained_on_in_a_replay(name: str, root: Path, we
 def test_what_no_file_holds_is_told(root: Path, weights: dict) -> None:
     assert "the flow asks for greedy responses, which no file has" in weights["greedy"]["error"]
     assert "iteration_000001.safetensors: row 0 begins with " in weights["other_prompts"]["error"]
-    assert "or the flow kept some rows alone, and the others are lost" in weights["kept_replayed"]["error"]
+    assert "had another config, or its flow kept only some rows" in weights["kept_replayed"]["error"]
 
 
 @pytest.mark.thorough

@@ -372,7 +372,7 @@ def test_a_run_that_is_told_to_end_is_saved_and_goes_on(net: Network, directory:
     training = begun(net, directory, "told")
     kill([training.process.pid], signal.SIGTERM)
     assert training.wait(90) == 75, training.said[-4000:]
-    assert "it is saved: the same command goes on from there" in training.said
+    assert "the run is saved, and the same command resumes" in training.said
     assert "stopped as told, saved" in last_lines(training)
     assert training.left() == {}
     rows = training.rows()
@@ -380,7 +380,7 @@ def test_a_run_that_is_told_to_end_is_saved_and_goes_on(net: Network, directory:
         training.net, training.directory, "config.yaml", "num_iterations=100000", "checkpoint.grace_seconds=600"
     )
     again.wait_for(lambda: again.rows() > rows)
-    assert "goes on from run/checkpoints/step_" in again.said
+    assert "resumes from run/checkpoints/step_" in again.said
     kill([again.process.pid], signal.SIGINT)
     time.sleep(1.2)
     kill([again.process.pid], signal.SIGINT)
@@ -398,7 +398,7 @@ def test_a_lost_host_leaves_a_run_that_goes_on_with_the_others(net: Network, dir
     assert started.wait() == 0, started.said
     assert re.search(r"launch: node-a: lost: .*: restart 1 of 3", started.said)
     assert "launch: 2 ranks on node-b, node-c" in started.said
-    [step] = re.findall(r"goes on from run/checkpoints/step_(\d+)", started.said)
+    [step] = re.findall(r"resumes from run/checkpoints/step_(\d+)", started.said)
     by_hand = directory / "by_hand"
     shutil.copytree(
         started.directory / "run" / "checkpoints" / f"step_{step}", by_hand / "run" / "checkpoints" / f"step_{step}"

@@ -73,7 +73,7 @@ def test_a_job_that_has_stopped_and_saved_is_requeued(tmp_path: Path) -> None:
     job = Job(tmp_path, "x.yaml", STATUSES="75 75")
     status, out = job.end()
     assert (status, job.requeued) == (ExitStatus.STOPPED, "requeue 1234567")
-    assert "stopped as told: job 1234567 is requeued and goes on" in out
+    assert "stopped as told: job 1234567 is requeued and resumes" in out
 
 
 @pytest.mark.parametrize("everyone", ["", "yes"])

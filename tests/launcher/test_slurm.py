@@ -106,9 +106,9 @@ def test_a_run_that_is_told_in_the_middle_is_requeued_and_ends_as_if_it_had_not_
     job.tell("USR1")
     assert job.wait() == ("COMPLETED", "0:0", "1"), job.said
     assert (
-        f"slurm.sbatch: stopped as told: job {job.number} is requeued and goes on from its last checkpoint" in job.said
+        f"slurm.sbatch: stopped as told: job {job.number} is requeued and resumes from its last checkpoint" in job.said
     )
-    assert re.search(r"goes on from told/checkpoints/step_00000[1-5]", job.said), job.said
+    assert re.search(r"resumes from told/checkpoints/step_00000[1-5]", job.said), job.said
     assert metrics(root / "told" / "metrics.csv") == metrics(root / "alone" / "metrics.csv")
     assert slurm.left() == {}
 

@@ -17,13 +17,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from hybridflow.architecture.spec import read_spec
 from hybridflow.convert.forward import packed_micro_batch, random_prompts
-from hybridflow.models import build
+from hybridflow.models import build, layer_specs
 from hybridflow.models.attention import GroupedSelfAttention, PackedAttention, PackedSequences
 from hybridflow.models.layers import RMSNorm
 from hybridflow.models.opt import PostNormLayer
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.grid import Grid, ProcessGroups
-from hybridflow.parallel.layout import Layout
+from hybridflow.parallel.layout import Layout, Place
 from tests.tiny_models import make_checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,21 +61,21 @@ def test_a_transformer_engine_that_cannot_be_imported_is_as_good_as_none(
     """Built against another torch it is found and fails as it loads; megatron then has no layers of its kind."""
     (tmp_path / "transformer_engine.py").write_text("raise ImportError('undefined symbol')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(build, "uses_cuda", lambda: True)
+    monkeypatch.setattr(layer_specs, "uses_cuda", lambda: True)
     spec = read_spec(make_checkpoints(tmp_path, family="qwen2", tied=False) / "policy")
-    (layer,) = build._block_spec(spec, 1, torch.float32).layer_specs
+    (layer,) = layer_specs.block_spec(spec, (0,), torch.float32, Place(1, 0)).layer_specs
     assert layer.submodules.input_layernorm is RMSNorm
-    assert build._submodules(layer.submodules.mlp, MLPSubmodules).linear_fc1.__name__ == "ColumnParallelLinear"
+    assert layer_specs._submodules(layer.submodules.mlp, MLPSubmodules).linear_fc1.__name__ == "ColumnParallelLinear"
 
 
 def test_the_parts_of_a_spec_are_found_however_megatron_gives_them() -> None:
     """0.16.1 gives a ModuleSpec, 0.19.2 of a dense MLP a function that knows its parts."""
     parts = MLPSubmodules(linear_fc1=torch.nn.Linear, linear_fc2=torch.nn.Linear)
     for spec in (ModuleSpec(MLP, submodules=parts), functools.partial(MLP, submodules=parts)):
-        assert build._submodules(spec, MLPSubmodules) is parts
+        assert layer_specs._submodules(spec, MLPSubmodules) is parts
     for spec in (ModuleSpec(MLP), functools.partial(MLP), MLP, ModuleSpec(MLP, submodules=object())):
         with pytest.raises(AssertionError, match="has no MLPSubmodules"):
-            build._submodules(spec, MLPSubmodules)
+            layer_specs._submodules(spec, MLPSubmodules)
 
 
 def chunk_of(*mixers: torch.nn.Module) -> build.PackedModel:
@@ -120,13 +120,13 @@ def test_layers_with_norms_after_the_sums_are_made_of_megatrons_local_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Transformer Engine's linear layers have a norm in front of them."""
-    monkeypatch.setattr(build, "_transformer_engine", lambda: True)
+    monkeypatch.setattr(layer_specs, "_transformer_engine", lambda: True)
     spec = read_spec(make_checkpoints(tmp_path, family="opt_350m", tied=True) / "policy")
-    block = build._block_spec(spec, 1, torch.float32)
+    block = layer_specs.block_spec(spec, (0,), torch.float32, Place(1, 0))
     (layer,) = block.layer_specs
     assert (layer.module, block.layer_norm) == (PostNormLayer, None)
     assert layer.submodules.input_layernorm is layer.submodules.pre_mlp_layernorm is IdentityOp
-    assert build._submodules(layer.submodules.mlp, MLPSubmodules).linear_fc1.__name__ == "ColumnParallelLinear"
+    assert layer_specs._submodules(layer.submodules.mlp, MLPSubmodules).linear_fc1.__name__ == "ColumnParallelLinear"
     assert layer.submodules.self_attention.submodules.linear_qkv.__name__ == "ColumnParallelLinear"
 
 

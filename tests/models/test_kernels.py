@@ -17,7 +17,7 @@ BOTH = {"actor": "bfloat16", "critic": "bfloat16"}
 def test_everything_is_there() -> None:
     assert kernel_line(ALL, BOTH, adam=True) == (
         "kernels for training: layers of Transformer Engine; gradient accumulation fused by apex; attention by flash "
-        "attention 2, as torch has it (3 is a prototype in torch, and not taken); Adam of Transformer Engine"
+        "attention 2 of torch (torch's flash attention 3 is a prototype and not used); Adam of Transformer Engine"
     )
 
 
@@ -25,8 +25,8 @@ def test_what_is_not_taken_is_said_with_its_reason() -> None:
     assert kernel_line(NONE, BOTH, adam=True) == (
         "kernels for training: layers of megatron without Transformer Engine (No module named 'transformer_engine'); "
         "gradient accumulation not fused, which takes apex (undefined symbol: _ZN3c10); attention by flash attention "
-        "2, as torch has it (3 is a prototype in torch, and not taken); Adam of torch, fused (Transformer Engine and "
-        "apex have none here)"
+        "2 of torch (torch's flash attention 3 is a prototype and not used); Adam of torch, fused (Transformer Engine "
+        "and apex have none here)"
     )
 
 

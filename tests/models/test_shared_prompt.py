@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybridflow.models import build
 from hybridflow.models.attention import PackedSequences, attention_by_length
-from hybridflow.models.build import attention_functions
+from hybridflow.models.layer_specs import attention_functions
 from hybridflow.models.shared_prompt import (
     AttentionSpans,
     SharedPrompts,

@@ -96,5 +96,7 @@ def test_a_group_is_forgotten_when_it_ends(record: Collectives) -> None:
 
 def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives.torch, "__version__", "2.14.0+cpu")
-    with pytest.raises(EnvironmentProblem, match=r"^torch 2\.14\.0\+cpu is installed, hybridflow needs torch 2\.13\.0"):
+    with pytest.raises(
+        EnvironmentProblem, match=r"^torch 2\.14\.0\+cpu is installed, but hybridflow needs torch 2\.13\.0"
+    ):
         Collectives.install()

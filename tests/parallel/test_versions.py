@@ -85,8 +85,8 @@ def test_another_release_is_named(found: str) -> None:
     with pytest.raises(EnvironmentProblem) as caught:
         check_version("vllm", found)
     assert str(caught.value) == (
-        f"vllm {found} is installed, hybridflow needs vllm 0.32.0: it replaces private parts of that release. "
-        "`bash launch/setup.sh` installs it, with --cuda for GPUs; "
+        f"vllm {found} is installed, but hybridflow needs vllm 0.32.0, because it replaces private parts of that "
+        "release. `bash launch/setup.sh` installs the right release, with --cuda for GPUs. "
         f"HYBRIDFLOW_TRY_VERSIONS=1 tries {found} all the same"
     )
 
@@ -118,7 +118,7 @@ def test_a_release_that_is_tried_is_warned_of_once_on_one_rank(
 
 def test_nothing_is_tried_unless_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRIDFLOW_TRY_VERSIONS", "0")
-    with pytest.raises(EnvironmentProblem, match=r"^vllm 0\.24\.0 is installed, hybridflow needs vllm 0\.32\.0"):
+    with pytest.raises(EnvironmentProblem, match=r"^vllm 0\.24\.0 is installed, but hybridflow needs vllm 0\.32\.0"):
         check_version("vllm", "0.24.0")
     monkeypatch.setenv("HYBRIDFLOW_TRY_VERSIONS", "yes")
     with pytest.raises(EnvironmentProblem, match=r"^HYBRIDFLOW_TRY_VERSIONS=yes: must be 0 or 1$"):
@@ -134,6 +134,6 @@ def test_another_megatron_is_refused_before_it_is_adapted(cuda: bool, monkeypatc
     monkeypatch.setattr(platforms, "uses_cuda", lambda: cuda)
     monkeypatch.setattr(parallel_state, "torch", torch)  # as it is imported
     monkeypatch.setattr(torch.Tensor, "cuda", original := torch.Tensor.cpu)
-    with pytest.raises(EnvironmentProblem, match=r"^megatron-core 0\.17\.0 is installed, .* 0\.16\.1 or 0\.19\.2: "):
+    with pytest.raises(EnvironmentProblem, match=r"^megatron-core 0\.17\.0 is installed, .* 0\.16\.1 or 0\.19\.2, "):
         platforms.adapt_megatron()
     assert parallel_state.torch is torch and torch.Tensor.cuda is original

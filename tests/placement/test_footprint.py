@@ -16,7 +16,7 @@ from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import model_weights
 from hybridflow.config import OptimizerConfig
-from hybridflow.parallel.layout import Layout
+from hybridflow.parallel.layout import Cut, Layout
 from hybridflow.placement.footprint import (
     Footprint,
     chunks_in_flight,
@@ -125,7 +125,7 @@ def test_elements_are_those_of_the_reshard_plan(sizes: tuple[int, ...], tied: bo
     plan = plan_reshard(spec, train, rollout_layout(train, 1, 1))
     elements = stage_elements(spec, "lm", train)
     for rank in train.ranks:
-        held = sum(prod(shard_shape(weight, spec, train.tp)) for weight in plan.trained_weights(rank))
+        held = sum(prod(shard_shape(weight, spec, train.cut)) for weight in plan.trained_weights(rank))
         assert held == elements[train.coordinates(rank).pp]
 
 
@@ -221,7 +221,8 @@ def test_models_of_a_rank_take_turns_to_compute() -> None:
 
 
 def layer(recompute: str, tp: int = 1, sequence_parallel: bool = False) -> float:
-    return layer_bytes(small_spec(), tp=tp, sequence_parallel=sequence_parallel, recompute=recompute, itemsize=2)
+    how = dict(sequence_parallel=sequence_parallel, recompute=recompute, itemsize=2)
+    return layer_bytes(small_spec(), "dense", cut=Cut(tp), **how)
 
 
 def test_a_layers_activations_by_hand() -> None:
@@ -282,8 +283,8 @@ def test_activations_without_gradients_by_hand() -> None:
     few = {"tp": 2, "itemsize": 2, "backward": True}
     assert output_bytes(wide, "lm", rows=1, **few) == 2 * (8 + 512) + 2 * 8 + 2 * 8 * 512
     assert output_bytes(wide, "lm", rows=10, **few) == 10 * (2 * (8 + 512) + 2 * 8 + 3 * 4 * 512)
-    assert engine_activation_bytes(spec, tp=1, itemsize=2, tokens=10, sequences=2) == 10 * 264
-    assert engine_activation_bytes(wide, tp=2, itemsize=2, tokens=10, sequences=2) == 4 * 2 * 1024
+    assert engine_activation_bytes(spec, cut=Cut(1), itemsize=2, tokens=10, sequences=2) == 10 * 264
+    assert engine_activation_bytes(wide, cut=Cut(2), itemsize=2, tokens=10, sequences=2) == 4 * 2 * 1024
 
 
 def test_what_a_sampler_keeps_by_hand() -> None:

@@ -152,9 +152,8 @@ def test_heads_that_the_engine_cannot_share(inputs, tmp_path):
     keys = (f"actor.model={policy}", "actor.tensor_parallel_size=1", "rollout.tensor_parallel_size=4")
     assert problem(inputs, tmp_path, *keys) == (
         like(
-            f"rollout.tensor_parallel_size = 4 neither divides num_key_value_heads = 6 of {policy} nor is a "
-            f"multiple of "
-            "it: 6 = 1 x 4 + 2"
+            f"rollout.tensor_parallel_size = 4 must divide num_key_value_heads = 6 of {policy} or be a "
+            "multiple of that number: 6 = 1 x 4 + 2"
         )
     )
 
@@ -248,7 +247,7 @@ def gib(num_bytes: int) -> str:
 def test_a_cache_that_just_holds_one_sequence(inputs, tmp_path, keys, cuda, least):
     load(inputs, tmp_path, *keys, gib(least), cuda=cuda)
     message = problem(inputs, tmp_path, *keys, gib(least - 1), cuda=cuda)
-    assert message.startswith("rollout.kv_cache_gib = ") and f" = {least:,} bytes on an engine rank" in message
+    assert message.startswith("rollout.kv_cache_gib = ") and f" = {least:,} bytes. The least value" in message
 
 
 def test_a_cache_too_small_for_one_sequence(inputs, tmp_path):
@@ -256,10 +255,9 @@ def test_a_cache_too_small_for_one_sequence(inputs, tmp_path):
     assert message == (
         like(
             "rollout.kv_cache_gib = 0.0002 (214,748 bytes) cannot hold one sequence of data.max_prompt_length + "
-            "sampling.max_response_length = 20 tokens: 2 blocks (1 of them vLLM's own) of 32 tokens x 2 (keys "
-            "and values) "
-            "x 6 layers x 4 key/value heads x head_dim 32 x 4 bytes = 393,216 bytes on an engine rank; the least that "
-            "fits is 0.0003663"
+            "sampling.max_response_length = 20 tokens. An engine rank needs 2 blocks (1 of them vLLM's own) of 32 "
+            "tokens x 2 (keys and values) x 6 layers x 4 key/value heads x head_dim 32 x 4 bytes = 393,216 bytes. The "
+            "least value that fits is 0.0003663"
         )
     )
     load(inputs, tmp_path, *TP1, "rollout.kv_cache_gib=0.0003663")
@@ -285,7 +283,9 @@ def test_by_default_the_cache_holds_the_batch(inputs, tmp_path, keys, cuda, whol
 
 def test_without_memory_for_one_sequence_that_is_said(inputs, tmp_path):
     run = load(inputs, tmp_path, *TP1, "rollout.kv_cache_gib=null")
-    with pytest.raises(ConfigError, match=r"half of the 786,431 bytes .* which takes 393,216: hybridflow.plan"):
+    with pytest.raises(
+        ConfigError, match=r"half of the 786,431 bytes .* one sequence of 393,216 bytes\. `hybridflow plan`"
+    ):
         run.kv_cache.of_stage(run.stages, 0, free=4 * 32 * TOKEN - 1)
     given = load(inputs, tmp_path, *TP1, gib(2 * 32 * TOKEN))
     assert given.kv_cache.of_stage(given.stages, 0, free=0) == 2 * 32 * TOKEN, "what is given is taken as it is"

@@ -63,7 +63,7 @@ def measure(rank: int, out: str) -> None:
     found = []
     for case in CASES:
         plan = make_plan(*case)
-        weights = {w.megatron: torch.zeros(shard_shape(w, SPEC, plan.train.tp)) for w in plan.trained_weights(rank)}
+        weights = {w.megatron: torch.zeros(shard_shape(w, SPEC, plan.train.cut)) for w in plan.trained_weights(rank)}
         cpu, group = torch.device("cpu"), dist.group.WORLD
         reshard = WeightReshard(plan, weights, rank=rank, dtype=torch.float32, device=cpu, group=group)
         there, back = reshard.to_engine(), reshard.to_trainer()
@@ -101,5 +101,5 @@ def test_shared_storages_are_released_when_the_last_of_their_weights_has_moved()
     plan = make_plan("tp2 pp2", 1, 1)
     apart, joined = (ReshardForecast(plan, SPEC, itemsize=4, bucket_elements=n).memory[0] for n in (0, 1 << 30))
     assert apart.peak_extra < joined.peak_extra
-    held = [prod(shard_shape(weight, SPEC, 2)) for weight in plan.trained_weights(0)]
-    assert joined.released == 4 * sum(held) > 4 * prod(shard_shape(embedding(SPEC), SPEC, 2))
+    held = [prod(shard_shape(weight, SPEC, plan.train.cut)) for weight in plan.trained_weights(0)]
+    assert joined.released == 4 * sum(held) > 4 * prod(shard_shape(embedding(SPEC), SPEC, plan.train.cut))

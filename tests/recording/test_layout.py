@@ -26,6 +26,7 @@ def test_rank_0_writes_where_the_run_lies(tmp_path: Path) -> None:
         "tp": 1,
         "pp": 2,
         "replicas": [[0, 2], [1, 3]],
+        "expert_parallel": False,
     }
     with record_run(c, 5, rank=0, decode=str, resumed=0) as recorder:  # goes on in another layout
         recorder.layout(2, {"actor": Layout(1, 1, 2, (0, 1))}, RolloutLayout(1, 1, ((0,), (1,))))

@@ -18,7 +18,7 @@ import pytest
 from hybridflow.config import ExperimentConfig, MetricsConfig, MlflowConfig, WandbConfig
 from hybridflow.errors import ConfigError, EnvironmentProblem
 from hybridflow.recording.recorder import record_run
-from hybridflow.recording.trackers import MlflowRun, Place, check_trackers
+from hybridflow.recording.trackers import MlflowRun, ServiceState, check_trackers
 from tests.messages import like
 from tests.recording.test_resume import config, record
 
@@ -73,15 +73,15 @@ def test_wrong_keys_are_named(metrics: dict, message: str, tmp_path: Path) -> No
 
 def test_where_a_run_stands_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "wandb.json"
-    Place(file, goes_on=False).keep("abc", 7)
-    found = Place(file, goes_on=True)
+    ServiceState(file, goes_on=False).keep("abc", 7)
+    found = ServiceState(file, goes_on=True)
     assert (found.name, found.last) == ("abc", 7)
-    assert (Place(file, goes_on=False).name, Place(tmp_path / "absent", goes_on=True).last) == (None, -1)
+    assert (ServiceState(file, goes_on=False).name, ServiceState(tmp_path / "absent", goes_on=True).last) == (None, -1)
     file.write_text('{"name": "abc"}')
     with pytest.raises(
         EnvironmentProblem, match=r"wandb.json: is damaged; without it the run is a new one there: 'last'"
     ):
-        Place(file, goes_on=True)
+        ServiceState(file, goes_on=True)
 
 
 # ------------------------------------------------------------------------------------------------ a run that goes on

@@ -19,7 +19,7 @@ from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import Weight, model_weights, num_parameters
 from hybridflow.errors import ConfigError
-from hybridflow.parallel.layout import Layout, RolloutLayout
+from hybridflow.parallel.layout import Layout, RolloutLayout, TrainingCoordinates
 from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout
 from hybridflow.reshard.plan import BucketTraffic, Operation, ReshardPlan, Way, inverse, plan_reshard
 from hybridflow.reshard.slices import Piece, View
@@ -75,6 +75,15 @@ def megatron_shard(weight: Weight, parts: list[Tensor], spec: ModelSpec, tp: int
     return parts[0].tensor_split(tp)[rank]
 
 
+def expert_shard(weight: Weight, parts: list[Tensor], spec: ModelSpec, cut: tuple[int, int], number: int) -> Tensor:
+    """Of the rank of this number among those that share the experts of a stage; cut: (etp, ep), etp fastest."""
+    etp, ep = cut
+    held = spec.num_experts // ep
+    first, of_each = number // etp % ep * held, len(parts) // spec.num_experts
+    own = parts[first * of_each : (first + held) * of_each]
+    return megatron_shard(weight, own, spec, etp, number % etp)
+
+
 def vllm_shard(weight: Weight, parts: list[Tensor], spec: ModelSpec, tp: int, rank: int) -> Tensor:
     if spec.family == "glm" and "linear_fc1" in weight.megatron:
         return parts[0].tensor_split(tp)[rank]
@@ -127,12 +136,15 @@ class World:
         stages, found = self.train.stages(self.spec.num_layers), {}
         for rank in self.train.ranks:
             at = self.train.coordinates(rank)
-            found[rank] = {
-                w.megatron: megatron_shard(w, self.parts[w.megatron], self.spec, self.train.tp, at.tp)
-                for w in self.weights
-                if self.on_stage(w, at.pp, stages)
-            }
+            found[rank] = {w.megatron: self.trained(w, at) for w in self.weights if self.on_stage(w, at.pp, stages)}
         return found
+
+    def trained(self, weight: Weight, at: TrainingCoordinates) -> Tensor:
+        parts, train = self.parts[weight.megatron], self.train
+        if ".experts." not in weight.megatron:
+            return megatron_shard(weight, parts, self.spec, train.tp, at.tp)
+        etp = train.etp or train.tp // train.ep
+        return expert_shard(weight, parts, self.spec, (etp, train.ep), at.dp * train.tp + at.tp)
 
     @cached_property
     def engine(self) -> dict[int, dict[str, Tensor]]:
@@ -141,11 +153,15 @@ class World:
         for rank in self.rollout.ranks:
             at = self.rollout.coordinates(rank)
             found[rank] = {
-                w.megatron: vllm_shard(w, self.parts[w.megatron], self.spec, self.rollout.tp, at.tp)
-                for w in self.weights
-                if self.on_stage(w, at.pp, stages)
+                w.megatron: self.generating(w, at.tp) for w in self.weights if self.on_stage(w, at.pp, stages)
             }
         return found
+
+    def generating(self, weight: Weight, tp_rank: int) -> Tensor:
+        parts, tp = self.parts[weight.megatron], self.rollout.tp
+        if ".experts." in weight.megatron and self.rollout.expert_parallel:
+            return expert_shard(weight, parts, self.spec, (1, tp), tp_rank)
+        return vllm_shard(weight, parts, self.spec, tp, tp_rank)
 
 
 def source_of(piece: Piece, shard: Tensor) -> Tensor:
@@ -317,6 +333,53 @@ def test_the_engine_gets_every_element_and_no_rank_more_than_it_lacks(train: Lay
         check_traffic(world)
         check_ways(world)
         check_buckets(world)
+
+
+MIXTURE = tiny_spec(num_kv_heads=2, family="qwen3_moe", num_experts=8, experts_per_token=2)
+EXPERT_LAYOUTS = [  # tp, pp, dp, ep, etp
+    *[(2, 1, 1, 2, 1), (2, 2, 1, 2, 1), (2, 1, 2, 2, 1), (4, 1, 1, 4, 1), (4, 1, 1, 2, 2), (4, 2, 1, 4, 1)],
+    # experts that several replicas share
+    *[
+        (1, 1, 2, 2, 1),
+        (1, 1, 4, 2, 1),
+        (1, 2, 2, 2, 1),
+        (2, 1, 2, 4, 1),
+        (2, 1, 2, 2, 2),
+        (1, 1, 4, 2, 2),
+        (2, 2, 2, 4, 1),
+    ],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", EXPERT_LAYOUTS, ids=lambda sizes: "tp{}pp{}dp{}ep{}etp{}".format(*sizes))
+def test_the_engine_gets_every_expert_and_no_rank_more_than_it_lacks(sizes: tuple[int, ...]) -> None:
+    tp, pp, dp, ep, etp = sizes
+    train = layout(tp, pp, dp, ep=ep, etp=etp)
+    size = len(train.ranks)
+    for tp_of_engine, pp_of_engine, whole in product([1, 2, 4], [1, 2], [False, True]):
+        sizes_of_engine = {"tp": tp_of_engine, "pp": pp_of_engine, "expert_parallel": whole}
+        rollouts = [standalone_layout(tuple(range(size, size + tp_of_engine * pp_of_engine)), **sizes_of_engine)]
+        if size % (tp_of_engine * pp_of_engine) == 0:
+            rollouts.append(rollout_layout(train, **sizes_of_engine))
+        for rollout in rollouts:
+            world = World(MIXTURE, train, rollout)
+            check_operations(world)
+            check_traffic(world)
+            check_ways(world)
+            check_buckets(world)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_experts_cut_as_the_engine_cuts_them_are_neither_sent_nor_copied(num_ranks: int) -> None:
+    train = layout(num_ranks, 1, 1, ep=num_ranks)
+    spec = tiny_spec(num_heads=8, num_kv_heads=8, family="qwen3_moe", num_experts=8, experts_per_token=2)
+    plan = plan_reshard(spec, train, rollout_layout(train, num_ranks, 1, expert_parallel=True))
+    assert plan.is_in_place
+    for rank in train.ranks:
+        assert plan.received_elements(rank) == plan.sent_elements(rank) == 0
+        ways_of = {op.way for op in plan.operations(rank) if ".experts." in op.weight.megatron}
+        assert ways_of == {Way.ALIAS}
 
 
 # ---------------------------------------------------------------------------------------------------- by hand

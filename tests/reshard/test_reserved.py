@@ -116,7 +116,7 @@ def hand_offs(plan: ReshardPlan, rank: int, page_bytes: int) -> dict[str, Any]:
     """What several of them do on this rank, beside those with torch's memory."""
     generator = torch.Generator().manual_seed(rank)
     weights = {
-        w.megatron: torch.rand(shard_shape(w, SPEC, plan.train.tp), generator=generator)
+        w.megatron: torch.rand(shard_shape(w, SPEC, plan.train.cut), generator=generator)
         for w in plan.trained_weights(rank)
     }
     named = {"rank": rank, "dtype": torch.float32, "device": torch.device("cpu"), "group": dist.group.WORLD}

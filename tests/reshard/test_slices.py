@@ -5,6 +5,7 @@ from itertools import pairwise, product
 import pytest
 
 from hybridflow.architecture.shards import Matrix, Shard, Split, joined, training_shard
+from hybridflow.parallel.layout import Cut, Place
 from hybridflow.reshard.slices import (
     Arrangement,
     Piece,
@@ -47,7 +48,7 @@ AS_IT_STANDS = Matrix(Split.GATED, 8, 3, engine_split=Split.ROWS)
     ],
 )
 def test_training_shards_by_hand(matrix: Matrix, tp: int, tp_rank: int, rows: list, columns: tuple) -> None:
-    shard = training_shard(matrix, tp, tp_rank)
+    shard = training_shard(matrix, Place(tp, tp_rank))
     assert shard == Shard(tuple(rows), columns)
     assert shard.num_rows == sum(stop - start for start, stop in rows)
     assert shard.num_elements == shard.num_rows * (columns[1] - columns[0])
@@ -69,7 +70,7 @@ def test_training_shards_by_hand(matrix: Matrix, tp: int, tp_rank: int, rows: li
     ],
 )
 def test_engine_shards_by_hand(matrix: Matrix, tp: int, tp_rank: int, rows: list) -> None:
-    assert engine_shard(matrix, tp, tp_rank) == Shard(tuple(rows), (0, matrix.columns))
+    assert engine_shard(matrix, Place(tp, tp_rank)) == Shard(tuple(rows), (0, matrix.columns))
 
 
 def test_joined_intervals_keep_their_order() -> None:
@@ -99,13 +100,28 @@ def test_joined_intervals_keep_their_order() -> None:
     ],
 )
 def test_pieces_by_hand(matrix: Matrix, training: tuple, engine: tuple, pieces: list[tuple]) -> None:
-    assert pieces_of(matrix, *training, *engine) == tuple(Piece(*piece) for piece in pieces)
-    assert overlap_elements(matrix, *training, *engine) == sum(piece[4] * piece[5] for piece in pieces)
+    assert pieces_of(matrix, Place(*training), Place(*engine)) == tuple(Piece(*piece) for piece in pieces)
+    assert overlap_elements(matrix, Place(*training), Place(*engine)) == sum(piece[4] * piece[5] for piece in pieces)
 
 
 def elements(shard: Shard) -> list[list[tuple[int, int]]]:
     rows = [row for start, stop in shard.rows for row in range(start, stop)]
     return [[(row, column) for column in range(*shard.columns)] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("place", "rows", "columns"),
+    [
+        (Place(1, 0, 2, 0), [(0, 8)], (0, 3)),
+        (Place(1, 0, 2, 1), [(8, 16)], (0, 3)),
+        (Place(2, 1, 2, 1), [(10, 12), (14, 16)], (0, 3)),
+    ],
+    ids=str,
+)
+def test_experts_by_hand(place: Place, rows: list, columns: tuple) -> None:
+    assert training_shard(EXPERTS, place) == engine_shard(EXPERTS, place) == Shard(tuple(rows), columns)
+    wide = Matrix(Split.COLUMNS, 10, 4, experts=2)
+    assert training_shard(wide, place).rows == ((place.ep_rank * 5, place.ep_rank * 5 + 5),)
 
 
 MATRICES = [QKV, SHARED_KV, GATED, COLUMNS, VOCAB, REPLICATED, ROWS, EXPERTS, AS_IT_STANDS]
@@ -114,9 +130,9 @@ MATRICES = [QKV, SHARED_KV, GATED, COLUMNS, VOCAB, REPLICATED, ROWS, EXPERTS, AS
 @pytest.mark.parametrize(("matrix", "tp", "rollout_tp"), [*product(MATRICES, [1, 2, 4], [1, 2, 4])])
 def test_pieces_are_the_fewest_that_hold_every_common_element_once(matrix: Matrix, tp: int, rollout_tp: int) -> None:
     for tp_rank, rollout_rank in product(range(tp), range(rollout_tp)):
-        held = elements(training_shard(matrix, tp, tp_rank))
-        wanted = elements(engine_shard(matrix, rollout_tp, rollout_rank))
-        pieces = pieces_of(matrix, tp, tp_rank, rollout_tp, rollout_rank)
+        held = elements(training_shard(matrix, Place(tp, tp_rank)))
+        wanted = elements(engine_shard(matrix, Place(rollout_tp, rollout_rank)))
+        pieces = pieces_of(matrix, Place(tp, tp_rank), Place(rollout_tp, rollout_rank))
         found = []
         for piece in pieces:
             for i, j in product(range(piece.rows), range(piece.columns)):
@@ -125,19 +141,19 @@ def test_pieces_are_the_fewest_that_hold_every_common_element_once(matrix: Matri
                 found.append(element)
         common = {x for row in held for x in row} & {x for row in wanted for x in row}
         assert len(found) == len(common) and set(found) == common
-        assert overlap_elements(matrix, tp, tp_rank, rollout_tp, rollout_rank) == len(common)
+        assert overlap_elements(matrix, Place(tp, tp_rank), Place(rollout_tp, rollout_rank)) == len(common)
         for a, b in pairwise(pieces):
             assert (a.row + a.rows, a.source_row + a.rows) != (b.row, b.source_row), "two pieces could be one"
 
 
 def test_sources_are_in_the_order_of_the_engine_shard() -> None:
-    found = sources_of(QKV, 2, 0, 1, 0)
+    found = sources_of(QKV, Cut(2).places("dense"), 0, Place(1, 0))
     assert [(tp, piece.row, piece.rows) for tp, piece in found] == [
         *[(0, 0, 20), (1, 20, 20)],
         *[(0, 40, 10), (1, 50, 10), (0, 60, 10), (1, 70, 10)],
     ]
-    assert [tp for tp, _ in sources_of(COLUMNS, 4, 0, 2, 1)] == [2, 3]
-    assert [tp for tp, _ in sources_of(REPLICATED, 4, 2, 2, 1)] == [2]  # the near one
+    assert [tp for tp, _ in sources_of(COLUMNS, Cut(4).places("dense"), 0, Place(2, 1))] == [2, 3]
+    assert [tp for tp, _ in sources_of(REPLICATED, Cut(4).places("dense"), 2, Place(2, 1))] == [2]  # the near one
 
 
 # ------------------------------------------------------------------------------------------------- arrangements
@@ -162,7 +178,7 @@ def test_sources_are_in_the_order_of_the_engine_shard() -> None:
     ],
 )
 def test_arrangements_by_hand(matrix: Matrix, training: tuple, engine: tuple, order: tuple, view: View) -> None:
-    assert arrangement_of(matrix, *training, *engine) == Arrangement(order, view)
+    assert arrangement_of(matrix, Place(*training), Place(*engine)) == Arrangement(order, view)
 
 
 @pytest.mark.parametrize(
@@ -177,4 +193,4 @@ def test_arrangements_by_hand(matrix: Matrix, training: tuple, engine: tuple, or
     ],
 )
 def test_there_is_no_arrangement_where_elements_are_elsewhere(matrix: Matrix, training: tuple, engine: tuple) -> None:
-    assert arrangement_of(matrix, *training, *engine) is None
+    assert arrangement_of(matrix, Place(*training), Place(*engine)) is None

@@ -1,4 +1,4 @@
-"""The attention backend that the health check foretells, against what vLLM itself chooses."""
+"""The attention backend that the health check predicts, against what vLLM itself chooses."""
 
 import importlib.util
 import re

@@ -37,4 +37,4 @@ def test_a_loader_without_create_model_is_tried(tmp_path: Path) -> None:
 def test_they_are_refused_otherwise(tmp_path: Path) -> None:
     done = trained(tmp_path)
     assert done.returncode == 1
-    assert "torch 2.11.0+cpu is installed, hybridflow needs torch 2.13.0" in done.stderr
+    assert "torch 2.11.0+cpu is installed, but hybridflow needs torch 2.13.0" in done.stderr

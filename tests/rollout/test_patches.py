@@ -24,7 +24,7 @@ def no_patch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_release_is_refused_before_it_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
-    with pytest.raises(EnvironmentProblem, match=r"^vllm 0\.33\.0 is installed, hybridflow needs vllm 0\.32\.0"):
+    with pytest.raises(EnvironmentProblem, match=r"^vllm 0\.33\.0 is installed, but hybridflow needs vllm 0\.32\.0"):
         patches.prepare_vllm()
 
 
@@ -32,7 +32,7 @@ def test_the_loader_refuses_another_release(monkeypatch: pytest.MonkeyPatch) -> 
     from hybridflow.rollout.loader import AliasLoader
 
     monkeypatch.setattr(vllm, "__version__", "0.31.0")
-    with pytest.raises(EnvironmentProblem, match=r"^vllm 0\.31\.0 is installed, hybridflow needs vllm 0\.32\.0"):
+    with pytest.raises(EnvironmentProblem, match=r"^vllm 0\.31\.0 is installed, but hybridflow needs vllm 0\.32\.0"):
         AliasLoader(None)
 
 
@@ -40,7 +40,7 @@ def test_a_build_for_another_device_is_refused_before_it_is_patched(monkeypatch:
     monkeypatch.setattr(device, "uses_cuda", lambda: True)
     with pytest.raises(EnvironmentProblem) as caught:
         patches.prepare_vllm()
-    assert str(caught.value).startswith("this vLLM is built for cpu, the trainer computes on CUDA: set `platform`")
+    assert str(caught.value).startswith("this vLLM is built for cpu, but the trainer computes on CUDA. Set `platform`")
     assert f"`pip install vllm=={SEEN['vllm'][0]}`" in str(caught.value)
 
 
@@ -51,7 +51,9 @@ def test_the_right_one_is_patched() -> None:
 
 def test_kernels_without_gradients_are_refused_before_anything_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with pytest.raises(EnvironmentProblem, match=r"^VLLM_BATCH_INVARIANT is set: .* this process trains too: unset it"):
+    with pytest.raises(
+        EnvironmentProblem, match=r"^VLLM_BATCH_INVARIANT is set: .* the trainer in this process\. Unset the variable"
+    ):
         patches.prepare_vllm()
 
 

@@ -19,7 +19,7 @@ from hybridflow.automap.profiling import arithmetic, groups
 from hybridflow.automap.profiling.contention import measured_contention
 from hybridflow.automap.profiling.engine import engine_overheads
 from hybridflow.automap.profiling.layers import elementwise_bandwidths, layer_overheads
-from hybridflow.models.build import DTYPES
+from hybridflow.models.layer_specs import DTYPES
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups

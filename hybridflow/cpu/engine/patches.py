@@ -56,20 +56,28 @@ def _apply_experts(
     w2: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
+    activation: object,
+    global_num_experts: int,
+    expert_map: torch.Tensor | None,
     *args: object,
     **kwargs: object,
 ) -> None:
     """output (t, hidden) <- sum over a token's experts of weight x w2 swiglu(w1 x); w1 is [gate; up] of each expert."""
     chosen = topk_ids.flatten().long()
+    if expert_map is not None:  # of a rank that has some of the experts whole: its numbers, -1 for the others
+        chosen = expert_map[chosen].long()
+        chosen = torch.where(chosen < 0, len(w1), chosen)
     order = chosen.argsort(stable=True)
-    ends = chosen.bincount(minlength=len(w1)).cumsum(0).to(torch.int32)
+    ends = chosen.bincount(minlength=len(w1) + 1)[: len(w1)].cumsum(0).to(torch.int32)
+    order = order[: int(ends[-1])]
     gate, up = torch.nn.functional.grouped_mm(
         hidden_states[order // topk_ids.shape[1]], w1.transpose(1, 2), offs=ends
     ).chunk(2, dim=-1)
     hidden = torch.nn.functional.silu(gate) * up
     outputs = torch.nn.functional.grouped_mm(hidden, w2.transpose(1, 2), offs=ends)
     outputs = outputs * topk_weights.flatten()[order, None]
-    output.copy_(outputs[order.argsort()].unflatten(0, topk_ids.shape).sum(1))
+    by_token = outputs.new_zeros(topk_ids.numel(), outputs.shape[1]).index_copy(0, order, outputs)
+    output.copy_(by_token.unflatten(0, topk_ids.shape).sum(1))
 
 
 def _wait_without_spinning() -> None:

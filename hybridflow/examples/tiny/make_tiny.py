@@ -2,21 +2,22 @@
 
     hybridflow make-tiny OUT [--seed 0]
 
-OUT/policy          LlamaForCausalLM, fine-tuned to write four digits backwards until some 40% of unseen ones are right
-OUT/reward          LlamaForSequenceClassification, one score at the last token of prompt + answer
-OUT/tokenizer       sentencepiece and fast tokenizer, also in both model directories; adds no bos
-OUT/train.jsonl     {"prompt": "4729=", "answer": "9274"} a line
-OUT/heldout.jsonl   prompts that no training here has seen, nor their mirror 9274=
-OUT/sft.jsonl       {"prompt", "completion"} a line: the prompts of train.jsonl with their answers
-OUT/preferences.jsonl, OUT/labelled.jsonl    the same with wrong answers, half of them the policy's own: for reward
-                    models and DPO, and for KTO
-OUT/*_heldout.jsonl of each of the three: the prompts of heldout.jsonl
-OUT/report.json     accuracies, sizes, seconds, seed
-OUT/logs/           what the trainings said
+    OUT/policy          LlamaForCausalLM that writes four digits backwards, right for some 40% of unseen ones
+    OUT/reward          LlamaForSequenceClassification, one score at the last token of prompt + answer
+    OUT/tokenizer       sentencepiece and fast tokenizer, also in both model directories; adds no bos
+    OUT/train.jsonl     {"prompt": "4729=", "answer": "9274"} a line
+    OUT/heldout.jsonl   prompts that appear in no training, and neither do their mirrors such as 9274=
+    OUT/sft.jsonl       {"prompt", "completion"} a line: the prompts of train.jsonl with their answers
+    OUT/preferences.jsonl   pairs for reward models and DPO; half of the wrong answers are the policy's
+    OUT/labelled.jsonl  the same answers with labels, for KTO
+    OUT/*_heldout.jsonl for each of the last three files: the prompts of heldout.jsonl
+    OUT/report.json     accuracies, sizes, seconds, seed
+    OUT/logs/           logs of the trainings
 
-Three runs of `hybridflow train`, whose commands are printed: the policy, from random weights by `sft`, ended early;
-the same trained on until it can do the task; from there the reward model, by `reward_model` on preferences.jsonl. Two
-ranks of one thread each. Nothing is downloaded. The directory appears at the end, whole, or not at all.
+The command runs `hybridflow train` three times and prints the three commands. `sft` trains the policy from random
+weights and ends early. A second `sft` trains a copy until it solves the task. `reward_model` trains the reward model
+from this copy on preferences.jsonl. Each run has two ranks of one thread. Nothing is downloaded. OUT appears when it is
+complete.
 """
 
 import argparse
@@ -33,10 +34,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to make")
-    parser.add_argument("--seed", type=int, default=0, help="everything random follows from it (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of all random numbers (default 0)")
     existing = parser.add_mutually_exclusive_group()
-    existing.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
-    existing.add_argument("--if-missing", action="store_true", help="succeed at once if OUT is complete")
+    existing.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
+    existing.add_argument("--if-missing", action="store_true", help="do nothing if OUT is complete")
     return parser.parse_args(arguments)
 
 

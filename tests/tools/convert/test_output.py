@@ -56,7 +56,7 @@ def test_overwrite_replaces_the_whole_directory(source: Path, tmp_path: Path) ->
 def test_overwrite_spares_what_is_no_checkpoint(source: Path, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter").write_text("mine")
-    assert "so it is no checkpoint" in refusal(to_megatron, source, tmp_path / "home", overwrite=True)
+    assert "is therefore no checkpoint" in refusal(to_megatron, source, tmp_path / "home", overwrite=True)
     (tmp_path / "file").write_text("mine")
     assert "exists and is no directory" in refusal(to_megatron, source, tmp_path / "file", overwrite=True)
     assert left_in(tmp_path) == ["file", "home", "source"]

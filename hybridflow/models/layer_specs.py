@@ -1,0 +1,212 @@
+"""Of which classes megatron's layers are made: by the model, the device and what is installed.
+
+megatron's own local layers, or Transformer Engine's, with our norms, activations, attention and experts in them.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    HAVE_TE,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import nn
+
+from hybridflow.architecture.spec import LayerKind, ModelSpec
+from hybridflow.cpu import attention as cpu_attention
+from hybridflow.cpu import layers as cpu_layers
+from hybridflow.cpu.kernels.library import library
+from hybridflow.models.attention import (
+    AttentionFunctions,
+    GroupedSelfAttention,
+    PackedAttention,
+    by_length_or_merged,
+    flash_or_exact,
+    halves,
+    neighbours,
+    rotation,
+)
+from hybridflow.models.experts import MixtureOfExperts, Router, SigmoidRouter
+from hybridflow.models.layers import LayerNorm, ReLU, RMSNorm, SwiGLU
+from hybridflow.models.opt import PostNormLayer
+from hybridflow.models.shared_prompt import AttentionKernel
+from hybridflow.parallel.device import uses_cuda
+from hybridflow.parallel.grid import Grid
+from hybridflow.parallel.layout import Place
+
+Parts = TypeVar("Parts")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def transformer_config(
+    spec: ModelSpec, grid: Grid, *, dtype: str, sequence_parallel: bool, recompute: str
+) -> TransformerConfig:
+    traits = spec.traits
+    return TransformerConfig(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        ffn_hidden_size=spec.mlp_size("dense") or spec.ffn_hidden_size,
+        num_attention_heads=spec.num_heads,
+        num_query_groups=spec.num_kv_heads,
+        kv_channels=spec.head_dim,
+        normalization="LayerNorm" if traits.norm_eps else "RMSNorm",
+        layernorm_epsilon=spec.norm_eps,
+        gated_linear_unit=traits.gated,
+        activation_func=nn.functional.silu if traits.gated else nn.functional.relu,
+        add_bias_linear=traits.linear_bias,
+        add_qkv_bias=traits.qkv_bias,
+        qk_layernorm=spec.qk_norm,
+        rotary_interleaved=traits.rotary_interleaved,
+        **(_expert_config(spec) if spec.num_experts else {}),
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=grid.tp,
+        pipeline_model_parallel_size=grid.pp,
+        virtual_pipeline_model_parallel_size=grid.layout.vpp if grid.layout.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=grid.layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=grid.layout.last_stage_layers,
+        sequence_parallel=sequence_parallel,
+        params_dtype=DTYPES[dtype],
+        pipeline_dtype=DTYPES[dtype],
+        bf16=dtype == "bfloat16",
+        perform_initialization=False,  # every weight is loaded
+        use_cpu_initialization=not uses_cuda(),
+        calculate_per_token_loss=True,  # losses arrive normalised: no division by micro-batches or replicas
+        gradient_accumulation_fusion=uses_cuda() and _grad_accum_fusion_available,  # apex
+        bias_activation_fusion=_transformer_engine() and traits.gated,
+        use_te_activation_func=not _transformer_engine(),  # what megatron calls an activation that the layer spec names
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        batch_p2p_comm=False,
+        deallocate_pipeline_outputs=True,  # what a stage has sent on it need not keep
+        variable_seq_lengths=grid.pp > 1,  # micro-batches differ in length
+        moe_token_dispatcher_type="alltoall" if grid.pp > 1 else "allgather",  # else it refuses varying lengths
+        **RECOMPUTE[recompute],
+    )
+
+
+def _expert_config(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "num_moe_experts": spec.num_experts,
+        "moe_router_topk": spec.experts_per_token,
+        "moe_router_pre_softmax": True,
+        "moe_ffn_hidden_size": spec.ffn_hidden_size,
+    }
+
+
+def _transformer_engine() -> bool:
+    return uses_cuda() and HAVE_TE  # megatron's word: one that cannot be imported is as good as none
+
+
+@dataclass(frozen=True)
+class LayerClasses:
+    """What megatron's local layers are made of, beside megatron's own classes."""
+
+    rms_norm: type[RMSNorm] = RMSNorm
+    swiglu: type[SwiGLU] = SwiGLU
+    self_attention: type[GroupedSelfAttention] = GroupedSelfAttention
+    layer_of_rms_norms: type[TransformerLayer] = TransformerLayer
+
+
+class RMSNormInC(RMSNorm):
+    function = cpu_layers.RMSNormFunctionInC
+
+
+class SwiGLUInC(SwiGLU):
+    function = cpu_layers.SwiGLUFunctionInC
+
+
+class SelfAttentionInC(cpu_layers.TurningHeads, GroupedSelfAttention):
+    """Heads are turned in the memory of their projection."""
+
+
+IN_C = LayerClasses(RMSNormInC, SwiGLUInC, SelfAttentionInC, cpu_layers.SummingLayer)
+
+
+def layer_classes() -> LayerClasses:
+    """By the device, and on a CPU by whether there are kernels in C, on which ranks have agreed."""
+    return LayerClasses() if uses_cuda() or library() is None else IN_C
+
+
+def attention_functions(dtype: torch.dtype, *, interleaved: bool = False) -> AttentionFunctions:
+    """As `layer_classes`. interleaved: rotary embedding turns neighbouring dimensions."""
+    by_torch = rotation(neighbours if interleaved else halves)
+    if uses_cuda():
+        return AttentionFunctions(flash_or_exact(dtype), by_torch)
+    if library() is None:
+        kernel = AttentionKernel(cpu_attention.flash_forward, cpu_attention.flash_backward)
+        return AttentionFunctions(by_length_or_merged(kernel), by_torch)
+    return AttentionFunctions(cpu_attention.attend, by_torch if interleaved else cpu_attention.rotated)
+
+
+def block_spec(
+    spec: ModelSpec, layers: tuple[int, ...], dtype: torch.dtype, place: Place
+) -> TransformerBlockSubmodules:
+    """place: which part of the experts this rank has."""
+    norm = LayerNorm if spec.traits.norm_eps else layer_classes().rms_norm
+    kinds = [spec.layer_kind(layer) for layer in layers]
+    by_kind = {kind: _layer_spec(spec, kind, norm, dtype, place) for kind in dict.fromkeys(kinds)}
+    final = None if spec.post_norm else ModuleSpec(norm)
+    return TransformerBlockSubmodules(layer_specs=[by_kind[kind] for kind in kinds], layer_norm=final)
+
+
+def _layer_spec(
+    spec: ModelSpec, kind: LayerKind, norm: type[nn.Module], dtype: torch.dtype, place: Place
+) -> ModuleSpec:
+    traits, classes = spec.traits, layer_classes()
+    if _transformer_engine() and not spec.post_norm:  # it has a norm in front of every linear layer
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=spec.num_experts if kind == "experts" else None, qk_layernorm=spec.qk_norm
+        )
+    else:
+        layer = get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm)
+        _name_local_layers(layer, norm, classes.swiglu if traits.gated else ReLU, qk_norm=spec.qk_norm)
+    parts = _submodules(layer, TransformerLayerSubmodules)
+    if norm is classes.rms_norm:
+        layer.module = classes.layer_of_rms_norms
+    if spec.post_norm:
+        layer.module, parts.input_layernorm, parts.pre_mlp_layernorm = PostNormLayer, IdentityOp, IdentityOp
+    if kind == "experts":
+        router = SigmoidRouter if traits.sigmoid_router else Router
+        kind_of = {"router": router, "shared_size": spec.shared_ffn_hidden_size}
+        parts.mlp = ModuleSpec(MixtureOfExperts, params={"swiglu": classes.swiglu.function, "place": place, **kind_of})
+    assert isinstance(parts.self_attention, ModuleSpec)
+    parts.self_attention.module = classes.self_attention
+    functions = attention_functions(dtype, interleaved=traits.rotary_interleaved)
+    core = ModuleSpec(PackedAttention, params={"functions": functions})
+    _submodules(parts.self_attention, SelfAttentionSubmodules).core_attention = core
+    found: ModuleSpec = layer
+    return found
+
+
+def _name_local_layers(layer: ModuleSpec, norm: type[nn.Module], activation: type[nn.Module], *, qk_norm: bool) -> None:
+    parts = _submodules(layer, TransformerLayerSubmodules)
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    _submodules(parts.mlp, MLPSubmodules).activation_func = activation
+    if qk_norm:
+        attention = _submodules(parts.self_attention, SelfAttentionSubmodules)
+        attention.q_layernorm = attention.k_layernorm = norm
+
+
+def _submodules(spec: object, kind: type[Parts]) -> Parts:
+    """Those of a module, which megatron declares as any object. 0.19.2 gives a function that makes an MLP of them."""
+    found = spec.keywords.get("submodules") if isinstance(spec, partial) else getattr(spec, "submodules", None)
+    assert isinstance(found, kind), f"{spec} has no {kind.__name__}"
+    return found
