@@ -21,5 +21,9 @@ show_and_run() {
 show_and_run bash launch/setup.sh
 export OMP_NUM_THREADS=1  # one thread for each process
 export TORCH_CPP_LOG_LEVEL=ERROR  # vLLM tells every rank how it binds memory
-show_and_run .venv/bin/python -m tools.make_tiny data/tiny --if-missing
+if grep -q data/tiny_experts "$config"; then
+    show_and_run .venv/bin/python -m tools.make_tiny data/tiny_experts --experts 8 --if-missing
+else
+    show_and_run .venv/bin/python -m tools.make_tiny data/tiny --if-missing
+fi
 show_and_run .venv/bin/hybridflow train "$config" "$@"

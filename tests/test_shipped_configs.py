@@ -27,6 +27,7 @@ WORLD_SIZES = {
     "quickstart": 2,
     "quickstart_3d": 8,
     "quickstart_dapo": 2,
+    "quickstart_experts": 2,
     "quickstart_grpo": 2,
     "quickstart_rule": 2,
     **{f"quickstart_{name}": 2 for name in FIXED},
@@ -50,6 +51,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("data/tiny/policy", "LlamaForCausalLM"),
         ("data/tiny/reward", "LlamaForSequenceClassification"),
         ("runs/quickstart_sft/hf", "LlamaForCausalLM"),
+        ("data/tiny_experts/policy", "Qwen3MoeForCausalLM"),
     ):
         (tmp_path / name).mkdir(parents=True)
         shape = {
@@ -63,6 +65,9 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "vocab_size": 20,
             "rms_norm_eps": 1e-5,
         }
+        if "Moe" in architecture:
+            experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+            shape |= {"model_type": "qwen3_moe", **experts}
         (tmp_path / name / "config.json").write_text(json.dumps(shape))
     monkeypatch.chdir(tmp_path)
 

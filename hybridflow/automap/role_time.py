@@ -15,18 +15,15 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
-from typing import Literal
 
 from hybridflow.architecture.spec import Head, ModelSpec
 from hybridflow.automap.cost import Cost, Device, total
+from hybridflow.automap.step_time import hosts_of, layers_of_stages, reduction_cost, step_cost
 from hybridflow.config import RoleConfig, TrainedRoleConfig
 from hybridflow.models.prompt_groups import SAVED_TO_PAY
 from hybridflow.parallel.layout import Layout
 from hybridflow.parallel.vocab import chunks_of_rows
-from hybridflow.placement.footprint import MAIN_BYTES, expert_elements, stage_elements
 
-ADAM_BYTES = 28  # an element's gradient, main weight and two moments read, the last three written, in float32
-SGD_BYTES = 20
 BACKWARD_ATTENTION = 2.5  # times the operations of forward: five products instead of two
 LOGIT_BYTES = 4  # log-probs of logits are computed in float32
 
@@ -259,14 +256,9 @@ class Model:
 
 def model_of(spec: ModelSpec, layout: Layout, config: RoleConfig, device: Device, *, head: Head) -> Model:
     senders = layout.expert_tp * layout.ep if layout.coupled > 1 else 1
-    hosts = _hosts(layout, "tp", device) if senders <= device.profile.ranks_per_host else 2
+    hosts = hosts_of(layout, "tp", device) if senders <= device.profile.ranks_per_host else 2
     how = (config.dtype, head, config.sequence_parallel)
     return Model(spec, layout.tp, *how, device, hosts, layout.expert_tp, senders)
-
-
-def _hosts(layout: Layout, axis: Literal["tp", "dp", "pp"], device: Device) -> int:
-    """That a group along the axis lies on; 2 stands for more, as the slower link is the same."""
-    return 2 if layout.crosses_hosts(axis, device.profile.ranks_per_host) else 1
 
 
 # ------------------------------------------------------------------------------------------------ on a grid
@@ -278,7 +270,7 @@ def forward_cost(
     """One replica scores `rows`, each of so many units of them in micro-batches of its own. Loads are of a replica."""
     grid = (layout.cut, layout.pp, layout.vpp, layout.first_stage_layers, layout.last_stage_layers)
     how = (config.dtype, config.sequence_parallel, config.micro_batch_tokens)
-    where = (_hosts(layout, "tp", device), _hosts(layout, "pp", device))
+    where = (hosts_of(layout, "tp", device), hosts_of(layout, "pp", device))
     key = ("score", spec, *grid, *how, *where, rows, head, units)  # the same of an actor and of a reference like it
     return device.known(key, lambda: _forward_cost(spec, layout, config, rows, device, head=head, units=units))
 
@@ -295,9 +287,9 @@ def _forward_cost(
     layer, message = model.forward_layer(mb), _between_stages(model, layout, mb)
     stages = {
         (layers, is_last): total((layer.times(layers), overhead, message, model.output(mb) if is_last else Cost()))
-        for layers, is_last in dict.fromkeys(_stages(spec, layout))
+        for layers, is_last in dict.fromkeys(layers_of_stages(spec, layout))
     }
-    return pipelined([stages[stage] for stage in _stages(spec, layout)], count, chunks=layout.vpp)
+    return pipelined([stages[stage] for stage in layers_of_stages(spec, layout)], count, chunks=layout.vpp)
 
 
 def update_cost(
@@ -325,61 +317,9 @@ def gradient_cost(
     message = _between_stages(model, layout, mb).times(2)
     stages = {
         (layers, is_last): total((layer.times(layers), overhead, message, ends if is_last else Cost()))
-        for layers, is_last in dict.fromkeys(_stages(spec, layout))
+        for layers, is_last in dict.fromkeys(layers_of_stages(spec, layout))
     }
-    return pipelined([stages[stage] for stage in _stages(spec, layout)], max(count, 1), chunks=layout.vpp)
-
-
-def reduction_cost(spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, device: Device, *, head: Head) -> Cost:
-    """The sum of the gradients over dp replicas, on the largest stage: 4 n bytes, which are float32; all-reduced, or
-    with ZeRO-1 reduce-scattered."""
-    if layout.dp == 1:
-        return Cost()
-    dense, experts, hosts = *_largest(spec, layout, head), _hosts(layout, "dp", device)
-    reduce = device.reduce_scatter if _zero1(config) else device.all_reduce
-    groups = _side_by_side(layout, hosts)
-    return total(
-        reduce(MAIN_BYTES * size, copies, hosts=hosts, groups=groups)
-        for size, copies in ((dense, layout.copies("dense")), (experts, layout.copies("experts")))
-        if size
-    )
-
-
-def _largest(spec: ModelSpec, layout: Layout, head: Head) -> tuple[int, int]:
-    """Elements on the largest stage: those that all replicas sum, and experts of which there are fewer copies."""
-    if layout.coupled == 1:
-        return max(stage_elements(spec, head, layout)), 0
-    stages = zip(stage_elements(spec, head, layout), expert_elements(spec, layout), strict=True)
-    every, experts = max(stages)
-    return every - experts, experts
-
-
-def _side_by_side(layout: Layout, hosts: int) -> int:
-    """Groups of replicas that send over the same links: of those that leave their hosts the ones of a stage."""
-    return layout.tp if hosts > 1 else layout.tp * layout.pp
-
-
-def step_cost(spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, device: Device, *, head: Head) -> Cost:
-    """An optimizer step on the largest stage, on all ranks at once: gradients are set to zero, their norm taken, and
-    the optimizer passes over its state. With ZeRO-1 a replica has n / dp elements, and b n bytes are gathered."""
-    dense, experts = _largest(spec, layout, head)
-    elements = dense + experts
-    layers = max(layers for layers, _ in _stages(spec, layout))
-    busy, overheads, optimizer = len(layout.ranks), device.profile.overheads, config.optimizer
-    own = dense / layout.dp + experts / layout.copies("experts") if _zero1(config) else elements
-    passes = {"adam": ADAM_BYTES, "sgd": SGD_BYTES if optimizer.momentum else SGD_BYTES - 8}[optimizer.name]
-    costs = [
-        device.memory(MAIN_BYTES * elements + MAIN_BYTES * own + passes * own, busy=busy),
-        device.overhead(overheads.step + layers * overheads.step_layer, busy=busy),
-    ]
-    if layout.dp > 1 and _zero1(config):
-        size, hosts = device.itemsize(config.dtype) * elements, _hosts(layout, "dp", device)
-        costs.append(device.all_gather(size, layout.dp, hosts=hosts, groups=_side_by_side(layout, hosts)))
-    return total(costs)
-
-
-def _zero1(config: TrainedRoleConfig) -> bool:
-    return config.optimizer.zero1 and config.optimizer.name == "adam"
+    return pipelined([stages[stage] for stage in layers_of_stages(spec, layout)], max(count, 1), chunks=layout.vpp)
 
 
 def pipelined(stages: Sequence[Cost], count: int, *, chunks: int) -> Cost:
@@ -397,16 +337,11 @@ def pipelined(stages: Sequence[Cost], count: int, *, chunks: int) -> Cost:
     return total((*alone, longest.times(rounds, busy=busy)))
 
 
-def _stages(spec: ModelSpec, layout: Layout) -> list[tuple[int, bool]]:
-    """(layers, whether it is the last) of each stage."""
-    return [(layers, i == layout.pp - 1) for i, layers in enumerate(layout.layers_per_stage(spec.num_layers))]
-
-
 def _between_stages(model: Model, layout: Layout, mb: Pass) -> Cost:
     """What a stage sends on, of each of its chunks."""
     if layout.pp == 1:
         return Cost()
     split = layout.tp if model.sequence_parallel else 1
     size = mb.tokens * model.spec.hidden_size * model.device.itemsize(model.dtype) / split
-    sent = model.device.send(size, hosts=_hosts(layout, "pp", model.device))
+    sent = model.device.send(size, hosts=hosts_of(layout, "pp", model.device))
     return sent.times(layout.vpp, busy=layout.tp)

@@ -295,7 +295,7 @@ def offload_cost(model: PlacedModel, device: Device) -> Cost:
     config = model.config
     if not isinstance(config, TrainedRoleConfig) or not config.offload_optimizer:
         return Cost()
-    size = max(stage_optimizer_bytes(model.spec, model.head, model.layout, config.optimizer, dtype=config.dtype))
+    size = max(stage_optimizer_bytes(model.spec, model.head, model.layout, config))
     return device.to_host(2 * size, busy=len(model.layout.ranks))
 
 

@@ -32,11 +32,12 @@ def step_metrics(
 
 
 def routing_metrics(actor: Actor, exchange: Exchange) -> Metrics:
-    """How often the trainer would have chosen other experts than the engine, whose choice it replays. Collective.
-
-    Tensor-parallel ranks choose alike for all tokens, or each for its own: the share of their sums is the same.
-    """
-    differ, pairs = exchange.summed(actor.routing_counts.clone()).tolist()
+    """How often the trainer would have chosen other experts than the engine, whose choice it replays. Collective."""
+    own = actor.routing_counts.clone()
+    alike = actor.grid.layout.coupled == 1  # tensor-parallel ranks choose alike: one tells; else each its own tokens'
+    if not actor.grid.inside or (alike and actor.grid.tp_rank):
+        own.zero_()
+    differ, pairs = exchange.summed(own).tolist()
     return {"rollout/experts_differ": differ / pairs} if pairs else {}
 
 

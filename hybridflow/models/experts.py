@@ -30,7 +30,7 @@ from torch.nn.utils import skip_init
 
 from hybridflow.models.expert_dispatch import computed_elsewhere
 from hybridflow.models.layers import Function
-from hybridflow.models.routing import Replay, replayed
+from hybridflow.models.routing import Differences, Replay, replayed
 from hybridflow.parallel.layout import Place
 
 
@@ -165,7 +165,8 @@ class MixtureOfExperts(MegatronModule):
     `group` (tensor parallel) and `router.normalize` are set by who builds the model; megatron hands on its config.
     place: which part of the experts this rank has. `senders`: the ranks that share a copy of the experts, where these
     are of several replicas; else None.
-    replayed: (t, k), the engine's experts of the tokens that the router reads next.
+    replayed: (t, k), the engine's experts of the tokens that come next, all of them also with sequence parallelism.
+    differences: where those are counted that the trainer would not have chosen.
     """
 
     def __init__(
@@ -187,9 +188,10 @@ class MixtureOfExperts(MegatronModule):
         if shared_size:
             self.shared_experts = SharedExpert(config, shared_size, swiglu)
         self.group: dist.ProcessGroup | None = None
-        self.replayed: Tensor | None = None
         self.senders: dist.ProcessGroup | None = None
         self._place = place
+        self.replayed: Tensor | None = None
+        self.differences: Differences | None = None
 
     def forward(self, hidden: Tensor, **kwargs: object) -> tuple[Tensor, None]:
         if self.senders is not None:
@@ -220,12 +222,21 @@ class MixtureOfExperts(MegatronModule):
 
     def _computed_elsewhere(self, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
         tokens = hidden.flatten(0, 1)
-        shares, experts = self.router(tokens, self.replayed)
+        shares, experts = self.router(tokens, self._own_replayed(len(tokens)))
         compute, num_held = self.experts.compute, self.experts.num_held
         output = computed_elsewhere(
             tokens, shares, experts, place=self._place, num_held=num_held, group=group, compute=compute
         )
         return output.view(hidden.shape) + self._shared(hidden) if self._has_shared else output.view(hidden.shape)
+
+    def _own_replayed(self, num_tokens: int) -> Tensor | None:
+        """Of this rank's tokens, where sequence parallelism splits them."""
+        if self.replayed is None or len(self.replayed) == num_tokens:
+            return self.replayed
+        start = not_none(self.group).rank() * num_tokens
+        differences = self.differences
+        self.router.replay = replayed if differences is None else differences.within(start, num_tokens).replayed
+        return self.replayed[start : start + num_tokens]
 
     def _shared(self, hidden: Tensor) -> Tensor:
         """The shared expert's output by itself: its shares lie on the tensor-parallel ranks."""

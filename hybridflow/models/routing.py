@@ -73,6 +73,11 @@ class Differences:
         self.counts.add_(torch.stack([differ.sum(), recorded.sum()]))
         return replayed(own, experts)
 
+    def within(self, start: int, num_tokens: int) -> "Differences":
+        """Of a rank that has these tokens alone."""
+        own = self.rows[(self.rows >= start) & (self.rows < start + num_tokens)] - start
+        return Differences(self.counts, own)
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -83,15 +88,6 @@ class Routing:
 
     experts: Tensor
     differences: Differences | None = None
-
-    def part(self, rank: int, size: int) -> "Routing":
-        """Of the tokens that sequence parallelism leaves to a rank."""
-        length = len(self.experts) // size
-        start, own = rank * length, self.experts[rank * length : (rank + 1) * length]
-        if self.differences is None:
-            return Routing(own)
-        rows = self.differences.rows - start
-        return Routing(own, Differences(self.differences.counts, rows[(rows >= 0) & (rows < length)]))
 
 
 def routing_of(experts: Tensor | None, rows: Tensor, layers: Sequence[int], counts: Tensor | None) -> Routing | None:
@@ -110,10 +106,9 @@ def hand_over(index: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, A
     the layer in its chunk.
     """
     routing = getattr(kwargs["packed_seq_params"], "routing", None)
-    if routing is not None and layer.mlp.senders is not None and layer.mlp.config.sequence_parallel:
-        routing = routing.part(layer.mlp.group.rank(), layer.mlp.group.size())  # its experts are of all replicas
     layer.mlp.replayed = None if routing is None else routing.experts[:, index]
     differences = None if routing is None else routing.differences
+    layer.mlp.differences = differences
     layer.mlp.router.replay = replayed if differences is None else differences.replayed
 
 

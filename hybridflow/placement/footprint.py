@@ -17,7 +17,7 @@ from typing import NamedTuple
 from hybridflow.architecture.parts import shard_shape
 from hybridflow.architecture.spec import Head, LayerKind, ModelSpec
 from hybridflow.architecture.weights import Weight, embedding, head_weights, layer_weights, table_of
-from hybridflow.config import OptimizerConfig
+from hybridflow.config import OptimizerConfig, TrainedRoleConfig
 from hybridflow.parallel.layout import Cut, Layout
 from hybridflow.parallel.vocab import BACKWARD_COPIES, FORWARD_COPIES, chunks_of_rows, rows_of_chunk
 
@@ -125,14 +125,12 @@ def optimizer_bytes(elements: int, optimizer: OptimizerConfig, *, dtype: str, dp
     return ceil(elements * (main + moments) / replicas)
 
 
-def stage_optimizer_bytes(
-    spec: ModelSpec, head: Head, layout: Layout, optimizer: OptimizerConfig, *, dtype: str
-) -> tuple[int, ...]:
+def stage_optimizer_bytes(spec: ModelSpec, head: Head, layout: Layout, config: TrainedRoleConfig) -> tuple[int, ...]:
     """`optimizer_bytes` on a rank of each stage: of experts there may be fewer copies than replicas."""
     elements, experts = stage_elements(spec, head, layout), expert_elements(spec, layout)
     return tuple(
-        optimizer_bytes(each - own, optimizer, dtype=dtype, dp=layout.copies("dense"))
-        + optimizer_bytes(own, optimizer, dtype=dtype, dp=layout.copies("experts"))
+        optimizer_bytes(each - own, config.optimizer, dtype=config.dtype, dp=layout.copies("dense"))
+        + optimizer_bytes(own, config.optimizer, dtype=config.dtype, dp=layout.copies("experts"))
         for each, own in zip(elements, experts, strict=True)
     )
 

@@ -69,17 +69,10 @@ class RoleMemory:
     @cached_property
     def training(self) -> tuple[Footprint, ...]:
         """Of each stage, while models train."""
-        model, config = self.model, self.model.config
-        elements = stage_elements(model.spec, model.head, model.layout)
-        states = [0] * model.layout.pp
-        if isinstance(config, TrainedRoleConfig):
-            states = [
-                *stage_optimizer_bytes(model.spec, model.head, model.layout, config.optimizer, dtype=config.dtype)
-            ]
-        sizes = zip(elements, states, strict=True)
-        return tuple(self._training(stage, count, state) for stage, (count, state) in enumerate(sizes))
+        elements = stage_elements(self.model.spec, self.model.head, self.model.layout)
+        return tuple(self._training(stage, count) for stage, count in enumerate(elements))
 
-    def _training(self, stage: int, elements: int, optimizer: int) -> Footprint:
+    def _training(self, stage: int, elements: int) -> Footprint:
         spec, layout, config = self.model.spec, self.model.layout, self.model.config
         itemsize, replica_tokens = ITEM_BYTES[config.dtype], self.rows * self.max_length
         tokens = min(config.micro_batch_tokens, replica_tokens)
@@ -97,7 +90,7 @@ class RoleMemory:
         return Footprint(
             weights=itemsize * elements,
             gradients=gradient_bytes(elements),
-            optimizer=optimizer,
+            optimizer=stage_optimizer_bytes(spec, self.model.head, layout, config)[stage],
             activations=training_activation_bytes(
                 spec,
                 layout,
@@ -305,7 +298,6 @@ def _role_report(model: PlacedModel) -> Report:
         "parameters": num_parameters(spec, spec.head),
         "dtype": model.config.dtype,
         **{axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "dp", "ep")},
-        "etp": layout.expert_tp,
         "sequence_parallel": model.config.sequence_parallel,
         "ranks": shown(layout.ranks),
         "layers_per_stage": [len(layers) for layers in layout.stages(spec.num_layers)],
@@ -315,9 +307,7 @@ def _role_report(model: PlacedModel) -> Report:
 
 def _rollout_report(rollout: RolloutLayout, stages: Stages) -> Report:
     return {
-        "tp": rollout.tp,
-        "pp": rollout.pp,
-        "expert_parallel": rollout.expert_parallel,
+        **{name: getattr(rollout, name) for name in ("tp", "pp", "expert_parallel")},
         "replicas": len(rollout.replicas),
         "ranks": shown(rollout.ranks),
         "first_replica": list(rollout.replicas[0]),

@@ -120,9 +120,8 @@ class ReshardPlan:
 
     @cached_property
     def _buckets(self) -> tuple[tuple[PlannedWeight, ...], ...]:
-        groups: tuple[tuple[PlannedWeight, ...], ...] = (self._table,)
-        if self._two_dtypes:  # a bucket is of one: those that are float32 in any model come last
-            groups = tuple(tuple(w for w in self._table if w.weight.float32 is which) for which in (False, True))
+        kinds = (False, True) if self._two_dtypes else (None,)  # a bucket is of one: float32 in any model comes last
+        groups = (tuple(w for w in self._table if kind in (None, w.weight.float32)) for kind in kinds)
         filled = (fill_buckets(each, self.train, self.rollout, self._bucket_elements) for each in groups if each)
         return tuple(bucket for buckets in filled for bucket in buckets)
 
@@ -251,9 +250,8 @@ class ReshardPlan:
     ) -> Iterator[tuple[TrainingCoordinates, Piece]]:
         """(where in training, piece) that make up an engine shard of a rank that receives from `origin` first."""
         train, group = self.train, kind.group
-        near = train.place_index(group, origin)
+        near, wanted = train.place_index(group, origin), self.rollout.place(group, engine_tp)
         stage = origin._replace(pp=_source_stage(kind, origin.pp))
-        wanted = self.rollout.place(group, engine_tp)
         for index, piece in sources_of(kind.matrix, train.places(group), near, wanted):
             yield train.holder(group, index, stage), piece
 
@@ -307,8 +305,8 @@ class ReshardPlan:
 
     def _pieces(self, kind: Kind, receiver: int) -> Sources:
         """(source rank, piece) of the engine's shard."""
-        origin, engine = self.origin(receiver), self._generating[receiver]
-        return tuple((self.train.rank_at(at), piece) for at, piece in self._sources_of(kind, origin, engine.tp))
+        sources = self._sources_of(kind, self.origin(receiver), self._generating[receiver].tp)
+        return tuple((self.train.rank_at(at), piece) for at, piece in sources)
 
     def _operation(self, entry: PlannedWeight, rank: int) -> Operation:
         kind, origin, engine = entry.kind, self.origin(rank), self._generating[rank]
@@ -370,8 +368,7 @@ def plan_reshard(
     (`check_rollout`, `ModelSpec.check_parallel`).
     """
     stages = train.stages(spec.num_layers), engine_stages(spec.num_layers, train, rollout)
-    two_dtypes = dtype != "float32"
-    return ReshardPlan(train, rollout, weight_table(spec, *stages), bucket_elements, two_dtypes=two_dtypes)
+    return ReshardPlan(train, rollout, weight_table(spec, *stages), bucket_elements, two_dtypes=dtype != "float32")
 
 
 def inverse(order: tuple[int, ...]) -> tuple[int, ...]:

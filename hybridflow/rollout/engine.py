@@ -115,9 +115,11 @@ class RolloutEngine:
         self.kv_cache = device.kv_cache(self._llm)
         _check_stage(self._model_runner(), stages, place.pp)
         device.finish(self._llm, pp=layout.pp)
-        self._routing: RoutingRecorder | None = None
-        if routing is not None and place.tp == 0:
-            self._routing = SlotRecorder(self._model_runner(), routing) if hooked else ReturnedRouting(routing)
+        told = routing if place.tp == 0 else None
+        self._routing = None if told is None else self._recorder(told, hooked=hooked)
+
+    def _recorder(self, routing: RoutingSizes, *, hooked: bool) -> RoutingRecorder:
+        return SlotRecorder(self._model_runner(), routing) if hooked else ReturnedRouting(routing)
 
     def close(self) -> None:
         """Free what the engine holds: cache, buffers, references to the trainer's memory. The groups stay.

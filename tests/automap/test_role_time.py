@@ -14,10 +14,9 @@ from hybridflow.automap.role_time import (
     gradient_cost,
     passes,
     pipelined,
-    reduction_cost,
-    step_cost,
     update_cost,
 )
+from hybridflow.automap.step_time import reduction_cost, step_cost
 from hybridflow.config import RoleConfig, TrainedRoleConfig
 from hybridflow.parallel.layout import Layout
 from hybridflow.placement.footprint import stage_elements

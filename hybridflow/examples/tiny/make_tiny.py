@@ -1,6 +1,6 @@
 """Make the quickstarts' input from a seed: a half-trained policy, a reward model and the rows of a task.
 
-    hybridflow make-tiny OUT [--seed 0]
+    hybridflow make-tiny OUT [--seed 0] [--experts 8]
 
     OUT/policy          LlamaForCausalLM that writes four digits backwards, right for some 40% of unseen ones
     OUT/reward          LlamaForSequenceClassification, one score at the last token of prompt + answer
@@ -34,6 +34,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to make")
+    parser.add_argument(
+        "--experts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="make a Qwen3-MoE policy with N experts a layer, and no reward model (default 0: a dense policy)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="the seed of all random numbers (default 0)")
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
@@ -60,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)  # the result is the same on any number of cores
     disable_progress_bar()
     try:
-        make(options.out, Settings(), seed=options.seed, train=by_command)
+        make(options.out, Settings(num_experts=options.experts), seed=options.seed, train=by_command)
     except (TargetMissed, RunFailed) as error:
         print_error(error, "tools.make_tiny")
         return 1

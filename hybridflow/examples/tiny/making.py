@@ -88,23 +88,26 @@ def fill(directory: Path, settings: Settings, runs: Runs) -> dict[str, object]:
     half = runs.run("policy", "sft", f"actor.model={work / 'start'}", *rows(*answers), *HALF_TRAINED) / "hf"
     policy = Policy.of(half, settings)
     accuracies = checked_accuracies(policy, settings, split)
-    write_wrong(directory, settings, policy=policy, split=split, source=source)
+    shutil.copytree(half, directory / "policy")
+    report: dict[str, object] = {"seed": runs.seed, "policy": accuracies}
+    if not settings.num_experts:
+        write_wrong(directory, settings, policy=policy, split=split, source=source)
+        report["reward"] = {"heldout_pair_accuracy": _make_reward(directory, settings, runs, half, answers)}
+    report["num_prompts"] = {name: len(problems) for name, problems in vars(split).items()}
+    report["seconds"] = round(time.perf_counter() - begin, 1)
+    (directory / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return report
+
+
+def _make_reward(directory: Path, settings: Settings, runs: Runs, half: Path, answers: tuple[Path, Path]) -> float:
+    """The share of held-out pairs that it is right about. half: the policy. Errors: TargetMissed, RunFailed."""
     able = runs.run("able", "sft", f"actor.model={half}", *rows(*answers), *ABLE) / "hf"
     pairs = rows(directory / "preferences.jsonl", directory / "preferences_heldout.jsonl")
     reward = runs.run("reward", "reward_model", f"reward_model.model={able}", *pairs, *REWARD)
     pairs_right = last_of(reward, "eval/reward_accuracy")
     require("reward model: held-out pairs right", pairs_right, low=settings.least_pair_accuracy, high=1.0)
-    for name, made in (("policy", half), ("reward", reward / "hf")):
-        shutil.copytree(made, directory / name)
-    report = {
-        "seed": runs.seed,
-        "policy": accuracies,
-        "reward": {"heldout_pair_accuracy": pairs_right},
-        "num_prompts": {name: len(problems) for name, problems in vars(split).items()},
-        "seconds": round(time.perf_counter() - begin, 1),
-    }
-    (directory / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return report
+    shutil.copytree(reward / "hf", directory / "reward")
+    return pairs_right
 
 
 def write_task(directory: Path, split: TaskSplit) -> None:

@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from hybridflow.examples.tiny.task import SPECIAL_PIECES, Problem, is_right, write_tokenizer
 
@@ -26,32 +35,39 @@ class Settings:
     max_answer_tokens: int = 8
     num_validation: int = 512
     num_heldout: int = 256
+    num_experts: int = 0  # of each layer, in place of its MLP, of which a token goes through two; 0: a dense model
 
 
 def write_start(directory: Path, settings: Settings, seed: int) -> None:
-    """A tokenizer, and a Llama with random weights. All that is random follows from `seed`."""
+    """A tokenizer, and a Llama or Qwen3-MoE with random weights. All that is random follows from `seed`."""
     write_tokenizer(directory, random.Random(seed))
     torch.manual_seed(seed)  # for the weights, which transformers draws from the global generator
-    LlamaForCausalLM(_config(settings, len(AutoTokenizer.from_pretrained(directory)))).save_pretrained(directory)
+    _model(settings, len(AutoTokenizer.from_pretrained(directory))).save_pretrained(directory)
 
 
-def _config(settings: Settings, vocab_size: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=settings.hidden_size,
-        intermediate_size=settings.intermediate_size,
-        num_hidden_layers=settings.num_layers,
-        num_attention_heads=settings.num_heads,
-        num_key_value_heads=settings.num_key_value_heads,
-        head_dim=settings.hidden_size // settings.num_heads,
-        max_position_embeddings=64,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        rms_norm_eps=1e-5,
-        initializer_range=0.04,  # the usual 0.02 is for wider models and takes twice the steps here
-        tie_word_embeddings=False,
-        pad_token_id=SPECIAL_PIECES["pad"],
-        bos_token_id=SPECIAL_PIECES["bos"],
-        eos_token_id=SPECIAL_PIECES["eos"],
+def _model(settings: Settings, vocab_size: int) -> PreTrainedModel:
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": settings.intermediate_size,
+        "num_hidden_layers": settings.num_layers,
+        "num_attention_heads": settings.num_heads,
+        "num_key_value_heads": settings.num_key_value_heads,
+        "head_dim": settings.hidden_size // settings.num_heads,
+        "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rms_norm_eps": 1e-5,
+        "initializer_range": 0.04,  # the usual 0.02 is for wider models and takes twice the steps here
+        "tie_word_embeddings": False,
+        "pad_token_id": SPECIAL_PIECES["pad"],
+        "bos_token_id": SPECIAL_PIECES["bos"],
+        "eos_token_id": SPECIAL_PIECES["eos"],
+    }
+    if not settings.num_experts:
+        return LlamaForCausalLM(LlamaConfig(**sizes))
+    experts: dict[str, Any] = {"num_experts": settings.num_experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**sizes, **experts, moe_intermediate_size=settings.intermediate_size // 2)
     )
 
 
@@ -59,13 +75,13 @@ def _config(settings: Settings, vocab_size: int) -> LlamaConfig:
 class Policy:
     """A model that answers problems, all of whose prompts have as many tokens."""
 
-    model: Any  # a LlamaForCausalLM; its `generate` is typed for a protocol that no model of transformers fulfils
+    model: Any  # of transformers; its `generate` is typed for a protocol that no model of transformers fulfils
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int  # of an answer
 
     @classmethod
     def of(cls, directory: Path, settings: Settings) -> "Policy":
-        model, tokenizer = LlamaForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
         return cls(model, tokenizer, settings.max_answer_tokens)
 
     def answers(self, problems: list[Problem], *, sampled: bool = False) -> list[str]:
