@@ -11,6 +11,7 @@ import yaml
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.algorithms import ALGORITHMS
 from hybridflow.config.fixed_data import load_config
+from hybridflow.config.world_size import world_size_to_try
 from hybridflow.errors import ConfigError, UserError
 from hybridflow.parallel.layout import Layout
 
@@ -1009,3 +1010,9 @@ def test_the_home_directory_is_written_out(monkeypatch: pytest.MonkeyPatch) -> N
         "/homes/me/m",
         "/homes/me/runs",
     )
+
+
+def test_the_fewest_ranks_hold_a_copy_of_the_experts(config_file: Any) -> None:
+    """Two replicas of one rank that share the experts need two ranks."""
+    changes = {"actor.expert_parallel_size": 2, "algorithm.update.mini_batch_size": 8}
+    assert world_size_to_try(ExperimentConfig.from_yaml(config_file(changes))) == (2, None)
