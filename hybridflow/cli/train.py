@@ -212,7 +212,7 @@ def _train_here(config: AnyConfig, chosen: Sequence[str], options: argparse.Name
         check_output_dir(config)
         where = f"{world_size} ranks, platform {device_name()}"
         engine = "" if options.replay or fixed else " and the engine"
-        loading = f"loading {', '.join(config.roles())}{engine}, {where}"
+        loading = f"loading {', '.join(config.roles())}{engine}, {where} (half a minute or more)"
         for line in (*config.notes, *chosen, *left_out(config), loading):
             print(f"{config.name}: {line}", flush=True)
             LOG.info("%s", line, extra=IN_FILES_ALONE)
