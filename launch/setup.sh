@@ -240,6 +240,7 @@ main() {
     check_imports
     printf '%s\n' "$mode" "$(version_of "$VENV/bin/python")" "$ROOT" "$digest_at_start" >"$STAMP.new"
     mv "$STAMP.new" "$STAMP"
+    echo "to use it: source .venv$suffix/bin/activate"
 }
 
 main "$@"

@@ -11,6 +11,7 @@ import yaml
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.algorithms import ALGORITHMS
 from hybridflow.config.fixed_data import load_config
+from hybridflow.config.world_size import world_size_to_try
 from hybridflow.errors import ConfigError, UserError
 from hybridflow.parallel.layout import Layout
 
@@ -286,6 +287,14 @@ def test_a_reward_function_is_module_and_name(config_file, function: str) -> Non
             ["actor: sequence_parallel needs tensor_parallel_size > 1, it is 1"],
         ),
         (
+            {"actor.tensor_parallel_size": 2, "actor.expert_parallel_size": 3},
+            ["actor: expert_tensor_parallel_size x expert_parallel_size = 1 x 3 = 3 must be a multiple of "],
+        ),
+        (
+            {"actor.tensor_parallel_size": 2, "actor.expert_parallel_size": 4},
+            ["actor: expert_tensor_parallel_size x expert_parallel_size = 1 x 4 exceeds", "sequence_parallel: true"],
+        ),
+        (
             {"reward": {}},
             ["reward: names neither a model nor a function", "reward.models or reward.functions"],
         ),
@@ -403,6 +412,13 @@ def test_the_engine_runs_on_the_actors_ranks_unless_it_has_its_own() -> None:
             2,
             "actor: tensor_parallel_size x pipeline_parallel_size x data_parallel_size = 1 x 1 x 1 = 1, but there are "
             "2 ranks of the run",
+        ),
+        (
+            {"critic.expert_parallel_size": 4, "algorithm.update.mini_batch_size": 8},
+            6,
+            "critic: a copy of the experts lies on expert_tensor_parallel_size x expert_parallel_size = 1 x 4 ranks, "
+            "which are 4 replicas of tensor_parallel_size = 1: 4 does not divide 6 data-parallel replicas: "
+            "6 = 1 x 4 + 2",
         ),
         (
             {"reward.models": [{"model": "a", "tensor_parallel_size": 2}]},
@@ -994,3 +1010,9 @@ def test_the_home_directory_is_written_out(monkeypatch: pytest.MonkeyPatch) -> N
         "/homes/me/m",
         "/homes/me/runs",
     )
+
+
+def test_the_fewest_ranks_hold_a_copy_of_the_experts(config_file: Any) -> None:
+    """Two replicas of one rank that share the experts need two ranks."""
+    changes = {"actor.expert_parallel_size": 2, "algorithm.update.mini_batch_size": 8}
+    assert world_size_to_try(ExperimentConfig.from_yaml(config_file(changes))) == (2, None)

@@ -315,5 +315,5 @@ def test_where_the_page_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     make_run(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     assert main(["run"]) == 0
-    assert capsys.readouterr().out == "report.html: 1 run\n"
+    assert capsys.readouterr().out == f"{tmp_path.resolve()}/report.html: 1 run; open it in a browser\n"
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")

@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Path:
 def test_the_last_iteration_is_shown_best_worst_and_others(run: Path, capsys: pytest.CaptureFixture) -> None:
     assert main([str(run), "--number", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{run}: iteration 2, 6 responses written, mean score 0.4167; 2 to held-out prompts"
+    assert lines[0] == f"{run}: iteration 2, 6 responses written, mean score of these 6: 0.4167; 2 to held-out prompts"
     kinds = [line.split("╭─ ")[1].split(" ─")[0] for line in lines if "╭─ " in line]
     assert kinds[:2] == ["best of 6: score 1", "worst of 6: score -1"] and kinds[2].startswith("random of 6: score ")
     assert kinds[3:] == ["held-out, greedy: score 1"]

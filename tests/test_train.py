@@ -6,6 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.cli import train
+from hybridflow.cli.command import as_typed
+from hybridflow.config.files import read_tree
+from hybridflow.config.fixed_data import config_class
+from hybridflow.config.shipped import shipped_configs
+
 ROOT = Path(__file__).resolve().parents[1]
 # a run whose error is `error`, in a process of its own, since it ends at once
 PROGRAM = """
@@ -57,3 +63,38 @@ def test_options_may_stand_between_overrides(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hybridflow.train", str(missing), "--num-iterations", "2", "seed=1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and f"{missing}: cannot be read" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "exported", "commands"),
+    [
+        ("quickstart", True, ["report", "samples", "chat"]),
+        ("quickstart", False, ["report", "samples", "checkpoints"]),
+        ("quickstart_sft", True, ["report", "chat"]),
+        ("quickstart_dpo", True, ["report", "chat"]),
+        ("quickstart_reward_model", True, ["report"]),  # it writes no text
+    ],
+)
+def test_what_to_do_next_fits_the_run(
+    name: str, exported: bool, commands: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "as_typed", lambda: "hybridflow")
+    file = shipped_configs() / f"{name}.yaml"
+    config = config_class(tree := read_tree(file, ["name=x"])).from_tree(tree, file)
+    assert train.next_commands(config, exported=exported) == [f"hybridflow {command} runs/x" for command in commands]
+
+
+def test_commands_to_copy_are_found_by_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / ".venv" / "bin" / "hybridflow"
+    script.parent.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(script.with_name("python")))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert as_typed() == "python -m hybridflow"
+    script.touch(mode=0o755)
+    assert as_typed() == ".venv/bin/hybridflow"  # nobody has activated .venv
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert as_typed() == str(script)
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert as_typed() == "hybridflow"

@@ -129,7 +129,6 @@ FAMILIES = {
     "Glm4Moe": Family(
         "glm4_moe",
         ffn_key="moe_intermediate_size",
-        head_dim=128,
         qkv_bias=True,
         qk_norm_key="use_qk_norm",
         rotary_part=0.5,

@@ -21,6 +21,7 @@ from hybridflow.errors import RunDirError, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hybridflow.architecture.spec import ModelSpec
     from hybridflow.data.end_tokens import EndTokens
 
 MOST_LENGTH = 8192  # tokens of a conversation, where the model takes more
@@ -74,19 +75,31 @@ def model_directory(given: Path) -> Path:
     raise RunDirError(f"{given}: is neither a run's directory nor a model's: no config.yaml and no config.json")
 
 
+def spec_that_talks(model: Path) -> "ModelSpec":
+    """Of a model that generates. Errors: RunDirError for a reward model."""
+    from hybridflow.architecture.spec import read_spec
+
+    spec = read_spec(model)
+    if spec.head == "score":
+        raise RunDirError(
+            f"{model}: is a reward model: it scores an answer and writes none. Chat needs a model that generates, such "
+            "as the result of ppo, grpo, sft or dpo"
+        )
+    return spec
+
+
 class Chat:
     """A conversation with a model."""
 
     def __init__(self, model: Path, options: argparse.Namespace) -> None:
+        spec = spec_that_talks(model)  # before torch, which loads for seconds
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it as it loads
-        from hybridflow.architecture.spec import read_spec
         from hybridflow.data.end_tokens import end_tokens
         from hybridflow.data.tokenizers import load_tokenizer
         from hybridflow.parallel.platform import prepare_imports
         from hybridflow.rollout.chat_engine import ChatEngine
 
         prepare_imports("auto")
-        spec = read_spec(model)
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(model)
         self.has_template = self.tokenizer.chat_template is not None
         self._ends: EndTokens = end_tokens(model, self.tokenizer, spec.vocab_size, template=self.has_template)

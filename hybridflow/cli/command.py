@@ -1,6 +1,9 @@
 """What every command has in common: what it calls itself, and how it says what is wrong."""
 
 import argparse
+import os
+import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -9,6 +12,18 @@ def program(module: str) -> str:
     """As a person typed it: `hybridflow plan`, `hybridflow-plan`, or else `python -m hybridflow.plan`."""
     started = Path(sys.argv[0]).name
     return started if started.startswith("hybridflow") else f"python -m {module}"
+
+
+def as_typed() -> str:
+    """`hybridflow` where a shell finds this environment's, else its path, else `python -m hybridflow`: to be copied."""
+    script = Path(sys.executable).with_name("hybridflow")
+    found = shutil.which("hybridflow")
+    if found is not None and Path(found).parent == script.parent:
+        return "hybridflow"
+    if not script.is_file():
+        return "python -m hybridflow" if found is None else "hybridflow"
+    near = script.is_relative_to(Path.cwd())
+    return shlex.quote(os.path.relpath(script) if near else str(script))
 
 
 def print_error(error: object, module: str) -> None:

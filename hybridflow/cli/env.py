@@ -2,8 +2,8 @@
 
     hybridflow env
 
-Values of variables with token, key or password in their names are left out. The exit status is 1 if a package that a
-run needs does not import.
+The last lines say whether hybridflow is ready to run, and otherwise what is missing. Values of variables with token,
+key or password in their names are left out. The exit status is 1 if a package that a run needs does not import.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -57,14 +57,19 @@ def main(arguments: list[str] | None = None) -> int:
     for line in (*_machine(), "", *_table("packages", packages), "", *_table("variables", _variables(os.environ))):
         print(line)
     print("\nimports", flush=True)
-    failed = False
+    failed = []
     for name, statement in IMPORTS.items():
         error, said = _tried(statement)
-        failed |= error
+        failed += [name] * error
         print(f"    {name}: {said}", flush=True)
-    for line in advice(packages):
+    for line in (verdict(failed), *advice(packages)):
         print(line)
-    return int(failed)
+    return int(bool(failed))
+
+
+def verdict(failed: Sequence[str]) -> str:
+    """The answer to who asks whether the installation is right. failed: packages that do not import."""
+    return f"\nnot ready: {', '.join(failed)} cannot be imported" if failed else "\nready: everything imports"
 
 
 def advice(packages: Mapping[str, str]) -> list[str]:
@@ -96,7 +101,7 @@ def _machine() -> Iterator[str]:
     memory = _lines_of("/proc/meminfo").get("MemTotal", "0 kB")
     yield f"memory {int(memory.split()[0]) / 2**20:.1f} GiB"
     gpus = _said_by(GPUS, GPU_SECONDS)
-    yield from (f"GPU {line}" for line in gpus.splitlines()) if gpus else ("GPU none that nvidia-smi tells of",)
+    yield from (f"GPU {line}" for line in gpus.splitlines()) if gpus else ("GPU none (nvidia-smi shows none)",)
 
 
 def _lines_of(file: str) -> dict[str, str]:

@@ -1,13 +1,15 @@
 """Draw learning curves as an SVG, from the metrics.csv of one or more runs:
 
-    python -m tools.plot_curve docs/learning_curve.svg runs/quickstart runs/quickstart_seed2 [--metric eval/accuracy]
+    python -m tools.plot_curve runs/curve.svg runs/quickstart runs/quickstart_seed2 [--metric eval/accuracy]
 
 Needs no plotting library.
 """
 
 import argparse
 import csv
+import itertools
 import sys
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from hybridflow.cli.command import print_error, program
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 360, 56, 44, 36
 FEW, BESIDE = 6, 220  # curves whose names fit in the picture; room for those of more
+LINE, CHARACTER, MARGIN = 16, 7, 8  # the height of a name, the width of a letter at most, around all of them
 COLORS = (  # told apart by eyes that see red and green alike, as far as fourteen can be
     *("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b"),
     *("#e377c2", "#7f7f7f", "#bcbd22", "#000000", "#aa8800", "#005f73", "#7cb518"),
@@ -39,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
     options.target.parent.mkdir(parents=True, exist_ok=True)
     options.target.write_text(draw(curves, options.metric))
+    print(f"{options.target}: {options.metric} of {', '.join(curves)}; open it in a browser")
     return 0
 
 
@@ -56,7 +60,10 @@ def draw(curves: dict[str, Curve], metric: str) -> str:
     x_range = (min(x for x, _ in points), max(max(x for x, _ in points), min(x for x, _ in points) + 1))
     low, high = min(y for _, y in points), max(y for _, y in points)
     y_range = (0.0, 1.0) if 0 <= low and high <= 1 else (low, high if high > low else low + 1)
-    width = WIDTH + (BESIDE if len(curves) > FEW else 0)
+    lines = [[(place(x, x_range, *X), place(y, y_range, *Y)) for x, y in curve] for curve in curves.values()]
+    labels = [f"{name}: {curve[0][1]:.2f} to {curve[-1][1]:.2f}" for name, curve in curves.items()]
+    corner = free_corner(labels, lines) if len(curves) <= FEW else None
+    width = WIDTH + (BESIDE if corner is None else 0)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" font-family="sans-serif" '
         'font-size="12">',
@@ -64,20 +71,41 @@ def draw(curves: dict[str, Curve], metric: str) -> str:
         f'<text x="{LEFT}" y="20" font-size="14">{escape(metric)} by iteration</text>',
         *axes(x_range, y_range),
     ]
-    for number, (name, curve) in enumerate(curves.items()):
+    for number, (label, line) in enumerate(zip(labels, lines, strict=True)):
         color = COLORS[number % len(COLORS)]
-        path = " ".join(f"{place(x, x_range, *X):.1f},{place(y, y_range, *Y):.1f}" for x, y in curve)
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in line)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
-        label = f"{name}: {curve[0][1]:.2f} to {curve[-1][1]:.2f}"
-        parts.append(f'<text {legend(number, len(curves))} fill="{color}">{escape(label)}</text>')
+        parts.append(f'<text {legend(number, len(curves), corner)} fill="{color}">{escape(label)}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
-def legend(number: int, count: int) -> str:
-    """Where the name of a curve stands: few at the bottom right, as curves rise; many beside the picture."""
-    if count > FEW:
+def free_corner(labels: list[str], lines: list[Curve]) -> tuple[str, str] | None:
+    """Where the names cross no curve: at the bottom right, as curves rise, or else the first other one."""
+    width, height = CHARACTER * max(map(len, labels)) + MARGIN, LINE * len(labels) + MARGIN
+    for low, side in (("bottom", "right"), ("top", "left"), ("bottom", "left"), ("top", "right")):
+        left = X[1] - width if side == "right" else X[0]
+        top = Y[0] - height if low == "bottom" else Y[1]
+        if not any(left <= x <= left + width and top <= y <= top + height for line in lines for x, y in between(line)):
+            return low, side
+    return None
+
+
+def between(line: Curve, steps: int = 50) -> Iterator[tuple[float, float]]:
+    """The points of a line and those between them."""
+    yield line[0]
+    for (x0, y0), (x1, y1) in itertools.pairwise(line):
+        for step in range(1, steps + 1):
+            yield x0 + step / steps * (x1 - x0), y0 + step / steps * (y1 - y0)
+
+
+def legend(number: int, count: int, corner: tuple[str, str] | None) -> str:
+    """Where the name of a curve stands: in a corner, one below the other; without one beside the picture."""
+    if corner is None:
         return f'x="{X[1] + 16}" y="{TOP + 8 + 20 * number}"'
-    return f'x="{X[1] - 8}" y="{HEIGHT - BOTTOM - 8 - 16 * (count - 1 - number)}" text-anchor="end"'
+    low, side = corner
+    y = Y[0] - MARGIN - LINE * (count - 1 - number) if low == "bottom" else Y[1] + LINE * (number + 1)
+    across = f'x="{X[1] - MARGIN}"' if side == "right" else f'x="{X[0] + MARGIN}"'
+    return f'{across} y="{y}"' + (' text-anchor="end"' if side == "right" else "")
 
 
 X = (LEFT, WIDTH - 20)

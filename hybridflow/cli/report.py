@@ -3,8 +3,8 @@
     hybridflow report runs/math [runs/math_seed2 ...] [--output report.html]
 
 RUN is the directory of a run that is over or under way. The page is one file and needs no network. Any browser opens
-the file. A long run is drawn as means with their range, and the page says so. The exit status is 0, or 1 after an error
-message.
+the file. The command replaces an existing file. A long run is drawn as means with their range, and the page says so.
+The exit status is 0, or 1 after an error message.
 """
 
 import argparse
@@ -34,7 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print_error(error, "hybridflow.report")
         return 1
-    print(f"{options.output}: {len(options.runs)} run{'s' * (len(options.runs) > 1)}")
+    runs = f"{len(options.runs)} run{'s' * (len(options.runs) > 1)}"
+    print(f"{options.output.resolve()}: {runs}; open it in a browser")
     return 0
 
 

@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _count(trained: Sequence[ShownSample], heldout: Sequence[ShownSample]) -> str:
     """How many responses were written, and the mean of their scores."""
     scores = [sample.score for sample in trained if sample.score is not None]
-    mean = f", mean score {sum(scores) / len(scores):.4g}" if scores else ""
+    mean = f", mean score of these {len(scores)}: {sum(scores) / len(scores):.4g}" if scores else ""
     more = f"; {len(heldout)} to held-out prompts" if heldout else ""
     return f", {len(trained)} responses written{mean}{more}"
 

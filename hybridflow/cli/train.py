@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hybridflow import __version__
-from hybridflow.cli.command import error_text, positive, program
+from hybridflow.cli.command import as_typed, error_text, positive, program
 from hybridflow.cli.files_of_tree import read_config
 from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.config.auto import autos, with_neutral
@@ -212,7 +212,7 @@ def _train_here(config: AnyConfig, chosen: Sequence[str], options: argparse.Name
         check_output_dir(config)
         where = f"{world_size} ranks, platform {device_name()}"
         engine = "" if options.replay or fixed else " and the engine"
-        loading = f"loading {', '.join(config.roles())}{engine}, {where}"
+        loading = f"loading {', '.join(config.roles())}{engine}, {where} (half a minute or more)"
         for line in (*config.notes, *chosen, *left_out(config), loading):
             print(f"{config.name}: {line}", flush=True)
             LOG.info("%s", line, extra=IN_FILES_ALONE)
@@ -234,16 +234,20 @@ def _train_here(config: AnyConfig, chosen: Sequence[str], options: argparse.Name
     if trainer.platform.rank == 0:
         rows = summary.rows(trainer.config.run_dir, exported=trainer.writes_model)
         print_summary(f"hybridflow {trainer.config.name}", rows)
-        for command in next_commands(trainer.config.run_dir, generates=not fixed, exported=trainer.writes_model):
+        for command in next_commands(trainer.config, exported=trainer.writes_model):
             print(command, flush=True)
     watchdog.close()
 
 
-def next_commands(run_dir: Path, *, generates: bool, exported: bool) -> list[str]:
-    """What a person does next, to be copied."""
-    run = shlex.quote(str(run_dir))
-    talk = f"hybridflow chat {run}" if exported else f"hybridflow checkpoints {run}"
-    return [f"hybridflow report {run}", *([f"hybridflow samples {run}"] if generates else []), talk]
+def next_commands(config: AnyConfig, *, exported: bool) -> list[str]:
+    """What a person does next, to be copied. Runs on fixed data have no samples, and a reward model does not talk."""
+    online = not isinstance(config, FixedDataConfig)
+    names = ["report", *(["samples"] if online else [])]
+    if not exported:
+        names.append("checkpoints")
+    elif "actor" in config.roles():
+        names.append("chat")
+    return [f"{as_typed()} {name} {shlex.quote(str(config.run_dir))}" for name in names]
 
 
 def _config(path: str, overrides: list[str]) -> tuple[AnyConfig, tuple[str, ...]]:

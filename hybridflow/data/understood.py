@@ -13,7 +13,7 @@ from hybridflow.data.end_tokens import EndTokens
 from hybridflow.data.examples import Example, ExampleDataset
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.rows import shown
-from hybridflow.data.shown_tokens import decoded, marked
+from hybridflow.data.shown_tokens import MARKS, decoded, marked
 from hybridflow.data.tokenizers import is_special, load_tokenizer, named_tokens
 
 MOST = 400  # characters of a prompt
@@ -50,12 +50,7 @@ def of_examples(config: FixedDataConfig, rows: ExampleDataset, tokenizer: PreTra
     some = rows.draw(rows.order(config.seed, config.data.shuffle), min(NUM_ROWS, len(rows))).items
     first = some[0]
     text = marked(first.sequences[0], first.trained[0], tokenizer)
-    lines = [
-        (
-            f"first row, {len(first.sequences[0])} tokens, with marks around the tokens that are trained on: "
-            f"{shown(text, MOST)}"
-        )
-    ]
+    lines = [f"first row, {len(first.sequences[0])} tokens, trained tokens in {' '.join(MARKS)}: {shown(text, MOST)}"]
     taught = taught_end(first, tokenizer)
     if taught is None:
         lines.append("no special token ends the tokens that are trained on: the model does not learn to stop")

@@ -85,9 +85,12 @@ def _parts(model: TrainedModel) -> list[MegatronOptimizer]:
 def _owned(part: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, Tensor, int, int]]:
     """(parameter, what the optimizer steps in its place, start, stop)."""
     if isinstance(part, DistributedOptimizer):
-        for parameter, (group, place) in part.model_param_group_index_map.items():
-            share = part._get_model_param_range_map(parameter)["param"]
-            yield parameter, part.optimizer.param_groups[group]["params"][place], share.start, share.end
+        for group, ranges in zip(part.optimizer.param_groups, part.opt_group_ranges, strict=True):
+            # those of float32 first: megatron's map of places is wrong where a model has parameters of two dtypes
+            parameters = sorted(ranges["params"], key=lambda parameter: parameter.dtype != torch.float32)
+            for parameter, main in zip(parameters, group["params"], strict=True):
+                share = part._get_model_param_range_map(parameter)["param"]
+                yield parameter, main, share.start, share.end
         return
     if isinstance(part, Float16OptimizerWithFloat16Params):
         halves = zip(chain(*part.float16_groups), chain(*part.fp32_from_float16_groups), strict=True)

@@ -1,5 +1,7 @@
 """What a person sees of a run: a live bar on a terminal, elsewhere a line an iteration; on rank 0 alone.
 
+An iteration that was evaluated has its line above the bar, too, where it stays.
+
     with ProgressDisplay(config.num_iterations) as progress:
         progress.phase("iteration 1: generating")
         progress.iteration(1, metrics)
@@ -38,6 +40,7 @@ SHOWN = {
     "train/tokens_per_sec": "{:.0f} tok/s",
     "time/iteration_seconds": "{:.1f} s",
 }
+EVALUATED = "eval/"  # how the metrics of an evaluation begin
 SHOWN_IN_BAR = ("reward/score_mean", "eval/accuracy", "train/tokens_per_sec")  # 80 columns hold no more
 
 
@@ -102,7 +105,7 @@ def print_summary(title: str, rows: list[tuple[str, str]], *, console: Console |
 
 
 class _Bar:
-    """A bar with the last known metrics, and under it the phase. Redrawn in place."""
+    """A bar with the last known metrics, and under it the phase. Redrawn in place; above it a line an evaluation."""
 
     def __init__(self, num_iterations: int, completed: int, console: Console) -> None:
         self._bar = RichProgress(
@@ -119,6 +122,7 @@ class _Bar:
         self._task = self._bar.add_task("", total=num_iterations, completed=completed, shown="")
         self._phase = Spinner("dots", Text("starting"))
         self._live = Live(Group(self._bar, self._phase), console=console, refresh_per_second=4)
+        self._num_iterations, self._console = num_iterations, console
         self._known: dict[str, float | Tensor] = {}
 
     def start(self) -> None:
@@ -134,6 +138,8 @@ class _Bar:
     def iteration(self, iteration: int, metrics: Metrics) -> None:
         self._known.update({name: metrics[name] for name in SHOWN_IN_BAR if name in metrics})
         self._bar.update(self._task, completed=iteration, shown="  ".join(_shown(self._known, SHOWN_IN_BAR)))
+        if any(name.startswith(EVALUATED) for name in metrics):
+            _print_line(self._console, iteration_line(iteration, self._num_iterations, metrics))
 
 
 class _Lines:

@@ -4,7 +4,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ class Sample(TypedDict):
     score: float | None
     parts: Mapping[str, float]  # of the score, before their weights
     columns: Mapping[str, Any]  # the user's, of the row
-    turns: list[Turn]  # of a row with an environment: the response, cut by who has written it
+    turns: NotRequired[list[Turn]]  # of a row with an environment: the response, cut by who has written it
 
 
 def samples_of(

@@ -102,6 +102,7 @@ class SampleWriter:
                 "score": None if row["score"] is None else _number(row["score"]),
                 "parts": dict(row["parts"]),
                 "columns": dict(row["columns"]),
+                **({"turns": row["turns"]} if row.get("turns") else {}),
             }
             self._file.write(json.dumps(sample, ensure_ascii=False) + "\n")
         self._file.flush()

@@ -14,6 +14,7 @@ MODELS = {
     "opt": ("opt", True),
     "opt_350m": ("opt_350m", True),
     "qwen3_moe": ("qwen3_moe", True),
+    "glm4_moe": ("glm4_moe", False),
 }
 
 
@@ -32,6 +33,12 @@ LAYOUTS = {
     "pp2dp2": layout(1, 2, None),
     "tp4": layout(4, 1, None),
     "vpp2": layout(1, 2, "2-3", virtual_pipeline_parallel_size=2),
+    # whole experts: within a replica, over two, over four of which two share each
+    "tp2ep2": layout(2, 1, "1-2", expert_parallel_size=2),
+    "dp2ep2": layout(1, 1, "0,2", expert_parallel_size=2),
+    "dp4ep2etp2": layout(1, 1, None, expert_parallel_size=2, expert_tensor_parallel_size=2),
+    "tp2dp2ep4": layout(2, 1, None, expert_parallel_size=4, sequence_parallel=True),
+    "pp2dp2ep2": layout(1, 2, None, expert_parallel_size=2),
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     # a large eps: Adam turns rounding noise of near-zero gradients into steps
@@ -82,6 +89,12 @@ CASES = (
     Case("opt", "dp2", "tp2pp2"),
     Case("opt_350m", "tp2pp2", "dp4"),
     Case("qwen3_moe", "tp2dp2", "tp2pp2"),
+    Case("qwen3_moe", "tp2ep2", "dp4"),
+    Case("qwen3_moe", "dp2ep2", "tp2dp2ep4", dtype="bfloat16"),
+    Case("mixtral", "dp4ep2etp2", "tp2ep2", "adam whole"),
+    Case("mixtral", "tp2pp2", "dp4ep2etp2", "momentum", "bfloat16"),
+    Case("glm4_moe", "pp2dp2ep2", "tp2ep2"),
+    Case("glm4_moe", "tp2dp2ep4", "pp2dp2", dtype="bfloat16"),
 )
 
 

@@ -56,3 +56,13 @@ def test_what_is_no_model_is_told(tmp_path: Path) -> None:
     done = chat(tmp_path)
     told = f"hybridflow chat: error: {tmp_path}: is neither a run's directory nor a model's: no config.yaml and no"
     assert done.returncode == 1 and done.stderr.startswith(told) and done.stderr.count("\n") == 1
+
+
+def test_a_reward_model_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (make_inputs(tmp_path / "inputs") / "reward").rename(run / "hf")
+    done = chat(run, "--prompt", "12+7=")
+    told = f"hybridflow chat: error: {run / 'hf'}: is a reward model: it scores an answer and writes none. Chat needs"
+    assert done.returncode == 1 and done.stderr.startswith(told) and done.stderr.count("\n") == 1, done.stderr
+    assert done.stdout == ""

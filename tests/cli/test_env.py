@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridflow import __version__
-from hybridflow.cli.env import advice
+from hybridflow.cli.env import advice, verdict
 from hybridflow.parallel.versions import installed_set
 from tests.launch import ROOT, of_no_rank
 
@@ -26,6 +26,10 @@ def test_with_cuda_they_stay(torch_here: str) -> None:
     assert advice({"torch": "2.13.0+cpu"}) == []
 
 
+def test_an_environment_that_is_right_is_told_so() -> None:
+    assert verdict([]) == "\nready: everything imports"
+
+
 def test_a_package_that_does_not_import_is_named_and_secrets_are_not_told(tmp_path: Path) -> None:
     for name in ("transformers", "megatron"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
@@ -38,6 +42,8 @@ def test_a_package_that_does_not_import_is_named_and_secrets_are_not_told(tmp_pa
     assert lines[0].startswith(f"hybridflow {__version__}")
     assert {f"    torch {metadata.version('torch')}", "    HF_TOKEN (set)", "    NCCL_DEBUG INFO"} <= set(lines)
     assert "hf_abc" not in done.stdout and "OTHER" not in done.stdout
+    assert lines[-2:] == ["", "not ready: transformers, megatron.core, vllm cannot be imported"]
+    lines = lines[:-2]
     assert [line.partition(":")[0].strip() for line in lines[-4:]] == ["torch", "transformers", "megatron.core", "vllm"]
     assert lines[-4].startswith(
         f"    torch: ok, CUDA {torch.version.cuda or 'none'} {torch.cuda.device_count()} devices"

@@ -110,7 +110,7 @@ def test_what_a_run_on_fixed_data_would_train_on(inputs, tmp_path, capsys) -> No
     lines, _ = told(capsys, path, tmp_path / "config.yaml")
     own = lines[lines.index("") + 1 :]
     assert own[:2] == [
-        "first row, 6 tokens, with marks around the tokens that are trained on: '1+2=[[3</s>]]'",
+        "first row, 6 tokens, trained tokens in [[ ]]: '1+2=[[3</s>]]'",
         "end token that is taught: '</s>' (2)",
     ]
     assert lines[-4:] == [

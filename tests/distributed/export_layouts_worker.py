@@ -28,6 +28,8 @@ MODELS = {
     "tied": ("qwen2", True, 4),
     "few_kv": ("qwen2", False, 2),
     "own_head": ("qwen3", True, 4),
+    "qwen3_moe": ("qwen3_moe", False, 4),
+    "glm4_moe": ("glm4_moe", False, 4),
 }
 CASES: dict[str, tuple[str, dict]] = {  # model, the actor's keys
     "pp2": ("untied", PP2),
@@ -40,6 +42,10 @@ CASES: dict[str, tuple[str, dict]] = {  # model, the actor's keys
     "own head": ("own_head", TP2 | PP2),
     "tp4 of 2 kv heads": ("few_kv", TP4),
     "tp2 pp2 of 2 kv heads": ("few_kv", TP2 | PP2),
+    "whole experts": ("qwen3_moe", TP2 | {"expert_parallel_size": 2}),
+    "experts of two replicas": ("qwen3_moe", PP2 | {"expert_parallel_size": 2}),
+    "experts of four replicas": ("glm4_moe", {"expert_parallel_size": 2, "expert_tensor_parallel_size": 2}),
+    "whole experts in stages": ("glm4_moe", TP2 | PP2 | {"expert_parallel_size": 2}),
 }
 
 

@@ -13,8 +13,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridflow.batch import PerToken, RolloutBatch
+from hybridflow.cli.samples import main
 from hybridflow.recording.iteration import batch_metrics
+from hybridflow.recording.marked_turns import OPENS
 from hybridflow.recording.turns import turns_of_rows
+from hybridflow.reporting.runs import Samples
+from hybridflow.reporting.shown_samples import shown_samples
 from tests.environments.rollouts_worker import CASES
 from tests.environments.tiny_chat import CALLS, END, make_chat_inputs, make_tokenizer
 from tests.launch import run_ranks
@@ -223,6 +227,19 @@ def test_evaluation_asks_the_environment(root: Path, told: dict[str, str]) -> No
     row = metrics(root, "evaluated")[-1]
     assert 0 <= float(row["eval/accuracy"]) <= 1 and float(row["eval/score_mean"]) > 0
     assert float(row["eval/failed_rows"]) == 0
+
+
+def test_samples_and_the_report_mark_what_the_environment_wrote(
+    root: Path, told: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = root / "runs" / "talk"
+    assert main([str(run)]) == 0
+    assert OPENS in capsys.readouterr().out
+    [sample] = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()][-1:]
+    assert [turn["by"] for turn in sample["turns"]][:3] == ["model", "environment", "model"]
+    assert "".join(turn["text"] for turn in sample["turns"]) == sample["response"]
+    shown = shown_samples(Samples({1: [sample]}, 1), {})
+    assert OPENS in shown["iterations"][0]["rows"][0]["response"]["text"]
 
 
 def test_an_unknown_parser_is_refused(told: dict[str, str]) -> None:

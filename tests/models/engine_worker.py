@@ -18,7 +18,7 @@ from megatron.core.extensions import transformer_engine
 from hybridflow.architecture.spec import ModelSpec, read_spec
 from hybridflow.architecture.weights import model_weights
 from hybridflow.convert.forward import huggingface_logits, packed_micro_batch, random_prompts
-from hybridflow.models import build, pipeline
+from hybridflow.models import build, layer_specs, pipeline
 from hybridflow.models.build import PackedModel
 from hybridflow.models.named_weights import named_weights
 from hybridflow.models.output_layer import plain
@@ -51,7 +51,7 @@ def built(spec: ModelSpec, grid: Grid, platform: Platform, *, engine: bool) -> l
 
 @contextlib.contextmanager
 def chosen_as_on_cuda(engine: bool) -> Iterator[None]:
-    with mock.patch.multiple(build, uses_cuda=lambda: True, HAVE_TE=engine):
+    with mock.patch.multiple(layer_specs, uses_cuda=lambda: True, HAVE_TE=engine):
         yield
 
 
@@ -66,13 +66,17 @@ def seen(
     return {
         "difference": float((logits - expected).abs().max()),
         "layer": type(layer).__name__,
-        "holds parameters": sorted({type(x).__name__ for x in layer.modules() if list(x.parameters(recurse=False))}),
+        "holds parameters": sorted(
+            {type(x).__name__ for x in model.decoder.layers.modules() if list(x.parameters(recurse=False))}
+        ),
         "not in the model": sorted(
             {weight.megatron for weight in model_weights(spec, spec.head)}
             - {weight.megatron for weight, _ in named_weights(chunks, spec, head=spec.head)}
         ),
         "without gradient": [
-            name for name, x in model.named_parameters() if x.grad is None or not bool(x.grad.isfinite().all())
+            name
+            for name, x in model.named_parameters()
+            if x.requires_grad and (x.grad is None or not bool(x.grad.isfinite().all()))
         ],
     }
 

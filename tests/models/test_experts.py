@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from hybridflow.models.experts import Experts, MixtureOfExperts, Router
+from hybridflow.models.experts import Experts, MixtureOfExperts, Router, SigmoidRouter
 from hybridflow.models.layers import SwiGLUFunction
 from hybridflow.parallel.layout import WHOLE, Cut, Place
 from hybridflow.placement.footprint import layer_bytes
@@ -145,3 +145,24 @@ def test_the_router_by_hand() -> None:
     torch.testing.assert_close(shares, torch.tensor([[4 / 7, 3 / 7]]))
     router.normalize = False
     torch.testing.assert_close(router(torch.ones(1, 1))[0], torch.tensor([[0.4, 0.3]]))
+
+
+@pytest.mark.parametrize("router_class", [Router, SigmoidRouter])
+def test_given_experts_take_the_routers_own_scores(router_class: type[Router]) -> None:
+    """Those of the tokens that have any. The choice has no gradient; the shares have theirs."""
+    torch.manual_seed(0)
+    router, tokens = router_class(config()), torch.randn(3, 8)
+    torch.nn.init.normal_(router.weight)
+    _, own = router(tokens)
+    least = router(tokens @ -torch.eye(8))[1]  # of the opposite logits
+    given = least.clone()
+    given[1] = 0  # no record
+    shares, chosen = router(tokens, given.to(torch.uint8))
+    assert chosen.tolist() == [least[0].tolist(), own[1].tolist(), least[2].tolist()]
+    assert own[0].tolist() != least[0].tolist()
+    logits = torch.nn.functional.linear(tokens, router.weight)
+    scores = (logits.softmax(-1) if router_class is Router else logits.sigmoid()).gather(1, chosen)
+    torch.testing.assert_close(shares, scores / scores.sum(-1, keepdim=True))
+    found = torch.autograd.grad(shares[:, 0].sum(), router.weight, retain_graph=True)
+    expected = torch.autograd.grad((scores[:, 0] / scores.sum(-1)).sum(), router.weight)
+    torch.testing.assert_close(found, expected)

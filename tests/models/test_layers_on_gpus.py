@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from tests.forks import ROOT
-from tests.tiny_models import FAMILIES, make_checkpoints
+from tests.tiny_models import FAMILIES, SCORES, make_checkpoints
 
 SIMULATED = ROOT / "tests" / "models" / "simulated"
 FUSED = ["TELayerNormColumnParallelLinear", "TERowParallelLinear"]
 LOCAL = ["ColumnParallelLinear", "RMSNorm", "RowParallelLinear"]
 WITH_EXPERTS = ["ExpertLinear", "RMSNorm", "Router"]
+OF_GLM = ["ExpertLinear", "Linear", "RMSNorm", "SigmoidRouter"]  # its shared expert is of plain linear layers
 # those with Transformer Engine, and without; an OPT-350m has its norms after the sums, where no linear layer holds them
 HOLDERS: dict[str, tuple[list[str], list[str]]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "glm"), (FUSED, LOCAL)),
@@ -26,6 +27,7 @@ HOLDERS: dict[str, tuple[list[str], list[str]]] = {
     "opt": (FUSED, ["ColumnParallelLinear", "LayerNorm", "RowParallelLinear"]),
     "opt_350m": (["ColumnParallelLinear", "LayerNorm", "RowParallelLinear"],) * 2,
     **dict.fromkeys(("mixtral", "qwen3_moe"), (sorted(WITH_EXPERTS + FUSED), sorted({*WITH_EXPERTS, *LOCAL}))),
+    "glm4_moe": (sorted(OF_GLM + FUSED), sorted({*OF_GLM, *LOCAL})),
 }
 
 
@@ -52,6 +54,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 def test_layers_are_those_of_the_family_and_compute(found: dict, family: str, head: str, engine: bool) -> None:
     of_model = found[f"{family} {head} {engine}"]
     assert of_model["layer"] == ("PostNormLayer" if family == "opt_350m" else "TransformerLayer")
-    assert of_model["holds parameters"] == HOLDERS[family][not engine]
+    held = family if head == "policy" else SCORES.get(family, family)
+    assert of_model["holds parameters"] == HOLDERS[held][not engine]
     assert of_model["not in the model"] == of_model["without gradient"] == []
     assert of_model["difference"] < 1e-5

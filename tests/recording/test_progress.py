@@ -83,6 +83,20 @@ def test_on_a_terminal_a_bar_shows_phase_and_metrics() -> None:
     assert "iteration 2: training" not in text.splitlines()[-1]  # the phase is over
 
 
+def test_on_a_terminal_evaluations_stay_above_the_bar() -> None:
+    """A line each, whole, in order; what lies between two of them is the bar, which is drawn over itself."""
+    console = terminal()
+    with ProgressDisplay(60, console=console) as progress:
+        for iteration in range(1, 13):
+            evaluation = {"eval/accuracy": iteration / 20} if iteration % 6 == 0 else {}
+            progress.iteration(iteration, METRICS | evaluation)
+    shown = [line.rsplit("\r", 1)[-1].rstrip() for line in printed(console).splitlines()]
+    assert [line for line in shown if line.startswith("iteration ") and "kl" in line] == [
+        iteration_line(6, 60, METRICS | {"eval/accuracy": 0.3}),
+        iteration_line(12, 60, METRICS | {"eval/accuracy": 0.6}),
+    ]
+
+
 def test_a_bar_of_long_numbers_fits_eighty_columns() -> None:
     console = terminal()
     with ProgressDisplay(10000, console=console) as progress:

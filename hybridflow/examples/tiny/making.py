@@ -92,6 +92,8 @@ def fill(directory: Path, settings: Settings, runs: Runs) -> dict[str, object]:
     write_task(directory, split)
     write_answers(work / "validation.jsonl", split.validation)
     answers = directory / "sft.jsonl", work / "validation.jsonl"
+    num_runs = 1 if settings.num_experts else 3
+    say(f"1/{num_runs} the policy: SFT from random weights, which stops early")
     half = runs.run("policy", "sft", f"actor.model={work / 'start'}", *rows(*answers), *HALF_TRAINED) / "hf"
     policy = Policy.of(half, settings)
     accuracies = checked_accuracies(policy, settings, split)
@@ -127,8 +129,10 @@ def fill_with_tools(directory: Path, settings: Settings, runs: Runs) -> dict[str
 
 def _make_reward(directory: Path, settings: Settings, runs: Runs, half: Path, answers: tuple[Path, Path]) -> float:
     """The share of held-out pairs that it is right about. half: the policy. Errors: TargetMissed, RunFailed."""
+    say("2/3 a policy that solves the task, for the reward model to begin with: more SFT")
     able = runs.run("able", "sft", f"actor.model={half}", *rows(*answers), *ABLE) / "hf"
     pairs = rows(directory / "preferences.jsonl", directory / "preferences_heldout.jsonl")
+    say("3/3 the reward model: preference pairs")
     reward = runs.run("reward", "reward_model", f"reward_model.model={able}", *pairs, *REWARD)
     pairs_right = last_of(reward, "eval/reward_accuracy")
     require("reward model: held-out pairs right", pairs_right, low=settings.least_pair_accuracy, high=1.0)

@@ -62,7 +62,7 @@ def cast(directory: Path, dtype: torch.dtype, *, num_files: int = 1) -> None:
     for i, x in enumerate(tensors.values()):
         odd = torch.tensor([float("nan"), float("-inf"), -0.0, 0.0, 1e-7], dtype=dtype).view(bits)
         odd[0] += i + 1  # another payload for every tensor
-        x.view(bits).view(-1)[:5] = odd
+        x.view(bits).view(-1)[:5] = odd[: x.numel()]
     rewrite(directory, tensors, num_files=num_files)
 
 
