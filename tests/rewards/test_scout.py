@@ -63,7 +63,7 @@ def test_functions_are_described_and_nothing_of_them_is_here(module: Path) -> No
         (
             "deadly_rewards:f",
             {},
-            "imported deadly_rewards has not told .*: it ended with exit status 7",
+            "the process that imports deadly_rewards did not answer: it ended with exit status 7",
         ),
     ],
 )
