@@ -26,7 +26,7 @@ from hybridflow.checkpoint import export
 from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.convert.to_megatron import to_megatron
 from hybridflow.formats.safetensors_files import SafetensorsDirectory
-from hybridflow.parallel.layout import Cut, Layout, Place
+from hybridflow.parallel.layout import Cut, Layout, Place, TrainingCoordinates
 
 PACKAGE = str(Path(hybridflow.__file__).parent)
 NUM_LAYERS = 2
@@ -43,7 +43,8 @@ class FakeActor:
             inside=True,
             **dict(dp_rank=0, tp_rank=0, pp_rank=pp_rank, tp=tp),
             layout=layout,
-            groups=SimpleNamespace(tp=None, pp=None),
+            at=TrainingCoordinates(0, 0, pp_rank),
+            groups=SimpleNamespace(tp=None, pp=None, tp_ep=None),
         )
         table = staged_weights(spec, "lm", layout.stages(spec.num_layers))
         self._weights = {

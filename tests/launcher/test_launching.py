@@ -284,5 +284,5 @@ def test_a_name_that_comes_late_is_waited_for_and_one_that_never_comes_is_told(m
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     wait_for_name("late", 1, 60.0)
     assert asked == ["late"] * 3
-    with pytest.raises(LaunchError, match="the master's name never does not resolve within 0 s"):
+    with pytest.raises(LaunchError, match="the first host's name never does not resolve within 0 s"):
         wait_for_name("never", 1, 0.0)

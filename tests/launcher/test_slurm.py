@@ -209,7 +209,7 @@ def test_the_name_of_the_master_has_to_resolve(slurm: Slurm, root: Path) -> None
         assert job.wait()[0] == "FAILED"
     finally:
         slurm.net.run(second, ["umount", "/etc/hosts"]).wait()
-    assert "node 1, n2: the master's name n1 does not resolve within 3 s" in job.said and slurm.left() == {}
+    assert "node 1, n2: the first host's name n1 does not resolve within 3 s" in job.said and slurm.left() == {}
 
 
 # ------------------------------------------------------------------------------------------------ its ranks
