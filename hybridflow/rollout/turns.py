@@ -93,8 +93,8 @@ class Agreement:
         return list(replies) if self.leads else _unpacked(told)
 
     def numbers(self, own: Sequence[int], count: int) -> list[int]:
-        """So many numbers of the first rank."""
-        if self._group is None:
+        """So many numbers of the first rank; where there are none nobody is told."""
+        if self._group is None or not count:
             return list(own)
         return self._sent(list(own) if self.leads else [0] * count)
 
