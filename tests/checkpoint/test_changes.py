@@ -114,7 +114,7 @@ def test_a_key_that_is_added_to_the_config_lacks_a_rule() -> None:
 
 def test_every_rule_is_of_a_key_that_there_is() -> None:
     keys = [*fields(ExperimentConfig), *fields(FixedDataConfig)]
-    keys += ["critic", "reference", "reward", "reward.models.0", "reward.functions.0"]
+    keys += ["critic", "reference", "reward", "reward.models.0", "reward.functions.0", "data.environment"]
     used = {id(rule_of(key)) for key in keys}
     assert [rule.keys for rule in TABLE if id(rule) not in used] == []
 

@@ -32,6 +32,7 @@ class GivenResponses:
     """In the engine's place."""
 
     own_bytes = 0
+    turn_counts = None  # no environment answers
 
     def __init__(self, rollout: RolloutBatch, greedy: RolloutBatch | None = None) -> None:
         self.rollout, self.greedy, self.costs = rollout, greedy, []

@@ -38,7 +38,11 @@ def test_every_metric_of_the_package_has_a_title() -> None:
     lengths = ("prompts", "response_length_mean", "truncated_fraction", "score_mean")
     written |= {f"sampling/{bucket}/{name}" for bucket in ("up_to_64", "longer") for name in lengths}
     # one name of a timed phase is that of no metric, and a part of a score is called as its function calls it
-    assert {name for name in written if known_title(name) is None} - {"reward/x", "time/x_seconds"} == set()
+    assert {name for name in written if known_title(name) is None} - {
+        "reward/x",
+        "environment/x",
+        "time/x_seconds",
+    } == set()
 
 
 def test_every_timed_phase_has_a_title() -> None:
