@@ -100,10 +100,20 @@ class LayoutConfig(Section):
         self._check_experts()
         return self
 
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that share each expert."""
+        sizes = self.tensor_parallel_size, self.expert_parallel_size, self.expert_tensor_parallel_size
+        return expert_tensor_parallel(*sizes)
+
+    @property
+    def coupled(self) -> int:
+        """Replicas that share one copy of the experts, as `Layout.coupled`."""
+        return self.expert_tp * self.expert_parallel_size // self.tensor_parallel_size
+
     def _check_experts(self) -> None:
         """They fill the tensor-parallel ranks of one replica, or of several."""
-        tp, ep = self.tensor_parallel_size, self.expert_parallel_size
-        etp = expert_tensor_parallel(tp, ep, self.expert_tensor_parallel_size)
+        tp, ep, etp = self.tensor_parallel_size, self.expert_parallel_size, self.expert_tp
         if etp * ep % tp:
             raise ValueError(
                 f"expert_tensor_parallel_size x expert_parallel_size = {etp} x {ep} = {etp * ep} must be a multiple of "
@@ -125,9 +135,7 @@ class LayoutConfig(Section):
 
     def _check_copies(self, name: str, dp: int) -> None:
         """Raise ConfigError unless the replicas make up whole copies of the experts."""
-        tp, ep = self.tensor_parallel_size, self.expert_parallel_size
-        etp = expert_tensor_parallel(tp, ep, self.expert_tensor_parallel_size)
-        coupled = etp * ep // tp
+        tp, ep, etp, coupled = self.tensor_parallel_size, self.expert_parallel_size, self.expert_tp, self.coupled
         if dp % coupled:
             raise ConfigError(
                 f"{name}: a copy of the experts lies on expert_tensor_parallel_size x expert_parallel_size = {etp} x "

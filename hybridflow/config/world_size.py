@@ -5,7 +5,6 @@ import math
 from hybridflow.config import ExperimentConfig, RoleConfig
 from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.errors import ConfigError
-from hybridflow.parallel.layout import expert_tensor_parallel
 
 TRIED = (1, 2, 3, 4, 6, 8, 16, 32, 64)  # numbers of ranks, for a config with `auto` of which no number is given
 
@@ -43,6 +42,4 @@ def world_size_to_try(config: AnyConfig) -> tuple[int, ConfigError | None]:
 
 
 def _least_ranks(role: RoleConfig) -> int:
-    tp, ep = role.tensor_parallel_size, role.expert_parallel_size
-    coupled = expert_tensor_parallel(tp, ep, role.expert_tensor_parallel_size) * ep // tp  # share experts
-    return tp * role.pipeline_parallel_size * (role.data_parallel_size or coupled)
+    return role.tensor_parallel_size * role.pipeline_parallel_size * (role.data_parallel_size or role.coupled)

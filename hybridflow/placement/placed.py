@@ -20,7 +20,7 @@ from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.errors import ConfigError, Reasons
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.device import uses_cuda
-from hybridflow.parallel.layout import Layout, RolloutLayout, Stages, expert_tensor_parallel
+from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
 from hybridflow.placement.footprint import ITEM_BYTES
 from hybridflow.recording.trackers import check_trackers
 from hybridflow.reshard.groups import check_engine_stages, engine_stages, rollout_layout, standalone_layout
@@ -227,11 +227,15 @@ def _head(name: str) -> Head:
 def _check_model(name: str, config: RoleConfig, spec: ModelSpec, reasons: Reasons) -> None:
     """Whether the model suits its role and can be cut as it says, on however many ranks."""
     reasons.of(_check_head, name, spec)
-    tp, ep = config.tensor_parallel_size, config.expert_parallel_size
-    expert_tp = expert_tensor_parallel(tp, ep, config.expert_tensor_parallel_size)
-    reasons.of(spec.check_parallel, f"{name}.tensor_parallel_size", tp)
-    reasons.of(spec.check_experts, f"{name}.expert_parallel_size", ep)
-    reasons.of(spec.check_expert_shares, f"{name}.tensor_parallel_size / expert_parallel_size", expert_tp)
+    reasons.of(spec.check_parallel, f"{name}.tensor_parallel_size", config.tensor_parallel_size)
+    reasons.of(spec.check_experts, f"{name}.expert_parallel_size", config.expert_parallel_size)
+    etp, key = config.expert_tensor_parallel_size, f"{name}.expert_tensor_parallel_size"
+    if etp is None:
+        shared = " / expert_parallel_size" if config.expert_parallel_size > 1 else ""
+        key = f"{name}.tensor_parallel_size{shared}"
+    elif not spec.num_experts:
+        reasons.lines.append(f"{key} = {etp}: {spec.path} has no experts")
+    reasons.of(spec.check_expert_shares, key, config.expert_tp)
     reasons.of(_check_layers, name, config, spec)
 
 
@@ -256,10 +260,9 @@ def _check_head(name: str, spec: ModelSpec) -> None:
 
 def _check_layers(name: str, config: RoleConfig, spec: ModelSpec) -> None:
     """Raise ConfigError unless the layers go up in the role's pipeline stages and model chunks."""
-    tp, etp = config.tensor_parallel_size, config.expert_tensor_parallel_size
-    num_replicas = expert_tensor_parallel(tp, config.expert_parallel_size, etp) * config.expert_parallel_size // tp
+    num_ranks = config.coupled * config.tensor_parallel_size * config.pipeline_parallel_size
     try:
-        config.layout_on(tuple(range(num_replicas * tp * config.pipeline_parallel_size))).stages(spec.num_layers)
+        config.layout_on(tuple(range(num_ranks))).stages(spec.num_layers)
     except ValueError as error:
         keys = {
             "pipeline_parallel_size": None,  # always told

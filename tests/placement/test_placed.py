@@ -369,3 +369,48 @@ def test_sizes_of_what_is_replayed(inputs, tmp_path):
     assert sizes == RoutingSizes(num_layers=48, chosen=8, num_experts=128)
     assert sizes.nothing(5).nbytes == 5 * 384, "bytes a token, as docs/models/qwen3-moe.md says"
     assert load(inputs, tmp_path, f"actor.model={mixture}").routing is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("actor.expert_parallel_size=2",), "actor.expert_parallel_size = 2: {inputs}/policy has no experts"),
+        (
+            ("actor.expert_tensor_parallel_size=2",),
+            "actor.expert_tensor_parallel_size = 2: {inputs}/policy has no experts",
+        ),
+    ],
+)
+def test_a_dense_model_has_no_experts_to_share_out(
+    overrides: tuple[str, ...], told: str, inputs: Path, tmp_path: Path
+) -> None:
+    assert told.format(inputs=inputs) in problem(inputs, tmp_path, *overrides).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"tensor_parallel_size": 4}, "actor.tensor_parallel_size = 4 leaves each expert 4 of moe_intermediate_size"),
+        (
+            {"tensor_parallel_size": 4, "expert_parallel_size": 3, "expert_tensor_parallel_size": 4},
+            "actor.expert_parallel_size = 3 does not divide the number of experts = 4",
+        ),
+        (
+            {"tensor_parallel_size": 1, "expert_tensor_parallel_size": 4},
+            "actor.expert_tensor_parallel_size = 4 leaves each expert 4 of moe_intermediate_size",
+        ),
+    ],
+    ids=str,
+)
+def test_experts_that_cannot_be_cut_are_told_by_the_key_that_cuts_them(
+    sizes: dict[str, int], told: str, inputs: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(inputs / "policy", tmp_path / "mixture")
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    described = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 8, **experts}
+    describe(tmp_path / "mixture", **described)
+    overrides = [f"actor.model={tmp_path / 'mixture'}", "actor.sequence_parallel=false"]
+    overrides += [f"actor.{key}={value}" for key, value in sizes.items()]
+    if sizes.get("expert_parallel_size", 1) > 1:
+        overrides[1] = "actor.sequence_parallel=true"
+    assert told in problem(inputs, tmp_path, *overrides)
