@@ -25,7 +25,7 @@ class EnvironmentPool(Pool):
         """num_ranks: on this machine, which share its cores."""
         self.config, self.schemas, self.file = config, found.schemas, found.file
         self.field = field_of(config.path)
-        self._num_rows, self._closing = 0, dict[int, int]()  # rows that end, by ticket
+        self._num_rows, self._closing = 0, set[int]()  # tickets of the last calls of rows
         limits = pool_limits(scoring.model_copy(update={"num_workers": config.num_workers}), num_ranks)
         super().__init__([_spec(config, found)], limits)
 
@@ -46,15 +46,14 @@ class EnvironmentPool(Pool):
 
     def finish(self, row: int) -> None:
         """End it, behind the calls that are under way; its instance is closed."""
-        self._closing[self.call(row, {"kind": "close", "row": row})] = row
+        self._closing.add(self.call(row, {"kind": "close", "row": row}, last=True))
 
     def answers(self, seconds: float | None) -> dict[int, Answer]:
         """As `Pool.answers`; without those of rows that end."""
         found = super().answers(seconds)
-        for ticket in self._closing.keys() & found.keys():
-            self.close_row(self._closing.pop(ticket))
-            del found[ticket]
-        return found
+        ended = self._closing & found.keys()
+        self._closing -= ended
+        return {ticket: answer for ticket, answer in found.items() if ticket not in ended}
 
 
 def _spec(config: EnvironmentConfig, found: DescribedClass) -> FunctionSpec:

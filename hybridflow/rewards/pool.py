@@ -82,16 +82,16 @@ class Pool:
         )
         self._send({"charge": True}, pickle.dumps(charge))
 
-    def call(self, row: int, message: Mapping[str, Any], function: int = 0) -> int:
-        """The ticket of a call of an affine function: after those of the same row, by the process that has it."""
+    def call(self, row: int, message: Mapping[str, Any], *, last: bool = False) -> int:
+        """The ticket of a call of the affine function: after those of the same row, by the process that has it.
+
+        last: there are no further calls for the row.
+        """
         ticket, self._next = self._next, self._next + 1
         self._called.add(ticket)
-        self._send({"unit": ticket, "function": function, "rows": 1, "row": row}, pickle.dumps(dict(message)))
+        header = {"unit": ticket, "function": 0, "rows": 1, "row": row, "last": last}
+        self._send(header, pickle.dumps(dict(message)))
         return ticket
-
-    def close_row(self, row: int) -> None:
-        """There are no further calls for it."""
-        self._send({"close": row})
 
     def answers(self, seconds: float | None) -> dict[int, Answer]:
         """Of affine functions, by ticket: those that have arrived; where there are none waits for some, so long."""

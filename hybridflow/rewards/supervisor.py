@@ -49,7 +49,7 @@ class Charge:
 class RowsOfCall:
     """The rows of one call. alone: it may be the one that has ended a worker with several calls under way.
 
-    row: of an affine function, whose calls go to one worker.
+    row: of an affine function, whose calls go to one worker; last: there are no further calls for the row.
     """
 
     number: int
@@ -57,6 +57,7 @@ class RowsOfCall:
     num_rows: int
     body: bytes
     row: int | None = None
+    last: bool = False
     started: float = 0.0
     alone: bool = False
 
@@ -139,15 +140,13 @@ class Supervisor:
                 self._queues[number] = deque(unit for unit in queue if unit.number not in asked)
             self._trainer.send({"withdrawn": gone})
             return
-        if "close" in header:
-            self._rows.forget(header["close"])
-            return
-        unit = RowsOfCall(header["unit"], header["function"], header["rows"], body, header.get("row"))
-        lost = self._rows.why_lost(unit.row)
+        row, last = header.get("row"), header.get("last", False)
+        unit = RowsOfCall(header["unit"], header["function"], header["rows"], body, row, last)
+        lost = self._rows.why_lost(row)
         if lost is None:
             self._queues[unit.function].append(unit)
         else:
-            self._trainer.send({"unit": unit.number, "ended": lost, "seconds": 0.0, "printed": ""})
+            self._answer_lost(unit, lost)
 
     def _hear(self, worker: Worker) -> None:
         try:
@@ -157,6 +156,7 @@ class Supervisor:
                 elif (unit := worker.units.pop(header["unit"], None)) is not None:
                     self._read_output(worker)
                     self._answer(worker, unit, header)
+                    self._forget_ended_row(unit)
         except ChannelClosed:
             worker.gone = True
         self._read_output(worker)
@@ -251,8 +251,17 @@ class Supervisor:
         for number, queue in self._queues.items() if gone else ():
             for unit in queue:
                 if unit.row in gone:
-                    self._trainer.send({"unit": unit.number, "ended": why, "seconds": 0.0, "printed": ""})
+                    self._answer_lost(unit, why)
             self._queues[number] = deque(unit for unit in queue if unit.row not in gone)
+
+    def _answer_lost(self, unit: RowsOfCall, why: str) -> None:
+        """A call of a row whose worker is gone."""
+        self._trainer.send({"unit": unit.number, "ended": why, "seconds": 0.0, "printed": ""})
+        self._forget_ended_row(unit)
+
+    def _forget_ended_row(self, unit: RowsOfCall) -> None:
+        if unit.last and unit.row is not None:
+            self._rows.forget(unit.row)
 
     def _settle_lost(self, worker: Worker, unit: RowsOfCall, why: str | None, *, of_many: bool) -> None:
         seconds = time.monotonic() - unit.started if unit.started else 0.0
@@ -263,6 +272,7 @@ class Supervisor:
             self._answer(worker, unit, {"unit": unit.number, "timeout": True, "seconds": seconds})
         else:
             self._answer(worker, unit, {"unit": unit.number, "ended": why, "seconds": seconds})
+        self._forget_ended_row(unit)
 
     def _first_queued(self, worker: Worker) -> list[RowsOfCall]:
         queue = next((self._queues[number] for number in worker.functions if self._queues[number]), None)

@@ -13,7 +13,7 @@ from hybridflow.config.rewards import ScoringConfig
 from hybridflow.environments.classes import described
 from hybridflow.environments.pool import EnvironmentPool
 from hybridflow.parallel.child_processes import children
-from hybridflow.rewards.pool import Answer
+from hybridflow.rewards.pool import Answer, Pool
 
 USERS = "tests.environments.classes_of_users"
 ROW = {"question": "1+1=", "answer": "2"}
@@ -62,6 +62,19 @@ def test_a_row_stays_with_its_process_and_rows_are_dealt_evenly(pool: Environmen
     first, again = ([answer.value["reward"][0] for answer in said(pool, rows, "pid")] for _ in range(2))
     assert first == again
     assert sorted(first.count(pid) for pid in set(first)) == [3, 3]
+
+
+def test_a_row_that_has_ended_makes_room_at_once(pool: EnvironmentPool) -> None:
+    """Nobody has to take the answer of its last call: new rows are dealt before that."""
+    rows = started(pool, 6)
+    pids = [answer.value["reward"][0] for answer in said(pool, rows, "pid")]
+    ended = [row for row, pid in zip(rows, pids, strict=True) if pid == pids[0]]
+    for row in ended:
+        pool.finish(row)
+    told: dict[int, Answer] = {}
+    while len(told) < len(ended):
+        told |= Pool.answers(pool, 30.0)
+    assert {answer.value["reward"][0] for answer in said(pool, started(pool, 3), "pid")} == {pids[0]}
 
 
 def test_a_killed_process_loses_its_rows_and_no_others(pool: EnvironmentPool) -> None:

@@ -210,7 +210,7 @@ def test_a_complete_directory_is_left_alone_if_asked(made: Path, capsys: pytest.
 def test_overwrite_replaces_the_whole_directory_and_the_same_seed_makes_the_same_bytes(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "Settings", lambda: SMALL)
+    monkeypatch.setattr(models, "Settings", lambda **fields: replace(SMALL, **fields))
     monkeypatch.setattr(runs, "by_command", lambda arguments, log: in_forks([*arguments, *LEARNS]))
     out = tmp_path / "out"
     out.mkdir()
@@ -229,7 +229,7 @@ def test_overwrite_replaces_the_whole_directory_and_the_same_seed_makes_the_same
 def test_a_missed_target_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(models, "Settings", lambda: replace(SMALL, accuracy_range=(0.99, 1.0)))
+    monkeypatch.setattr(models, "Settings", lambda **fields: replace(SMALL, accuracy_range=(0.99, 1.0), **fields))
     monkeypatch.setattr(runs, "by_command", lambda arguments, log: in_forks([*arguments, *BRIEF]))
     assert make_tiny.main([str(tmp_path / "out")]) == 1
     error = "error: policy: validation accuracy is 0.000, not within 0.99 to 1.00; try another --seed\n"
