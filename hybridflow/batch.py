@@ -36,17 +36,14 @@ class Per(enum.Enum):
 
     TOKEN = "token"
     SEQUENCE = "sequence"
-    ROUTED_TOKEN = "routed token"
     REWARDED_SEQUENCE = "rewarded sequence"
 
 
-OF_TOKENS = (Per.TOKEN, Per.ROUTED_TOKEN)
-DIMENSIONS = {Per.ROUTED_TOKEN: 3, Per.REWARDED_SEQUENCE: 2}  # of others one
+DIMENSIONS = {Per.REWARDED_SEQUENCE: 2}  # of others one
 PerToken = Annotated[Tensor, Per.TOKEN]  # (T,)
 PerSequence = Annotated[Tensor, Per.SEQUENCE]  # (N,)
-PerRoutedToken = Annotated[Tensor, Per.ROUTED_TOKEN]  # (T, layers, k); (T, 0, 0) where no experts are recorded
 PerRewardedSequence = Annotated[Tensor, Per.REWARDED_SEQUENCE]  # (N, parts); (N, 0) where there is no environment
-NO_ROUTING = torch.zeros(0, 0, 0, dtype=torch.uint8)
+NO_RECORDS = torch.zeros(0, dtype=torch.int64)
 NO_REWARDS = torch.zeros(0, 0)
 
 
@@ -74,8 +71,8 @@ class PromptBatch:
 class RolloutBatch:
     """Prompts with their responses, as the engine made them. Row i answers prompt prompt_indices[i].
 
-    routed_experts: with `algorithm.policy.replay_routing` the k experts that the engine chose for each token in each
-    layer, uint8 or int16 (see `models.routing`); a token without a record has zeros. (T, 0, 0) where it is not given.
+    record_ids: with `algorithm.policy.replay_routing` the number of each row's record of the engine's experts, which
+    lies with the ranks that train on the row (see `rollout.routing_records`); -1 of a row without one.
     environment_rewards: with `data.environment` what it gave each row, float32, a column a part of the reward; NaN of a
     row that has failed, of which no token is in the mask. (N, 0) where it is not given.
 
@@ -89,17 +86,17 @@ class RolloutBatch:
     truncated: PerSequence  # bool: cut at the length limit
     response_mask: PerToken  # bool
     rollout_log_probs: PerToken  # float32
-    routed_experts: PerRoutedToken = dataclasses.field(kw_only=True, default=NO_ROUTING)
+    record_ids: PerSequence = dataclasses.field(kw_only=True, default=NO_RECORDS)  # int64
     environment_rewards: PerRewardedSequence = dataclasses.field(kw_only=True, default=NO_REWARDS)
 
     def __post_init__(self) -> None:
         num_tokens = int(self.lengths.sum())
-        if self.routed_experts is NO_ROUTING:  # a dataclass knows no default that depends on other fields
-            object.__setattr__(self, "routed_experts", NO_ROUTING.new_zeros(num_tokens, 0, 0))
+        if self.record_ids is NO_RECORDS:  # a dataclass knows no default that depends on other fields
+            object.__setattr__(self, "record_ids", NO_RECORDS.new_full((len(self.lengths),), -1))
         if self.environment_rewards is NO_REWARDS:
             object.__setattr__(self, "environment_rewards", NO_REWARDS.new_zeros(len(self.lengths), 0))
         for name, per in marks(type(self)).items():
-            shape, size = tuple(getattr(self, name).shape), num_tokens if per in OF_TOKENS else len(self.lengths)
+            shape, size = tuple(getattr(self, name).shape), num_tokens if per is Per.TOKEN else len(self.lengths)
             expected = (size, *shape[1 : DIMENSIONS.get(per, 1)])
             if shape != expected:
                 raise ValueError(
@@ -115,8 +112,8 @@ class RolloutBatch:
 
     @property
     def has_routing(self) -> bool:
-        """Whether the engine's experts are recorded."""
-        return self.routed_experts.shape[1] > 0
+        """Whether the engine's experts of some rows are recorded."""
+        return bool((self.record_ids >= 0).any())
 
     @property
     def has_rewards(self) -> bool:
@@ -128,13 +125,12 @@ class RolloutBatch:
         """(N,) bool: rows whose environment has failed."""
         return self.environment_rewards.isnan().any(1)
 
-    def without_routing(self) -> Self:
-        """The same batch for a model that chooses experts of its own."""
-        return dataclasses.replace(self, routed_experts=NO_ROUTING) if self.has_routing else self
-
     def tensors(self) -> dict[str, Tensor]:
-        """By name, for a file; without the engine's experts and an environment's rewards where there are none."""
-        there = {"routed_experts": self.has_routing, "environment_rewards": self.has_rewards}
+        """By name, without the numbers of records and an environment's rewards where there are none.
+
+        For a file `RoutingRecords.portable` puts the records in the place of their numbers.
+        """
+        there = {"record_ids": self.has_routing, "environment_rewards": self.has_rewards}
         return {name: x for name, x in vars(self).items() if there.get(name, True)}
 
     def response_token_lists(self, rows: list[int]) -> list[list[int]]:
@@ -148,7 +144,7 @@ class RolloutBatch:
         tokens = token_index(self.lengths, rows)
         found = marks(type(self))
         return type(self)(
-            **{name: getattr(self, name)[tokens if per in OF_TOKENS else rows] for name, per in found.items()}
+            **{name: getattr(self, name)[tokens if per is Per.TOKEN else rows] for name, per in found.items()}
         )
 
 
@@ -210,14 +206,7 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
 
 
 def joined(first: RolloutBatch, second: RolloutBatch) -> RolloutBatch:
-    """The rows of one rollout and then those of another, to the same prompts.
-
-    The other, which is the later one, says whether experts are recorded: where the first has none, its tokens have no
-    record.
-    """
-    if first.has_routing != second.has_routing:
-        nothing = second.routed_experts.new_zeros(len(first.input_ids), *second.routed_experts.shape[1:])
-        first = dataclasses.replace(first, routed_experts=nothing)
+    """The rows of one rollout and then those of another, to the same prompts."""
     names = marks(RolloutBatch)
     return RolloutBatch(**{name: torch.cat([getattr(first, name), getattr(second, name)]) for name in names})
 

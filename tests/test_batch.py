@@ -246,29 +246,24 @@ def test_equal_calls_give_equal_partitions() -> None:
 
 
 def routed_batch() -> RolloutBatch:
-    """Experts of 2 layers, 3 a token."""
-    return replace(rollout_batch(), routed_experts=torch.arange(13 * 6).to(torch.uint8).view(13, 2, 3))
+    """Rows with records of the engine's experts."""
+    return replace(rollout_batch(), record_ids=torch.arange(len(LENGTHS)) + 7)
 
 
-def test_experts_go_with_their_tokens() -> None:
+def test_records_go_with_their_rows() -> None:
     batch, rows = routed_batch(), torch.tensor([2, 1])
     assert batch.has_routing and not rollout_batch().has_routing
-    experts = batch.routed_experts.split(LENGTHS)
-    assert torch.equal(batch.select(rows).routed_experts, torch.cat([experts[2], experts[1]]))
-    assert torch.equal(joined(batch, batch.select(rows)).routed_experts[13:16], torch.cat([experts[2], experts[1][:2]]))
-    with pytest.raises(ValueError, match=r"routed_experts: shape \(12, 2, 3\), expected \(13, 2, 3\), one entry a"):
-        replace(batch, routed_experts=batch.routed_experts[:12])
+    assert batch.select(rows).record_ids.tolist() == [9, 8]
+    assert joined(batch, batch.select(rows)).record_ids.tolist() == [*batch.record_ids.tolist(), 9, 8]
+    with pytest.raises(ValueError, match=r"record_ids: shape \(2,\), expected \(.,\), one entry a sequence"):
+        replace(batch, record_ids=batch.record_ids[:2])
 
 
-def test_without_experts_there_is_no_trace_of_them_in_files() -> None:
-    assert "routed_experts" not in rollout_batch().tensors() and "routed_experts" in routed_batch().tensors()
-    plain = routed_batch().without_routing()
-    assert plain.routed_experts.shape == (13, 0, 0) and plain.tensors().keys() == rollout_batch().tensors().keys()
+def test_without_records_there_is_no_trace_of_them_in_files() -> None:
+    assert "record_ids" not in rollout_batch().tensors() and "record_ids" in routed_batch().tensors()
 
 
-def test_the_later_rollout_says_whether_experts_are_recorded() -> None:
+def test_rows_of_before_may_have_no_records() -> None:
     """A run that is resumed with another `replay_routing` has groups of before."""
-    routed, plain = routed_batch(), rollout_batch()
-    assert not joined(routed, plain).has_routing
-    both = joined(plain, routed).routed_experts
-    assert not both[:13].any() and torch.equal(both[13:], routed.routed_experts)
+    both = joined(rollout_batch(), routed_batch())
+    assert both.has_routing and both.record_ids.tolist() == [-1] * len(LENGTHS) + routed_batch().record_ids.tolist()

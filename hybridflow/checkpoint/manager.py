@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from hybridflow.batch import RolloutBatch
 from hybridflow.checkpoint.change_rules import Effect
 from hybridflow.checkpoint.changes import changes, content_changes
 from hybridflow.checkpoint.resume import check_progress, find_source, restore
@@ -44,6 +43,8 @@ from hybridflow.recording.iteration import Metrics
 from hybridflow.recording.recorder import Recorder, record_run
 from hybridflow.recording.run_dir import dump_batch
 
+Read = TypeVar("Read")  # what a reader makes of a file
+Tensors = Mapping[str, Tensor]
 STOPPED = "stopped"  # by which torchrun's ranks, beside the checkpoints
 ROLLOUT = "rollout"  # beside the checkpoints: the responses of the iteration that is under way
 
@@ -52,7 +53,8 @@ class CheckpointManager:
     """Of one start of a run; building it is collective over the world.
 
     state: that of the checkpoint, None where the run starts anew. notes: for the person who watches.
-    saves: a replay, and what trains nothing, has nothing to save.
+    saves: a replay, and what trains nothing, has nothing to save. portable: what a file of rank 0 has for the tensors
+    of a rollout, a call that is collective.
     """
 
     def __init__(
@@ -67,11 +69,12 @@ class CheckpointManager:
         watchdog: Watchdog,
         restarts: int,
         saves: bool = True,
+        portable: Callable[[Tensors], Tensors] = dict,
     ) -> None:
         self._config, self._platform, self._group, self._watchdog = config, platform, group, watchdog
         self._stop: StopRequest = watchdog.stop
         self._digests = {name: digest.hex() for name, digest in digests.items()}
-        self._saves, self._root = saves, config.run_dir / CHECKPOINTS
+        self._saves, self._root, self._portable = saves, config.run_dir / CHECKPOINTS, portable
         self._started, self._longest_iteration, self._longest_save = time.monotonic(), 0.0, 0.0
         self._iteration_began = self._started
         self._saved_at = self._started  # time.monotonic of the last save, or of the start
@@ -190,14 +193,14 @@ class CheckpointManager:
         self._saver.seconds = 0.0
         return float(longest)
 
-    def save_rollout(self, iteration: int, tensors: Mapping[str, Tensor]) -> None:
+    def save_rollout(self, iteration: int, tensors: Tensors) -> None:
         """Write the responses of an iteration to disk, if checkpoint.save_rollout says so, in place of the last.
 
         Collective. Errors: SaveError, where checkpoint.on_error is stop; else it is reported.
         """
         if not (self._config.checkpoint.save_rollout and self._saves):
             return
-        directory, failure = self._root / ROLLOUT, None
+        directory, failure, tensors = self._root / ROLLOUT, None, self._portable(tensors)
         if self._platform.rank == 0:
             try:
                 shutil.rmtree(directory, ignore_errors=True)
@@ -214,14 +217,14 @@ class CheckpointManager:
                 raise SaveError(text)
             self._saver.report(f"warning: {text}")
 
-    def load_rollout(self, iteration: int, read: Callable[[Path], RolloutBatch]) -> RolloutBatch | None:
+    def load_rollout(self, iteration: int, read: Callable[[Path], Read]) -> Read | None:
         """Read the responses of an iteration that an earlier start has saved; None where there are none. Collective.
 
         read: reads a file; where it raises DataError, the engine generates the same responses again.
         """
         if not self._may_load_rollout or self.state is None or iteration != self.state.iteration + 1:
             return None
-        file, found = self._root / ROLLOUT / "batches" / f"iteration_{iteration:06d}.safetensors", list[RolloutBatch]()
+        file, found = self._root / ROLLOUT / "batches" / f"iteration_{iteration:06d}.safetensors", list[Read]()
         with contextlib.suppress(DataError, OSError):
             found.append(read(file))
         usable = torch.tensor(len(found))
@@ -373,6 +376,8 @@ class CheckpointManager:
         before = self._saver.seconds
         forked_from = None if self._source is None else self._source.forked_from
         config = self._config.model_dump(mode="json")
+        if state.surplus is not None:
+            state = replace(state, surplus=replace(state.surplus, tensors=self._portable(state.surplus.tensors)))
         self._saver.save(SavedRun(state, config, self._digests, self._metrics, forked_from))
         self._saved_at, self._has_saved = time.monotonic(), True
         self._longest_save = max(self._longest_save, self._saver.seconds - before)

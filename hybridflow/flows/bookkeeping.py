@@ -45,6 +45,7 @@ from hybridflow.recording.measure import Stopwatch
 from hybridflow.recording.turns import count_metrics, turn_metrics
 from hybridflow.rewards.scorer import FunctionCalls, Scores, call_metrics
 from hybridflow.roles.objectives import KLTerm
+from hybridflow.rollout.routing_records import IDS
 
 Batch = TypeVar("Batch", bound=RolloutBatch)
 
@@ -203,6 +204,10 @@ class OnlineBookkeeping(Bookkeeping):
         self._generation.costs.clear()
         if self._generation.turn_counts is not None:
             self._generation.turn_counts.clear()
+        if self.roles.actor is not None and self.roles.actor.records is not None:
+            surplus = run.state.surplus  # of which the next batch begins
+            nothing = torch.zeros(0, dtype=torch.int64)
+            self.roles.actor.records.keep_only(nothing if surplus is None else surplus.tensors.get(IDS, nothing))
         super().begin(run, iteration, num_iterations)
 
     def finished(self, run: IterationData, batch: RolloutBatch) -> Iteration:
@@ -223,7 +228,8 @@ class OnlineBookkeeping(Bookkeeping):
             reference.become(actor)
         metrics |= self._costs(run, batch)
         self._generation.scoring.disable()  # which rank has scored what depends on timing: nobody needs it now
-        return Iteration(run.iteration, run.prompts, batch, metrics, score_parts=run.score_parts)
+        portable = self.roles.portable(batch.tensors()) if self._config.metrics.dump_batches else None
+        return Iteration(run.iteration, run.prompts, batch, metrics, score_parts=run.score_parts, portable=portable)
 
     def _routing(self) -> Metrics:
         actor, replays = self.roles.actor, self._config.algorithm.policy.replay_routing

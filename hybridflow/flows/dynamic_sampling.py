@@ -18,10 +18,11 @@ from torch import Tensor
 
 from hybridflow.algorithms.groups import equal_groups
 from hybridflow.batch import RolloutBatch, joined, offsets, token_index
-from hybridflow.checkpoint.state import Surplus
+from hybridflow.checkpoint.state import RunState, Surplus
 from hybridflow.config.algorithms import DynamicSampling
 from hybridflow.flows.run import Run
 from hybridflow.rewards.scorer import Scores
+from hybridflow.rollout.routing_records import EXPERTS, RoutingRecords
 
 PART = "part of the score "  # before the names of such tensors in a surplus
 
@@ -83,6 +84,21 @@ def groups_of(surplus: Surplus) -> Groups:
     raw_scores = tensors.pop("raw_scores")
     parts = {name.removeprefix(PART): tensors.pop(name) for name in list(tensors) if name.startswith(PART)}
     return Groups(surplus.prompts, RolloutBatch(**tensors), raw_scores, parts)
+
+
+def with_records(state: RunState, records: RoutingRecords | None) -> RunState:
+    """The state of a checkpoint, whose surplus has the engine's experts as a file has them. Local.
+
+    records: take these; None: nobody replays them.
+    """
+    surplus = state.surplus
+    if surplus is None or EXPERTS not in surplus.tensors:
+        return state
+    tensors = {name: tensor for name, tensor in surplus.tensors.items() if name != EXPERTS}
+    groups = groups_of(replace(surplus, tensors=tensors))
+    if records is not None:
+        groups = replace(groups, rollout=records.take(groups.rollout, surplus.tensors[EXPERTS]))
+    return replace(state, surplus=groups.surplus())
 
 
 def sampled(run: Run, c: DynamicSampling | None) -> tuple[RolloutBatch, Scores | Tensor]:

@@ -1,8 +1,10 @@
 """The models of a run, and where their training memory is while the engine works."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from hybridflow.batch import RolloutBatch
 from hybridflow.checkpoint.sharded import SavedRole
@@ -41,6 +43,10 @@ class Roles:
         for i, model in enumerate(self.scorer.models if self.scorer is not None else ()):
             known[f"reward.models.{i}"] = (model, model.scores)
         return known
+
+    def portable(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The tensors of a rollout as rank 0 writes them to a file. Collective over the world."""
+        return tensors if self.actor is None or self.actor.records is None else self.actor.records.portable(tensors)
 
     def saved(self, kl: KL) -> tuple[SavedRole, ...]:
         """What a checkpoint holds: all that changes; a reference only where it is reset."""

@@ -25,10 +25,11 @@ from hybridflow.formats.safetensors_files import read_header
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.recording.run_dir import dumped_iteration
 from hybridflow.reshard.execute import ReshardCost
+from hybridflow.rollout.routing_records import EXPERTS, IDS, RoutingRecords
 
 FIELDS = tuple(field.name for field in dataclasses.fields(RolloutBatch))
-ROUTING, REWARDS = "routed_experts", "environment_rewards"
-REQUIRED = tuple(name for name in FIELDS if name not in (ROUTING, REWARDS))
+REWARDS = "environment_rewards"
+REQUIRED = tuple(name for name in FIELDS if name not in (IDS, REWARDS))
 PER_TOKEN = ("input_ids", "response_mask", "rollout_log_probs")
 DTYPES = {"truncated": torch.bool, "response_mask": torch.bool, "rollout_log_probs": torch.float32}  # others: int64
 
@@ -65,12 +66,12 @@ class Replay:
         *,
         vocab_size: int,
         max_length: int,
-        routing: RoutingSizes | None = None,
+        records: RoutingRecords | None = None,
         num_rewards: int = 0,
     ) -> None:
-        """routing: of the experts that are to be replayed, which the files then must have. num_rewards: parts of an
+        """records: take the experts that are to be replayed, which the files then must have. num_rewards: parts of an
         environment's reward, likewise."""
-        self.files, self._routing, self._num_rewards = files, routing, num_rewards
+        self.files, self._records, self._num_rewards = files, records, num_rewards
         self._vocab_size, self._max_length = vocab_size, max_length
         self.costs: list[ReshardCost] = []
 
@@ -102,7 +103,26 @@ class Replay:
         generation: int = 0,
         listener: object = None,
     ) -> RolloutBatch:
-        """What the engine gave in that iteration. It is there at once: nobody does anything beside.
+        """What the engine gave in that iteration, at once: nobody does anything beside. Errors: as `read`."""
+        rollout, experts = self.read(
+            prompts,
+            greedy=greedy,
+            samples_per_prompt=samples_per_prompt,
+            iteration=iteration,
+            generation=generation,
+        )
+        return with_experts(rollout, experts, self._records)
+
+    def read(
+        self,
+        prompts: PromptBatch,
+        *,
+        greedy: bool = False,
+        samples_per_prompt: LengthBuckets[int],
+        iteration: int,
+        generation: int = 0,
+    ) -> tuple[RolloutBatch, Tensor | None]:
+        """The rollout, and (T, layers, k) experts if they are to be replayed.
 
         Errors: DataError naming file, field or row, and rule, where the file is not of these prompts or no batch.
         """
@@ -114,15 +134,13 @@ class Replay:
         tensors = read_batch(file)
         self._check_tensors(file, tensors)
         rollout = RolloutBatch(**{name: tensors[name] for name in REQUIRED})
-        if self._routing is not None:
-            experts = self._checked_routing(file, tensors, self._routing)
-            rollout = dataclasses.replace(rollout, routed_experts=experts)
+        experts = None if self._records is None else self._checked_experts(file, tensors, self._records.sizes)
         if self._num_rewards:
             rewards = self._checked_rewards(file, tensors)
             rollout = dataclasses.replace(rollout, environment_rewards=rewards)
         self._check_rows(file, rollout)
         _check_prompts(file, rollout, prompts, samples_per_prompt)
-        return rollout
+        return rollout, experts
 
     def compared(self, number: int, computed: Mapping[str, Tensor]) -> list[str]:
         """How far what an iteration computed is from what the file holds beside the rollout: a line."""
@@ -162,21 +180,21 @@ class Replay:
             )
         return found
 
-    def _checked_routing(self, file: Path, tensors: Mapping[str, Tensor], sizes: RoutingSizes) -> Tensor:
+    def _checked_experts(self, file: Path, tensors: Mapping[str, Tensor], sizes: RoutingSizes) -> Tensor:
         """Of every token, as this config's model has them."""
-        found = tensors.get(ROUTING)
+        found = tensors.get(EXPERTS)
         if found is None:
             raise DataError(
-                f"{file}: has no {ROUTING}: algorithm.policy.replay_routing = true replays those of the engine, which "
+                f"{file}: has no {EXPERTS}: algorithm.policy.replay_routing = true replays those of the engine, which "
                 f"only a run with that key has dumped"
             )
         expected = sizes.nothing(len(tensors["input_ids"]))
         if found.shape != expected.shape or found.dtype != expected.dtype:
             raise DataError(
-                f"{file}: {ROUTING} is {found.dtype} of shape {tuple(found.shape)}; expected {expected.dtype} "
+                f"{file}: {EXPERTS} is {found.dtype} of shape {tuple(found.shape)}; expected {expected.dtype} "
                 f"{tuple(expected.shape)}: tokens, layers and experts of a token of actor.model"
             )
-        _check_bounds(file, ROUTING, found.flatten(), 0, sizes.num_experts - 1)
+        _check_bounds(file, EXPERTS, found.flatten(), 0, sizes.num_experts - 1)
         return found
 
     def _check_rows(self, file: Path, rollout: RolloutBatch) -> None:
@@ -190,6 +208,11 @@ class Replay:
             )
         if (rollout.response_mask & ~response_mask(rollout.lengths, rollout.prompt_lengths)).any():
             raise DataError(f"{file}: response_mask marks tokens of a prompt; it may mark those after it alone")
+
+
+def with_experts(rollout: RolloutBatch, experts: Tensor | None, records: RoutingRecords | None) -> RolloutBatch:
+    """What `Replay.read` gave, its experts in the records. Local, and alike on all ranks."""
+    return rollout if experts is None or records is None else records.take(rollout, experts)
 
 
 def _check_bounds(file: Path, name: str, values: Tensor, least: int, most: int) -> None:
@@ -244,7 +267,7 @@ def read_batch(file: Path) -> dict[str, Tensor]:
 
 def differences(then: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> list[str]:
     """`log_probs 1.2e-07`: the largest difference of each field but those of the rollout."""
-    names = [name for name in dict.fromkeys([*then, *now]) if name not in FIELDS]
+    names = [name for name in dict.fromkeys([*then, *now]) if name not in (*FIELDS, EXPERTS)]
     return [f"{name} {_difference(then.get(name), now.get(name))}" for name in names]
 
 

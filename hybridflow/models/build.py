@@ -107,7 +107,7 @@ class PackedModel(LanguageModule):
         raise NotImplementedError
 
     def forward(self, micro_batch: MicroBatch) -> Tensor | Outputs:
-        routing = routing_of(micro_batch.routed_experts, micro_batch.rows, self.layers, self.routing_counts)
+        routing = routing_of(micro_batch.routed, micro_batch.rows, self.layers, self.routing_counts)
         embedded, packed = None, replace(micro_batch.packed, routing=routing)
         if self.pre_process:
             positions = micro_batch.positions[None] + self._position_offset  # read where they are learned

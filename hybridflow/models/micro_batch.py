@@ -16,6 +16,7 @@ from torch import Tensor
 from hybridflow.batch import RolloutBatch, offsets, sent, token_index
 from hybridflow.models.attention import PackedSequences
 from hybridflow.models.prompt_groups import PromptGroup, micro_batch_groups, prompt_groups
+from hybridflow.models.routing import RoutedTokens, RowExperts
 from hybridflow.models.shared_prompt import SharedPrompts
 
 Padded = Callable[[int], int]  # of so many tokens: with the padding behind them
@@ -36,16 +37,25 @@ class MicroBatch:
     rows: Tensor  # (r,) int64: tokens whose output is wanted
     where: Tensor  # (r,) int64, on the CPU: the entry of the batch's (T,) or (N,) tensors that each output belongs to
     targets: Tensor  # (r,) int64: the tokens that the outputs predict; without meaning where outputs are per sequence
-    routed_experts: Tensor | None = None  # (t, layers, k) on the CPU, of all layers: see `models.routing`
+    routed: RoutedTokens | None = None  # the engine's experts of the t tokens
 
 
 def prediction_micro_batches(
-    batch: RolloutBatch, rows: list[int], *, max_tokens: int, padded: Padded, device: torch.device
+    batch: RolloutBatch,
+    rows: list[int],
+    *,
+    max_tokens: int,
+    padded: Padded,
+    device: torch.device,
+    experts: RowExperts | None = None,
 ) -> list[MicroBatch]:
-    """Micro-batches whose outputs are one per response token: the state before it."""
+    """Micro-batches whose outputs are one per response token: the state before it.
+
+    experts: of the engine, for these rows; None: the model chooses its own.
+    """
     lengths = (batch.lengths - 1).tolist()
     return [
-        _prediction_micro_batch(batch, _layout(groups, lengths), padded, device)
+        _prediction_micro_batch(batch, _layout(groups, lengths), padded, device, experts)
         for groups in micro_batch_groups(prompt_groups(batch, rows), lengths, max_tokens)
     ]
 
@@ -127,12 +137,15 @@ def _layout(groups: Sequence[PromptGroup], lengths: Sequence[int]) -> RunOrder:
     )
 
 
-def _prediction_micro_batch(batch: RolloutBatch, layout: RunOrder, padded: Padded, device: torch.device) -> MicroBatch:
+def _prediction_micro_batch(
+    batch: RolloutBatch, layout: RunOrder, padded: Padded, device: torch.device, experts: RowExperts | None
+) -> MicroBatch:
     tokens = _tokens(batch, layout.stretches)
     predicts = batch.response_mask[tokens + 1]  # each token that is run has a successor in its sequence
     where = tokens[predicts] + 1
     rows = predicts.nonzero().squeeze(1)
-    return _micro_batch(batch, tokens, layout, rows=rows, where=where, padded=padded, device=device)
+    routed = None if experts is None else experts.at(tokens)
+    return _micro_batch(batch, tokens, layout, rows=rows, where=where, padded=padded, device=device, routed=routed)
 
 
 def _sequence_micro_batch(batch: RolloutBatch, layout: RunOrder, padded: Padded, device: torch.device) -> MicroBatch:
@@ -170,15 +183,15 @@ def _micro_batch(
     where: Tensor,
     padded: Padded,
     device: torch.device,
+    routed: RoutedTokens | None = None,
 ) -> MicroBatch:
     """What `padded` adds becomes a sequence that nobody reads."""
     _, first, lengths = _columns(layout.stretches)
     positions = first.repeat_interleave(lengths) + _within(lengths)
     input_ids, missing = batch.input_ids[tokens], padded(len(tokens)) - len(tokens)
-    experts = batch.routed_experts[tokens] if batch.has_routing else None
     if missing:
         input_ids = torch.cat([input_ids, input_ids.new_zeros(missing)])
-        experts = None if experts is None else torch.cat([experts, experts.new_zeros(missing, *experts.shape[1:])])
+        routed = None if routed is None else routed.padded(missing)
         positions = torch.cat([positions, torch.arange(missing)])
     all_lengths = (*lengths.tolist(), *([missing] if missing else []))
     packed = PackedSequences.of(all_lengths, device, layout.shared(device))
@@ -189,7 +202,7 @@ def _micro_batch(
         rows=sent(rows, device),
         where=where,
         targets=sent(batch.input_ids[where], device),
-        routed_experts=experts,
+        routed=routed,
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridflow.batch import sent
+from hybridflow.batch import offsets, sent
 
 Replay = Callable[[Tensor, Tensor], Tensor]  # (t, k) own choice, (t, k) the engine's -> (t, k) int64 to be taken
 
@@ -90,12 +90,53 @@ class Routing:
     differences: Differences | None = None
 
 
-def routing_of(experts: Tensor | None, rows: Tensor, layers: Sequence[int], counts: Tensor | None) -> Routing | None:
-    """The experts of these layers, on the device of `rows`, out of those of all layers on the CPU; None where there
-    are none. rows, counts: of `Differences`; None: nobody counts."""
-    if experts is None:
+@dataclass(frozen=True)
+class RoutedTokens:
+    """The engine's experts of some tokens on the CPU: (t, layers, k), of the layers of these numbers."""
+
+    experts: Tensor
+    layers: tuple[int, ...]
+
+    def of_layers(self, layers: Sequence[int]) -> Tensor:
+        """(t, these layers, k)."""
+        return self.experts[:, [self.layers.index(layer) for layer in layers]]
+
+    def padded(self, missing: int) -> "RoutedTokens":
+        """With so many tokens without a record behind them."""
+        nothing = self.experts.new_zeros(missing, *self.experts.shape[1:])
+        return RoutedTokens(torch.cat([self.experts, nothing]), self.layers)
+
+
+@dataclass(frozen=True)
+class RowExperts:
+    """The engine's experts of those rows of a batch that a rank computes, in the layers of its pipeline stage.
+
+    experts: (tokens of these rows, layers, k) on the CPU. starts: where each row's begin, (N,) int64, without meaning
+    of other rows. lengths: of the batch.
+    """
+
+    experts: Tensor
+    starts: Tensor
+    lengths: Tensor
+    layers: tuple[int, ...]
+
+    def at(self, tokens: Tensor) -> RoutedTokens:
+        """Of tokens of the batch by their flat positions, (t,) int64."""
+        rows = torch.searchsorted(self.lengths.cumsum(0), tokens, right=True)
+        within = tokens - offsets(self.lengths)[rows]
+        return RoutedTokens(self.experts[self.starts[rows] + within], self.layers)
+
+
+def routing_of(
+    tokens: RoutedTokens | None, rows: Tensor, layers: Sequence[int], counts: Tensor | None
+) -> Routing | None:
+    """The experts of these layers, on the device of `rows`; None where there are none.
+
+    rows, counts: of `Differences`; None: nobody counts.
+    """
+    if tokens is None:
         return None
-    own = sent(experts[:, list(layers)], rows.device)
+    own = sent(tokens.of_layers(layers), rows.device)
     return Routing(own, None if counts is None else Differences(counts, rows))
 
 

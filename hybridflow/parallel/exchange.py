@@ -56,14 +56,25 @@ class Exchange:
         sizes = [x.size for x in contributions]
         return list(self.summed(self._laid_out(contributions)).cpu().split(sizes))
 
-    def merge(self, own: Tensor) -> Tensor:
-        """Merge a large CPU tensor, of one shape on all ranks, in place, and piece by piece: one collective each.
+    def swapped(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Send bytes to each rank of the group; what each sends here, piece by piece.
 
-        Of each element all ranks but one, at most, have zero.
+        outgoing: by rank (n,) uint8 on the CPU. sizes: by rank the number of bytes that arrive, (n,) uint8 on the CPU.
         """
-        for piece in own.flatten().view(torch.uint8).split(PIECE_BYTES):  # gloo knows no int16
-            piece.copy_(self.summed(piece.to(self.device)))
-        return own
+        started = time.perf_counter()
+        incoming = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        largest = torch.tensor(max(map(len, (*outgoing, *incoming))), device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        step = max(PIECE_BYTES // self.group.size(), 1)
+        for start in range(0, int(largest), step):
+            there, here = ([x[start : start + step] for x in messages] for messages in (outgoing, incoming))
+            received = torch.empty(sum(map(len, here)), dtype=torch.uint8, device=self.device)
+            sent = torch.cat(there).to(self.device)
+            dist.all_to_all_single(received, sent, [*map(len, here)], [*map(len, there)], group=self.group)
+            for target, part in zip(here, received.cpu().split([*map(len, here)]), strict=True):
+                target.copy_(part)
+        self.seconds += time.perf_counter() - started
+        return incoming
 
     def summed(self, values: Tensor) -> Tensor:
         """The sum over the ranks, in place."""

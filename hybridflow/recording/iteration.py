@@ -22,13 +22,14 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Iteration:
-    """One finished iteration."""
+    """One finished iteration. portable: the batch for a file of rank 0, where that is not the batch's own tensors."""
 
     number: int
     prompts: PromptBatch
     batch: RolloutBatch
     metrics: Metrics = field(default_factory=dict)
     score_parts: Mapping[str, Tensor] = field(default_factory=dict)  # (N,) by name; none where they are not known
+    portable: Mapping[str, Tensor] | None = None
 
 
 def batch_metrics(batch: RolloutBatch) -> Metrics:

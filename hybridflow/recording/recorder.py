@@ -178,7 +178,8 @@ class WritingRecorder(Recorder):
     def iteration(self, done: Iteration) -> None:
         super().iteration(done)
         if self._config.metrics.dump_batches:
-            dump_batch(self._config.run_dir, f"iteration_{done.number:06d}", done.batch.tensors())
+            tensors = done.batch.tensors() if done.portable is None else done.portable
+            dump_batch(self._config.run_dir, f"iteration_{done.number:06d}", tensors)
         self._metrics.write(done.number, done.metrics)
         self._write_samples(done)
         self._progress.iteration(done.number, done.metrics)

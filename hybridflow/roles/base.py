@@ -29,6 +29,7 @@ from hybridflow.models.named_weights import named_weights
 from hybridflow.models.optimizer import TrainedModel, learning_rate
 from hybridflow.models.pipeline import Output, Readout
 from hybridflow.models.prompt_groups import replica_rows
+from hybridflow.models.routing import RowExperts
 from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.platform import Platform, overlaps_exchanges, rounded_rows
@@ -60,10 +61,7 @@ class Role:
     A rank outside the grid has no chunks; it contributes nothing and goes straight on. head_seed: of a score head that
     the model's directory lacks; without it such a head is zero. ahead: scores of
     the last rollout that were computed, with these weights, before it was whole; None where nothing is scored early.
-    replays_routing: whether it takes the engine's experts where a batch has them; other models choose their own.
     """
-
-    replays_routing = False
 
     def __init__(self, placed: PlacedModel, *, recompute: str, world: RunContext, head_seed: int | None = None) -> None:
         self.spec: ModelSpec = placed.spec
@@ -98,19 +96,29 @@ class Role:
         finally:
             self._watch, self._alone = watch, False
 
-    def _own_rows(self, batch: RolloutBatch, some: Tensor | None = None) -> list[int]:
-        """This replica's, balanced by tokens over the replicas. some: of these rows of the batch alone."""
+    def _rows_of_replicas(self, batch: RolloutBatch, some: Tensor | None = None) -> list[list[int]]:
+        """Each replica's, balanced by tokens. some: of these rows of the batch alone."""
         rows = torch.arange(len(batch)) if some is None else some
-        if not self._alone:
-            wanted = batch if some is None else batch.select(some)
-            rows = rows[replica_rows(wanted, self.grid.dp)[self.grid.dp_rank]]
-        return [int(row) for row in rows]
+        if self._alone:
+            return [[int(row) for row in rows]] * self.grid.dp
+        wanted = batch if some is None else batch.select(some)
+        return [[int(row) for row in rows[own]] for own in replica_rows(wanted, self.grid.dp)]
+
+    def _engines_experts(self, batch: RolloutBatch, rows: Sequence[Sequence[int]]) -> RowExperts | None:
+        """Of this replica's rows, where the role replays them: others choose their own. rows: of each replica."""
+        return None
 
     def _micro_batches(
-        self, batch: RolloutBatch, shares: list[list[int]], make: MakeMicroBatches, *, one: bool = False
+        self,
+        batch: RolloutBatch,
+        shares: list[list[int]],
+        make: MakeMicroBatches,
+        *,
+        one: bool = False,
+        experts: RowExperts | None = None,
     ) -> list[MicroBatch]:
-        """Each share of the rows by itself, cut by the token budget; `one` at least."""
-        padded, batch = self._padded, batch if self.replays_routing else batch.without_routing()
+        """Each share of the rows by itself, cut by the token budget; `one` at least. experts: of the engine."""
+        padded, given = self._padded, {} if experts is None else {"experts": experts}
         micro_batches = [
             micro_batch
             for rows in shares
@@ -120,6 +128,7 @@ class Role:
                 max_tokens=self._config.micro_batch_tokens,
                 padded=padded,
                 device=self._platform.device,
+                **given,
             )
         ]
         if one and not micro_batches:
@@ -164,14 +173,18 @@ class Role:
         if not self.grid.inside:
             return Contribution.nothing(size)
         ahead = self.ahead if self.ahead is not None and self.ahead.covers(batch, some) else None
-        shares = [self._own_rows(batch, some)] if ahead is None else ahead.left(self.grid.dp_rank)
-        micro_batches = self._micro_batches(batch, shares, make)
+        if ahead is None:
+            rows = self._rows_of_replicas(batch, some)
+            experts = self._engines_experts(batch, rows)
+            micro_batches = self._micro_batches(batch, [rows[self.grid.dp_rank]], make, experts=experts)
+        else:
+            micro_batches = self._micro_batches(batch, ahead.left(self.grid.dp_rank), make)
         results = pipeline.forward(self.chunks, self.grid, micro_batches, readout)
         where, values = [], []
         if self.grid.contributes and micro_batches:
             where, values = [mb.where for mb in micro_batches], [result["out"] for result in results]
         if ahead is not None:
-            where += [places(batch, rows)[known.where] for rows, known in ahead.own_results()]
+            where += [places(batch, its)[known.where] for its, known in ahead.own_results()]
             values += [known.values for _, known in ahead.own_results()]
         if not where:
             return Contribution.nothing(size)
@@ -273,7 +286,9 @@ class TrainedRole(Role):
             return total / divisor * finite, {"loss": total.detach(), **sums}
 
         # a replica without a row of the mini-batch takes part in the sum of the gradients all the same
-        micro_batches = self._micro_batches(batch, [self._own_rows(batch)], make, one=True)
+        rows = self._rows_of_replicas(batch)
+        experts = self._engines_experts(batch, rows)
+        micro_batches = self._micro_batches(batch, [rows[self.grid.dp_rank]], make, one=True, experts=experts)
         results = pipeline.forward_backward(self.chunks, self.grid, micro_batches, loss)
         if not self.grid.contributes:
             return torch.zeros(1 + len(names), dtype=torch.float64, device=self._platform.device)

@@ -245,7 +245,8 @@ class Generator:
             rank=self._platform.rank,
             exchange=self._exchange,
             listener=None if listener is None else _ReleasingListener(self, listener),
-            routing=None if greedy else self.routing,  # nothing is trained on those
+            records=None if greedy else self._actor.records,  # nothing is trained on greedy responses
+            stages=self._placed.stages,
             turns=taking,
             num_rewards=0 if self.turns is None else self.turns.environments.num_rewards,
         )

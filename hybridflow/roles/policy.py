@@ -1,7 +1,7 @@
 """Reference and actor: models that give log-probabilities. The actor is trained, and the engine generates with it."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,11 +13,13 @@ from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.named_weights import named_weights
 from hybridflow.models.output_layer import Outputs
 from hybridflow.models.pipeline import Readout
-from hybridflow.parallel.exchange import Contribution
+from hybridflow.models.routing import RoutingSizes, RowExperts
+from hybridflow.parallel.exchange import Contribution, Exchange
 from hybridflow.parallel.vocab import Temperature, vocab_kernels
 from hybridflow.placement.placed import PlacedModel
 from hybridflow.roles.base import PerOutputLoss, Role, RunContext, StepReport, TrainedRole
 from hybridflow.roles.objectives import PolicyObjective
+from hybridflow.rollout.routing_records import RoutingRecords
 
 SamplingTemperature = float | LengthBuckets[float]  # of all prompts, or by their length
 
@@ -48,16 +50,28 @@ class Actor(TrainedRole):
 
     routing_counts: (2,) int64 of this rank and iteration: pairs of a token, one that a response token is predicted
     from, and a layer, where the engine's experts are not those that the weights before the first step would choose, and
-    all such pairs. See `models.routing`.
+    all such pairs. See `models.routing`. records: of the engine's experts, where the actor replays them.
     """
 
-    replays_routing = True
-
-    def __init__(self, placed: PlacedModel, *, temperature: SamplingTemperature, world: RunContext) -> None:
+    def __init__(
+        self,
+        placed: PlacedModel,
+        *,
+        temperature: SamplingTemperature,
+        world: RunContext,
+        routing: RoutingSizes | None = None,
+    ) -> None:
+        """routing: the actor takes the engine's experts where a batch has records of them."""
         super().__init__(placed, world=world, bucket_bytes=world.bucket_bytes)
         self.temperature, self.vocab_kernels = temperature, vocab_kernels()
         self.routing_counts = torch.zeros(2, dtype=torch.int64, device=world.platform.device)
         self._first_step_counts = True
+        self.records: RoutingRecords | None = None
+        if routing is not None:
+            alike = Exchange(self.grid.groups.dp, world.platform.device) if self.grid.inside else None
+            self.records = RoutingRecords(
+                routing, self.grid.layout, rank=world.platform.rank, world=world.exchange, replicas=alike
+            )
 
     def begin_iteration(self, iteration: int, num_iterations: int) -> None:
         super().begin_iteration(iteration, num_iterations)
@@ -89,6 +103,9 @@ class Actor(TrainedRole):
         The vector-Jacobian product: sequences that a loss couples need not share a micro-batch, a replica or a rank.
         """
         return self.update(batch, _linear(gradients))
+
+    def _engines_experts(self, batch: RolloutBatch, rows: Sequence[Sequence[int]]) -> RowExperts | None:
+        return self.records.of_rows(batch, rows) if self.records is not None and batch.has_routing else None
 
     def _before_step(self) -> None:
         """The first step counts the rows that no pass for old log-probs had."""

@@ -10,11 +10,11 @@ from torch import Tensor
 from hybridflow.batch import PromptBatch, RolloutBatch, balanced_partition, offsets, response_mask, token_index
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.errors import RewardError
-from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.exchange import Contribution, Exchange
-from hybridflow.parallel.layout import RolloutLayout
+from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout.engine import Request, Response, RolloutEngine
+from hybridflow.rollout.routing_records import Recorded, RoutingRecords
 from hybridflow.rollout.turns import TurnTaking
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
@@ -67,7 +67,8 @@ def generate(
     rank: int,
     exchange: Exchange,
     listener: RolloutListener | None = None,
-    routing: RoutingSizes | None = None,
+    records: RoutingRecords | None = None,
+    stages: Stages = (),
     turns: TurnTaking | None = None,
     num_rewards: int = 0,
 ) -> RolloutBatch:
@@ -76,16 +77,18 @@ def generate(
     params: one entry a bucket; `buckets` says which of them is a prompt's, `limits` how long its responses may be.
     `first_prompt` numbers the prompts of the run, so that a request's seed is (seed, iteration, prompt, sample), and
     with them `generation`, from the second time on that an iteration samples responses to the same prompts.
-    A rank without an engine waits for the others. routing: the batch has the experts that the engine chose. turns: of
-    this engine's rows, where an environment answers, which gives so many parts of a reward.
+    A rank without an engine waits for the others. records: take the experts that the engines have recorded, whose
+    pipeline stages have these layers. turns: of this engine's rows, where an environment answers, which gives so many
+    parts of a reward.
     """
     lengths = prompts.lengths.tolist()
     counts = torch.tensor(samples_per_prompt.each(lengths), dtype=torch.int64)  # of responses, (prompts,)
+    asked = prompts_of_replicas(prompts, counts, limits, len(layout.replicas))
     rows: list[int] = []
     responses: list[Response] = []
     if engine is not None:
         assert params is not None, "an engine has its parameters"
-        own = prompts_of_replicas(prompts, counts, limits, len(layout.replicas))[layout.coordinates(rank).replica]
+        own = asked[layout.coordinates(rank).replica]
         samples = [(p, s) for p in own for s in range(int(counts[p]))]
         token_lists = prompts.token_lists()
         again = (generation,) if generation else ()
@@ -100,22 +103,12 @@ def generate(
             listener.on_replica_done(responses_to(prompts, own, counts, responses))
     told = (rows, responses) if layout.contributes(rank) else ([], [])
     whole = _whole(prompts, counts, *told, exchange=exchange, num_rewards=num_rewards)
-    if routing is None:
+    if records is None:
         return whole
-    experts = own_routing(whole, rows, responses, routing)
-    return replace(whole, **{"routed_experts": exchange.merge(experts)})
-
-
-def own_routing(whole: RolloutBatch, rows: list[int], responses: list[Response], routing: RoutingSizes) -> Tensor:
-    """(T, layers, k): the experts of those tokens and layers that this rank has recorded, zero elsewhere.
-
-    responses: to these rows of the batch; the stages of an engine replica have the same ones, each with its layers.
-    """
-    own, starts = routing.nothing(len(whole.input_ids)), offsets(whole.lengths).tolist()
-    for row, response in zip(rows, responses, strict=True):
-        if response.experts is not None:
-            own[starts[row] : starts[row] + len(response.experts)] = response.experts
-    return own
+    made_by = {prompt: replica for replica, its in enumerate(asked) for prompt in its}
+    recorded = {row: its.experts for row, its in zip(rows, responses, strict=True) if its.experts is not None}
+    of_rows = [made_by[prompt] for prompt in whole.prompt_indices.tolist()]
+    return records.keep(whole, Recorded(recorded, of_rows, layout, stages))
 
 
 def _generated(

@@ -3,11 +3,12 @@
 `hybridflow.trainers.online` and `hybridflow.trainers.fixed_data` are built on it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import torch.distributed as dist
+from torch import Tensor
 
 from hybridflow.checkpoint.manager import CheckpointManager
 from hybridflow.checkpoint.sharded import SavedRole
@@ -44,6 +45,7 @@ def checkpoint_manager_of(
     platform: Platform,
     watchdog: Watchdog,
     saves: bool = True,
+    portable: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict,
 ) -> CheckpointManager:
     """Collective over the world: it loads a checkpoint into the models, if there is one."""
     return CheckpointManager(
@@ -56,6 +58,7 @@ def checkpoint_manager_of(
         watchdog=watchdog,
         restarts=torchrun.restart_count(),
         saves=saves,
+        portable=portable,
     )
 
 

@@ -12,41 +12,26 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+from torch import Tensor
+
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.checkpoint.export import export_huggingface
 from hybridflow.config import ExperimentConfig
-from hybridflow.config.algorithms import (
-    GRPO,
-    OPO,
-    PPO,
-    RLOO,
-    Algorithm,
-    Custom,
-    Distill,
-    DrGRPO,
-    MaxRL,
-    Reinforce,
-    ReMax,
-)
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import Inputs, load_inputs
 from hybridflow.data.reencode import Reencoder
 from hybridflow.errors import ConfigError, Stopped
 from hybridflow.flows.bookkeeping import OnlineBookkeeping
-from hybridflow.flows.custom import custom_flow
-from hybridflow.flows.distill import distill
+from hybridflow.flows.dynamic_sampling import with_records
 from hybridflow.flows.evaluate import evaluate
 from hybridflow.flows.finite import NonFinite
 from hybridflow.flows.generation import Generation
-from hybridflow.flows.groups import dr_grpo, grpo, maxrl, opo, rloo
 from hybridflow.flows.hooks import RunHooks
 from hybridflow.flows.models import Roles, training_memory_offloaded
+from hybridflow.flows.of_algorithm import flow_of
 from hybridflow.flows.overlapped_scoring import OverlappedModel, OverlappedScoring
-from hybridflow.flows.ppo import ppo
-from hybridflow.flows.reinforce import reinforce
-from hybridflow.flows.remax import remax
-from hybridflow.flows.replay import Replay, dumped_batches
+from hybridflow.flows.replay import Replay, dumped_batches, with_experts
 from hybridflow.flows.run import Run
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel import torchrun
@@ -71,38 +56,12 @@ from hybridflow.roles.generator import Generator
 from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.values import Critic, RewardModel
 from hybridflow.rollout.patches import prepare_vllm
+from hybridflow.rollout.routing_records import RoutingRecords
 from hybridflow.trainers.auto import read_for_run
 from hybridflow.trainers.environments import environments_of, right_of
 from hybridflow.trainers.inspection import config_for_inspection
 from hybridflow.trainers.loop import checkpoint_manager_of, environment_notes, lost, start, train
 from hybridflow.user_code import search_beside
-
-Flow = Callable[[Run], RolloutBatch]
-
-
-def flow_of(algorithm: Algorithm) -> Flow:
-    """The function that runs an iteration of the algorithm."""
-    match algorithm:
-        case PPO():
-            return lambda run: ppo(run, algorithm)
-        case GRPO():
-            return lambda run: grpo(run, algorithm)
-        case DrGRPO():
-            return lambda run: dr_grpo(run, algorithm)
-        case RLOO():
-            return lambda run: rloo(run, algorithm)
-        case OPO():
-            return lambda run: opo(run, algorithm)
-        case MaxRL():
-            return lambda run: maxrl(run, algorithm)
-        case ReMax():
-            return lambda run: remax(run, algorithm)
-        case Reinforce():
-            return lambda run: reinforce(run, algorithm)
-        case Distill():
-            return lambda run: distill(run, algorithm)
-        case Custom():
-            return custom_flow(algorithm)
 
 
 def reencoders(placed: PlacedRun, decode: Callable[[list[int]], str]) -> dict[int, Reencoder]:
@@ -125,7 +84,7 @@ def build_roles(
 ) -> Roles:
     """The models of the run, those that it has. Collective over the world."""
     config, models, temperature = placed.config, placed.models, placed.config.sampling.temperatures
-    actor = Actor(placed.actor, temperature=temperature, world=world)
+    actor = Actor(placed.actor, temperature=temperature, world=world, routing=placed.routing)
     critic = Critic(models["critic"], world=world) if "critic" in models else None
     reference = None
     if "reference" in models:
@@ -201,6 +160,7 @@ class OnlineTrainer:
             platform=self.platform,
             watchdog=self.watchdog,
             saves=self.writes_model,
+            portable=self.roles.portable,
         )
         self.generator = self._engine(world.groups) if files is None else self._replay(files)
         self.hooks = RunHooks(
@@ -229,7 +189,7 @@ class OnlineTrainer:
             trains=self.trains,
         )
         self.run = Run(config, self.book, self.generation)
-        self.run.state = self.checkpoint_manager.state or self.run.state
+        self.run.state = with_records(self.checkpoint_manager.state or self.run.state, self._records)
         self.platform.settle()
 
     def _caller(self) -> FunctionCaller:
@@ -266,10 +226,11 @@ class OnlineTrainer:
         """What an earlier start of the run has generated for the iteration in which it ended."""
         samples = self.config.sampling.samples
 
-        def read(file: Path) -> RolloutBatch:
-            return self._replay({iteration: file}).generate(prompts, samples_per_prompt=samples, iteration=iteration)
+        def read(file: Path) -> tuple[RolloutBatch, Tensor | None]:
+            return self._replay({iteration: file}).read(prompts, samples_per_prompt=samples, iteration=iteration)
 
-        return self.checkpoint_manager.load_rollout(iteration, read)
+        found = self.checkpoint_manager.load_rollout(iteration, read)
+        return None if found is None else with_experts(*found, self._records)
 
     def _engine(self, groups: ProcessGroups) -> Generator:
         with training_memory_offloaded(self.roles, self.platform):
@@ -286,9 +247,14 @@ class OnlineTrainer:
 
     def _replay(self, files: dict[int, Path]) -> Replay:
         vocab_size, max_length = self.placed.actor.spec.vocab_size, self.config.max_sequence_length
-        environment, routing = self.config.data.environment, self.placed.routing
+        environment, records = self.config.data.environment, self._records
         num_rewards = 0 if environment is None else len(environment.weights)
-        return Replay(files, vocab_size=vocab_size, max_length=max_length, routing=routing, num_rewards=num_rewards)
+        return Replay(files, vocab_size=vocab_size, max_length=max_length, records=records, num_rewards=num_rewards)
+
+    @property
+    def _records(self) -> RoutingRecords | None:
+        """Of the engine's experts, where the actor replays them."""
+        return None if self.roles.actor is None else self.roles.actor.records
 
     @classmethod
     def from_yaml(cls, path: str, overrides: list[str] | tuple[str, ...] = ()) -> Self:
@@ -346,6 +312,7 @@ class OnlineTrainer:
             self.book.abandon(self.run, before)
             self.checkpoint_manager.save_and_stop(before, recorder, stopped)
         except NonFinite as found:
+            found.tensors = dict(self.roles.portable(found.tensors))
             self.run.state = lost(self.config, self.run.state, found, recorder)
             return None
         finally:

@@ -16,12 +16,12 @@ from torch import Tensor
 from hybridflow.batch import PerToken, RolloutBatch
 from hybridflow.config import ExperimentConfig
 from hybridflow.flows.models import Roles
+from hybridflow.flows.of_algorithm import flow_of
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.roles.base import RunContext
 from hybridflow.roles.objectives import PolicyObjective, ValueObjective
-from hybridflow.trainers.online import flow_of
 from tests.distributed.algorithm_cases import (
     ALGORITHMS,
     BY_LENGTH,

@@ -19,6 +19,7 @@ from hybridflow.batch import RolloutBatch
 from hybridflow.config import ExperimentConfig, OptimizerConfig
 from hybridflow.config.algorithms import GRPO, PPO
 from hybridflow.flows.models import Roles
+from hybridflow.flows.of_algorithm import flow_of
 from hybridflow.models import pipeline
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
@@ -26,7 +27,6 @@ from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.placement.placed import place
 from hybridflow.roles.base import RunContext, TrainedRole
 from hybridflow.roles.policy import Actor
-from hybridflow.trainers.online import flow_of
 from tests.distributed.cases import (
     ADAM,
     ALGORITHM,

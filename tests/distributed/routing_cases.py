@@ -1,7 +1,5 @@
 """Experts that an engine is said to have chosen, and the layouts that replay them: for the worker and the test."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -25,8 +23,8 @@ CASES = (
 BUDGETS = (24, 1000)  # micro-batch tokens: several micro-batches, and one in which prompts are shared
 
 
-def make_routed_groups() -> RolloutBatch:
-    """Two groups with any experts, also those that no router would choose. Prompts that are shared have them alike."""
+def make_routed_groups() -> tuple[RolloutBatch, Tensor]:
+    """Two groups and any experts, (T, layers, k), also those that no router would choose. Shared prompts agree."""
     batch, generator = make_groups(), torch.Generator().manual_seed(5)
     experts = torch.rand(len(batch.input_ids), NUM_LAYERS, NUM_EXPERTS, generator=generator).topk(CHOSEN).indices
     starts, ends = offsets(batch.lengths).tolist(), batch.lengths.cumsum(0).tolist()
@@ -36,9 +34,4 @@ def make_routed_groups() -> RolloutBatch:
         experts[starts[row] : starts[row] + shared] = experts[first : first + shared]
     experts[[end - 1 for end in ends]] = 0  # no record
     experts[starts[2] + 5] = 0  # and one in the middle
-    return replace(batch, routed_experts=experts.to(torch.uint8))
-
-
-def of_row(batch: RolloutBatch, row: int) -> Tensor:
-    """(tokens, layers, k)."""
-    return batch.routed_experts.split(batch.lengths.tolist())[row]
+    return batch, experts.to(torch.uint8)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.flows.step_metrics import routing_metrics
+from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
@@ -18,10 +19,10 @@ from hybridflow.placement.placed import place
 from hybridflow.roles.base import RunContext
 from hybridflow.roles.objectives import negative_log_likelihood
 from hybridflow.roles.policy import Actor, Reference
-from tests.distributed.cases import GROUPS, SGD, Case
+from tests.distributed.cases import GROUPS, NUM_LAYERS, SGD, Case
 from tests.distributed.gather import whole
 from tests.distributed.parity_worker import BUCKET_BYTES, experiment
-from tests.distributed.routing_cases import BUDGETS, CASES, FAMILIES, make_routed_groups
+from tests.distributed.routing_cases import BUDGETS, CASES, CHOSEN, FAMILIES, NUM_EXPERTS, make_routed_groups
 
 
 def main(checkpoints: Path, out: Path, names: list[str]) -> None:
@@ -40,9 +41,11 @@ def main(checkpoints: Path, out: Path, names: list[str]) -> None:
 def run_case(case: Case, models: Path, budget: int, world: RunContext) -> list[tuple[str, Tensor]]:
     config = experiment(GROUPS, case, models, SGD, budget)
     placed = place(config, world.platform.world_size)
-    batch, temperature = make_routed_groups(), config.sampling.temperatures
+    (batch, experts), temperature = make_routed_groups(), config.sampling.temperatures
     reference = Reference(placed.models["reference"], temperature=temperature, world=world)
-    actor = Actor(placed.actor, temperature=temperature, world=world)
+    sizes = RoutingSizes(NUM_LAYERS, CHOSEN, NUM_EXPERTS)
+    actor = Actor(placed.actor, temperature=temperature, world=world, routing=sizes)
+    batch = actor.records.take(batch, experts)
     actor.begin_iteration(1, 1)
     ref_log_probs, log_probs = world.exchange.wholes([reference.log_probs(batch), actor.log_probs(batch)])
     differ = routing_metrics(actor, world.exchange)["rollout/experts_differ"]

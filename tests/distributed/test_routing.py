@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.distributed.cases import HYPER, NUM_LAYERS, Case
-from tests.distributed.routing_cases import BUDGETS, CASES, CHOSEN, FAMILIES, make_routed_groups, of_row
+from tests.distributed.routing_cases import BUDGETS, CASES, CHOSEN, FAMILIES, make_routed_groups
 from tests.launch import run_ranks
 from tests.tiny_models import by_checkpoint_name, make_checkpoints
 
@@ -67,14 +67,14 @@ class ForcedRouters:
 
 @functools.cache
 def by_huggingface(family: Path) -> dict[str, Tensor]:
-    policy, batch = AutoModelForCausalLM.from_pretrained(family / "policy"), make_routed_groups()
+    policy, (batch, experts) = AutoModelForCausalLM.from_pretrained(family / "policy"), make_routed_groups()
     reference = AutoModelForCausalLM.from_pretrained(family / "reference")
     routers, differ = ForcedRouters(policy), list[Tensor]()
     found = {name: torch.zeros(len(batch.input_ids)) for name in ("log_probs", "ref_log_probs")}
     losses, start = list[Tensor](), 0
     pieces = zip(*(x.split(batch.lengths.tolist()) for x in (batch.input_ids, batch.response_mask)), strict=True)
     for row, (ids, written) in enumerate(pieces):
-        routers.experts, places = of_row(batch, row), written.nonzero().squeeze(1)
+        routers.experts, places = experts.split(batch.lengths.tolist())[row], written.nonzero().squeeze(1)
         for name, model in (("log_probs", policy), ("ref_log_probs", reference)):
             log_p = (model(ids[None]).logits[0] / HYPER.temperature).log_softmax(-1)
             log_probs = log_p[places - 1, ids[places]]

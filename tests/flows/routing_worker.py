@@ -43,7 +43,7 @@ class Watched(OnlineTrainer):
     def iterate(self, *arguments: Any) -> Iteration | None:
         done = super().iterate(*arguments)
         noted = {name: float(value) for name, value in done.metrics.items()}
-        noted["layers"] = done.batch.routed_experts.shape[1]
+        noted["layers"] = self.placed.actor.spec.num_layers if done.batch.has_routing else 0
         vars(self).setdefault("noted", []).append(noted)
         return done
 

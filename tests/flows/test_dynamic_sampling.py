@@ -19,9 +19,13 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.config.algorithms import DynamicSampling
 from hybridflow.config.length_buckets import LengthBuckets, always
 from hybridflow.errors import ConfigError
-from hybridflow.flows.dynamic_sampling import sampled
+from hybridflow.flows.dynamic_sampling import sampled, with_records
+from hybridflow.models.routing import RoutingSizes
+from hybridflow.parallel.layout import Layout
+from hybridflow.rollout.routing_records import RoutingRecords
 from tests.distributed.tiny_experiment import make_inputs, make_uneven_prompts, write_config
 from tests.launch import run_ranks
+from tests.rollout.simulated_exchange import SimulatedExchange, SimulatedGroup
 
 SAMPLES, END = 2, 2  # the end token
 
@@ -192,23 +196,41 @@ def test_no_prompt_is_left_out_where_the_surplus_fills_a_batch() -> None:
 
 
 class Routed(Run):
-    """The experts of a token are its id and those after it."""
+    """The experts of a token are its id and those after it. records: of the one rank of the run."""
+
+    def __init__(self, *args: Any, records: RoutingRecords, **named: Any) -> None:
+        self.records = records
+        super().__init__(*args, **named)
 
     def generate(self) -> RolloutBatch:
         rollout = super().generate()
         experts = rollout.input_ids[:, None, None] + torch.arange(6).view(2, 3)
-        return replace(rollout, routed_experts=experts.to(torch.uint8))
+        return self.records.take(rollout, experts.to(torch.uint8))
+
+
+def records_of_one_rank() -> RoutingRecords:
+    exchange: Any = SimulatedExchange(SimulatedGroup([0], {}), 0)
+    sizes = RoutingSizes(num_layers=2, chosen=3, num_experts=32)
+    return RoutingRecords(sizes, Layout(1, 1, 1, (0,)), rank=0, world=exchange, replicas=exchange)
 
 
 def test_a_surplus_has_the_engines_experts(tmp_path: Path) -> None:
     """Of 2 layers, 3 a token: they stay with their tokens through a checkpoint and into the next iteration's batch."""
-    run = Routed({0: DEAD, 1: LIVE, 2: LIVE, 3: LIVE, 4: LIVE, 5: LIVE}, count=2)
+    before, after = records_of_one_rank(), records_of_one_rank()
+    run = Routed({0: DEAD, 1: LIVE, 2: LIVE, 3: LIVE, 4: LIVE, 5: LIVE}, count=2, records=before)
     sampled(run, DynamicSampling())
-    write_state(tmp_path, SavedRun(run.state, {}, {}, {}, None))
-    later = Routed(run._scores, count=2, state=load_state(tmp_path).state)
+    surplus = run.state.surplus
+    assert surplus is not None
+    state = replace(run.state, surplus=replace(surplus, tensors=before.portable(surplus.tensors)))
+    write_state(tmp_path, SavedRun(state, {}, {}, {}, None))
+    state = with_records(load_state(tmp_path).state, after)
+    later = Routed(run._scores, count=2, state=state, records=after)
     rollout, _ = sampled(later, DynamicSampling())
     assert later.prompt_rows[0] == 3 and rollout.has_routing
-    assert torch.equal(rollout.routed_experts[:, 1, 2].long(), rollout.input_ids + 5)
+    experts = after.of_rows(rollout, [list(range(len(rollout)))]).at(torch.arange(len(rollout.input_ids))).experts
+    assert torch.equal(experts[:, 1, 2].long(), rollout.input_ids + 5)
+    plain = with_records(load_state(tmp_path).state, None).surplus
+    assert plain is not None and not {"routed_experts", "record_ids"} & plain.tensors.keys()
 
 
 def test_a_surplus_is_part_of_a_checkpoint(tmp_path: Path) -> None:

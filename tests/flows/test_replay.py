@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from hybridflow.config.length_buckets import LengthBuckets, always
 from hybridflow.errors import DataError
 from hybridflow.flows.replay import FIELDS, Replay, differences, dumped_batches, read_batch
 from hybridflow.models.routing import RoutingSizes
+from hybridflow.parallel.layout import Layout
+from hybridflow.rollout.routing_records import RoutingRecords
 from hybridflow.trainers.inspection import config_for_inspection
 from tests.distributed.test_determinism import MEASURED
 from tests.distributed.tiny_experiment import make_inputs, write_config
@@ -49,11 +52,11 @@ def batch() -> dict[str, Tensor]:
 
 
 def generated(
-    file: Path, tensors: dict[str, Tensor] | None = None, routing: RoutingSizes | None = None
+    file: Path, tensors: dict[str, Tensor] | None = None, records: RoutingRecords | None = None
 ) -> RolloutBatch:
     if tensors is not None:
         save_file(tensors, file)
-    replay = Replay({3: file}, vocab_size=10, max_length=4, routing=routing)
+    replay = Replay({3: file}, vocab_size=10, max_length=4, records=records)
     return replay.generate(prompts(), samples_per_prompt=always(2), iteration=3)
 
 
@@ -69,12 +72,20 @@ def test_a_file_gives_the_rollout_that_it_holds(file: Path) -> None:
 
 
 ROUTING = RoutingSizes(num_layers=3, chosen=2, num_experts=4)
+
+
+def records_of_one_rank() -> RoutingRecords:
+    exchange: Any = object()  # nobody else is there
+    return RoutingRecords(ROUTING, Layout(1, 1, 1, (0,)), rank=0, world=exchange, replicas=exchange)
+
+
 EXPERTS = torch.rand(13, 3, 4, generator=torch.Generator().manual_seed(0)).topk(2).indices.to(torch.uint8)
 
 
 def test_a_file_gives_the_experts_that_it_holds_where_they_are_replayed(file: Path) -> None:
-    whole = batch() | {"routed_experts": EXPERTS}
-    assert torch.equal(generated(file, whole, ROUTING).routed_experts, EXPERTS)
+    whole, records = batch() | {"routed_experts": EXPERTS}, records_of_one_rank()
+    taken = generated(file, whole, records)
+    assert torch.equal(records.of_rows(taken, [[0, 1, 2, 3]]).experts, EXPERTS)
     rollout = generated(file, whole)
     assert not rollout.has_routing and differences(whole, vars(rollout)) == ["log_probs not computed now"]
 
@@ -92,7 +103,7 @@ def test_a_file_gives_the_experts_that_it_holds_where_they_are_replayed(file: Pa
 def test_experts_of_another_model_are_refused(experts: Tensor | None, message: str, file: Path) -> None:
     tensors = batch() | ({} if experts is None else {"routed_experts": experts.contiguous()})
     with pytest.raises(DataError, match=f"^{file}: {message}"):
-        generated(file, tensors, ROUTING)
+        generated(file, tensors, records_of_one_rank())
 
 
 def test_prompts_may_have_as_many_responses_as_their_length_says(file: Path) -> None:

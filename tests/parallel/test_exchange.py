@@ -48,15 +48,10 @@ def test_sums_and_maxima_are_made_in_place_and_timed(exchange: Exchange) -> None
     assert exchange.seconds > before
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
-def test_a_large_tensor_is_merged_piece_by_piece(
-    dtype: torch.dtype, exchange: Exchange, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pieces may end within a number, of which all other ranks have zero. Several ranks: `tests.flows.test_routing`."""
+def test_bytes_arrive_piece_by_piece(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between several ranks: `tests.distributed.test_routing` and `tests.flows.test_routing`."""
     monkeypatch.setattr(exchanges, "PIECE_BYTES", 5)
-    sums = list[int]()
-    monkeypatch.setattr(exchange, "summed", lambda piece: sums.append(len(piece)) or piece.add_(0))
-    own = torch.arange(12, dtype=dtype).view(2, 3, 2) * 20
-    merged = exchange.merge(own)
-    assert merged is own and merged.flatten().tolist() == list(range(0, 240, 20))
-    assert sum(sums) == own.nbytes and max(sums) == 5
+    told, seconds = torch.arange(12, dtype=torch.uint8), exchange.seconds
+    (found,) = exchange.swapped([told], [12])
+    assert found.tolist() == list(range(12)) and exchange.seconds > seconds
+    assert [x.tolist() for x in exchange.swapped([told[:0]], [0])] == [[]]

@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -12,11 +13,13 @@ from vllm.logprobs import FlatLogprobs, Logprob
 
 from hybridflow.batch import RolloutBatch, response_mask
 from hybridflow.models.routing import RoutingSizes, replayed
+from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.rollout.engine import Request, RolloutEngine
-from hybridflow.rollout.generation import own_routing
 from hybridflow.rollout.routing import ReturnedRouting
+from hybridflow.rollout.routing_records import Recorded, RoutingRecords
 from tests.launch import run_ranks
 from tests.rollout.routing_worker import CASES, MAX_LENGTH, NUM_LAYERS, NUM_RANKS
+from tests.rollout.simulated_exchange import SimulatedExchange, SimulatedGroup
 from tests.tiny_models import make_checkpoints
 
 DEFAULT = ("shared prompts", "stages")
@@ -79,7 +82,13 @@ def test_what_the_newer_runner_returns_comes_with_a_response_and_into_the_batch(
     responses = engine.generate(requests, [SamplingParams()])
     assert [response.experts.tolist() for response in responses] == [experts[0, :3].tolist(), experts[1].tolist()]
     ids = [*prompts[0], 4, 4, *prompts[1], 4, 3, 2]
-    found = own_routing(batch_of(ids, [4, 6]), [0, 1], responses, sizes)
+    exchange: Any = SimulatedExchange(SimulatedGroup([0], {}), 0)
+    records = RoutingRecords(sizes, Layout(1, 1, 1, (0,)), rank=0, world=exchange, replicas=exchange)
+    recorded = Recorded(
+        {row: its.experts for row, its in enumerate(responses)}, [0, 0], RolloutLayout(1, 1, ((0,),)), ((0, 1, 2),)
+    )
+    kept = records.keep(batch_of(ids, [4, 6]), recorded)
+    found = records.of_rows(kept, [[0, 1]]).at(torch.arange(10)).experts
     assert found[[3, 9]].sum() == 0 and found[:3].tolist() == experts[0, :3].tolist()
     assert found[4:9].tolist() == experts[1].tolist()
 
