@@ -147,6 +147,7 @@ def operations(work: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 tells no opcodes unless a frame asked before settrace
     sys.settrace(trace)
     try:
         work()
