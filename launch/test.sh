@@ -7,7 +7,7 @@
 #   bash launch/test.sh --rest     what --all has and the first command has not
 #   bash launch/test.sh --newest [--python PYTHON]
 #                                  models, ranks, checkpoints, conversion and engine with a newer megatron-core, in an
-#                                  environment of Python 3.12 (launch/setup.sh --newest): an hour on 2 cores
+#                                  environment of Python 3.12 (launch/setup.sh --newest): half an hour on 2 cores
 #
 # Other arguments go to pytest: tests/test_config.py, -k NAME, -m "not distributed", -n 0, ... Named tests are taken from
 # all of them.
