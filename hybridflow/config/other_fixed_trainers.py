@@ -117,7 +117,13 @@ ROLES: tuple[tuple[str, str], ...] = (
 # what runs on fixed data have nothing of: the start of a key of ours
 ABSENT = (
     *("sampling", "rollout", "reward", "critic", "algorithm.", "watchdog.generate_seconds"),
-    *("data.prompts_per_iteration", "data.max_prompt_length", "data.overlong_prompts", "data.prompt_key"),
+    *(
+        "data.prompts_per_iteration",
+        "data.max_prompt_length",
+        "data.overlong_prompts",
+        "data.prompt_key",
+        "data.environment",
+    ),
     *("data.chat_template=", "metrics.num_samples", "metrics.eval_reward"),
 )
 NOTHING = "there is none here: this algorithm trains on the rows of files and generates nothing"

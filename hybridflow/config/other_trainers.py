@@ -180,6 +180,11 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "engine against trainer",
     ),
     ("algorithm.policy.old_log_probs=engine", "bypass_mode", ""),
+    (
+        "algorithm.policy.replay_routing",
+        "router_replay router_replay_mode enable_rollout_routing_replay",
+        "true replays the engine's experts, which verl calls R3",
+    ),
     ("algorithm.policy.tau_positive", "tau_pos sapo_temperature_pos", "of kind sapo"),
     ("algorithm.policy.tau_negative", "tau_neg sapo_temperature_neg", "of kind sapo"),
     (
@@ -217,9 +222,14 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("", "ptx_coef", "there is none here: no loss on texts is mixed in"),
     ("", "async_train async_enable async_grpo", "there is none here: every batch is of the weights that it trains"),
     (
-        "",
-        "multi_turn max_rollout_turns max_tool_calling_iterations tools agent_func_path",
-        "there is none here: a prompt gets a response, and no tool is called",
+        "data.environment",
+        "multi_turn tools agent_func_path",
+        "a class of yours that answers the model, with tools if it has any",
+    ),
+    (
+        "data.environment.max_turns",
+        "max_rollout_turns max_tool_calling_iterations",
+        "turns of the model in a row",
     ),
     # ---- rewards
     ("reward.models", "reward_model reward_pretrain reward_model_path", ""),
@@ -311,6 +321,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "leaves whole",
     ),
     ("ROLE.expert_parallel_size", "expert_model_parallel_size", ""),
+    ("ROLE.expert_tensor_parallel_size", "expert_tensor_parallel_size", ""),
     (
         "",
         "override_transformer_config override_ddp_config override_mcore_model_config override_model_config "
