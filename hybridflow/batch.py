@@ -51,6 +51,7 @@ NO_REWARDS = torch.zeros(0, 0)
 class PromptBatch:
     """Prompts of one iteration. `columns` are the data file's other columns, one entry a prompt.
 
+    A prompt without tokens is not known before generation: each row brings its own.
     conversations: the messages of each prompt, None of one that is a text; empty where nobody needs them.
     """
 

@@ -26,6 +26,7 @@ WORLD_SIZES = {
     "qwen2_72b_1024gpus": 1024,
     "quickstart": 2,
     "quickstart_3d": 8,
+    "quickstart_agent": 2,
     "quickstart_dapo": 2,
     "quickstart_experts": 2,
     "quickstart_grpo": 2,

@@ -56,6 +56,8 @@ FLOORS: dict[int, list[str]] = {
         "rewards.*",
         "environments",
         "environments.*",
+        "agents",
+        "agents.*",
         "data",
         "data.*",
         "checkpoint",

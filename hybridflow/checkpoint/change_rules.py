@@ -183,10 +183,10 @@ TABLE: tuple[ChangeRule, ...] = (
     ),
     _rule(
         "data.environment.call_seconds data.environment.row_seconds data.environment.num_workers "
-        "data.environment.on_error",
+        "data.environment.on_error data.environment.concurrency data.environment.listen data.environment.token_file",
         FREE,
         FREE,
-        "when and where the class is called, and when a row is given up",
+        "when and where the class or agent is called, and when a row is given up",
     ),
     _rule("sampling.*", NOTICED, NOTICED, "later responses are drawn with the new value"),
     _rule("sampling.temperature", NOTICED, NOTICED, "responses, log-probs and KL belong to another distribution"),

@@ -103,7 +103,8 @@ def _check_columns(row: Row, config: AnyConfig) -> None:
         lacking = [name for name in ways[-1] if name not in fields]
         wanted, hint = f"field {lacking[0]!r}", "; data.columns says which of them stands for it"
     else:
-        if config.data.prompt_key in fields or config.data.environment is not None:  # which begins a row
+        environment = config.data.environment
+        if config.data.prompt_key in fields or (environment is not None and environment.begins_rows):
             return
         wanted, hint = f"key {config.data.prompt_key!r} (data.prompt_key)", ""
     raise RowError(f"{row.where}: has no {wanted}; its fields are {', '.join(fields) or 'none'}{hint}", "no column")

@@ -159,9 +159,8 @@ class DataConfig(FilesConfig):
     @model_validator(mode="after")
     def _check_environment(self) -> Self:
         if self.environment is not None and not self.chat_template:
-            raise ValueError(
-                f"environment.class = {self.environment.path}: turns are messages: set chat_template: true"
-            )
+            named = f"environment.{self.environment.kind} = {self.environment.path}"
+            raise ValueError(f"{named}: turns are messages: set chat_template: true")
         return self
 
     @model_validator(mode="after")

@@ -85,7 +85,7 @@ class ExperimentConfig(RunConfig):
             if self.reward is not None and not named:
                 raise ValueError("reward: names neither a model nor a function: give reward.models or reward.functions")
             return
-        field = f"data.environment.class = {environment.path}"
+        field = environment.field
         if isinstance(self.algorithm, ReMax | Distill):
             why = {"remax": "compares with one greedy row a prompt, which may fail", "distill": "takes no rewards"}
             raise ValueError(f"{field}: algorithm {self.algorithm.name} {why[self.algorithm.name]}: take another one")
@@ -94,11 +94,24 @@ class ExperimentConfig(RunConfig):
                 f"{field} cannot go with algorithm.policy.replay_routing = true: experts of earlier turns are not "
                 "recorded"
             )
+        if environment.agent is not None and environment.begins_rows:
+            self._check_prompts_of_requests(field)
         longest = environment.max_turn_tokens
         if longest is not None and longest < self.sampling.min_response_length:
             raise ValueError(
                 f"data.environment.max_turn_tokens = {longest} is below sampling.min_response_length = "
                 f"{self.sampling.min_response_length}"
+            )
+
+    def _check_prompts_of_requests(self, field: str) -> None:
+        """What needs prompts before an agent has made its first request."""
+        models = self.reward.models if self.reward is not None else ()
+        needs = [f"reward.models.{i}.reencode" for i, model in enumerate(models) if model.reencode]
+        needs += ["sampling.by_prompt_length"] if self.sampling.by_prompt_length else []
+        if needs:
+            raise ValueError(
+                f"{field}: {needs[0]} needs prompts before the agent's first request: set data.environment.prompt: "
+                f"column, and give each row its messages under data.prompt_key"
             )
 
     def _check_best(self) -> None:

@@ -9,7 +9,7 @@ it: then the tokens stay as they were sampled.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridflow.data.messages import Message
@@ -58,6 +58,18 @@ class Continuations:
         rest = {name: value for name, value in fields.items() if name != "tools"}
         return {**rest, "tools": [dict(schema) for schema in self.schemas]} if self.schemas else rest
 
+    def with_tools(self, schemas: Sequence[Mapping[str, Any]]) -> "Continuations":
+        """The same where a row has tools of its own."""
+        return replace(self, schemas=tuple(schemas))
+
+    def first_tokens(self, messages: Sequence[Message], fields: Mapping[str, Any]) -> list[int]:
+        """What the model goes on from in a new conversation. Errors: RowError where the template fails."""
+        return self._encoded(self.template.prompt(messages, self.fields(fields), "messages"))
+
+    def _encoded(self, text: str) -> list[int]:
+        ids: list[int] = self.template.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
     def tokens(
         self, through: Sequence[Message], answers: Sequence[Message], fields: Mapping[str, Any], *, ended: bool
     ) -> list[int]:
@@ -66,9 +78,7 @@ class Continuations:
         through: the conversation, that turn included. ended: it has the token that ends a turn; else that comes first.
         Errors: ConfigError where an earlier turn is rendered in another way; RowError where the template fails.
         """
-        ids: list[int] = self.template.tokenizer(
-            self._text(through, answers, self.arguments(fields)), add_special_tokens=False, verbose=False
-        )["input_ids"]
+        ids = self._encoded(self._text(through, answers, self.arguments(fields)))
         assert ids[0] == self.end, f"a continuation begins with the token {ids[0]}, not with the end {self.end}"
         return ids[1:] if ended else ids
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.algorithms import Custom
 from hybridflow.config.fixed_data import FixedDataConfig
-from hybridflow.data.environment import EnvironmentInputs
+from hybridflow.data.environment import AgentInputs, EnvironmentInputs
 from hybridflow.data.fixed_inputs import FixedInputs
 from hybridflow.data.inputs import Inputs
 from hybridflow.data.tokenizers import tokenizer_digest
@@ -34,8 +34,8 @@ def run_digests(config: ExperimentConfig, inputs: Inputs) -> dict[str, bytes]:
     }
 
 
-def environment_digests(environment: EnvironmentInputs | None) -> dict[str, bytes]:
-    """Of the file that an environment's class stands in; not of what it imports."""
+def environment_digests(environment: EnvironmentInputs | AgentInputs | None) -> dict[str, bytes]:
+    """Of the file that an environment's class or an agent stands in; not of what it imports."""
     if environment is None or environment.pool.file is None:
         return {}
     file = Path(environment.pool.file)

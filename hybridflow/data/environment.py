@@ -1,4 +1,4 @@
-"""The environment of a config as a run reads it: the class, its processes, and what the chat template makes of it."""
+"""The environment of a config as a run reads it: the user's code, its processes, and what the template makes of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,13 @@ from hybridflow.config.data import DataConfig
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.data.continuations import Continuations
 from hybridflow.data.end_tokens import EndTokens
-from hybridflow.data.prompts import Begun
+from hybridflow.data.prompts import Begun, FirstMessages
 from hybridflow.data.rows import Row, RowError
 from hybridflow.data.templates import ChatTemplate, TemplateOptions
+from hybridflow.environments.agents import agent_file
 from hybridflow.environments.classes import described
-from hybridflow.environments.pool import EnvironmentPool
+from hybridflow.environments.pool import AgentPool, EnvironmentPool
+from hybridflow.rewards.specs import word_of
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,11 @@ class EnvironmentInputs:
     pool: EnvironmentPool
     continuations: Continuations
 
-    def first_messages(self, rows: Sequence[Row]) -> list[Begun | RowError]:
+    def begins(self) -> FirstMessages:
         """What each row begins with, by an instance that ends again."""
+        return self._first_messages
+
+    def _first_messages(self, rows: Sequence[Row]) -> list[Begun | RowError]:
         answers = self.pool.first_messages([row.fields for row in rows])
         return [
             Begun(answer.value["messages"], self.continuations.fields(row.fields))
@@ -32,15 +37,35 @@ class EnvironmentInputs:
         ]
 
 
+@dataclass(frozen=True)
+class AgentInputs:
+    """token: that agents send."""
+
+    pool: AgentPool
+    continuations: Continuations
+    token: str | None
+
+    def begins(self) -> FirstMessages | None:
+        """None: with the data file's prompts."""
+        if not self.pool.config.begins_rows:
+            return None
+        return lambda rows: [Begun(None, row.fields) for row in rows]
+
+
 def environment_inputs(
     data: DataConfig, scoring: ScoringConfig, tokenizer: PreTrainedTokenizerBase, ends: EndTokens, *, num_ranks: int
-) -> EnvironmentInputs | None:
-    """None where the config has none. num_ranks: on this machine. Errors: ConfigError."""
+) -> EnvironmentInputs | AgentInputs | None:
+    """None where the config has none. num_ranks: on this machine. Errors: ConfigError; RewardError for the token."""
     config = data.environment
     if config is None:
         return None
-    found = described(config.path, config.arguments)
     options = TemplateOptions(data.chat_template_kwargs, data.message_format)
     template, keeps = ChatTemplate(tokenizer, options), config.earlier_turns == "keep"
-    continuations = Continuations.of(template, found.schemas, ends.of_template, keeps=keeps)
-    return EnvironmentInputs(EnvironmentPool(config, found, scoring, num_ranks=num_ranks), continuations)
+    if config.kind == "class":
+        found = described(config.path, config.arguments)
+        continuations = Continuations.of(template, found.schemas, ends.of_template, keeps=keeps)
+        return EnvironmentInputs(EnvironmentPool(config, found, scoring, num_ranks=num_ranks), continuations)
+    file = agent_file(config.path, config.arguments)
+    token = None if config.token_file is None else word_of(config.token_file, "data.environment.token_file")
+    continuations = Continuations.of(template, (), ends.of_template, keeps=keeps)
+    return AgentInputs(AgentPool(config, file, scoring, num_ranks=num_ranks), continuations, token)

@@ -10,7 +10,7 @@ from hybridflow.config import ExperimentConfig, SamplingConfig
 from hybridflow.config.data import DataConfig
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.data.end_tokens import EndTokens, end_tokens
-from hybridflow.data.environment import EnvironmentInputs, environment_inputs
+from hybridflow.data.environment import AgentInputs, EnvironmentInputs, environment_inputs
 from hybridflow.data.left_out import left_out
 from hybridflow.data.prompts import PromptDataset, load_prompts
 from hybridflow.data.response_text import ResponseTexts
@@ -33,7 +33,7 @@ class Inputs:
     ending: str | None  # what to know of responses that nothing ends before the limit
     tokenizers: list[str]  # what to know of the models' tokenizers
     texts: ResponseTexts
-    environment: EnvironmentInputs | None = None
+    environment: EnvironmentInputs | AgentInputs | None = None
 
     def decode(self, token_ids: list[int]) -> str:
         return self.texts.text(token_ids)
@@ -100,7 +100,7 @@ def _prompts(
     tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
     vocab_size: int,
-    environment: EnvironmentInputs | None,
+    environment: EnvironmentInputs | AgentInputs | None,
 ) -> PromptDataset:
     files = data.heldout if key == "data.heldout" else data.train
     assert files is not None, f"{key} is not given"
@@ -117,7 +117,7 @@ def _prompts(
         template=TemplateOptions(data.chat_template_kwargs, data.message_format),
         checked_bytes=_checked_bytes(key, data),
         key=key,
-        first_messages=None if environment is None else environment.first_messages,
+        first_messages=None if environment is None else environment.begins(),
     )
 
 
@@ -125,7 +125,8 @@ def _checked_bytes(key: str, data: DataConfig) -> int:
     """Held-out rows are used as a whole anyway; of an environment a row is begun when it is drawn, and no earlier."""
     if key == "data.heldout":
         return sys.maxsize
-    return data.checked_bytes if data.environment is None else 0
+    begins = data.environment is not None and data.environment.begins_rows
+    return 0 if begins else data.checked_bytes
 
 
 def _check_sampled_ids(sampling: SamplingConfig, vocab_size: int, model: Path) -> None:

@@ -41,9 +41,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Begun:
-    """What an environment begins a row with. fields: of the row, as the chat template reads them."""
+    """What an environment begins a row with; None where that is not known yet, and the prompt has no tokens.
 
-    messages: list[Message]
+    fields: of the row, as the chat template reads them.
+    """
+
+    messages: list[Message] | None
     fields: Mapping[str, Any]
 
 
@@ -200,8 +203,11 @@ class _Encoder:
         if isinstance(its, RowError):
             raise its
         assert self.template is not None, "an environment needs a template"
-        rendered = self.template.prompt(its.messages, its.fields, f"{row.where}: data.environment")
-        text = PromptText(row.where, rendered, None, dict(row.fields), its.messages)
+        if its.messages is None:
+            text = PromptText(row.where, "", [], dict(row.fields))
+        else:
+            rendered = self.template.prompt(its.messages, its.fields, f"{row.where}: data.environment")
+            text = PromptText(row.where, rendered, None, dict(row.fields), its.messages)
         self.first = self.first or text
         check_same_columns(self.first, text)
         return text
@@ -238,6 +244,8 @@ class _Encoder:
         return text
 
     def _problem(self, text: PromptText, ids: list[int]) -> RowError | None:
+        if text.token_ids == []:
+            return None  # nobody knows it yet
         if not ids:
             return RowError(f"{text.where}: the tokenizer makes no tokens of the prompt {shown(text.text)}", "empty")
         if len(ids) > self.max_length:

@@ -28,7 +28,8 @@ def of_prompts(
     order = prompts.order(config.seed, config.data.shuffle)
     first = prompts.draw(order, min(NUM_ROWS, len(prompts))).batch
     ids = first.input_ids[: int(first.lengths[0])].tolist()
-    lines = [ends.told(tokenizer), f"first prompt, {len(ids)} tokens: {shown(decoded(ids, tokenizer), MOST)}"]
+    prompt = f"first prompt, {len(ids)} tokens: {shown(decoded(ids, tokenizer), MOST)}"
+    lines = [ends.told(tokenizer), prompt if ids else "prompts: the first requests of the agent"]
     answers = [name for name in ANSWERS if name in first.columns] or list(first.columns)
     if answers:
         lines.append(f"column {answers[0]}: {_values(first.columns[answers[0]])}")

@@ -7,7 +7,6 @@ behind the turn, or a reward. A row that has no token or turn left for an answer
 `Said.truncated`: what is no number then is 0 in each part, and the row counts as truncated.
 """
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,16 +16,15 @@ from torch import Tensor
 
 from hybridflow.batch import PromptBatch
 from hybridflow.config.length_buckets import LengthBuckets
+from hybridflow.environments.failures import Failures
 from hybridflow.environments.pool import EnvironmentPool
 from hybridflow.environments.said import Said
-from hybridflow.errors import RewardError
 from hybridflow.rewards.pool import Answer
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
 from hybridflow.rollout.turns import Reply, TurnCounts
 
 Message = dict[str, Any]
 LOOK_SECONDS = 0.1  # between two looks at the time limit of rows, while all of them wait
-MOST_SHOWN = 3  # failures of a rollout that a rank tells in full
 
 
 class Continues(Protocol):
@@ -103,7 +101,7 @@ class Conversations:
         self._rows: list[Conversation] = []
         self._by_ticket: dict[int, int] = {}  # of calls under way, whose row
         self._ready: list[Reply] = []
-        self._failures: list[str] = []
+        self._failures = Failures(self._config, shared.rank)
 
     # ---- as `rollout.turns.Answers`
 
@@ -132,7 +130,7 @@ class Conversations:
     def replies(self, *, wait: bool) -> list[Reply]:
         while True:
             for ticket, answer in self._pool.answers(LOOK_SECONDS if wait and not self._ready else 0.0).items():
-                self._show_printed(answer)
+                self._failures.show_printed(answer)
                 if ticket in self._by_ticket:
                     self._take(self._by_ticket.pop(ticket), ticket, answer)
             self._look_at_the_time()
@@ -141,8 +139,7 @@ class Conversations:
                 return found
 
     def end(self) -> None:
-        if len(self._failures) > MOST_SHOWN:
-            self._print(f"and {len(self._failures) - MOST_SHOWN} more rows have failed")
+        self._failures.end()
 
     # ---- calls
 
@@ -206,15 +203,9 @@ class Conversations:
     def _fail(self, row: int, problem: str) -> None:
         """Errors: RewardError where that ends the run."""
         its = self._rows[row]
-        told = f"{self._pool.field}: row {its.row}, turn {its.turn}: {problem}"
-        if self._config.on_error == "end_run":
-            raise RewardError(f"{told}; data.environment.on_error: fail_row goes on without such a row")
-        self._failures.append(told)
-        if len(self._failures) <= MOST_SHOWN:
-            self._print(f"a row has failed, and is not trained on: {told}")
-        nothing = (float("nan"),) * len(self._config.weights)
+        reply = self._failures.reply(row, its.row, its.turn, problem)
         self._by_ticket = {ticket: other for ticket, other in self._by_ticket.items() if other != row}
-        self._end(row, Reply(row, ends=True, rewards=nothing, failed=True))
+        self._end(row, reply)
 
     def _look_at_the_time(self) -> None:
         """Rows that wait and have no time left have failed; one that the model writes ends its turn first."""
@@ -235,13 +226,6 @@ class Conversations:
         if its.asked is not None:
             self._shared.counts.seconds += time.monotonic() - its.asked
         its.asked = None
-
-    def _show_printed(self, answer: Answer) -> None:
-        for line in answer.printed.splitlines():
-            self._print(line)
-
-    def _print(self, line: str) -> None:
-        print(f"[rank {self._shared.rank}, {self._config.path}] {line}", file=sys.stderr, flush=True)
 
 
 def _message(parsed: Parsed) -> Message:

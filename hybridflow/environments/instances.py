@@ -11,8 +11,6 @@ have to begin alike; later ones by the row's seed, which its group shares, and t
 """
 
 import json
-import math
-import numbers
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,12 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.environments.classes import load_class, tool_names
+from hybridflow.environments.returned import USERS, checked_messages, reward_parts
 from hybridflow.environments.said import Said
 from hybridflow.errors import RewardError
-
-Message = dict[str, Any]
-USERS = (Exception, SystemExit)  # what a user's code raises that is an error of its own
-MOST_SHOWN = 200  # characters of a value in a message
 
 
 @dataclass
@@ -58,7 +53,8 @@ class Instances:
         instance.num_calls += 1
         if kind == "start":
             instance.environment = _called("the constructor", self._class, **self._arguments)
-            return {"messages": _messages(_called("start", instance.environment.start, asked["columns"]), "start")}
+            first = _called("start", instance.environment.start, asked["columns"])
+            return {"messages": checked_messages(first, "start")}
         if asked.get("calls"):
             return self._tool_messages(instance.environment, asked["calls"])
         return self._answer(_called("step", instance.environment.step, Said(*asked["said"])))
@@ -96,19 +92,8 @@ class Instances:
 
     def _answer(self, returned: Any) -> dict[str, Any]:
         if isinstance(returned, list | tuple):
-            return {"messages": _messages(returned, "step")}
-        return {"reward": self._reward(returned)}
-
-    def _reward(self, returned: Any) -> list[float]:
-        """Of each part. Errors: RewardError unless it is what the config says."""
-        if not self._parts:
-            return [_number(returned, "step returned")]
-        if not isinstance(returned, Mapping) or set(returned) != set(self._parts):
-            raise RewardError(
-                f"step returned {_shown(returned)}; data.environment.parts asks for a dictionary of "
-                f"{', '.join(self._parts)}"
-            )
-        return [_number(returned[part], f"step returned {part} =") for part in self._parts]
+            return {"messages": checked_messages(returned, "step")}
+        return {"reward": reward_parts(returned, self._parts, "step returned", "messages, or a finite number")}
 
 
 def _called(what: str, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,35 +103,7 @@ def _called(what: str, function: Any, *args: Any, **kwargs: Any) -> Any:
         raise RewardError(f"{what} raised {type(error).__name__}: {error}") from error
 
 
-def _messages(given: Any, method: str) -> list[Message]:
-    """Errors: RewardError unless they are messages with a role and a text."""
-    if not isinstance(given, list | tuple) or not given:
-        raise RewardError(f"{method} returned {_shown(given)}; expected a list of messages")
-    for message in given:
-        fine = isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-        if not fine:
-            raise RewardError(f"{method} returned the message {_shown(message)}; expected role and content as texts")
-        if message["role"] == "assistant":
-            raise RewardError(
-                f"{method} returned a message of the assistant, {_shown(message)}: the model speaks there"
-            )
-    return [dict(message) for message in given]
-
-
-def _number(given: Any, what: str) -> float:
-    if hasattr(given, "item"):  # of numpy or torch
-        given = given.item()
-    if not isinstance(given, numbers.Real) or not math.isfinite(given):
-        raise RewardError(f"{what} {_shown(given)}; expected messages, or a finite number as the reward")
-    return float(given)
-
-
 def _seed(seed: str) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(random.getrandbits(32))
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."

@@ -1,38 +1,69 @@
-"""Environments of this rank in worker processes, as the trainer calls them. See `rewards.pool` and `instances`.
+"""Environments and agents of this rank in worker processes, as the trainer calls them. See `rewards.pool`.
 
 pool = EnvironmentPool(config, described(config.path, config.arguments), scoring, num_ranks=2)
 first = pool.first_messages([{"question": "1+1"}])
 row = pool.start({"question": "1+1"}, seed="1,0")           # and then pool.call(row, ...), pool.answers(...)
+
+agents = AgentPool(config, agent_file(config.path, config.arguments), scoring, num_ranks=2)
+row, ticket = agents.run("http://127.0.0.1:4711/...", {"question": "1+1"})
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridflow.config.environment import EnvironmentConfig
 from hybridflow.config.rewards import ScoringConfig
-from hybridflow.environments.classes import DescribedClass, field_of
+from hybridflow.environments.classes import DescribedClass
 from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.rewards.pool import Answer, Pool
 from hybridflow.rewards.specs import pool_limits
 
+END_SECONDS = 5.0  # in which an agent may end that is told to
 
-class EnvironmentPool(Pool):
-    """Of one class. schemas: of its tools. file: of its module. field: what messages call it."""
+
+class RowPool(Pool):
+    """Calls of rows that have a beginning and an end. file: of the user's module. field: what messages call it."""
+
+    def __init__(
+        self, config: EnvironmentConfig, file: str | None, spec: FunctionSpec, scoring: ScoringConfig, num_ranks: int
+    ) -> None:
+        """num_ranks: on this machine, which share its cores."""
+        self.config, self.file, self.field = config, file, config.field
+        self._num_rows, self._closing = 0, set[int]()  # tickets of the last calls of rows
+        limits = pool_limits(scoring.model_copy(update={"num_workers": config.num_workers}), num_ranks)
+        self.num_workers = limits.num_workers
+        super().__init__([spec], limits)
+
+    def answers(self, seconds: float | None) -> dict[int, Answer]:
+        """As `Pool.answers`; without those of rows that end."""
+        found = super().answers(seconds)
+        ended = self._closing & found.keys()
+        self._closing -= ended
+        return {ticket: answer for ticket, answer in found.items() if ticket not in ended}
+
+    def _begun(self, message: Mapping[str, Any]) -> tuple[int, int]:
+        """A new row and the ticket of its first call."""
+        row, self._num_rows = self._num_rows, self._num_rows + 1
+        return row, self.call(row, {**message, "row": row})
+
+    def _end(self, row: int, kind: str, seconds: float | None = None) -> None:
+        self._closing.add(self.call(row, {"kind": kind, "row": row}, last=True, seconds=seconds))
+
+
+class EnvironmentPool(RowPool):
+    """Of one class. schemas: of its tools."""
 
     def __init__(
         self, config: EnvironmentConfig, found: DescribedClass, scoring: ScoringConfig, *, num_ranks: int
     ) -> None:
         """num_ranks: on this machine, which share its cores."""
-        self.config, self.schemas, self.file = config, found.schemas, found.file
-        self.field = field_of(config.path)
-        self._num_rows, self._closing = 0, set[int]()  # tickets of the last calls of rows
-        limits = pool_limits(scoring.model_copy(update={"num_workers": config.num_workers}), num_ranks)
-        super().__init__([_spec(config, found)], limits)
+        self.schemas = found.schemas
+        super().__init__(config, found.file, _spec(config, found.file), scoring, num_ranks)
 
     def start(self, columns: Mapping[str, Any], *, seed: str) -> tuple[int, int]:
         """A new row and the ticket of its first call, whose answer is the row's first messages."""
-        row, self._num_rows = self._num_rows, self._num_rows + 1
-        return row, self.call(row, {"kind": "start", "row": row, "seed": seed, "columns": dict(columns)})
+        return self._begun({"kind": "start", "seed": seed, "columns": dict(columns)})
 
     def first_messages(self, rows: Sequence[Mapping[str, Any]]) -> list[Answer]:
         """What rows with these columns begin with, by instances that end again. Nothing else may be under way."""
@@ -46,27 +77,43 @@ class EnvironmentPool(Pool):
 
     def finish(self, row: int) -> None:
         """End it, behind the calls that are under way; its instance is closed."""
-        self._closing.add(self.call(row, {"kind": "close", "row": row}, last=True))
-
-    def answers(self, seconds: float | None) -> dict[int, Answer]:
-        """As `Pool.answers`; without those of rows that end."""
-        found = super().answers(seconds)
-        ended = self._closing & found.keys()
-        self._closing -= ended
-        return {ticket: answer for ticket, answer in found.items() if ticket not in ended}
+        self._end(row, "close")
 
 
-def _spec(config: EnvironmentConfig, found: DescribedClass) -> FunctionSpec:
-    arguments = {"path": config.path, "arguments": config.arguments, "parts": list(config.parts)}
+class AgentPool(RowPool):
+    """Of one agent."""
+
+    def __init__(self, config: EnvironmentConfig, file: str | None, scoring: ScoringConfig, *, num_ranks: int) -> None:
+        """num_ranks: on this machine, which share its cores."""
+        super().__init__(config, file, _spec(config, file), scoring, num_ranks)
+
+    @property
+    def most_at_once(self) -> int:
+        """Rows whose agents may run beside each other; whoever calls keeps to it."""
+        return self.num_workers * self.config.concurrency
+
+    def run(self, base_url: str, columns: Mapping[str, Any]) -> tuple[int, int]:
+        """A new row and the ticket of its agent's reward."""
+        return self._begun({"kind": "run", "base_url": base_url, "columns": dict(columns)})
+
+    def finish(self, row: int) -> None:
+        """End it. An agent that still runs is cancelled; one that does not end then loses its process."""
+        self._end(row, "end", END_SECONDS)
+
+
+def _spec(config: EnvironmentConfig, file: str | None) -> FunctionSpec:
+    """Rows of an agent have limits that the rank keeps, which knows what they wait for."""
+    is_agent = config.kind == "agent"
+    own = "agents:AgentRuns" if is_agent else "instances:Instances"
     return FunctionSpec(
-        path="hybridflow.environments.instances:Instances",
-        file=found.file,
-        arguments=arguments,
+        path=f"hybridflow.environments.{own}",
+        file=file,
+        arguments={"path": config.path, "arguments": config.arguments, "parts": list(config.parts)},
         parts=(),
         per="row",
-        timeout_seconds=config.call_seconds,
-        awaited=False,
-        concurrency=1,
+        timeout_seconds=math.inf if is_agent else config.call_seconds,
+        awaited=is_agent,
+        concurrency=2 * config.concurrency if is_agent else 1,  # with the calls that end rows
         background=False,
         affine=True,
     )

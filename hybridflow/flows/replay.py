@@ -225,7 +225,7 @@ def _check_bounds(file: Path, name: str, values: Tensor, least: int, most: int) 
 def _check_prompts(
     file: Path, rollout: RolloutBatch, prompts: PromptBatch, samples_per_prompt: LengthBuckets[int]
 ) -> None:
-    """The rows answer these prompts: as many each, side by side, and token by token."""
+    """The rows answer these prompts: as many each, side by side, and token by token where a prompt has tokens."""
     counts = samples_per_prompt.each(prompts.lengths.tolist())
     expected = torch.arange(len(prompts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
     if not torch.equal(rollout.prompt_indices, expected):
@@ -238,7 +238,7 @@ def _check_prompts(
     starts, lengths = offsets(rollout.lengths).tolist(), rollout.prompt_lengths.tolist()
     for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         prompt = int(expected[row])
-        if rollout.input_ids[start : start + length].tolist() != asked[prompt]:
+        if asked[prompt] and rollout.input_ids[start : start + length].tolist() != asked[prompt]:
             raise DataError(
                 f"{file}: row {row} begins with {length} tokens that are not prompt {prompt} of the iteration, "
                 f"{prompts.texts[prompt][:60]!r}. data, data.shuffle, seed and data.prompts_per_iteration must be "

@@ -119,7 +119,7 @@ def _prompts(
         if row.problem is not None:
             raise row.problem
         own = named(row, data.columns)
-        if data.environment is None:
+        if data.environment is None or not data.environment.begins_rows:
             prompt_text(own, data.prompt_key, template)
 
     files = open_files(named_files, key)

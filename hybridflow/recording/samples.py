@@ -43,7 +43,7 @@ def samples_of(
         found.append(
             Sample(
                 kind=kind,
-                prompt=prompts.texts[prompt],
+                prompt=prompts.texts[prompt] or decode(_prompt_ids(batch, row)),  # of a row that brings its own
                 response=decode(ids),
                 score=None if scores is None else float(scores[row]),
                 parts={name: float(part[row]) for name, part in parts.items()},
@@ -52,6 +52,12 @@ def samples_of(
             )
         )
     return found
+
+
+def _prompt_ids(batch: RolloutBatch, row: int) -> list[int]:
+    start = int(batch.lengths[:row].sum())
+    ids: list[int] = batch.input_ids[start : start + int(batch.prompt_lengths[row])].tolist()
+    return ids
 
 
 def _turns(batch: RolloutBatch, row: int, ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[Turn]:

@@ -33,6 +33,7 @@ class FunctionSpec:
     awaited: whether it is an `async def`; then one process has `concurrency` calls of it under way.
     lost_score: what a row counts as whose call took too long or ended its process; None: that ends the run.
     affine: it is a class whose instance is called with a message of its own kind; all calls of a row go to one process.
+    Such a class may be awaited: then each of the processes has `concurrency` calls under way.
     """
 
     path: str

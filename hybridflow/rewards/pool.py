@@ -82,16 +82,20 @@ class Pool:
         )
         self._send({"charge": True}, pickle.dumps(charge))
 
-    def call(self, row: int, message: Mapping[str, Any], *, last: bool = False) -> int:
+    def call(self, row: int, message: Mapping[str, Any], *, last: bool = False, seconds: float | None = None) -> int:
         """The ticket of a call of the affine function: after those of the same row, by the process that has it.
 
-        last: there are no further calls for the row.
+        last: there are no further calls for the row. seconds: that the call may take; None: as the function says.
         """
         ticket, self._next = self._next, self._next + 1
         self._called.add(ticket)
-        header = {"unit": ticket, "function": 0, "rows": 1, "row": row, "last": last}
+        header = {"unit": ticket, "function": 0, "rows": 1, "row": row, "last": last, "seconds": seconds}
         self._send(header, pickle.dumps(dict(message)))
         return ticket
+
+    def fileno(self) -> int:
+        """Readable when an answer has arrived."""
+        return self._channel.fileno()
 
     def answers(self, seconds: float | None) -> dict[int, Answer]:
         """Of affine functions, by ticket: those that have arrived; where there are none waits for some, so long."""

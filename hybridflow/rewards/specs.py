@@ -93,7 +93,7 @@ def _remote_spec(config: RemoteRewardConfig) -> FunctionSpec:
         "request_seconds": config.request_seconds,
         "retries": config.retries,
         "backoff_seconds": config.backoff_seconds,
-        "api_key": _api_key(config),
+        "api_key": None if config.api_key_file is None else word_of(config.api_key_file, "reward.remote: api_key_file"),
     }
     if config.kind == "openai":
         arguments |= {
@@ -116,13 +116,12 @@ def _remote_spec(config: RemoteRewardConfig) -> FunctionSpec:
     )
 
 
-def _api_key(config: RemoteRewardConfig) -> str | None:
-    if config.api_key_file is None:
-        return None
+def word_of(file: str, field: str) -> str:
+    """The first word of a file that holds a secret. Errors: RewardError naming the field."""
     try:
-        lines = Path(config.api_key_file).read_text().split()
+        words = Path(file).read_text().split()
     except (OSError, UnicodeDecodeError) as error:
-        raise RewardError(f"reward.remote: api_key_file = {config.api_key_file}: cannot be read: {error}") from error
-    if not lines:
-        raise RewardError(f"reward.remote: api_key_file = {config.api_key_file}: is empty")
-    return lines[0]
+        raise RewardError(f"{field} = {file}: cannot be read: {error}") from error
+    if not words:
+        raise RewardError(f"{field} = {file}: is empty")
+    return words[0]

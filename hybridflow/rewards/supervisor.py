@@ -32,6 +32,7 @@ PATIENCE = 2.0  # seconds beyond the limit in which an `async def` may end by it
 MOST_PRINTED = 4000  # characters kept of what is printed in a call
 READS = 16  # at a time, of what a worker prints: one that prints without end must not keep limits from being kept
 GIB = 1 << 30
+ANOTHER = "another row that it called took too long"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Charge:
 class RowsOfCall:
     """The rows of one call. alone: it may be the one that has ended a worker with several calls under way.
 
-    row: of an affine function, whose calls go to one worker; last: there are no further calls for the row.
+    row: of an affine function, whose calls go to one worker; last: there are no further calls for the row. seconds:
+    that this call may take; None: as the function says.
     """
 
     number: int
@@ -58,6 +60,7 @@ class RowsOfCall:
     body: bytes
     row: int | None = None
     last: bool = False
+    seconds: float | None = None
     started: float = 0.0
     alone: bool = False
 
@@ -141,7 +144,7 @@ class Supervisor:
             self._trainer.send({"withdrawn": gone})
             return
         row, last = header.get("row"), header.get("last", False)
-        unit = RowsOfCall(header["unit"], header["function"], header["rows"], body, row, last)
+        unit = RowsOfCall(header["unit"], header["function"], header["rows"], body, row, last, header.get("seconds"))
         lost = self._rows.why_lost(row)
         if lost is None:
             self._queues[unit.function].append(unit)
@@ -217,7 +220,8 @@ class Supervisor:
 
     def _is_late(self, unit: RowsOfCall) -> bool:
         spec = self._charge.specs[unit.function]
-        limit = spec.timeout_seconds * unit.num_rows + (PATIENCE if spec.awaited else 0.0)
+        limit = unit.seconds or spec.timeout_seconds * unit.num_rows
+        limit += PATIENCE if spec.awaited else 0.0
         return time.monotonic() > unit.started + limit
 
     def _excess(self, worker: Worker) -> str | None:
@@ -239,7 +243,7 @@ class Supervisor:
         self._close_output(worker)
         self._workers.remove(worker)
         units = list(worker.units.values())
-        self._lose_rows(worker, why or "another row that it called took too long")
+        self._lose_rows(worker, why or ANOTHER)
         if not worker.ready and not units:  # it could not even start: whoever waits for it is told
             units = self._first_queued(worker)
         for unit in units:
@@ -265,13 +269,13 @@ class Supervisor:
 
     def _settle_lost(self, worker: Worker, unit: RowsOfCall, why: str | None, *, of_many: bool) -> None:
         seconds = time.monotonic() - unit.started if unit.started else 0.0
-        if of_many:  # nobody knows whose fault it was: one that blocks the event loop makes all of them late
+        if of_many and unit.row is None:  # one that blocks the event loop makes all late; nobody knows which it is
             unit.alone = True
             self._queues[unit.function].appendleft(unit)
-        elif why is None:
+        elif why is None and (unit.row is None or self._is_late(unit)):
             self._answer(worker, unit, {"unit": unit.number, "timeout": True, "seconds": seconds})
         else:
-            self._answer(worker, unit, {"unit": unit.number, "ended": why, "seconds": seconds})
+            self._answer(worker, unit, {"unit": unit.number, "ended": why or ANOTHER, "seconds": seconds})
         self._forget_ended_row(unit)
 
     def _first_queued(self, worker: Worker) -> list[RowsOfCall]:
@@ -287,11 +291,15 @@ class Supervisor:
     # ---- workers
 
     def _lanes(self) -> list[tuple[int, ...]]:
-        """The functions of each worker that there is to be: one for each `async def`, num_workers for all others."""
-        specs = self._charge.specs
+        """The functions of each worker that there is to be: one for each `async def`, num_workers for all others.
+
+        An `async def` that is affine has num_workers too.
+        """
+        specs, many = self._charge.specs, self._charge.num_workers
         plain = tuple(number for number, spec in enumerate(specs) if not spec.awaited)
-        lanes = [plain] * self._charge.num_workers if plain else []
-        return lanes + [(number,) for number, spec in enumerate(specs) if spec.awaited]
+        lanes = [plain] * many if plain else []
+        awaited = [(number, many if spec.affine else 1) for number, spec in enumerate(specs) if spec.awaited]
+        return lanes + [(number,) for number, count in awaited for _ in range(count)]
 
     def _start_missing(self) -> None:
         """In the place of workers that have ended, once there is something to do for them."""

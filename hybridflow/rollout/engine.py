@@ -210,6 +210,10 @@ class RolloutEngine:
             own.max_tokens, own.min_tokens = max_tokens, min(own.min_tokens, max_tokens)
         return self._engine.add_request(name, {"prompt_token_ids": request.prompt}, own)
 
+    def abort(self, name: str) -> None:
+        """The request that `add` was given under this name ends without an output. All ranks of a replica do it."""
+        self._engine.abort_request([name])
+
     @property
     def is_busy(self) -> bool:
         """Whether requests run or wait."""

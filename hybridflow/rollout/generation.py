@@ -208,7 +208,10 @@ def _joined(
     log_probs: Tensor,
     sampled: Tensor | None = None,
 ) -> RolloutBatch:
-    """Prompts and responses, packed one after the other. sampled: which tokens of these the policy chose; None: all."""
+    """Prompts and responses, packed one after the other. sampled: which tokens of these the policy chose; None: all.
+
+    The prompt of a row whose prompt has no tokens is what comes before the first token that the policy chose.
+    """
     prompt_indices = torch.arange(len(prompts)).repeat_interleave(num_samples)
     prompt_lengths = prompts.lengths[prompt_indices]
     lengths = prompt_lengths + counts
@@ -220,4 +223,12 @@ def _joined(
     rollout_log_probs[mask] = log_probs
     if sampled is not None:
         mask[mask.clone()] = sampled
+    prompt_lengths = torch.where(prompt_lengths > 0, prompt_lengths, _tokens_before(mask, lengths))
     return RolloutBatch(input_ids, lengths, prompt_lengths, prompt_indices, truncated, mask, rollout_log_probs)
+
+
+def _tokens_before(mask: Tensor, lengths: Tensor) -> Tensor:
+    """(N,) int64: of each row those before the first that is in the mask (T,); all of them where none is."""
+    rows = torch.arange(len(lengths)).repeat_interleave(lengths)
+    places = torch.arange(len(mask)) - offsets(lengths)[rows]
+    return lengths.scatter_reduce(0, rows[mask], places[mask], "amin")

@@ -6,7 +6,7 @@ parser.parsed('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>').c
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,7 @@ class Parsed:
 class ToolCallParser:
     """Errors: ConfigError where vLLM has no parser of that name, or it does not go with the tokenizer."""
 
-    def __init__(self, name: str, tokenizer: Any, schemas: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, name: str, tokenizer: Any, schemas: Sequence[Mapping[str, Any]]) -> None:
         prepare_vllm()
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
@@ -80,7 +80,7 @@ def _call(function: Any) -> ToolCall:
 
 def _plain(schema: dict[str, Any]) -> dict[str, Any]:
     """Without what transformers tells of results, which OpenAI's format does not have."""
-    return {name: schema[name] for name in ("name", "description", "parameters")}
+    return {name: schema[name] for name in ("name", "description", "parameters") if name in schema}
 
 
 @contextmanager

@@ -26,7 +26,10 @@ HEAD = 5  # numbers of a reply before its tokens
 class Reply:
     """What is answered to a turn of a row: tokens behind it and how many the next turn may have, or the row's end.
 
+    token_ids: behind the turn; also where the row ends.
+
     truncated: the row has ended at a limit. rewards: NaN of a row that has failed. failed: none of its tokens counts.
+    drops: the row's last turn, and what was written right before that turn, go. The engine may still be at that turn.
     """
 
     row: int
@@ -36,6 +39,7 @@ class Reply:
     truncated: bool = False
     rewards: tuple[float, ...] = ()
     failed: bool = False
+    drops: bool = False
 
 
 @dataclass
@@ -65,7 +69,10 @@ class Answers(Protocol):
     """Who answers the model, on the first rank of an engine replica. Rows are numbered from 0."""
 
     def begin(self, rows: Sequence[int]) -> list[int]:
-        """Rows of the rollout begin, by their numbers there. How many tokens the first turn of each may have."""
+        """Rows of the rollout begin, by their numbers there. How many tokens the first turn of each may have.
+
+        0: the row waits for a reply before its first turn.
+        """
 
     def said(self, row: int, token_ids: Sequence[int], *, truncated: bool) -> None:
         """A turn of the model has ended; truncated: at its limit of tokens."""
@@ -121,7 +128,7 @@ def _packed(replies: Sequence[Reply]) -> list[int]:
             reply.row,
             reply.max_tokens,
             int(reply.ends),
-            int(reply.truncated) + 2 * int(reply.failed),
+            int(reply.truncated) + 2 * int(reply.failed) + 4 * int(reply.drops),
             len(reply.token_ids),
             *reply.token_ids,
         )
@@ -133,28 +140,38 @@ def _unpacked(numbers: list[int]) -> list[Reply]:
     while at < len(numbers):
         row, most, ends, how, size = numbers[at : at + HEAD]
         ids = tuple(numbers[at + HEAD : at + HEAD + size])
-        found.append(Reply(row, ids, most, bool(ends), bool(how & 1), failed=bool(how & 2)))
+        found.append(Reply(row, ids, most, bool(ends), bool(how & 1), failed=bool(how & 2), drops=bool(how & 4)))
         at += HEAD + size
     return found
 
 
 @dataclass
 class _Row:
-    """One that is under way: what is behind its prompt so far."""
+    """One that is under way: what is behind its prompt so far.
+
+    speaks: the engine is at its last turn. kept: tokens before that turn and before what was written right before it.
+    """
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     turn: int = 0
+    speaks: bool = False
+    kept: int = 0
 
     def next_request(self) -> Request:
         """Of its next turn, with a seed of its own: with the first turn's it would draw the same again."""
-        self.turn += 1
+        self.turn, self.speaks = self.turn + 1, True
         first = self.request
-        if self.turn == 1:
-            return first
-        return Request([*first.prompt, *self.token_ids], request_seed(first.seed, self.turn), first.bucket)
+        seed = first.seed if self.turn == 1 else request_seed(first.seed, self.turn)
+        return Request([*first.prompt, *self.token_ids], seed, first.bucket)
+
+    def drop(self) -> None:
+        """The last turn, and what was written right before that turn."""
+        self.speaks = False
+        for tokens in (self.token_ids, self.log_probs, self.sampled):
+            del tokens[self.kept :]
 
     def add(self, token_ids: Sequence[int], log_probs: Sequence[float] | None = None) -> None:
         """log_probs: of what was sampled; none of what somebody else has written."""
@@ -192,19 +209,24 @@ class TurnTaking:
         there = [_Row(request) for request in requests]
         begun = self.answers.begin(rows) if self.answers is not None else []
         for number, most in enumerate(self.agreement.numbers(begun, len(there))):
-            self._add(engine, number, there[number], params, most)
+            if most:
+                self._add(engine, number, there[number], params, most)
         left = len(there)
         while left:
             for reply in self._agreed(wait=not engine.is_busy):
                 row = there[reply.row]
+                if reply.drops:
+                    self._drop(engine, reply.row, row)
                 if reply.ends:
+                    row.add(reply.token_ids)
                     left -= 1
                     yield reply.row, row.response(reply)
-                else:
+                elif not reply.drops:
+                    row.kept = len(row.token_ids)
                     row.add(reply.token_ids)
                     self._add(engine, reply.row, row, params, reply.max_tokens)
             for output in engine.step() if engine.is_busy else ():
-                self._take(int(output.request_id.partition(".")[0]), output, there)
+                self._take(output, there)
             stepped()
         if self.answers is not None:
             self.answers.end()
@@ -219,8 +241,17 @@ class TurnTaking:
         request = row.next_request()
         engine.add(f"{number}.{row.turn}", request, params[request.bucket], max_tokens=most)
 
-    def _take(self, number: int, output: "RequestOutput", there: Sequence[_Row]) -> None:
+    def _drop(self, engine: RolloutEngine, number: int, row: _Row) -> None:
+        if row.speaks:
+            engine.abort(f"{number}.{row.turn}")
+        row.drop()
+
+    def _take(self, output: "RequestOutput", there: Sequence[_Row]) -> None:
+        number, turn = map(int, output.request_id.split("."))
         said, row = response_of(output.outputs[0]), there[number]
+        if not row.speaks or turn != row.turn:
+            return  # of a turn that was dropped while a step was under way
+        row.speaks = False
         if row.turn > 1:
             self.counts.prefix_tokens += len(row.request.prompt) + len(row.token_ids)
             self.counts.cached_tokens += output.num_cached_tokens or 0

@@ -1,25 +1,47 @@
 """The environments of a run, put together from what it has read, and what they say is right."""
 
+from functools import partial
+
 from torch import Tensor, tensor
 
+from hybridflow.agents.sessions import Agents
 from hybridflow.batch import RolloutBatch
 from hybridflow.config import ExperimentConfig
+from hybridflow.data.environment import AgentInputs
 from hybridflow.data.inputs import Inputs
 from hybridflow.data.response_text import ResponseTexts
 from hybridflow.environments.conversations import Environments
 from hybridflow.rewards.calls import FunctionCaller
 from hybridflow.rollout.tool_calls import ToolCallParser
 
+NO_TOOL = {"type": "function", "function": {"name": "none", "description": "", "parameters": {}}}
 
-def environments_of(inputs: Inputs, rank: int) -> Environments | None:
+
+def environments_of(inputs: Inputs, config: ExperimentConfig, rank: int) -> Environments | Agents | None:
     """None where the config has none. Errors: ConfigError where vLLM has no such parser of tool calls."""
     read, ends, tokenizer = inputs.environment, inputs.ends, inputs.tokenizer
     if read is None:
         return None
-    schemas = read.pool.schemas
-    parser = ToolCallParser(read.pool.config.tool_parser, tokenizer, schemas) if schemas else None
+    name, end_ids = read.pool.config.tool_parser, frozenset(ends.ids)
     texts = ResponseTexts.of(tokenizer, ends.ids, special_tokens="content")
-    return Environments(read.pool, read.continuations, parser, texts.text, frozenset(ends.ids), rank)
+    if isinstance(read, AgentInputs):
+        make_parser = partial(ToolCallParser, name, tokenizer)
+        make_parser([NO_TOOL])  # what is wrong with its name is told now; an agent tells its tools later
+        return Agents(
+            read.pool,
+            read.continuations,
+            make_parser,
+            texts.text,
+            end_ids,
+            rank,
+            config.data.prompt_key,
+            read.token,
+            config.data.max_prompt_length,
+            config.max_sequence_length,
+        )
+    schemas = read.pool.schemas
+    parser = ToolCallParser(name, tokenizer, schemas) if schemas else None
+    return Environments(read.pool, read.continuations, parser, texts.text, end_ids, rank)
 
 
 def right_of(config: ExperimentConfig, caller: FunctionCaller, responses: RolloutBatch) -> int | Tensor:

@@ -241,7 +241,7 @@ class OnlineTrainer:
                 eos_token_ids=self.inputs.ends.ids,
                 platform=self.platform,
                 exchange=self.exchange,
-                environments=environments_of(self.inputs, self.platform.rank),
+                environments=environments_of(self.inputs, self.config, self.platform.rank),
                 groups=groups,
             )
 

@@ -42,10 +42,15 @@ CASES = {
 
 
 def main(config: Path, out: Path, names: list[str]) -> None:
+    critic = str(config.parent / "critic")
+    run(config, out, {name: [override.replace("CRITIC", critic) for override in CASES[name]] for name in names})
+
+
+def run(config: Path, out: Path, cases: dict[str, list[str]]) -> None:
+    """cases: overrides by name."""
     told = {}
-    for name in names:
+    for name, own in cases.items():
         try:
-            own = [override.replace("CRITIC", str(config.parent / "critic")) for override in CASES[name]]
             overrides = [f"name={name.replace(' ', '_')}", *own]
             trainer = OnlineTrainer(ExperimentConfig.from_yaml(config, overrides))
             try:

@@ -5,7 +5,8 @@ import torch
 
 from hybridflow.batch import PromptBatch
 from hybridflow.config.length_buckets import LengthBuckets, always
-from hybridflow.rollout.generation import prompts_of_replicas
+from hybridflow.rollout.engine import Response
+from hybridflow.rollout.generation import prompts_of_replicas, responses_to
 
 
 def prompts(lengths: list[int]) -> PromptBatch:
@@ -42,3 +43,25 @@ def test_prompts_that_are_much_longer_than_their_responses_count() -> None:
     limits = always(1)
     shares = prompts_of_replicas(prompts([1000, 8, 8, 8]), torch.ones(4, dtype=torch.int64), limits, 2)
     assert shares == [[0], [1, 2, 3]]
+
+
+def test_a_row_brings_its_prompt_where_that_has_no_tokens() -> None:
+    """The prompt is what stands before the first token of the policy; all of a row that has none, as it has failed."""
+    responses = [
+        Response([1, 2, 3, 4, 5], [0.0, 0.0, -0.3, 0.0, -0.5], False, sampled=[False, False, True, False, True]),
+        Response([6, 7], [0.0, -0.7], True, sampled=[False, True]),
+        Response([8], [0.0], False, sampled=[False]),
+    ]
+    batch = responses_to(prompts([0, 0]), [0, 1], torch.tensor([2, 1]), responses)
+    assert batch.input_ids.tolist() == list(range(1, 9)) and batch.lengths.tolist() == [5, 2, 1]
+    assert batch.prompt_lengths.tolist() == [2, 1, 1] and batch.prompt_indices.tolist() == [0, 0, 1]
+    assert batch.response_mask.tolist() == [False, False, True, False, True, False, True, False]
+    assert batch.truncated.tolist() == [False, True, False]
+    assert torch.equal(batch.rollout_log_probs, torch.tensor([0.0, 0.0, -0.3, 0.0, -0.5, 0.0, -0.7, 0.0]))
+
+
+def test_a_prompt_that_is_known_ends_where_it_ends() -> None:
+    """Also where somebody else writes first behind that prompt."""
+    responses = [Response([3, 4], [0.0, -0.4], False, sampled=[False, True])]
+    batch = responses_to(prompts([2]), [0], torch.tensor([1]), responses)
+    assert batch.prompt_lengths.tolist() == [2] and batch.response_mask.tolist() == [False, False, False, True]

@@ -40,6 +40,22 @@ def test_a_turn_continues_the_tokens_with_a_seed_of_its_own() -> None:
     assert found.log_probs == [-0.1, -0.2, 0.0, -0.3] and found.rewards == (1.0,)
 
 
+def test_a_turn_that_is_dropped_takes_along_what_was_written_before_it() -> None:
+    """And the next has a seed of its own."""
+    row = _Row(Request([1], seed=7))
+    first = row.next_request()
+    row.add([3], [-0.1])
+    row.kept = 1
+    row.add([4])
+    second = row.next_request()
+    row.add([5], [-0.2])
+    row.drop()
+    assert (row.token_ids, row.log_probs, row.sampled) == ([3], [-0.1], [True]) and not row.speaks
+    row.add([6])
+    third = row.next_request()
+    assert third.prompt == [1, 3, 6] and row.speaks and len({first.seed, second.seed, third.seed}) == 3
+
+
 def test_nothing_of_a_failed_row_is_the_policys() -> None:
     row = _Row(Request([1], seed=7))
     row.add([3, 4], [-0.1, -0.2])

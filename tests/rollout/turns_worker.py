@@ -14,7 +14,7 @@ from hybridflow.rollout.turns import SLOTS, Agreement, Reply
 LONG = Reply(3, tuple(range(2 * SLOTS)), 7)
 LISTS = (
     [],
-    [Reply(0, (5, 6), 9), Reply(2, ends=True, truncated=True), Reply(1, ends=True, failed=True)],
+    [Reply(0, (5, 6), 9), Reply(2, ends=True, truncated=True), Reply(1, ends=True, failed=True), Reply(5, drops=True)],
     [LONG, Reply(4, (1,), 2)],
     [Reply(row, (row,) * row, row) for row in range(60)],
     [],

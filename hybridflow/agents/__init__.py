@@ -1,0 +1,1 @@
+"""Agents that speak to the model over HTTP: their requests are turns of rows."""

@@ -1,0 +1,348 @@
+"""The rows of a rollout whose agents speak to a URL: each request of an agent is a turn of the model in its row.
+
+    sessions = Agents(pool, continues, ...).conversations(prompts, counts, limits, seed)
+
+See `rollout.turns.Answers`, and `door` for the URL. Nothing that was sampled is encoded again: a request whose messages
+continue the row's conversation adds the tokens of what is new. The row ends with what the agent returns.
+"""
+
+import functools
+import json
+import secrets
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from hybridflow.agents.chat_requests import Asked, asked_for, ignored_keys
+from hybridflow.agents.completions import Completion
+from hybridflow.agents.door import ChatRequest, Door, Gone, Refusal
+from hybridflow.agents.talk import Talk, new_tokens, sent, turn_message
+from hybridflow.batch import PromptBatch
+from hybridflow.config.length_buckets import LengthBuckets
+from hybridflow.data.continuations import Continuations
+from hybridflow.data.fields import TOOLS
+from hybridflow.data.rows import RowError
+from hybridflow.environments.failures import Failures
+from hybridflow.environments.pool import AgentPool
+from hybridflow.errors import ConfigError
+from hybridflow.rewards.pool import Answer
+from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
+from hybridflow.rollout.turns import Reply, TurnCounts
+
+LOOK_SECONDS = 0.1  # between two looks at the time limit of rows, while all of them wait
+BAD = 400  # OpenAI's client repeats a request with 408, 409, 429 and from 500 on, but not with this status
+
+
+@dataclass
+class Session:
+    """One row. name: in its URL. columns: that the agent gets. agent: its number in the pool, once it runs.
+
+    expected: since when the agent is, on the clock; None while the model speaks. request: that the model answers.
+    answered: the last one that it has. before: the talk without that request. spent: one was refused since no
+    turn or token is left.
+    """
+
+    row: int  # of the rollout
+    name: str
+    columns: dict[str, Any]
+    limit: int
+    talk: Talk
+    before: Talk
+    agent: int | None = None
+    begun: float = 0.0
+    expected: float | None = None
+    turn: int = 0
+    asked: Asked | None = None
+    request: ChatRequest | None = None
+    answered: ChatRequest | None = None
+    spent: bool = False
+
+
+@dataclass(frozen=True)
+class Agents:
+    """What the rows of every rollout on this rank share. ends: tokens that end a turn. counts: of this rank.
+
+    parser: of tool calls, for an agent's tools. token: that agents send. max_prompt_length: tokens of a first request
+    that is the prompt. max_model_len: tokens of a row.
+    """
+
+    pool: AgentPool
+    continues: Continuations
+    parser: Callable[[Sequence[Mapping[str, Any]]], ToolCallParser]
+    decode: Callable[[list[int]], str]
+    ends: frozenset[int]
+    rank: int
+    prompt_key: str
+    token: str | None
+    max_prompt_length: int
+    max_model_len: int
+    counts: TurnCounts = field(default_factory=TurnCounts)
+    parsers: dict[str, ToolCallParser] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)  # keys of requests that were left aside, and the user knows it
+
+    @property
+    def num_rewards(self) -> int:
+        """Parts that a row is given."""
+        return len(self.pool.config.weights)
+
+    @functools.cached_property
+    def door(self) -> Door:
+        """Opened with the first rollout of a rank that leads an engine replica."""
+        return Door(self.pool.config.listen, token=self.token, max_model_len=self.max_model_len)
+
+    def conversations(
+        self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]
+    ) -> "Sessions":
+        """Of a rollout with so many rows of each prompt. limits: tokens behind a prompt."""
+        return Sessions(self, prompts, counts, limits)
+
+    def parsed(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Parsed:
+        """A turn with a call that cannot be read is a text: OpenAI's format has no such calls."""
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self.parsers:
+            self.parsers[key] = self.parser(tools)
+        found = self.parsers[key].parsed(text)
+        broken = sum(bool(call.problem) for call in found.calls)
+        self.counts.tool_calls += len(found.calls)
+        self.counts.failed_calls += broken
+        return Parsed(text, ()) if broken else found
+
+
+class Sessions:
+    """Of this rank's rows of one rollout."""
+
+    def __init__(self, shared: Agents, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int]) -> None:
+        self._shared, self._pool, self._config = shared, shared.pool, shared.pool.config
+        self._prompts, self._limits, self._door = prompts, limits, shared.door
+        self._prompt_of = [prompt for prompt, count in enumerate(counts.tolist()) for _ in range(count)]
+        self._rows: list[Session] = []
+        self._numbers: dict[str, int] = {}  # by name, of rows that have not ended
+        self._by_ticket: dict[int, int] = {}  # of agents that run, whose row
+        self._waiting = deque[int]()  # rows whose agents do not run yet
+        self._ready: list[Reply] = []
+        self._failures = Failures(self._config, shared.rank)
+
+    # ---- as `rollout.turns.Answers`
+
+    def begin(self, rows: Sequence[int]) -> list[int]:
+        token_lists = self._prompts.token_lists()
+        self._rows = [self._session(row, token_lists[self._prompt_of[row]]) for row in rows]
+        self._numbers = {its.name: number for number, its in enumerate(self._rows)}
+        self._waiting.extend(range(len(rows)))
+        self._run_waiting()
+        return [0] * len(rows)
+
+    def said(self, row: int, token_ids: Sequence[int], *, truncated: bool) -> None:
+        its, shared = self._rows[row], self._shared
+        assert its.request is not None and its.asked is not None, "a turn of the model answers a request"
+        ended = token_ids[-1] in shared.ends
+        text = shared.decode(list(token_ids[:-1] if ended else token_ids))
+        shared.counts.turns += 1
+        tools: Any = its.asked.fields.get(TOOLS)
+        reads_calls = tools is not None and its.asked.calls_tools and not truncated
+        parsed = shared.parsed(text, tools) if reads_calls else Parsed(text, ())
+        message = turn_message(parsed, f"call_{its.row}_{its.turn}")
+        reason = "length" if truncated else "tool_calls" if parsed.calls else "stop"
+        self._door.answer(
+            its.request,
+            Completion(
+                f"chatcmpl-{its.name}-{its.turn}",
+                sent(message),
+                reason,  # type: ignore[arg-type]  # mypy takes it for any text
+                len(its.talk.prompt) + its.talk.used,
+                len(token_ids),
+                its.asked.tells_usage,
+            ),
+        )
+        its.talk = replace(
+            its.talk,
+            messages=[*(its.talk.messages or ()), message],
+            used=its.talk.used + len(token_ids),
+            ended=ended,
+            cut=truncated,
+        )
+        its.request, its.answered, its.expected = None, its.request, time.monotonic()
+
+    def replies(self, *, wait: bool) -> list[Reply]:
+        while True:
+            if wait and not self._ready:
+                self._wait()
+            for ticket, answer in self._pool.answers(0.0).items():
+                self._failures.show_printed(answer)
+                if ticket in self._by_ticket:
+                    self._returned(self._by_ticket.pop(ticket), answer)
+            for event in self._door.taken():
+                if isinstance(event, Gone):
+                    self._gone(event.request)
+                else:
+                    self._requested(event)
+            self._look_at_the_time()
+            self._run_waiting()
+            if self._ready or not wait:
+                found, self._ready = self._ready, []
+                return found
+
+    def end(self) -> None:
+        for event in self._door.taken():
+            if isinstance(event, ChatRequest):
+                self._requested(event)  # of a row that has ended
+        self._failures.end()
+
+    # ---- agents
+
+    def _session(self, row: int, prompt: list[int]) -> Session:
+        number = self._prompt_of[row]
+        columns = {name: values[number] for name, values in self._prompts.columns.items()}
+        messages = self._prompts.conversations[number] if self._prompts.conversations else None
+        if messages is not None:
+            columns[self._shared.prompt_key] = messages
+        limit = self._limits.at(int(self._prompts.lengths[number]))
+        talk = Talk(prompt)
+        return Session(row, f"{row}-{secrets.token_hex(8)}", columns, limit, talk, talk)
+
+    def _run_waiting(self) -> None:
+        while self._waiting and len(self._by_ticket) < self._pool.most_at_once:
+            row = self._waiting.popleft()
+            its = self._rows[row]
+            its.agent, ticket = self._pool.run(self._door.base_url(its.name), its.columns)
+            its.begun = its.expected = time.monotonic()
+            self._by_ticket[ticket] = row
+
+    def _returned(self, row: int, answer: Answer) -> None:
+        its = self._rows[row]
+        drops = its.request is not None  # nobody waits for its answer
+        talk = its.before if drops else its.talk
+        if answer.problem and its.spent:  # what it raises is no fault of its own
+            zeros = (0.0,) * len(self._config.weights)
+            self._end(row, Reply(row, ends=True, truncated=True, rewards=zeros, drops=drops))
+        elif answer.problem:
+            self._fail(row, answer.problem)
+        elif talk.messages is None:
+            self._fail(row, "the agent returned before the model had answered a request")
+        else:
+            rewards, cut = tuple(answer.value["reward"]), its.spent or talk.cut
+            self._end(row, Reply(row, ends=True, truncated=cut, rewards=rewards, drops=drops))
+
+    # ---- requests
+
+    def _requested(self, request: ChatRequest) -> None:
+        row = self._numbers.get(request.row)
+        if row is None:
+            self._refuse(request, "row_ended", "the row of this URL has ended")
+            return
+        its = self._rows[row]
+        try:
+            asked = asked_for(request.body)
+            self._tell_ignored(request.body)
+            last = its.request or its.answered
+            if request.repeated and last is not None and its.asked is not None and asked == its.asked:
+                self._gone(last)
+            if its.request is not None:
+                raise ConfigError("a second request while the model answers one: a row is one conversation")
+            if its.turn >= self._config.max_turns:
+                its.spent = True
+                self._refuse(request, "turns_used_up", f"data.environment.max_turns = {its.turn} turns are used up")
+                return
+            ids = new_tokens(its.talk, asked, its.columns, self._shared.continues)
+        except RowError as error:
+            self._refuse(request, "invalid_request", str(error))
+        except ConfigError as error:
+            self._refuse(request, "no_continuation", str(error))
+            self._fail(row, str(error))
+        else:
+            self._accept(row, request, asked, ids)
+
+    def _accept(self, row: int, request: ChatRequest, asked: Asked, ids: list[int]) -> None:
+        its, most, talk = self._rows[row], self._config.max_turn_tokens, self._rows[row].talk
+        prompt, used = (talk.prompt, talk.used + len(ids)) if talk.prompt else (ids, 0)
+        left = its.limit - used
+        if left < 1 or len(prompt) > self._shared.max_prompt_length:
+            its.spent = talk.messages is not None
+            self._refuse(request, "context_length_exceeded", self._too_long(its, prompt))
+            return
+        its.before, its.asked, its.request, its.turn = talk, asked, request, its.turn + 1
+        its.talk = replace(talk, prompt=prompt, messages=asked.messages, fields=asked.fields, used=used)
+        self._answered(its)
+        limits = [limit for limit in (left, most, asked.max_tokens) if limit is not None]
+        self._ready.append(Reply(row, tuple(ids), min(limits)))
+
+    def _too_long(self, its: Session, prompt: list[int]) -> str:
+        most = self._shared.max_prompt_length
+        if len(prompt) > most:
+            return f"the request has {len(prompt)} tokens, more than data.max_prompt_length = {most}"
+        told = f"{its.limit} tokens may stand behind a prompt, by sampling.max_response_length"
+        return f"no token is left for an answer: {told}"
+
+    def _gone(self, request: ChatRequest) -> None:
+        """Its client no longer waits: the turn goes, and the same request may come again."""
+        row = self._numbers.get(request.row)
+        its = None if row is None else self._rows[row]
+        if row is None or its is None or request not in (its.request, its.answered):
+            return
+        if request is its.answered and its.request is not None:
+            return  # a later one has come, and has been told apart already
+        self._refuse(request, "repeated", "the same request has come again")  # where its client is there all the same
+        its.talk, its.request, its.answered = its.before, None, None
+        its.expected = time.monotonic()
+        self._ready.append(Reply(row, drops=True))
+
+    def _refuse(self, request: ChatRequest, code: str, message: str) -> None:
+        self._door.refuse(request, Refusal(BAD, code, message))
+
+    def _tell_ignored(self, body: Any) -> None:
+        new = ignored_keys(body) - self._shared.told
+        if new:
+            self._shared.told.update(new)
+            self._failures.show(
+                f"requests ask for {', '.join(sorted(new))}: left aside, as the model samples as `sampling` says"
+            )
+
+    # ---- ends
+
+    def _end(self, row: int, reply: Reply) -> None:
+        its = self._rows[row]
+        self._answered(its)
+        if its.request is not None:
+            self._refuse(its.request, "row_ended", "the row of this URL has ended")
+        del self._numbers[its.name]
+        if its.agent is not None:
+            self._pool.finish(its.agent)
+        self._ready.append(reply)
+
+    def _fail(self, row: int, problem: str) -> None:
+        """Errors: RewardError where that ends the run."""
+        its = self._rows[row]
+        drops = its.request is not None
+        reply = self._failures.reply(row, its.row, its.turn, problem, drops=drops)
+        if not (its.before if drops else its.talk).prompt:
+            reply = replace(reply, token_ids=(self._shared.continues.end,))  # a row has a token at least
+        self._by_ticket = {ticket: other for ticket, other in self._by_ticket.items() if other != row}
+        self._end(row, reply)
+
+    def _look_at_the_time(self) -> None:
+        """Agents that are late have failed."""
+        now, whole = time.monotonic(), self._config.row_seconds
+        for row in list(self._by_ticket.values()):
+            its = self._rows[row]
+            if its.expected is not None and now > its.expected + self._config.call_seconds:
+                limit = f"data.environment.call_seconds = {self._config.call_seconds:g}"
+                self._fail(row, f"took longer than {limit} without a request or a reward")
+            elif whole is not None and now > its.begun + whole:
+                self._fail(row, f"took longer than data.environment.row_seconds = {whole:g}")
+
+    def _answered(self, its: Session) -> None:
+        if its.expected is not None:
+            self._shared.counts.seconds += time.monotonic() - its.expected
+        its.expected = None
+
+    def _wait(self) -> None:
+        """For the pool or the door."""
+        poll = select.poll()
+        for one in (self._pool, self._door):
+            poll.register(one.fileno(), select.POLLIN)
+        poll.poll(1000 * LOOK_SECONDS)

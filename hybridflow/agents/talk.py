@@ -1,0 +1,80 @@
+"""What a row has said so far, and what a further request of its agent adds to that: messages here, tokens there."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridflow.agents.chat_requests import Asked, continuation_of
+from hybridflow.data.continuations import Continuations
+from hybridflow.data.fields import KWARGS, TOOLS
+from hybridflow.data.messages import Message
+from hybridflow.errors import ConfigError
+from hybridflow.rollout.tool_calls import Parsed
+
+
+@dataclass(frozen=True)
+class Talk:
+    """What a row has said so far. prompt: tokens, none where the first request is to bring them. used: tokens behind.
+
+    ended: the model's last turn has its end token. cut: that turn has met a limit.
+    """
+
+    prompt: list[int]
+    messages: list[Message] | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    used: int = 0
+    ended: bool = True
+    cut: bool = False
+
+
+def new_tokens(talk: Talk, asked: Asked, columns: Mapping[str, Any], continues: Continuations) -> list[int]:
+    """Those of a request behind the tokens that the row has; all of a first request that brings the prompt.
+
+    columns: of the row. Errors: RowError where the template fails; ConfigError where it is another conversation.
+    """
+    own = {KWARGS: columns[KWARGS]} if KWARGS in columns else {}
+    fields, template = {**own, **asked.fields}, continues.with_tools(asked.fields.get(TOOLS, ()))
+    if talk.messages is None:
+        ids = template.first_tokens(asked.messages, fields)
+        if ids[: len(talk.prompt)] != talk.prompt:
+            raise ConfigError(
+                "the first request does not begin with the row's prompt: with data.environment.prompt: column its "
+                "messages and tools are those of the data file"
+            )
+        return ids[len(talk.prompt) :]
+    new = continuation_of(talk.messages, asked.messages)
+    if new is None:
+        raise ConfigError(
+            "the request does not continue the row's conversation: its messages have to begin with those that the "
+            "row has, the model's last one included, and to go on"
+        )
+    if asked.fields != talk.fields:
+        raise ConfigError("the request has other tools than the row's first one: a row keeps its tools")
+    return template.tokens(talk.messages, new, fields, ended=talk.ended)
+
+
+def turn_message(parsed: Parsed, name: str) -> Message:
+    """Of the assistant, as chat templates take it. name: of its tool calls, before their numbers."""
+    message: Message = {"role": "assistant", "content": parsed.content}
+    if parsed.calls:
+        message["tool_calls"] = [
+            {
+                "id": f"{name}_{number}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(parsed.calls)
+        ]
+    return message
+
+
+def sent(message: Message) -> Message:
+    """As OpenAI's format has it: arguments are texts."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "content": message["content"] or None, "tool_calls": calls}

@@ -1,0 +1,247 @@
+"""Whole runs with agents that speak to a URL: OpenAI's client as it is, real engines, beside HuggingFace."""
+
+import csv
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hybridflow.batch import RolloutBatch
+from hybridflow.recording.turns import turns_of_rows
+from tests.agents.agents_of_users import ADD
+from tests.agents.runs_worker import CASES, WRONG
+from tests.environments.tiny_chat import CALLS, END, make_chat_inputs, make_tokenizer
+from tests.launch import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+STOPS = list(range(4, 14))  # a random model seldom writes a certain token; these are the digits
+ON_TWO = [name for name in CASES if name.endswith("at tp 2")]
+END_ID = make_tokenizer().convert_tokens_to_ids(END)
+FIELDS = {"input_ids", "lengths", "prompt_lengths", "prompt_indices", "truncated", "response_mask"}
+FIELDS |= {"rollout_log_probs", "environment_rewards"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root: Path = make_chat_inputs(tmp_path_factory.mktemp("agents"))
+    rows = [json.loads(line) for line in (root / "train.jsonl").read_text().splitlines()]
+    prompts = [{"prompt": [{"role": "user", "content": row["question"]}], "tools": [ADD], **row} for row in rows]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    config = {
+        "name": "run",
+        "seed": 1,
+        "output_dir": str(root / "runs"),
+        "num_iterations": 2,
+        "data": {
+            "train": str(root / "train.jsonl"),
+            "heldout": str(root / "heldout.jsonl"),
+            "chat_template": True,
+            "prompts_per_iteration": 4,
+            "max_prompt_length": 32,
+            "shuffle": False,
+        },
+        "sampling": {"samples_per_prompt": 4, "max_response_length": 160, "stop_token_ids": STOPS},
+        "actor": {"model": str(root / "policy"), "dtype": "float32", "optimizer": {"lr": 1e-3}},
+        "critic": None,
+        "rollout": {"kv_cache_gib": 0.0625},
+        "algorithm": {"name": "grpo", "kl": {"use": "none"}, "update": {"mini_batch_size": 8}},
+        "metrics": {"tensorboard": False, "dump_batches": True},
+        "checkpoint": {"load": "none"},
+    }
+    (root / "config.yaml").write_text(json.dumps(config))
+    return root
+
+
+@pytest.fixture(scope="module")
+def told(root: Path) -> dict[str, str]:
+    """What went wrong, by case; nothing where nothing did."""
+    names = [name for name in CASES if name not in ON_TWO]
+    run_ranks(1, "tests.agents.runs_worker", root / "config.yaml", root / "told.json", *names)
+    return json.loads((root / "told.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def on_two(root: Path) -> None:
+    """Runs of two ranks that share an engine."""
+    run_ranks(2, "tests.agents.runs_worker", root / "config.yaml", root / "two.json", *ON_TWO)
+    assert json.loads((root / "two.json").read_text()) == dict.fromkeys(ON_TWO, "")
+
+
+def tensors(root: Path, name: str, iteration: int = 1) -> dict[str, Tensor]:
+    directory = root / "runs" / name.replace(" ", "_")
+    return load_file(directory / "batches" / f"iteration_{iteration:06d}.safetensors")
+
+
+def rollout(root: Path, name: str, iteration: int = 1) -> RolloutBatch:
+    return RolloutBatch(**{key: x for key, x in tensors(root, name, iteration).items() if key in FIELDS})
+
+
+def metrics(root: Path, name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader((root / "runs" / name.replace(" ", "_") / "metrics.csv").open()))
+
+
+def turns(batch: RolloutBatch, row: int) -> list[tuple[bool, list[int]]]:
+    """What follows the prompt: (whether the policy wrote it, its tokens), in turn."""
+    start = int(batch.lengths[:row].sum() + batch.prompt_lengths[row])
+    end = int(batch.lengths[: row + 1].sum())
+    both = zip(batch.response_mask[start:end].tolist(), batch.input_ids[start:end].tolist(), strict=True)
+    return [(by, [token for _, token in some]) for by, some in itertools.groupby(both, key=lambda one: one[0])]
+
+
+def furthest_log_prob(root: Path, batch: RolloutBatch) -> float:
+    """From one pass of HuggingFace over each row, by the weights that the first rollout has."""
+    model, expected = AutoModelForCausalLM.from_pretrained(root / "policy"), []
+    for ids in batch.input_ids.split(batch.lengths.tolist()):
+        with torch.no_grad():
+            log_probs = model(ids[None]).logits[0].log_softmax(-1)
+        expected.append(torch.cat([torch.zeros(1), log_probs[:-1].gather(1, ids[1:, None]).flatten()]))
+    assert (batch.rollout_log_probs[~batch.response_mask] == 0).all()
+    return float((torch.cat(expected) - batch.rollout_log_probs)[batch.response_mask].abs().max())
+
+
+def test_an_unchanged_client_with_a_tool_is_trained_on(root: Path, told: dict[str, str]) -> None:
+    assert told["calculator"] == ""
+    rows = metrics(root, "calculator")
+    assert len(rows) == 2 and all(float(row["actor/grad_norm"]) > 0 for row in rows)
+    for row in rows:
+        assert float(row["environment/turns_mean"]) == 3 and float(row["environment/failed_rows"]) == 0
+        assert float(row["environment/cached_prefix_fraction"]) > 0 and float(row["environment/tool_calls"]) > 0
+
+
+def test_tokens_are_those_that_the_template_gives_the_whole_conversation(root: Path, told: dict[str, str]) -> None:
+    """The first request, and between turns results of tools or the agent's next message."""
+    batch, tokenizer = rollout(root, "calculator"), AutoTokenizer.from_pretrained(root / "policy")
+    assert batch.response_mask.sum() > 200
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), batch.lengths.cumsum(0)[:-1]])
+    num_calls = 0
+    for row in range(len(batch)):
+        parts = turns(batch, row)
+        assert [by for by, _ in parts] == [True, False] * 2 + [True]
+        prompt = batch.input_ids[starts[row] : starts[row] + batch.prompt_lengths[row]]
+        question = f"{row // 4}+{row // 4}="
+        assert tokenizer.decode(prompt) == f"<|system|>add {END}<|user|>{question}{END}<|assistant|>"
+        for (_, said), (_, written) in zip(parts[::2], parts[1::2], strict=False):
+            text, answer = tokenizer.decode(said), tokenizer.decode(written)
+            ends, cut = said[-1] in (2, END_ID), len(said) == 16 and said[-1] not in (2, END_ID, *STOPS)
+            assert answer.startswith("" if ends else END) and answer.endswith(f"{END}<|assistant|>")
+            calls = [] if cut or CALLS[4] in text else [call for call in CALLS if call in text]
+            written_by = "tool" if calls else "user"
+            assert answer.removeprefix("" if ends else END).startswith(f"<|{written_by}|>")
+            num_calls += len(calls)
+            if calls == [CALLS[0]] and text.count("<tool_call>") == 1:
+                assert answer.removeprefix("" if ends else END) == f"<|tool|>3{END}<|assistant|>"
+    assert 1 <= num_calls <= float(metrics(root, "calculator")[0]["environment/tool_calls"])
+
+
+def test_log_probs_of_all_turns_are_one_pass_of_huggingface(root: Path, told: dict[str, str]) -> None:
+    for name in ("calculator", "streamed", "given prompt", "leaves"):
+        assert furthest_log_prob(root, rollout(root, name)) < 1e-4, name
+
+
+def test_rewards_are_what_the_agent_returns(root: Path, told: dict[str, str]) -> None:
+    batch = rollout(root, "calculator")
+    assert batch.environment_rewards.shape == (16, 1) and len(set(batch.environment_rewards.flatten().tolist())) > 2
+    found = tensors(root, "calculator")
+    assert torch.equal(found["raw_scores"], batch.environment_rewards[:, 0])
+    assert (found["advantages"][~batch.response_mask] == 0).all()
+
+
+def test_two_ranks_sample_what_one_does_whenever_agents_ask(root: Path, told: dict[str, str], on_two: None) -> None:
+    one, two = rollout(root, "calculator"), rollout(root, "calculator at tp 2")
+    for name in ("input_ids", "lengths", "response_mask", "environment_rewards", "truncated"):
+        assert torch.equal(getattr(one, name), getattr(two, name)), name
+    assert (one.rollout_log_probs - two.rollout_log_probs).abs().max() < 1e-4
+
+
+def test_the_same_seed_gives_the_same_run(root: Path, told: dict[str, str]) -> None:
+    first, again = tensors(root, "calculator", 2), tensors(root, "calculator again", 2)
+    for name in FIELDS - {"rollout_log_probs"}:
+        assert torch.equal(first[name], again[name]), name
+    assert torch.allclose(first["rollout_log_probs"], again["rollout_log_probs"], atol=1e-5)
+
+
+def test_a_stream_says_the_same_and_a_client_may_lower_the_limit(root: Path, told: dict[str, str]) -> None:
+    """Its own max_tokens is 5; the parts of its reward have weights."""
+    assert told["streamed"] == ""
+    batch, found = rollout(root, "streamed"), tensors(root, "streamed")
+    said = [[len(ids) for by, ids in turns(batch, row) if by] for row in range(16)]
+    assert all(len(each) == 2 and max(each) <= 5 for each in said)
+    tokens = torch.tensor([float(sum(each)) for each in said])
+    assert torch.equal(batch.environment_rewards, torch.stack([tokens, torch.ones(16)], dim=1))
+    assert torch.allclose(found["raw_scores"], 0.5 * tokens + 1)
+
+
+def test_the_data_files_prompt_may_be_the_agents(root: Path, told: dict[str, str]) -> None:
+    assert told["given prompt"] == ""
+    batch, tokenizer = rollout(root, "given prompt"), AutoTokenizer.from_pretrained(root / "policy")
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), batch.lengths.cumsum(0)[:-1]])
+    for row in range(16):
+        ids = batch.input_ids[starts[row] : starts[row] + batch.prompt_lengths[row]]
+        expected = f"<|system|>add {END}<|user|>{row // 4}+{row // 4}={END}<|assistant|>"
+        assert tokenizer.decode(ids) == expected and [by for by, _ in turns(batch, row)] == [True]
+
+
+def test_rows_whose_agent_fails_are_masked_and_stay_in_their_group(root: Path, told: dict[str, str]) -> None:
+    """The first questions are 0 to 3: the last three raise, hang and die; each row has a process of its own."""
+    assert told["fragile"] == ""
+    batch = rollout(root, "fragile")
+    assert batch.failed.tolist() == [False] * 4 + [True] * 12
+    assert batch.prompt_indices.bincount().tolist() == [4] * 4
+    mask = batch.response_mask.split(batch.lengths.tolist())
+    assert [bool(its.any()) for its in mask] == [not failed for failed in batch.failed.tolist()]
+    assert float(metrics(root, "fragile")[0]["environment/failed_rows"]) == 12
+
+
+def test_a_failed_row_may_end_the_run(told: dict[str, str]) -> None:
+    found = told["fragile ends"]
+    assert "data.environment.agent = tests.agents.agents_of_users:fragile: row " in found
+    assert "on_error: fail_row" in found
+
+
+@pytest.mark.parametrize(("number", "problem"), list(enumerate(WRONG.values())), ids=list(WRONG))
+def test_what_an_agent_does_wrong_is_told(told: dict[str, str], number: int, problem: str) -> None:
+    assert problem in told[f"wrong {number}"]
+
+
+def test_a_client_that_goes_away_leaves_nothing(root: Path, told: dict[str, str], on_two: None) -> None:
+    """Two turns are there of each row, whatever was under way when its client left."""
+    for name in ("leaves", "leaves at tp 2"):
+        batch = rollout(root, name)
+        assert turns_of_rows(batch).tolist() == [2] * 16 and not batch.failed.any(), name
+        for row in range(16):
+            parts = turns(batch, row)
+            assert [by for by, _ in parts] == [True, False, True] and int(batch.prompt_lengths[row]) == 7
+    assert furthest_log_prob(root, rollout(root, "leaves at tp 2")) < 1e-4
+
+
+def test_turns_and_tokens_have_limits(root: Path, told: dict[str, str]) -> None:
+    """An agent that is refused for a limit and raises has the reward 0; one that returns has its own."""
+    few, long = rollout(root, "few turns"), rollout(root, "few tokens")
+    assert turns_of_rows(few).tolist() == [3] * 16 and (turns_of_rows(long) > 5).all()
+    behind = long.lengths - long.prompt_lengths
+    assert behind.max() <= 160 and behind.min() > 160 - 8 - 10
+    for batch in (few, long):
+        assert batch.truncated.all() and not batch.failed.any()
+        assert batch.environment_rewards.flatten().tolist() == ([0.5] * 4 + [0.0] * 4) * 2
+
+
+def test_an_agent_that_does_not_ask_is_late(told: dict[str, str]) -> None:
+    assert "all 16 rows" in told["late"]
+
+
+def test_evaluation_runs_agents(root: Path, told: dict[str, str]) -> None:
+    assert told["evaluated"] == ""
+    row = metrics(root, "evaluated")[-1]
+    assert float(row["eval/score_mean"]) > 0 and float(row["eval/failed_rows"]) == 0
+
+
+def test_a_first_request_that_is_not_the_rows_is_told(told: dict[str, str]) -> None:
+    """The agent has the question of the file's prompt, and not its tool."""
+    assert "the first request does not begin with the row's prompt" in told["other prompt"]
+    assert "data.environment.prompt: column" in told["other prompt"]

@@ -1,0 +1,190 @@
+"""What rows of agents answer to requests in an order that no agent can be relied on for: a real door, given turns."""
+
+import math
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from hybridflow.agents.sessions import Agents, Sessions
+from hybridflow.batch import PromptBatch
+from hybridflow.config.environment import EnvironmentConfig
+from hybridflow.config.length_buckets import always
+from hybridflow.data.continuations import Continuations
+from hybridflow.data.templates import ChatTemplate
+from hybridflow.rewards.pool import Answer
+from hybridflow.rollout.turns import Reply
+from tests.environments.tiny_chat import END, make_tokenizer
+
+TOKENIZER = make_tokenizer()
+END_ID = TOKENIZER.convert_tokens_to_ids(END)
+USER = {"role": "user", "content": "1+1="}
+AGAIN = {"x-stainless-retry-count": "1"}
+
+
+class GivenAgents:
+    """In the pool's place: what its agents return is given, and what they are told is kept."""
+
+    most_at_once = 8
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self.config, self.urls, self.returned, self.finished = config, [], {}, []
+        self._readable, _ = os.pipe()
+
+    def fileno(self) -> int:
+        return self._readable
+
+    def run(self, base_url: str, columns: Any) -> tuple[int, int]:
+        self.urls.append(base_url)
+        return len(self.urls) - 1, len(self.urls) - 1
+
+    def finish(self, row: int) -> None:
+        self.finished.append(row)
+
+    def answers(self, seconds: float) -> dict[int, Answer]:
+        found, self.returned = self.returned, {}
+        return found
+
+
+class Rows:
+    """Sessions of some rows of one prompt, and the requests to them."""
+
+    def __init__(self, count: int = 1, **more: Any) -> None:
+        self.pool = GivenAgents(EnvironmentConfig(**{"agent": "a:b", **more}))
+        shared = Agents(
+            self.pool,
+            Continuations.of(ChatTemplate(TOKENIZER), (), END_ID, keeps=False),
+            None,
+            TOKENIZER.decode,
+            frozenset({END_ID}),
+            rank=0,
+            prompt_key="prompt",
+            token=None,
+            max_prompt_length=16,
+            max_model_len=64,
+        )
+        empty = torch.zeros(0, dtype=torch.int64)
+        prompts = PromptBatch(empty, torch.tensor([0]), ("",), {"answer": ("2",)}, (None,))
+        self.sessions: Sessions = shared.conversations(prompts, torch.tensor([count]), always(32), (1,))
+        self.door, self.threads = shared.door, ThreadPoolExecutor(4)
+        assert self.sessions.begin(range(count)) == [0] * count
+
+    def ask(self, *messages: Any, row: int = 0, headers: Any = None, **more: Any) -> Future[httpx.Response]:
+        url = f"{self.pool.urls[row]}/chat/completions"
+        body = {"model": "gpt", "messages": list(messages), **more}
+        return self.threads.submit(httpx.post, url, json=body, headers=headers, timeout=60)
+
+    def replies(self) -> list[Reply]:
+        return self.sessions.replies(wait=True)
+
+
+@pytest.fixture()
+def rows() -> Iterator[Rows]:
+    made = Rows()
+    yield made
+    made.door.close()
+    made.threads.shutdown()
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+FIRST = ids(f"<|user|>1+1={END}<|assistant|>")
+
+
+def said(answer: Future[httpx.Response]) -> dict[str, Any]:
+    found = answer.result(60)
+    assert found.status_code == 200, found.text
+    return found.json()["choices"][0]["message"]
+
+
+def test_a_request_is_tokens_and_a_limit(rows: Rows) -> None:
+    first = rows.ask(USER, max_tokens=5)
+    assert rows.replies() == [Reply(0, FIRST, 5)]
+    rows.sessions.said(0, ids(f"3{END}"), truncated=False)
+    message = said(first)
+    assert (message["role"], message["content"]) == ("assistant", "3")
+    assert first.result().json()["usage"] == {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
+    rows.ask(USER, message, {"role": "user", "content": "no"})
+    more = ids(f"<|user|>no{END}<|assistant|>")
+    assert rows.replies() == [Reply(0, more, 32 - 2 - len(more))]
+    rows.sessions.said(0, ids("45"), truncated=True)
+    rows.pool.returned = {0: Answer({"reward": [1.5]}, "", 0.0, "")}
+    assert rows.replies() == [Reply(0, ends=True, truncated=True, rewards=(1.5,))]
+    assert rows.pool.finished == [0]
+
+
+def test_a_second_request_while_the_model_answers_fails_the_row(rows: Rows) -> None:
+    rows.ask(USER)
+    assert rows.replies() == [Reply(0, FIRST, 32)]
+    second = rows.ask(USER, USER)
+    [reply] = rows.replies()
+    assert (reply.ends, reply.failed, reply.drops, reply.token_ids) == (True, True, True, (END_ID,))
+    assert all(math.isnan(reward) for reward in reply.rewards)
+    assert "a second request while the model answers one" in second.result(60).json()["error"]["message"]
+
+
+def test_a_request_that_comes_again_takes_the_place_of_the_first(rows: Rows) -> None:
+    """While the model answers, and after its answer was lost."""
+    first = rows.ask(USER)
+    assert rows.replies() == [Reply(0, FIRST, 32)]
+    rows.ask(USER, headers=AGAIN)
+    assert rows.replies() == [Reply(0, drops=True), Reply(0, FIRST, 32)]
+    assert first.result(60).json()["error"]["code"] == "repeated"
+    rows.sessions.said(0, ids(f"3{END}"), truncated=False)
+    third = rows.ask(USER, headers=AGAIN)
+    assert rows.replies() == [Reply(0, drops=True), Reply(0, FIRST, 32)]
+    rows.sessions.said(0, ids(f"4{END}"), truncated=False)
+    assert said(third)["content"] == "4"
+
+
+def test_an_answer_is_no_answer_to_another_request(rows: Rows) -> None:
+    """The same request without the header of a repetition: which of two answers counts is not known."""
+    rows.ask(USER)
+    rows.replies()
+    rows.sessions.said(0, ids(f"3{END}"), truncated=False)
+    again = rows.ask(USER)
+    [reply] = rows.replies()
+    assert reply.failed and not reply.drops and reply.token_ids == ()
+    assert again.result(60).json()["error"]["code"] == "no_continuation"
+
+
+def test_an_agent_that_returns_while_the_model_answers_ends_the_turn(rows: Rows) -> None:
+    asked = rows.ask(USER)
+    rows.replies()
+    rows.sessions.said(0, ids(f"3{END}"), truncated=False)
+    rows.ask(USER, said(asked), {"role": "user", "content": "no"})
+    rows.replies()
+    rows.pool.returned = {0: Answer({"reward": [1.0]}, "", 0.0, "")}
+    assert rows.replies() == [Reply(0, ends=True, rewards=(1.0,), drops=True)]
+
+
+def test_a_row_that_has_ended_answers_nobody() -> None:
+    rows = Rows(2)
+    rows.pool.returned = {1: Answer(None, "the agent raised ValueError: ", 0.0, "")}
+    [reply] = rows.replies()
+    assert (reply.row, reply.failed, reply.token_ids) == (1, True, (END_ID,))
+    late = rows.ask(USER, row=1)
+    while not late.done():
+        assert rows.sessions.replies(wait=False) == []
+    rows.ask(USER, row=0)
+    assert [reply.row for reply in rows.replies()] == [0]
+    assert late.result(60).json()["error"]["code"] == "row_ended"
+    rows.door.close()
+
+
+def test_times_are_looked_at() -> None:
+    """Between an answer and the next request, and of the whole row while the model answers."""
+    for limit, asks in (({"call_seconds": 1.0}, False), ({"row_seconds": 5.0}, True)):
+        rows = Rows(**limit)
+        if asks:
+            rows.ask(USER)
+            assert rows.replies() == [Reply(0, FIRST, 32)]
+        [reply] = rows.replies()
+        assert reply.failed and reply.drops == asks
+        rows.door.close()
