@@ -183,7 +183,8 @@ TABLE: tuple[ChangeRule, ...] = (
     ),
     _rule(
         "data.environment.call_seconds data.environment.row_seconds data.environment.num_workers "
-        "data.environment.on_error data.environment.concurrency data.environment.listen data.environment.token_file",
+        "data.environment.on_error data.environment.concurrency data.environment.listen data.environment.token_file "
+        "data.environment.python",
         FREE,
         FREE,
         "when and where the class or agent is called, and when a row is given up",

@@ -159,7 +159,7 @@ class DataConfig(FilesConfig):
     @model_validator(mode="after")
     def _check_environment(self) -> Self:
         if self.environment is not None and not self.chat_template:
-            named = f"environment.{self.environment.kind} = {self.environment.path}"
+            named = self.environment.field.removeprefix("data.")
             raise ValueError(f"{named}: turns are messages: set chat_template: true")
         return self
 

@@ -1,4 +1,4 @@
-"""The section `data.environment` of a config: a class, or an agent, that talks with the model over many turns."""
+"""The section `data.environment` of a config: a class, an agent or verifiers, who talk with the model."""
 
 import ipaddress
 from typing import Annotated, Any, Literal, Self
@@ -17,8 +17,9 @@ from pydantic import (
 from hybridflow.config.rewards import FunctionName, PartName
 from hybridflow.config.section import PathText, Section
 
+Kind = Literal["class", "agent", "verifiers"]
 # `class` is a keyword of Python: no class body can declare it
-_TEXT = "The Python class, as package.module:Class. Give either class or agent."
+_TEXT = "The Python class, as package.module:Class. Give one of class, agent and verifiers."
 _CLASS: dict[str, Any] = {"class": (FunctionName | None, Field(default=None, description=_TEXT))}
 _OfClass = create_model("_OfClass", __base__=Section, **_CLASS)
 
@@ -28,8 +29,13 @@ class EnvironmentConfig(_OfClass):
 
     agent: FunctionName | None = None
     """An agent that speaks to an OpenAI-compatible URL: `async def run(base_url, row)`, as package.module:function."""
+    verifiers: PathText | None = None
+    """An environment of the package verifiers, by the name of its taskset's module. A row has a task's number in the
+    column task."""
+    python: PathText | None = None
+    """The Python in whose environment verifiers 0.4 and the taskset are installed. Only with verifiers."""
     arguments: dict[str, JsonValue] = {}
-    """Keyword arguments of the class, or more of the agent's."""
+    """Keyword arguments of the class, or more of the agent's; with verifiers the environment's config."""
     max_turns: PositiveInt = 8
     """Turns of the model in a row, at most. An agent's further request is refused."""
     max_turn_tokens: PositiveInt | None = None
@@ -62,38 +68,62 @@ class EnvironmentConfig(_OfClass):
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
-        if (getattr(self, "class") is None) == (self.agent is None):
+        named = [name for name in KINDS if getattr(self, name) is not None]
+        if not named:
             raise ValueError(
-                "has both class and agent: leave one of them out"
-                if self.agent is not None
-                else "names nobody who answers the model: give class: package.module:Class, or agent: "
-                "package.module:function"
+                "names nobody who answers the model: give class: package.module:Class, agent: package.module:function, "
+                "or verifiers: NAME with python: PATH"
             )
+        if len(named) > 1:
+            raise ValueError(f"has both {named[0]} and {named[1]}: leave one of them out")
         given = [name for name in OF_AGENTS if name in self.model_fields_set]
-        if self.agent is None and given:
+        if self.kind == "class" and given:
             raise ValueError(f"{given[0]} = {getattr(self, given[0])!r}: is for an agent, and this is a class")
+        if (self.kind == "verifiers") != (self.python is not None):
+            raise ValueError(
+                f"verifiers = {self.verifiers}: needs python: the Python in whose environment verifiers is installed"
+                if self.python is None
+                else f"python = {self.python}: is for verifiers, and this is {KINDS[self.kind]}"
+            )
+        if self.kind == "verifiers" and self.prompt == "column":
+            raise ValueError("prompt = column: is for an agent of yours: a task of verifiers brings its own messages")
         if self.listen != "127.0.0.1":
             _check_address(self.listen, self.token_file)
         return self
 
     @property
-    def kind(self) -> Literal["class", "agent"]:
+    def kind(self) -> Kind:
+        if self.verifiers is not None:
+            return "verifiers"
         return "class" if self.agent is None else "agent"
 
     @property
+    def is_agent(self) -> bool:
+        """Whether rows are requests to a URL."""
+        return self.kind != "class"
+
+    @property
     def path(self) -> str:
-        """package.module:Class, or package.module:function of an agent."""
-        return str(getattr(self, self.kind))
+        """package.module:Class, or package.module:function of an agent; of verifiers our own."""
+        return VERIFIERS_AGENT if self.kind == "verifiers" else str(getattr(self, self.kind))
+
+    @property
+    def called_with(self) -> dict[str, Any]:
+        """Keyword arguments of the class or agent at `path`."""
+        if self.kind != "verifiers":
+            return self.arguments
+        own = {"name": self.verifiers, "python": self.python, "arguments": self.arguments}
+        return {**own, "parts": list(self.parts), "token_file": self.token_file}
 
     @property
     def begins_rows(self) -> bool:
         """Whether prompts are not in the data file."""
-        return self.agent is None or self.prompt == "request"
+        return not self.is_agent or self.prompt == "request"
 
     @property
     def field(self) -> str:
         """What messages call it."""
-        return f"data.environment.{self.kind} = {self.path}"
+        return f"data.environment.{self.kind} = {getattr(self, self.kind)}"
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -101,6 +131,8 @@ class EnvironmentConfig(_OfClass):
         return tuple(self.parts.values()) or (1.0,)
 
 
+KINDS = {"class": "a class", "agent": "an agent", "verifiers": "an environment of verifiers"}
+VERIFIERS_AGENT = "hybridflow.environments.verifiers_agent:run"
 OF_AGENTS = ("prompt", "concurrency", "listen", "token_file")
 
 

@@ -94,7 +94,7 @@ class ExperimentConfig(RunConfig):
                 f"{field} cannot go with algorithm.policy.replay_routing = true: experts of earlier turns are not "
                 "recorded"
             )
-        if environment.agent is not None and environment.begins_rows:
+        if environment.is_agent and environment.begins_rows:
             self._check_prompts_of_requests(field)
         longest = environment.max_turn_tokens
         if longest is not None and longest < self.sampling.min_response_length:

@@ -1,7 +1,9 @@
 """The environment of a config as a run reads it: the user's code, its processes, and what the template makes of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,6 +17,7 @@ from hybridflow.data.templates import ChatTemplate, TemplateOptions
 from hybridflow.environments.agents import agent_file
 from hybridflow.environments.classes import described
 from hybridflow.environments.pool import AgentPool, EnvironmentPool
+from hybridflow.environments.verifiers_agent import number_of_tasks, task_problem
 from hybridflow.rewards.specs import word_of
 
 
@@ -39,17 +42,30 @@ class EnvironmentInputs:
 
 @dataclass(frozen=True)
 class AgentInputs:
-    """token: that agents send."""
+    """token: that agents send. problem: why an agent can make nothing of a row's columns; nothing where it can."""
 
     pool: AgentPool
     continuations: Continuations
     token: str | None
+    problem: Callable[[Mapping[str, Any]], str]
 
     def begins(self) -> FirstMessages | None:
         """None: with the data file's prompts."""
-        if not self.pool.config.begins_rows:
-            return None
-        return lambda rows: [Begun(None, row.fields) for row in rows]
+        return self._first_messages if self.pool.config.begins_rows else None
+
+    def _first_messages(self, rows: Sequence[Row]) -> list[Begun | RowError]:
+        problems = [self.problem(row.fields) for row in rows]
+        return [
+            RowError(f"{row.where}: {self.pool.field}: {problem}", "not started")
+            if problem
+            else Begun(None, row.fields)
+            for row, problem in zip(rows, problems, strict=True)
+        ]
+
+
+def _no_problem(columns: Mapping[str, Any]) -> str:
+    """An agent looks at its columns itself."""
+    return ""
 
 
 def environment_inputs(
@@ -65,7 +81,11 @@ def environment_inputs(
         found = described(config.path, config.arguments)
         continuations = Continuations.of(template, found.schemas, ends.of_template, keeps=keeps)
         return EnvironmentInputs(EnvironmentPool(config, found, scoring, num_ranks=num_ranks), continuations)
-    file = agent_file(config.path, config.arguments)
+    file = agent_file(config.path, config.called_with)
+    problem: Callable[[Mapping[str, Any]], str] = _no_problem
+    if config.verifiers is not None and config.python is not None:
+        num_tasks = number_of_tasks(config.verifiers, config.python, config.arguments)
+        problem = partial(task_problem, num_tasks=num_tasks)
     token = None if config.token_file is None else word_of(config.token_file, "data.environment.token_file")
     continuations = Continuations.of(template, (), ends.of_template, keeps=keeps)
-    return AgentInputs(AgentPool(config, file, scoring, num_ranks=num_ranks), continuations, token)
+    return AgentInputs(AgentPool(config, file, scoring, num_ranks=num_ranks), continuations, token, problem)

@@ -103,12 +103,12 @@ class AgentPool(RowPool):
 
 def _spec(config: EnvironmentConfig, file: str | None) -> FunctionSpec:
     """Rows of an agent have limits that the rank keeps, which knows what they wait for."""
-    is_agent = config.kind == "agent"
+    is_agent = config.is_agent
     own = "agents:AgentRuns" if is_agent else "instances:Instances"
     return FunctionSpec(
         path=f"hybridflow.environments.{own}",
         file=file,
-        arguments={"path": config.path, "arguments": config.arguments, "parts": list(config.parts)},
+        arguments={"path": config.path, "arguments": config.called_with, "parts": list(config.parts)},
         parts=(),
         per="row",
         timeout_seconds=math.inf if is_agent else config.call_seconds,

@@ -1,0 +1,142 @@
+"""Episodes of a verifiers environment, by the Python that verifiers is installed in: this file is run, not imported.
+
+    PYTHON -P verifiers_runner.py NAME '{"agent": {"runtime": {"type": "subprocess"}}}' play
+
+The first line out tells whether the environment was loaded. With `check` that is all; with `play` each line in is an
+episode, and has a line out:
+
+    {"tasks": 64, "problem": ""}
+    {"call": 3, "task": 5, "base_url": "http://127.0.0.1:4711/.../v1", "key": "-"}
+    {"call": 3, "reward": 1.0, "scores": {"found": 1.0}, "problem": ""}
+
+The environment talks to the model by OpenAI's chat completions: the trainer's own record has the tokens.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+KEY_VARIABLE = "HYBRIDFLOW_AGENT_KEY"
+MODEL = "policy"
+
+
+class Episodes:
+    """Of one environment. Errors of building it: whatever verifiers raises; ValueError."""
+
+    def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
+        """name: of the taskset. arguments: of the environment's config, as verifiers has it."""
+        from verifiers.v1.configs.agent import agent_config_fields
+        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+        given = {name: value for name, value in arguments.items() if name != "taskset"}
+        tree = {**given, "taskset": {**arguments.get("taskset", {}), "id": name}}
+        config = resolve_env_config(tree)
+        roles = agent_config_fields(config)
+        _check_runtimes({role: its.runtime.type for role, its in roles.items()})
+        self.environment = load_environment(config)
+        bounded = self.environment.taskset.bounded
+        self._left: Iterator[Any] = iter(self.environment.taskset)
+        self._tasks = list(self._left) if bounded else []
+        self.num_tasks = len(self._tasks) if bounded else None
+
+    def task(self, number: int) -> Any:
+        """Errors: ValueError where there is no such task."""
+        missing = number + 1 - len(self._tasks)
+        if missing > 0:
+            self._tasks += itertools.islice(self._left, missing)
+        if not 0 <= number < len(self._tasks):
+            raise ValueError(f"task = {number}: the environment has tasks 0 to {len(self._tasks) - 1}")
+        return self._tasks[number]
+
+    async def play(self, number: int, base_url: str, key: str) -> dict[str, Any]:
+        """One episode of a task: its reward, its scores by name, or the problem that it had."""
+        import verifiers.v1 as vf
+
+        os.environ[KEY_VARIABLE] = key  # alike for all episodes
+        client = vf.EvalClientConfig(base_url=base_url, api_key_var=KEY_VARIABLE)
+        context = vf.ModelContext(model=MODEL, client=client)
+        episode = await self.environment.run_episode(self.task(number), context)
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        if not episode.ok:
+            return {"problem": "; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed"}
+        if len(episode.traces) != 1:
+            return {"problem": f"the episode has {len(episode.traces)} agents; a row is the conversation of one"}
+        [trace] = episode.traces
+        unscored = [name for name, reward in trace.rewards.items() if reward is None]
+        if unscored:
+            return {"problem": f"no score was given for {', '.join(unscored)}"}
+        scores = {name: float(reward.score) for name, reward in trace.rewards.items()}
+        return {"reward": float(trace.reward), "scores": scores, "problem": ""}
+
+
+def _check_runtimes(runtimes: Mapping[str, str]) -> None:
+    """verifiers' default runtime is a hosted sandbox, for which nobody has asked who did not name it."""
+    for role, kind in runtimes.items():
+        if kind == "prime":
+            raise ValueError(
+                f"{role}.runtime.type = prime: is Prime's hosted sandbox; data.environment.arguments: "
+                f"{{{role}: {{runtime: {{type: subprocess}}}}}} runs the agent's program on this machine, docker or "
+                f"podman in a container"
+            )
+
+
+async def serve(episodes: Episodes, out: int) -> None:
+    """Until the lines end. out: the file that answers go to."""
+    reader, tasks = asyncio.StreamReader(limit=1 << 26), set[asyncio.Task[None]]()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+
+    async def answer(asked: dict[str, Any]) -> None:
+        try:
+            told = await episodes.play(asked["task"], asked["base_url"], asked["key"])
+        except Exception as error:  # the boundary to the code of others
+            told = {"problem": said(error)}
+        tell(out, {"call": asked["call"], **told})
+
+    running: dict[int, asyncio.Task[None]] = {}
+    async with episodes.environment.serving():
+        tell(out, {"tasks": episodes.num_tasks, "problem": ""})
+        while line := await reader.readline():
+            asked = json.loads(line)
+            if "cancel" in asked:
+                if (task := running.get(asked["cancel"])) is not None:
+                    task.cancel()
+                continue
+            task = asyncio.ensure_future(answer(asked))
+            running[asked["call"]] = task
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        for task in list(tasks):
+            task.cancel()
+
+
+def tell(out: int, message: Mapping[str, Any]) -> None:
+    os.write(out, (json.dumps(message) + "\n").encode())
+
+
+def main(name: str, arguments: str, how: str) -> None:
+    """how: check or play."""
+    out = os.dup(1)
+    os.dup2(2, 1)  # what the environment prints is no answer
+    try:
+        episodes = Episodes(name, json.loads(arguments))
+        if how == "play":
+            asyncio.run(serve(episodes, out))
+        else:
+            tell(out, {"tasks": episodes.num_tasks, "problem": ""})
+    except Exception as error:  # the boundary to the code of others
+        tell(out, {"problem": said(error)})
+    sys.stderr.flush()
+    os._exit(0)  # without waiting for threads that others have started
+
+
+def said(error: BaseException) -> str:
+    """In one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,175 @@
+"""Environments of the package verifiers, in an environment of packages that the index gives, on real engines."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from hybridflow.environments.verifiers_agent import number_of_tasks, task_problem
+from hybridflow.errors import ConfigError
+from tests.agents.test_runs import furthest_log_prob, metrics, rollout, tensors, turns
+from tests.agents.verifiers_envs.names import NUM_TASKS
+from tests.environments.tiny_chat import END, make_chat_inputs
+from tests.launch import run_ranks
+
+RELEASE = "0.4.0"
+ENVS = Path(__file__).parent / "verifiers_envs"
+GIVEN = "HYBRIDFLOW_TEST_VERIFIERS_PYTHON"  # one that has verifiers, in the place of the fixture's
+STOPS = list(range(4, 14))
+
+# ------------------------------------------------------------------------------------------------ without verifiers
+
+
+@pytest.mark.parametrize(
+    ("columns", "num_tasks", "problem"),
+    [
+        ({"task": 0}, 16, ""),
+        ({"task": 15}, 16, ""),
+        ({"task": 9999}, None, ""),
+        ({"task": 16}, 16, "the column task is 16; the environment has tasks 0 to 15"),
+        ({"task": "3"}, 16, "the column task is '3'; a row has the number of a task of verifiers, from 0"),
+        ({"task": True}, 16, "the column task is True; a row has the number of a task of verifiers, from 0"),
+        ({"task": -1}, None, "the column task is -1; a row has the number of a task of verifiers, from 0"),
+        ({"question": "1"}, 16, "the column task is missing; a row has the number of a task of verifiers, from 0"),
+    ],
+)
+def test_a_row_names_a_task(columns: dict[str, Any], num_tasks: int | None, problem: str) -> None:
+    assert task_problem(columns, num_tasks) == problem
+
+
+def test_a_python_that_does_not_start_or_lacks_the_package_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^data.environment.python = /nowhere/python: does not start: No such file"):
+        number_of_tasks("two_turns", "/nowhere/python", {})
+    with pytest.raises(ConfigError, match=r"^data.environment.verifiers = two_turns: ModuleNotFoundError: No module"):
+        number_of_tasks("two_turns", sys.executable, {})
+
+
+# ------------------------------------------------------------------------------------------------ with verifiers
+
+with_verifiers = pytest.mark.thorough  # 600 MB of packages from the index
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    if GIVEN in os.environ:
+        return os.environ[GIVEN]
+    home = tmp_path_factory.mktemp("verifiers")
+    subprocess.run([sys.executable, "-m", "venv", home], check=True)
+    install = [home / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", f"verifiers=={RELEASE}"]
+    ran = subprocess.run(install, capture_output=True, text=True, timeout=800, check=False)
+    if ran.returncode:
+        pytest.skip(f"verifiers {RELEASE} does not install here: {ran.stderr.strip().splitlines()[-1]}")
+    return str(home / "bin" / "python")
+
+
+@pytest.fixture(scope="module")
+def found_there() -> Any:
+    """As if the taskset were installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ENVS), os.environ.get("PYTHONPATH", "")]))
+        yield
+
+
+@pytest.fixture(scope="module")
+def root(python: str, found_there: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root: Path = make_chat_inputs(tmp_path_factory.mktemp("runs"))
+    (root / "tasks.jsonl").write_text("".join(json.dumps({"task": task}) + "\n" for task in range(NUM_TASKS)))
+    config = {
+        "name": "run",
+        "seed": 1,
+        "output_dir": str(root / "runs"),
+        "num_iterations": 1,
+        "data": {
+            "train": str(root / "tasks.jsonl"),
+            "chat_template": True,
+            "prompts_per_iteration": 4,
+            "max_prompt_length": 32,
+            "shuffle": False,
+        },
+        "sampling": {"samples_per_prompt": 4, "max_response_length": 64, "stop_token_ids": STOPS},
+        "actor": {"model": str(root / "policy"), "dtype": "float32", "optimizer": {"lr": 1e-3}},
+        "critic": None,
+        "rollout": {"kv_cache_gib": 0.0625},
+        "algorithm": {"name": "grpo", "kl": {"use": "none"}, "update": {"mini_batch_size": 8}},
+        "metrics": {"tensorboard": False, "dump_batches": True},
+        "checkpoint": {"load": "none"},
+    }
+    (root / "config.yaml").write_text(json.dumps(config))
+
+    def environment(**more: Any) -> str:
+        return "data.environment=" + json.dumps({"verifiers": "two_turns", "python": python, "num_workers": 1, **more})
+
+    cases = {
+        "two turns": [environment(max_turn_tokens=16)],
+        "parts": [environment(max_turn_tokens=16, parts={"said": 1.0, "number": 0.5})],
+        "other parts": [environment(max_turn_tokens=16, parts={"nobody": 1.0}, on_error="end_run")],
+        "one turn": [environment(max_turn_tokens=16, max_turns=1)],
+    }
+    (root / "cases.json").write_text(json.dumps(cases))
+    run_ranks(1, "tests.agents.verifiers_worker", root / "config.yaml", root / "told.json", root / "cases.json")
+    return root
+
+
+@pytest.fixture(scope="module")
+def told(root: Path) -> dict[str, str]:
+    return json.loads((root / "told.json").read_text())
+
+
+@with_verifiers
+def test_what_is_wrong_with_an_environment_is_told_at_the_start(python: str, found_there: None) -> None:
+    assert number_of_tasks("two_turns", python, {}) == NUM_TASKS
+    for name, arguments, problem in (
+        ("nobodys", {}, r"ModuleNotFoundError: taskset 'nobodys' not found"),
+        ("two_turns", {"agnt": {}}, r"ValidationError: .* agnt Extra inputs are not permitted"),
+        ("two_turns", {"agent": {"runtime": {"type": "prime"}}}, r"ValueError: agent.runtime.type = prime: is Prime's"),
+    ):
+        with pytest.raises(ConfigError, match=f"^data.environment.verifiers = {name}: {problem}"):
+            number_of_tasks(name, python, arguments)
+
+
+@with_verifiers
+@pytest.mark.distributed
+def test_an_episode_is_a_row(root: Path, told: dict[str, str]) -> None:
+    """Task 2 of 0 to 3 raises when it is scored: its rows have failed."""
+    assert told["two turns"] == ""
+    batch, tokenizer = rollout(root, "two turns"), AutoTokenizer.from_pretrained(root / "policy")
+    failed = [False] * 8 + [True] * 4 + [False] * 4
+    assert batch.failed.tolist() == failed
+    assert float(metrics(root, "two turns")[0]["environment/failed_rows"]) == 4
+    assert furthest_log_prob(root, batch) < 1e-4
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), batch.lengths.cumsum(0)[:-1]]).tolist()
+    for row in [row for row in range(16) if not failed[row]]:
+        task, parts = row // 4, turns(batch, row)
+        prompt = batch.input_ids[starts[row] : starts[row] + int(batch.prompt_lengths[row])]
+        assert tokenizer.decode(prompt) == f"<|user|>{task}+{task}={END}<|assistant|>"
+        assert [by for by, _ in parts] == [True, False, True]
+        assert tokenizer.decode(parts[1][1]).endswith(f"<|user|>more{END}<|assistant|>")
+    advantages = tensors(root, "two turns")["advantages"]
+    assert (advantages[~batch.response_mask] == 0).all() and advantages.isfinite().all()
+
+
+@with_verifiers
+@pytest.mark.distributed
+def test_rewards_are_those_of_verifiers(root: Path, told: dict[str, str]) -> None:
+    """A weight of 2 is the environment's own; with parts the config's weights count."""
+    assert told["parts"] == ""
+    one, parts = rollout(root, "two turns").environment_rewards, rollout(root, "parts").environment_rewards
+    numbers = torch.tensor([0.0, 1.0, float("nan"), 3.0]).repeat_interleave(4)
+    assert torch.equal(parts[:, 1].nan_to_num(-1), numbers.nan_to_num(-1))
+    assert torch.allclose(one[:, 0], parts[:, 0] + 2 * numbers, equal_nan=True)
+    assert len(set(parts[:4, 0].tolist())) > 1, "what was said differs"
+    assert "data.environment.parts.nobody: no reward of the environment has this name; there are" in told["other parts"]
+
+
+@with_verifiers
+@pytest.mark.distributed
+def test_a_row_without_a_turn_left_counts_what_it_has(root: Path, told: dict[str, str]) -> None:
+    assert told["one turn"] == ""
+    batch = rollout(root, "one turn")
+    assert [len(turns(batch, row)) for row in range(4)] == [1] * 4

@@ -1,0 +1,3 @@
+"""What tests know of the taskset, whose module needs verifiers."""
+
+NUM_TASKS = 16
