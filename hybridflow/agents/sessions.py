@@ -319,8 +319,9 @@ class Sessions:
         its = self._rows[row]
         drops = its.request is not None
         reply = self._failures.reply(row, its.row, its.turn, problem, drops=drops)
-        if not (its.before if drops else its.talk).prompt:
-            reply = replace(reply, token_ids=(self._shared.continues.end,))  # a row has a token at least
+        talk = its.before if drops else its.talk
+        if not talk.used:  # a model computes nothing for less than two tokens
+            reply = replace(reply, token_ids=(self._shared.continues.end,) * (1 if talk.prompt else 2))
         self._by_ticket = {ticket: other for ticket, other in self._by_ticket.items() if other != row}
         self._end(row, reply)
 

@@ -128,6 +128,13 @@ async def wrong(base_url: str, row: dict[str, Any], what: str) -> Any:
     return 1.0
 
 
+async def sometimes_silent(base_url: str, row: dict[str, Any]) -> float:
+    """Asks for nothing where the row's question is an odd one; others have a reward by chance of their words."""
+    if number(row) % 2:
+        raise ValueError("on purpose")
+    return await calculator(base_url, row, turns=2)
+
+
 async def leaves(base_url: str, row: dict[str, Any]) -> float:
     """No longer waits for an answer, and asks again."""
     messages = first(row)

@@ -18,7 +18,8 @@ def named(name: str, **more: Any) -> str:
 TALK = {"max_turn_tokens": 16}
 SHORT = {"max_turn_tokens": 8}
 EACH_ALONE = {"num_workers": 16, "concurrency": 1}  # a process that dies takes all its rows along
-PROMPTS = ("data.train=PROMPTS", "data.heldout=null")
+CRITIC = "critic={model: DIRECTORY/critic, dtype: float32, optimizer: {lr: 0.001}}"
+PROMPTS = ("data.train=DIRECTORY/prompts.jsonl", "data.heldout=null")
 WRONG = {
     "asks for nothing": "turn 0: the agent returned before the model had answered a request",
     "asks for two": "n = 2: is refused, as the model samples as the experiment says",
@@ -49,13 +50,16 @@ CASES = {
     "few turns": [named("endless", max_turns=3, **SHORT), ONE],
     "few tokens": [named("endless", max_turns=99, **SHORT), ONE],
     "late": [named("blocks", call_seconds=1.0), ONE],
+    "silent": [named("sometimes_silent", **TALK), ONE],
+    "ppo": [named("calculator", **TALK), rollouts_worker.PPO, CRITIC, ONE],
+    "dynamic": [named("calculator", **TALK), rollouts_worker.DYNAMIC],
     "evaluated": [named("calculator", **TALK), "metrics.eval_interval=1", ONE],
 }
 
 
 def main(config: Path, out: Path, names: list[str]) -> None:
-    prompts = str(config.parent / "prompts.jsonl")
-    cases = {name: [one.replace("PROMPTS", prompts) for one in CASES[name]] for name in names}
+    directory = str(config.parent)
+    cases = {name: [one.replace("DIRECTORY", directory) for one in CASES[name]] for name in names}
     rollouts_worker.run(config, out, cases)
 
 

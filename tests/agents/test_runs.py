@@ -198,6 +198,48 @@ def test_rows_whose_agent_fails_are_masked_and_stay_in_their_group(root: Path, t
     assert float(metrics(root, "fragile")[0]["environment/failed_rows"]) == 12
 
 
+def test_a_row_without_a_request_counts_for_nothing(root: Path, told: dict[str, str]) -> None:
+    assert told["silent"] == ""
+    batch, found = rollout(root, "silent"), tensors(root, "silent")
+    silent = torch.tensor([row // 4 % 2 == 1 for row in range(16)])
+    assert torch.equal(batch.failed, silent) and (batch.lengths[silent] == 2).all()
+    assert (batch.prompt_lengths[~silent] == 13).all()
+    mask = batch.response_mask.split(batch.lengths.tolist())
+    assert [bool(its.any()) for its in mask] == (~silent).tolist()
+    assert found["advantages"].isfinite().all() and float(metrics(root, "silent")[0]["actor/grad_norm"]) > 0
+
+
+def test_ppo_learns_over_gaps(root: Path, told: dict[str, str]) -> None:
+    assert told["ppo"] == ""
+    found = tensors(root, "ppo")
+    assert (found["rewards"][~found["response_mask"]] == 0).all()
+    assert (found["advantages"][~found["response_mask"]] == 0).all()
+
+
+def test_dynamic_sampling_keeps_rewards_and_prompts(root: Path, told: dict[str, str]) -> None:
+    assert told["dynamic"] == ""
+    found = tensors(root, "dynamic", 2)
+    assert torch.allclose(found["raw_scores"], found["environment_rewards"][:, 0])
+    assert (found["prompt_lengths"] > 1).all()
+
+
+def test_a_replay_takes_prompts_and_turns_from_the_file(root: Path, told: dict[str, str]) -> None:
+    config, how = root / "config.yaml", CASES["calculator"][0]
+    more = ("name=replayed", "num_iterations=1", "checkpoint.load=none")
+    run_ranks(1, "hybridflow.train", "--replay", root / "runs" / "calculator", config, how, *more)
+    then, now = tensors(root, "calculator"), tensors(root, "replayed-replay")
+    for name in ("input_ids", "prompt_lengths", "response_mask", "environment_rewards", "advantages"):
+        assert torch.equal(then[name], now[name]), name
+
+
+def test_samples_show_the_first_request_as_the_prompt(root: Path, told: dict[str, str]) -> None:
+    lines = (root / "runs" / "calculator" / "samples.jsonl").read_text().splitlines()
+    for sample in map(json.loads, lines):
+        assert sample["prompt"] == f"<|system|>add {sample['columns']['question']}"
+        assert [turn["by"] for turn in sample["turns"]] == ["model", "environment"] * 2 + ["model"]
+    assert lines
+
+
 def test_a_failed_row_may_end_the_run(told: dict[str, str]) -> None:
     found = told["fragile ends"]
     assert "data.environment.agent = tests.agents.agents_of_users:fragile: row " in found

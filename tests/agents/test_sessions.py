@@ -124,7 +124,7 @@ def test_a_second_request_while_the_model_answers_fails_the_row(rows: Rows) -> N
     assert rows.replies() == [Reply(0, FIRST, 32)]
     second = rows.ask(USER, USER)
     [reply] = rows.replies()
-    assert (reply.ends, reply.failed, reply.drops, reply.token_ids) == (True, True, True, (END_ID,))
+    assert (reply.ends, reply.failed, reply.drops, reply.token_ids) == (True, True, True, (END_ID, END_ID))
     assert all(math.isnan(reward) for reward in reply.rewards)
     assert "a second request while the model answers one" in second.result(60).json()["error"]["message"]
 
@@ -168,7 +168,7 @@ def test_a_row_that_has_ended_answers_nobody() -> None:
     rows = Rows(2)
     rows.pool.returned = {1: Answer(None, "the agent raised ValueError: ", 0.0, "")}
     [reply] = rows.replies()
-    assert (reply.row, reply.failed, reply.token_ids) == (1, True, (END_ID,))
+    assert (reply.row, reply.failed, reply.token_ids) == (1, True, (END_ID, END_ID))
     late = rows.ask(USER, row=1)
     while not late.done():
         assert rows.sessions.replies(wait=False) == []
