@@ -1,29 +1,42 @@
 """The environment of a config as a run reads it: the class, its processes, and what the chat template makes of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from hybridflow.architecture.spec import read_spec
+from hybridflow.config import ExperimentConfig
 from hybridflow.config.data import DataConfig
+from hybridflow.config.environment import EnvironmentConfig
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.data.continuations import Continuations
-from hybridflow.data.end_tokens import EndTokens
+from hybridflow.data.end_tokens import EndTokens, end_tokens
 from hybridflow.data.prompts import Begun
 from hybridflow.data.rows import Row, RowError
 from hybridflow.data.templates import ChatTemplate, TemplateOptions
-from hybridflow.environments.classes import described
+from hybridflow.data.tokenizers import load_tokenizer
+from hybridflow.environments.classes import DescribedClass, described
 from hybridflow.environments.pool import EnvironmentPool
+from hybridflow.parallel.agreement import check_agreement
+from hybridflow.rewards.pool import Answer
 
 
 @dataclass(frozen=True)
 class EnvironmentInputs:
+    """group: of the ranks that read the same rows at the same time; None of one rank."""
+
     pool: EnvironmentPool
     continuations: Continuations
+    group: dist.ProcessGroup | None = None
 
     def first_messages(self, rows: Sequence[Row]) -> list[Begun | RowError]:
-        """What each row begins with, by an instance that ends again."""
-        answers = self.pool.first_messages([row.fields for row in rows])
+        """What each row begins with, by an instance that ends again, on the group's first rank. Collective over it."""
+        answers = self._answers([row.fields for row in rows])
         return [
             Begun(answer.value["messages"], self.continuations.fields(row.fields))
             if not answer.problem
@@ -31,16 +44,58 @@ class EnvironmentInputs:
             for row, answer in zip(rows, answers, strict=True)
         ]
 
+    def hooks(self, key: str) -> dict[str, Any]:
+        """What `load_prompts` takes of it. Ranks with other files would wait for each other: that is told before."""
+        group = self.group
+        agrees = {} if group is None else {"agrees": lambda digest: check_agreement({key: digest}, group)}
+        return {"first_messages": self.first_messages, **agrees}
+
+    def _answers(self, rows: Sequence[Mapping[str, Any]]) -> list[Answer]:
+        if self.group is None:
+            return self.pool.first_messages(rows)
+        first = dist.get_rank(self.group) == 0
+        box = [self.pool.first_messages(rows) if first else []]
+        dist.broadcast_object_list(box, group_src=0, group=self.group, device=torch.device("cpu"))
+        return box[0]
+
 
 def environment_inputs(
-    data: DataConfig, scoring: ScoringConfig, tokenizer: PreTrainedTokenizerBase, ends: EndTokens, *, num_ranks: int
+    data: DataConfig,
+    scoring: ScoringConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: EndTokens,
+    *,
+    num_ranks: int,
+    group: dist.ProcessGroup | None = None,
 ) -> EnvironmentInputs | None:
-    """None where the config has none. num_ranks: on this machine. Errors: ConfigError."""
+    """None where the config has none. num_ranks: on this machine. group: see the class. Errors: ConfigError."""
     config = data.environment
     if config is None:
         return None
+    found, continuations = described_environment(data, config, tokenizer, ends)
+    return EnvironmentInputs(EnvironmentPool(config, found, scoring, num_ranks=num_ranks), continuations, group)
+
+
+def check_environment(config: ExperimentConfig) -> DescribedClass | None:
+    """What a run would find of the class, its tools and the chat template, before it starts; None without a class.
+
+    vLLM's parser of tool calls is not looked for, which takes long to load. Errors: ConfigError, CheckpointError.
+    """
+    environment, path = config.data.environment, Path(config.actor.model)
+    if environment is None:
+        return None
+    if not path.is_dir():  # which is told of the model
+        return described(environment.path, environment.arguments)
+    tokenizer = load_tokenizer(path)
+    ends = end_tokens(path, tokenizer, read_spec(path).vocab_size, template=True)
+    return described_environment(config.data, environment, tokenizer, ends)[0]
+
+
+def described_environment(
+    data: DataConfig, config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase, ends: EndTokens
+) -> tuple[DescribedClass, Continuations]:
+    """The class, and the chat template for it; no process is left. Errors: ConfigError where either cannot be used."""
     found = described(config.path, config.arguments)
     options = TemplateOptions(data.chat_template_kwargs, data.message_format)
     template, keeps = ChatTemplate(tokenizer, options), config.earlier_turns == "keep"
-    continuations = Continuations.of(template, found.schemas, ends.of_template, keeps=keeps)
-    return EnvironmentInputs(EnvironmentPool(config, found, scoring, num_ranks=num_ranks), continuations)
+    return found, Continuations.of(template, found.schemas, ends.of_template, keeps=keeps)
