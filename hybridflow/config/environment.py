@@ -69,7 +69,8 @@ class EnvironmentConfig(_OfClass):
                 else "names nobody who answers the model: give class: package.module:Class, or agent: "
                 "package.module:function"
             )
-        given = [name for name in OF_AGENTS if name in self.model_fields_set]
+        fields = type(self).model_fields
+        given = [name for name in OF_AGENTS if getattr(self, name) != fields[name].default]  # a resolved config has all
         if self.agent is None and given:
             raise ValueError(f"{given[0]} = {getattr(self, given[0])!r}: is for an agent, and this is a class")
         if self.listen != "127.0.0.1":
