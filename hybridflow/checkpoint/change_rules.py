@@ -125,14 +125,17 @@ TABLE: tuple[ChangeRule, ...] = (
     _rule(
         "data.train data.train.* data.train.*.path data.train.*.hub data.train.*.name data.train.*.split "
         "data.train.*.revision data.heldout data.heldout.* data.heldout.*.path data.heldout.*.hub data.heldout.*.name "
-        "data.heldout.*.split data.heldout.*.revision",
+        "data.heldout.*.split data.heldout.*.revision data.train.reasoning_gym data.train.reasoning_gym.* "
+        "data.train.reasoning_gym.*.* data.train.reasoning_gym.*.config.* data.heldout.reasoning_gym "
+        "data.heldout.reasoning_gym.* data.heldout.reasoning_gym.*.* data.heldout.reasoning_gym.*.config.*",
         FREE,
         FREE,
         "the start compares contents, not paths",
     ),
     _rule(
         "data.prompt_key data.chat_template data.chat_template_kwargs data.chat_template_kwargs.* data.message_format "
-        "data.assistant_turns data.shuffle data.columns data.train.*.weight seed",
+        "data.assistant_turns data.shuffle data.columns data.train.*.weight "
+        "data.train.reasoning_gym.*.weight seed",
         REFUSED,
         NOTICED,
         "the key decides the order of prompts: the saved place means another prompt",

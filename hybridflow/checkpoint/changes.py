@@ -279,9 +279,16 @@ def _flat_section(sections: tuple[type[Section], ...], value: Any, path: str) ->
         yield path, _plain(value)
         return
     yield path, GIVEN
+    yield from _flat(_section_of(sections, value), value, f"{path}.")
+
+
+def _section_of(sections: tuple[type[Section], ...], value: Tree) -> type[Section]:
+    """Of several, an algorithm by its name, and a source of data by its keys."""
     known = {**ALGORITHMS, **FIXED_ALGORITHMS}
-    section = known.get(str(value.get("name")), PPO) if len(sections) > 1 else sections[0]
-    yield from _flat(section, value, f"{path}.")
+    if len(sections) > 1 and set(sections) <= set(known.values()):
+        return known.get(str(value.get("name")), PPO)
+    fitting = [section for section in sections if value.keys() <= section.model_fields.keys()]
+    return fitting[0] if fitting else sections[0]
 
 
 def _default(field: FieldInfo) -> Any:

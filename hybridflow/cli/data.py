@@ -4,10 +4,11 @@
     hybridflow data data/train.parquet configs/mine.yaml [section.key=value ...]
 
 FILE is a file of rows (JSON, Parquet or Arrow), or a directory of such files. A data set of the HuggingFace Hub is
-'{hub: openai/gsm8k, name: main, split: train}'. FILE takes the place of data.train in CONFIG. The other keys of the
-section `data` say how the rows are read. The tokenizer is the trained model's own. [[ and ]] enclose the tokens that
-are trained on. For a run that generates, the command shows the prompts. The exit status is 1 if the run would not
-begin.
+'{hub: openai/gsm8k, name: main, split: train}'. Tasks of reasoning-gym are
+'{reasoning_gym: [{name: chain_sum, size: 100, seed: 1}]}'. FILE takes the place of data.train in CONFIG. The other
+keys of the section `data` say how the rows are read. The tokenizer is the trained model's own. [[ and ]] enclose the
+tokens that are trained on. For a run that generates, the command shows the prompts. The exit status is 1 if the run
+would not begin.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from hybridflow import __version__
 from hybridflow.cli.command import print_error, program
 from hybridflow.config import read_tree, read_value
 from hybridflow.config.auto import with_neutral
-from hybridflow.config.data import parse_sources
+from hybridflow.config.data import parse_prompts
 from hybridflow.config.fixed_data import config_class
 from hybridflow.config.hub import fetch_models
 from hybridflow.errors import ConfigError, UserError
@@ -29,7 +30,9 @@ def main(arguments: list[str] | None = None) -> int:
         prog=program("hybridflow.data"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "file", metavar="FILE", help="a data file, a directory of data files, or {hub: ..., split: ...}"
+        "file",
+        metavar="FILE",
+        help="a data file, a directory of data files, {hub: ..., split: ...}, or {reasoning_gym: [...]}",
     )
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="the YAML file of a run that reads FILE")
     parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="replaces a value of the config")
@@ -47,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _lines(file: str, config: str | None, overrides: list[str]) -> Iterator[str]:
     named = read_value(file, "FILE") if file.startswith("{") else file
     try:
-        files = parse_sources(named)
+        files = parse_prompts(named)
     except ValueError as error:
         raise ConfigError(f"FILE: {error}") from error
     # torch loads for seconds: a wrong argument fails before

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, JsonValue, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from hybridflow.config.environment import EnvironmentKey
+from hybridflow.config.reasoning_gym import KEY, ReasoningGymConfig, TaskConfig, check_apart, parse_tasks
 from hybridflow.config.section import PathText, Section
 
 
@@ -46,10 +47,19 @@ SPLIT = re.compile(r"\w+(\.\w+)*")  # as `datasets` names them; slices and sums 
 Source = SourceConfig | HubSourceConfig
 
 
+def parse_prompts(given: Any) -> Any:
+    """As `parse_sources`, or tasks of reasoning-gym. Errors: ValueError that names the place."""
+    if isinstance(given, dict) and KEY in given:
+        return parse_tasks(given)
+    return given if isinstance(given, ReasoningGymConfig) else parse_sources(given)
+
+
 def parse_sources(given: Any) -> Any:
     """A path, a data set of the Hub, or a list of either. Errors: ValueError that names the place in the list."""
     if isinstance(given, str):
         return given
+    if isinstance(given, ReasoningGymConfig) or (isinstance(given, dict) and KEY in given):
+        raise ValueError(f"{KEY}: its rows are prompts alone. Algorithms that generate responses train on them")
     if isinstance(given, dict):
         return (_source(given, ""),)
     if not isinstance(given, list | tuple):
@@ -96,11 +106,29 @@ def _source(given: Any, place: str) -> Source:
     return HubSourceConfig(**given)
 
 
-DataFiles = str | tuple[Source, ...]
+DataFiles = str | ReasoningGymConfig | tuple[Source, ...]
 DataFilesKey = Annotated[
-    PathText | tuple[Source, ...],
+    PathText | ReasoningGymConfig | tuple[Source, ...],
     BeforeValidator(parse_sources, json_schema_input_type=str | HubSourceConfig | list[str | Source]),
 ]
+PromptFilesKey = Annotated[
+    PathText | ReasoningGymConfig | tuple[Source, ...],
+    BeforeValidator(
+        parse_prompts, json_schema_input_type=str | HubSourceConfig | ReasoningGymConfig | list[str | Source]
+    ),
+]
+
+
+def sources_of(files: DataFiles) -> tuple[Source | TaskConfig, ...]:
+    """Each file or directory, data set of the Hub, or task."""
+    if isinstance(files, str):
+        return (SourceConfig(path=files),)
+    return files.reasoning_gym if isinstance(files, ReasoningGymConfig) else files
+
+
+def is_tasks(files: Any) -> bool:
+    """Whether `data.train` or `data.heldout`, parsed or not, is tasks of reasoning-gym."""
+    return isinstance(files, ReasoningGymConfig) or (isinstance(files, dict) and KEY in files)
 
 
 class FilesConfig(Section):
@@ -109,7 +137,8 @@ class FilesConfig(Section):
     train: DataFilesKey
     """Rows to train on: a file, a directory, a data set of the Hub, or a list such as [{path: a.jsonl, weight: 2}].
     A data set of the Hub is {hub: openai/gsm8k, name: main, split: train}. Formats are JSON, JSON lines, Parquet and
-    Arrow."""
+    Arrow. Tasks of reasoning-gym, for algorithms that generate, are {reasoning_gym: [{name: chain_sum, size: 2000,
+    seed: 1}]}."""
     heldout: DataFilesKey | None = None
     """Rows for evaluations, in the same forms as train, but without weights. null: no evaluation."""
     columns: dict[str, str] = {}
@@ -142,8 +171,15 @@ class FilesConfig(Section):
 class DataConfig(FilesConfig):
     """Where prompts come from. Every other column of a row travels to the reward functions."""
 
+    train: PromptFilesKey
+    """Rows to train on: a file, a directory, a data set of the Hub, or a list such as [{path: a.jsonl, weight: 2}].
+    A data set of the Hub is {hub: openai/gsm8k, name: main, split: train}. Formats are JSON, JSON lines, Parquet and
+    Arrow. Tasks of reasoning-gym, for algorithms that generate, are {reasoning_gym: [{name: chain_sum, size: 2000,
+    seed: 1}]}."""
+    heldout: PromptFilesKey | None = None
+    """Rows for evaluations, in the same forms as train, but without weights. null: no evaluation."""
     prompt_key: str = "prompt"
-    """The column that holds the prompt."""
+    """The column that holds the prompt. Of tasks of reasoning-gym with chat_template: messages."""
     chat_template: bool = False
     """Whether the prompt is a list of messages, rendered by the tokenizer's chat template."""
     prompts_per_iteration: PositiveInt
@@ -155,6 +191,26 @@ class DataConfig(FilesConfig):
     environment: EnvironmentKey | None = None
     """A class that begins each row's conversation, answers the model and gives the reward. null: a response is one
     turn."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _messages_of_tasks(cls, given: Any) -> Any:
+        """Rows of tasks have the question as a text and as messages; a chat template takes the latter."""
+        if isinstance(given, dict) and given.get("chat_template") and is_tasks(given.get("train")):
+            return {"prompt_key": "messages", **given}
+        return given
+
+    @model_validator(mode="after")
+    def _check_tasks(self) -> Self:
+        train, heldout = self.train, self.heldout
+        if isinstance(train, ReasoningGymConfig) and isinstance(heldout, ReasoningGymConfig):
+            check_apart(train, heldout)
+        elif heldout is not None and is_tasks(train) != is_tasks(heldout):
+            raise ValueError(
+                f"heldout: {KEY} is in one of train and heldout alone, but one scorer has to fit both: give both "
+                "tasks, or both files"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_environment(self) -> Self:

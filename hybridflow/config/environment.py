@@ -76,7 +76,8 @@ class EnvironmentConfig(_OfClass):
             )
         if len(named) > 1:
             raise ValueError(f"has both {named[0]} and {named[1]}: leave one of them out")
-        given = [name for name in OF_AGENTS if name in self.model_fields_set]
+        fields = type(self).model_fields
+        given = [name for name in OF_AGENTS if getattr(self, name) != fields[name].default]  # a resolved config has all
         if self.kind == "class" and given:
             raise ValueError(f"{given[0]} = {getattr(self, given[0])!r}: is for an agent, and this is a class")
         if (self.kind == "verifiers") != (self.python is not None):

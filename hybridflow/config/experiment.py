@@ -13,6 +13,7 @@ from pydantic import PositiveInt, model_validator
 from hybridflow.config.algorithms import OPO, PPO, Custom, Distill, MaxRL, ReMax, check_parts, compares_responses
 from hybridflow.config.best_metric import AREAS, check_best_metric
 from hybridflow.config.data import DataConfig
+from hybridflow.config.gym_rewards import with_scorer
 from hybridflow.config.old_keys import AlgorithmConfig
 from hybridflow.config.ranks import check_engine_ranks, check_engine_sizes, check_placement, check_ranks
 from hybridflow.config.roles import LayoutConfig, RewardConfig, RoleConfig, RolloutConfig, TrainedRoleConfig
@@ -76,6 +77,12 @@ class ExperimentConfig(RunConfig):
         if has is None or given.get("reward") is not None:
             return given
         return {**given, "reward": {}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rewards_of_tasks(cls, given: Any) -> Any:
+        """Tasks of reasoning-gym bring their scorer, unless the class of an environment gives the reward."""
+        return with_scorer(given) if isinstance(given, dict) else given
 
     def _check_environment(self) -> None:
         """What an environment cannot go with."""

@@ -56,7 +56,7 @@ def _keys(section: type[Section], given: Section | None, prefix: str, owner: str
             continue
         yield Key(path, kind_of(field.annotation, field.metadata), _shown(default), _text(field), owner)
         for each in inner:
-            within = f"{path}.0." if _is_list(field.annotation) else f"{path}."
+            within = f"{path}.0." if is_listed(each, field.annotation) else f"{path}."
             yield from _keys(each, default if isinstance(default, each) else None, within, owner)
 
 
@@ -84,9 +84,11 @@ def sections_in(annotation: Any) -> tuple[type[Section], ...]:
     return tuple(dict.fromkeys(inner))
 
 
-def _is_list(annotation: Any) -> bool:
-    """Whether sections lie in a list there."""
-    return typing.get_origin(annotation) is tuple or any(map(_is_list, typing.get_args(annotation)))
+def is_listed(section: type[Section], annotation: Any) -> bool:
+    """Whether the section lies in a list there."""
+    if typing.get_origin(annotation) is tuple:
+        return section in sections_in(annotation)
+    return any(is_listed(section, argument) for argument in typing.get_args(annotation))
 
 
 # ------------------------------------------------------------------------------------------------ types

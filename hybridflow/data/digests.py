@@ -36,10 +36,14 @@ def run_digests(config: ExperimentConfig, inputs: Inputs) -> dict[str, bytes]:
 
 def environment_digests(environment: EnvironmentInputs | AgentInputs | None) -> dict[str, bytes]:
     """Of the file that an environment's class or an agent stands in; not of what it imports."""
-    if environment is None or environment.pool.file is None:
+    return {} if environment is None else class_digests(environment.pool.config.path, environment.pool.file)
+
+
+def class_digests(path: str, file: str | None) -> dict[str, bytes]:
+    """Of the file of package.module:Class, or of an agent."""
+    if file is None:
         return {}
-    file = Path(environment.pool.file)
-    return {f"the file of {environment.pool.config.path.partition(':')[0]}": digest_files([file], file.parent)}
+    return {f"the file of {path.partition(':')[0]}": digest_files([Path(file)], Path(file).parent)}
 
 
 def fixed_digests(config: FixedDataConfig, inputs: FixedInputs) -> dict[str, bytes]:

@@ -3,41 +3,64 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from hybridflow.architecture.spec import read_spec
+from hybridflow.config import ExperimentConfig
 from hybridflow.config.data import DataConfig
+from hybridflow.config.environment import EnvironmentConfig
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.data.continuations import Continuations
-from hybridflow.data.end_tokens import EndTokens
-from hybridflow.data.prompts import Begun, FirstMessages
+from hybridflow.data.end_tokens import EndTokens, end_tokens
+from hybridflow.data.prompts import Begun
 from hybridflow.data.rows import Row, RowError
 from hybridflow.data.templates import ChatTemplate, TemplateOptions
+from hybridflow.data.tokenizers import load_tokenizer
 from hybridflow.environments.agents import agent_file
-from hybridflow.environments.classes import described
+from hybridflow.environments.classes import DescribedClass, described
 from hybridflow.environments.pool import AgentPool, EnvironmentPool
 from hybridflow.environments.verifiers_agent import number_of_tasks, task_problem
+from hybridflow.parallel.agreement import check_agreement
+from hybridflow.rewards.pool import Answer
 from hybridflow.rewards.specs import word_of
 
 
 @dataclass(frozen=True)
 class EnvironmentInputs:
+    """group: of the ranks that read the same rows at the same time; None of one rank."""
+
     pool: EnvironmentPool
     continuations: Continuations
+    group: dist.ProcessGroup | None = None
 
-    def begins(self) -> FirstMessages:
-        """What each row begins with, by an instance that ends again."""
-        return self._first_messages
-
-    def _first_messages(self, rows: Sequence[Row]) -> list[Begun | RowError]:
-        answers = self.pool.first_messages([row.fields for row in rows])
+    def first_messages(self, rows: Sequence[Row]) -> list[Begun | RowError]:
+        """What each row begins with, by an instance that ends again, on the group's first rank. Collective over it."""
+        answers = self._answers([row.fields for row in rows])
         return [
             Begun(answer.value["messages"], self.continuations.fields(row.fields))
             if not answer.problem
             else RowError(f"{row.where}: {self.pool.field}: {answer.problem}", "not started")
             for row, answer in zip(rows, answers, strict=True)
         ]
+
+    def hooks(self, key: str) -> dict[str, Any]:
+        """What `load_prompts` takes of it. Ranks with other files would wait for each other: that is told before."""
+        group = self.group
+        agrees = {} if group is None else {"agrees": lambda digest: check_agreement({key: digest}, group)}
+        return {"first_messages": self.first_messages, **agrees}
+
+    def _answers(self, rows: Sequence[Mapping[str, Any]]) -> list[Answer]:
+        if self.group is None:
+            return self.pool.first_messages(rows)
+        first = dist.get_rank(self.group) == 0
+        box = [self.pool.first_messages(rows) if first else []]
+        dist.broadcast_object_list(box, group_src=0, group=self.group, device=torch.device("cpu"))
+        return box[0]
 
 
 @dataclass(frozen=True)
@@ -49,9 +72,9 @@ class AgentInputs:
     token: str | None
     problem: Callable[[Mapping[str, Any]], str]
 
-    def begins(self) -> FirstMessages | None:
-        """None: with the data file's prompts."""
-        return self._first_messages if self.pool.config.begins_rows else None
+    def hooks(self, key: str) -> dict[str, Any]:
+        """What `load_prompts` takes of it; nothing where the data file has the prompts."""
+        return {"first_messages": self._first_messages} if self.pool.config.begins_rows else {}
 
     def _first_messages(self, rows: Sequence[Row]) -> list[Begun | RowError]:
         problems = [self.problem(row.fields) for row in rows]
@@ -69,23 +92,77 @@ def _no_problem(columns: Mapping[str, Any]) -> str:
 
 
 def environment_inputs(
-    data: DataConfig, scoring: ScoringConfig, tokenizer: PreTrainedTokenizerBase, ends: EndTokens, *, num_ranks: int
+    data: DataConfig,
+    scoring: ScoringConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: EndTokens,
+    *,
+    num_ranks: int,
+    group: dist.ProcessGroup | None = None,
 ) -> EnvironmentInputs | AgentInputs | None:
-    """None where the config has none. num_ranks: on this machine. Errors: ConfigError; RewardError for the token."""
+    """None where the config has none. num_ranks: on this machine. group: see `EnvironmentInputs`.
+
+    Errors: ConfigError; RewardError for the token.
+    """
     config = data.environment
     if config is None:
         return None
-    options = TemplateOptions(data.chat_template_kwargs, data.message_format)
-    template, keeps = ChatTemplate(tokenizer, options), config.earlier_turns == "keep"
     if config.kind == "class":
-        found = described(config.path, config.arguments)
-        continuations = Continuations.of(template, found.schemas, ends.of_template, keeps=keeps)
-        return EnvironmentInputs(EnvironmentPool(config, found, scoring, num_ranks=num_ranks), continuations)
+        found, continuations = described_environment(data, config, tokenizer, ends)
+        return EnvironmentInputs(EnvironmentPool(config, found, scoring, num_ranks=num_ranks), continuations, group)
     file = agent_file(config.path, config.called_with)
     problem: Callable[[Mapping[str, Any]], str] = _no_problem
     if config.verifiers is not None and config.python is not None:
-        num_tasks = number_of_tasks(config.verifiers, config.python, config.arguments)
-        problem = partial(task_problem, num_tasks=num_tasks)
+        problem = partial(task_problem, num_tasks=number_of_tasks(config.verifiers, config.python, config.arguments))
     token = None if config.token_file is None else word_of(config.token_file, "data.environment.token_file")
-    continuations = Continuations.of(template, (), ends.of_template, keeps=keeps)
+    continuations = _continuations(data, config, tokenizer, ends, ())
     return AgentInputs(AgentPool(config, file, scoring, num_ranks=num_ranks), continuations, token, problem)
+
+
+@dataclass(frozen=True)
+class FoundEnvironment:
+    """file: of the module of the class or agent. tools: their names; an agent tells its own with each request."""
+
+    file: str | None
+    tools: tuple[str, ...]
+
+
+def check_environment(config: ExperimentConfig) -> FoundEnvironment | None:
+    """What a run would find of the class or agent, its tools and the chat template; None without an environment.
+
+    vLLM's parser of tool calls is not looked for, which takes long to load. Errors: ConfigError, CheckpointError.
+    """
+    environment, path = config.data.environment, Path(config.actor.model)
+    if environment is None:
+        return None
+    if environment.verifiers is not None and environment.python is not None:
+        number_of_tasks(environment.verifiers, environment.python, environment.arguments)
+    if environment.is_agent:
+        return FoundEnvironment(agent_file(environment.path, environment.called_with), ())
+    if not path.is_dir():  # which is told of the model
+        found = described(environment.path, environment.arguments)
+    else:
+        tokenizer = load_tokenizer(path)
+        ends = end_tokens(path, tokenizer, read_spec(path).vocab_size, template=True)
+        found, _ = described_environment(config.data, environment, tokenizer, ends)
+    return FoundEnvironment(found.file, tuple(str(schema["function"]["name"]) for schema in found.schemas))
+
+
+def described_environment(
+    data: DataConfig, config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase, ends: EndTokens
+) -> tuple[DescribedClass, Continuations]:
+    """The class, and the chat template for it; no process is left. Errors: ConfigError where either cannot be used."""
+    found = described(config.path, config.arguments)
+    return found, _continuations(data, config, tokenizer, ends, found.schemas)
+
+
+def _continuations(
+    data: DataConfig,
+    config: EnvironmentConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: EndTokens,
+    schemas: Sequence[Mapping[str, Any]],
+) -> Continuations:
+    options = TemplateOptions(data.chat_template_kwargs, data.message_format)
+    template, keeps = ChatTemplate(tokenizer, options), config.earlier_turns == "keep"
+    return Continuations.of(template, schemas, ends.of_template, keeps=keeps)

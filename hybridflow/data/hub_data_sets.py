@@ -12,7 +12,7 @@ import json
 import os
 from pathlib import Path
 
-from hybridflow.config.data import DataFiles, HubSourceConfig
+from hybridflow.config.data import DataFiles, HubSourceConfig, sources_of
 from hybridflow.config.hub import first_line
 from hybridflow.errors import DataError
 
@@ -22,7 +22,7 @@ def fetch_data_sets(files: DataFiles, key: str) -> None:
 
     Errors: DataError that names key and data set, and what to do where there is no network.
     """
-    for source in () if isinstance(files, str) else files:
+    for source in sources_of(files):
         if isinstance(source, HubSourceConfig):
             _fetch(source, key)
 

@@ -4,6 +4,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from hybridflow.config import ExperimentConfig, SamplingConfig
@@ -60,8 +61,13 @@ class Inputs:
         return [*of_prompts(config, self.train, self.ends, self.tokenizer), *self.tokenizers]
 
 
-def load_inputs(config: ExperimentConfig, vocab_size: int, *, num_ranks: int = 1) -> Inputs:
+def load_inputs(
+    config: ExperimentConfig, vocab_size: int, *, num_ranks: int = 1, group: dist.ProcessGroup | None = None
+) -> Inputs:
     """Read and check all of it; `vocab_size` is the actor's. num_ranks: on this machine.
+
+    group: of the ranks that read it at the same time, of which the first asks an environment how rows begin; then
+    drawing prompts is collective over it.
 
     Errors: DataError, CheckpointError, ConfigError, RewardError naming file, field and rule.
     """
@@ -69,7 +75,8 @@ def load_inputs(config: ExperimentConfig, vocab_size: int, *, num_ranks: int = 1
     _check_sampled_ids(config.sampling, vocab_size, path)
     tokenizer = load_tokenizer(path)
     ends = end_tokens(path, tokenizer, vocab_size, template=data.chat_template)
-    environment = environment_inputs(data, config.reward or ScoringConfig(), tokenizer, ends, num_ranks=num_ranks)
+    scoring = config.reward or ScoringConfig()
+    environment = environment_inputs(data, scoring, tokenizer, ends, num_ranks=num_ranks, group=group)
     return Inputs(
         tokenizer=tokenizer,
         ends=ends,
@@ -117,7 +124,7 @@ def _prompts(
         template=TemplateOptions(data.chat_template_kwargs, data.message_format),
         checked_bytes=_checked_bytes(key, data),
         key=key,
-        first_messages=None if environment is None else environment.begins(),
+        **({} if environment is None else environment.hooks(key)),
     )
 
 

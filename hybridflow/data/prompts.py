@@ -127,6 +127,7 @@ def load_prompts(
     checked_bytes: int = CHECKED_BYTES,
     key: str = "data.train",
     first_messages: FirstMessages | None = None,
+    agrees: Callable[[bytes], None] = lambda digest: None,
 ) -> PromptDataset:
     """Find the rows of files, and check them where these are no larger than `checked_bytes`. Blank lines are skipped.
 
@@ -141,6 +142,7 @@ def load_prompts(
         template: what enters the chat template beside a row.
         key: that of the config, for messages.
         first_messages: of an environment, which begins the conversation of a row; then all of a row are columns.
+        agrees: is given the digest of the files before rows are looked at, and may raise.
 
     Raises:
         DataError: a file, a row or a prompt cannot be used; names the file, the line and the rule.
@@ -149,7 +151,9 @@ def load_prompts(
     encoder = _Encoder(tokenizer, prompt_key, chats, max_length, vocab_size, dict(columns or {}), first_messages)
     if chats is not None:
         chats.check_options()
-    rows = UsableRows(open_files(path, key), encoder.encoded, Rules(bad_rows, overlong), checked_bytes=checked_bytes)
+    files = open_files(path, key)
+    agrees(files.digest)
+    rows = UsableRows(files, encoder.encoded, Rules(bad_rows, overlong), checked_bytes=checked_bytes)
     if not len(rows):
         raise DataError(
             f"{path if isinstance(path, str | Path) else key}: no prompt is left: {_why_none(rows.dropped, max_length)}"

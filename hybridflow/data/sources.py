@@ -1,5 +1,7 @@
 """The files that a config names, as one list of rows: a file, a directory of files, or several with weights.
 
+Rows of tasks of reasoning-gym are files as well, which are made where they are missing (`data/gym_files.py`).
+
 files = open_files("data/train.jsonl", "data.train")
 files = open_files((SourceConfig(path="math", weight=2), SourceConfig(path="code.parquet", weight=1)), "data.train")
 """
@@ -10,8 +12,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from hybridflow.config.data import DataFiles, HubSourceConfig, Source, SourceConfig
+from hybridflow.config.data import DataFiles, HubSourceConfig, Source, sources_of
 from hybridflow.config.hub import is_hub_name
+from hybridflow.config.reasoning_gym import ReasoningGymConfig, TaskConfig
+from hybridflow.data.gym_files import rows_of_task
 from hybridflow.data.hub_data_sets import files_of_data_set
 from hybridflow.data.json_array import JsonArray, begins_as_array
 from hybridflow.data.json_lines import JsonLines
@@ -70,7 +74,7 @@ class Files:
 def open_files(named: DataFiles | Path, key: str) -> Files:
     """What the config's `key` names. Errors: DataError where a file cannot be read or holds nothing."""
     sources = _sources(named)
-    opened = [(source.title, [_opened(file) for file in _files_of(source, key)]) for source in sources]
+    opened = [(source.title, [_opened(file) for file in files]) for source, files in _found(named, key)]
     for title, files in opened:
         if not any(len(file) for file in files):
             raise DataError(f"{title}: holds no row ({key}); expected JSON (lines or an array), Parquet or Arrow")
@@ -86,7 +90,7 @@ def open_files(named: DataFiles | Path, key: str) -> Files:
 
 def data_files(named: DataFiles | Path, key: str) -> list[Path]:
     """The files that the config's `key` names, none of which is opened. Errors: DataError where one is not there."""
-    files = [file for source in _sources(named) for file in _files_of(source, key)]
+    files = [file for _, some in _found(named, key) for file in some]
     for file in files:
         if not file.is_file():
             of_the_hub = is_hub_name(str(file)) and file.suffix not in (*JSON_LINES, PARQUET, ARROW, *TEXT_TABLES)
@@ -95,11 +99,20 @@ def data_files(named: DataFiles | Path, key: str) -> list[Path]:
     return files
 
 
-def _sources(named: DataFiles | Path) -> Sequence[Source]:
-    return (SourceConfig(path=str(named)),) if isinstance(named, str | Path) else named
+def _sources(named: DataFiles | Path) -> Sequence[Source | TaskConfig]:
+    return sources_of(str(named) if isinstance(named, Path) else named)
 
 
-def _files_of(source: Source, key: str) -> list[Path]:
+def _found(named: DataFiles | Path, key: str) -> list[tuple[Source | TaskConfig, list[Path]]]:
+    """Each source with its files."""
+    if isinstance(named, ReasoningGymConfig):
+        tasks = enumerate(named.reasoning_gym)
+        return [(task, [rows_of_task(task, named.system_prompt, f"{key}.reasoning_gym.{i}")]) for i, task in tasks]
+    return [(source, _files_of(source, key)) for source in _sources(named)]
+
+
+def _files_of(source: Source | TaskConfig, key: str) -> list[Path]:
+    assert not isinstance(source, TaskConfig), "tasks have a place in their section"
     if isinstance(source, HubSourceConfig):
         return files_of_data_set(source, key)
     return _expanded(Path(source.path), key)

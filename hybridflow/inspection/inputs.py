@@ -16,7 +16,8 @@ from hybridflow.architecture.weights import model_weights
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.data import DataFiles
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
-from hybridflow.data.digests import function_digests
+from hybridflow.data.digests import class_digests, function_digests
+from hybridflow.data.environment import check_environment
 from hybridflow.data.fields import named
 from hybridflow.data.fixed_inputs import load_rows
 from hybridflow.data.prompt_texts import prompt_text
@@ -73,6 +74,9 @@ def _inspections(
     for key, file in files:
         if file is not None and (tokenizers or not config.data.chat_template):
             yield key, THERE, partial(_prompts, key, file, config, tokenizers)
+    if config.data.environment is not None:
+        where = "put its file beside the config or into PYTHONPATH on that host, and what it imports with it"
+        yield config.data.environment.field, where, partial(_environment, config)
     names = _functions(config)
     if names:
         where = "put its file beside the config or into PYTHONPATH on that host, and what it imports with it"
@@ -138,6 +142,14 @@ def _examples(
     rows = found.draw(found.order(0, False), min(NUM_ROWS, len(found))).items
     names = ", ".join(found.rows.files.names)
     return f"{names}: the first {len(rows)} rows are readable", {key: found.digest.hex()}
+
+
+def _environment(config: ExperimentConfig) -> Inspected:
+    found, environment = check_environment(config), config.data.environment
+    assert found is not None and environment is not None, "the config has one"
+    told = "" if environment.is_agent else f", tools: {', '.join(found.tools) or 'none'}"
+    digests = class_digests(environment.path, found.file)
+    return f"can be imported{told}", {name: digest.hex() for name, digest in digests.items()}
 
 
 def _functions(config: ExperimentConfig) -> list[str]:

@@ -189,8 +189,10 @@ def _data(config: Mapping[str, str]) -> list[str]:
 
 
 def _sources(config: Mapping[str, str], key: str) -> Iterator[str]:
-    """Files and data sets of the Hub, whether they stand alone or in a list."""
+    """Files and data sets of the Hub, whether they stand alone or in a list; and tasks of reasoning-gym."""
     for name, value in config.items():
+        if re.fullmatch(rf"{re.escape(key)}\.reasoning_gym\.\d+\.name", name):
+            yield f"reasoning-gym, {json.loads(value)}"
         if found := re.fullmatch(rf"({re.escape(key)}(?:\.\d+)?)(?:\.(path|hub))?", name):
             given = json.loads(value)
             split = _value(config, f"{found[1]}.split") if found[2] == "hub" else None

@@ -49,10 +49,7 @@ def passes_tests(
     network: what happens where no namespace can be made. Errors: ValueError for tests of another form.
     """
     limits = (cpu_seconds, memory_mib, file_mib)
-    if min(limits) < 1:
-        raise ValueError(f"cpu_seconds, memory_mib and file_mib = {limits}: each is at least 1")
-    if network not in ("refuse", "allow"):
-        raise ValueError(f"network = {network!r} is neither refuse nor allow")
+    check_limits(limits, network)
     return [
         _share(program_in(response), cases(given, tests), limits, partial=partial, refuse=network == "refuse")
         for response, given in zip(responses, columns[tests], strict=True)
@@ -79,17 +76,42 @@ def _passes(program: str, case: Case, limits: tuple[int, int, int], *, refuse: b
     test, asked, wanted = case
     token = secrets.token_hex(16)  # sys.exit(0) before the tests is no pass
     ending = f"\n{test}\nprint('\\n{token}')\n" if wanted is None else "\n"
+    status, printed, _ = run_confined(program + ending, asked, limits, seconds=wall_seconds(limits), refuse=refuse)
+    if wanted is None:
+        return printed.rstrip().endswith(token)
+    return status == 0 and _lines(printed) == _lines(wanted)
+
+
+def wall_seconds(limits: tuple[int, int, int]) -> float:
+    """Of the clock on the wall, for a program with this limit of CPU seconds."""
+    return WALL_FACTOR * limits[0] + WALL_SECONDS
+
+
+def run_confined(
+    program: str, asked: str, limits: tuple[int, int, int], *, seconds: float, refuse: bool
+) -> tuple[int, str, str]:
+    """(exit status, what it prints, what it prints on stderr) of a Python program. asked: its standard input.
+
+    limits: CPU seconds, MiB of memory, MiB of a file. seconds: on the clock. refuse: PermissionError where no
+    namespace can be made.
+    """
     with tempfile.TemporaryDirectory(prefix="hybridflow-code-") as directory:
-        Path(directory, "program.py").write_text(program + ending, encoding="utf-8", errors="backslashreplace")
+        Path(directory, "program.py").write_text(program, encoding="utf-8", errors="backslashreplace")
         command = [sys.executable, "-I", str(RUNNER), *map(str, limits), "refuse" if refuse else "allow"]
-        status, printed, said = _run(command, directory, asked, WALL_FACTOR * limits[0] + WALL_SECONDS)
+        status, printed, said = _run(command, directory, asked, seconds)
     if status == NO_NAMESPACES:
         raise PermissionError("network: refuse: this user may not make Linux namespaces here, so there is a network")
     if said.startswith("hybridflow:"):
         _say_once(said.splitlines()[0])
-    if wanted is None:
-        return printed.rstrip().endswith(token)
-    return status == 0 and _lines(printed) == _lines(wanted)
+    return status, printed, said
+
+
+def check_limits(limits: tuple[int, int, int], network: str) -> None:
+    """Errors: ValueError naming the values and the rule."""
+    if min(limits) < 1:
+        raise ValueError(f"cpu_seconds, memory_mib and file_mib = {limits}: each is at least 1")
+    if network not in ("refuse", "allow"):
+        raise ValueError(f"network = {network!r} is neither refuse nor allow")
 
 
 def _run(command: list[str], directory: str, asked: str, seconds: float) -> tuple[int, str, str]:

@@ -41,19 +41,21 @@ def described(wanted: Sequence[Wanted]) -> list[Described]:
     return [Described(one["awaited"], one["file"]) for one in told]
 
 
-def asked(module: str, wanted: Sequence[list[Any]], what: str) -> list[dict[str, Any]]:
+def asked(
+    module: str, wanted: Sequence[list[Any]], what: str, *, seconds: float | None = SECONDS
+) -> list[dict[str, Any]]:
     """The answers of a process that calls `main` of the module, one for each that is wanted, whose first is a path.
 
-    Errors: RewardError where it does not answer. what: they are, for messages.
+    Errors: RewardError where it does not answer. what: they are, for messages. seconds: None: as long as it takes.
     """
     paths = [one[0] for one in wanted]
     process = subprocess.Popen(
         light_python(module, os.getpid()), stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )
     try:
-        out, _ = process.communicate(json.dumps(wanted).encode(), SECONDS)
+        out, _ = process.communicate(json.dumps(wanted).encode(), seconds)
     except subprocess.TimeoutExpired:
-        raise RewardError(f"{what}s were not imported within {SECONDS:g} s: {', '.join(paths)}") from None
+        raise RewardError(f"{what}s were not imported within {seconds:g} s: {', '.join(paths)}") from None
     finally:
         _end(process)
     told: list[dict[str, Any]] = [json.loads(line) for line in out.splitlines()]

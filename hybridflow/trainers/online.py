@@ -143,7 +143,9 @@ class OnlineTrainer:
         config = self.config
         hosts = parse_hosts(torchrun.hosts_of_ranks())
         num_ranks = max(len(host.ranks) for host in hosts)
-        self.inputs: Inputs = load_inputs(config, self.placed.actor.spec.vocab_size, num_ranks=num_ranks)
+        self.inputs: Inputs = load_inputs(
+            config, self.placed.actor.spec.vocab_size, num_ranks=num_ranks, group=platforms.world_group()
+        )
         digests = run_digests(config, self.inputs)
         check_agreement(digests, platforms.world_group())
         if files is None:

@@ -17,7 +17,7 @@ def named(name: str, **more: Any) -> str:
 
 TALK = {"max_turn_tokens": 16}
 SHORT = {"max_turn_tokens": 8}
-EACH_ALONE = {"num_workers": 16, "concurrency": 1}  # a process that dies takes all its rows along
+EACH_ALONE = {"num_workers": 24, "concurrency": 1}  # a process that dies takes all its rows along
 CRITIC = "critic={model: DIRECTORY/critic, dtype: float32, optimizer: {lr: 0.001}}"
 PROMPTS = ("data.train=DIRECTORY/prompts.jsonl", "data.heldout=null")
 WRONG = {

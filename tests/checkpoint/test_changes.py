@@ -26,7 +26,7 @@ from hybridflow.checkpoint.changes import (
 from hybridflow.config import ExperimentConfig, OptimizerConfig, RoleConfig
 from hybridflow.config.algorithms import ALGORITHMS, Custom
 from hybridflow.config.fixed_data import FixedDataConfig
-from hybridflow.config.keys import sections_in
+from hybridflow.config.keys import is_listed, sections_in
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import load_inputs
 from hybridflow.errors import ConfigError
@@ -78,10 +78,10 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every key that a config can have: of a list of sections that of its first, of a union those of all."""
     for name, field in model.model_fields.items():
         sections = sections_in(field.annotation)
-        index = ".0" if "tuple" in str(field.annotation) and sections else ""
         if not sections:
             yield f"{prefix}{name}"
         for section in sections:
+            index = ".0" if is_listed(section, field.annotation) else ""
             yield from fields(section, f"{prefix}{name}{index}.")
 
 
@@ -480,3 +480,21 @@ def test_an_importance_cap_of_an_earlier_version_is_the_same_as_what_it_became()
     assert found(with_value("algorithm.policy.importance", None, now), now).lines() == [
         like("algorithm.policy.importance: given -> None  (takes effect from iteration 13 on)")
     ]
+
+
+def test_sources_of_data_have_the_keys_of_their_kind() -> None:
+    """Whatever a source is, a run goes on as long as the rows are the same; a weight decides their order."""
+    tasks = {"reasoning_gym": [{"name": "chain_sum", "size": 4, "seed": 1, "weight": 2.0}]}
+    hub = {"hub": "a/b", "name": "main", "split": "train"}
+    trees = [flat_config({"data": {"train": train}}) for train in ("a.jsonl", [hub], tasks)]
+    own = [{key for key in tree if key.startswith("data.train.")} for tree in trees]
+    assert own[0] == set() and own[1] == {f"data.train.0{key}" for key in ("", ".hub", ".name", ".split", *MORE)}
+    assert {"data.train.system_prompt", "data.train.reasoning_gym.0.name"} <= own[2]
+    effects = {key: rule_of(key).effect(fork=False) for keys in own for key in keys}
+    assert {key for key, effect in effects.items() if effect is not Effect.FREE} == {
+        "data.train.0.weight",
+        "data.train.reasoning_gym.0.weight",
+    }
+
+
+MORE = (".revision", ".weight")

@@ -131,3 +131,15 @@ class Workers(NeverDone):
         if self.on_close:
             with open(self.on_close, "w"):
                 pass
+
+
+class Noted(NeverDone):
+    """Writes a line into a file whenever a row begins."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def start(self, row: dict[str, Any]) -> list[dict[str, str]]:
+        with open(self.file, "a") as file:
+            file.write(row["question"] + "\n")
+        return super().start(row)

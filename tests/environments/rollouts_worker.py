@@ -25,13 +25,17 @@ def named(name: str, **more: Any) -> str:
 
 
 TALK = {"max_turn_tokens": 16, "max_turns": 5}
+ONE = "actor.tensor_parallel_size=1"
 CASES = {
     "talk": [named("Talk", **TALK)],
     "talk again": [named("Talk", **TALK)],
     "talk at tp 2": [named("Talk", arguments={"delay": 0.05}, **TALK), "actor.tensor_parallel_size=2"],
+    "talk at pp 2": [named("Talk", arguments={"delay": 0.05}, **TALK), ONE, "rollout.pipeline_parallel_size=2"],
+    "talk at dp 2": [named("Talk", arguments={"delay": 0.05}, **TALK), ONE],
+    "reinforce": [named("Talk", **TALK), "algorithm={name: reinforce, kl: {use: none}, update: {mini_batch_size: 8}}"],
     "never done": [named("NeverDone", max_turns=3, max_turn_tokens=8), SAMPLED, "num_iterations=1"],
     "no tokens left": [named("NeverDone", max_turns=50, max_turn_tokens=8), SAMPLED, "num_iterations=1"],
-    "fragile": [named("Fragile", max_turn_tokens=8, call_seconds=10, num_workers=16), "num_iterations=1"],
+    "fragile": [named("Fragile", max_turn_tokens=8, call_seconds=10, num_workers=24), "num_iterations=1"],
     "fragile ends": [named("Fragile", max_turn_tokens=8, call_seconds=10, on_error="end_run"), "num_iterations=1"],
     "row time": [named("Talk", arguments={"delay": 5.0}, row_seconds=0.2, max_turn_tokens=8), "num_iterations=1"],
     "parts": [named("Parts", parts={"right": 0.5, "short": 1.0}, max_turn_tokens=8)],

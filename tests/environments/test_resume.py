@@ -1,5 +1,6 @@
 """Runs with an environment that are replayed, or killed between two turns."""
 
+import csv
 import json
 import os
 import signal
@@ -97,6 +98,22 @@ def test_a_run_that_is_killed_between_turns_makes_the_rollout_again(
     found = batch(config, "killed", 2)
     for name in ("input_ids", "response_mask", "environment_rewards"):
         assert torch.equal(found[name], whole[name]), name
+
+
+def test_a_rollout_that_was_kept_is_not_made_again(config: Path, whole: dict[str, torch.Tensor]) -> None:
+    """The run ends between the rollout and its update, and goes on with its turns, masks and rewards."""
+    kept = [named("Talk", max_turn_tokens=12), "name=kept", "checkpoint.save_rollout=true", "checkpoint.load=auto"]
+    stopped = run_ranks(1, "hybridflow.train", config, *kept, "checkpoint.max_hours=1e-9", check=False)
+    assert "the run is saved" in stopped.stdout and stopped.returncode
+    file = config.parent / "kept" / "checkpoints" / "rollout" / "batches" / "iteration_000001.safetensors"
+    assert torch.equal(load_file(file)["environment_rewards"], batch(config, "whole", 1)["environment_rewards"])
+    run_ranks(1, "hybridflow.train", config, *kept)
+    for iteration in (1, 2):
+        found, then = batch(config, "kept", iteration), batch(config, "whole", iteration)
+        for name in ("input_ids", "response_mask", "environment_rewards", "advantages"):
+            assert torch.equal(found[name], then[name]), (iteration, name)
+    first, second = csv.DictReader((config.parent / "kept" / "metrics.csv").open())
+    assert float(first["reshard/bytes_permuted"]) == 0 < float(second["reshard/bytes_permuted"])
 
 
 def wait_for(done: object, seconds: float) -> None:

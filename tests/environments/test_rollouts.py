@@ -19,6 +19,7 @@ from hybridflow.recording.marked_turns import OPENS
 from hybridflow.recording.turns import turns_of_rows
 from hybridflow.reporting.runs import Samples
 from hybridflow.reporting.shown_samples import shown_samples
+from tests.environments.holes_worker import CASES as HOLES
 from tests.environments.rollouts_worker import CASES
 from tests.environments.tiny_chat import CALLS, END, make_chat_inputs, make_tokenizer
 from tests.launch import run_ranks
@@ -26,7 +27,7 @@ from tests.launch import run_ranks
 pytestmark = pytest.mark.distributed
 
 STOPS = list(range(4, 14))  # a random model seldom writes a certain token; these are the digits
-OF_TWO = "talk at tp 2"
+ON_TWO = ("talk at tp 2", "talk at pp 2", "talk at dp 2")
 END_ID = make_tokenizer().convert_tokens_to_ids(END)
 FIELDS = {"input_ids", "lengths", "prompt_lengths", "prompt_indices", "truncated", "response_mask"}
 FIELDS |= {"rollout_log_probs", "environment_rewards"}
@@ -63,17 +64,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def told(root: Path) -> dict[str, str]:
     """What went wrong, by case; nothing where nothing did."""
-    names = [name for name in CASES if name != OF_TWO]
+    names = [name for name in CASES if name not in ON_TWO]
     run_ranks(1, "tests.environments.rollouts_worker", root / "config.yaml", root / "told.json", *names)
     return json.loads((root / "told.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def on_two(root: Path) -> RolloutBatch:
-    """The first rollout of two ranks that share an engine, with an environment that answers at any time."""
-    run_ranks(2, "tests.environments.rollouts_worker", root / "config.yaml", root / "two.json", OF_TWO)
-    assert json.loads((root / "two.json").read_text()) == {OF_TWO: ""}
-    return rollout(root, OF_TWO)
+def on_two(root: Path) -> dict[str, RolloutBatch]:
+    """The first rollouts of two ranks with an environment that answers at any time: with one engine, and with two."""
+    run_ranks(2, "tests.environments.rollouts_worker", root / "config.yaml", root / "two.json", *ON_TWO)
+    assert json.loads((root / "two.json").read_text()) == dict.fromkeys(ON_TWO, "")
+    return {name: rollout(root, name) for name in ON_TWO}
 
 
 @dataclass(frozen=True)
@@ -145,11 +146,17 @@ def test_what_is_written_between_turns_is_the_templates_own(root: Path, told: di
     assert 2 <= num_calls <= float(metrics(root, "talk")[0]["environment/tool_calls"])
 
 
-def test_two_ranks_sample_what_one_does_whenever_tools_answer(on_two: RolloutBatch, root: Path, told: object) -> None:
-    one = rollout(root, "talk")
+@pytest.mark.parametrize("case", ON_TWO)
+def test_two_ranks_sample_what_one_does_whenever_tools_answer(
+    case: str, on_two: dict[str, RolloutBatch], root: Path, told: object
+) -> None:
+    """Parts of layers, stages, and replicas of whole engines."""
+    one, two = rollout(root, "talk"), on_two[case]
     for name in ("input_ids", "lengths", "response_mask", "environment_rewards", "truncated"):
-        assert torch.equal(getattr(one, name), getattr(on_two, name)), name
-    assert (one.rollout_log_probs - on_two.rollout_log_probs).abs().max() < 1e-4
+        assert torch.equal(getattr(one, name), getattr(two, name)), name
+    assert (one.rollout_log_probs - two.rollout_log_probs).abs().max() < 1e-4
+    for name in ("environment/turns_mean", "environment/tool_calls"):
+        assert metrics(root, case)[0][name] == metrics(root, "talk")[0][name], name
 
 
 def test_the_same_seed_gives_the_same_run(root: Path, told: dict[str, str]) -> None:
@@ -214,6 +221,40 @@ def test_ppo_learns_over_gaps(root: Path, told: dict[str, str]) -> None:
     found = tensors(root, "ppo")
     assert (found["rewards"][~found["response_mask"]] == 0).all()
     assert (found["advantages"][~found["response_mask"]] == 0).all()
+
+
+def test_reinforce_learns_over_gaps(root: Path, told: dict[str, str]) -> None:
+    """Rewards to go pass over what the environment wrote: with gamma 1 they are the same for all tokens of a row."""
+    assert told["reinforce"] == ""
+    found = tensors(root, "reinforce")
+    mask, lengths = found["response_mask"], found["lengths"].tolist()
+    assert (found["advantages"][~mask] == 0).all() and float(metrics(root, "reinforce")[0]["actor/grad_norm"]) > 0
+    for own, there in zip(found["advantages"].split(lengths), mask.split(lengths), strict=True):
+        assert torch.allclose(own[there], own[there][0].expand(int(there.sum())))
+    scores = found["raw_scores"].repeat_interleave(torch.tensor([int(x.sum()) for x in mask.split(lengths)]))
+    expected = (scores - scores.mean()) / scores.std()
+    assert torch.allclose(found["advantages"][mask], expected, atol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def steps_with_holes(root: Path, told: dict[str, str]) -> dict[str, dict[str, Tensor]]:
+    out = root / "holes.pt"
+    run_ranks(1, "tests.environments.holes_worker", root / "config.yaml", root / "runs" / "talk", out, *HOLES)
+    return torch.load(out)
+
+
+@pytest.mark.parametrize("case", HOLES)
+def test_a_training_step_reads_nothing_of_what_stands_in_gaps(
+    case: str, steps_with_holes: dict[str, dict[str, Tensor]]
+) -> None:
+    """With NaN in the log-probs and values of what the policy has not written, weights and metrics are the same."""
+    whole, holes = (steps_with_holes[f"{case} {kind}"] for kind in ("whole", "holes"))
+    assert whole.keys() == holes.keys() and any(name.startswith("weight") for name in whole)
+    count = "number of tensors with holes"
+    assert whole.pop(count) == 0 and holes.pop(count) >= 3  # the engine's, the policy's, the reference's
+    for name, x in whole.items():
+        assert torch.equal(x, holes[name]), name
+        assert not x.is_floating_point() or not x.isnan().any(), name
 
 
 def test_dynamic_sampling_keeps_rewards(root: Path, told: dict[str, str]) -> None:
