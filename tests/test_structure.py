@@ -89,6 +89,7 @@ ENTRY_FLOOR = 9  # hybridflow itself, whose __getattr__ imports the trainers
 OUTER_FLOOR = 10  # tools and launch: nothing in hybridflow imports them
 
 ENVIRONMENT_USERS = [
+    "hybridflow.environments.verifiers_runner",  # of a process that verifiers is in: it reads a key from there
     "hybridflow.parallel.platform",
     "hybridflow.parallel.torchrun",
     "hybridflow.parallel.device",

@@ -80,8 +80,35 @@ def asked_for(body: Any) -> Asked:
     )
 
 
+@dataclass(frozen=True)
+class AskedTokens:
+    """token_ids: of the whole row, (n,). max_tokens: as in `Asked`."""
+
+    token_ids: list[int]
+    max_tokens: int | None
+
+
+def tokens_asked_for(body: Any) -> AskedTokens:
+    """Of a request with token ids. Errors: RowError that names the key, the value and the rule."""
+    if not isinstance(body, dict):
+        raise _problem(f"the request {shown(body)} is no JSON object")
+    ids, sampling = body.get("token_ids"), body.get("sampling_params") or {}
+    if not isinstance(ids, list) or not ids or not all(type(one) is int and one >= 0 for one in ids):
+        raise _problem(f"token_ids = {shown(ids)}: is no list of token ids")
+    if not isinstance(sampling, dict):
+        raise _problem(f"sampling_params = {shown(sampling)}: is no JSON object")
+    for key, value in sampling.items():
+        if key == "n" and value not in (None, 1):
+            raise _problem(f"sampling_params.n = {shown(value)}: is refused: a request is one turn of a row")
+    for key in ("features", "content_parts"):
+        if body.get(key):
+            raise _problem(f"{key}: is refused, as rows are texts alone")
+    return AskedTokens(ids, _limit(sampling))
+
+
 def ignored_keys(body: Any) -> set[str]:
     """Keys of a request that ask for another way to sample, and are left aside."""
+    body = {**body, **sampling} if isinstance(sampling := body.get("sampling_params"), dict) else body
     asking = IGNORED - {"model", "user", "store", "metadata", "parallel_tool_calls"}
     return {key for key, value in body.items() if key in asking and value is not None}
 

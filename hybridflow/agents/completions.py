@@ -1,5 +1,6 @@
-"""A turn of the model as OpenAI's API has it: a completion, or the chunks of a streamed one."""
+"""A turn of the model as OpenAI's API has it, whole or in the chunks of a stream; or as vLLM has tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,6 +27,32 @@ class Completion:
             "completion_tokens": self.completion_tokens,
             "total_tokens": total,
         }
+
+
+@dataclass(frozen=True)
+class TokenCompletion:
+    """log_probs: of each token. prompt_tokens: of the request."""
+
+    name: str
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    finish_reason: Literal["stop", "length"]
+    prompt_tokens: int
+
+
+def generated(completion: TokenCompletion, model: str) -> dict[str, Any]:
+    """As `/inference/v1/generate` answers: vLLM 0.32.0 names a token by its number, verifiers 0.4.0 asks for a text."""
+    both = zip(completion.token_ids, completion.log_probs, strict=True)
+    content = [{"token": f"token_id:{token}", "token_id": token, "logprob": log_prob} for token, log_prob in both]
+    choice = {
+        "index": 0,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "logprobs": {"content": content},
+    }
+    tokens, own = completion.prompt_tokens, len(completion.token_ids)
+    usage = {"prompt_tokens": tokens, "completion_tokens": own, "total_tokens": tokens + own}
+    return {"request_id": completion.name, "created": 0, "model": model, "choices": [choice], "usage": usage}
 
 
 def whole(completion: Completion, model: str) -> dict[str, Any]:

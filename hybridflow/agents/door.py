@@ -6,6 +6,7 @@
     door.answer(request, completion)              # or door.refuse(request, Refusal(...))
 
     POST {url}/chat/completions                   plain, or streamed: then all of a turn comes at once, when it is whole
+    POST {url less /v1}/inference/v1/generate     tokens in and out, as vLLM has it
     GET {url}/models
 
 The thread reads requests and writes answers. What a request means is for the thread that steps the engine to say, which
@@ -27,7 +28,7 @@ from typing import Any
 
 from aiohttp import web
 
-from hybridflow.agents.completions import Completion, chunks, whole
+from hybridflow.agents.completions import Completion, TokenCompletion, chunks, generated, whole
 from hybridflow.errors import ConfigError
 
 MODEL = "policy"  # what the model is called
@@ -35,6 +36,7 @@ RETRIES = "x-stainless-retry-count"  # a header of OpenAI's client
 MOST_BYTES = 1 << 26  # of a request
 START_SECONDS = 60.0
 END_SECONDS = 0.1  # for requests under way, at the end; with 0 aiohttp would wait for ever
+URLS = "/v1/chat/completions, /inference/v1/generate and /v1/models"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -47,9 +49,12 @@ class Refusal:
     message: str
 
 
+Answer = Completion | TokenCompletion | Refusal
+
+
 @dataclass(frozen=True, eq=False)
 class ChatRequest:
-    """One that waits for its answer. row: the name in its URL. body: JSON, not checked.
+    """One that waits for its answer. row: the name in its URL. body: JSON, not checked. by_tokens: it has token ids.
 
     repeated: OpenAI's client has sent the same before, and says that the answer was lost.
     """
@@ -57,7 +62,8 @@ class ChatRequest:
     row: str
     body: Any
     repeated: bool
-    answer: "asyncio.Future[Completion | Refusal]" = field(repr=False)
+    answer: "asyncio.Future[Answer]" = field(repr=False)
+    by_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ class Door:
                 found.append(self._events.get_nowait())
         return found
 
-    def answer(self, request: ChatRequest, completion: Completion) -> None:
+    def answer(self, request: ChatRequest, completion: Completion | TokenCompletion) -> None:
         self._loop.call_soon_threadsafe(_set, request.answer, completion)
 
     def refuse(self, request: ChatRequest, refusal: Refusal) -> None:
@@ -138,20 +144,32 @@ class Door:
             try:
                 return await handler(request)
             except web.HTTPException as error:
-                told = f"{request.method} {request.path}: {error.reason}; there are /chat/completions and /models"
+                told = f"{request.method} {request.path}: {error.reason}; there are {URLS}"
                 return _problem(Refusal(error.status, "not_found", told))
 
         app = web.Application(client_max_size=MOST_BYTES, middlewares=[checked])
-        app.add_routes([web.post("/{row}/v1/chat/completions", self._chat), web.get("/{row}/v1/models", self._models)])
+        app.add_routes(
+            [
+                web.post("/{row}/v1/chat/completions", self._chat),
+                web.post("/{row}/inference/v1/generate", self._generate),
+                web.get("/{row}/v1/models", self._models),
+            ]
+        )
         return app
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
+        return await self._answered(http, by_tokens=False)
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        return await self._answered(http, by_tokens=True)
+
+    async def _answered(self, http: web.Request, *, by_tokens: bool) -> web.StreamResponse:
         try:
             body = json.loads(await http.read())
         except ValueError as error:
             return _problem(Refusal(400, "invalid_request", f"the request is not JSON: {error}"))
         repeated = http.headers.get(RETRIES, "0") != "0"
-        request = ChatRequest(http.match_info["row"], body, repeated, self._loop.create_future())
+        request = ChatRequest(http.match_info["row"], body, repeated, self._loop.create_future(), by_tokens)
         self._put(request)
         try:
             answer = await request.answer
@@ -160,6 +178,8 @@ class Door:
             raise
         if isinstance(answer, Refusal):
             return _problem(answer)
+        if isinstance(answer, TokenCompletion):
+            return web.json_response(generated(answer, MODEL))
         return await _streamed(http, answer) if body.get("stream") else web.json_response(whole(answer, MODEL))
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
@@ -193,7 +213,7 @@ def _problem(refusal: Refusal) -> web.Response:
     return web.json_response({"error": error}, status=refusal.status)
 
 
-def _set(answer: "asyncio.Future[Completion | Refusal]", value: Completion | Refusal) -> None:
+def _set(answer: "asyncio.Future[Answer]", value: Answer) -> None:
     if not answer.done():
         answer.set_result(value)
 

@@ -18,10 +18,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridflow.agents.chat_requests import Asked, asked_for, ignored_keys
-from hybridflow.agents.completions import Completion
+from hybridflow.agents.chat_requests import Asked, AskedTokens, asked_for, ignored_keys, tokens_asked_for
+from hybridflow.agents.completions import Completion, TokenCompletion
 from hybridflow.agents.door import ChatRequest, Door, Gone, Refusal
-from hybridflow.agents.talk import Talk, new_tokens, sent, turn_message
+from hybridflow.agents.talk import Talk, new_tokens, sent, tokens_behind, turn_message
 from hybridflow.batch import PromptBatch
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.data.continuations import Continuations
@@ -57,7 +57,7 @@ class Session:
     begun: float = 0.0
     expected: float | None = None
     turn: int = 0
-    asked: Asked | None = None
+    asked: Asked | AskedTokens | None = None
     request: ChatRequest | None = None
     answered: ChatRequest | None = None
     spent: bool = False
@@ -137,14 +137,28 @@ class Sessions:
         self._run_waiting()
         return [0] * len(rows)
 
-    def said(self, row: int, token_ids: Sequence[int], *, truncated: bool) -> None:
+    def said(self, row: int, token_ids: Sequence[int], log_probs: Sequence[float], *, truncated: bool) -> None:
         its, shared = self._rows[row], self._shared
         assert its.request is not None and its.asked is not None, "a turn of the model answers a request"
         ended = token_ids[-1] in shared.ends
-        text = shared.decode(list(token_ids[:-1] if ended else token_ids))
         shared.counts.turns += 1
-        tools: Any = its.asked.fields.get(TOOLS)
-        reads_calls = tools is not None and its.asked.calls_tools and not truncated
+        prompt_tokens = len(its.talk.prompt) + its.talk.used
+        behind, now = (*its.talk.behind, *token_ids), time.monotonic()
+        its.talk = replace(its.talk, behind=behind, ended=ended, cut=truncated, answered=True)
+        if isinstance(its.asked, AskedTokens):
+            name = f"{its.name}-{its.turn}"
+            told = TokenCompletion(name, token_ids, log_probs, "length" if truncated else "stop", prompt_tokens)
+            self._door.answer(its.request, told)
+        else:
+            self._answer_chat(its, its.asked, token_ids, prompt_tokens)
+        its.request, its.answered, its.expected = None, its.request, now
+
+    def _answer_chat(self, its: Session, asked: Asked, token_ids: Sequence[int], prompt_tokens: int) -> None:
+        shared, talk = self._shared, its.talk
+        assert its.request is not None, "it waits"
+        text, truncated = shared.decode(list(token_ids[:-1] if talk.ended else token_ids)), talk.cut
+        tools: Any = asked.fields.get(TOOLS)
+        reads_calls = tools is not None and asked.calls_tools and not truncated
         parsed = shared.parsed(text, tools) if reads_calls else Parsed(text, ())
         message = turn_message(parsed, f"call_{its.row}_{its.turn}")
         reason = "length" if truncated else "tool_calls" if parsed.calls else "stop"
@@ -154,19 +168,12 @@ class Sessions:
                 f"chatcmpl-{its.name}-{its.turn}",
                 sent(message),
                 reason,  # type: ignore[arg-type]  # mypy takes it for any text
-                len(its.talk.prompt) + its.talk.used,
+                prompt_tokens,
                 len(token_ids),
-                its.asked.tells_usage,
+                asked.tells_usage,
             ),
         )
-        its.talk = replace(
-            its.talk,
-            messages=[*(its.talk.messages or ()), message],
-            used=its.talk.used + len(token_ids),
-            ended=ended,
-            cut=truncated,
-        )
-        its.request, its.answered, its.expected = None, its.request, time.monotonic()
+        its.talk = replace(talk, messages=[*(talk.messages or ()), message])
 
     def replies(self, *, wait: bool) -> list[Reply]:
         while True:
@@ -222,7 +229,7 @@ class Sessions:
             self._end(row, Reply(row, ends=True, truncated=True, rewards=zeros, drops=drops))
         elif answer.problem:
             self._fail(row, answer.problem)
-        elif talk.messages is None:
+        elif not talk.answered:
             self._fail(row, "the agent returned before the model had answered a request")
         else:
             rewards, cut = tuple(answer.value["reward"]), its.spent or talk.cut
@@ -237,7 +244,7 @@ class Sessions:
             return
         its = self._rows[row]
         try:
-            asked = asked_for(request.body)
+            asked = tokens_asked_for(request.body) if request.by_tokens else asked_for(request.body)
             self._tell_ignored(request.body)
             last = its.request or its.answered
             if request.repeated and last is not None and its.asked is not None and asked == its.asked:
@@ -248,7 +255,10 @@ class Sessions:
                 its.spent = True
                 self._refuse(request, "turns_used_up", f"data.environment.max_turns = {its.turn} turns are used up")
                 return
-            ids = new_tokens(its.talk, asked, its.columns, self._shared.continues)
+            if isinstance(asked, AskedTokens):
+                ids = tokens_behind(its.talk, asked)
+            else:
+                ids = new_tokens(its.talk, asked, its.columns, self._shared.continues)
         except RowError as error:
             self._refuse(request, "invalid_request", str(error))
         except ConfigError as error:
@@ -257,16 +267,20 @@ class Sessions:
         else:
             self._accept(row, request, asked, ids)
 
-    def _accept(self, row: int, request: ChatRequest, asked: Asked, ids: list[int]) -> None:
+    def _accept(self, row: int, request: ChatRequest, asked: Asked | AskedTokens, ids: list[int]) -> None:
         its, most, talk = self._rows[row], self._config.max_turn_tokens, self._rows[row].talk
-        prompt, used = (talk.prompt, talk.used + len(ids)) if talk.prompt else (ids, 0)
-        left = its.limit - used
+        prompt, behind = (talk.prompt, (*talk.behind, *ids)) if talk.prompt else (ids, ())
+        left = its.limit - len(behind)
         if left < 1 or len(prompt) > self._shared.max_prompt_length:
             its.spent = talk.messages is not None
             self._refuse(request, "context_length_exceeded", self._too_long(its, prompt))
             return
         its.before, its.asked, its.request, its.turn = talk, asked, request, its.turn + 1
-        its.talk = replace(talk, prompt=prompt, messages=asked.messages, fields=asked.fields, used=used)
+        its.talk = replace(talk, prompt=prompt, behind=behind)
+        if isinstance(asked, Asked):
+            its.talk = replace(its.talk, messages=asked.messages, fields=asked.fields)
+        else:
+            its.talk = replace(its.talk, messages=None)
         self._answered(its)
         limits = [limit for limit in (left, most, asked.max_tokens) if limit is not None]
         self._ready.append(Reply(row, tuple(ids), min(limits)))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridflow.agents.chat_requests import Asked, continuation_of
+from hybridflow.agents.chat_requests import Asked, AskedTokens, continuation_of
 from hybridflow.data.continuations import Continuations
 from hybridflow.data.fields import KWARGS, TOOLS
 from hybridflow.data.messages import Message
@@ -15,17 +15,35 @@ from hybridflow.rollout.tool_calls import Parsed
 
 @dataclass(frozen=True)
 class Talk:
-    """What a row has said so far. prompt: tokens, none where the first request is to bring them. used: tokens behind.
+    """What a row has said so far. prompt: tokens, none where the first request is to bring them. behind: after it.
 
+    messages: none before the first answer, and with a request of tokens: such a row goes on with tokens alone.
     ended: the model's last turn has its end token. cut: that turn has met a limit.
     """
 
     prompt: list[int]
     messages: list[Message] | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
-    used: int = 0
+    behind: tuple[int, ...] = ()
     ended: bool = True
     cut: bool = False
+    answered: bool = False  # the model has spoken
+
+    @property
+    def used(self) -> int:
+        """Tokens behind the prompt."""
+        return len(self.behind)
+
+
+def tokens_behind(talk: Talk, asked: AskedTokens) -> list[int]:
+    """Those of a request of token ids that the row does not have yet. Errors: ConfigError where it is another row."""
+    known = [*talk.prompt, *talk.behind]
+    if asked.token_ids[: len(known)] != known:
+        raise ConfigError(
+            f"the request does not continue the row: its token_ids have to begin with the {len(known)} tokens of the "
+            "row, those that the model has sampled included"
+        )
+    return asked.token_ids[len(known) :]
 
 
 def new_tokens(talk: Talk, asked: Asked, columns: Mapping[str, Any], continues: Continuations) -> list[int]:
@@ -35,6 +53,8 @@ def new_tokens(talk: Talk, asked: Asked, columns: Mapping[str, Any], continues: 
     """
     own = {KWARGS: columns[KWARGS]} if KWARGS in columns else {}
     fields, template = {**own, **asked.fields}, continues.with_tools(asked.fields.get(TOOLS, ()))
+    if talk.messages is None and talk.answered:
+        raise ConfigError("the row's requests have token ids: it cannot go on with messages")
     if talk.messages is None:
         ids = template.first_tokens(asked.messages, fields)
         if ids[: len(talk.prompt)] != talk.prompt:

@@ -110,7 +110,7 @@ class Conversations:
         self._by_ticket = {its.start: number for number, its in enumerate(self._rows)}
         return [self._turn_tokens(its) for its in self._rows]
 
-    def said(self, row: int, token_ids: Sequence[int], *, truncated: bool) -> None:
+    def said(self, row: int, token_ids: Sequence[int], log_probs: Sequence[float], *, truncated: bool) -> None:
         its = self._rows[row]
         its.turn, its.used, its.ended = its.turn + 1, its.used + len(token_ids), token_ids[-1] in self._shared.ends
         its.text = self._shared.decode(list(token_ids[:-1] if its.ended else token_ids))

@@ -74,8 +74,8 @@ class Answers(Protocol):
         0: the row waits for a reply before its first turn.
         """
 
-    def said(self, row: int, token_ids: Sequence[int], *, truncated: bool) -> None:
-        """A turn of the model has ended; truncated: at its limit of tokens."""
+    def said(self, row: int, token_ids: Sequence[int], log_probs: Sequence[float], *, truncated: bool) -> None:
+        """A turn of the model has ended, with a log-prob for each token; truncated: at its limit of tokens."""
 
     def replies(self, *, wait: bool) -> list[Reply]:
         """Those that have come. wait: until there is one."""
@@ -257,4 +257,4 @@ class TurnTaking:
             self.counts.cached_tokens += output.num_cached_tokens or 0
         row.add(said.token_ids, said.log_probs)
         if self.answers is not None:
-            self.answers.said(number, said.token_ids, truncated=said.truncated)
+            self.answers.said(number, said.token_ids, said.log_probs, truncated=said.truncated)

@@ -153,7 +153,10 @@ def test_what_is_no_request_is_told_at_once(door: Door) -> None:
     broken = httpx.post(f"{url}/chat/completions", content=b"{")
     assert broken.status_code == 400 and "the request is not JSON" in broken.json()["error"]["message"]
     unknown = httpx.post(f"{url}/embeddings", json={})
-    assert unknown.status_code == 404 and "there are /chat/completions and /models" in unknown.text
+    assert (
+        unknown.status_code == 404
+        and "there are /v1/chat/completions, /inference/v1/generate and /v1/models" in unknown.text
+    )
     assert door.taken() == []
 
 

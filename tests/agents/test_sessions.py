@@ -78,6 +78,11 @@ class Rows:
         body = {"model": "gpt", "messages": list(messages), **more}
         return self.threads.submit(httpx.post, url, json=body, headers=headers, timeout=60)
 
+    def ask_tokens(self, token_ids: Any, row: int = 0, **sampling: Any) -> Future[httpx.Response]:
+        url = f"{self.pool.urls[row].removesuffix('/v1')}/inference/v1/generate"
+        body = {"model": "policy", "token_ids": token_ids, "sampling_params": {"logprobs": 1, **sampling}}
+        return self.threads.submit(httpx.post, url, json=body, timeout=60)
+
     def replies(self) -> list[Reply]:
         return self.sessions.replies(wait=True)
 
@@ -106,17 +111,79 @@ def said(answer: Future[httpx.Response]) -> dict[str, Any]:
 def test_a_request_is_tokens_and_a_limit(rows: Rows) -> None:
     first = rows.ask(USER, max_tokens=5)
     assert rows.replies() == [Reply(0, FIRST, 5)]
-    rows.sessions.said(0, ids(f"3{END}"), truncated=False)
+    rows.sessions.said(0, ids(f"3{END}"), [-0.5] * len(ids(f"3{END}")), truncated=False)
     message = said(first)
     assert (message["role"], message["content"]) == ("assistant", "3")
     assert first.result().json()["usage"] == {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
     rows.ask(USER, message, {"role": "user", "content": "no"})
     more = ids(f"<|user|>no{END}<|assistant|>")
     assert rows.replies() == [Reply(0, more, 32 - 2 - len(more))]
-    rows.sessions.said(0, ids("45"), truncated=True)
+    rows.sessions.said(0, ids("45"), [-0.5] * len(ids("45")), truncated=True)
     rows.pool.returned = {0: Answer({"reward": [1.5]}, "", 0.0, "")}
     assert rows.replies() == [Reply(0, ends=True, truncated=True, rewards=(1.5,))]
     assert rows.pool.finished == [0]
+
+
+def test_a_request_may_be_token_ids(rows: Rows) -> None:
+    """All of a row each time: what is behind the row's own tokens is new. Then the agent goes on with tokens alone."""
+    first = rows.ask_tokens(list(FIRST), max_tokens=3, temperature=0.2)
+    assert rows.replies() == [Reply(0, FIRST, 3)]
+    own = ids(f"3{END}")
+    rows.sessions.said(0, own, [-0.25, -1.5], truncated=False)
+    body = first.result(60).json()
+    assert body["usage"] == {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9} and body["request_id"]
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "token_ids": list(own),
+            "finish_reason": "stop",
+            "logprobs": {
+                "content": [
+                    {"token": f"token_id:{own[0]}", "token_id": own[0], "logprob": -0.25},
+                    {"token": f"token_id:{own[1]}", "token_id": own[1], "logprob": -1.5},
+                ]
+            },
+        }
+    ]
+    more = ids(f"<|user|>no{END}<|assistant|>")
+    second = rows.ask_tokens([*FIRST, *own, *more])
+    assert rows.replies() == [Reply(0, more, 32 - 2 - len(more))]
+    rows.sessions.said(0, ids("45"), [-1.0, -1.0], truncated=True)
+    assert second.result(60).json()["choices"][0]["finish_reason"] == "length"
+    rows.ask(USER, {"role": "assistant", "content": "3"}, {"role": "user", "content": "no"})
+    [reply] = rows.replies()
+    assert reply.failed, "the row's messages are not known"
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "sampling", "problem"),
+    [
+        ("1 2", {}, "token_ids = '1 2': is no list of token ids"),
+        ([], {}, "token_ids = []: is no list of token ids"),
+        ([3, -1], {}, "token_ids = [3, -1]: is no list of token ids"),
+        ([3], {"n": 2}, "sampling_params.n = 2: is refused: a request is one turn of a row"),
+        ([3], {"max_tokens": 0}, "max_tokens = 0: is no number of tokens from 1 on"),
+    ],
+)
+def test_a_request_of_tokens_that_makes_no_sense_is_refused(
+    token_ids: Any, sampling: dict[str, Any], problem: str, rows: Rows
+) -> None:
+    refused = rows.ask_tokens(token_ids, **sampling)
+    while not refused.done():
+        rows.sessions.replies(wait=False)
+    assert refused.result().status_code == 400 and refused.result().json()["error"]["message"] == problem
+
+
+def test_token_ids_that_are_not_the_rows_fail_the_row(rows: Rows) -> None:
+    """Such as those of a client that has encoded the model's turn again."""
+    rows.ask_tokens(list(FIRST))
+    rows.replies()
+    rows.sessions.said(0, ids(f"3{END}"), [-0.5, -0.5], truncated=False)
+    other = rows.ask_tokens([*FIRST, *ids(f"4{END}<|user|>no{END}<|assistant|>")])
+    [reply] = rows.replies()
+    assert reply.failed
+    message = other.result(60).json()["error"]["message"]
+    assert message.startswith("the request does not continue the row: its token_ids have to begin with the 9 tokens")
 
 
 def test_a_second_request_while_the_model_answers_fails_the_row(rows: Rows) -> None:
@@ -136,10 +203,10 @@ def test_a_request_that_comes_again_takes_the_place_of_the_first(rows: Rows) -> 
     rows.ask(USER, headers=AGAIN)
     assert rows.replies() == [Reply(0, drops=True), Reply(0, FIRST, 32)]
     assert first.result(60).json()["error"]["code"] == "repeated"
-    rows.sessions.said(0, ids(f"3{END}"), truncated=False)
+    rows.sessions.said(0, ids(f"3{END}"), [-0.5] * len(ids(f"3{END}")), truncated=False)
     third = rows.ask(USER, headers=AGAIN)
     assert rows.replies() == [Reply(0, drops=True), Reply(0, FIRST, 32)]
-    rows.sessions.said(0, ids(f"4{END}"), truncated=False)
+    rows.sessions.said(0, ids(f"4{END}"), [-0.5] * len(ids(f"4{END}")), truncated=False)
     assert said(third)["content"] == "4"
 
 
@@ -147,7 +214,7 @@ def test_an_answer_is_no_answer_to_another_request(rows: Rows) -> None:
     """The same request without the header of a repetition: which of two answers counts is not known."""
     rows.ask(USER)
     rows.replies()
-    rows.sessions.said(0, ids(f"3{END}"), truncated=False)
+    rows.sessions.said(0, ids(f"3{END}"), [-0.5] * len(ids(f"3{END}")), truncated=False)
     again = rows.ask(USER)
     [reply] = rows.replies()
     assert reply.failed and not reply.drops and reply.token_ids == ()
@@ -157,7 +224,7 @@ def test_an_answer_is_no_answer_to_another_request(rows: Rows) -> None:
 def test_an_agent_that_returns_while_the_model_answers_ends_the_turn(rows: Rows) -> None:
     asked = rows.ask(USER)
     rows.replies()
-    rows.sessions.said(0, ids(f"3{END}"), truncated=False)
+    rows.sessions.said(0, ids(f"3{END}"), [-0.5] * len(ids(f"3{END}")), truncated=False)
     rows.ask(USER, said(asked), {"role": "user", "content": "no"})
     rows.replies()
     rows.pool.returned = {0: Answer({"reward": [1.0]}, "", 0.0, "")}

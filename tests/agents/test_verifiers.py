@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from hybridflow.agents.completions import TokenCompletion, generated
 from hybridflow.environments.verifiers_agent import number_of_tasks, task_problem
 from hybridflow.errors import ConfigError
 from tests.agents.test_runs import furthest_log_prob, metrics, rollout, tensors, turns
@@ -112,7 +113,9 @@ def root(python: str, found_there: None, tmp_path_factory: pytest.TempPathFactor
         "one turn": [environment(max_turn_tokens=16, max_turns=1)],
     }
     (root / "cases.json").write_text(json.dumps(cases))
-    run_ranks(1, "tests.agents.verifiers_worker", root / "config.yaml", root / "told.json", root / "cases.json")
+    files = [root / name for name in ("config.yaml", "told.json", "cases.json")]
+    there = {"PYTHONPATH": os.environ["PYTHONPATH"]}
+    run_ranks(1, "tests.agents.verifiers_worker", *files, environment=there)
     return root
 
 
@@ -131,6 +134,22 @@ def test_what_is_wrong_with_an_environment_is_told_at_the_start(python: str, fou
     ):
         with pytest.raises(ConfigError, match=f"^data.environment.verifiers = {name}: {problem}"):
             number_of_tasks(name, python, arguments)
+
+
+READS = """
+import json, sys
+from renderers.client import _parse_completion_logprobs, parse_generate_response
+choice = parse_generate_response(sys.stdin.buffer.read())["choices"][0]
+log_probs = _parse_completion_logprobs(choice, choice["token_ids"])
+print(json.dumps([choice["token_ids"], log_probs, choice["finish_reason"]]))
+"""
+
+
+@with_verifiers
+def test_the_training_client_of_verifiers_reads_what_a_request_of_tokens_is_answered(python: str) -> None:
+    told = generated(TokenCompletion("a-1", [7, 300], [-0.25, -1.5], "length", 3), "policy")
+    ran = subprocess.run([python, "-c", READS], input=json.dumps(told), capture_output=True, text=True, check=True)
+    assert json.loads(ran.stdout) == [[7, 300], [-0.25, -1.5], "length"]
 
 
 @with_verifiers
