@@ -13,15 +13,57 @@ The environment talks to the model by OpenAI's chat completions: the trainer's o
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 KEY_VARIABLE = "HYBRIDFLOW_AGENT_KEY"
 MODEL = "policy"
+TRACE = "X-Session-ID"
+SENT_ON = ("Authorization", "Content-Type", "x-stainless-retry-count")
+
+
+class Switchboard:
+    """One URL for all episodes, which sends each request on to its episode's own.
+
+    verifiers keeps a client, with connections and certificates, for each URL that it has ever been given. Its requests
+    have the number of the trace in a header.
+    """
+
+    def __init__(self) -> None:
+        self.url, self.urls = "", dict[str, str]()  # by trace
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        from aiohttp import ClientSession, ClientTimeout, web
+
+        async with ClientSession(timeout=ClientTimeout(total=None)) as session:
+
+            async def forwarded(request: web.Request) -> web.Response:
+                url = self.urls.get(request.headers.get(TRACE, ""))
+                if url is None:
+                    return web.json_response({"error": {"message": "the episode has ended"}}, status=400)
+                headers = {name: request.headers[name] for name in SENT_ON if name in request.headers}
+                where, body = f"{url}/{request.match_info['rest']}", await request.read()
+                async with session.request(request.method, where, data=body, headers=headers) as answer:
+                    told = {"Content-Type": answer.headers.get("Content-Type", "application/json")}
+                    return web.Response(body=await answer.read(), status=answer.status, headers=told)
+
+            app = web.Application(client_max_size=1 << 26)
+            app.add_routes([web.route("*", "/v1/{rest:.*}", forwarded)])
+            runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+            try:
+                yield
+            finally:
+                await runner.cleanup()
 
 
 class Episodes:
@@ -38,6 +80,7 @@ class Episodes:
         roles = agent_config_fields(config)
         _check_runtimes({role: its.runtime.type for role, its in roles.items()})
         self.environment = load_environment(config)
+        self.switchboard = Switchboard()
         bounded = self.environment.taskset.bounded
         self._left: Iterator[Any] = iter(self.environment.taskset)
         self._tasks = list(self._left) if bounded else []
@@ -57,9 +100,19 @@ class Episodes:
         import verifiers.v1 as vf
 
         os.environ[KEY_VARIABLE] = key  # alike for all episodes
-        client = vf.EvalClientConfig(base_url=base_url, api_key_var=KEY_VARIABLE)
-        context = vf.ModelContext(model=MODEL, client=client)
-        episode = await self.environment.run_episode(self.task(number), context)
+        urls = self.switchboard.urls
+        client = vf.EvalClientConfig(base_url=self.switchboard.url, api_key_var=KEY_VARIABLE)
+        context, traces = vf.ModelContext(model=MODEL, client=client), list[str]()
+
+        def begun(trace: Any) -> None:
+            traces.append(trace.id)
+            urls[trace.id] = base_url
+
+        try:
+            episode = await self.environment.run_episode(self.task(number), context, on_trace=begun)
+        finally:
+            for trace_id in traces:
+                del urls[trace_id]
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
             return {"problem": "; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed"}
@@ -86,7 +139,7 @@ def _check_runtimes(runtimes: Mapping[str, str]) -> None:
 
 async def serve(episodes: Episodes, out: int) -> None:
     """Until the lines end. out: the file that answers go to."""
-    reader, tasks = asyncio.StreamReader(limit=1 << 26), set[asyncio.Task[None]]()
+    reader = asyncio.StreamReader(limit=1 << 26)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
 
     async def answer(asked: dict[str, Any]) -> None:
@@ -97,7 +150,7 @@ async def serve(episodes: Episodes, out: int) -> None:
         tell(out, {"call": asked["call"], **told})
 
     running: dict[int, asyncio.Task[None]] = {}
-    async with episodes.environment.serving():
+    async with episodes.switchboard.serving(), episodes.environment.serving():
         tell(out, {"tasks": episodes.num_tasks, "problem": ""})
         while line := await reader.readline():
             asked = json.loads(line)
@@ -107,10 +160,13 @@ async def serve(episodes: Episodes, out: int) -> None:
                 continue
             task = asyncio.ensure_future(answer(asked))
             running[asked["call"]] = task
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-        for task in list(tasks):
+            task.add_done_callback(partial(_forget, running, asked["call"]))
+        for task in list(running.values()):
             task.cancel()
+
+
+def _forget(running: dict[int, asyncio.Task[None]], call: int, ended: object) -> None:
+    del running[call]
 
 
 def tell(out: int, message: Mapping[str, Any]) -> None:
