@@ -36,6 +36,8 @@ class TwoTurnsConfig(vf.EnvConfig):
 
 class TwoTurnsEnv(vf.Env[TwoTurnsConfig]):
     async def run(self, task, agents):
+        clients = {key for server in self._interception.servers for key in server.clients}
+        assert len(clients) <= 1, f"verifiers keeps {len(clients)} clients for ever"
         async with agents.agent.interaction(task) as talk:
             first = await talk.turn()
             if not first.terminated:
