@@ -11,7 +11,6 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.config.algorithms import Custom
 from hybridflow.config.data import DataFiles
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
-from hybridflow.data.environment import check_environment
 from hybridflow.data.fields import named
 from hybridflow.data.hub_data_sets import fetch_data_sets
 from hybridflow.data.rows import Row, RowError, attempt
@@ -55,7 +54,10 @@ def note_missing(config: AnyConfig, reasons: Reasons) -> None:
             reasons.of(_check_rows, key, files, config)
     if isinstance(config, ExperimentConfig):
         reasons.of(pool_specs, config)
-        reasons.of(check_environment, config)
+        if config.data.environment is not None:
+            from hybridflow.data.environment import check_environment  # it loads transformers, for seconds
+
+            reasons.of(check_environment, config)
         if isinstance(config.algorithm, Custom):
             reasons.of(load_function, config.algorithm.flow, "algorithm.flow")
 

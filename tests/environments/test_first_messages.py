@@ -79,7 +79,7 @@ def test_a_class_is_refused_before_a_run(name: str, config: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         check_environment(given)
     findings = {finding.name: finding for finding in input_findings(given, "a")[0]}
-    finding = findings[f"environment {USERS}:{name}"]
+    finding = findings[f"data.environment.class = {USERS}:{name}"]
     assert finding.status == "fail"
     assert WRONG[name] in finding.value and finding.value == str(refused.value)
 
@@ -93,7 +93,7 @@ def test_a_template_that_reads_no_tools_is_refused_before_a_run(config: Path, tm
 def test_a_class_that_is_there_has_tools_and_a_digest(config: Path) -> None:
     findings, digests = input_findings(read(config, named("Talk")), "a")
     told = {finding.name: (finding.status, finding.value) for finding in findings}
-    assert told[f"environment {USERS}:Talk"] == ("ok", "can be imported, tools: add, fails")
+    assert told[f"data.environment.class = {USERS}:Talk"] == ("ok", "can be imported, tools: add, fails")
     assert f"the file of {USERS}" in digests
 
 
