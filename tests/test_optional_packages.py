@@ -2,13 +2,13 @@
 
 import os
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 
 from tests.launch import of_no_rank
+from tests.packages import python_with
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("reasoning-gym==0.1.25", "textarena==0.7.4", "skyrl-gym==0.4.0")
@@ -25,15 +25,7 @@ SECONDS = 850
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of an environment with these packages beside those of this one."""
-    home = tmp_path_factory.mktemp("packages")
-    subprocess.run([sys.executable, "-m", "venv", home], check=True)
-    own = home / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-    (own / "beside.pth").write_text(f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n")
-    install = [home / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", *PACKAGES]
-    ran = subprocess.run(install, capture_output=True, text=True, timeout=SECONDS, check=False)
-    if ran.returncode:
-        pytest.skip(f"{', '.join(PACKAGES)} do not install here: {ran.stderr.strip().splitlines()[-1]}")
-    return home / "bin" / "python"
+    return python_with(tmp_path_factory.mktemp("packages"), PACKAGES, beside=sysconfig.get_paths()["purelib"])
 
 
 @pytest.mark.thorough

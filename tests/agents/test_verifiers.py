@@ -18,6 +18,7 @@ from tests.agents.test_runs import furthest_log_prob, metrics, rollout, tensors,
 from tests.agents.verifiers_envs.names import NUM_TASKS
 from tests.environments.tiny_chat import END, make_chat_inputs
 from tests.launch import run_ranks
+from tests.packages import python_with
 
 RELEASE = "0.4.0"
 ENVS = Path(__file__).parent / "verifiers_envs"
@@ -53,20 +54,17 @@ def test_a_python_that_does_not_start_or_lacks_the_package_is_named() -> None:
 
 # ------------------------------------------------------------------------------------------------ with verifiers
 
-with_verifiers = pytest.mark.thorough  # 600 MB of packages from the index
+
+def with_verifiers(test: Any) -> Any:
+    """600 MB of packages from the index."""
+    return pytest.mark.thorough(pytest.mark.timeout(1800)(test))
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     if GIVEN in os.environ:
         return os.environ[GIVEN]
-    home = tmp_path_factory.mktemp("verifiers")
-    subprocess.run([sys.executable, "-m", "venv", home], check=True)
-    install = [home / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", f"verifiers=={RELEASE}"]
-    ran = subprocess.run(install, capture_output=True, text=True, timeout=800, check=False)
-    if ran.returncode:
-        pytest.skip(f"verifiers {RELEASE} does not install here: {ran.stderr.strip().splitlines()[-1]}")
-    return str(home / "bin" / "python")
+    return str(python_with(tmp_path_factory.mktemp("verifiers"), [f"verifiers=={RELEASE}"]))
 
 
 @pytest.fixture(scope="module")
