@@ -21,6 +21,7 @@ KEY = "data.environment.verifiers"
 TASK = "task"  # the column with a task's number
 RUNNER = Path(__file__).with_name("verifiers_runner.py")
 LOAD_SECONDS = 300.0  # that the import of verifiers and the environment may take
+LONGEST_LINE = 1 << 26  # bytes of an answer
 
 
 def number_of_tasks(name: str, python: str, arguments: Mapping[str, Any]) -> int | None:
@@ -69,13 +70,21 @@ class Runner:
     async def started(cls, name: str, python: str, arguments: Mapping[str, Any]) -> Self:
         """Errors: RewardError where the environment does not load."""
         process = await asyncio.create_subprocess_exec(
-            *_command(name, python, arguments, "play"), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            *_command(name, python, arguments, "play"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=LONGEST_LINE,
         )
         assert process.stdout is not None
         told = _told(await process.stdout.readline())
         if told is None or told["problem"]:
             raise RewardError(f"{KEY} = {name}: {told['problem'] if told else 'its process has ended'}")
         return cls(process)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process answers no more."""
+        return self._reading.done()
 
     async def play(self, task: int, base_url: str, key: str) -> dict[str, Any]:
         """The episode of a task: reward and scores."""
@@ -129,7 +138,7 @@ async def run(
     """
     key = "-" if token_file is None else word_of(token_file, "data.environment.token_file")
     command = json.dumps([name, python, arguments])
-    if command not in _runners:
+    if command not in _runners or _is_lost(_runners[command]):
         _runners[command] = asyncio.ensure_future(Runner.started(name, python, arguments))
     runner = await asyncio.shield(_runners[command])
     told = await runner.play(row[TASK], base_url, key)
@@ -142,6 +151,11 @@ async def run(
             f"{', '.join(told['scores']) or 'none'}"
         )
     return {part: told["scores"][part] for part in parts}
+
+
+def _is_lost(starting: "asyncio.Task[Runner]") -> bool:
+    """Whether the process did not start, or has ended: the next row gets another one."""
+    return starting.done() and (starting.exception() is not None or starting.result().has_ended)
 
 
 def _command(name: str, python: str, arguments: Mapping[str, Any], how: str) -> list[str]:

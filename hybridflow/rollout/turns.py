@@ -26,9 +26,8 @@ HEAD = 5  # numbers of a reply before its tokens
 class Reply:
     """What is answered to a turn of a row: tokens behind it and how many the next turn may have, or the row's end.
 
-    token_ids: behind the turn; also where the row ends.
-
-    truncated: the row has ended at a limit. rewards: NaN of a row that has failed. failed: none of its tokens counts.
+    token_ids: behind the turn, also where the row ends. truncated: the row has ended at a limit. rewards: NaN of a row
+    that has failed. failed: none of its tokens counts.
     drops: the row's last turn, and what was written right before that turn, go. The engine may still be at that turn.
     """
 

@@ -15,12 +15,11 @@ from hybridflow.batch import RolloutBatch
 from hybridflow.recording.turns import turns_of_rows
 from tests.agents.agents_of_users import ADD
 from tests.agents.runs_worker import CASES, WRONG
-from tests.environments.tiny_chat import CALLS, END, make_chat_inputs, make_tokenizer
+from tests.environments.tiny_chat import CALLS, END, STOPS, make_chat_inputs, make_tokenizer, run_config
 from tests.launch import run_ranks
 
 pytestmark = pytest.mark.distributed
 
-STOPS = list(range(4, 14))  # a random model seldom writes a certain token; these are the digits
 ON_TWO = [name for name in CASES if name.endswith("at tp 2")]
 END_ID = make_tokenizer().convert_tokens_to_ids(END)
 FIELDS = {"input_ids", "lengths", "prompt_lengths", "prompt_indices", "truncated", "response_mask"}
@@ -33,27 +32,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [json.loads(line) for line in (root / "train.jsonl").read_text().splitlines()]
     prompts = [{"prompt": [{"role": "user", "content": row["question"]}], "tools": [ADD], **row} for row in rows]
     (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    config = {
-        "name": "run",
-        "seed": 1,
-        "output_dir": str(root / "runs"),
-        "num_iterations": 2,
-        "data": {
-            "train": str(root / "train.jsonl"),
-            "heldout": str(root / "heldout.jsonl"),
-            "chat_template": True,
-            "prompts_per_iteration": 4,
-            "max_prompt_length": 32,
-            "shuffle": False,
-        },
-        "sampling": {"samples_per_prompt": 4, "max_response_length": 160, "stop_token_ids": STOPS},
-        "actor": {"model": str(root / "policy"), "dtype": "float32", "optimizer": {"lr": 1e-3}},
-        "critic": None,
-        "rollout": {"kv_cache_gib": 0.0625},
-        "algorithm": {"name": "grpo", "kl": {"use": "none"}, "update": {"mini_batch_size": 8}},
-        "metrics": {"tensorboard": False, "dump_batches": True},
-        "checkpoint": {"load": "none"},
-    }
+    config = run_config(root, max_response_length=160)
     (root / "config.yaml").write_text(json.dumps(config))
     return root
 

@@ -1,5 +1,6 @@
 """Environments of the package verifiers, in an environment of packages that the index gives, on real engines."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -12,18 +13,17 @@ import torch
 from transformers import AutoTokenizer
 
 from hybridflow.agents.completions import TokenCompletion, generated
-from hybridflow.environments.verifiers_agent import number_of_tasks, task_problem
-from hybridflow.errors import ConfigError
+from hybridflow.environments.verifiers_agent import number_of_tasks, run, task_problem
+from hybridflow.errors import ConfigError, RewardError
 from tests.agents.test_runs import furthest_log_prob, metrics, rollout, tensors, turns
 from tests.agents.verifiers_envs.names import NUM_TASKS
-from tests.environments.tiny_chat import END, make_chat_inputs
+from tests.environments.tiny_chat import END, make_chat_inputs, run_config
 from tests.launch import run_ranks
 from tests.packages import python_with
 
 RELEASE = "0.4.0"
 ENVS = Path(__file__).parent / "verifiers_envs"
 GIVEN = "HYBRIDFLOW_TEST_VERIFIERS_PYTHON"  # one that has verifiers, in the place of the fixture's
-STOPS = list(range(4, 14))
 
 # ------------------------------------------------------------------------------------------------ without verifiers
 
@@ -50,6 +50,32 @@ def test_a_python_that_does_not_start_or_lacks_the_package_is_named() -> None:
         number_of_tasks("two_turns", "/nowhere/python", {})
     with pytest.raises(ConfigError, match=r"^data.environment.verifiers = two_turns: ModuleNotFoundError: No module"):
         number_of_tasks("two_turns", sys.executable, {})
+
+
+ONE_ANSWER = """#!/bin/sh
+echo '{"tasks": 1, "problem": ""}'
+read line
+echo '{"call": 0, "reward": 0.5, "scores": {}, "problem": ""}'
+read line
+"""
+
+
+def test_a_process_that_has_ended_gets_a_successor(tmp_path: Path) -> None:
+    """In the place of a Python: a program that answers once, and ends when it is asked again."""
+    program = tmp_path / "python"
+    program.write_text(ONE_ANSWER)
+    program.chmod(0o755)
+
+    async def play() -> float | dict[str, float]:
+        return await run("http://nowhere", {"task": 0}, name="any", python=str(program), arguments={})
+
+    async def rows() -> list[Any]:
+        first = await play()
+        with pytest.raises(RewardError, match="the process of verifiers has ended with status 0"):
+            await play()
+        return [first, await play()]
+
+    assert asyncio.run(asyncio.wait_for(rows(), 60)) == [0.5, 0.5]
 
 
 # ------------------------------------------------------------------------------------------------ with verifiers
@@ -79,26 +105,9 @@ def found_there() -> Any:
 def root(python: str, found_there: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root: Path = make_chat_inputs(tmp_path_factory.mktemp("runs"))
     (root / "tasks.jsonl").write_text("".join(json.dumps({"task": task}) + "\n" for task in range(NUM_TASKS)))
-    config = {
-        "name": "run",
-        "seed": 1,
-        "output_dir": str(root / "runs"),
-        "num_iterations": 1,
-        "data": {
-            "train": str(root / "tasks.jsonl"),
-            "chat_template": True,
-            "prompts_per_iteration": 4,
-            "max_prompt_length": 32,
-            "shuffle": False,
-        },
-        "sampling": {"samples_per_prompt": 4, "max_response_length": 64, "stop_token_ids": STOPS},
-        "actor": {"model": str(root / "policy"), "dtype": "float32", "optimizer": {"lr": 1e-3}},
-        "critic": None,
-        "rollout": {"kv_cache_gib": 0.0625},
-        "algorithm": {"name": "grpo", "kl": {"use": "none"}, "update": {"mini_batch_size": 8}},
-        "metrics": {"tensorboard": False, "dump_batches": True},
-        "checkpoint": {"load": "none"},
-    }
+    config = run_config(root, max_response_length=64)
+    config["num_iterations"], config["data"]["train"] = 1, str(root / "tasks.jsonl")
+    del config["data"]["heldout"]
     (root / "config.yaml").write_text(json.dumps(config))
 
     def environment(**more: Any) -> str:

@@ -71,7 +71,8 @@ def test_heldout_rows_are_no_rows_to_train_on(heldout: Any, problem: str) -> Non
 
 def test_heldout_rows_of_another_config_or_behind_the_others_are_fine() -> None:
     for heldout in ({**SUM, "config": {"max_terms": 9}}, {**SUM, "seed": 5}, {**SUM, "name": "leg_counting"}):
-        config_of(tasks(SUM), f"data.heldout={json.dumps(tasks(heldout))}")
+        [task] = config_of(tasks(SUM), f"data.heldout={json.dumps(tasks(heldout))}").data.heldout.reasoning_gym
+        assert (task.name, task.seed, task.config) == (heldout["name"], heldout["seed"], heldout.get("config", {}))
 
 
 def test_examples_of_fixed_data_are_no_tasks() -> None:

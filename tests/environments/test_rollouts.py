@@ -21,12 +21,11 @@ from hybridflow.reporting.runs import Samples
 from hybridflow.reporting.shown_samples import shown_samples
 from tests.environments.holes_worker import CASES as HOLES
 from tests.environments.rollouts_worker import CASES
-from tests.environments.tiny_chat import CALLS, END, make_chat_inputs, make_tokenizer
+from tests.environments.tiny_chat import CALLS, END, STOPS, make_chat_inputs, make_tokenizer, run_config
 from tests.launch import run_ranks
 
 pytestmark = pytest.mark.distributed
 
-STOPS = list(range(4, 14))  # a random model seldom writes a certain token; these are the digits
 ON_TWO = ("talk at tp 2", "talk at pp 2", "talk at dp 2")
 END_ID = make_tokenizer().convert_tokens_to_ids(END)
 FIELDS = {"input_ids", "lengths", "prompt_lengths", "prompt_indices", "truncated", "response_mask"}
@@ -36,27 +35,7 @@ FIELDS |= {"rollout_log_probs", "environment_rewards"}
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root: Path = make_chat_inputs(tmp_path_factory.mktemp("environments"))
-    config = {
-        "name": "run",
-        "seed": 1,
-        "output_dir": str(root / "runs"),
-        "num_iterations": 2,
-        "data": {
-            "train": str(root / "train.jsonl"),
-            "heldout": str(root / "heldout.jsonl"),
-            "chat_template": True,
-            "prompts_per_iteration": 4,
-            "max_prompt_length": 32,
-            "shuffle": False,
-        },
-        "sampling": {"samples_per_prompt": 4, "max_response_length": 96, "stop_token_ids": STOPS},
-        "actor": {"model": str(root / "policy"), "dtype": "float32", "optimizer": {"lr": 1e-3}},
-        "critic": None,
-        "rollout": {"kv_cache_gib": 0.0625},
-        "algorithm": {"name": "grpo", "kl": {"use": "none"}, "update": {"mini_batch_size": 8}},
-        "metrics": {"tensorboard": False, "dump_batches": True},
-        "checkpoint": {"load": "none"},
-    }
+    config = run_config(root, max_response_length=96)
     (root / "config.yaml").write_text(json.dumps(config))
     return root
 

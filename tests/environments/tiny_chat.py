@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -61,3 +62,31 @@ def make_chat_inputs(directory: Path, *, num_rows: int = 16, template: str = TEM
     for name, some in (("train", rows), ("heldout", rows[:5])):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
     return directory
+
+
+STOPS = list(range(4, 14))  # a random model seldom writes a certain token; these are the digits
+
+
+def run_config(root: Path, max_response_length: int) -> dict[str, Any]:
+    """GRPO over two iterations on what `make_chat_inputs` has made."""
+    return {
+        "name": "run",
+        "seed": 1,
+        "output_dir": str(root / "runs"),
+        "num_iterations": 2,
+        "data": {
+            "train": str(root / "train.jsonl"),
+            "heldout": str(root / "heldout.jsonl"),
+            "chat_template": True,
+            "prompts_per_iteration": 4,
+            "max_prompt_length": 32,
+            "shuffle": False,
+        },
+        "sampling": {"samples_per_prompt": 4, "max_response_length": max_response_length, "stop_token_ids": STOPS},
+        "actor": {"model": str(root / "policy"), "dtype": "float32", "optimizer": {"lr": 1e-3}},
+        "critic": None,
+        "rollout": {"kv_cache_gib": 0.0625},
+        "algorithm": {"name": "grpo", "kl": {"use": "none"}, "update": {"mini_batch_size": 8}},
+        "metrics": {"tensorboard": False, "dump_batches": True},
+        "checkpoint": {"load": "none"},
+    }
