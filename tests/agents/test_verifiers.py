@@ -105,6 +105,8 @@ def found_there() -> Any:
 def root(python: str, found_there: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root: Path = make_chat_inputs(tmp_path_factory.mktemp("runs"))
     (root / "tasks.jsonl").write_text("".join(json.dumps({"task": task}) + "\n" for task in range(NUM_TASKS)))
+    # Task 2 raises when it is scored, which would end the run before the names of parts are read.
+    (root / "scored.jsonl").write_text("".join(json.dumps({"task": task}) + "\n" for task in (0, 1, 3, 0)))
     config = run_config(root, max_response_length=64)
     config["num_iterations"], config["data"]["train"] = 1, str(root / "tasks.jsonl")
     del config["data"]["heldout"]
@@ -116,7 +118,10 @@ def root(python: str, found_there: None, tmp_path_factory: pytest.TempPathFactor
     cases = {
         "two turns": [environment(max_turn_tokens=16)],
         "parts": [environment(max_turn_tokens=16, parts={"said": 1.0, "number": 0.5})],
-        "other parts": [environment(max_turn_tokens=16, parts={"nobody": 1.0}, on_error="end_run")],
+        "other parts": [
+            environment(max_turn_tokens=16, parts={"nobody": 1.0}, on_error="end_run"),
+            f"data.train={root / 'scored.jsonl'}",
+        ],
         "one turn": [environment(max_turn_tokens=16, max_turns=1)],
     }
     (root / "cases.json").write_text(json.dumps(cases))
