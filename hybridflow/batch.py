@@ -44,6 +44,7 @@ PerToken = Annotated[Tensor, Per.TOKEN]  # (T,)
 PerSequence = Annotated[Tensor, Per.SEQUENCE]  # (N,)
 PerRewardedSequence = Annotated[Tensor, Per.REWARDED_SEQUENCE]  # (N, parts); (N, 0) where there is no environment
 NO_RECORDS = torch.zeros(0, dtype=torch.int64)
+NO_BRANCHES = torch.zeros(0, dtype=torch.bool)
 NO_REWARDS = torch.zeros(0, 0)
 
 
@@ -76,6 +77,9 @@ class RolloutBatch:
     lies with the ranks that train on the row (see `rollout.routing_records`); -1 of a row without one.
     environment_rewards: with `data.environment` what it gave each row, float32, a column a part of the reward; NaN of a
     row that has failed, of which no token is in the mask. (N, 0) where it is not given.
+    branch_starts: the first token of each further branch of a row. A row of an environment may have several sequences
+    that the model reads apart, one behind the other: the row's first one, and branches. They share the row's score, and
+    the row counts once in every mean over rows.
 
     Errors: ValueError where a tensor of a batch has not the length that its mark asks for.
     """
@@ -89,9 +93,12 @@ class RolloutBatch:
     rollout_log_probs: PerToken  # float32
     record_ids: PerSequence = dataclasses.field(kw_only=True, default=NO_RECORDS)  # int64
     environment_rewards: PerRewardedSequence = dataclasses.field(kw_only=True, default=NO_REWARDS)
+    branch_starts: PerToken = dataclasses.field(kw_only=True, default=NO_BRANCHES)  # bool
 
     def __post_init__(self) -> None:
         num_tokens = int(self.lengths.sum())
+        if self.branch_starts is NO_BRANCHES:
+            object.__setattr__(self, "branch_starts", NO_BRANCHES.new_zeros(num_tokens))
         if self.record_ids is NO_RECORDS:  # a dataclass knows no default that depends on other fields
             object.__setattr__(self, "record_ids", NO_RECORDS.new_full((len(self.lengths),), -1))
         if self.environment_rewards is NO_REWARDS:
@@ -126,12 +133,60 @@ class RolloutBatch:
         """(N,) bool: rows whose environment has failed."""
         return self.environment_rewards.isnan().any(1)
 
+    @property
+    def has_branches(self) -> bool:
+        """Whether a row has several sequences."""
+        return bool(self.branch_starts.any())
+
+    @property
+    def rows_of_branches(self) -> Tensor:
+        """(B,) int64: the row of each sequence that a model reads by itself; 0 .. N - 1 where no row has several."""
+        return torch.arange(len(self)).repeat_interleave(1 + self._further_branches())
+
+    @property
+    def branch_lengths(self) -> Tensor:
+        """(B,) int64: tokens of each sequence that a model reads by itself."""
+        if not self.has_branches:
+            return self.lengths
+        begins = self.branch_starts.clone()
+        begins[offsets(self.lengths)] = True
+        starts = begins.nonzero().flatten()
+        return torch.cat([starts, self.lengths.sum()[None]]).diff()
+
+    def by_branch(self) -> "RolloutBatch":
+        """The same tokens with a row for each branch, as models read them; the batch itself where there are none.
+
+        The prompt of a branch is what stands before its first token in the mask.
+        """
+        if not self.has_branches:
+            return self
+        rows, lengths, mask = self.rows_of_branches, self.branch_lengths, self.response_mask
+        first = torch.cat([torch.ones(1, dtype=torch.bool), rows.diff() > 0])
+        own = torch.where(first, self.prompt_lengths[rows], tokens_before(mask, lengths))
+        return RolloutBatch(
+            self.input_ids, lengths, own, self.prompt_indices[rows], self.truncated[rows], mask, self.rollout_log_probs
+        )
+
+    def branches_of(self, rows: Tensor) -> Tensor:
+        """The branches of these rows (int64), in their order: numbers of rows of `by_branch`."""
+        return token_index(1 + self._further_branches(), rows) if self.has_branches else rows
+
+    def _further_branches(self) -> Tensor:
+        """(N,) int64: of each row, beside its first sequence."""
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), self.branch_starts.cumsum(0)])
+        ends = self.lengths.cumsum(0)
+        return before[ends] - before[ends - self.lengths]
+
     def tensors(self) -> dict[str, Tensor]:
-        """By name, without the numbers of records and an environment's rewards where there are none.
+        """By name, without the numbers of records, an environment's rewards and branches where there are none.
 
         For a file `RoutingRecords.portable` puts the records in the place of their numbers.
         """
-        there = {"record_ids": self.has_routing, "environment_rewards": self.has_rewards}
+        there = {
+            "record_ids": self.has_routing,
+            "environment_rewards": self.has_rewards,
+            "branch_starts": self.has_branches,
+        }
         return {name: x for name, x in vars(self).items() if there.get(name, True)}
 
     def response_token_lists(self, rows: list[int]) -> list[list[int]]:
@@ -188,8 +243,11 @@ class Tokens:
 
     @property
     def sequences(self) -> Tensor:
-        """The row of the batch that each of these tokens is of, (r,) int64. A micro-batch has whole sequences."""
-        return sent(torch.searchsorted(self._batch.lengths.cumsum(0), self.where, right=True), self._device)
+        """The sequence that each of these tokens is of, (r,) int64. A micro-batch has whole sequences.
+
+        A row, or where rows have several sequences a branch.
+        """
+        return sent(torch.searchsorted(self._batch.branch_lengths.cumsum(0), self.where, right=True), self._device)
 
     def at_places(self, values: Tensor) -> Tensor:
         """The entries of a (T,) tensor of the same batch at these places, (r,)."""
@@ -228,6 +286,13 @@ def response_mask(lengths: Tensor, prompt_lengths: Tensor) -> Tensor:
     """(T,) bool: True from the first token after the prompt."""
     position = torch.arange(int(lengths.sum()), device=lengths.device) - offsets(lengths).repeat_interleave(lengths)
     return position >= prompt_lengths.repeat_interleave(lengths)
+
+
+def tokens_before(mask: Tensor, lengths: Tensor) -> Tensor:
+    """(N,) int64: of each row those before the first that is in the mask (T,); all of them where none is."""
+    rows = torch.arange(len(lengths)).repeat_interleave(lengths)
+    places = torch.arange(len(mask)) - offsets(lengths)[rows]
+    return lengths.scatter_reduce(0, rows[mask], places[mask], "amin")
 
 
 def balanced_partition(costs: list[int], num_parts: int) -> list[list[int]]:

@@ -31,6 +31,10 @@ class ConfigError(UserError):
     """The experiment config does not hold."""
 
 
+class OtherConversation(ConfigError):
+    """What the model is to read does not go on from what it has said. A row that may have branches begins another."""
+
+
 class CheckpointError(UserError):
     """A model directory is missing, damaged, or of a kind that is not supported."""
 

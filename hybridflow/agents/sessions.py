@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hybridflow.agents.branches import Branch, NewTokens, place_of, with_new
 from hybridflow.agents.chat_requests import Asked, AskedTokens, asked_for, ignored_keys, tokens_asked_for
 from hybridflow.agents.completions import Completion, TokenCompletion
 from hybridflow.agents.door import ChatRequest, Door, Gone, Refusal
@@ -42,25 +43,31 @@ BAD = 400  # OpenAI's client repeats a request with 408, 409, 429 and from 500 o
 class Session:
     """One row. name: in its URL. columns: that the agent gets. agent: its number in the pool, once it runs.
 
-    expected: since when the agent is, on the clock; None while the model speaks. request: that the model answers.
-    answered: the last one that it has. before: the talk without that request. spent: one was refused since no
-    turn or token is left.
+    branches: its sequences, the first with the row's prompt. turn: of the model, in all of them. expected: since when
+    the agent is, on the clock; None while the model speaks. spent: a request was refused since no turn or token is
+    left.
     """
 
     row: int  # of the rollout
     name: str
     columns: dict[str, Any]
     limit: int
-    talk: Talk
-    before: Talk
+    branches: list[Branch]
     agent: int | None = None
     begun: float = 0.0
     expected: float | None = None
     turn: int = 0
-    asked: Asked | AskedTokens | None = None
-    request: ChatRequest | None = None
-    answered: ChatRequest | None = None
     spent: bool = False
+
+    @property
+    def open_requests(self) -> list[ChatRequest]:
+        """Those that the model answers."""
+        return [branch.request for branch in self.branches if branch.request is not None]
+
+    @property
+    def answered(self) -> bool:
+        """Whether the model has answered a request."""
+        return any(branch.settled.answered for branch in self.branches)
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,16 @@ class Agents:
         """Of a rollout with so many rows of each prompt. limits: tokens behind a prompt."""
         return Sessions(self, prompts, counts, limits)
 
+    def new_tokens(self, columns: Mapping[str, Any]) -> NewTokens:
+        """Of the requests of a row with these columns."""
+
+        def of_request(talk: Talk, asked: Asked | AskedTokens) -> list[int]:
+            if isinstance(asked, AskedTokens):
+                return tokens_behind(talk, asked)
+            return new_tokens(talk, asked, columns, self.continues)
+
+        return of_request
+
     def parsed(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Parsed:
         """A turn with a call that cannot be read is a text: OpenAI's format has no such calls."""
         key = json.dumps(tools, sort_keys=True)
@@ -137,35 +154,41 @@ class Sessions:
         self._run_waiting()
         return [0] * len(rows)
 
-    def said(self, row: int, token_ids: Sequence[int], log_probs: Sequence[float], *, truncated: bool) -> None:
+    def said(
+        self, row: int, token_ids: Sequence[int], log_probs: Sequence[float], *, truncated: bool, branch: int = 0
+    ) -> None:
         its, shared = self._rows[row], self._shared
-        assert its.request is not None and its.asked is not None, "a turn of the model answers a request"
+        of_row = its.branches[branch]
+        talk, request = of_row.talk, of_row.request
+        assert request is not None and of_row.asked is not None, "a turn of the model answers a request"
         ended = token_ids[-1] in shared.ends
         shared.counts.turns += 1
-        prompt_tokens = len(its.talk.prompt) + its.talk.used
-        behind, now = (*its.talk.behind, *token_ids), time.monotonic()
-        its.talk = replace(its.talk, behind=behind, ended=ended, cut=truncated, answered=True)
-        if isinstance(its.asked, AskedTokens):
-            name = f"{its.name}-{its.turn}"
-            told = TokenCompletion(name, token_ids, log_probs, "length" if truncated else "stop", prompt_tokens)
-            self._door.answer(its.request, told)
+        name, behind = f"{its.name}-{of_row.turn}", (*talk.behind, *token_ids)
+        of_row.talk = replace(talk, behind=behind, ended=ended, cut=truncated, answered=True)
+        if isinstance(of_row.asked, AskedTokens):
+            told = TokenCompletion(name, token_ids, log_probs, "length" if truncated else "stop", talk.tokens)
+            self._door.answer(request, told)
         else:
-            self._answer_chat(its, its.asked, token_ids, prompt_tokens)
-        its.request, its.answered, its.expected = None, its.request, now
+            self._answer_chat(its.row, of_row, of_row.asked, token_ids, name, talk.tokens)
+        of_row.request, of_row.answered = None, request
+        if not its.open_requests:
+            its.expected = time.monotonic()
 
-    def _answer_chat(self, its: Session, asked: Asked, token_ids: Sequence[int], prompt_tokens: int) -> None:
-        shared, talk = self._shared, its.talk
-        assert its.request is not None, "it waits"
+    def _answer_chat(
+        self, row: int, branch: Branch, asked: Asked, token_ids: Sequence[int], name: str, prompt_tokens: int
+    ) -> None:
+        shared, talk = self._shared, branch.talk
+        assert branch.request is not None, "it waits"
         text, truncated = shared.decode(list(token_ids[:-1] if talk.ended else token_ids)), talk.cut
         tools: Any = asked.fields.get(TOOLS)
         reads_calls = tools is not None and asked.calls_tools and not truncated
         parsed = shared.parsed(text, tools) if reads_calls else Parsed(text, ())
-        message = turn_message(parsed, f"call_{its.row}_{its.turn}")
+        message = turn_message(parsed, f"call_{row}_{branch.turn}")
         reason = "length" if truncated else "tool_calls" if parsed.calls else "stop"
         self._door.answer(
-            its.request,
+            branch.request,
             Completion(
-                f"chatcmpl-{its.name}-{its.turn}",
+                f"chatcmpl-{name}",
                 sent(message),
                 reason,  # type: ignore[arg-type]  # mypy takes it for any text
                 prompt_tokens,
@@ -173,7 +196,7 @@ class Sessions:
                 asked.tells_usage,
             ),
         )
-        its.talk = replace(talk, messages=[*(talk.messages or ()), message])
+        branch.talk = replace(talk, messages=[*(talk.messages or ()), message])
 
     def replies(self, *, wait: bool) -> list[Reply]:
         while True:
@@ -209,8 +232,7 @@ class Sessions:
         if messages is not None:
             columns[self._shared.prompt_key] = messages
         limit = self._limits.at(int(self._prompts.lengths[number]))
-        talk = Talk(prompt)
-        return Session(row, f"{row}-{secrets.token_hex(8)}", columns, limit, talk, talk)
+        return Session(row, f"{row}-{secrets.token_hex(8)}", columns, limit, [Branch.begun(prompt)])
 
     def _run_waiting(self) -> None:
         while self._waiting and len(self._by_ticket) < self._pool.most_at_once:
@@ -222,18 +244,20 @@ class Sessions:
 
     def _returned(self, row: int, answer: Answer) -> None:
         its = self._rows[row]
-        drops = its.request is not None  # nobody waits for its answer
-        talk = its.before if drops else its.talk
+        drops = bool(its.open_requests)  # nobody waits for their answers
         if answer.problem and its.spent:  # what it raises is no fault of its own
             zeros = (0.0,) * len(self._config.weights)
             self._end(row, Reply(row, ends=True, truncated=True, rewards=zeros, drops=drops))
         elif answer.problem:
             self._fail(row, answer.problem)
-        elif not talk.answered:
+        elif not its.answered:
             self._fail(row, "the agent returned before the model had answered a request")
         else:
-            rewards, cut = tuple(answer.value["reward"]), its.spent or talk.cut
-            self._end(row, Reply(row, ends=True, truncated=cut, rewards=rewards, drops=drops))
+            first, rewards = its.branches[0].settled, tuple(answer.value["reward"])
+            cut = its.spent or any(branch.settled.cut for branch in its.branches)
+            # a model computes nothing for less than two tokens, and the row's own prompt stays where it was not used
+            behind = (self._shared.continues.end,) if first.prompt and not first.used else ()
+            self._end(row, Reply(row, behind, ends=True, truncated=cut, rewards=rewards, drops=drops))
 
     # ---- requests
 
@@ -242,68 +266,68 @@ class Sessions:
         if row is None:
             self._refuse(request, "row_ended", "the row of this URL has ended")
             return
-        its = self._rows[row]
+        its, shared = self._rows[row], self._shared
         try:
             asked = tokens_asked_for(request.body) if request.by_tokens else asked_for(request.body)
             self._tell_ignored(request.body)
-            last = its.request or its.answered
-            if request.repeated and last is not None and its.asked is not None and asked == its.asked:
-                self._gone(last)
-            if its.request is not None:
-                raise ConfigError("a second request while the model answers one: a row is one conversation")
-            if its.turn >= self._config.max_turns:
+            for former in [branch.is_asked_again(request, asked) for branch in its.branches]:
+                if former is not None:
+                    self._gone(former)
+            several = self._config.earlier_turns == "branch"
+            if its.turn >= self._config.max_turns and (several or not its.open_requests):
                 its.spent = True
                 self._refuse(request, "turns_used_up", f"data.environment.max_turns = {its.turn} turns are used up")
                 return
-            if isinstance(asked, AskedTokens):
-                ids = tokens_behind(its.talk, asked)
-            else:
-                ids = new_tokens(its.talk, asked, its.columns, self._shared.continues)
+            branch, ids = place_of(its.branches, asked, shared.new_tokens(its.columns), several=several)
         except RowError as error:
             self._refuse(request, "invalid_request", str(error))
         except ConfigError as error:
             self._refuse(request, "no_continuation", str(error))
             self._fail(row, str(error))
         else:
-            self._accept(row, request, asked, ids)
+            self._accept(row, request, asked, branch, ids)
 
-    def _accept(self, row: int, request: ChatRequest, asked: Asked | AskedTokens, ids: list[int]) -> None:
-        its, most, talk = self._rows[row], self._config.max_turn_tokens, self._rows[row].talk
-        prompt, behind = (talk.prompt, (*talk.behind, *ids)) if talk.prompt else (ids, ())
-        left = its.limit - len(behind)
-        if left < 1 or len(prompt) > self._shared.max_prompt_length:
-            its.spent = talk.messages is not None
-            self._refuse(request, "context_length_exceeded", self._too_long(its, prompt))
+    def _accept(self, row: int, request: ChatRequest, asked: Asked | AskedTokens, branch: int, ids: list[int]) -> None:
+        its, most = self._rows[row], self._config.max_turn_tokens
+        of_row = its.branches[branch] if branch < len(its.branches) else Branch.begun([])
+        prompt, behind = with_new(of_row.talk, ids)
+        longest = self._shared.max_prompt_length + its.limit  # of a sequence
+        left = longest - len(prompt) if branch else its.limit
+        left -= len(behind)
+        if left < 1 or (not branch and len(prompt) > self._shared.max_prompt_length):
+            its.spent = its.answered
+            self._refuse(request, "context_length_exceeded", self._too_long(its, prompt, branch, longest))
             return
-        its.before, its.asked, its.request, its.turn = talk, asked, request, its.turn + 1
-        its.talk = replace(talk, prompt=prompt, behind=behind)
-        if isinstance(asked, Asked):
-            its.talk = replace(its.talk, messages=asked.messages, fields=asked.fields)
-        else:
-            its.talk = replace(its.talk, messages=None)
+        if branch == len(its.branches):
+            its.branches.append(of_row)
+        its.turn += 1
+        of_row.ask(request, asked, ids, its.turn)
         self._answered(its)
         limits = [limit for limit in (left, most, asked.max_tokens) if limit is not None]
-        self._ready.append(Reply(row, tuple(ids), min(limits)))
+        self._ready.append(Reply(row, tuple(ids), min(limits), branch=branch))
 
-    def _too_long(self, its: Session, prompt: list[int]) -> str:
+    def _too_long(self, its: Session, prompt: list[int], branch: int, longest: int) -> str:
         most = self._shared.max_prompt_length
-        if len(prompt) > most:
+        if branch:
+            told = f"{longest} tokens are in a sequence, data.max_prompt_length and sampling.max_response_length"
+        elif len(prompt) > most:
             return f"the request has {len(prompt)} tokens, more than data.max_prompt_length = {most}"
-        told = f"{its.limit} tokens may stand behind a prompt, by sampling.max_response_length"
+        else:
+            told = f"{its.limit} tokens may stand behind a prompt, by sampling.max_response_length"
         return f"no token is left for an answer: {told}"
 
     def _gone(self, request: ChatRequest) -> None:
         """Its client no longer waits: the turn goes, and the same request may come again."""
         row = self._numbers.get(request.row)
         its = None if row is None else self._rows[row]
-        if row is None or its is None or request not in (its.request, its.answered):
+        if row is None or its is None:
             return
-        if request is its.answered and its.request is not None:
-            return  # a later one has come, and has been told apart already
-        self._refuse(request, "repeated", "the same request has come again")  # where its client is there all the same
-        its.talk, its.request, its.answered = its.before, None, None
-        its.expected = time.monotonic()
-        self._ready.append(Reply(row, drops=True))
+        for number, branch in enumerate(its.branches):
+            if request is (branch.request or branch.answered):  # of an earlier one a later one has told
+                self._refuse(request, "repeated", "the same request has come again")  # where its client is there
+                branch.forget()
+                its.expected = its.expected if its.open_requests else time.monotonic()
+                self._ready.append(Reply(row, drops=True, branch=number))
 
     def _refuse(self, request: ChatRequest, code: str, message: str) -> None:
         self._door.refuse(request, Refusal(BAD, code, message))
@@ -321,8 +345,8 @@ class Sessions:
     def _end(self, row: int, reply: Reply) -> None:
         its = self._rows[row]
         self._answered(its)
-        if its.request is not None:
-            self._refuse(its.request, "row_ended", "the row of this URL has ended")
+        for request in its.open_requests:
+            self._refuse(request, "row_ended", "the row of this URL has ended")
         del self._numbers[its.name]
         if its.agent is not None:
             self._pool.finish(its.agent)
@@ -331,11 +355,10 @@ class Sessions:
     def _fail(self, row: int, problem: str) -> None:
         """Errors: RewardError where that ends the run."""
         its = self._rows[row]
-        drops = its.request is not None
-        reply = self._failures.reply(row, its.row, its.turn, problem, drops=drops)
-        talk = its.before if drops else its.talk
-        if not talk.used:  # a model computes nothing for less than two tokens
-            reply = replace(reply, token_ids=(self._shared.continues.end,) * (1 if talk.prompt else 2))
+        reply = self._failures.reply(row, its.row, its.turn, problem, drops=bool(its.open_requests))
+        first = its.branches[0].settled
+        if not first.used:  # a model computes nothing for less than two tokens
+            reply = replace(reply, token_ids=(self._shared.continues.end,) * (1 if first.prompt else 2))
         self._by_ticket = {ticket: other for ticket, other in self._by_ticket.items() if other != row}
         self._end(row, reply)
 

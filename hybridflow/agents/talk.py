@@ -1,4 +1,4 @@
-"""What a row has said so far, and what a further request of its agent adds to that: messages here, tokens there."""
+"""What a branch of a row has said so far, and what a further request adds to that: messages here, tokens there."""
 
 import json
 from collections.abc import Mapping
@@ -9,16 +9,16 @@ from hybridflow.agents.chat_requests import Asked, AskedTokens, continuation_of
 from hybridflow.data.continuations import Continuations
 from hybridflow.data.fields import KWARGS, TOOLS
 from hybridflow.data.messages import Message
-from hybridflow.errors import ConfigError
+from hybridflow.errors import OtherConversation
 from hybridflow.rollout.tool_calls import Parsed
 
 
 @dataclass(frozen=True)
 class Talk:
-    """What a row has said so far. prompt: tokens, none where the first request is to bring them. behind: after it.
+    """What a branch of a row has said so far. prompt: tokens, none where the first request is to bring them.
 
-    messages: none before the first answer, and with a request of tokens: such a row goes on with tokens alone.
-    ended: the model's last turn has its end token. cut: that turn has met a limit.
+    behind: tokens after the prompt. messages: none before the first answer, and with a request of tokens: such a branch
+    goes on with tokens alone. ended: the model's last turn has its end token. cut: that turn has met a limit.
     """
 
     prompt: list[int]
@@ -34,12 +34,16 @@ class Talk:
         """Tokens behind the prompt."""
         return len(self.behind)
 
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt) + len(self.behind)
+
 
 def tokens_behind(talk: Talk, asked: AskedTokens) -> list[int]:
-    """Those of a request of token ids that the row does not have yet. Errors: ConfigError where it is another row."""
+    """Those of a request of token ids that the row does not have yet. Errors: OtherConversation."""
     known = [*talk.prompt, *talk.behind]
     if asked.token_ids[: len(known)] != known:
-        raise ConfigError(
+        raise OtherConversation(
             f"the request does not continue the row: its token_ids have to begin with the {len(known)} tokens of the "
             "row, those that the model has sampled included"
         )
@@ -49,28 +53,28 @@ def tokens_behind(talk: Talk, asked: AskedTokens) -> list[int]:
 def new_tokens(talk: Talk, asked: Asked, columns: Mapping[str, Any], continues: Continuations) -> list[int]:
     """Those of a request behind the tokens that the row has; all of a first request that brings the prompt.
 
-    columns: of the row. Errors: RowError where the template fails; ConfigError where it is another conversation.
+    columns: of the row. Errors: RowError where the template fails; OtherConversation.
     """
     own = {KWARGS: columns[KWARGS]} if KWARGS in columns else {}
     fields, template = {**own, **asked.fields}, continues.with_tools(asked.fields.get(TOOLS, ()))
     if talk.messages is None and talk.answered:
-        raise ConfigError("the row's requests have token ids: it cannot go on with messages")
+        raise OtherConversation("the row's requests have token ids: it cannot go on with messages")
     if talk.messages is None:
         ids = template.first_tokens(asked.messages, fields)
         if ids[: len(talk.prompt)] != talk.prompt:
-            raise ConfigError(
+            raise OtherConversation(
                 "the first request does not begin with the row's prompt: with data.environment.prompt: column its "
                 "messages and tools are those of the data file"
             )
         return ids[len(talk.prompt) :]
     new = continuation_of(talk.messages, asked.messages)
     if new is None:
-        raise ConfigError(
+        raise OtherConversation(
             "the request does not continue the row's conversation: its messages have to begin with those that the "
             "row has, the model's last one included, and to go on"
         )
     if asked.fields != talk.fields:
-        raise ConfigError("the request has other tools than the row's first one: a row keeps its tools")
+        raise OtherConversation("the request has other tools than the row's first one: a row keeps its tools")
     return template.tokens(talk.messages, new, fields, ended=talk.ended)
 
 

@@ -39,14 +39,15 @@ class EnvironmentConfig(_OfClass):
     max_turns: PositiveInt = 8
     """Turns of the model in a row, at most. An agent's further request is refused."""
     max_turn_tokens: PositiveInt | None = None
-    """Tokens of one turn of the model, at most. null: what is left of sampling.max_response_length."""
+    """Tokens of one turn of the model, at most. null: what is left of the sequence."""
     parts: dict[PartName, FiniteFloat] = {}
     """Where the reward is a dictionary: its keys, each with a weight."""
     tool_parser: str = "hermes"
     """vLLM's parser of the model's tool calls, where the class or the agent's requests have tools."""
-    earlier_turns: Literal["refuse", "keep"] = "refuse"
-    """What happens with a chat template that renders an earlier turn in another way. refuse ends the run; keep leaves
-    the tokens as they were sampled."""
+    earlier_turns: Literal["refuse", "keep", "branch"] = "refuse"
+    """What happens where the model would not read its earlier turns as it has said them: the chat template renders them
+    in another way, or an agent's request has another conversation. refuse ends the run, or fails the agent's row. keep
+    leaves tokens as they were sampled, whatever the template does. branch begins another sequence of the row."""
     call_seconds: PositiveFloat = 60.0
     """Seconds of one call of the class, from its beginning; of an agent, between an answer and its next request."""
     row_seconds: PositiveFloat | None = None

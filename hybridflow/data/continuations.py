@@ -4,19 +4,21 @@
 
 It is the chat template's text of the whole conversation less that of the conversation through the model's turn, cut
 right behind the special token that ends the turn. A template that renders an earlier turn in another way than the model
-has written it (as one that leaves out earlier thinking does) is refused, or `data.environment.earlier_turns: keep` has
-it: then the tokens stay as they were sampled.
+has written it (as one that leaves out earlier thinking does) is refused, unless `data.environment.earlier_turns` says
+otherwise. keep: the tokens stay as they were sampled. branch: whoever asks begins another sequence, with all of the
+conversation as the template has it.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from hybridflow.data.messages import Message
 from hybridflow.data.rows import RowError
 from hybridflow.data.templates import ChatTemplate
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, OtherConversation
 
+EarlierTurns = Literal["refuse", "keep", "branch"]
 SAID = "hybridflow"  # what the assistant says where a template is tried
 THOUGHT = f"<think>\n{SAID}\n</think>\n\n{SAID}"
 WHERE = "data.environment"
@@ -26,17 +28,22 @@ WHERE = "data.environment"
 class Continuations:
     """Of one template and its arguments. Errors when it is made: ConfigError where the template cannot be used.
 
-    schemas: of the environment's tools. keeps: earlier turns stay as they were sampled, whatever the template does.
+    schemas: of the environment's tools. earlier_turns: what happens where the template renders one in another way.
     """
 
     template: ChatTemplate
     schemas: Sequence[Mapping[str, Any]]
     end: int  # the token that ends a turn
-    keeps: bool
+    earlier_turns: EarlierTurns
 
     @classmethod
     def of(
-        cls, template: ChatTemplate, schemas: Sequence[Mapping[str, Any]], end: int | None, *, keeps: bool
+        cls,
+        template: ChatTemplate,
+        schemas: Sequence[Mapping[str, Any]],
+        end: int | None,
+        *,
+        earlier_turns: EarlierTurns = "refuse",
     ) -> "Continuations":
         name = template.tokenizer.name_or_path
         if end is None:
@@ -44,8 +51,8 @@ class Continuations:
                 f"{WHERE}: the chat template of {name} ends what the assistant says by no special token, so that a "
                 f"turn cannot be told from what follows"
             )
-        made = cls(template, tuple(schemas), end, keeps)
-        if not keeps:
+        made = cls(template, tuple(schemas), end, earlier_turns)
+        if earlier_turns == "refuse":
             made._check(name)
         return made
 
@@ -76,7 +83,7 @@ class Continuations:
         """What the environment writes behind the model's last turn, up to the beginning of its next.
 
         through: the conversation, that turn included. ended: it has the token that ends a turn; else that comes first.
-        Errors: ConfigError where an earlier turn is rendered in another way; RowError where the template fails.
+        Errors: OtherConversation where an earlier turn is rendered in another way; RowError where the template fails.
         """
         ids = self._encoded(self._text(through, answers, self.arguments(fields)))
         assert ids[0] == self.end, f"a continuation begins with the token {ids[0]}, not with the end {self.end}"
@@ -87,9 +94,13 @@ class Continuations:
         head = self.template.whole(through, WHERE, arguments)
         whole = self.template.whole([*through, *answers], WHERE, arguments, begins=True)
         before = head[: head.rindex(end)]
+        if self.earlier_turns == "branch" and not before.startswith(
+            self.template.whole(through[:-1], WHERE, arguments, begins=True)
+        ):
+            raise self._rewrites("a turn of the assistant in another way than it lets a run begin one")
         if whole.startswith(before + end):
             return whole[len(before) :]
-        if not self.keeps:
+        if self.earlier_turns != "keep":
             raise self._rewrites("an earlier turn of the assistant in another way once more messages follow")
         parts = whole.split(end)
         return end + end.join(parts[head.count(end) :])
@@ -118,8 +129,9 @@ class Continuations:
             raise ConfigError(f"{WHERE}: the chat template of {name} cannot be used: {error}") from error
 
     def _rewrites(self, what: str) -> ConfigError:
-        return ConfigError(
+        return OtherConversation(
             f"{WHERE}: the chat template of {self.template.tokenizer.name_or_path} renders {what}: the model would be "
             f"trained on conversations that it never sees. Give the model's tokenizer a template that keeps earlier "
-            f"turns, or set data.environment.earlier_turns: keep, with which they stay as they were sampled"
+            f"turns, or set data.environment.earlier_turns: keep, with which they stay as they were sampled, or "
+            f"earlier_turns: branch, with which each such turn begins another sequence of the row"
         )

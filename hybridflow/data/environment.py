@@ -164,5 +164,5 @@ def _continuations(
     schemas: Sequence[Mapping[str, Any]],
 ) -> Continuations:
     options = TemplateOptions(data.chat_template_kwargs, data.message_format)
-    template, keeps = ChatTemplate(tokenizer, options), config.earlier_turns == "keep"
-    return Continuations.of(template, schemas, ends.of_template, keeps=keeps)
+    template = ChatTemplate(tokenizer, options)
+    return Continuations.of(template, schemas, ends.of_template, earlier_turns=config.earlier_turns)

@@ -19,6 +19,7 @@ from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.environments.failures import Failures
 from hybridflow.environments.pool import EnvironmentPool
 from hybridflow.environments.said import Said
+from hybridflow.errors import OtherConversation
 from hybridflow.rewards.pool import Answer
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
 from hybridflow.rollout.turns import Reply, TurnCounts
@@ -30,6 +31,8 @@ LOOK_SECONDS = 0.1  # between two looks at the time limit of rows, while all of 
 class Continues(Protocol):
     """See `data.continuations.Continuations`."""
 
+    def first_tokens(self, messages: Sequence[Message], fields: Mapping[str, Any]) -> list[int]: ...
+
     def tokens(
         self, through: Sequence[Message], answers: Sequence[Message], fields: Mapping[str, Any], *, ended: bool
     ) -> list[int]: ...
@@ -39,6 +42,8 @@ class Continues(Protocol):
 class Conversation:
     """One row. instance: its number in the pool. used: tokens behind the prompt. begun: when, on the clock.
 
+    branch: the last of its sequences, which goes on. prompt: tokens of the row's; of a further sequence `used` counts
+    those that it has more.
     asked: when the call that is under way began; None while the model speaks. cut: the last turn has met a limit.
     last: the call that is under way ends the row.
     """
@@ -50,7 +55,9 @@ class Conversation:
     instance: int
     start: int  # the ticket of its first call
     begun: float
+    prompt: int
     used: int = 0
+    branch: int = 0
     turn: int = 0
     ended: bool = True  # the model's last turn has its end token
     text: str = ""
@@ -110,7 +117,9 @@ class Conversations:
         self._by_ticket = {its.start: number for number, its in enumerate(self._rows)}
         return [self._turn_tokens(its) for its in self._rows]
 
-    def said(self, row: int, token_ids: Sequence[int], log_probs: Sequence[float], *, truncated: bool) -> None:
+    def said(
+        self, row: int, token_ids: Sequence[int], log_probs: Sequence[float], *, truncated: bool, branch: int = 0
+    ) -> None:
         its = self._rows[row]
         its.turn, its.used, its.ended = its.turn + 1, its.used + len(token_ids), token_ids[-1] in self._shared.ends
         its.text = self._shared.decode(list(token_ids[:-1] if its.ended else token_ids))
@@ -150,8 +159,9 @@ class Conversations:
         assert messages is not None, "the prompt of a row with an environment is a conversation"
         seed = ",".join(map(str, (*self._seed, prompt)))
         instance, ticket = self._pool.start(columns, seed=seed)
-        limit = self._limits.at(int(self._prompts.lengths[prompt]))
-        return Conversation(row, columns, list(messages), limit, instance, ticket, time.monotonic())
+        length = int(self._prompts.lengths[prompt])
+        limit, now = self._limits.at(length), time.monotonic()
+        return Conversation(row, columns, list(messages), limit, instance, ticket, now, length)
 
     def _call(self, row: int, kind: str, *, calls: Sequence[dict[str, Any]] = ()) -> None:
         its = self._rows[row]
@@ -183,14 +193,29 @@ class Conversations:
             self._end(row, Reply(row, ends=True, truncated=True, rewards=zeros))
             return
         answers = value["messages"]
-        ids = self._shared.continues.tokens(its.messages, answers, its.columns, ended=its.ended)
-        if its.turn >= self._config.max_turns or its.used + len(ids) >= its.limit:
+        branch, ids, used = self._behind(its, answers)
+        if its.turn >= self._config.max_turns or used >= its.limit:
             its.last = its.cut = True
             self._call(row, "step")
             return
-        its.messages, its.used = [*its.messages, *answers], its.used + len(ids)
+        its.messages, its.branch, its.used = [*its.messages, *answers], branch, used
         self._answered(its)
-        self._ready.append(Reply(row, tuple(ids), self._turn_tokens(its)))
+        self._ready.append(Reply(row, tuple(ids), self._turn_tokens(its), branch=branch))
+
+    def _behind(self, its: Conversation, answers: Sequence[Message]) -> tuple[int, list[int], int]:
+        """The sequence that goes on with these messages, the tokens that are new in it, and what is `used` with them.
+
+        Errors: OtherConversation where the row may have one sequence alone.
+        """
+        continues = self._shared.continues
+        try:
+            ids = continues.tokens(its.messages, answers, its.columns, ended=its.ended)
+            return its.branch, ids, its.used + len(ids)
+        except OtherConversation:
+            if self._config.earlier_turns != "branch":
+                raise
+        ids = continues.first_tokens([*its.messages, *answers], its.columns)
+        return its.branch + 1, ids, len(ids) - its.prompt
 
     # ---- ends
 

@@ -25,6 +25,7 @@ from typing import Any
 KEY_VARIABLE = "HYBRIDFLOW_AGENT_KEY"
 MODEL = "policy"
 TRACE = "X-Session-ID"
+UNTRAINED = "the agent {} of the environment is not trained: give it a model of its own in data.environment.arguments"
 SENT_ON = ("Authorization", "Content-Type", "x-stainless-retry-count")
 
 
@@ -37,6 +38,7 @@ class Switchboard:
 
     def __init__(self) -> None:
         self.url, self.urls = "", dict[str, str]()  # by trace
+        self.untrained = dict[str, str]()  # by trace, why it is not answered
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -45,9 +47,11 @@ class Switchboard:
         async with ClientSession(timeout=ClientTimeout(total=None)) as session:
 
             async def forwarded(request: web.Request) -> web.Response:
-                url = self.urls.get(request.headers.get(TRACE, ""))
+                trace = request.headers.get(TRACE, "")
+                url = self.urls.get(trace)
                 if url is None:
-                    return web.json_response({"error": {"message": "the episode has ended"}}, status=400)
+                    problem = self.untrained.get(trace, "the episode has ended")
+                    return web.json_response({"error": {"message": problem}}, status=400)
                 headers = {name: request.headers[name] for name in SENT_ON if name in request.headers}
                 where, body = f"{url}/{request.match_info['rest']}", await request.read()
                 async with session.request(request.method, where, data=body, headers=headers) as answer:
@@ -100,25 +104,33 @@ class Episodes:
         import verifiers.v1 as vf
 
         os.environ[KEY_VARIABLE] = key  # alike for all episodes
-        urls = self.switchboard.urls
+        urls, untrained = self.switchboard.urls, self.switchboard.untrained
         client = vf.EvalClientConfig(base_url=self.switchboard.url, api_key_var=KEY_VARIABLE)
-        context, traces = vf.ModelContext(model=MODEL, client=client), list[str]()
+        context, traces, others = vf.ModelContext(model=MODEL, client=client), list[str](), list[str]()
 
         def begun(trace: Any) -> None:
-            traces.append(trace.id)
-            urls[trace.id] = base_url
+            if trace.agent.trainable:
+                traces.append(trace.id)
+                urls[trace.id] = base_url
+            else:
+                others.append(trace.id)
+                untrained[trace.id] = UNTRAINED.format(trace.agent.name)
 
         try:
             episode = await self.environment.run_episode(self.task(number), context, on_trace=begun)
         finally:
             for trace_id in traces:
                 del urls[trace_id]
+            for trace_id in others:
+                del untrained[trace_id]
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
             return {"problem": "; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed"}
-        if len(episode.traces) != 1:
-            return {"problem": f"the episode has {len(episode.traces)} agents; a row is the conversation of one"}
-        [trace] = episode.traces
+        trained = [trace for trace in episode.traces if trace.agent.trainable]
+        if len(trained) != 1 or len(traces) != 1:
+            tries = f" in {len(traces)} tries" if len(traces) > len(trained) else ""
+            return {"problem": f"the episode has {len(trained)} agents that are trained{tries}; a row is of one"}
+        [trace] = trained
         unscored = [name for name, reward in trace.rewards.items() if reward is None]
         if unscored:
             return {"problem": f"no score was given for {', '.join(unscored)}"}

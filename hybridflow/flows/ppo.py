@@ -1,9 +1,9 @@
 """PPO with a critic. Schulman et al. 2017, arXiv 1707.06347; for language models Ziegler et al. 2019, arXiv 1909.08593.
 
-Choices: the score is earned by the last response token; the KL is taken off each token's reward (or is in the loss), at
-the sampling temperature; advantages are whitened over the batch; values are clipped near the old ones. The returns that
-the critic learns may have a lambda of their own, and the advantages one that grows with the response (VC-PPO, VAPO).
-What scores above 0 may be learnt by heart besides (VAPO).
+Choices: the score is earned by the last response token (of each branch, where a row has several); the KL is taken off
+each token's reward (or is in the loss), at the sampling temperature; advantages are whitened over the batch; values are
+clipped near the old ones. The returns that the critic learns may have a lambda of their own, and the advantages one
+that grows with the response (VC-PPO, VAPO). What scores above 0 may be learnt by heart besides (VAPO).
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hybridflow.algorithms.advantages import gae, length_adaptive_lambda, tokens_in_mask, whiten
-from hybridflow.algorithms.rewards import token_rewards
 from hybridflow.batch import PerSequence, PerToken, RolloutBatch
 from hybridflow.config.algorithms import PPO
+from hybridflow.flows.earned import earned_by_tokens
 from hybridflow.flows.run import Run
 from hybridflow.roles.objectives import value_loss, with_positive_nll
 
@@ -45,7 +45,7 @@ def ppo(run: Run, c: PPO) -> PPOBatch:
     )
     mask = rollout.response_mask
     scores = run.shaped(known.raw_scores, rollout)
-    rewards = token_rewards(scores, run.kl_in_reward(known), mask, lengths=rollout.lengths, kl_coef=run.kl.coef)
+    rewards = earned_by_tokens(scores, run.kl_in_reward(known), rollout, kl_coef=run.kl.coef)
     advantages, returns = estimates(c, rollout, rewards, known.values)
     if c.whiten_advantages:
         advantages = whiten(advantages, mask)
@@ -65,7 +65,7 @@ def ppo(run: Run, c: PPO) -> PPOBatch:
 
 def estimates(c: PPO, rollout: RolloutBatch, rewards: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Advantages for the policy and returns for the critic, (T,) each: one estimate where their lambdas are equal."""
-    mask, lengths = rollout.response_mask, rollout.lengths
+    mask, lengths = rollout.response_mask, rollout.branch_lengths
     of_policy, of_critic = lambdas(c, rollout)
     advantages, returns = gae(rewards, values, mask, lengths=lengths, gamma=c.gamma, gae_lambda=of_policy)
     if isinstance(of_policy, Tensor) or of_policy != of_critic:
@@ -78,5 +78,5 @@ def lambdas(c: PPO, rollout: RolloutBatch) -> tuple[float | Tensor, float]:
     of_critic = c.gae_lambda if c.value_gae_lambda is None else c.value_gae_lambda
     if c.length_adaptive_alpha is None:
         return c.gae_lambda, of_critic
-    response_lengths = tokens_in_mask(rollout.response_mask, rollout.lengths)
+    response_lengths = tokens_in_mask(rollout.response_mask, rollout.branch_lengths)
     return length_adaptive_lambda(response_lengths, alpha=c.length_adaptive_alpha), of_critic

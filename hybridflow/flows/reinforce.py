@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hybridflow.algorithms.advantages import discounted_returns, to_tokens, whiten
 from hybridflow.algorithms.groups import centred_advantages
-from hybridflow.algorithms.rewards import token_rewards
 from hybridflow.batch import PerSequence, PerToken, RolloutBatch
 from hybridflow.config.algorithms import Reinforce
+from hybridflow.flows.earned import earned_by_tokens
 from hybridflow.flows.run import Known, Run
 
 
@@ -54,9 +54,8 @@ def reinforce(run: Run, c: Reinforce) -> ReinforceBatch:
 
 def _to_go(run: Run, c: Reinforce, known: Known, scores: Tensor, *, rollout: RolloutBatch) -> Tensor:
     """G_t, (T,)."""
-    mask, lengths = rollout.response_mask, rollout.lengths
-    rewards = token_rewards(scores, run.kl_in_reward(known), mask, lengths=lengths, kl_coef=run.kl.coef)
-    return discounted_returns(rewards, mask, lengths=lengths, gamma=c.gamma)
+    rewards = earned_by_tokens(scores, run.kl_in_reward(known), rollout, kl_coef=run.kl.coef)
+    return discounted_returns(rewards, rollout.response_mask, lengths=rollout.branch_lengths, gamma=c.gamma)
 
 
 def _against_group(scores: Tensor, rollout: RolloutBatch) -> Tensor:

@@ -28,10 +28,11 @@ from hybridflow.reshard.execute import ReshardCost
 from hybridflow.rollout.routing_records import EXPERTS, IDS, RoutingRecords
 
 FIELDS = tuple(field.name for field in dataclasses.fields(RolloutBatch))
-REWARDS = "environment_rewards"
-REQUIRED = tuple(name for name in FIELDS if name not in (IDS, REWARDS))
-PER_TOKEN = ("input_ids", "response_mask", "rollout_log_probs")
-DTYPES = {"truncated": torch.bool, "response_mask": torch.bool, "rollout_log_probs": torch.float32}  # others: int64
+REWARDS, STARTS = "environment_rewards", "branch_starts"
+REQUIRED = tuple(name for name in FIELDS if name not in (IDS, REWARDS, STARTS))
+PER_TOKEN = ("input_ids", "response_mask", "rollout_log_probs", STARTS)
+DTYPES = {name: torch.bool for name in ("truncated", "response_mask", STARTS)} | {"rollout_log_probs": torch.float32}
+# of others int64
 
 
 def dumped_batches(path: Path) -> dict[int, Path]:
@@ -133,7 +134,7 @@ class Replay:
             raise DataError(f"{file}: holds one generation of an iteration; the flow samples its prompts again")
         tensors = read_batch(file)
         self._check_tensors(file, tensors)
-        rollout = RolloutBatch(**{name: tensors[name] for name in REQUIRED})
+        rollout = RolloutBatch(**{name: tensors[name] for name in _checked(tensors)})
         experts = None if self._records is None else self._checked_experts(file, tensors, self._records.sizes)
         if self._num_rewards:
             rewards = self._checked_rewards(file, tensors)
@@ -158,12 +159,14 @@ class Replay:
         for name in REQUIRED:
             if name not in tensors:
                 raise DataError(f"{file}: has no {name}: a dumped batch has {', '.join(REQUIRED)}")
+        for name in _checked(tensors):
             found, dtype = tensors[name], DTYPES.get(name, torch.int64)
             if found.dtype != dtype or found.dim() != 1:
                 raise DataError(f"{file}: {name} is {found.dtype} of shape {tuple(found.shape)}; expected {dtype} (n,)")
         num_rows, lengths = len(tensors["lengths"]), tensors["lengths"]
-        _check_bounds(file, "lengths", lengths, 1, self._max_length)
-        for name in REQUIRED:
+        longest = len(tensors["input_ids"]) if STARTS in tensors else self._max_length
+        _check_bounds(file, "lengths", lengths, 1, longest)
+        for name in _checked(tensors):
             expected = int(lengths.sum()) if name in PER_TOKEN else num_rows
             if len(tensors[name]) != expected:
                 per = f"token of its {num_rows} sequences" if name in PER_TOKEN else "sequence"
@@ -198,6 +201,7 @@ class Replay:
         return found
 
     def _check_rows(self, file: Path, rollout: RolloutBatch) -> None:
+        self._check_branches(file, rollout)
         _check_bounds(file, "input_ids", rollout.input_ids, 0, self._vocab_size - 1)
         bad = ((rollout.prompt_lengths < 1) | (rollout.prompt_lengths > rollout.lengths)).nonzero()
         if len(bad):
@@ -208,6 +212,20 @@ class Replay:
             )
         if (rollout.response_mask & ~response_mask(rollout.lengths, rollout.prompt_lengths)).any():
             raise DataError(f"{file}: response_mask marks tokens of a prompt; it may mark those after it alone")
+
+    def _check_branches(self, file: Path, rollout: RolloutBatch) -> None:
+        starts, first = rollout.branch_starts, offsets(rollout.lengths)
+        if (starts & rollout.response_mask).any() or starts[first].any():
+            raise DataError(
+                f"{file}: {STARTS} marks a row's first token, or one that the policy chose; no further sequence of a "
+                f"row begins with one"
+            )
+        _check_bounds(file, "lengths of sequences", rollout.branch_lengths, 1, self._max_length)
+
+
+def _checked(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Tensors of a rollout that every file has, and those of branches where it has some."""
+    return (*REQUIRED, STARTS) if STARTS in tensors else REQUIRED
 
 
 def with_experts(rollout: RolloutBatch, experts: Tensor | None, records: RoutingRecords | None) -> RolloutBatch:

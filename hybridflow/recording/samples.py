@@ -63,9 +63,16 @@ def _prompt_ids(batch: RolloutBatch, row: int) -> list[int]:
 def _turns(batch: RolloutBatch, row: int, ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[Turn]:
     """ids: behind the prompt. Of a row that has failed no token is the model's."""
     end = int(batch.lengths[: row + 1].sum())
-    sampled = batch.response_mask[end - len(ids) : end].tolist()
-    runs = groupby(zip(sampled, ids, strict=True), key=lambda one: one[0])
-    return [Turn(by="model" if by else "environment", text=decode([i for _, i in some])) for by, some in runs]
+    own = slice(end - len(ids), end)
+    sampled, sequences = batch.response_mask[own].tolist(), batch.branch_starts[own].cumsum(0).tolist()
+    runs = groupby(zip(sequences, sampled, ids, strict=True), key=lambda one: one[:2])
+    found: list[Turn] = []
+    last = 0
+    for (sequence, by), some in runs:
+        turn = Turn(by="model" if by else "environment", text=decode([i for _, _, i in some]))
+        found.append(turn if sequence == last else Turn(**turn, begins=True))
+        last = sequence
+    return found
 
 
 def chosen_rows(prompt_indices: Tensor, num_prompts: int, number: int, *, seed: str) -> list[int]:

@@ -20,13 +20,17 @@ def turns_of_rows(batch: RolloutBatch) -> Tensor:
 
 def turn_metrics(batch: RolloutBatch) -> Metrics:
     """Of the rows that are trained on; means are of those that have not failed."""
-    kept = ~batch.failed
-    behind = tokens_in_mask(response_mask(batch.lengths, batch.prompt_lengths), batch.lengths)
+    kept, read = ~batch.failed, batch.by_branch()
+    behind = tokens_in_mask(response_mask(read.lengths, read.prompt_lengths), batch.lengths)
     written = behind - tokens_in_mask(batch.response_mask, batch.lengths)
     metrics: Metrics = {"environment/failed_rows": float(batch.failed.sum())}
     if kept.any():
         metrics["environment/turns_mean"] = turns_of_rows(batch)[kept].float().mean()
         metrics["environment/written_tokens_mean"] = written[kept].float().mean()
+        if batch.has_branches:
+            rows = batch.rows_of_branches.bincount(minlength=len(batch))
+            metrics["environment/sequences_mean"] = rows[kept].float().mean()
+            metrics["environment/sequences_max"] = float(rows.max())
     return metrics
 
 
@@ -36,6 +40,7 @@ def count_metrics(counts: Mapping[str, float]) -> Metrics:
     found: Metrics = {
         "environment/tool_calls": counts["tool_calls"],
         "environment/failed_tool_calls": counts["failed_calls"],
+        "environment/dropped_turns": counts["dropped"],
         "environment/wait_seconds_mean": counts["seconds"] / turns,
     }
     return found | ({"environment/cached_prefix_fraction": counts["cached_tokens"] / prefix} if prefix else {})

@@ -173,12 +173,14 @@ class Role:
         if not self.grid.inside:
             return Contribution.nothing(size)
         ahead = self.ahead if self.ahead is not None and self.ahead.covers(batch, some) else None
+        read = _read_by(make, batch)
         if ahead is None:
-            rows = self._rows_of_replicas(batch, some)
-            experts = self._engines_experts(batch, rows)
-            micro_batches = self._micro_batches(batch, [rows[self.grid.dp_rank]], make, experts=experts)
+            rows = self._rows_of_replicas(read, None if some is None else batch.branches_of(some))
+            experts = self._engines_experts(read, rows)
+            micro_batches = self._micro_batches(read, [rows[self.grid.dp_rank]], make, experts=experts)
         else:
-            micro_batches = self._micro_batches(batch, ahead.left(self.grid.dp_rank), make)
+            left = [torch.tensor(rows, dtype=torch.int64) for rows in ahead.left(self.grid.dp_rank)]
+            micro_batches = self._micro_batches(read, [batch.branches_of(rows).tolist() for rows in left], make)
         results = pipeline.forward(self.chunks, self.grid, micro_batches, readout)
         where, values = [], []
         if self.grid.contributes and micro_batches:
@@ -189,6 +191,11 @@ class Role:
         if not where:
             return Contribution.nothing(size)
         return Contribution(size, torch.cat(where), torch.cat(values))
+
+
+def _read_by(make: MakeMicroBatches, batch: RolloutBatch) -> RolloutBatch:
+    """The rows that a model runs: branches, unless there is one output a row."""
+    return batch.by_branch() if make is prediction_micro_batches else batch
 
 
 def _token_places(batch: RolloutBatch, rows: Tensor) -> Tensor:
@@ -286,9 +293,10 @@ class TrainedRole(Role):
             return total / divisor * finite, {"loss": total.detach(), **sums}
 
         # a replica without a row of the mini-batch takes part in the sum of the gradients all the same
-        rows = self._rows_of_replicas(batch)
-        experts = self._engines_experts(batch, rows)
-        micro_batches = self._micro_batches(batch, [rows[self.grid.dp_rank]], make, one=True, experts=experts)
+        read = _read_by(make, batch)
+        rows = self._rows_of_replicas(read)
+        experts = self._engines_experts(read, rows)
+        micro_batches = self._micro_batches(read, [rows[self.grid.dp_rank]], make, one=True, experts=experts)
         results = pipeline.forward_backward(self.chunks, self.grid, micro_batches, loss)
         if not self.grid.contributes:
             return torch.zeros(1 + len(names), dtype=torch.float64, device=self._platform.device)

@@ -32,7 +32,7 @@ class Response:
     """One finished sequence: its response tokens, their log-probs under the sampling distribution, and why it ended.
 
     sampled: which of the tokens the policy chose; none where it chose all. rewards: of an environment, NaN of a row
-    that has failed.
+    that has failed. branch_starts: where in `token_ids` further sequences of the row begin, prompts included.
     """
 
     token_ids: list[int]
@@ -41,6 +41,7 @@ class Response:
     experts: Tensor | None = None  # (prompt + response - 1, layers, k): of this stage, where the engine records them
     sampled: list[bool] = field(default_factory=list)
     rewards: tuple[float, ...] = ()
+    branch_starts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

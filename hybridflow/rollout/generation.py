@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from hybridflow.batch import PromptBatch, RolloutBatch, balanced_partition, offsets, response_mask, token_index
+from hybridflow.batch import (
+    PromptBatch,
+    RolloutBatch,
+    balanced_partition,
+    offsets,
+    response_mask,
+    token_index,
+    tokens_before,
+)
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.errors import RewardError
 from hybridflow.parallel.exchange import Contribution, Exchange
@@ -37,6 +45,7 @@ class RolloutListener(Protocol):
 # An engine reads the tokens of a prompt together, and once for all samples; those of responses come one by one, each
 # with a pass over the weights that only the requests of the moment share.
 PROMPT_TOKENS_A_STEP = 8
+SAMPLED, BEGINS = 1, 2  # of a token: the policy chose it; a branch of the row begins with it
 
 
 def prompts_of_replicas(
@@ -148,7 +157,7 @@ def responses_to(
         torch.tensor([r.truncated for r in responses], dtype=torch.bool),
         token_ids=torch.tensor([t for r in responses for t in r.token_ids], dtype=torch.int64),
         log_probs=torch.tensor([p for r in responses for p in r.log_probs], dtype=torch.float32),
-        sampled=torch.tensor([s for r in responses for s in _sampled(r)], dtype=torch.bool),
+        flags=torch.tensor([flag for r in responses for flag in _flags(r)], dtype=torch.int64),
     )
 
 
@@ -178,7 +187,7 @@ def _whole(
     log_probs = exchange.whole(part(size, at, [p for r in responses for p in r.log_probs], torch.float32))
     if not num_rewards:
         return _joined(prompts, num_samples, counts, truncated.bool(), token_ids=token_ids, log_probs=log_probs)
-    sampled = exchange.whole(part(size, at, [s for r in responses for s in _sampled(r)], torch.int64)).bool()
+    flags = exchange.whole(part(size, at, [flag for r in responses for flag in _flags(r)], torch.int64))
     rewards = exchange.wholes(
         [part(num_rows, where, [r.rewards[i] for r in responses], torch.float32) for i in range(num_rewards)]
     )
@@ -188,14 +197,17 @@ def _whole(
             f"lines before say why"
         )
     batch = _joined(
-        prompts, num_samples, counts, truncated.bool(), token_ids=token_ids, log_probs=log_probs, sampled=sampled
+        prompts, num_samples, counts, truncated.bool(), token_ids=token_ids, log_probs=log_probs, flags=flags
     )
     return replace(batch, environment_rewards=torch.stack(rewards, dim=1))
 
 
-def _sampled(response: Response) -> list[bool]:
-    """Of each of its tokens."""
-    return response.sampled or [True] * len(response.token_ids)
+def _flags(response: Response) -> list[int]:
+    """Of each of its tokens: whether the policy chose it, and whether a branch begins with it."""
+    flags = [SAMPLED * own for own in response.sampled] or [SAMPLED] * len(response.token_ids)
+    for start in response.branch_starts:
+        flags[start] |= BEGINS
+    return flags
 
 
 def _joined(
@@ -206,9 +218,9 @@ def _joined(
     *,
     token_ids: Tensor,
     log_probs: Tensor,
-    sampled: Tensor | None = None,
+    flags: Tensor | None = None,
 ) -> RolloutBatch:
-    """Prompts and responses, packed one after the other. sampled: which tokens of these the policy chose; None: all.
+    """Prompts and responses, packed one after the other. flags: of the responses' tokens; None: all are sampled.
 
     The prompt of a row whose prompt has no tokens is what comes before the first token that the policy chose.
     """
@@ -221,14 +233,10 @@ def _joined(
     input_ids[~mask] = prompts.input_ids[token_index(prompts.lengths, prompt_indices)]
     rollout_log_probs = torch.zeros(len(mask))
     rollout_log_probs[mask] = log_probs
-    if sampled is not None:
-        mask[mask.clone()] = sampled
-    prompt_lengths = torch.where(prompt_lengths > 0, prompt_lengths, _tokens_before(mask, lengths))
-    return RolloutBatch(input_ids, lengths, prompt_lengths, prompt_indices, truncated, mask, rollout_log_probs)
-
-
-def _tokens_before(mask: Tensor, lengths: Tensor) -> Tensor:
-    """(N,) int64: of each row those before the first that is in the mask (T,); all of them where none is."""
-    rows = torch.arange(len(lengths)).repeat_interleave(lengths)
-    places = torch.arange(len(mask)) - offsets(lengths)[rows]
-    return lengths.scatter_reduce(0, rows[mask], places[mask], "amin")
+    begins = torch.zeros_like(mask)
+    if flags is not None:
+        behind = mask.clone()
+        begins[behind], mask[behind] = (flags & BEGINS) > 0, (flags & SAMPLED) > 0
+    prompt_lengths = torch.where(prompt_lengths > 0, prompt_lengths, tokens_before(mask, lengths))
+    shared = (input_ids, lengths, prompt_lengths, prompt_indices, truncated, mask, rollout_log_probs)
+    return RolloutBatch(*shared, branch_starts=begins)

@@ -5,8 +5,9 @@ several ranks the first alone asks who answers; it tells the others before each 
 and with what, so that all add the same requests in the same order. Without that the ranks would sample wrong tokens.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm import RequestOutput, SamplingParams
 
 SLOTS = 512  # numbers of the first broadcast: what mostly is enough
-HEAD = 5  # numbers of a reply before its tokens
+HEAD = 6  # numbers of a reply before its tokens
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,10 @@ class Reply:
 
     token_ids: behind the turn, also where the row ends. truncated: the row has ended at a limit. rewards: NaN of a row
     that has failed. failed: none of its tokens counts.
-    drops: the row's last turn, and what was written right before that turn, go. The engine may still be at that turn.
+    drops: the branch's last turn, and what was written right before that turn, go. The engine may still be at that
+    turn. Where the row ends: of each branch that the engine is at.
+    branch: of the row, 0 the row's first sequence. The number after the last one begins another branch, whose first
+    tokens are all that the model reads there.
     """
 
     row: int
@@ -39,13 +43,18 @@ class Reply:
     rewards: tuple[float, ...] = ()
     failed: bool = False
     drops: bool = False
+    branch: int = 0
 
 
 @dataclass
 class TurnCounts:
-    """Of this rank since somebody emptied them. seconds: that rows have waited, together; cached: prefix tokens."""
+    """Of this rank since somebody emptied them. seconds: that rows have waited, together; cached: prefix tokens.
+
+    dropped: turns whose answer nobody got.
+    """
 
     turns: int = 0
+    dropped: int = 0
     tool_calls: int = 0
     failed_calls: int = 0
     seconds: float = 0.0
@@ -73,7 +82,9 @@ class Answers(Protocol):
         0: the row waits for a reply before its first turn.
         """
 
-    def said(self, row: int, token_ids: Sequence[int], log_probs: Sequence[float], *, truncated: bool) -> None:
+    def said(
+        self, row: int, token_ids: Sequence[int], log_probs: Sequence[float], *, truncated: bool, branch: int
+    ) -> None:
         """A turn of the model has ended, with a log-prob for each token; truncated: at its limit of tokens."""
 
     def replies(self, *, wait: bool) -> list[Reply]:
@@ -125,6 +136,7 @@ def _packed(replies: Sequence[Reply]) -> list[int]:
         for reply in replies
         for number in (
             reply.row,
+            reply.branch,
             reply.max_tokens,
             int(reply.ends),
             int(reply.truncated) + 2 * int(reply.failed) + 4 * int(reply.drops),
@@ -137,34 +149,29 @@ def _packed(replies: Sequence[Reply]) -> list[int]:
 def _unpacked(numbers: list[int]) -> list[Reply]:
     found, at = [], 0
     while at < len(numbers):
-        row, most, ends, how, size = numbers[at : at + HEAD]
+        row, branch, most, ends, how, size = numbers[at : at + HEAD]
         ids = tuple(numbers[at + HEAD : at + HEAD + size])
-        found.append(Reply(row, ids, most, bool(ends), bool(how & 1), failed=bool(how & 2), drops=bool(how & 4)))
+        told = Reply(row, ids, most, bool(ends), bool(how & 1), failed=bool(how & 2), drops=bool(how & 4))
+        found.append(replace(told, branch=branch))
         at += HEAD + size
     return found
 
 
 @dataclass
-class _Row:
-    """One that is under way: what is behind its prompt so far.
+class _Branch:
+    """A sequence of a row: what is behind the row's prompt so far, and of a further branch all there is.
 
-    speaks: the engine is at its last turn. kept: tokens before that turn and before what was written right before it.
+    seed: of its first turn. speaks: the engine is at its last turn. kept: tokens before that turn and before what was
+    written right before it.
     """
 
-    request: Request
+    seed: int
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     turn: int = 0
     speaks: bool = False
     kept: int = 0
-
-    def next_request(self) -> Request:
-        """Of its next turn, with a seed of its own: with the first turn's it would draw the same again."""
-        self.turn, self.speaks = self.turn + 1, True
-        first = self.request
-        seed = first.seed if self.turn == 1 else request_seed(first.seed, self.turn)
-        return Request([*first.prompt, *self.token_ids], seed, first.bucket)
 
     def drop(self) -> None:
         """The last turn, and what was written right before that turn."""
@@ -178,10 +185,62 @@ class _Row:
         self.log_probs += [0.0] * len(token_ids) if log_probs is None else log_probs
         self.sampled += [log_probs is not None] * len(token_ids)
 
+
+class _Row:
+    """One that is under way. branches: the first goes on from the row's prompt."""
+
+    def __init__(self, request: Request) -> None:
+        self._first, self.branches = request, [_Branch(request.seed)]
+        self._begun: list[bytes] = []  # with what further branches, and those of a row without a prompt, have begun
+
+    def write(self, number: int, token_ids: Sequence[int]) -> None:
+        """What somebody else has written in this branch, or begins the next one with."""
+        if number == len(self.branches):
+            self.branches.append(_Branch(0))
+        branch = self.branches[number]
+        if not branch.turn and (number or not self._first.prompt):
+            branch.seed = self._seed(token_ids)
+        branch.kept = len(branch.token_ids)
+        branch.add(token_ids)
+
+    def _seed(self, token_ids: Sequence[int]) -> int:
+        """Of a branch that begins with these tokens: an agent's requests may come in another order next time."""
+        begins = hashlib.blake2b(",".join(map(str, token_ids)).encode(), digest_size=8).digest()
+        self._begun.append(begins)
+        return request_seed(self._first.seed, int.from_bytes(begins, "big"), self._begun.count(begins))
+
+    def next_request(self, number: int) -> Request:
+        """Of the next turn, with a seed of its own: with the first turn's it would draw the same again."""
+        branch, first = self.branches[number], self._first
+        branch.turn, branch.speaks = branch.turn + 1, True
+        seed = branch.seed if branch.turn == 1 else request_seed(branch.seed, branch.turn)
+        return Request([*(() if number else first.prompt), *branch.token_ids], seed, first.bucket)
+
+    def num_tokens(self, number: int) -> int:
+        """Of a branch, the row's prompt included."""
+        return len(self.branches[number].token_ids) + (0 if number else len(self._first.prompt))
+
     def response(self, last: Reply) -> Response:
-        sampled = [False] * len(self.sampled) if last.failed else self.sampled
-        log_probs = [0.0] * len(self.sampled) if last.failed else self.log_probs
-        return Response(self.token_ids, log_probs, last.truncated, sampled=sampled, rewards=last.rewards)
+        """Branches in which the model has said nothing are left out, and of a row that has failed all but the first.
+
+        After the first they stand in an order of their own: an agent's requests may come in another order next time.
+        """
+        first, *further = self.branches
+        there = [] if last.failed else [branch for branch in further if any(branch.sampled)]
+        there.sort(key=lambda branch: (branch.sampled.index(True), branch.token_ids))
+        if there and not self._first.prompt and not any(first.sampled):
+            first, *there = there  # the row's prompt is what its first branch begins with
+        starts, token_ids, log_probs, sampled = [], [*first.token_ids], [*first.log_probs], [*first.sampled]
+        for branch in there:
+            starts.append(len(token_ids))
+            token_ids += branch.token_ids
+            log_probs += branch.log_probs
+            sampled += branch.sampled
+        if last.failed:
+            log_probs, sampled = [0.0] * len(token_ids), [False] * len(token_ids)
+        return Response(
+            token_ids, log_probs, last.truncated, sampled=sampled, rewards=last.rewards, branch_starts=tuple(starts)
+        )
 
 
 @dataclass(frozen=True)
@@ -215,15 +274,14 @@ class TurnTaking:
             for reply in self._agreed(wait=not engine.is_busy):
                 row = there[reply.row]
                 if reply.drops:
-                    self._drop(engine, reply.row, row)
+                    self._drop(engine, reply, row)
                 if reply.ends:
-                    row.add(reply.token_ids)
+                    row.branches[0].add(reply.token_ids)
                     left -= 1
                     yield reply.row, row.response(reply)
                 elif not reply.drops:
-                    row.kept = len(row.token_ids)
-                    row.add(reply.token_ids)
-                    self._add(engine, reply.row, row, params, reply.max_tokens)
+                    row.write(reply.branch, reply.token_ids)
+                    self._add(engine, reply.row, row, params, reply.max_tokens, reply.branch)
             for output in engine.step() if engine.is_busy else ():
                 self._take(output, there)
             stepped()
@@ -235,25 +293,36 @@ class TurnTaking:
         return self.agreement.on_all(self.answers.replies(wait=wait) if self.answers is not None else ())
 
     def _add(
-        self, engine: RolloutEngine, number: int, row: _Row, params: "Sequence[SamplingParams]", most: int
+        self,
+        engine: RolloutEngine,
+        number: int,
+        row: _Row,
+        params: "Sequence[SamplingParams]",
+        most: int,
+        branch: int = 0,
     ) -> None:
-        request = row.next_request()
-        engine.add(f"{number}.{row.turn}", request, params[request.bucket], max_tokens=most)
+        request = row.next_request(branch)
+        name = f"{number}.{branch}.{row.branches[branch].turn}"
+        engine.add(name, request, params[request.bucket], max_tokens=most)
 
-    def _drop(self, engine: RolloutEngine, number: int, row: _Row) -> None:
-        if row.speaks:
-            engine.abort(f"{number}.{row.turn}")
-        row.drop()
+    def _drop(self, engine: RolloutEngine, reply: Reply, row: _Row) -> None:
+        for number, branch in enumerate(row.branches):
+            if branch.speaks if reply.ends else number == reply.branch:
+                if branch.speaks:
+                    engine.abort(f"{reply.row}.{number}.{branch.turn}")
+                branch.drop()
+                self.counts.dropped += self.answers is not None
 
     def _take(self, output: "RequestOutput", there: Sequence[_Row]) -> None:
-        number, turn = map(int, output.request_id.split("."))
+        number, of_row, turn = map(int, output.request_id.split("."))
         said, row = response_of(output.outputs[0]), there[number]
-        if not row.speaks or turn != row.turn:
+        branch = row.branches[of_row]
+        if not branch.speaks or turn != branch.turn:
             return  # of a turn that was dropped while a step was under way
-        row.speaks = False
-        if row.turn > 1:
-            self.counts.prefix_tokens += len(row.request.prompt) + len(row.token_ids)
+        branch.speaks = False
+        if branch.turn > 1:
+            self.counts.prefix_tokens += row.num_tokens(of_row)
             self.counts.cached_tokens += output.num_cached_tokens or 0
-        row.add(said.token_ids, said.log_probs)
+        branch.add(said.token_ids, said.log_probs)
         if self.answers is not None:
-            self.answers.said(number, said.token_ids, said.log_probs, truncated=said.truncated)
+            self.answers.said(number, said.token_ids, said.log_probs, truncated=said.truncated, branch=of_row)

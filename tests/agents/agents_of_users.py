@@ -166,6 +166,34 @@ async def endless(base_url: str, row: dict[str, Any]) -> float:
             messages += [answer.choices[0].message, {"role": "user", "content": "go on"}]
 
 
+async def with_sub_agents(base_url: str, row: dict[str, Any], delay: float = 0.0) -> float:
+    """Asks, has two sub-agents at work at the same time, says what they found, and goes on with a shortened history."""
+    said = 0
+    async with client_of(base_url) as client:
+
+        async def ask(messages: list[Any]) -> str:
+            nonlocal said
+            await asyncio.sleep(random.SystemRandom().uniform(0.0, delay))
+            answer = await client.chat.completions.create(model="gpt", messages=messages)
+            messages.append(answer.choices[0].message)
+            said += len(messages[-1].content or "")
+            return messages[-1].content or ""
+
+        async def sub_agent(name: str) -> str:
+            messages = [{"role": "system", "content": name}, *first(row)]
+            await ask(messages)
+            messages.append({"role": "user", "content": "again"})
+            return await ask(messages)
+
+        messages = first(row)
+        await ask(messages)
+        found = await asyncio.gather(sub_agent("one"), sub_agent("two"))
+        messages.append({"role": "user", "content": " ".join(map(str, map(len, found)))})
+        last = await ask(messages)
+        await ask([{"role": "user", "content": f"so far {len(last)}"}])
+    return said / 100
+
+
 async def blocks(base_url: str, row: dict[str, Any]) -> float:
     """Does not end when it is told to."""
     while True:

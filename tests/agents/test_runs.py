@@ -23,7 +23,7 @@ pytestmark = pytest.mark.distributed
 ON_TWO = [name for name in CASES if name.endswith("at tp 2")]
 END_ID = make_tokenizer().convert_tokens_to_ids(END)
 FIELDS = {"input_ids", "lengths", "prompt_lengths", "prompt_indices", "truncated", "response_mask"}
-FIELDS |= {"rollout_log_probs", "environment_rewards"}
+FIELDS |= {"rollout_log_probs", "environment_rewards", "branch_starts"}
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +74,9 @@ def turns(batch: RolloutBatch, row: int) -> list[tuple[bool, list[int]]]:
 
 
 def furthest_log_prob(root: Path, batch: RolloutBatch) -> float:
-    """From one pass of HuggingFace over each row, by the weights that the first rollout has."""
+    """From one pass of HuggingFace over each sequence, by the weights that the first rollout has."""
     model, expected = AutoModelForCausalLM.from_pretrained(root / "policy"), []
-    for ids in batch.input_ids.split(batch.lengths.tolist()):
+    for ids in batch.input_ids.split(batch.branch_lengths.tolist()):
         with torch.no_grad():
             log_probs = model(ids[None]).logits[0].log_softmax(-1)
         expected.append(torch.cat([torch.zeros(1), log_probs[:-1].gather(1, ids[1:, None]).flatten()]))
@@ -140,7 +140,7 @@ def test_two_ranks_sample_what_one_does_whenever_agents_ask(root: Path, told: di
 
 def test_the_same_seed_gives_the_same_run(root: Path, told: dict[str, str]) -> None:
     first, again = tensors(root, "calculator", 2), tensors(root, "calculator again", 2)
-    for name in FIELDS - {"rollout_log_probs"}:
+    for name in FIELDS - {"rollout_log_probs", "branch_starts"}:
         assert torch.equal(first[name], again[name]), name
     assert torch.allclose(first["rollout_log_probs"], again["rollout_log_probs"], atol=1e-5)
 

@@ -57,7 +57,7 @@ class Rows:
         self.pool = GivenAgents(EnvironmentConfig(**{"agent": "a:b", **more}))
         shared = Agents(
             self.pool,
-            Continuations.of(ChatTemplate(TOKENIZER), (), END_ID, keeps=False),
+            Continuations.of(ChatTemplate(TOKENIZER), (), END_ID, earlier_turns=self.pool.config.earlier_turns),
             None,
             TOKENIZER.decode,
             frozenset({END_ID}),
@@ -70,7 +70,7 @@ class Rows:
         empty = torch.zeros(0, dtype=torch.int64)
         prompts = PromptBatch(empty, torch.tensor([0]), ("",), {"answer": ("2",)}, (None,))
         self.sessions: Sessions = shared.conversations(prompts, torch.tensor([count]), always(32), (1,))
-        self.door, self.threads = shared.door, ThreadPoolExecutor(4)
+        self.door, self.threads = shared.door, ThreadPoolExecutor(10)
         assert self.sessions.begin(range(count)) == [0] * count
 
     def ask(self, *messages: Any, row: int = 0, headers: Any = None, **more: Any) -> Future[httpx.Response]:
@@ -255,3 +255,111 @@ def test_times_are_looked_at() -> None:
         [reply] = rows.replies()
         assert reply.failed and reply.drops == asks
         rows.door.close()
+
+
+NO = {"role": "user", "content": "no"}
+THREE, FOUR = ids(f"3{END}"), ids(f"4{END}")
+OTHER = {"role": "user", "content": "2+2="}
+SECOND = ids(f"<|user|>2+2={END}<|assistant|>")
+MORE = ids(f"<|user|>no{END}<|assistant|>")
+
+
+@pytest.fixture()
+def branching() -> Iterator[Rows]:
+    made = Rows(earlier_turns="branch")
+    yield made
+    made.door.close()
+    made.threads.shutdown()
+
+
+def speak(rows: Rows, token_ids: tuple[int, ...], branch: int = 0, *, truncated: bool = False) -> None:
+    rows.sessions.said(0, token_ids, [-0.5] * len(token_ids), truncated=truncated, branch=branch)
+
+
+def test_another_conversation_begins_a_branch_and_each_goes_on_by_itself(branching: Rows) -> None:
+    """A sub-agent asks while the model answers the agent; 48 tokens are in a sequence, 16 of the prompt's."""
+    main = branching.ask(USER)
+    assert branching.replies() == [Reply(0, FIRST, 32)]
+    sub = branching.ask(OTHER)
+    assert branching.replies() == [Reply(0, SECOND, 48 - len(SECOND), branch=1)]
+    speak(branching, FOUR, 1)
+    speak(branching, THREE)
+    assert (said(main)["content"], said(sub)["content"]) == ("3", "4")
+    assert sub.result().json()["usage"]["prompt_tokens"] == len(SECOND)
+    branching.ask(OTHER, said(sub), NO)
+    assert branching.replies() == [Reply(0, MORE, 48 - len(SECOND) - 2 - len(MORE), branch=1)]
+    branching.ask(USER, said(main), NO)
+    assert branching.replies() == [Reply(0, MORE, 32 - 2 - len(MORE))]
+    speak(branching, FOUR, 1)
+    speak(branching, THREE)
+    branching.pool.returned = {0: Answer({"reward": [1.5]}, "", 0.0, "")}
+    assert branching.replies() == [Reply(0, ends=True, rewards=(1.5,))]
+
+
+def test_a_shortened_history_begins_a_branch(branching: Rows) -> None:
+    main = branching.ask(USER)
+    branching.replies()
+    speak(branching, THREE)
+    summary = {"role": "user", "content": f"said {said(main)['content']}"}
+    branching.ask(summary)
+    begins = ids(f"<|user|>said 3{END}<|assistant|>")
+    assert branching.replies() == [Reply(0, begins, 48 - len(begins), branch=1)]
+    speak(branching, FOUR, 1, truncated=True)
+    branching.pool.returned = {0: Answer({"reward": [1.0]}, "", 0.0, "")}
+    assert branching.replies() == [Reply(0, ends=True, truncated=True, rewards=(1.0,))]
+
+
+def test_token_ids_go_on_with_the_longest_branch_that_they_begin_with(branching: Rows) -> None:
+    branching.ask_tokens(list(FIRST))
+    branching.replies()
+    speak(branching, THREE)
+    branching.ask_tokens(list(FIRST[:-1]))
+    assert branching.replies() == [Reply(0, FIRST[:-1], 48 - len(FIRST) + 1, branch=1)]
+    speak(branching, FOUR, 1)
+    branching.ask_tokens([*FIRST, *THREE, *MORE])
+    assert branching.replies() == [Reply(0, MORE, 32 - 2 - len(MORE))]
+
+
+def test_a_request_that_comes_again_is_no_branch(branching: Rows) -> None:
+    branching.ask(USER)
+    branching.replies()
+    branching.ask(OTHER)
+    branching.replies()
+    branching.ask(OTHER, headers=AGAIN)
+    assert branching.replies() == [Reply(0, drops=True, branch=1), Reply(0, SECOND, 48 - len(SECOND), branch=1)]
+
+
+def test_the_turns_of_all_branches_count(branching: Rows) -> None:
+    """And a row that ends while the model answers drops what nobody waits for."""
+    for number in range(8):
+        branching.ask({"role": "user", "content": str(number)})
+        [reply] = branching.replies()
+        assert reply.branch == number
+    refused = branching.ask({"role": "user", "content": "8"})
+    while not refused.done():
+        branching.sessions.replies(wait=False)
+    assert refused.result().json()["error"]["code"] == "turns_used_up"
+    speak(branching, THREE, 3)
+    branching.pool.returned = {0: Answer({"reward": [1.0]}, "", 0.0, "")}
+    assert branching.replies() == [Reply(0, ends=True, truncated=True, rewards=(1.0,), drops=True)]
+
+
+def test_a_branch_has_room_for_its_answer(branching: Rows) -> None:
+    main = branching.ask(USER)
+    branching.replies()
+    speak(branching, THREE)
+    said(main)
+    refused = branching.ask({"role": "user", "content": "1" * 60})
+    while not refused.done():
+        branching.sessions.replies(wait=False)
+    error = refused.result().json()["error"]
+    assert error["code"] == "context_length_exceeded" and "48 tokens are in a sequence" in error["message"]
+
+
+def test_what_would_be_a_branch_is_told_where_rows_have_none(rows: Rows) -> None:
+    rows.ask(USER)
+    rows.replies()
+    refused = rows.ask(OTHER)
+    assert rows.replies()[0].failed
+    message = refused.result(60).json()["error"]["message"]
+    assert message.endswith("data.environment.earlier_turns: branch begins another sequence of the row then")

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from hybridflow.config import ExperimentConfig
-from hybridflow.data.continuations import Continuations
+from hybridflow.data.continuations import Continuations, EarlierTurns
 from hybridflow.data.templates import ChatTemplate
 from hybridflow.environments.classes import described
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, OtherConversation
 from tests.environments.tiny_chat import END, TEMPLATE, make_tokenizer
 
 USERS = "tests.environments.classes_of_users"
@@ -66,10 +66,10 @@ def test_a_text_is_the_class_alone() -> None:
     assert config.data.environment is not None and config.data.environment.path == "a:B"
 
 
-def continuations(template: str, *, keeps: bool = False, tools: bool = False) -> Continuations:
+def continuations(template: str, *, earlier_turns: EarlierTurns = "refuse", tools: bool = False) -> Continuations:
     tokenizer = make_tokenizer(template)
-    schemas = described(f"{USERS}:Talk", {}).schemas if tools else ()
-    return Continuations.of(ChatTemplate(tokenizer), schemas, tokenizer.convert_tokens_to_ids(END), keeps=keeps)
+    schemas, end = described(f"{USERS}:Talk", {}).schemas if tools else (), tokenizer.convert_tokens_to_ids(END)
+    return Continuations.of(ChatTemplate(tokenizer), schemas, end, earlier_turns=earlier_turns)
 
 
 def said(*texts: str) -> list[dict[str, str]]:
@@ -106,14 +106,33 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_or_kept(template: str
     with pytest.raises(ConfigError, match=re.escape(f"renders {what}")) as refusal:
         continuations(template)
     assert "data.environment.earlier_turns: keep" in str(refusal.value)
-    its = continuations(template, keeps=True)
+    its = continuations(template, earlier_turns="keep")
     ids = its.tokens(said("1+1", "<think>two</think>3", "no", "2"), said("yes"), {}, ended=True)
     assert its.template.tokenizer.decode(ids).startswith(f"<|user|>yes{END}<|assistant|>")
 
 
+@pytest.mark.parametrize("template", [THINKS, SHOWS])
+def test_a_turn_that_a_template_rewrites_begins_another_sequence(template: str) -> None:
+    its = continuations(template, earlier_turns="branch")
+    conversation = said("1+1", "<think>two</think>3")
+    with pytest.raises(OtherConversation):
+        its.tokens(conversation, said("no"), {}, ended=True)
+    ids = its.first_tokens([*conversation, *said("no")], {})
+    shown = {THINKS: "3", SHOWS: "<think>two</think>3"}[template]
+    now = "now" if template == SHOWS else ""
+    expected = f"<|user|>1+1{END}<|assistant|>{shown}{END}<|user|>no{END}<|assistant|>{now}"
+    assert ids == its.template.tokenizer(expected, add_special_tokens=False)["input_ids"]
+
+
+def test_a_template_that_keeps_earlier_turns_begins_no_other_sequence() -> None:
+    its = continuations(TEMPLATE, earlier_turns="branch")
+    ids = its.tokens(said("1+1", "3"), said("no"), {}, ended=True)
+    assert its.template.tokenizer.decode(ids) == f"<|user|>no{END}<|assistant|>"
+
+
 def test_a_template_without_an_end_is_refused() -> None:
     with pytest.raises(ConfigError, match="by no special token"):
-        Continuations.of(ChatTemplate(make_tokenizer()), (), None, keeps=False)
+        Continuations.of(ChatTemplate(make_tokenizer()), (), None)
 
 
 def test_a_template_that_reads_no_tools_is_refused() -> None:

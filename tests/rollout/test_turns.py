@@ -27,37 +27,89 @@ def test_one_rank_asks_nobody() -> None:
 
 def test_a_turn_continues_the_tokens_with_a_seed_of_its_own() -> None:
     row = _Row(Request([1, 2], seed=7, bucket=1))
-    first = row.next_request()
-    row.add([3, 4], [-0.1, -0.2])
-    row.add([5])
-    second = row.next_request()
-    row.add([6], [-0.3])
-    third = row.next_request()
+    first = row.next_request(0)
+    row.branches[0].add([3, 4], [-0.1, -0.2])
+    row.write(0, [5])
+    second = row.next_request(0)
+    row.branches[0].add([6], [-0.3])
+    third = row.next_request(0)
     assert (first.prompt, second.prompt, third.prompt) == ([1, 2], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6])
     assert len({first.seed, second.seed, third.seed}) == 3 and first.seed == 7 and second.bucket == 1
     found = row.response(Reply(0, ends=True, truncated=True, rewards=(1.0,)))
     assert found.token_ids == [3, 4, 5, 6] and found.sampled == [True, True, False, True] and found.truncated
-    assert found.log_probs == [-0.1, -0.2, 0.0, -0.3] and found.rewards == (1.0,)
+    assert found.log_probs == [-0.1, -0.2, 0.0, -0.3] and found.rewards == (1.0,) and found.branch_starts == ()
 
 
 def test_a_turn_that_is_dropped_takes_along_what_was_written_before_it() -> None:
     """And the next has a seed of its own."""
     row = _Row(Request([1], seed=7))
-    first = row.next_request()
-    row.add([3], [-0.1])
-    row.kept = 1
-    row.add([4])
-    second = row.next_request()
-    row.add([5], [-0.2])
-    row.drop()
-    assert (row.token_ids, row.log_probs, row.sampled) == ([3], [-0.1], [True]) and not row.speaks
-    row.add([6])
-    third = row.next_request()
-    assert third.prompt == [1, 3, 6] and row.speaks and len({first.seed, second.seed, third.seed}) == 3
+    first, branch = row.next_request(0), row.branches[0]
+    branch.add([3], [-0.1])
+    row.write(0, [4])
+    second = row.next_request(0)
+    branch.add([5], [-0.2])
+    branch.drop()
+    assert (branch.token_ids, branch.log_probs, branch.sampled) == ([3], [-0.1], [True]) and not branch.speaks
+    row.write(0, [6])
+    third = row.next_request(0)
+    assert third.prompt == [1, 3, 6] and branch.speaks and len({first.seed, second.seed, third.seed}) == 3
 
 
 def test_nothing_of_a_failed_row_is_the_policys() -> None:
     row = _Row(Request([1], seed=7))
-    row.add([3, 4], [-0.1, -0.2])
+    row.branches[0].add([3, 4], [-0.1, -0.2])
+    row.write(1, [8, 9])
+    row.branches[1].add([5], [-0.3])
     found = row.response(Reply(0, ends=True, failed=True, rewards=(float("nan"),)))
     assert found.sampled == [False, False] and found.log_probs == [0.0, 0.0] and found.token_ids == [3, 4]
+    assert found.branch_starts == ()
+
+
+def row_of(*order: int) -> tuple[_Row, dict[int, int]]:
+    """Branches begin in this order, each with its number twice, or three times from 30 on; their seeds by number."""
+    row = _Row(Request([1, 2], seed=7))
+    row.next_request(0)
+    row.branches[0].add([3], [-0.1])
+    seeds = {}
+    for place, number in enumerate(order, 1):
+        row.write(place, [number] * (2 if number < 30 else 3))
+        seeds[number] = row.next_request(place).seed
+        row.branches[place].add([number + 1], [-number / 10])
+    return row, seeds
+
+
+def test_branches_have_seeds_and_an_order_that_no_clock_decides() -> None:
+    (row, seeds), (other, others) = row_of(30, 20, 10), row_of(10, 30, 20)
+    assert seeds == others and len(set(seeds.values())) == 3
+    found = row.response(Reply(0, ends=True, rewards=(1.0,)))
+    assert found == other.response(Reply(0, ends=True, rewards=(1.0,)))
+    assert found.token_ids == [3, 10, 10, 11, 20, 20, 21, 30, 30, 30, 31] and found.branch_starts == (1, 4, 7)
+    assert found.sampled == [True, *[False, False, True] * 2, False, False, False, True]
+    assert found.log_probs == [-0.1, 0, 0, -1.0, 0, 0, -2.0, 0, 0, 0, -3.0]
+
+
+def test_equal_branches_draw_otherwise() -> None:
+    row, _ = row_of(20)
+    first = row.branches[1].seed
+    row.write(2, [20, 20])
+    assert row.next_request(2).seed != first
+
+
+def test_a_branch_without_an_answer_is_left_out() -> None:
+    row, _ = row_of(20)
+    row.write(2, [9])
+    row.next_request(2)
+    row.branches[2].drop()
+    assert row.response(Reply(0, ends=True, rewards=(1.0,))).branch_starts == (1,)
+
+
+def test_a_row_without_a_prompt_begins_with_a_branch_that_has_an_answer() -> None:
+    row = _Row(Request([], seed=7))
+    row.write(0, [4, 5])
+    row.next_request(0)
+    row.branches[0].drop()
+    row.write(1, [6, 7])
+    assert row.next_request(1).prompt == [6, 7]
+    row.branches[1].add([8], [-0.5])
+    found = row.response(Reply(0, ends=True, rewards=(1.0,)))
+    assert (found.token_ids, found.sampled, found.branch_starts) == ([6, 7, 8], [False, False, True], ())

@@ -15,6 +15,7 @@ LONG = Reply(3, tuple(range(2 * SLOTS)), 7)
 LISTS = (
     [],
     [Reply(0, (5, 6), 9), Reply(2, ends=True, truncated=True), Reply(1, ends=True, failed=True), Reply(5, drops=True)],
+    [Reply(1, (7, 8), 3, branch=2), Reply(1, drops=True, branch=1)],
     [LONG, Reply(4, (1,), 2)],
     [Reply(row, (row,) * row, row) for row in range(60)],
     [],

@@ -1,0 +1,86 @@
+"""The sequences of an agent's row, and which of them a request goes on with."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from hybridflow.agents.chat_requests import Asked, AskedTokens
+from hybridflow.agents.door import ChatRequest
+from hybridflow.agents.talk import Talk
+from hybridflow.errors import OtherConversation
+
+NewTokens = Callable[[Talk, Asked | AskedTokens], list[int]]  # Errors: OtherConversation
+OTHERWISE = "; data.environment.earlier_turns: branch begins another sequence of the row then"
+
+
+@dataclass
+class Branch:
+    """One of them. request: that the model answers. answered: the last one that it has.
+
+    before: the talk without that request. turn: of the row, in which the model was asked last.
+    """
+
+    talk: Talk
+    before: Talk
+    asked: Asked | AskedTokens | None = None
+    request: ChatRequest | None = None
+    answered: ChatRequest | None = None
+    turn: int = 0
+
+    @classmethod
+    def begun(cls, prompt: list[int]) -> "Branch":
+        """Nobody has asked yet."""
+        return cls(Talk(prompt), Talk(prompt))
+
+    @property
+    def settled(self) -> Talk:
+        """Without a request that the model still answers."""
+        return self.talk if self.request is None else self.before
+
+    def is_asked_again(self, request: ChatRequest, asked: Asked | AskedTokens) -> ChatRequest | None:
+        """The request of which this one is a repetition, as its client says; None where it is none."""
+        last = self.request or self.answered
+        return last if request.repeated and last is not None and asked == self.asked else None
+
+    def ask(self, request: ChatRequest, asked: Asked | AskedTokens, ids: Sequence[int], turn: int) -> None:
+        """The model is to answer a request, whose tokens behind those that are there are `ids`."""
+        talk = self.talk
+        prompt, behind = with_new(talk, ids)
+        messages, fields = (asked.messages, asked.fields) if isinstance(asked, Asked) else (None, talk.fields)
+        self.before, self.asked, self.request, self.turn = talk, asked, request, turn
+        self.talk = replace(talk, prompt=prompt, behind=behind, messages=messages, fields=fields)
+
+    def forget(self) -> None:
+        """The last request, and its answer where there is one."""
+        self.talk, self.request, self.answered = self.before, None, None
+
+
+def with_new(talk: Talk, ids: Sequence[int]) -> tuple[list[int], tuple[int, ...]]:
+    """Prompt and what is behind it once these tokens follow: they are the prompt where there is none yet."""
+    return (talk.prompt, (*talk.behind, *ids)) if talk.prompt else (list(ids), ())
+
+
+def place_of(
+    branches: Sequence[Branch], asked: Asked | AskedTokens, new_tokens: NewTokens, *, several: bool
+) -> tuple[int, list[int]]:
+    """The branch that a request goes on with, the longest that does, and the tokens that are new there.
+
+    several: the number after the last branch where none does; then the tokens are all of the request's. Errors:
+    OtherConversation where a row may have one alone; RowError.
+    """
+    if not several:
+        [branch] = branches
+        if branch.request is not None:
+            raise OtherConversation(
+                f"a second request while the model answers one: a row is one conversation{OTHERWISE}"
+            )
+        try:
+            return 0, new_tokens(branch.talk, asked)
+        except OtherConversation as error:
+            raise OtherConversation(f"{error}{OTHERWISE}") from error
+    idle = [number for number, branch in enumerate(branches) if branch.request is None]
+    for number in sorted(idle, key=lambda number: -branches[number].talk.tokens):
+        try:
+            return number, new_tokens(branches[number].talk, asked)
+        except OtherConversation:
+            continue
+    return len(branches), new_tokens(Talk([]), asked)
