@@ -105,7 +105,7 @@ class Agents:
     def conversations(
         self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]
     ) -> "Sessions":
-        """Of a rollout with so many rows of each prompt. limits: tokens behind a prompt."""
+        """Of a rollout with so many rows of each prompt. limits: tokens behind a prompt. Errors: RewardError."""
         return Sessions(self, prompts, counts, limits)
 
     def new_tokens(self, columns: Mapping[str, Any]) -> NewTokens:
@@ -143,6 +143,8 @@ class Sessions:
         self._waiting = deque[int]()  # rows whose agents do not run yet
         self._ready: list[Reply] = []
         self._failures = Failures(self._config, shared.rank)
+        for answer in self._pool.start_processes():
+            self._failures.show_printed(answer)
 
     # ---- as `rollout.turns.Answers`
 

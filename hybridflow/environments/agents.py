@@ -4,6 +4,7 @@
 
 It is found and checked in a process that ends, as `environments.classes` says. In a worker `AgentRuns` gets messages:
 
+    {"kind": "ready", "row": 0}                                                                     -> {}
     {"kind": "run", "row": 3, "base_url": "http://127.0.0.1:4711/3-8f.../v1", "columns": {...}}     -> {"reward": [...]}
     {"kind": "end", "row": 3}                                                                       -> {}
 """
@@ -21,6 +22,7 @@ from hybridflow.rewards.probe import asked, serve
 from hybridflow.user_code import load_function
 
 KEY = "data.environment.agent"
+PREPARE = "hybridflow_prepare"  # an attribute of our own agents: what they do before their first row
 
 
 def agent_file(path: str, arguments: Mapping[str, Any]) -> str | None:
@@ -75,6 +77,10 @@ class AgentRuns:
     async def __call__(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """See the module. Errors: RewardError that tells what the agent did."""
         row = asked["row"]
+        if asked["kind"] == "ready":
+            if (prepare := getattr(self._run, PREPARE, None)) is not None:
+                await prepare(**self._arguments)
+            return {}
         if asked["kind"] == "end":
             await self._ended(row)
             return {}

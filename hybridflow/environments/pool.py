@@ -15,11 +15,13 @@ from typing import Any
 from hybridflow.config.environment import EnvironmentConfig
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.environments.classes import DescribedClass
+from hybridflow.errors import RewardError
 from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.rewards.pool import Answer, Pool
 from hybridflow.rewards.specs import pool_limits
 
 END_SECONDS = 5.0  # in which an agent may end that is told to
+START_SECONDS = 300.0  # in which a process may import what its agents need
 
 
 class RowPool(Pool):
@@ -42,10 +44,23 @@ class RowPool(Pool):
         self._closing -= ended
         return {ticket: answer for ticket, answer in found.items() if ticket not in ended}
 
-    def _begun(self, message: Mapping[str, Any]) -> tuple[int, int]:
+    def _begun(self, message: Mapping[str, Any], seconds: float | None = None) -> tuple[int, int]:
         """A new row and the ticket of its first call."""
         row, self._num_rows = self._num_rows, self._num_rows + 1
-        return row, self.call(row, {**message, "row": row})
+        return row, self.call(row, {**message, "row": row}, seconds=seconds)
+
+    def _all_answers(self, begun: Sequence[tuple[int, int]]) -> list[Answer]:
+        """Of rows that end then. Nothing else may be under way."""
+        found: dict[int, Answer] = {}
+        while not all(ticket in found for _, ticket in begun):
+            found |= self.answers(None)
+        for row, _ in begun:
+            self.finish(row)
+        return [found[ticket] for _, ticket in begun]
+
+    def finish(self, row: int) -> None:
+        """The last call of a row."""
+        raise NotImplementedError
 
     def _end(self, row: int, kind: str, seconds: float | None = None) -> None:
         self._closing.add(self.call(row, {"kind": kind, "row": row}, last=True, seconds=seconds))
@@ -67,13 +82,7 @@ class EnvironmentPool(RowPool):
 
     def first_messages(self, rows: Sequence[Mapping[str, Any]]) -> list[Answer]:
         """What rows with these columns begin with, by instances that end again. Nothing else may be under way."""
-        begun = [self.start(columns, seed="") for columns in rows]
-        found: dict[int, Answer] = {}
-        while not all(ticket in found for _, ticket in begun):
-            found |= self.answers(None)
-        for row, _ in begun:
-            self.finish(row)
-        return [found[ticket] for _, ticket in begun]
+        return self._all_answers([self.start(columns, seed="") for columns in rows])
 
     def finish(self, row: int) -> None:
         """End it, behind the calls that are under way; its instance is closed."""
@@ -86,11 +95,27 @@ class AgentPool(RowPool):
     def __init__(self, config: EnvironmentConfig, file: str | None, scoring: ScoringConfig, *, num_ranks: int) -> None:
         """num_ranks: on this machine, which share its cores."""
         super().__init__(config, file, _spec(config, file), scoring, num_ranks)
+        self._started = False
 
     @property
     def most_at_once(self) -> int:
         """Rows whose agents may run beside each other; whoever calls keeps to it."""
         return self.num_workers * self.config.concurrency
+
+    def start_processes(self) -> list[Answer]:
+        """Returns when all of them have imported what their agents need: that is no row's time.
+
+        What each of them has printed, the first time. Errors: RewardError where one does not get so far.
+        """
+        if self._started:
+            return []
+        self._started = True
+        begun = [self._begun({"kind": "ready"}, START_SECONDS) for _ in range(self.num_workers)]
+        answers = self._all_answers(begun)
+        problems = [answer.problem for answer in answers if answer.problem]
+        if problems:
+            raise RewardError(f"{self.field}: a process for agents does not start: {problems[0]}")
+        return answers
 
     def run(self, base_url: str, columns: Mapping[str, Any]) -> tuple[int, int]:
         """A new row and the ticket of its agent's reward."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from hybridflow.environments.agents import PREPARE
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.specs import word_of
 
@@ -137,10 +138,7 @@ async def run(
     Errors: RewardError where the episode has failed.
     """
     key = "-" if token_file is None else word_of(token_file, "data.environment.token_file")
-    command = json.dumps([name, python, arguments])
-    if command not in _runners or _is_lost(_runners[command]):
-        _runners[command] = asyncio.ensure_future(Runner.started(name, python, arguments))
-    runner = await asyncio.shield(_runners[command])
+    runner = await _runner(name, python, arguments)
     told = await runner.play(row[TASK], base_url, key)
     if not parts:
         return float(told["reward"])
@@ -151,6 +149,22 @@ async def run(
             f"{', '.join(told['scores']) or 'none'}"
         )
     return {part: told["scores"][part] for part in parts}
+
+
+async def _runner(name: str, python: str, arguments: Mapping[str, Any]) -> Runner:
+    """That of this process; a new one where it has ended. Errors: RewardError where the environment does not load."""
+    command = json.dumps([name, python, arguments])
+    if command not in _runners or _is_lost(_runners[command]):
+        _runners[command] = asyncio.ensure_future(Runner.started(name, python, arguments))
+    return await asyncio.shield(_runners[command])
+
+
+async def _prepare(*, name: str, python: str, arguments: Mapping[str, Any], **others: Any) -> None:
+    """Load the environment."""
+    await _runner(name, python, arguments)
+
+
+setattr(run, PREPARE, _prepare)
 
 
 def _is_lost(starting: "asyncio.Task[Runner]") -> bool:

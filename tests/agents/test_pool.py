@@ -10,8 +10,9 @@ import pytest
 
 from hybridflow.config.environment import EnvironmentConfig
 from hybridflow.config.rewards import ScoringConfig
-from hybridflow.environments.agents import agent_file
+from hybridflow.environments.agents import PREPARE, agent_file
 from hybridflow.environments.pool import AgentPool
+from hybridflow.errors import RewardError
 from hybridflow.rewards.pool import Answer
 
 HERE = "tests.agents.test_pool"
@@ -74,6 +75,34 @@ def test_rows_of_a_process_run_beside_each_other(pool: AgentPool) -> None:
     found = answers(pool, run(pool, "wait", 16)[1])
     assert [answer.value["reward"] for answer in found] == [[float(n)] for n in range(16)]
     assert time.monotonic() - begun < 16 * 0.5 / 2 and pool.most_at_once == 16
+
+
+def test_a_process_starts_before_its_rows(pool: AgentPool) -> None:
+    """Each of them, once; rows then come to the same processes."""
+    assert len(pool.start_processes()) == 2 and pool.start_processes() == []
+    begun = time.monotonic()
+    pids = {answer.value["reward"][0] for answer in answers(pool, run(pool, "pid", 8)[1])}
+    assert len(pids) == 2 and time.monotonic() - begun < 2
+
+
+async def prepared(base_url: str, row: dict[str, Any], word: str) -> float:
+    return 1.0
+
+
+async def _fails(word: str) -> None:
+    print("loading")
+    raise RewardError(f"no {word}")
+
+
+setattr(prepared, PREPARE, _fails)
+
+
+def test_what_an_agent_needs_and_does_not_get_ends_the_run() -> None:
+    config = EnvironmentConfig(agent=f"{HERE}:prepared", arguments={"word": "taskset"}, num_workers=2)
+    pool = AgentPool(config, agent_file(config.path, config.arguments), ScoringConfig(), num_ranks=1)
+    with pytest.raises(RewardError, match=r"prepared: a process for agents does not start: .*no taskset"):
+        pool.start_processes()
+    pool.close()
 
 
 def test_rows_are_dealt_evenly(pool: AgentPool) -> None:

@@ -38,6 +38,9 @@ class GivenAgents:
     def fileno(self) -> int:
         return self._readable
 
+    def start_processes(self) -> list[Answer]:
+        return []
+
     def run(self, base_url: str, columns: Any) -> tuple[int, int]:
         self.urls.append(base_url)
         return len(self.urls) - 1, len(self.urls) - 1

@@ -17,7 +17,7 @@ from tests.environments import rollouts_worker
 from tests.environments.tiny_chat import END, TEMPLATE, make_chat_inputs, make_tokenizer, run_config
 from tests.launch import run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
 SHOWN = "('- ' if message.role == 'assistant' and not loop.last else '') + message.content }}"
 REWRITES = TEMPLATE.replace("message.content }}", SHOWN)
