@@ -66,6 +66,7 @@ class Rows:
             token=None,
             max_prompt_length=16,
             max_model_len=64,
+            vocab_size=100,
         )
         empty = torch.zeros(0, dtype=torch.int64)
         prompts = PromptBatch(empty, torch.tensor([0]), ("",), {"answer": ("2",)}, (None,))
@@ -161,6 +162,7 @@ def test_a_request_may_be_token_ids(rows: Rows) -> None:
         ("1 2", {}, "token_ids = '1 2': is no list of token ids"),
         ([], {}, "token_ids = []: is no list of token ids"),
         ([3, -1], {}, "token_ids = [3, -1]: is no list of token ids"),
+        ([3, 99, 100], {}, "the request has the token id 100, the model knows those from 0 to vocab_size - 1 = 99"),
         ([3], {"n": 2}, "sampling_params.n = 2: is refused: a request is one turn of a row"),
         ([3], {"max_tokens": 0}, "max_tokens = 0: is no number of tokens from 1 on"),
     ],
