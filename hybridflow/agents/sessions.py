@@ -27,6 +27,7 @@ from hybridflow.batch import PromptBatch
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.data.continuations import Continuations
 from hybridflow.data.fields import TOOLS
+from hybridflow.data.messages import check_token_ids
 from hybridflow.data.rows import RowError
 from hybridflow.environments.failures import Failures
 from hybridflow.environments.pool import AgentPool
@@ -75,7 +76,7 @@ class Agents:
     """What the rows of every rollout on this rank share. ends: tokens that end a turn. counts: of this rank.
 
     parser: of tool calls, for an agent's tools. token: that agents send. max_prompt_length: tokens of a first request
-    that is the prompt. max_model_len: tokens of a row.
+    that is the prompt. max_model_len: tokens of a row. vocab_size: the model knows the tokens below it.
     """
 
     pool: AgentPool
@@ -88,6 +89,7 @@ class Agents:
     token: str | None
     max_prompt_length: int
     max_model_len: int
+    vocab_size: int
     counts: TurnCounts = field(default_factory=TurnCounts)
     parsers: dict[str, ToolCallParser] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)  # keys of requests that were left aside, and the user knows it
@@ -281,6 +283,7 @@ class Sessions:
                 self._refuse(request, "turns_used_up", f"data.environment.max_turns = {its.turn} turns are used up")
                 return
             branch, ids = place_of(its.branches, asked, shared.new_tokens(its.columns), several=several)
+            check_token_ids(ids, "the request", shared.vocab_size)
         except RowError as error:
             self._refuse(request, "invalid_request", str(error))
         except ConfigError as error:

@@ -17,8 +17,13 @@ from hybridflow.rollout.tool_calls import ToolCallParser
 NO_TOOL = {"type": "function", "function": {"name": "none", "description": "", "parameters": {}}}
 
 
-def environments_of(inputs: Inputs, config: ExperimentConfig, rank: int) -> Environments | Agents | None:
-    """None where the config has none. Errors: ConfigError where vLLM has no such parser of tool calls."""
+def environments_of(
+    inputs: Inputs, config: ExperimentConfig, rank: int, vocab_size: int
+) -> Environments | Agents | None:
+    """None where the config has none. vocab_size: the actor's.
+
+    Errors: ConfigError where vLLM has no such parser of tool calls.
+    """
     read, ends, tokenizer = inputs.environment, inputs.ends, inputs.tokenizer
     if read is None:
         return None
@@ -38,6 +43,7 @@ def environments_of(inputs: Inputs, config: ExperimentConfig, rank: int) -> Envi
             read.token,
             config.data.max_prompt_length,
             config.max_sequence_length,
+            vocab_size,
         )
     schemas = read.pool.schemas
     parser = ToolCallParser(name, tokenizer, schemas) if schemas else None

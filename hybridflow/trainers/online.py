@@ -243,7 +243,9 @@ class OnlineTrainer:
                 eos_token_ids=self.inputs.ends.ids,
                 platform=self.platform,
                 exchange=self.exchange,
-                environments=environments_of(self.inputs, self.config, self.platform.rank),
+                environments=environments_of(
+                    self.inputs, self.config, self.platform.rank, self.placed.actor.spec.vocab_size
+                ),
                 groups=groups,
             )
 

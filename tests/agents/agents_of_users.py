@@ -5,10 +5,12 @@ import contextlib
 import json
 import os
 import random
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 ADD = {
     "type": "function",
@@ -60,6 +62,19 @@ async def calculator(base_url: str, row: dict[str, Any], turns: int = 3, delay: 
     return said / 100
 
 
+async def stops_between(base_url: str, row: dict[str, Any], at: int | None = None, words: str = "") -> float:
+    """As the calculator. Rows of one question stop behind the first answer, and a file names their processes."""
+    if number(row) == at:
+        async with client_of(base_url) as client:
+            await client.chat.completions.create(model="gpt", messages=first(row), tools=[ADD])
+        own = await asyncio.create_subprocess_exec("sleep", "600")
+        word = Path(words) / base_url.split("/")[-2]
+        word.with_suffix(".part").write_text(f"{os.getpid()} {own.pid}")
+        word.with_suffix(".part").rename(word)
+        await own.wait()
+    return await calculator(base_url, row)
+
+
 async def streamed(base_url: str, row: dict[str, Any]) -> dict[str, float]:
     """The same messages by a stream, with a limit of its own; parts of a reward."""
     messages, tokens = first(row), 0
@@ -84,6 +99,26 @@ async def given_prompt(base_url: str, row: dict[str, Any]) -> float:
     async with client_of(base_url) as client:
         answer = await client.chat.completions.create(model="gpt", messages=row["prompt"], tools=row["tools"])
         return float(len(answer.choices[0].message.content or ""))
+
+
+async def with_word(base_url: str, row: dict[str, Any], file: str, address: str) -> dict[str, float]:
+    """At another interface: tries all other ways in, and then comes with the word of the file."""
+    url = urlsplit(base_url)
+    assert url.hostname == address
+    with contextlib.suppress(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", url.port)
+        raise AssertionError("it is reached at 127.0.0.1")
+    tries = 0
+    async with DefaultAsyncHttpxClient(trust_env=False) as http:
+        for word in ("-", "another", "secrets"):
+            client = AsyncOpenAI(base_url=base_url, api_key=word, http_client=http)
+            with contextlib.suppress(openai.AuthenticationError):
+                await client.chat.completions.create(model="gpt", messages=first(row))
+                raise AssertionError(f"{word!r} was answered")
+            tries += 1
+        client = AsyncOpenAI(base_url=base_url, api_key=Path(file).read_text().strip(), http_client=http)
+        answer = await client.chat.completions.create(model="gpt", messages=first(row))
+    return {"tokens": float(answer.usage.completion_tokens), "refused": float(tries)}
 
 
 async def fragile(base_url: str, row: dict[str, Any]) -> Any:

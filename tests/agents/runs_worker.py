@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.agents.addresses import own_address
 from tests.environments import rollouts_worker
 
 USERS = "tests.agents.agents_of_users"
@@ -55,6 +56,11 @@ CASES = {
     "dynamic": [named("calculator", **TALK), rollouts_worker.DYNAMIC],
     "evaluated": [named("calculator", **TALK), "metrics.eval_interval=1", ONE],
 }
+ADDRESS = own_address()
+WORD = "DIRECTORY/word.txt"
+if ADDRESS is not None:  # a host without a network has none
+    listens = {"listen": ADDRESS, "token_file": WORD, "parts": {"tokens": 1.0, "refused": 1.0}}
+    CASES["elsewhere"] = [named("with_word", arguments={"file": WORD, "address": ADDRESS}, **listens, **TALK), ONE]
 
 
 def main(config: Path, out: Path, names: list[str]) -> None:

@@ -3,9 +3,11 @@
 import asyncio
 import re
 import select
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -16,6 +18,7 @@ from hybridflow.agents.completions import Completion, chunks, whole
 from hybridflow.agents.door import ChatRequest, Door, Gone, Refusal
 from hybridflow.data.rows import RowError
 from hybridflow.errors import ConfigError
+from tests.agents.addresses import own_address
 from tests.agents.agents_of_users import ADD
 
 USER = {"role": "user", "content": "1+1="}
@@ -189,6 +192,32 @@ def test_a_token_is_asked_for_where_there_is_one() -> None:
     with pytest.raises(AuthenticationError, match="the API key is not the word of token_file"):
         OpenAI(base_url=url, api_key="-", max_retries=0).models.list()
     assert [its.id for its in OpenAI(base_url=url, api_key="secret").models.list()] == ["policy"]
+    door.close()
+
+
+@pytest.mark.parametrize(("family", "loopback"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_a_door_at_another_interface_is_reached_there_alone(family: socket.AddressFamily, loopback: str) -> None:
+    """With the word of token_file, whatever is asked for."""
+    address = own_address(family)
+    if address is None:
+        pytest.skip(f"no address of {family.name} by which this host would reach others")
+    door = Door(address, token="secret", max_model_len=9)
+    url = door.base_url("7-a")
+    its = urlsplit(url)
+    assert its.hostname == address and its.port
+    urls = [f"{url}/chat/completions", f"{url.removesuffix('/v1')}/inference/v1/generate", f"{url}/models"]
+    with httpx.Client(trust_env=False, timeout=60) as client:
+        for where in urls:
+            for headers in ({}, {"Authorization": "Bearer another"}, {"Authorization": "Bearer secrets"}):
+                refused = client.request("GET" if where == urls[-1] else "POST", where, json=body(), headers=headers)
+                assert refused.status_code == 401, (where, headers)
+                assert refused.json()["error"]["code"] == "invalid_api_key", (where, headers)
+        assert door.taken() == [], "nobody has come in"
+        asked = in_a_thread(lambda: client.post(urls[0], json=body(), headers={"Authorization": "Bearer secret"}))
+        door.answer(event(door), COMPLETION)
+        assert asked.result(60).json()["choices"][0]["message"]["content"] == "so"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((loopback, its.port), 10)
     door.close()
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hybridflow.batch import RolloutBatch
 from hybridflow.recording.turns import turns_of_rows
 from tests.agents.agents_of_users import ADD
-from tests.agents.runs_worker import CASES, WRONG
+from tests.agents.runs_worker import ADDRESS, CASES, WRONG
 from tests.environments.tiny_chat import CALLS, END, STOPS, make_chat_inputs, make_tokenizer, run_config
 from tests.launch import run_ranks
 
@@ -32,6 +32,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [json.loads(line) for line in (root / "train.jsonl").read_text().splitlines()]
     prompts = [{"prompt": [{"role": "user", "content": row["question"]}], "tools": [ADD], **row} for row in rows]
     (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    (root / "word.txt").write_text("secret\n")
     config = run_config(root, max_response_length=160)
     (root / "config.yaml").write_text(json.dumps(config))
     return root
@@ -260,6 +261,17 @@ def test_evaluation_runs_agents(root: Path, told: dict[str, str]) -> None:
     assert told["evaluated"] == ""
     row = metrics(root, "evaluated")[-1]
     assert float(row["eval/score_mean"]) > 0 and float(row["eval/failed_rows"]) == 0
+
+
+@pytest.mark.skipif(ADDRESS is None, reason="this host has no address by which it would reach others")
+def test_a_run_listens_at_another_interface(root: Path, told: dict[str, str]) -> None:
+    """Each agent is refused three times without the word, finds nobody at 127.0.0.1, and is answered with it."""
+    assert told["elsewhere"] == ""
+    batch = rollout(root, "elsewhere")
+    said = [[(by, float(len(ids))) for by, ids in turns(batch, row)] for row in range(16)]
+    rewards = batch.environment_rewards.tolist()
+    assert said == [[(True, tokens)] for tokens, _ in rewards] and {refused for _, refused in rewards} == {3.0}
+    assert not batch.failed.any() and furthest_log_prob(root, batch) < 1e-4
 
 
 def test_a_first_request_that_is_not_the_rows_is_told(told: dict[str, str]) -> None:

@@ -69,6 +69,7 @@ class Rows:
             token=None,
             max_prompt_length=16,
             max_model_len=64,
+            vocab_size=100,
         )
         empty = torch.zeros(0, dtype=torch.int64)
         prompts = PromptBatch(empty, torch.tensor([0]), ("",), {"answer": ("2",)}, (None,))
@@ -164,6 +165,7 @@ def test_a_request_may_be_token_ids(rows: Rows) -> None:
         ("1 2", {}, "token_ids = '1 2': is no list of token ids"),
         ([], {}, "token_ids = []: is no list of token ids"),
         ([3, -1], {}, "token_ids = [3, -1]: is no list of token ids"),
+        ([3, 99, 100], {}, "the request has the token id 100, the model knows those from 0 to vocab_size - 1 = 99"),
         ([3], {"n": 2}, "sampling_params.n = 2: is refused: a request is one turn of a row"),
         ([3], {"max_tokens": 0}, "max_tokens = 0: is no number of tokens from 1 on"),
     ],
@@ -187,6 +189,25 @@ def test_token_ids_that_are_not_the_rows_fail_the_row(rows: Rows) -> None:
     assert reply.failed
     message = other.result(60).json()["error"]["message"]
     assert message.startswith("the request does not continue the row: its token_ids have to begin with the 9 tokens")
+
+
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_a_row_without_a_token_left_is_cut_whatever_its_agent_raises(by_tokens: bool, rows: Rows) -> None:
+    own, more = ids(f"3{END}"), "0" * 32
+    first = rows.ask_tokens(list(FIRST)) if by_tokens else rows.ask(USER)
+    assert rows.replies() == [Reply(0, FIRST, 32)]
+    rows.sessions.said(0, own, [-0.5] * len(own), truncated=False)
+    assert first.result(60).status_code == 200
+    if by_tokens:
+        second = rows.ask_tokens([*FIRST, *own, *ids(f"<|user|>{more}{END}<|assistant|>")])
+    else:
+        second = rows.ask(USER, said(first), {"role": "user", "content": more})
+    while not second.done():
+        assert rows.sessions.replies(wait=False) == []
+    assert second.result().status_code == 400
+    assert second.result().json()["error"]["code"] == "context_length_exceeded"
+    rows.pool.returned = {0: Answer(None, "the agent raised BadRequestError: ", 0.0, "")}
+    assert rows.replies() == [Reply(0, ends=True, truncated=True, rewards=(0.0,))]
 
 
 def test_a_second_request_while_the_model_answers_fails_the_row(rows: Rows) -> None:

@@ -19,11 +19,6 @@ from tests.agents.test_runs import furthest_log_prob, metrics, rollout, tensors,
 from tests.agents.verifiers_envs.names import NUM_TASKS
 from tests.environments.tiny_chat import END, make_chat_inputs, run_config
 from tests.launch import run_ranks
-from tests.packages import python_with
-
-RELEASE = "0.4.0"
-ENVS = Path(__file__).parent / "verifiers_envs"
-GIVEN = "HYBRIDFLOW_TEST_VERIFIERS_PYTHON"  # one that has verifiers, in the place of the fixture's
 
 # ------------------------------------------------------------------------------------------------ without verifiers
 
@@ -84,21 +79,6 @@ def test_a_process_that_has_ended_gets_a_successor(tmp_path: Path) -> None:
 def with_verifiers(test: Any) -> Any:
     """600 MB of packages from the index."""
     return pytest.mark.thorough(pytest.mark.timeout(1800)(test))
-
-
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    if GIVEN in os.environ:
-        return os.environ[GIVEN]
-    return str(python_with(tmp_path_factory.mktemp("verifiers"), [f"verifiers=={RELEASE}"]))
-
-
-@pytest.fixture(scope="module")
-def found_there() -> Any:
-    """As if the taskset were installed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ENVS), os.environ.get("PYTHONPATH", "")]))
-        yield
 
 
 @pytest.fixture(scope="module")
