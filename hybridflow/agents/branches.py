@@ -11,12 +11,17 @@ from hybridflow.errors import OtherConversation
 NewTokens = Callable[[Talk, Asked | AskedTokens], list[int]]  # Errors: OtherConversation
 OTHERWISE = "; data.environment.earlier_turns: branch begins another sequence of the row then"
 
+NO_ROOM = (
+    "no token is left for an answer: behind a prompt sampling.max_response_length tokens may stand, and in a further "
+    "sequence of a row as many as that and data.max_prompt_length together"
+)
+
 
 @dataclass
 class Branch:
     """One of them. request: that the model answers. answered: the last one that it has.
 
-    before: the talk without that request. turn: of the row, in which the model was asked last.
+    before: the talk without that request. number: of the row's last request here.
     """
 
     talk: Talk
@@ -24,7 +29,7 @@ class Branch:
     asked: Asked | AskedTokens | None = None
     request: ChatRequest | None = None
     answered: ChatRequest | None = None
-    turn: int = 0
+    number: int = 0
 
     @classmethod
     def begun(cls, prompt: list[int]) -> "Branch":
@@ -36,22 +41,27 @@ class Branch:
         """Without a request that the model still answers."""
         return self.talk if self.request is None else self.before
 
-    def is_asked_again(self, request: ChatRequest, asked: Asked | AskedTokens) -> ChatRequest | None:
-        """The request of which this one is a repetition, as its client says; None where it is none."""
-        last = self.request or self.answered
-        return last if request.repeated and last is not None and asked == self.asked else None
-
-    def ask(self, request: ChatRequest, asked: Asked | AskedTokens, ids: Sequence[int], turn: int) -> None:
+    def ask(self, request: ChatRequest, asked: Asked | AskedTokens, ids: Sequence[int], number: int) -> None:
         """The model is to answer a request, whose tokens behind those that are there are `ids`."""
         talk = self.talk
         prompt, behind = with_new(talk, ids)
         messages, fields = (asked.messages, asked.fields) if isinstance(asked, Asked) else (None, talk.fields)
-        self.before, self.asked, self.request, self.turn = talk, asked, request, turn
+        self.before, self.asked, self.request, self.number = talk, asked, request, number
         self.talk = replace(talk, prompt=prompt, behind=behind, messages=messages, fields=fields)
 
     def forget(self) -> None:
         """The last request, and its answer where there is one."""
         self.talk, self.request, self.answered = self.before, None, None
+
+
+def asked_again(branches: Sequence[Branch], request: ChatRequest, asked: Asked | AskedTokens) -> ChatRequest | None:
+    """The request of which this one is a repetition, as its client says; None where none is known.
+
+    Of several equal ones, as of sub-agents that ask the same, nobody knows which client has lost its answer: none. One
+    that has gone already makes room for its repetition.
+    """
+    same = [branch for branch in branches if branch.asked == asked] if request.repeated else []
+    return (same[0].request or same[0].answered) if len(same) == 1 else None
 
 
 def with_new(talk: Talk, ids: Sequence[int]) -> tuple[list[int], tuple[int, ...]]:

@@ -82,7 +82,7 @@ def asked_for(body: Any) -> Asked:
 
 @dataclass(frozen=True)
 class AskedTokens:
-    """token_ids: of the whole row, (n,). max_tokens: as in `Asked`."""
+    """token_ids: of a whole sequence of the row, (n,). max_tokens: as in `Asked`."""
 
     token_ids: list[int]
     max_tokens: int | None

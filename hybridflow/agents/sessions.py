@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridflow.agents.branches import Branch, NewTokens, place_of, with_new
+from hybridflow.agents.branches import NO_ROOM, Branch, NewTokens, asked_again, place_of, with_new
 from hybridflow.agents.chat_requests import Asked, AskedTokens, asked_for, ignored_keys, tokens_asked_for
 from hybridflow.agents.completions import Completion, TokenCompletion
 from hybridflow.agents.door import ChatRequest, Door, Gone, Refusal
@@ -44,9 +44,9 @@ BAD = 400  # OpenAI's client repeats a request with 408, 409, 429 and from 500 o
 class Session:
     """One row. name: in its URL. columns: that the agent gets. agent: its number in the pool, once it runs.
 
-    branches: its sequences, the first with the row's prompt. turn: of the model, in all of them. expected: since when
-    the agent is, on the clock; None while the model speaks. spent: a request was refused since no turn or token is
-    left.
+    branches: its sequences, the first with the row's prompt where the data file has one. turn: of the model, in all of
+    them; number: with those that were dropped. expected: since when the agent is, on the clock; None while the model
+    speaks. spent: the last request was refused since no turn or token is left.
     """
 
     row: int  # of the rollout
@@ -54,10 +54,12 @@ class Session:
     columns: dict[str, Any]
     limit: int
     branches: list[Branch]
+    has_prompt: bool
     agent: int | None = None
     begun: float = 0.0
     expected: float | None = None
     turn: int = 0
+    number: int = 0
     spent: bool = False
 
     @property
@@ -98,6 +100,11 @@ class Agents:
     def num_rewards(self) -> int:
         """Parts that a row is given."""
         return len(self.pool.config.weights)
+
+    @property
+    def several(self) -> bool:
+        """Whether a row may have several sequences."""
+        return self.pool.config.earlier_turns == "branch"
 
     @functools.cached_property
     def door(self) -> Door:
@@ -167,7 +174,7 @@ class Sessions:
         assert request is not None and of_row.asked is not None, "a turn of the model answers a request"
         ended = token_ids[-1] in shared.ends
         shared.counts.turns += 1
-        name, behind = f"{its.name}-{of_row.turn}", (*talk.behind, *token_ids)
+        name, behind = f"{its.name}-{of_row.number}", (*talk.behind, *token_ids)
         of_row.talk = replace(talk, behind=behind, ended=ended, cut=truncated, answered=True)
         if isinstance(of_row.asked, AskedTokens):
             told = TokenCompletion(name, token_ids, log_probs, "length" if truncated else "stop", talk.tokens)
@@ -187,7 +194,7 @@ class Sessions:
         tools: Any = asked.fields.get(TOOLS)
         reads_calls = tools is not None and asked.calls_tools and not truncated
         parsed = shared.parsed(text, tools) if reads_calls else Parsed(text, ())
-        message = turn_message(parsed, f"call_{row}_{branch.turn}")
+        message = turn_message(parsed, f"call_{row}_{branch.number}")
         reason = "length" if truncated else "tool_calls" if parsed.calls else "stop"
         self._door.answer(
             branch.request,
@@ -236,7 +243,7 @@ class Sessions:
         if messages is not None:
             columns[self._shared.prompt_key] = messages
         limit = self._limits.at(int(self._prompts.lengths[number]))
-        return Session(row, f"{row}-{secrets.token_hex(8)}", columns, limit, [Branch.begun(prompt)])
+        return Session(row, f"{row}-{secrets.token_hex(8)}", columns, limit, [Branch.begun(prompt)], bool(prompt))
 
     def _run_waiting(self) -> None:
         while self._waiting and len(self._by_ticket) < self._pool.most_at_once:
@@ -249,7 +256,7 @@ class Sessions:
     def _returned(self, row: int, answer: Answer) -> None:
         its = self._rows[row]
         drops = bool(its.open_requests)  # nobody waits for their answers
-        if answer.problem and its.spent:  # what it raises is no fault of its own
+        if answer.problem and its.spent and its.answered:  # what it raises is no fault of its own
             zeros = (0.0,) * len(self._config.weights)
             self._end(row, Reply(row, ends=True, truncated=True, rewards=zeros, drops=drops))
         elif answer.problem:
@@ -274,15 +281,14 @@ class Sessions:
         try:
             asked = tokens_asked_for(request.body) if request.by_tokens else asked_for(request.body)
             self._tell_ignored(request.body)
-            for former in [branch.is_asked_again(request, asked) for branch in its.branches]:
-                if former is not None:
-                    self._gone(former)
-            several = self._config.earlier_turns == "branch"
-            if its.turn >= self._config.max_turns and (several or not its.open_requests):
+            again = asked_again(its.branches, request, asked)
+            if again is not None:
+                self._gone(again)
+            if its.turn >= self._config.max_turns and (shared.several or not its.open_requests):
                 its.spent = True
                 self._refuse(request, "turns_used_up", f"data.environment.max_turns = {its.turn} turns are used up")
                 return
-            branch, ids = place_of(its.branches, asked, shared.new_tokens(its.columns), several=several)
+            branch, ids = place_of(its.branches, asked, shared.new_tokens(its.columns), several=shared.several)
             check_token_ids(ids, "the request", shared.vocab_size)
         except RowError as error:
             self._refuse(request, "invalid_request", str(error))
@@ -296,30 +302,30 @@ class Sessions:
         its, most = self._rows[row], self._config.max_turn_tokens
         of_row = its.branches[branch] if branch < len(its.branches) else Branch.begun([])
         prompt, behind = with_new(of_row.talk, ids)
-        longest = self._shared.max_prompt_length + its.limit  # of a sequence
-        left = longest - len(prompt) if branch else its.limit
+        too_long, left = self._room(its, prompt, branch)
         left -= len(behind)
-        if left < 1 or (not branch and len(prompt) > self._shared.max_prompt_length):
+        if too_long or left < 1:
             its.spent = its.answered
-            self._refuse(request, "context_length_exceeded", self._too_long(its, prompt, branch, longest))
+            self._refuse(request, "context_length_exceeded", too_long or NO_ROOM)
             return
         if branch == len(its.branches):
             its.branches.append(of_row)
-        its.turn += 1
-        of_row.ask(request, asked, ids, its.turn)
+        its.turn, its.number, its.spent = its.turn + 1, its.number + 1, False
+        of_row.ask(request, asked, ids, its.number)
         self._answered(its)
         limits = [limit for limit in (left, most, asked.max_tokens) if limit is not None]
         self._ready.append(Reply(row, tuple(ids), min(limits), branch=branch))
 
-    def _too_long(self, its: Session, prompt: list[int], branch: int, longest: int) -> str:
+    def _room(self, its: Session, prompt: list[int], branch: int) -> tuple[str, int]:
+        """Why a sequence may not begin with such a prompt, nothing where it may; and how many tokens may follow that.
+
+        All sequences of a row have the same room, but for one that goes on from a prompt of the data file.
+        """
         most = self._shared.max_prompt_length
-        if branch:
-            told = f"{longest} tokens are in a sequence, data.max_prompt_length and sampling.max_response_length"
-        elif len(prompt) > most:
-            return f"the request has {len(prompt)} tokens, more than data.max_prompt_length = {most}"
-        else:
-            told = f"{its.limit} tokens may stand behind a prompt, by sampling.max_response_length"
-        return f"no token is left for an answer: {told}"
+        if self._shared.several and (branch or not its.has_prompt):
+            return "", most + its.limit - len(prompt)
+        told = f"the request has {len(prompt)} tokens, more than data.max_prompt_length = {most}"
+        return told if len(prompt) > most else "", its.limit
 
     def _gone(self, request: ChatRequest) -> None:
         """Its client no longer waits: the turn goes, and the same request may come again."""
@@ -331,6 +337,7 @@ class Sessions:
             if request is (branch.request or branch.answered):  # of an earlier one a later one has told
                 self._refuse(request, "repeated", "the same request has come again")  # where its client is there
                 branch.forget()
+                its.turn -= 1
                 its.expected = its.expected if its.open_requests else time.monotonic()
                 self._ready.append(Reply(row, drops=True, branch=number))
 

@@ -74,7 +74,7 @@ def new_tokens(talk: Talk, asked: Asked, columns: Mapping[str, Any], continues: 
             "row has, the model's last one included, and to go on"
         )
     if asked.fields != talk.fields:
-        raise OtherConversation("the request has other tools than the row's first one: a row keeps its tools")
+        raise OtherConversation("the request has other tools than the row's first one: a conversation keeps its tools")
     return template.tokens(talk.messages, new, fields, ended=talk.ended)
 
 

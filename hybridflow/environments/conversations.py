@@ -84,6 +84,11 @@ class Environments:
         """Parts that a row is given."""
         return len(self.pool.config.weights)
 
+    @property
+    def several(self) -> bool:
+        """Whether a row may have several sequences."""
+        return self.pool.config.earlier_turns == "branch"
+
     def conversations(
         self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]
     ) -> "Conversations":
@@ -212,7 +217,7 @@ class Conversations:
             ids = continues.tokens(its.messages, answers, its.columns, ended=its.ended)
             return its.branch, ids, its.used + len(ids)
         except OtherConversation:
-            if self._config.earlier_turns != "branch":
+            if not self._shared.several:
                 raise
         ids = continues.first_tokens([*its.messages, *answers], its.columns)
         return its.branch + 1, ids, len(ids) - its.prompt

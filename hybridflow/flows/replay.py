@@ -69,9 +69,11 @@ class Replay:
         max_length: int,
         records: RoutingRecords | None = None,
         num_rewards: int = 0,
+        several: bool = False,
     ) -> None:
         """records: take the experts that are to be replayed, which the files then must have. num_rewards: parts of an
-        environment's reward, likewise."""
+        environment's reward, likewise. several: rows may have several sequences."""
+        self._several = several
         self.files, self._records, self._num_rewards = files, records, num_rewards
         self._vocab_size, self._max_length = vocab_size, max_length
         self.costs: list[ReshardCost] = []
@@ -215,6 +217,8 @@ class Replay:
 
     def _check_branches(self, file: Path, rollout: RolloutBatch) -> None:
         starts, first = rollout.branch_starts, offsets(rollout.lengths)
+        if starts.any() and not self._several:
+            raise DataError(f"{file}: has rows of several sequences, which need data.environment.earlier_turns: branch")
         if (starts & rollout.response_mask).any() or starts[first].any():
             raise DataError(
                 f"{file}: {STARTS} marks a row's first token, or one that the policy chose; no further sequence of a "

@@ -69,7 +69,7 @@ class Pool:
         self._next, self._rows = 0, dict[int, tuple[int, Rows]]()
         self._outcomes: dict[int, Outcome] = {}
         self._withdrawn: list[list[int]] = []
-        self._called: set[int] = set()
+        self._called: dict[int, float] = {}  # seconds that a call may take, by ticket
         self._answers: dict[int, Answer] = {}
         near, far = socket.socketpair()
         process = _start(far)
@@ -88,7 +88,7 @@ class Pool:
         last: there are no further calls for the row. seconds: that the call may take; None: as the function says.
         """
         ticket, self._next = self._next, self._next + 1
-        self._called.add(ticket)
+        self._called[ticket] = self.specs[0].timeout_seconds if seconds is None else seconds
         header = {"unit": ticket, "function": 0, "rows": 1, "row": row, "last": last, "seconds": seconds}
         self._send(header, pickle.dumps(dict(message)))
         return ticket
@@ -154,8 +154,8 @@ class Pool:
                 if "withdrawn" in header:
                     self._withdrawn.append(header["withdrawn"])
                 elif header["unit"] in self._called:
-                    self._called.remove(header["unit"])
-                    self._answers[header["unit"]] = self._answer(header)
+                    limit = self._called.pop(header["unit"])
+                    self._answers[header["unit"]] = self._answer(header, limit)
                 else:
                     self._outcomes[header["unit"]] = self._outcome(header)
         except ChannelClosed:
@@ -175,11 +175,10 @@ class Pool:
             return Outcome("timeout", (), f"{where}: took longer than {limit}{each}; {of}", seconds, printed)
         return Outcome("ended", (), f"{where}: {answer['ended']}; {of}", seconds, printed)
 
-    def _answer(self, told: Header) -> Answer:
+    def _answer(self, told: Header, limit: float) -> Answer:
         """Of an affine function, whose messages name nothing but what has happened."""
         if "value" in told:
             return Answer(told["value"], "", told["seconds"], told["printed"])
-        limit = self.specs[0].timeout_seconds
         problem = told.get("error") or told.get("ended") or f"took longer than {limit:g} s"
         return Answer(None, problem, told["seconds"], told["printed"])
 

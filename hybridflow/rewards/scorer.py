@@ -159,7 +159,7 @@ class Scorer:
             scores = penalize_truncated(scores, rollout.truncated, penalty=config.truncation_penalty)
         if config.overlong is not None:
             scores = scores - overlong_penalties(
-                tokens_in_mask(rollout.response_mask, rollout.lengths),
+                _longest(rollout),
                 max_response_length=torch.tensor(self._limits.each(rollout.prompt_lengths.tolist()), dtype=torch.int64),
                 buffer=config.overlong.buffer,
                 factor=config.overlong.factor,
@@ -170,6 +170,12 @@ class Scorer:
             moments = moments.updated(scores)
             scores = moments.normalized(scores)
         return scores if config.clip_score is None else clip_scores(scores, config.clip_score), moments
+
+
+def _longest(rollout: RolloutBatch) -> Tensor:
+    """(N,) int64: response tokens of each row; of one with several sequences those of the longest."""
+    lengths = tokens_in_mask(rollout.response_mask, rollout.branch_lengths)
+    return torch.zeros_like(rollout.lengths).scatter_reduce(0, rollout.rows_of_branches, lengths, "amax")
 
 
 def environment_parts(config: EnvironmentConfig) -> tuple[str, ...]:

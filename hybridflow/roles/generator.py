@@ -35,13 +35,19 @@ from hybridflow.rollout.turns import Agreement, Answers, TurnCounts, TurnTaking
 
 
 class EnvironmentRows(Protocol):
-    """Who makes the answers to a rollout's rows. counts: of this rank. num_rewards: parts that a row is given."""
+    """Who makes the answers to a rollout's rows. counts: of this rank. num_rewards: parts that a row is given.
+
+    several: a row may have several sequences.
+    """
 
     @property
     def counts(self) -> TurnCounts: ...
 
     @property
     def num_rewards(self) -> int: ...
+
+    @property
+    def several(self) -> bool: ...
 
     def conversations(
         self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]
@@ -59,7 +65,7 @@ class EnvironmentTurns:
     def of(self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]) -> TurnTaking:
         """For the next rollout."""
         answers = self.environments.conversations(prompts, counts, limits, seed) if self.leads else None
-        return TurnTaking(self.agreement, answers, self.environments.counts)
+        return TurnTaking(self.agreement, answers, self.environments.counts, self.environments.several)
 
 
 class Generator:

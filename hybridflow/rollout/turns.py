@@ -6,6 +6,7 @@ and with what, so that all add the same requests in the same order. Without that
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
@@ -161,21 +162,22 @@ def _unpacked(numbers: list[int]) -> list[Reply]:
 class _Branch:
     """A sequence of a row: what is behind the row's prompt so far, and of a further branch all there is.
 
-    seed: of its first turn. speaks: the engine is at its last turn. kept: tokens before that turn and before what was
-    written right before it.
+    turn: the last that the engine was asked for, without those that were dropped; asked: with them. speaks: the engine
+    is at it. kept: tokens before that turn and before what was written right before it. read: what it was asked with.
     """
 
-    seed: int
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     turn: int = 0
+    asked: int = 0
     speaks: bool = False
     kept: int = 0
+    read: bytes = b""
 
     def drop(self) -> None:
         """The last turn, and what was written right before that turn."""
-        self.speaks = False
+        self.speaks, self.turn = False, self.turn - 1
         for tokens in (self.token_ids, self.log_probs, self.sampled):
             del tokens[self.kept :]
 
@@ -187,34 +189,40 @@ class _Branch:
 
 
 class _Row:
-    """One that is under way. branches: the first goes on from the row's prompt."""
+    """One that is under way. branches: the first goes on from the row's prompt. several: there may be others."""
 
-    def __init__(self, request: Request) -> None:
-        self._first, self.branches = request, [_Branch(request.seed)]
-        self._begun: list[bytes] = []  # with what further branches, and those of a row without a prompt, have begun
+    def __init__(self, request: Request, *, several: bool = False) -> None:
+        self._first, self._several, self.branches = request, several, [_Branch()]
+        self._read = Counter[bytes]()  # what the engine was asked with, and how often
 
     def write(self, number: int, token_ids: Sequence[int]) -> None:
         """What somebody else has written in this branch, or begins the next one with."""
         if number == len(self.branches):
-            self.branches.append(_Branch(0))
+            self.branches.append(_Branch())
         branch = self.branches[number]
-        if not branch.turn and (number or not self._first.prompt):
-            branch.seed = self._seed(token_ids)
         branch.kept = len(branch.token_ids)
         branch.add(token_ids)
-
-    def _seed(self, token_ids: Sequence[int]) -> int:
-        """Of a branch that begins with these tokens: an agent's requests may come in another order next time."""
-        begins = hashlib.blake2b(",".join(map(str, token_ids)).encode(), digest_size=8).digest()
-        self._begun.append(begins)
-        return request_seed(self._first.seed, int.from_bytes(begins, "big"), self._begun.count(begins))
 
     def next_request(self, number: int) -> Request:
         """Of the next turn, with a seed of its own: with the first turn's it would draw the same again."""
         branch, first = self.branches[number], self._first
-        branch.turn, branch.speaks = branch.turn + 1, True
-        seed = branch.seed if branch.turn == 1 else request_seed(branch.seed, branch.turn)
-        return Request([*(() if number else first.prompt), *branch.token_ids], seed, first.bucket)
+        branch.turn, branch.asked, branch.speaks = branch.turn + 1, branch.asked + 1, True
+        ids = [*(() if number else first.prompt), *branch.token_ids]
+        return Request(ids, self._seed(branch, ids), first.bucket)
+
+    def _seed(self, branch: _Branch, ids: Sequence[int]) -> int:
+        """Of a row that may have several sequences by the tokens: requests may come in another order next time."""
+        if not self._several:
+            return self._first.seed if branch.turn == 1 else request_seed(self._first.seed, branch.turn)
+        branch.read = hashlib.blake2b(",".join(map(str, ids)).encode(), digest_size=8).digest()
+        self._read[branch.read] += 1
+        return request_seed(self._first.seed, int.from_bytes(branch.read, "big"), self._read[branch.read])
+
+    def drop(self, number: int) -> None:
+        """See `_Branch.drop`. What is asked next is asked as if there had been no such turn."""
+        branch = self.branches[number]
+        self._read[branch.read] -= self._several
+        branch.drop()
 
     def num_tokens(self, number: int) -> int:
         """Of a branch, the row's prompt included."""
@@ -223,13 +231,15 @@ class _Row:
     def response(self, last: Reply) -> Response:
         """Branches in which the model has said nothing are left out, and of a row that has failed all but the first.
 
-        After the first they stand in an order of their own: an agent's requests may come in another order next time.
+        After one that begins with the row's prompt they stand in an order of their own, shortest beginnings first: an
+        agent's requests may come in another order next time.
         """
         first, *further = self.branches
         there = [] if last.failed else [branch for branch in further if any(branch.sampled)]
-        there.sort(key=lambda branch: (branch.sampled.index(True), branch.token_ids))
-        if there and not self._first.prompt and not any(first.sampled):
-            first, *there = there  # the row's prompt is what its first branch begins with
+        if there and not self._first.prompt:  # the row's prompt is what its first branch begins with
+            there += [first] if any(first.sampled) else []
+            first, *there = sorted(there, key=_order)
+        there.sort(key=_order)
         starts, token_ids, log_probs, sampled = [], [*first.token_ids], [*first.log_probs], [*first.sampled]
         for branch in there:
             starts.append(len(token_ids))
@@ -243,13 +253,18 @@ class _Row:
         )
 
 
+def _order(branch: _Branch) -> tuple[int, list[int]]:
+    return branch.sampled.index(True), branch.token_ids
+
+
 @dataclass(frozen=True)
 class TurnTaking:
-    """How the rows of a replica take turns. answers: on its first rank."""
+    """How the rows of a replica take turns. answers: on its first rank. several: a row may have several sequences."""
 
     agreement: Agreement
     answers: Answers | None
     counts: TurnCounts
+    several: bool = False
 
     def stream(
         self,
@@ -264,7 +279,7 @@ class TurnTaking:
 
         params: by bucket. stepped: called after each step of the engine.
         """
-        there = [_Row(request) for request in requests]
+        there = [_Row(request, several=self.several) for request in requests]
         begun = self.answers.begin(rows) if self.answers is not None else []
         for number, most in enumerate(self.agreement.numbers(begun, len(there))):
             if most:
@@ -302,22 +317,22 @@ class TurnTaking:
         branch: int = 0,
     ) -> None:
         request = row.next_request(branch)
-        name = f"{number}.{branch}.{row.branches[branch].turn}"
+        name = f"{number}.{branch}.{row.branches[branch].asked}"
         engine.add(name, request, params[request.bucket], max_tokens=most)
 
     def _drop(self, engine: RolloutEngine, reply: Reply, row: _Row) -> None:
         for number, branch in enumerate(row.branches):
             if branch.speaks if reply.ends else number == reply.branch:
                 if branch.speaks:
-                    engine.abort(f"{reply.row}.{number}.{branch.turn}")
-                branch.drop()
+                    engine.abort(f"{reply.row}.{number}.{branch.asked}")
+                row.drop(number)
                 self.counts.dropped += self.answers is not None
 
     def _take(self, output: "RequestOutput", there: Sequence[_Row]) -> None:
-        number, of_row, turn = map(int, output.request_id.split("."))
+        number, of_row, asked = map(int, output.request_id.split("."))
         said, row = response_of(output.outputs[0]), there[number]
         branch = row.branches[of_row]
-        if not branch.speaks or turn != branch.turn:
+        if not branch.speaks or asked != branch.asked:
             return  # of a turn that was dropped while a step was under way
         branch.speaks = False
         if branch.turn > 1:

@@ -252,8 +252,14 @@ class OnlineTrainer:
     def _replay(self, files: dict[int, Path]) -> Replay:
         vocab_size, max_length = self.placed.actor.spec.vocab_size, self.config.max_sequence_length
         environment, records = self.config.data.environment, self._records
-        num_rewards = 0 if environment is None else len(environment.weights)
-        return Replay(files, vocab_size=vocab_size, max_length=max_length, records=records, num_rewards=num_rewards)
+        return Replay(
+            files,
+            vocab_size=vocab_size,
+            max_length=max_length,
+            records=records,
+            num_rewards=0 if environment is None else len(environment.weights),
+            several=environment is not None and environment.earlier_turns == "branch",
+        )
 
     @property
     def _records(self) -> RoutingRecords | None:

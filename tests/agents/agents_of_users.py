@@ -229,6 +229,22 @@ async def with_sub_agents(base_url: str, row: dict[str, Any], delay: float = 0.0
     return said / 100
 
 
+async def forks(base_url: str, row: dict[str, Any], delay: float = 0.0) -> float:
+    """Begins two conversations at the same time, one of them twice, and then goes on from one in two ways."""
+    async with client_of(base_url) as client:
+
+        async def ask(messages: list[Any]) -> list[Any]:
+            await asyncio.sleep(random.SystemRandom().uniform(0.0, delay))
+            answer = await client.chat.completions.create(model="gpt", messages=messages)
+            return [*messages, answer.choices[0].message]
+
+        other = [{"role": "system", "content": "other"}, *first(row)]
+        begun = await asyncio.gather(ask(first(row)), ask(other), ask(other))
+        more = [[*begun[0], {"role": "user", "content": word}] for word in ("no", "yes")]
+        ended = await asyncio.gather(*map(ask, more))
+    return sum(len(messages[-1].content or "") for messages in (*begun, *ended)) / 100
+
+
 async def blocks(base_url: str, row: dict[str, Any]) -> float:
     """Does not end when it is told to."""
     while True:

@@ -301,9 +301,9 @@ def speak(rows: Rows, token_ids: tuple[int, ...], branch: int = 0, *, truncated:
 
 
 def test_another_conversation_begins_a_branch_and_each_goes_on_by_itself(branching: Rows) -> None:
-    """A sub-agent asks while the model answers the agent; 48 tokens are in a sequence, 16 of the prompt's."""
+    """A sub-agent asks while the model answers the agent; 48 tokens are in each sequence."""
     main = branching.ask(USER)
-    assert branching.replies() == [Reply(0, FIRST, 32)]
+    assert branching.replies() == [Reply(0, FIRST, 48 - len(FIRST))]
     sub = branching.ask(OTHER)
     assert branching.replies() == [Reply(0, SECOND, 48 - len(SECOND), branch=1)]
     speak(branching, FOUR, 1)
@@ -313,7 +313,7 @@ def test_another_conversation_begins_a_branch_and_each_goes_on_by_itself(branchi
     branching.ask(OTHER, said(sub), NO)
     assert branching.replies() == [Reply(0, MORE, 48 - len(SECOND) - 2 - len(MORE), branch=1)]
     branching.ask(USER, said(main), NO)
-    assert branching.replies() == [Reply(0, MORE, 32 - 2 - len(MORE))]
+    assert branching.replies() == [Reply(0, MORE, 48 - len(FIRST) - 2 - len(MORE))]
     speak(branching, FOUR, 1)
     speak(branching, THREE)
     branching.pool.returned = {0: Answer({"reward": [1.5]}, "", 0.0, "")}
@@ -341,7 +341,7 @@ def test_token_ids_go_on_with_the_longest_branch_that_they_begin_with(branching:
     assert branching.replies() == [Reply(0, FIRST[:-1], 48 - len(FIRST) + 1, branch=1)]
     speak(branching, FOUR, 1)
     branching.ask_tokens([*FIRST, *THREE, *MORE])
-    assert branching.replies() == [Reply(0, MORE, 32 - 2 - len(MORE))]
+    assert branching.replies() == [Reply(0, MORE, 48 - len(FIRST) - 2 - len(MORE))]
 
 
 def test_a_request_that_comes_again_is_no_branch(branching: Rows) -> None:
@@ -351,6 +351,57 @@ def test_a_request_that_comes_again_is_no_branch(branching: Rows) -> None:
     branching.replies()
     branching.ask(OTHER, headers=AGAIN)
     assert branching.replies() == [Reply(0, drops=True, branch=1), Reply(0, SECOND, 48 - len(SECOND), branch=1)]
+
+
+def test_of_equal_requests_none_is_taken_for_another(branching: Rows) -> None:
+    """One of three clients that ask the same asks again: which of the answers was lost is not known."""
+    first, second = branching.ask(OTHER), branching.ask(OTHER)
+    while len(branching.sessions._rows[0].open_requests) < 2:
+        branching.sessions.replies(wait=False)
+    branching.ask(OTHER, headers=AGAIN)
+    [reply] = branching.replies()
+    assert (reply.branch, reply.drops) == (2, False)
+    speak(branching, THREE, 0)
+    speak(branching, FOUR, 1)
+    assert {said(first)["content"], said(second)["content"]} == {"3", "4"}
+
+
+def test_a_turn_that_was_dropped_is_none_of_the_rows() -> None:
+    rows = Rows(max_turns=1)
+    rows.ask(USER)
+    rows.replies()
+    rows.ask(USER, headers=AGAIN)
+    assert rows.replies() == [Reply(0, drops=True), Reply(0, FIRST, 32)]
+    rows.door.close()
+
+
+def test_an_agent_that_raises_before_it_has_an_answer_fails_its_row(branching: Rows) -> None:
+    """Its requests were too many; nothing is left of the row to train on."""
+    for number in range(9):
+        branching.ask({"role": "user", "content": str(number)})
+        while branching.sessions._rows[0].number < min(number + 1, 8):
+            branching.sessions.replies(wait=False)
+    while not branching.sessions._rows[0].spent:
+        branching.sessions.replies(wait=False)
+    branching.pool.returned = {0: Answer(None, "the agent raised BadRequestError: ", 0.0, "")}
+    [reply] = branching.replies()
+    assert reply.failed and reply.drops and reply.token_ids == (END_ID, END_ID)
+
+
+def test_a_row_that_recovers_is_not_cut(branching: Rows) -> None:
+    """Its request has no room, and a shortened one has."""
+    main = branching.ask(USER)
+    branching.replies()
+    speak(branching, THREE)
+    said(main)
+    refused = branching.ask({"role": "user", "content": "1" * 60})
+    while not refused.done():
+        branching.sessions.replies(wait=False)
+    branching.ask(OTHER)
+    assert [reply.branch for reply in branching.replies()] == [1]
+    speak(branching, FOUR, 1)
+    branching.pool.returned = {0: Answer({"reward": [1.0]}, "", 0.0, "")}
+    assert branching.replies() == [Reply(0, ends=True, rewards=(1.0,))]
 
 
 def test_the_turns_of_all_branches_count(branching: Rows) -> None:
@@ -377,7 +428,7 @@ def test_a_branch_has_room_for_its_answer(branching: Rows) -> None:
     while not refused.done():
         branching.sessions.replies(wait=False)
     error = refused.result().json()["error"]
-    assert error["code"] == "context_length_exceeded" and "48 tokens are in a sequence" in error["message"]
+    assert error["code"] == "context_length_exceeded" and "no token is left for an answer" in error["message"]
 
 
 def test_what_would_be_a_branch_is_told_where_rows_have_none(rows: Rows) -> None:

@@ -25,12 +25,13 @@ ONE = "num_iterations=1"
 WHOLE_STEP = "algorithm={name: grpo, kl: {use: none}, update: {mini_batch_size: 16}, policy: {loss_mean: MEAN}}"
 ONE_STEP = [WHOLE_STEP.replace("MEAN", "sequence_token_mean"), ONE]
 SMALL = "actor.micro_batch_tokens=192"  # of a row more than that
+SHORT = [ONE, "sampling={samples_per_prompt: 4, max_response_length: 24}"]  # which ends turns of forks
 NUM_SEQUENCES = 4
 
 
-def agent(**more: Any) -> str:
+def agent(name: str = "with_sub_agents", **more: Any) -> str:
     how = {"earlier_turns": "branch", "max_turn_tokens": 16, **more}
-    return named("with_sub_agents", **how)
+    return named(name, **how)
 
 
 def talk(root: Path) -> list[str]:
@@ -51,6 +52,8 @@ def cases(root: Path) -> dict[str, list[str]]:
             ONE,
         ],
         "dynamic": [agent(), rollouts_worker.DYNAMIC],
+        "forks": [agent("forks"), *SHORT],
+        "forks again": [agent("forks", arguments={"delay": 0.05}), *SHORT],
         "rewriting": talk(root),
         "refused": [agent(earlier_turns="refuse", on_error="end_run"), ONE],
     }
@@ -58,6 +61,7 @@ def cases(root: Path) -> dict[str, list[str]]:
 
 ON_TWO = {
     "at tp 2": [agent(arguments={"delay": 0.05}), "actor.tensor_parallel_size=2", ONE],
+    "forks at tp 2": [agent("forks", arguments={"delay": 0.05}), "actor.tensor_parallel_size=2", *SHORT],
     "at dp 2": [agent(), *ONE_STEP, "actor.tensor_parallel_size=1"],
 }
 
@@ -164,6 +168,17 @@ def test_tokens_do_not_depend_on_who_asks_first(root: Path, told: dict[str, str]
         for field in FIELDS - {"rollout_log_probs"}:
             assert torch.equal(one[field], other[field]), (name, field)
         assert torch.allclose(one["rollout_log_probs"], other["rollout_log_probs"], atol=1e-4), name
+
+
+def test_nor_where_the_first_requests_of_a_row_come_together(root: Path, told: dict[str, str], on_two: None) -> None:
+    """Two of which are the same, and two more go on from one conversation."""
+    one = tensors(root, "forks")
+    assert rollout(root, "forks").rows_of_branches.bincount().tolist() == [4] * 16
+    assert furthest_log_prob(root, rollout(root, "forks")) < 1e-4
+    for name in ("forks again", "forks at tp 2"):
+        other = tensors(root, name)
+        for field in FIELDS - {"rollout_log_probs"}:
+            assert torch.equal(one[field], other[field]), (name, field)
 
 
 def test_ppo_judges_each_sequence_by_itself(root: Path, told: dict[str, str]) -> None:

@@ -103,6 +103,10 @@ def root(python: str, found_there: None, tmp_path_factory: pytest.TempPathFactor
             f"data.train={root / 'scored.jsonl'}",
         ],
         "one turn": [environment(max_turn_tokens=16, max_turns=1)],
+        **{
+            name: [environment(verifiers="two_agents", arguments=given, earlier_turns="branch", on_error="end_run")]
+            for name, given in (("not trained", {}), ("both trained", {"trains_other": True}))
+        },
     }
     (root / "cases.json").write_text(json.dumps(cases))
     files = [root / name for name in ("config.yaml", "told.json", "cases.json")]
@@ -184,3 +188,11 @@ def test_a_row_without_a_turn_left_counts_what_it_has(root: Path, told: dict[str
     assert told["one turn"] == ""
     batch = rollout(root, "one turn")
     assert [len(turns(batch, row)) for row in range(4)] == [1] * 4
+
+
+@with_verifiers
+@pytest.mark.distributed
+def test_one_agent_of_an_environment_is_trained(told: dict[str, str]) -> None:
+    """Another that is not, such as a judge, needs a model of its own."""
+    assert "the agent other of the environment is not trained: give it a model of its own" in told["not trained"]
+    assert "the episode has 2 agents that are trained; a row is of one" in told["both trained"]

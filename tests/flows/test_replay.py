@@ -118,6 +118,36 @@ def test_prompts_may_have_as_many_responses_as_their_length_says(file: Path) -> 
         replay.generate(prompts(), samples_per_prompt=LengthBuckets((1,), (2, 1)), iteration=3)
 
 
+STARTS = torch.zeros(13, dtype=torch.bool).index_fill(0, torch.tensor([11]), True)
+
+
+def test_rows_of_several_sequences_are_read_where_the_config_has_them(file: Path) -> None:
+    """The last one, of four tokens, has two sequences of two."""
+    mask = batch()["response_mask"] & ~STARTS
+    save_file(batch() | {"branch_starts": STARTS, "response_mask": mask}, file)
+    given = {"vocab_size": 10, "max_length": 4}
+    rollout = Replay({3: file}, **given, several=True).generate(prompts(), samples_per_prompt=always(2), iteration=3)
+    assert rollout.branch_lengths.tolist() == [4, 3, 2, 2, 2]
+    with pytest.raises(DataError, match=r"several sequences, which need data.environment.earlier_turns: branch"):
+        Replay({3: file}, **given).generate(prompts(), samples_per_prompt=always(2), iteration=3)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"branch_starts": STARTS}, r"branch_starts marks a row's first token, or one that the policy chose"),
+        ({"branch_starts": STARTS.roll(2)}, r"branch_starts marks a row's first token, or one that the policy chose"),
+        ({"branch_starts": STARTS[1:].clone()}, r"branch_starts has 12 entries; expected 13, one a token"),
+        ({"branch_starts": STARTS.long()}, r"branch_starts is torch.int64 of shape \(13,\); expected torch.bool"),
+    ],
+)
+def test_sequences_that_make_no_sense_are_refused(tensors: dict[str, Tensor], message: str, file: Path) -> None:
+    save_file(batch() | tensors, file)
+    replay = Replay({3: file}, vocab_size=10, max_length=4, several=True)
+    with pytest.raises(DataError, match=message):
+        replay.generate(prompts(), samples_per_prompt=always(2), iteration=3)
+
+
 def changed(name: str, value: Callable[[Tensor], Tensor] | None) -> dict[str, Tensor]:
     tensors = batch()
     if value is None:

@@ -1,7 +1,9 @@
 """What training makes of scores, by hand."""
 
+import dataclasses
 from typing import Any
 
+import pytest
 import torch
 
 from hybridflow.algorithms.rewards import RunningMoments
@@ -12,7 +14,7 @@ from hybridflow.recording.measure import Stopwatch
 from hybridflow.rewards.calls import FunctionCaller
 from hybridflow.rewards.scorer import Scorer, _part_names
 
-SCORES = torch.tensor([1.0, 2.0, 3.0])
+SCORES, TEN = torch.tensor([1.0, 2.0, 3.0]), always(10)
 
 
 def rollout() -> RolloutBatch:
@@ -26,7 +28,7 @@ def rollout() -> RolloutBatch:
 def shaped(**given: Any) -> list[float]:
     config = RewardConfig(functions=[{"function": "hybridflow.rewards:exact_match"}], **given)
     caller = FunctionCaller(lambda ids: "", 0, 1)
-    scorer = Scorer(config, [], caller=caller, watch=Stopwatch(lambda: None), limits=always(10))
+    scorer = Scorer(config, [], caller=caller, watch=Stopwatch(lambda: None), limits=TEN)
     return scorer.shaped(SCORES, rollout(), RunningMoments())[0].tolist()
 
 
@@ -34,6 +36,19 @@ def test_what_comes_near_the_limit_costs_more_with_each_token() -> None:
     """A buffer of 5: from the 6th token on a fifth of the factor each."""
     assert shaped(overlong={"buffer": 5}) == [1.0, 2.0 - torch.tensor(0.6).item(), 2.0]
     assert shaped(overlong={"buffer": 4, "factor": 2.0}) == [1.0, 1.0, 1.0]
+
+
+def test_of_a_row_with_several_sequences_the_longest_counts() -> None:
+    """Ten tokens in two sequences of three and seven: two into a buffer of five."""
+    config = RewardConfig(functions=[{"function": "hybridflow.rewards:exact_match"}], overlong={"buffer": 5})
+    scorer = Scorer(config, [], caller=FunctionCaller(lambda ids: "", 0, 1), watch=Stopwatch(lambda: None), limits=TEN)
+    whole = rollout()
+    mask, starts = whole.response_mask.clone(), torch.zeros(28, dtype=torch.bool)
+    mask[16 + 5], starts[16 + 5] = False, True  # the prompt of the second, in the place of a token
+    split = dataclasses.replace(whole, response_mask=mask, branch_starts=starts)
+    assert split.branch_lengths.tolist() == [6, 10, 5, 7]
+    found = scorer.shaped(SCORES, split, RunningMoments())[0]
+    assert found.tolist() == pytest.approx([1.0, 2.0 - 0.6, 3.0 - 0.2])
 
 
 def test_overlong_counts_from_the_limit_of_the_prompts_bucket() -> None:

@@ -40,19 +40,28 @@ def test_a_turn_continues_the_tokens_with_a_seed_of_its_own() -> None:
     assert found.log_probs == [-0.1, -0.2, 0.0, -0.3] and found.rewards == (1.0,) and found.branch_starts == ()
 
 
-def test_a_turn_that_is_dropped_takes_along_what_was_written_before_it() -> None:
-    """And the next has a seed of its own."""
-    row = _Row(Request([1], seed=7))
-    first, branch = row.next_request(0), row.branches[0]
-    branch.add([3], [-0.1])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_turn_that_is_dropped_takes_along_what_was_written_before_it(several: bool) -> None:
+    """And what is asked then is asked as if there had been no such turn, under a name of its own."""
+    row, other = (_Row(Request([1], seed=7), several=several) for _ in range(2))
+    for its in (row, other):
+        its.next_request(0)
+        its.branches[0].add([3], [-0.1])
+    branch = row.branches[0]
     row.write(0, [4])
-    second = row.next_request(0)
+    row.next_request(0)
     branch.add([5], [-0.2])
-    branch.drop()
+    row.drop(0)
     assert (branch.token_ids, branch.log_probs, branch.sampled) == ([3], [-0.1], [True]) and not branch.speaks
-    row.write(0, [6])
-    third = row.next_request(0)
-    assert third.prompt == [1, 3, 6] and branch.speaks and len({first.seed, second.seed, third.seed}) == 3
+    for token in (6, 4):
+        row.write(0, [token])
+        other.write(0, [token])
+        asked, expected = row.next_request(0), other.next_request(0)
+        assert asked == expected and asked.prompt == [1, 3, token] and branch.speaks
+        assert branch.asked == other.branches[0].asked + 1
+        for its in (row, other):
+            its.branches[0].add([5], [-0.2])
+            its.drop(0)
 
 
 def test_nothing_of_a_failed_row_is_the_policys() -> None:
@@ -65,13 +74,17 @@ def test_nothing_of_a_failed_row_is_the_policys() -> None:
     assert found.branch_starts == ()
 
 
-def row_of(*order: int) -> tuple[_Row, dict[int, int]]:
-    """Branches begin in this order, each with its number twice, or three times from 30 on; their seeds by number."""
-    row = _Row(Request([1, 2], seed=7))
-    row.next_request(0)
-    row.branches[0].add([3], [-0.1])
+def row_of(*order: int, prompt: bool = True) -> tuple[_Row, dict[int, int]]:
+    """Branches begin in this order, each with its number twice, or three times from 30 on; their seeds by number.
+
+    prompt: before them one begins with the row's prompt.
+    """
+    row = _Row(Request([1, 2] if prompt else [], seed=7), several=True)
     seeds = {}
-    for place, number in enumerate(order, 1):
+    if prompt:
+        row.next_request(0)
+        row.branches[0].add([3], [-0.1])
+    for place, number in enumerate(order, int(prompt)):
         row.write(place, [number] * (2 if number < 30 else 3))
         seeds[number] = row.next_request(place).seed
         row.branches[place].add([number + 1], [-number / 10])
@@ -88,26 +101,48 @@ def test_branches_have_seeds_and_an_order_that_no_clock_decides() -> None:
     assert found.log_probs == [-0.1, 0, 0, -1.0, 0, 0, -2.0, 0, 0, 0, -3.0]
 
 
+def test_so_have_those_of_a_row_without_a_prompt() -> None:
+    (row, seeds), (other, others) = row_of(30, 20, 10, prompt=False), row_of(10, 30, 20, prompt=False)
+    assert seeds == others
+    found = row.response(Reply(0, ends=True, rewards=(1.0,)))
+    assert found == other.response(Reply(0, ends=True, rewards=(1.0,)))
+    assert found.token_ids == [10, 10, 11, 20, 20, 21, 30, 30, 30, 31] and found.branch_starts == (3, 6)
+
+
+def test_a_fork_draws_the_same_whoever_comes_first() -> None:
+    """Two requests go on from one conversation: one in the branch that has it, one in a new branch with all of it."""
+    seeds = []
+    for order in ((5, 6), (6, 5)):
+        row = _Row(Request([1], seed=7), several=True)
+        row.next_request(0)
+        row.branches[0].add([3], [-0.1])
+        row.write(0, [order[0]])
+        row.write(1, [1, 3, order[1]])
+        asked = [row.next_request(0), row.next_request(1)]
+        seeds.append({request.prompt[-1]: request.seed for request in asked})
+        assert [request.prompt for request in asked] == [[1, 3, token] for token in order]
+    assert seeds[0] == seeds[1] and len(set(seeds[0].values())) == 2
+
+
 def test_equal_branches_draw_otherwise() -> None:
-    row, _ = row_of(20)
-    first = row.branches[1].seed
+    row, seeds = row_of(20)
     row.write(2, [20, 20])
-    assert row.next_request(2).seed != first
+    assert row.next_request(2).seed != seeds[20]
 
 
 def test_a_branch_without_an_answer_is_left_out() -> None:
     row, _ = row_of(20)
     row.write(2, [9])
     row.next_request(2)
-    row.branches[2].drop()
+    row.drop(2)
     assert row.response(Reply(0, ends=True, rewards=(1.0,))).branch_starts == (1,)
 
 
 def test_a_row_without_a_prompt_begins_with_a_branch_that_has_an_answer() -> None:
-    row = _Row(Request([], seed=7))
+    row = _Row(Request([], seed=7), several=True)
     row.write(0, [4, 5])
     row.next_request(0)
-    row.branches[0].drop()
+    row.drop(0)
     row.write(1, [6, 7])
     assert row.next_request(1).prompt == [6, 7]
     row.branches[1].add([8], [-0.5])
