@@ -45,9 +45,9 @@ class EnvironmentConfig(_OfClass):
     tool_parser: str = "hermes"
     """vLLM's parser of the model's tool calls, where the class or the agent's requests have tools."""
     earlier_turns: Literal["refuse", "keep", "branch"] = "refuse"
-    """What happens where the model would not read its earlier turns as it has said them: the chat template renders them
-    in another way, or an agent's request has another conversation. refuse ends the run, or fails the agent's row. keep
-    leaves tokens as they were sampled, whatever the template does. branch begins another sequence of the row."""
+    """What happens where the chat template renders an earlier turn in another way, or an agent's request has another
+    conversation. refuse ends the run, or fails the agent's row. keep leaves tokens as they were sampled, whatever the
+    template does. branch begins another sequence of the row."""
     call_seconds: PositiveFloat = 60.0
     """Seconds of one call of the class, from its beginning; of an agent, between an answer and its next request."""
     row_seconds: PositiveFloat | None = None

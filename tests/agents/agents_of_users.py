@@ -229,8 +229,8 @@ async def with_sub_agents(base_url: str, row: dict[str, Any], delay: float = 0.0
     return said / 100
 
 
-async def forks(base_url: str, row: dict[str, Any], delay: float = 0.0) -> float:
-    """Begins two conversations at the same time, one of them twice, and then goes on from one in two ways."""
+async def together(base_url: str, row: dict[str, Any], delay: float = 0.0) -> float:
+    """Begins two conversations at the same time, one of them twice, and then goes on with the other one."""
     async with client_of(base_url) as client:
 
         async def ask(messages: list[Any]) -> list[Any]:
@@ -240,9 +240,8 @@ async def forks(base_url: str, row: dict[str, Any], delay: float = 0.0) -> float
 
         other = [{"role": "system", "content": "other"}, *first(row)]
         begun = await asyncio.gather(ask(first(row)), ask(other), ask(other))
-        more = [[*begun[0], {"role": "user", "content": word}] for word in ("no", "yes")]
-        ended = await asyncio.gather(*map(ask, more))
-    return sum(len(messages[-1].content or "") for messages in (*begun, *ended)) / 100
+        begun.append(await ask([*begun[0], {"role": "user", "content": "no"}]))
+    return sum(len(messages[-1].content or "") for messages in begun) / 100
 
 
 async def blocks(base_url: str, row: dict[str, Any]) -> float:

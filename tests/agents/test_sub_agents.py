@@ -25,7 +25,7 @@ ONE = "num_iterations=1"
 WHOLE_STEP = "algorithm={name: grpo, kl: {use: none}, update: {mini_batch_size: 16}, policy: {loss_mean: MEAN}}"
 ONE_STEP = [WHOLE_STEP.replace("MEAN", "sequence_token_mean"), ONE]
 SMALL = "actor.micro_batch_tokens=192"  # of a row more than that
-SHORT = [ONE, "sampling={samples_per_prompt: 4, max_response_length: 24}"]  # which ends turns of forks
+SHORT = [ONE, "sampling={samples_per_prompt: 4, max_response_length: 24}"]  # which ends some turns
 NUM_SEQUENCES = 4
 
 
@@ -52,8 +52,8 @@ def cases(root: Path) -> dict[str, list[str]]:
             ONE,
         ],
         "dynamic": [agent(), rollouts_worker.DYNAMIC],
-        "forks": [agent("forks"), *SHORT],
-        "forks again": [agent("forks", arguments={"delay": 0.05}), *SHORT],
+        "together": [agent("together"), *SHORT],
+        "together again": [agent("together", arguments={"delay": 0.05}), *SHORT],
         "rewriting": talk(root),
         "refused": [agent(earlier_turns="refuse", on_error="end_run"), ONE],
     }
@@ -61,7 +61,7 @@ def cases(root: Path) -> dict[str, list[str]]:
 
 ON_TWO = {
     "at tp 2": [agent(arguments={"delay": 0.05}), "actor.tensor_parallel_size=2", ONE],
-    "forks at tp 2": [agent("forks", arguments={"delay": 0.05}), "actor.tensor_parallel_size=2", *SHORT],
+    "together at tp 2": [agent("together", arguments={"delay": 0.05}), "actor.tensor_parallel_size=2", *SHORT],
     "at dp 2": [agent(), *ONE_STEP, "actor.tensor_parallel_size=1"],
 }
 
@@ -171,11 +171,11 @@ def test_tokens_do_not_depend_on_who_asks_first(root: Path, told: dict[str, str]
 
 
 def test_nor_where_the_first_requests_of_a_row_come_together(root: Path, told: dict[str, str], on_two: None) -> None:
-    """Two of which are the same, and two more go on from one conversation."""
-    one = tensors(root, "forks")
-    assert rollout(root, "forks").rows_of_branches.bincount().tolist() == [4] * 16
-    assert furthest_log_prob(root, rollout(root, "forks")) < 1e-4
-    for name in ("forks again", "forks at tp 2"):
+    """Two of which are the same."""
+    one = tensors(root, "together")
+    assert rollout(root, "together").rows_of_branches.bincount().tolist() == [3] * 16
+    assert furthest_log_prob(root, rollout(root, "together")) < 1e-4
+    for name in ("together again", "together at tp 2"):
         other = tensors(root, name)
         for field in FIELDS - {"rollout_log_probs"}:
             assert torch.equal(one[field], other[field]), (name, field)

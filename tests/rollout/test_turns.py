@@ -110,7 +110,7 @@ def test_so_have_those_of_a_row_without_a_prompt() -> None:
 
 
 def test_a_fork_draws_the_same_whoever_comes_first() -> None:
-    """Two requests go on from one conversation: one in the branch that has it, one in a new branch with all of it."""
+    """Two requests go on from one turn: one in the sequence that has it, one in a new one that begins with the same."""
     seeds = []
     for order in ((5, 6), (6, 5)):
         row = _Row(Request([1], seed=7), several=True)
