@@ -1,7 +1,8 @@
-"""The sequences of an agent's row, and which of them a request goes on with."""
+"""An agent's row with its sequences, and which of them a request goes on with."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hybridflow.agents.chat_requests import Asked, AskedTokens
 from hybridflow.agents.door import ChatRequest
@@ -52,6 +53,39 @@ class Branch:
     def forget(self) -> None:
         """The last request, and its answer where there is one."""
         self.talk, self.request, self.answered = self.before, None, None
+
+
+@dataclass
+class Session:
+    """One row. name: in its URL. columns: that the agent gets. agent: its number in the pool, once it runs.
+
+    branches: its sequences, the first with the row's prompt where the data file has one. turn: of the model, in all of
+    them; number: with those that were dropped. expected: since when the agent is, on the clock; None while the model
+    speaks. spent: the last request was refused since no turn or token is left.
+    """
+
+    row: int  # of the rollout
+    name: str
+    columns: dict[str, Any]
+    limit: int
+    branches: list[Branch]
+    has_prompt: bool
+    agent: int | None = None
+    begun: float = 0.0
+    expected: float | None = None
+    turn: int = 0
+    number: int = 0
+    spent: bool = False
+
+    @property
+    def open_requests(self) -> list[ChatRequest]:
+        """Those that the model answers."""
+        return [branch.request for branch in self.branches if branch.request is not None]
+
+    @property
+    def answered(self) -> bool:
+        """Whether the model has answered a request."""
+        return any(branch.settled.answered for branch in self.branches)
 
 
 def asked_again(branches: Sequence[Branch], request: ChatRequest, asked: Asked | AskedTokens) -> ChatRequest | None:

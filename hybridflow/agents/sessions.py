@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridflow.agents.branches import NO_ROOM, Branch, NewTokens, asked_again, place_of, with_new
+from hybridflow.agents.branches import NO_ROOM, Branch, NewTokens, Session, asked_again, place_of, with_new
 from hybridflow.agents.chat_requests import Asked, AskedTokens, asked_for, ignored_keys, tokens_asked_for
 from hybridflow.agents.completions import Completion, TokenCompletion
 from hybridflow.agents.door import ChatRequest, Door, Gone, Refusal
@@ -31,6 +31,7 @@ from hybridflow.data.messages import check_token_ids
 from hybridflow.data.rows import RowError
 from hybridflow.environments.failures import Failures
 from hybridflow.environments.pool import AgentPool
+from hybridflow.environments.time_limits import TimeLimits
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.pool import Answer
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
@@ -38,39 +39,6 @@ from hybridflow.rollout.turns import Reply, TurnCounts
 
 LOOK_SECONDS = 0.1  # between two looks at the time limit of rows, while all of them wait
 BAD = 400  # OpenAI's client repeats a request with 408, 409, 429 and from 500 on, but not with this status
-
-
-@dataclass
-class Session:
-    """One row. name: in its URL. columns: that the agent gets. agent: its number in the pool, once it runs.
-
-    branches: its sequences, the first with the row's prompt where the data file has one. turn: of the model, in all of
-    them; number: with those that were dropped. expected: since when the agent is, on the clock; None while the model
-    speaks. spent: the last request was refused since no turn or token is left.
-    """
-
-    row: int  # of the rollout
-    name: str
-    columns: dict[str, Any]
-    limit: int
-    branches: list[Branch]
-    has_prompt: bool
-    agent: int | None = None
-    begun: float = 0.0
-    expected: float | None = None
-    turn: int = 0
-    number: int = 0
-    spent: bool = False
-
-    @property
-    def open_requests(self) -> list[ChatRequest]:
-        """Those that the model answers."""
-        return [branch.request for branch in self.branches if branch.request is not None]
-
-    @property
-    def answered(self) -> bool:
-        """Whether the model has answered a request."""
-        return any(branch.settled.answered for branch in self.branches)
 
 
 @dataclass(frozen=True)
@@ -154,6 +122,7 @@ class Sessions:
         self._failures = Failures(self._config, shared.rank)
         for answer in self._pool.start_processes():
             self._failures.show_printed(answer)
+        self._times = TimeLimits(self._config)  # from here on
 
     # ---- as `rollout.turns.Answers`
 
@@ -375,15 +344,16 @@ class Sessions:
         self._end(row, reply)
 
     def _look_at_the_time(self) -> None:
-        """Agents that are late have failed."""
-        now, whole = time.monotonic(), self._config.row_seconds
+        """Agents that are late have failed, and all rows that are left when the rollout has no time left."""
+        if told := self._times.rollout():
+            self._waiting.clear()
+            for row in list(self._numbers.values()):
+                self._fail(row, told)
         for row in list(self._by_ticket.values()):
             its = self._rows[row]
-            if its.expected is not None and now > its.expected + self._config.call_seconds:
-                limit = f"data.environment.call_seconds = {self._config.call_seconds:g}"
-                self._fail(row, f"took longer than {limit} without a request or a reward")
-            elif whole is not None and now > its.begun + whole:
-                self._fail(row, f"took longer than data.environment.row_seconds = {whole:g}")
+            late = self._times.request(its.expected) if its.expected is not None else ""
+            if late or (late := self._times.row(its.begun)):
+                self._fail(row, late)
 
     def _answered(self, its: Session) -> None:
         if its.expected is not None:

@@ -185,8 +185,9 @@ TABLE: tuple[ChangeRule, ...] = (
         "later conversations go by the new value: scores before and after may not be comparable",
     ),
     _rule(
-        "data.environment.call_seconds data.environment.row_seconds data.environment.num_workers "
-        "data.environment.on_error data.environment.concurrency data.environment.listen data.environment.token_file "
+        "data.environment.call_seconds data.environment.row_seconds data.environment.rollout_seconds "
+        "data.environment.num_workers data.environment.on_error data.environment.concurrency data.environment.listen "
+        "data.environment.token_file "
         "data.environment.python",
         FREE,
         FREE,

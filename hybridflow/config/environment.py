@@ -52,6 +52,8 @@ class EnvironmentConfig(_OfClass):
     """Seconds of one call of the class, from its beginning; of an agent, between an answer and its next request."""
     row_seconds: PositiveFloat | None = None
     """Seconds of a whole row, generation included. null: no limit."""
+    rollout_seconds: PositiveFloat | None = None
+    """Seconds of a whole rollout. Rows that have not ended then have failed. null: no limit but the watchdog's."""
     num_workers: PositiveInt | None = None
     """Processes per rank for instances or agents. null: a share of the machine's cores, at most 8."""
     on_error: Literal["fail_row", "end_run"] = "fail_row"

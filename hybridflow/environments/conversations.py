@@ -19,6 +19,7 @@ from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.environments.failures import Failures
 from hybridflow.environments.pool import EnvironmentPool
 from hybridflow.environments.said import Said
+from hybridflow.environments.time_limits import TimeLimits
 from hybridflow.errors import OtherConversation
 from hybridflow.rewards.pool import Answer
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
@@ -113,7 +114,7 @@ class Conversations:
         self._rows: list[Conversation] = []
         self._by_ticket: dict[int, int] = {}  # of calls under way, whose row
         self._ready: list[Reply] = []
-        self._failures = Failures(self._config, shared.rank)
+        self._failures, self._times = Failures(self._config, shared.rank), TimeLimits(self._config)
 
     # ---- as `rollout.turns.Answers`
 
@@ -239,12 +240,12 @@ class Conversations:
 
     def _look_at_the_time(self) -> None:
         """Rows that wait and have no time left have failed; one that the model writes ends its turn first."""
-        limit, now = self._config.row_seconds, time.monotonic()
-        if limit is None:
-            return
+        whole = self._times.rollout()
         for row, its in enumerate(self._rows):
-            if its.asked is not None and now > its.begun + limit:
-                self._fail(row, f"took longer than data.environment.row_seconds = {limit:g}")
+            if its.asked is None:
+                its.problem = its.problem or whole
+            elif late := whole or self._times.row(its.begun):
+                self._fail(row, late)
 
     # ---- inside
 

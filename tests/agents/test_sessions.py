@@ -269,6 +269,28 @@ def test_a_row_that_has_ended_answers_nobody() -> None:
     rows.door.close()
 
 
+def test_rows_that_are_left_when_a_rollout_has_no_time_left_fail() -> None:
+    """One that the model answers, one whose agent is expected, one whose agent does not run yet; one has ended."""
+    rows = Rows(4, rollout_seconds=1.0)
+    rows.pool.most_at_once = 3
+    for row in (0, 2):
+        rows.ask(USER, row=row)
+        assert rows.replies() == [Reply(row, FIRST, 32)]
+    rows.sessions.said(2, THREE, [-0.5] * len(THREE), truncated=False)
+    rows.pool.returned = {2: Answer({"reward": [1.0]}, "", 0.0, "")}
+    assert rows.replies() == [Reply(2, ends=True, rewards=(1.0,))]
+    failed: list[Reply] = []
+    while len(failed) < 3:
+        failed += rows.replies()
+    assert [(reply.row, reply.failed, reply.drops) for reply in failed] == [
+        (0, True, True),
+        (1, True, False),
+        (3, True, False),
+    ]
+    assert rows.sessions.replies(wait=False) == [] and rows.pool.finished == [2, 0, 1, 3]
+    rows.door.close()
+
+
 def test_times_are_looked_at() -> None:
     """Between an answer and the next request, and of the whole row while the model answers."""
     for limit, asks in (({"call_seconds": 1.0}, False), ({"row_seconds": 5.0}, True)):

@@ -50,6 +50,20 @@ class Talk:
             time.sleep(random.SystemRandom().uniform(0.0, self.delay))
 
 
+class Sleeps:
+    """Rows of the questions 2 and 3 go on for longer than anybody waits, the one in a call, the other in many turns."""
+
+    def start(self, row: dict[str, Any]) -> list[dict[str, str]]:
+        self.number = int(row["question"].partition("+")[0])
+        return [{"role": "user", "content": row["question"]}]
+
+    def step(self, said: Said) -> float | list[dict[str, str]]:
+        if self.number < 2:
+            return float(len(said.text))
+        time.sleep(60 if self.number == 2 else 2)
+        return [{"role": "user", "content": "no"}]
+
+
 class NeverDone:
     """Gives no number, whatever is said."""
 

@@ -38,6 +38,7 @@ CASES = {
     "fragile": [named("Fragile", max_turn_tokens=8, call_seconds=10, num_workers=24), "num_iterations=1"],
     "fragile ends": [named("Fragile", max_turn_tokens=8, call_seconds=10, on_error="end_run"), "num_iterations=1"],
     "row time": [named("Talk", arguments={"delay": 5.0}, row_seconds=0.2, max_turn_tokens=8), "num_iterations=1"],
+    "rollout time": [named("Sleeps", rollout_seconds=6.0, num_workers=16, max_turn_tokens=8), "num_iterations=1"],
     "parts": [named("Parts", parts={"right": 0.5, "short": 1.0}, max_turn_tokens=8)],
     "ppo": [named("Talk", **TALK), PPO, "critic={model: CRITIC, dtype: float32, optimizer: {lr: 0.001}}"],
     "dynamic": [named("Talk", **TALK), DYNAMIC],

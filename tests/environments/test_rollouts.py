@@ -188,6 +188,13 @@ def test_a_row_has_a_time_limit_and_none_left_ends_the_run(told: dict[str, str])
     assert "all 16 rows" in told["row time"] and "data.environment" in told["row time"]
 
 
+def test_a_rollout_goes_on_without_its_stragglers(root: Path, told: dict[str, str]) -> None:
+    assert told["rollout time"] == ""
+    batch = rollout(root, "rollout time")
+    assert batch.failed.tolist() == [False] * 8 + [True] * 8
+    assert float(metrics(root, "rollout time")[0]["time/generate_seconds"]) < 30
+
+
 def test_parts_of_a_reward_have_weights(root: Path, told: dict[str, str]) -> None:
     found, row = tensors(root, "parts"), metrics(root, "parts")[0]
     rewards = found["environment_rewards"]

@@ -1,0 +1,35 @@
+"""How long rows of a rollout may take."""
+
+import time
+from dataclasses import dataclass, field
+
+from hybridflow.config.environment import EnvironmentConfig
+
+KEY = "data.environment"
+
+
+@dataclass(frozen=True)
+class TimeLimits:
+    """Of one rollout, which begins when this is made. Each tells why something has taken too long; nothing else."""
+
+    config: EnvironmentConfig
+    begun: float = field(default_factory=time.monotonic)
+
+    def rollout(self) -> str:
+        """Of all rows that have not ended."""
+        limit = self.config.rollout_seconds
+        return "" if limit is None else _late(self.begun, limit, f"had not ended after {KEY}.rollout_seconds")
+
+    def row(self, begun: float) -> str:
+        """Of a row that has begun then, on the clock."""
+        limit = self.config.row_seconds
+        return "" if limit is None else _late(begun, limit, f"took longer than {KEY}.row_seconds")
+
+    def request(self, expected: float) -> str:
+        """Of an agent that has been expected to ask, or to end, since then."""
+        told = _late(expected, self.config.call_seconds, f"took longer than {KEY}.call_seconds")
+        return told and f"{told} without a request or a reward"
+
+
+def _late(begun: float, limit: float, what: str) -> str:
+    return f"{what} = {limit:g}" if time.monotonic() > begun + limit else ""
