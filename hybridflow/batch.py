@@ -7,7 +7,8 @@ Shape legend, for the whole project:
 A (T,) tensor is aligned with input_ids: entry t belongs to token t. log_probs[t] is the log-prob of token t given what
 precedes it, values[t] the value of the state before token t, rewards[t] what choosing token t earned. Outside the
 response they are zero. `response_mask` says which tokens the policy chose: usually all after the prompt, but it may
-have gaps (what a tool or an environment wrote) and need not reach the end of a sequence.
+have gaps (what a tool or an environment wrote) and need not reach the end of a sequence. A row of an environment may
+be several sequences that models read apart: whoever steps from token to token takes `branch_lengths` for `lengths`.
 
 Every algorithm has its own batch, a dataclass whose fields are marked:
 
