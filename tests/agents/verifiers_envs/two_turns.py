@@ -56,6 +56,7 @@ class InProcess(vf.Harness[vf.HarnessConfig]):
             if isinstance(prompt, str)
             else [{"role": message.role, "content": message.content or ""} for message in prompt]
         )
-        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+        # Of its own limits one is for connecting, 5 s, which a machine with much to do may need.
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=600.0) as client:
             await client.chat.completions.create(model=ctx.model, messages=messages)
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
