@@ -72,7 +72,7 @@ class Agents:
     @property
     def several(self) -> bool:
         """Whether a row may have several sequences."""
-        return self.pool.config.earlier_turns == "branch"
+        return self.pool.config.several
 
     @functools.cached_property
     def door(self) -> Door:

@@ -130,6 +130,11 @@ class EnvironmentConfig(_OfClass):
         return f"data.environment.{self.kind} = {getattr(self, self.kind)}"
 
     @property
+    def several(self) -> bool:
+        """Whether a row may have several sequences."""
+        return self.earlier_turns == "branch"
+
+    @property
     def weights(self) -> tuple[float, ...]:
         """Of each part of the reward; one where it is a number."""
         return tuple(self.parts.values()) or (1.0,)

@@ -101,7 +101,7 @@ class ExperimentConfig(RunConfig):
                 f"{field} cannot go with algorithm.policy.replay_routing = true: experts of earlier turns are not "
                 "recorded"
             )
-        if environment.earlier_turns == "branch" and self.reward is not None and self.reward.models:
+        if environment.several and self.reward is not None and self.reward.models:
             raise ValueError(
                 f"{field}: data.environment.earlier_turns = branch gives a row several sequences, of which "
                 "reward.models would have to score one: leave either out"

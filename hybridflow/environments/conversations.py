@@ -88,7 +88,7 @@ class Environments:
     @property
     def several(self) -> bool:
         """Whether a row may have several sequences."""
-        return self.pool.config.earlier_turns == "branch"
+        return self.pool.config.several
 
     def conversations(
         self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]

@@ -6,9 +6,9 @@ and with what, so that all add the same requests in the same order. Without that
 """
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -163,7 +163,8 @@ class _Branch:
     """A sequence of a row: what is behind the row's prompt so far, and of a further branch all there is.
 
     turn: the last that the engine was asked for, without those that were dropped; asked: with them. speaks: the engine
-    is at it. kept: tokens before that turn and before what was written right before it. read: what it was asked with.
+    is at it. kept: tokens before that turn and before what was written right before it. read: what it was asked with,
+    and a number that tells it from equal ones.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -173,7 +174,7 @@ class _Branch:
     asked: int = 0
     speaks: bool = False
     kept: int = 0
-    read: bytes = b""
+    read: tuple[bytes, int] = (b"", 0)
 
     def drop(self) -> None:
         """The last turn, and what was written right before that turn."""
@@ -193,7 +194,7 @@ class _Row:
 
     def __init__(self, request: Request, *, several: bool = False) -> None:
         self._first, self._several, self.branches = request, several, [_Branch()]
-        self._read = Counter[bytes]()  # what the engine was asked with, and how often
+        self._read = set[tuple[bytes, int]]()  # of all turns, see `_Branch.read`
 
     def write(self, number: int, token_ids: Sequence[int]) -> None:
         """What somebody else has written in this branch, or begins the next one with."""
@@ -214,14 +215,16 @@ class _Row:
         """Of a row that may have several sequences by the tokens: requests may come in another order next time."""
         if not self._several:
             return self._first.seed if branch.turn == 1 else request_seed(self._first.seed, branch.turn)
-        branch.read = hashlib.blake2b(",".join(map(str, ids)).encode(), digest_size=8).digest()
-        self._read[branch.read] += 1
-        return request_seed(self._first.seed, int.from_bytes(branch.read, "big"), self._read[branch.read])
+        digest = hashlib.blake2b(",".join(map(str, ids)).encode(), digest_size=8).digest()
+        number = next(number for number in count(1) if (digest, number) not in self._read)
+        branch.read = digest, number
+        self._read.add(branch.read)
+        return request_seed(self._first.seed, int.from_bytes(digest, "big"), number)
 
     def drop(self, number: int) -> None:
         """See `_Branch.drop`. What is asked next is asked as if there had been no such turn."""
         branch = self.branches[number]
-        self._read[branch.read] -= self._several
+        self._read.discard(branch.read)
         branch.drop()
 
     def num_tokens(self, number: int) -> int:

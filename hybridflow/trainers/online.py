@@ -258,7 +258,7 @@ class OnlineTrainer:
             max_length=max_length,
             records=records,
             num_rewards=0 if environment is None else len(environment.weights),
-            several=environment is not None and environment.earlier_turns == "branch",
+            several=environment is not None and environment.several,
         )
 
     @property

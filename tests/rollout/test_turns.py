@@ -130,6 +130,16 @@ def test_equal_branches_draw_otherwise() -> None:
     assert row.next_request(2).seed != seeds[20]
 
 
+def test_nor_does_one_that_is_asked_again_draw_as_an_equal_one() -> None:
+    """The first of two equal ones is dropped and asked again: it draws what it would have drawn."""
+    row, seeds = row_of(20)
+    row.write(2, [20, 20])
+    second = row.next_request(2).seed
+    row.drop(1)
+    row.write(1, [20, 20])
+    assert row.next_request(1).seed == seeds[20] != second
+
+
 def test_a_branch_without_an_answer_is_left_out() -> None:
     row, _ = row_of(20)
     row.write(2, [9])
