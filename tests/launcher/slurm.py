@@ -85,6 +85,11 @@ class Slurm:
         number = self.call(*enter, "sbatch", "--parsable", f"--output={directory}/%j.out", *words, **variables)
         return Job(self, int(number), directory)
 
+    def cancel_all(self) -> None:
+        """Waits until the nodes are free."""
+        self.call("scancel", "--user=root")
+        self.wait_for(lambda: not self.call("squeue", "--noheader"))
+
     def left(self, seconds: float = 0.0) -> dict[str, list[str]]:
         """What runs on the hosts beside Slurm, after so many seconds at most, by host."""
         until = time.monotonic() + seconds

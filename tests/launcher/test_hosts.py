@@ -102,7 +102,7 @@ def test_pipelines_and_engines_on_two_hosts_equal_one_host(net: Network, directo
     """
     names_stand_for_loopback(net)
     across = ["rollout.tensor_parallel_size=2", "rollout.pipeline_parallel_size=1", "actor.pipeline_parallel_size=2"]
-    refused = job(net, directory, "users_error", "config.yaml", *across, hostfile="node-a slots=1\nnode-b slots=1\n")
+    refused = job(net, directory, "refused", "config.yaml", *across, hostfile="node-a slots=1\nnode-b slots=1\n")
     assert refused.wait() == 1
     assert (
         "rollout.tensor_parallel_size = 2: ranks 0-1 lie on node-a and node-b (node-a has 0, node-b has 1): a "

@@ -40,6 +40,14 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield made
 
 
+@pytest.fixture(autouse=True)
+def no_jobs_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test that failed has not ended would keep its nodes from the tests after it."""
+    yield
+    for name in {"slurm", "slurm_of_cgroups"} & set(request.fixturenames):
+        request.getfixturevalue(name).cancel_all()
+
+
 @pytest.fixture(scope="module")
 def slurm_of_cgroups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     with cluster(tmp_path_factory.mktemp("cgroup"), "cgroup", "SlurmdTimeout=10") as made:
@@ -76,7 +84,7 @@ def idle(slurm: Slurm, root: Path, *options: str, ranks: int = 2, **variables: s
     """A job of so many ranks that only wait, once they all do."""
     variables = {"PYTHONPATH": f"{IDLE}:{ROOT}", "OMP_NUM_THREADS": "1", **variables}
     job = slurm.submit(root, *options, SCRIPT, "config.yaml", **variables)
-    job.wait_for(lambda: len(job.ranks()) >= ranks and (root / f"rank_{ranks - 1}.json").exists())
+    job.wait_for(lambda: len(job.ranks()) >= ranks and len(environments(root)) >= ranks)
     return job
 
 

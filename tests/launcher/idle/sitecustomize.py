@@ -21,7 +21,9 @@ def wait() -> None:
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     rank, run = os.environ["RANK"], pathlib.Path("run")
-    pathlib.Path(f"rank_{rank}.json").write_text(json.dumps(dict(os.environ)))
+    written = pathlib.Path(f"writes_{rank}.json")
+    written.write_text(json.dumps(dict(os.environ)))
+    written.rename(f"rank_{rank}.json")  # whole as soon as it is there
     if rank == "0":
         run.mkdir(exist_ok=True)
         (run / "config.yaml").write_text("")
