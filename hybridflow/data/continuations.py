@@ -9,11 +9,12 @@ otherwise. keep: the tokens stay as they were sampled. branch: whoever asks begi
 conversation as the template has it.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from hybridflow.data.messages import Message
+from hybridflow.data.messages import Message, check_encodable, check_token_ids
 from hybridflow.data.rows import RowError
 from hybridflow.data.templates import ChatTemplate
 from hybridflow.errors import ConfigError, OtherConversation
@@ -29,12 +30,14 @@ class Continuations:
     """Of one template and its arguments. Errors when it is made: ConfigError where the template cannot be used.
 
     schemas: of the environment's tools. earlier_turns: what happens where the template renders one in another way.
+    vocab_size: the model knows the tokens below it.
     """
 
     template: ChatTemplate
     schemas: Sequence[Mapping[str, Any]]
     end: int  # the token that ends a turn
     earlier_turns: EarlierTurns
+    vocab_size: int = sys.maxsize
 
     @classmethod
     def of(
@@ -70,11 +73,17 @@ class Continuations:
         return replace(self, schemas=tuple(schemas))
 
     def first_tokens(self, messages: Sequence[Message], fields: Mapping[str, Any]) -> list[int]:
-        """What the model goes on from in a new conversation. Errors: RowError where the template fails."""
+        """What the model goes on from in a new conversation.
+
+        Errors: RowError where the template fails, or a text holds what is no character or no token of the model's.
+        """
         return self._encoded(self.template.prompt(messages, self.fields(fields), "messages"))
 
     def _encoded(self, text: str) -> list[int]:
+        """Errors: RowError where the text holds what is no character, or no token of the model's."""
+        check_encodable(text, "the text")
         ids: list[int] = self.template.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        check_token_ids(ids, "the text", self.vocab_size)
         return ids
 
     def tokens(
@@ -83,7 +92,7 @@ class Continuations:
         """What the environment writes behind the model's last turn, up to the beginning of its next.
 
         through: the conversation, that turn included. ended: it has the token that ends a turn; else that comes first.
-        Errors: OtherConversation where an earlier turn is rendered in another way; RowError where the template fails.
+        Errors: OtherConversation where an earlier turn is rendered in another way; RowError as `first_tokens`.
         """
         ids = self._encoded(self._text(through, answers, self.arguments(fields)))
         assert ids[0] == self.end, f"a continuation begins with the token {ids[0]}, not with the end {self.end}"

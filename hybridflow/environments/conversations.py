@@ -20,7 +20,7 @@ from hybridflow.environments.failures import Failures
 from hybridflow.environments.pool import EnvironmentPool
 from hybridflow.environments.said import Said
 from hybridflow.environments.time_limits import TimeLimits
-from hybridflow.errors import OtherConversation
+from hybridflow.errors import DataError, OtherConversation
 from hybridflow.rewards.pool import Answer
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
 from hybridflow.rollout.turns import Reply, TurnCounts
@@ -199,7 +199,11 @@ class Conversations:
             self._end(row, Reply(row, ends=True, truncated=True, rewards=zeros))
             return
         answers = value["messages"]
-        branch, ids, used = self._behind(its, answers)
+        try:
+            branch, ids, used = self._behind(its, answers)
+        except DataError as error:
+            self._fail(row, f"its messages cannot be read by the model: {error}")
+            return
         if its.turn >= self._config.max_turns or used >= its.limit:
             its.last = its.cut = True
             self._call(row, "step")
@@ -211,17 +215,18 @@ class Conversations:
     def _behind(self, its: Conversation, answers: Sequence[Message]) -> tuple[int, list[int], int]:
         """The sequence that goes on with these messages, the tokens that are new in it, and what is `used` with them.
 
-        Errors: OtherConversation where the row may have one sequence alone.
+        Errors: OtherConversation where the row may have one sequence alone; DataError where they can be no tokens of
+        the model's.
         """
-        continues = self._shared.continues
+        continues, branch, before = self._shared.continues, its.branch, its.used
         try:
             ids = continues.tokens(its.messages, answers, its.columns, ended=its.ended)
-            return its.branch, ids, its.used + len(ids)
         except OtherConversation:
             if not self._shared.several:
                 raise
-        ids = continues.first_tokens([*its.messages, *answers], its.columns)
-        return its.branch + 1, ids, len(ids) - its.prompt
+            ids = continues.first_tokens([*its.messages, *answers], its.columns)
+            branch, before = its.branch + 1, -its.prompt
+        return branch, ids, before + len(ids)
 
     # ---- ends
 

@@ -1,5 +1,6 @@
 """The environments of a run, put together from what it has read, and what they say is right."""
 
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor, tensor
@@ -28,13 +29,14 @@ def environments_of(
     if read is None:
         return None
     name, end_ids = read.pool.config.tool_parser, frozenset(ends.ids)
+    continuations = replace(read.continuations, vocab_size=vocab_size)
     texts = ResponseTexts.of(tokenizer, ends.ids, special_tokens="content")
     if isinstance(read, AgentInputs):
         make_parser = partial(ToolCallParser, name, tokenizer)
         make_parser([NO_TOOL])  # what is wrong with its name is told now; an agent tells its tools later
         return Agents(
             read.pool,
-            read.continuations,
+            continuations,
             make_parser,
             texts.text,
             end_ids,
@@ -47,7 +49,7 @@ def environments_of(
         )
     schemas = read.pool.schemas
     parser = ToolCallParser(name, tokenizer, schemas) if schemas else None
-    return Environments(read.pool, read.continuations, parser, texts.text, end_ids, rank)
+    return Environments(read.pool, continuations, parser, texts.text, end_ids, rank)
 
 
 def right_of(config: ExperimentConfig, caller: FunctionCaller, responses: RolloutBatch) -> int | Tensor:

@@ -128,6 +128,16 @@ def test_a_request_is_tokens_and_a_limit(rows: Rows) -> None:
     assert rows.pool.finished == [0]
 
 
+def test_a_text_that_is_no_text_is_refused(rows: Rows) -> None:
+    """Half of a surrogate pair, which JSON can write: a tool's result that was cut."""
+    body = b'{"model": "gpt", "messages": [{"role": "user", "content": "\\ud83d"}]}'
+    replies = rows.threads.submit(rows.replies)
+    answer = httpx.post(f"{rows.pool.urls[0]}/chat/completions", content=body, timeout=60)
+    assert answer.status_code == 400 and "which is no character" in answer.text
+    rows.ask(USER)
+    assert replies.result(60) == [Reply(0, FIRST, 32)]
+
+
 def test_a_request_may_be_token_ids(rows: Rows) -> None:
     """All of a row each time: what is behind the row's own tokens is new. Then the agent goes on with tokens alone."""
     first = rows.ask_tokens(list(FIRST), max_tokens=3, temperature=0.2)
