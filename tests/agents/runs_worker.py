@@ -18,7 +18,8 @@ def named(name: str, **more: Any) -> str:
 
 TALK = {"max_turn_tokens": 16}
 SHORT = {"max_turn_tokens": 8}
-EACH_ALONE = {"num_workers": 20, "concurrency": 1}  # a process that dies takes all its rows along; more than rows
+EACH_ALONE = {"num_workers": 10, "concurrency": 1}  # a process that dies takes all its rows along; more than rows
+TWO_EACH = "sampling={samples_per_prompt: 2, max_response_length: 160}"
 CRITIC = "critic={model: DIRECTORY/critic, dtype: float32, optimizer: {lr: 0.001}}"
 PROMPTS = ("data.train=DIRECTORY/prompts.jsonl", "data.heldout=null")
 WRONG = {
@@ -41,8 +42,8 @@ CASES = {
     "streamed": [named("streamed", parts={"tokens": 0.5, "one": 1.0}), ONE],
     "given prompt": [named("given_prompt", prompt="column", **TALK), *PROMPTS, ONE],
     "other prompt": [named("streamed", prompt="column", on_error="end_run"), *PROMPTS, ONE],
-    "fragile": [named("fragile", call_seconds=45, **SHORT, **EACH_ALONE), ONE],
-    "fragile ends": [named("fragile", on_error="end_run", call_seconds=45, **SHORT, **EACH_ALONE), ONE],
+    "fragile": [named("fragile", call_seconds=15, **SHORT, **EACH_ALONE), TWO_EACH, ONE],
+    "fragile ends": [named("fragile", on_error="end_run", call_seconds=15, **SHORT, **EACH_ALONE), TWO_EACH, ONE],
     **{
         f"wrong {number}": [named("wrong", arguments={"what": what}, on_error="end_run", **SHORT), ONE]
         for number, what in enumerate(WRONG)

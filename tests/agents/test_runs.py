@@ -171,11 +171,11 @@ def test_rows_whose_agent_fails_are_masked_and_stay_in_their_group(root: Path, t
     """The first questions are 0 to 3: the last three raise, hang and die; each row has a process of its own."""
     assert told["fragile"] == ""
     batch = rollout(root, "fragile")
-    assert batch.failed.tolist() == [False] * 4 + [True] * 12
-    assert batch.prompt_indices.bincount().tolist() == [4] * 4
+    assert batch.failed.tolist() == [False] * 2 + [True] * 6
+    assert batch.prompt_indices.bincount().tolist() == [2] * 4
     mask = batch.response_mask.split(batch.lengths.tolist())
     assert [bool(its.any()) for its in mask] == [not failed for failed in batch.failed.tolist()]
-    assert float(metrics(root, "fragile")[0]["environment/failed_rows"]) == 12
+    assert float(metrics(root, "fragile")[0]["environment/failed_rows"]) == 6
 
 
 def test_a_row_without_a_request_counts_for_nothing(root: Path, told: dict[str, str]) -> None:
