@@ -121,6 +121,13 @@ def selected(request: pytest.FixtureRequest) -> Callable[..., set[Any]]:
     return values
 
 
+@pytest.fixture(scope="module")
+def cases(request: pytest.FixtureRequest) -> set[str]:
+    """Those that the module's selected tests look at, by their marks: a launch runs no others."""
+    items = [item for item in request.session.items if item.path == request.path]
+    return {name for item in items for mark in item.iter_markers("cases") for name in mark.args}
+
+
 @pytest.fixture(scope="session")
 def needs_kernels() -> None:
     if reason := libraries.why_not():

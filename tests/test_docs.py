@@ -372,7 +372,7 @@ def test_the_pages_of_the_reference_are_current() -> None:
     assert generate.stale(found) == [], "python docs/generate.py writes them anew"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_layouts_of_models_are_current() -> None:
     found = {path: text for path, text in generate.pages().items() if path.is_relative_to(DOCS / "models")}
     assert len(found) == len(FAMILIES)

@@ -43,7 +43,14 @@ def hybridflow(home: Path, *arguments: object) -> subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.parametrize("name", ["some-org/tiny.policy", "some-org/tiny.policy@v1", f"some-org/tiny.policy@{SHA}"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("some-org/tiny.policy", marks=pytest.mark.thorough),
+        "some-org/tiny.policy@v1",
+        pytest.param(f"some-org/tiny.policy@{SHA}", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_model_that_was_fetched_is_planned(home: Path, inputs: Path, tmp_path: Path, name: str) -> None:
     path = write_config(tmp_path / "config.yaml", inputs)
     done = hybridflow(home, "plan", path, f"actor.model={name}", f"reference.model={name}")

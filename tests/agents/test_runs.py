@@ -39,9 +39,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(root: Path) -> dict[str, str]:
+def told(root: Path, cases: set[str]) -> dict[str, str]:
     """What went wrong, by case; nothing where nothing did."""
-    names = [name for name in CASES if name not in ON_TWO]
+    names = [name for name in CASES if name in cases and name not in ON_TWO]
     run_ranks(1, "tests.agents.runs_worker", root / "config.yaml", root / "told.json", *names)
     return json.loads((root / "told.json").read_text())
 
@@ -85,6 +85,7 @@ def furthest_log_prob(root: Path, batch: RolloutBatch) -> float:
     return float((torch.cat(expected) - batch.rollout_log_probs)[batch.response_mask].abs().max())
 
 
+@pytest.mark.cases("calculator")
 def test_an_unchanged_client_with_a_tool_is_trained_on(root: Path, told: dict[str, str]) -> None:
     assert told["calculator"] == ""
     rows = metrics(root, "calculator")
@@ -94,6 +95,7 @@ def test_an_unchanged_client_with_a_tool_is_trained_on(root: Path, told: dict[st
         assert float(row["environment/cached_prefix_fraction"]) > 0 and float(row["environment/tool_calls"]) > 0
 
 
+@pytest.mark.cases("calculator")
 def test_tokens_are_those_that_the_template_gives_the_whole_conversation(root: Path, told: dict[str, str]) -> None:
     """The first request, and between turns results of tools or the agent's next message."""
     batch, tokenizer = rollout(root, "calculator"), AutoTokenizer.from_pretrained(root / "policy")
@@ -119,11 +121,13 @@ def test_tokens_are_those_that_the_template_gives_the_whole_conversation(root: P
     assert 1 <= num_calls <= float(metrics(root, "calculator")[0]["environment/tool_calls"])
 
 
+@pytest.mark.cases("calculator", "streamed", "given prompt", "leaves")
 def test_log_probs_of_all_turns_are_one_pass_of_huggingface(root: Path, told: dict[str, str]) -> None:
     for name in ("calculator", "streamed", "given prompt", "leaves"):
         assert furthest_log_prob(root, rollout(root, name)) < 1e-4, name
 
 
+@pytest.mark.cases("calculator")
 def test_rewards_are_what_the_agent_returns(root: Path, told: dict[str, str]) -> None:
     batch = rollout(root, "calculator")
     assert batch.environment_rewards.shape == (16, 1) and len(set(batch.environment_rewards.flatten().tolist())) > 2
@@ -132,6 +136,7 @@ def test_rewards_are_what_the_agent_returns(root: Path, told: dict[str, str]) ->
     assert (found["advantages"][~batch.response_mask] == 0).all()
 
 
+@pytest.mark.cases("calculator", "calculator at tp 2")
 def test_two_ranks_sample_what_one_does_whenever_agents_ask(root: Path, told: dict[str, str], on_two: None) -> None:
     one, two = rollout(root, "calculator"), rollout(root, "calculator at tp 2")
     for name in ("input_ids", "lengths", "response_mask", "environment_rewards", "truncated"):
@@ -139,6 +144,8 @@ def test_two_ranks_sample_what_one_does_whenever_agents_ask(root: Path, told: di
     assert (one.rollout_log_probs - two.rollout_log_probs).abs().max() < 1e-4
 
 
+@pytest.mark.cases("calculator", "calculator again")
+@pytest.mark.thorough
 def test_the_same_seed_gives_the_same_run(root: Path, told: dict[str, str]) -> None:
     first, again = tensors(root, "calculator", 2), tensors(root, "calculator again", 2)
     for name in FIELDS - {"rollout_log_probs", "branch_starts"}:
@@ -146,6 +153,7 @@ def test_the_same_seed_gives_the_same_run(root: Path, told: dict[str, str]) -> N
     assert torch.allclose(first["rollout_log_probs"], again["rollout_log_probs"], atol=1e-5)
 
 
+@pytest.mark.cases("streamed")
 def test_a_stream_says_the_same_and_a_client_may_lower_the_limit(root: Path, told: dict[str, str]) -> None:
     """Its own max_tokens is 5; the parts of its reward have weights."""
     assert told["streamed"] == ""
@@ -157,6 +165,7 @@ def test_a_stream_says_the_same_and_a_client_may_lower_the_limit(root: Path, tol
     assert torch.allclose(found["raw_scores"], 0.5 * tokens + 1)
 
 
+@pytest.mark.cases("given prompt")
 def test_the_data_files_prompt_may_be_the_agents(root: Path, told: dict[str, str]) -> None:
     assert told["given prompt"] == ""
     batch, tokenizer = rollout(root, "given prompt"), AutoTokenizer.from_pretrained(root / "policy")
@@ -167,6 +176,7 @@ def test_the_data_files_prompt_may_be_the_agents(root: Path, told: dict[str, str
         assert tokenizer.decode(ids) == expected and [by for by, _ in turns(batch, row)] == [True]
 
 
+@pytest.mark.cases("fragile")
 def test_rows_whose_agent_fails_are_masked_and_stay_in_their_group(root: Path, told: dict[str, str]) -> None:
     """The first questions are 0 to 3: the last three raise, hang and die; each row has a process of its own."""
     assert told["fragile"] == ""
@@ -178,6 +188,8 @@ def test_rows_whose_agent_fails_are_masked_and_stay_in_their_group(root: Path, t
     assert float(metrics(root, "fragile")[0]["environment/failed_rows"]) == 6
 
 
+@pytest.mark.cases("silent")
+@pytest.mark.thorough
 def test_a_row_without_a_request_counts_for_nothing(root: Path, told: dict[str, str]) -> None:
     assert told["silent"] == ""
     batch, found = rollout(root, "silent"), tensors(root, "silent")
@@ -189,6 +201,8 @@ def test_a_row_without_a_request_counts_for_nothing(root: Path, told: dict[str, 
     assert found["advantages"].isfinite().all() and float(metrics(root, "silent")[0]["actor/grad_norm"]) > 0
 
 
+@pytest.mark.cases("ppo")
+@pytest.mark.thorough
 def test_ppo_learns_over_gaps(root: Path, told: dict[str, str]) -> None:
     assert told["ppo"] == ""
     found = tensors(root, "ppo")
@@ -196,6 +210,8 @@ def test_ppo_learns_over_gaps(root: Path, told: dict[str, str]) -> None:
     assert (found["advantages"][~found["response_mask"]] == 0).all()
 
 
+@pytest.mark.cases("dynamic")
+@pytest.mark.thorough
 def test_dynamic_sampling_keeps_rewards_and_prompts(root: Path, told: dict[str, str]) -> None:
     assert told["dynamic"] == ""
     found = tensors(root, "dynamic", 2)
@@ -203,6 +219,8 @@ def test_dynamic_sampling_keeps_rewards_and_prompts(root: Path, told: dict[str, 
     assert (found["prompt_lengths"] > 1).all()
 
 
+@pytest.mark.cases("calculator")
+@pytest.mark.thorough
 def test_a_replay_takes_prompts_and_turns_from_the_file(root: Path, told: dict[str, str]) -> None:
     config, how = root / "config.yaml", CASES["calculator"][0]
     more = ("name=replayed", "num_iterations=1", "checkpoint.load=none")
@@ -212,6 +230,7 @@ def test_a_replay_takes_prompts_and_turns_from_the_file(root: Path, told: dict[s
         assert torch.equal(then[name], now[name]), name
 
 
+@pytest.mark.cases("calculator")
 def test_samples_show_the_first_request_as_the_prompt(root: Path, told: dict[str, str]) -> None:
     lines = (root / "runs" / "calculator" / "samples.jsonl").read_text().splitlines()
     for sample in map(json.loads, lines):
@@ -220,17 +239,22 @@ def test_samples_show_the_first_request_as_the_prompt(root: Path, told: dict[str
     assert lines
 
 
+@pytest.mark.cases("fragile ends")
+@pytest.mark.thorough
 def test_a_failed_row_may_end_the_run(told: dict[str, str]) -> None:
     found = told["fragile ends"]
     assert "data.environment.agent = tests.agents.agents_of_users:fragile: row " in found
     assert "on_error: fail_row" in found
 
 
+@pytest.mark.thorough
+@pytest.mark.cases(*(f"wrong {number}" for number in range(len(WRONG))))
 @pytest.mark.parametrize(("number", "problem"), list(enumerate(WRONG.values())), ids=list(WRONG))
 def test_what_an_agent_does_wrong_is_told(told: dict[str, str], number: int, problem: str) -> None:
     assert problem in told[f"wrong {number}"]
 
 
+@pytest.mark.cases("leaves", "leaves at tp 2")
 def test_a_client_that_goes_away_leaves_nothing(root: Path, told: dict[str, str], on_two: None) -> None:
     """Two turns are there of each row, whatever was under way when its client left."""
     for name in ("leaves", "leaves at tp 2"):
@@ -242,6 +266,7 @@ def test_a_client_that_goes_away_leaves_nothing(root: Path, told: dict[str, str]
     assert furthest_log_prob(root, rollout(root, "leaves at tp 2")) < 1e-4
 
 
+@pytest.mark.cases("few turns", "few tokens")
 def test_turns_and_tokens_have_limits(root: Path, told: dict[str, str]) -> None:
     """An agent that is refused for a limit and raises has the reward 0; one that returns has its own."""
     few, long = rollout(root, "few turns"), rollout(root, "few tokens")
@@ -253,16 +278,22 @@ def test_turns_and_tokens_have_limits(root: Path, told: dict[str, str]) -> None:
         assert batch.environment_rewards.flatten().tolist() == ([0.5] * 4 + [0.0] * 4) * 2
 
 
+@pytest.mark.cases("late")
+@pytest.mark.thorough
 def test_an_agent_that_does_not_ask_is_late(told: dict[str, str]) -> None:
     assert "all 16 rows" in told["late"]
 
 
+@pytest.mark.cases("evaluated")
+@pytest.mark.thorough
 def test_evaluation_runs_agents(root: Path, told: dict[str, str]) -> None:
     assert told["evaluated"] == ""
     row = metrics(root, "evaluated")[-1]
     assert float(row["eval/score_mean"]) > 0 and float(row["eval/failed_rows"]) == 0
 
 
+@pytest.mark.cases("elsewhere")
+@pytest.mark.thorough
 @pytest.mark.skipif(ADDRESS is None, reason="this host has no address by which it would reach others")
 def test_a_run_listens_at_another_interface(root: Path, told: dict[str, str]) -> None:
     """Each agent is refused three times without the word, finds nobody at 127.0.0.1, and is answered with it."""
@@ -274,6 +305,8 @@ def test_a_run_listens_at_another_interface(root: Path, told: dict[str, str]) ->
     assert not batch.failed.any() and furthest_log_prob(root, batch) < 1e-4
 
 
+@pytest.mark.cases("other prompt")
+@pytest.mark.thorough
 def test_a_first_request_that_is_not_the_rows_is_told(told: dict[str, str]) -> None:
     """The agent has the question of the file's prompt, and not its tool."""
     assert "the first request does not begin with the row's prompt" in told["other prompt"]

@@ -41,9 +41,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(root: Path) -> dict[str, str]:
+def told(root: Path, cases: set[str]) -> dict[str, str]:
     """What went wrong, by case; nothing where nothing did."""
-    names = [name for name in CASES if name not in ON_TWO]
+    names = [name for name in CASES if name in cases]
     run_ranks(1, "tests.environments.rollouts_worker", root / "config.yaml", root / "told.json", *names)
     return json.loads((root / "told.json").read_text())
 
@@ -83,6 +83,7 @@ def turns(batch: RolloutBatch, row: int) -> list[tuple[bool, list[int]]]:
     return [(by, [token for _, token in some]) for by, some in itertools.groupby(both, key=lambda one: one[0])]
 
 
+@pytest.mark.cases("talk")
 def test_a_rollout_of_many_turns_is_trained_on(root: Path, told: dict[str, str]) -> None:
     assert told["talk"] == ""
     rows = metrics(root, "talk")
@@ -91,6 +92,7 @@ def test_a_rollout_of_many_turns_is_trained_on(root: Path, told: dict[str, str])
     assert all(float(row["environment/cached_prefix_fraction"]) > 0 for row in rows)
 
 
+@pytest.mark.cases("talk")
 def test_log_probs_of_all_turns_are_one_pass_of_huggingface(root: Path, told: dict[str, str]) -> None:
     batch, model = rollout(root, "talk"), AutoModelForCausalLM.from_pretrained(root / "policy")
     expected = []
@@ -103,6 +105,7 @@ def test_log_probs_of_all_turns_are_one_pass_of_huggingface(root: Path, told: di
     assert (batch.rollout_log_probs[~batch.response_mask] == 0).all()
 
 
+@pytest.mark.cases("talk")
 def test_what_is_written_between_turns_is_the_templates_own(root: Path, told: dict[str, str]) -> None:
     """Results of tools, errors that the model is told, and the environment's next message."""
     batch, tokenizer = rollout(root, "talk"), AutoTokenizer.from_pretrained(root / "policy")
@@ -125,6 +128,7 @@ def test_what_is_written_between_turns_is_the_templates_own(root: Path, told: di
     assert 2 <= num_calls <= float(metrics(root, "talk")[0]["environment/tool_calls"])
 
 
+@pytest.mark.cases("talk")
 @pytest.mark.parametrize("case", ON_TWO)
 def test_two_ranks_sample_what_one_does_whenever_tools_answer(
     case: str, on_two: dict[str, RolloutBatch], root: Path, told: object
@@ -138,6 +142,8 @@ def test_two_ranks_sample_what_one_does_whenever_tools_answer(
         assert metrics(root, case)[0][name] == metrics(root, "talk")[0][name], name
 
 
+@pytest.mark.cases("talk", "talk again")
+@pytest.mark.thorough
 def test_the_same_seed_gives_the_same_run(root: Path, told: dict[str, str]) -> None:
     """Tokens and all that follows from them. What the prefix cache has depends on when answers come: log-probs that are
     computed behind it differ in the last digits."""
@@ -147,6 +153,7 @@ def test_the_same_seed_gives_the_same_run(root: Path, told: dict[str, str]) -> N
     assert torch.allclose(first["rollout_log_probs"], again["rollout_log_probs"], atol=1e-5)
 
 
+@pytest.mark.cases("never done")
 def test_no_turn_repeats_the_draws_of_another(root: Path, told: dict[str, str]) -> None:
     """A turn has a seed of its own: a random model would else draw nearly the same again."""
     batch = rollout(root, "never done")
@@ -155,6 +162,7 @@ def test_no_turn_repeats_the_draws_of_another(root: Path, told: dict[str, str]) 
         assert len(set(said)) == len(said) == 3
 
 
+@pytest.mark.cases("never done", "no tokens left")
 def test_turns_and_tokens_have_limits(root: Path, told: dict[str, str]) -> None:
     few, long = rollout(root, "never done"), rollout(root, "no tokens left")
     assert turns_of_rows(few).tolist() == [3] * 16
@@ -165,6 +173,7 @@ def test_turns_and_tokens_have_limits(root: Path, told: dict[str, str]) -> None:
         assert all(len(ids) <= 8 for row in range(16) for by, ids in turns(batch, row) if by)
 
 
+@pytest.mark.cases("fragile")
 def test_rows_whose_environment_fails_are_masked_and_stay_in_their_group(root: Path, told: dict[str, str]) -> None:
     """The first questions are 0 to 3: the last three raise, hang and die; each row has a process of its own."""
     assert told["fragile"] == ""
@@ -178,16 +187,22 @@ def test_rows_whose_environment_fails_are_masked_and_stay_in_their_group(root: P
     assert float(metrics(root, "fragile")[0]["environment/failed_rows"]) == 12
 
 
+@pytest.mark.cases("fragile ends")
+@pytest.mark.thorough
 def test_a_failed_row_may_end_the_run(told: dict[str, str]) -> None:
     found = told["fragile ends"]
     assert "data.environment.class = tests.environments.classes_of_users:Fragile: row " in found
     assert "on_error: fail_row" in found
 
 
+@pytest.mark.cases("row time")
+@pytest.mark.thorough
 def test_a_row_has_a_time_limit_and_none_left_ends_the_run(told: dict[str, str]) -> None:
     assert "all 16 rows" in told["row time"] and "data.environment" in told["row time"]
 
 
+@pytest.mark.cases("rollout time")
+@pytest.mark.thorough
 def test_a_rollout_goes_on_without_its_stragglers(root: Path, told: dict[str, str]) -> None:
     assert told["rollout time"] == ""
     batch = rollout(root, "rollout time")
@@ -195,6 +210,7 @@ def test_a_rollout_goes_on_without_its_stragglers(root: Path, told: dict[str, st
     assert float(metrics(root, "rollout time")[0]["time/generate_seconds"]) < 30
 
 
+@pytest.mark.cases("parts")
 def test_parts_of_a_reward_have_weights(root: Path, told: dict[str, str]) -> None:
     found, row = tensors(root, "parts"), metrics(root, "parts")[0]
     rewards = found["environment_rewards"]
@@ -202,6 +218,7 @@ def test_parts_of_a_reward_have_weights(root: Path, told: dict[str, str]) -> Non
     assert float(row["reward/environment/short"]) == pytest.approx(float(rewards[:, 1].mean()))
 
 
+@pytest.mark.cases("ppo")
 def test_ppo_learns_over_gaps(root: Path, told: dict[str, str]) -> None:
     assert told["ppo"] == ""
     found = tensors(root, "ppo")
@@ -209,6 +226,8 @@ def test_ppo_learns_over_gaps(root: Path, told: dict[str, str]) -> None:
     assert (found["advantages"][~found["response_mask"]] == 0).all()
 
 
+@pytest.mark.cases("reinforce")
+@pytest.mark.thorough
 def test_reinforce_learns_over_gaps(root: Path, told: dict[str, str]) -> None:
     """Rewards to go pass over what the environment wrote: with gamma 1 they are the same for all tokens of a row."""
     assert told["reinforce"] == ""
@@ -229,6 +248,7 @@ def steps_with_holes(root: Path, told: dict[str, str]) -> dict[str, dict[str, Te
     return torch.load(out)
 
 
+@pytest.mark.cases("talk")
 @pytest.mark.parametrize("case", HOLES)
 def test_a_training_step_reads_nothing_of_what_stands_in_gaps(
     case: str, steps_with_holes: dict[str, dict[str, Tensor]]
@@ -243,12 +263,15 @@ def test_a_training_step_reads_nothing_of_what_stands_in_gaps(
         assert not x.is_floating_point() or not x.isnan().any(), name
 
 
+@pytest.mark.cases("dynamic")
+@pytest.mark.thorough
 def test_dynamic_sampling_keeps_rewards(root: Path, told: dict[str, str]) -> None:
     assert told["dynamic"] == ""
     found = tensors(root, "dynamic", 2)
     assert torch.allclose(found["raw_scores"], found["environment_rewards"][:, 0])
 
 
+@pytest.mark.cases("evaluated")
 def test_evaluation_asks_the_environment(root: Path, told: dict[str, str]) -> None:
     assert told["evaluated"] == ""
     row = metrics(root, "evaluated")[-1]
@@ -256,6 +279,7 @@ def test_evaluation_asks_the_environment(root: Path, told: dict[str, str]) -> No
     assert float(row["eval/failed_rows"]) == 0
 
 
+@pytest.mark.cases("talk")
 def test_samples_and_the_report_mark_what_the_environment_wrote(
     root: Path, told: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -269,10 +293,13 @@ def test_samples_and_the_report_mark_what_the_environment_wrote(
     assert OPENS in shown["iterations"][0]["rows"][0]["response"]["text"]
 
 
+@pytest.mark.cases("wrong parser")
+@pytest.mark.thorough
 def test_an_unknown_parser_is_refused(told: dict[str, str]) -> None:
     assert told["wrong parser"].startswith("ConfigError: data.environment.tool_parser = nobody's: vLLM has no such")
 
 
+@pytest.mark.cases("talk")
 def test_no_number_reads_what_stands_in_gaps(root: Path, told: dict[str, str]) -> None:
     """With NaN there, the metrics of the batch are the same; losses and estimates have tests of their own."""
     batch = rollout(root, "talk")

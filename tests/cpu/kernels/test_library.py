@@ -200,6 +200,7 @@ def test_small_numbers_stay_what_they_are(needs_kernels: None) -> None:
 
 
 @NEEDED
+@pytest.mark.thorough
 def test_the_sources_compile_without_a_warning(tmp_path: Path) -> None:
     compiler = next(path for path in map(libraries.shutil.which, libraries.COMPILERS) if path)
     for flags in ([], ["-mno-avx512f"]) if has_wide_vectors() else ([],):
