@@ -33,6 +33,7 @@ GROUPS = {
         "tests/distributed/test_faults.py",
         "tests/launcher/",
         "tests/parallel/test_faults.py",
+        "tests/test_docs_runs.py",  # fills the cores, and comes last here: this worker has the least to do
     ),
     # whose fork bomb leaves nothing for others: it comes last here, when most of them are done
     "filling": ("tests/checkpoint/", "tests/distributed/", "tests/rewards/test_misbehaviour.py"),
