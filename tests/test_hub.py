@@ -12,6 +12,8 @@ from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.hub_server import hub
 from tests.launch import ROOT, of_no_rank
 
+pytestmark = pytest.mark.slow  # starts Python a few times
+
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
 

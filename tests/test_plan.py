@@ -372,6 +372,7 @@ def test_the_command_starts_no_engine_and_no_process_group() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_status_of_the_command_is_1_where_nothing_fits() -> None:
     done = command("configs/llama3_8b_8gpus.yaml", "--world-size", "7")
     assert done.returncode == 1

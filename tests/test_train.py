@@ -42,6 +42,7 @@ def end(setting: str, error: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["", GONE, NO_TORCH], ids=["", "the store is gone", "torch is broken"])
 def test_the_error_is_printed(setting: str) -> None:
     done = end(setting, "ConfigError('actor.dtype = 3')")

@@ -12,6 +12,7 @@ from hybridflow.errors import ConfigError
 USERS = "tests.agents.agents_of_users"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "arguments", "problem"),
     [

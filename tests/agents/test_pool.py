@@ -15,6 +15,8 @@ from hybridflow.environments.pool import AgentPool
 from hybridflow.errors import RewardError
 from hybridflow.rewards.pool import Answer
 
+pytestmark = pytest.mark.slow  # starts Python a few times
+
 HERE = "tests.agents.test_pool"
 
 

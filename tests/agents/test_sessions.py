@@ -301,6 +301,7 @@ def test_rows_that_are_left_when_a_rollout_has_no_time_left_fail() -> None:
     rows.door.close()
 
 
+@pytest.mark.slow
 def test_times_are_looked_at() -> None:
     """Between an answer and the next request, and of the whole row while the model answers."""
     for limit, asks in (({"call_seconds": 1.0}, False), ({"row_seconds": 5.0}, True)):

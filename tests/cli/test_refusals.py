@@ -12,6 +12,8 @@ from hybridflow.cli import train
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import ROOT, of_no_rank
 
+pytestmark = pytest.mark.slow  # starts Python a few times
+
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -66,6 +66,7 @@ def said(text: str, turn: int = 1, *, last: bool = False) -> Said:
     return Said(text, False, turn, 100, last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", adapters())
 def test_each_is_an_environment(path: str, modules: Path) -> None:
     arguments, row, _ = ADAPTERS[path]

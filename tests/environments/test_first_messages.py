@@ -73,6 +73,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_a_class_is_refused_before_a_run(name: str, config: Path) -> None:
     given = read(config, named(name))
@@ -84,6 +85,7 @@ def test_a_class_is_refused_before_a_run(name: str, config: Path) -> None:
     assert WRONG[name] in finding.value and finding.value == str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_template_that_reads_no_tools_is_refused_before_a_run(config: Path, tmp_path: Path) -> None:
     root = make_chat_inputs(tmp_path, template=TEMPLATE.replace("tools", "nothing"))
     with pytest.raises(ConfigError, match="has tools, which the tokenizer's chat template does not read"):

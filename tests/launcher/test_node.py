@@ -134,6 +134,7 @@ def test_signals_go_to_the_ranks_whose_status_is_told(line: Line) -> None:
     assert gone(ranks)
 
 
+@pytest.mark.slow
 def test_a_torchrun_whose_ranks_have_just_ended_is_told_nothing(line: Line) -> None:
     line.start("-c", SLOW_TO_NOTICE)
     assert line.until("out") == "ended"
@@ -141,6 +142,7 @@ def test_a_torchrun_whose_ranks_have_just_ended_is_told_nothing(line: Line) -> N
     assert line.until("ended") == 75
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [WITHOUT_RANKS, STUBBORN])
 def test_a_torchrun_that_has_no_ranks_yet_ends_by_the_signal(program: str, line: Line) -> None:
     """Also where it does not hear it, since it waits in native code for other nodes."""
@@ -179,6 +181,7 @@ def test_without_a_launcher_the_ranks_may_save_and_are_then_killed(line: Line) -
     assert gone(ranks) and time.monotonic() - began > 1.0
 
 
+@pytest.mark.slow
 def test_a_launcher_that_says_nothing_is_gone() -> None:
     line = Line()
     line.connection.send(do="facts", directory="/", code="/", files=[], lost_after=3.0)

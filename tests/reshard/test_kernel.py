@@ -440,6 +440,7 @@ TRITON_CASES = [
 needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_triton_kernels_equal_torch_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

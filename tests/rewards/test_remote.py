@@ -159,6 +159,7 @@ def test_a_body_that_comes_drop_by_drop_is_no_answer_in_time(server: Server) -> 
     assert outcome.kind == "error" and "no answer in 1 attempts; the last: none within 0.5 s" in outcome.problem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "body", "expected"),
     [
