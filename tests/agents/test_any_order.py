@@ -136,25 +136,26 @@ class Running(GivenAgents):
 
 
 class Drawn:
-    """In the engine's place. Each step ends some of the turns, after which the others go on."""
+    """In the engine's place. Each step ends some of the turns, also such as were aborted while it was under way."""
 
     def __init__(self, rng: random.Random) -> None:
-        self._rng, self._there = rng, dict[str, tuple[Request, int]]()
+        self._rng, self._there, self._late = rng, dict[str, tuple[Request, int]](), dict[str, tuple[Request, int]]()
 
     def add(self, name: str, request: Request, params: Any, *, max_tokens: int) -> None:
         assert name not in self._there and 1 <= max_tokens <= MOST_PROMPT + MOST_BEHIND - len(request.prompt)
         self._there[name] = request, max_tokens
 
     def abort(self, name: str) -> None:
-        del self._there[name]
+        self._late[name] = self._there.pop(name)
 
     @property
     def is_busy(self) -> bool:
         return bool(self._there)
 
     def step(self) -> Iterator[Any]:
-        for name in [name for name in self._there if self._rng.random() < 0.4]:
-            request, most = self._there.pop(name)
+        late, self._late = self._late, {}
+        ended = {name: self._there.pop(name) for name in list(self._there) if self._rng.random() < 0.4}
+        for name, (request, most) in {**late, **ended}.items():
             draw = random.Random(f"{request.prompt}{request.seed}")
             token_ids = [draw.randint(4, 13) for _ in range(draw.randint(1, 3))]
             token_ids = [*token_ids, *([END_ID] if draw.random() < 0.85 else [])][:most]
