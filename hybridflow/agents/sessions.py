@@ -46,7 +46,7 @@ class Agents:
     """What the rows of every rollout on this rank share. ends: tokens that end a turn. counts: of this rank.
 
     parser: of tool calls, for an agent's tools. token: that agents send. max_prompt_length: tokens of a first request
-    that is the prompt. max_model_len: tokens of a row. vocab_size: the model knows the tokens below it.
+    that is the prompt. max_model_len: tokens of a row.
     """
 
     pool: AgentPool
@@ -59,7 +59,6 @@ class Agents:
     token: str | None
     max_prompt_length: int
     max_model_len: int
-    vocab_size: int
     counts: TurnCounts = field(default_factory=TurnCounts)
     parsers: dict[str, ToolCallParser] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)  # keys of requests that were left aside, and the user knows it
@@ -258,7 +257,7 @@ class Sessions:
                 self._refuse(request, "turns_used_up", f"data.environment.max_turns = {its.turn} turns are used up")
                 return
             branch, ids = place_of(its.branches, asked, shared.new_tokens(its.columns), several=shared.several)
-            check_token_ids(ids, "the request", shared.vocab_size)
+            check_token_ids(ids, "the request", shared.continues.vocab_size)
         except RowError as error:
             self._refuse(request, "invalid_request", str(error))
         except ConfigError as error:

@@ -45,7 +45,6 @@ def environments_of(
             read.token,
             config.data.max_prompt_length,
             config.max_sequence_length,
-            vocab_size,
         )
     schemas = read.pool.schemas
     parser = ToolCallParser(name, tokenizer, schemas) if schemas else None

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -58,9 +59,11 @@ class Rows:
 
     def __init__(self, count: int = 1, **more: Any) -> None:
         self.pool = GivenAgents(EnvironmentConfig(**{"agent": "a:b", **more}))
+        earlier_turns = self.pool.config.earlier_turns
+        continues = Continuations.of(ChatTemplate(TOKENIZER), (), END_ID, earlier_turns=earlier_turns)
         shared = Agents(
             self.pool,
-            Continuations.of(ChatTemplate(TOKENIZER), (), END_ID, earlier_turns=self.pool.config.earlier_turns),
+            replace(continues, vocab_size=100),
             None,
             TOKENIZER.decode,
             frozenset({END_ID}),
@@ -69,7 +72,6 @@ class Rows:
             token=None,
             max_prompt_length=16,
             max_model_len=64,
-            vocab_size=100,
         )
         empty = torch.zeros(0, dtype=torch.int64)
         prompts = PromptBatch(empty, torch.tensor([0]), ("",), {"answer": ("2",)}, (None,))
