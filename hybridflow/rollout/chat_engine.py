@@ -1,12 +1,12 @@
 """vLLM as its users have it, on a model directory: for talking to a model, not for training beside it."""
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hybridflow.errors import EnvironmentProblem
 from hybridflow.rollout.device import engine_device
+from hybridflow.rollout.environment import set_environment
 
 CPU_CACHE_BYTES = 1 << 30  # of keys and values
 
@@ -15,9 +15,7 @@ class ChatEngine:
     """Generates from one prompt at a time. Errors: EnvironmentProblem where vLLM is not installed."""
 
     def __init__(self, model: Path, *, max_length: int) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: it ends with the command
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        set_environment()
         try:
             import vllm
         except ImportError as error:

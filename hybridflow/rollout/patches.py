@@ -13,6 +13,7 @@ from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.parallel.platform import world_group
 from hybridflow.parallel.versions import SEEN, check_version, replace_in
 from hybridflow.rollout.device import EngineDevice, engine_device
+from hybridflow.rollout.environment import set_environment
 
 if TYPE_CHECKING:  # vLLM is imported when its settings stand
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -29,9 +30,7 @@ def prepare_vllm() -> None:
 
     Errors: EnvironmentProblem where vLLM is not installed, is another release, or is built for another device.
     """
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core runs in this process, not in a child
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    set_environment()
     # the default. With 0 vLLM tries all pairs of GPUs when a group is made, and asks for its "world" group, whose
     # barrier it takes to span the ranks of this host: here there is none yet, and later it is one of a replica
     os.environ["VLLM_SKIP_P2P_CHECK"] = "1"

@@ -10,6 +10,7 @@ import torch
 
 from hybridflow import __version__
 from hybridflow.cli.env import advice, verdict
+from hybridflow.inspection.imports import IMPORTS
 from hybridflow.parallel.versions import installed_set
 from tests.launch import ROOT, of_no_rank
 
@@ -44,10 +45,10 @@ def test_a_package_that_does_not_import_is_named_and_secrets_are_not_told(tmp_pa
     assert "hf_abc" not in done.stdout and "OTHER" not in done.stdout
     assert lines[-2:] == ["", "not ready: transformers, megatron.core, vllm cannot be imported"]
     lines = lines[:-2]
-    assert [line.partition(":")[0].strip() for line in lines[-4:]] == ["torch", "transformers", "megatron.core", "vllm"]
-    assert lines[-4].startswith(
+    assert [line.partition(":")[0].strip() for line in lines[-6:]] == list(IMPORTS)
+    assert lines[-6].startswith(
         f"    torch: ok, CUDA {torch.version.cuda or 'none'} {torch.cuda.device_count()} devices"
     )
     assert lines[2] == f"releases: the set for {installed_set()[0]}"
-    assert lines[-3].endswith("fails with status 1: RuntimeError: operator torchvision::nms does not exist")
+    assert lines[-5] == "    transformers: fails: RuntimeError: operator torchvision::nms does not exist"
     assert lines[-1] == "    vllm: fails with status 7: no word"

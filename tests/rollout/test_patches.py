@@ -12,6 +12,7 @@ import vllm
 from hybridflow.errors import EnvironmentProblem
 from hybridflow.parallel.versions import SEEN
 from hybridflow.rollout import device, patches
+from hybridflow.rollout.environment import set_environment
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +56,26 @@ def test_kernels_without_gradients_are_refused_before_anything_is_patched(monkey
         EnvironmentProblem, match=r"^VLLM_BATCH_INVARIANT is set: .* the trainer in this process\. Unset the variable"
     ):
         patches.prepare_vllm()
+
+
+def test_no_engine_on_gpus_needs_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM asks when it builds a sampler, of both model runners. Its own default imports FlashInfer."""
+    from vllm import envs
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    class Cuda:
+        @staticmethod
+        def is_cuda() -> bool:
+            return True
+
+    monkeypatch.setattr(topk_topp_sampler, "current_platform", Cuda)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)  # as where it is not installed
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
+    envs.disable_envs_cache()
+    with pytest.raises(ImportError, match="flashinfer"):
+        topk_topp_sampler.flashinfer_sampler_supported()
+    set_environment()
+    assert topk_topp_sampler.flashinfer_sampler_supported() is False
 
 
 REPLACED = """
