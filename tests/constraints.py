@@ -5,8 +5,8 @@
     python -m tests.constraints cuda check  whether that set is still to be had, is installed here, and goes together
 
 The first names the releases of what pyproject.toml asks for, the second of what these ask for in turn. vLLM for GPUs
-asks for other releases in turn, so the third has the whole set for GPUs. uv has to be on the PATH for it. The check runs
-in the environment that `bash launch/setup.sh --cuda` makes, with or without a GPU.
+asks for other releases in turn, so the third has the whole set for GPUs. uv has to be on the PATH for it. The check
+runs in the environment that `bash launch/setup.sh --cuda` makes, with or without a GPU.
 """
 
 import subprocess
@@ -41,8 +41,8 @@ CUDA_HEAD = """\
 # .github/workflows/ci.yaml. Which parts ran on a GPU: docs/explanation/gpus.md.
 # Written by: .venv/bin/python -m tests.constraints cuda
 """
-# Of releases that metadata allow, those that fit: the compiler of CUDA 13.0 beside torch's headers and libraries of 13.0.
-# FlashInfer and Triton's users compile with it where the machine has no toolkit.
+# Of releases that metadata allow, those that fit: the compiler of CUDA 13.0 beside torch's headers and libraries.
+# FlashInfer compiles with it where the machine has no toolkit.
 CUDA_CHOICES = tuple(f"nvidia-{name}>=13.0,<13.1" for name in ("cuda-nvcc", "cuda-crt", "cuda-cccl", "nvvm"))
 CUDA_EXTRAS = ("cuda", "hub", "wandb", "mlflow", "docs", "dev")
 CUDA_PLATFORM = ("--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_28")
@@ -100,9 +100,9 @@ def wanted() -> dict[Path, dict[str, str]]:
 def _lines(releases: dict[str, str]) -> Iterator[str]:
     """Where Python chooses between two releases, both, as pyproject.toml has them."""
     stated = [Requirement(text) for text in distribution("hybridflow").requires or ()]
-    for name, version in releases.items():
+    for name, release in releases.items():
         by_python = [one for one in stated if one.name == name and "python_version" in str(one.marker)]
-        yield from (f"{one}\n" for one in by_python) if by_python else (f"{name}=={version}\n",)
+        yield from (f"{one}\n" for one in by_python) if by_python else (f"{name}=={release}\n",)
 
 
 def resolved(*constraints: Path) -> str:
@@ -128,7 +128,7 @@ def unlike_files() -> Iterator[str]:
     over = pinned(OVER)
     for name, wanted_release in (pinned(CUDA) | over).items():
         found = version(name)
-        if found is None and name in over or found is not None and Version(found).public != wanted_release:
+        if Version(found).public != wanted_release if found else name in over:
             yield f"{name}: {found or 'nothing'} is installed, the files have {wanted_release}"
 
 

@@ -30,11 +30,15 @@ def test_the_workflow_runs_the_script_and_every_part_of_it() -> None:
     assert rest == [f"rest --shard {part}/{len(rest)}" for part in range(1, len(rest) + 1)]
 
 
-def test_the_workflow_tests_the_newer_megatron_and_resolves_the_set_for_gpus() -> None:
-    """Neither is for .ci/run: the first downloads another torch, the second needs a package of its own."""
+def test_the_workflow_tests_the_newer_megatron_and_installs_the_set_for_gpus() -> None:
+    """Neither is for .ci/run: both download another torch, and the second compiles Transformer Engine."""
     assert {"newest", "set-for-gpus"} < workflow()["jobs"].keys()
     assert commands("newest")[0][:3] == ["bash", "launch/test.sh", "--newest"]
-    assert commands("set-for-gpus")[-1] == ["python", "-m", "tests.constraints", "check"]
+    assert commands("set-for-gpus")[1:4] == [
+        ["bash", "launch/setup.sh", "--cuda"],
+        [".venv/bin/hybridflow", "env"],
+        [".venv/bin/python", "-m", "tests.constraints", "cuda", "check"],
+    ]
     assert "newest" not in (ROOT / ".ci" / "run").read_text()
 
 

@@ -8,7 +8,11 @@ import pytest
 
 from tests.launch import ROOT
 
-COPIED = ("launch/setup.sh", *(f"launch/constraints{kind}.txt" for kind in ("", "_cpu", "_cuda")), "pyproject.toml")
+COPIED = (
+    "launch/setup.sh",
+    *(f"launch/{name}.txt" for name in ("constraints", "constraints_cpu", "constraints_cuda", "overrides_cuda")),
+    "pyproject.toml",
+)
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3")
 
 
@@ -138,3 +142,86 @@ def test_the_build_for_cuda_is_taken_for_tests_alone_and_said_before_it_comes(ro
     assert asked[3][0] == "--no-deps", "it asks for the CPU build of torch"
     assert (venv / "requirements.txt").read_text() == "numba==0.65.0\n"
     assert "triton" not in (venv / "constraints.txt").read_text()
+
+
+FOR_CUDA = """\
+#!/bin/sh
+here=$(dirname "$0")
+case "$*" in
+    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    "-m pip "*) echo "$CUDA_HOME|$CPATH|$NVTE_BUILD_USE_NVIDIA_WHEELS|$NVTE_PYTORCH_FORCE_BUILD|$*" >>"$here/asked" ;;
+    *version_info*) echo 3.12 ;;
+    *Python.h*) cat "$here/header" 2>/dev/null || echo True ;;
+    *purelib*) echo /site/nvidia ;;
+    *torch.version.cuda*) echo cuda ;;
+    "-P "*) echo "transformer_engine: fails: OSError: x"; [ ! -e "$here/../../broken" ] ;;
+esac
+"""
+
+
+@pytest.fixture
+def for_cuda(root: Path) -> Path:
+    """A root whose python3.12 records what pip is asked for, and imports nothing. A file `broken`: imports fail."""
+    make_python(root / "bin" / "python3.12", None)
+    (root / "bin" / "python3.12").write_text(FOR_CUDA)
+    return root
+
+
+def set_up_for_cuda(root: Path, path: str = "/usr/bin:/bin") -> subprocess.CompletedProcess[str]:
+    env = {"PATH": f"{root}/bin:{path}"}
+    return subprocess.run(
+        ["bash", "launch/setup.sh", "--cuda"], cwd=root, env=env, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_transformer_engine_is_compiled_with_pips_headers_and_cublas_goes_over_torchs_last(for_cuda: Path) -> None:
+    done = set_up_for_cuda(for_cuda)
+    assert done.returncode == 0, done.stderr
+    asked = [line.split("|") for line in (for_cuda / ".venv" / "bin" / "asked").read_text().splitlines()]
+    torch, project, over = (words[-1].partition(" install ")[2].split() for words in asked)
+    constraints = ["--constraint", f"{for_cuda}/launch/constraints_cuda.txt"]
+    assert torch[:3] == [*constraints, "torch==2.13.0"]
+    assert {"ninja", "nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-cuda-cccl"} < set(torch)
+    assert project == [*constraints, "--no-build-isolation", "--editable", f"{for_cuda}[cuda,hub,dev]"]
+    assert asked[1][:4] == ["/site/nvidia/cu13", "/site/nvidia/cu13/include/cccl", "1", "TRUE"]
+    assert over == ["--no-deps", "--requirement", f"{for_cuda}/launch/overrides_cuda.txt"]
+    assert "put over what torch asks for, on purpose: nvidia-cublas==13.2.0.9" in done.stdout
+    assert "ready (cuda)" in done.stdout and (for_cuda / ".venv" / "setup.stamp").read_text().startswith("cuda\n3.12\n")
+
+
+def test_an_install_whose_imports_fail_is_not_finished(for_cuda: Path) -> None:
+    (for_cuda / "broken").touch()
+    done = set_up_for_cuda(for_cuda)
+    assert done.returncode == 1 and "transformer_engine: fails: OSError: x\n" in done.stdout
+    assert done.stderr.startswith("setup.sh: the install is broken: see above; the whole story: ")
+    assert (for_cuda / ".venv" / "setup.stamp").read_text() == "unfinished\n"
+
+
+def test_what_compiles_is_there_before_anything_is_downloaded(for_cuda: Path, tmp_path_factory) -> None:
+    tools = tmp_path_factory.mktemp("tools")  # all that setup.sh calls but a compiler
+    for name in (
+        "bash",
+        "dirname",
+        "sed",
+        "flock",
+        "cat",
+        "cut",
+        "sha256sum",
+        "mkdir",
+        "cp",
+        "ls",
+        "grep",
+        "find",
+        "rm",
+    ):
+        (tools / name).symlink_to(shutil.which(name))
+    (tools / "sh").symlink_to("/bin/sh")
+    done = set_up_for_cuda(for_cuda, str(tools))
+    assert done.stderr.startswith(
+        "setup.sh: there is no C++ compiler (c++), and transformer-engine-torch is compiled\n"
+    )
+    (for_cuda / ".venv" / "bin" / "header").write_text("False\n")
+    for_cuda.joinpath(".venv", "setup.stamp").write_text(f"cuda\n3.12\n{for_cuda}\nof another time\n")
+    done = set_up_for_cuda(for_cuda)
+    assert done.stderr.startswith(f"setup.sh: {for_cuda}/.venv/bin/python has no Python.h")
+    assert not (for_cuda / ".venv" / "bin" / "asked").exists()

@@ -35,6 +35,7 @@ EXTRA_PACKAGES = (
 )
 IMPORT_SECONDS = 300  # a cold disk
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+CUBLAS = "13.2.0.9"  # of launch/overrides_cuda.txt, which says why
 PREFIXES = (
     "CUDA_ GLOO_ HF_ HYBRIDFLOW_ KMP_ LD_ MASTER_ MKL_ NCCL_ NVIDIA_ NVTE_ OMP_ PYTHON PYTORCH_ SLURM_JOB_ "
     "TOKENIZERS_ TORCH TRITON_ VLLM_"
@@ -72,6 +73,10 @@ def verdict(failed: Sequence[str]) -> str:
 
 def advice(packages: Mapping[str, str]) -> list[str]:
     """What to do about packages that do not go together. packages: version by name, of those that are installed."""
+    return [*_companions(packages), *_cublas(packages)]
+
+
+def _companions(packages: Mapping[str, str]) -> list[str]:
     wrong = [name for name in COMPANIONS if name in packages and not packages[name].endswith("+cpu")]
     if not wrong or not packages.get("torch", "").endswith("+cpu"):
         return []
@@ -81,6 +86,22 @@ def advice(packages: Mapping[str, str]) -> list[str]:
         "transformers does not import with them. Remove them:",
         f"    pip uninstall --yes {' '.join(wrong)}",
     ]
+
+
+def _cublas(packages: Mapping[str, str]) -> list[str]:
+    engine, cublas = (packages.get(name) for name in ("transformer-engine", "nvidia-cublas"))
+    if engine is None or cublas is None or _numbers(cublas) >= _numbers(CUBLAS) or _numbers(engine) < (2, 13):
+        return []
+    return [
+        "",
+        f"nvidia-cublas {cublas}: torch asks for this release. transformer-engine {engine} does not load with it.",
+        "Put a later one over it:",
+        f"    pip install --no-deps nvidia-cublas=={CUBLAS}",
+    ]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.partition("+")[0].split(".") if part.isdigit())
 
 
 def _machine() -> Iterator[str]:

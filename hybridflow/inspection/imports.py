@@ -22,9 +22,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Import:
-    """modules: in this order. needs: a distribution without which a run goes without the modules; None: a run needs them.
+    """modules: in this order. needs: a distribution without which a run goes without them; None: a run needs them.
 
-    compiled: modules of the build for CUDA, which load beside NVIDIA's driver alone.
+    compiled: modules of the build for CUDA, which load only where NVIDIA's driver is.
     """
 
     modules: tuple[str, ...]

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from hybridflow.inspection.findings import Finding, Status
+from hybridflow.inspection.imports import version
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.versions import DISTRIBUTIONS, SEEN, installed_set, installed_version, public, tries_versions
 
@@ -51,6 +52,7 @@ PAIRS = (
     Pair("vllm", ((0, 32), (0, 32, 1)), "transformers", ((5, 16, 1), (5, 20))),
     Pair("megatron-core", ((0, 16, 1), (0, 16, 2)), "transformer-engine", ((2, 0), (2, 12))),
     Pair("megatron-core", ((0, 19, 2), (0, 19, 3)), "transformer-engine", ((2, 14), (3, 0))),
+    Pair("transformer-engine", ((2, 13), (2, 17)), "nvidia-cublas", ((13, 2, 0, 9), (14, 0))),  # else it does not load
     Pair("torch", ((2, 13), (2, 14)), "CUDA", ((13, 0), (14, 0))),
 )
 
@@ -58,7 +60,7 @@ PAIRS = (
 def installed() -> dict[str, str | None]:
     """Version by package, None where it is not installed; of CUDA the one that torch is built for."""
     found: dict[str, str | None] = {package: installed_version(package) for package in DISTRIBUTIONS}
-    return found | {"CUDA": torch.version.cuda}
+    return found | {"CUDA": torch.version.cuda, "nvidia-cublas": version("nvidia-cublas")}
 
 
 def version_findings(found: Mapping[str, str | None], host: str, *, cuda: bool) -> list[Finding]:
@@ -68,7 +70,9 @@ def version_findings(found: Mapping[str, str | None], host: str, *, cuda: bool) 
     advice = "" if supported else "hybridflow needs Python 3.11 or 3.12: bash launch/setup.sh --python python3.11"
     findings = [Finding(AREA, "Python", host, platform.python_version(), "ok" if supported else "fail", advice)]
     findings.append(_set(host))
-    findings += [_package(package, version, host, cuda=cuda) for package, version in found.items() if package != "CUDA"]
+    findings += [
+        _package(package, version, host, cuda=cuda) for package, version in found.items() if package in DISTRIBUTIONS
+    ]
     return findings + [_apex(host, cuda=cuda), *_cuda_findings(host)] + pair_findings(found, host)
 
 

@@ -17,7 +17,7 @@ from hybridflow.inspection.versions import (
     within,
 )
 from hybridflow.parallel.versions import SEEN, SETS, ReleaseSet, installed_set, public
-from tests.constraints import CUDA, OWN, pinned
+from tests.constraints import CUDA, OVER, OWN, pinned
 
 GOOD = {
     "torch": "2.13.0+cpu",
@@ -55,6 +55,18 @@ def test_releases_are_compared_by_their_numbers() -> None:
         ({"transformer-engine": "2.12.0"}, "megatron-core with transformer-engine", "fail", "below 2.12"),
         ({**NEWER, "transformer-engine": "2.16.1"}, "megatron-core with transformer-engine", "ok", ""),
         ({**NEWER, "transformer-engine": "2.13.0"}, "megatron-core with transformer-engine", "fail", "from 2.14 on"),
+        (
+            {"transformer-engine": "2.16.1", "nvidia-cublas": "13.1.1.3"},
+            "transformer-engine with nvidia-cublas",
+            "fail",
+            "transformer-engine 2.16.1 needs nvidia-cublas from 13.2.0.9 on, below 14.0: bash launch/setup.sh",
+        ),
+        (
+            {"transformer-engine": "2.16.1", "nvidia-cublas": "13.2.0.9"},
+            "transformer-engine with nvidia-cublas",
+            "ok",
+            "",
+        ),
         ({"CUDA": "12.9"}, "torch with CUDA", "fail", "torch 2.13.0+cpu needs CUDA from 13.0 on, below 14.0"),
         ({"CUDA": "13.0"}, "torch with CUDA", "ok", ""),
     ],
@@ -73,11 +85,11 @@ def test_a_pair_is_not_looked_at_where_one_is_missing() -> None:
 @pytest.mark.parametrize("known", SETS, ids=lambda known: known.name)
 def test_the_releases_of_a_set_go_together(known: ReleaseSet) -> None:
     on_gpus = "vllm" in known.releases
-    found = pinned(CUDA) if on_gpus else pinned(OWN, known.python)
+    found = pinned(CUDA) | pinned(OVER) if on_gpus else pinned(OWN, known.python)
     found |= {"vllm": "0.32.0", "CUDA": "13.0" if on_gpus else None}
     assert {name: found[name] for name in known.releases} == known.releases
     told = pair_findings(found, "here")
-    assert [finding.status for finding in told] == ["ok"] * (4 if on_gpus else 2)
+    assert [finding.status for finding in told] == ["ok"] * (5 if on_gpus else 2)
 
 
 @pytest.mark.parametrize(
