@@ -131,7 +131,7 @@ class RolloutBatch:
 
     @property
     def failed(self) -> Tensor:
-        """(N,) bool: rows whose environment has failed."""
+        """(N,) bool: rows whose environment has failed. No number about rows counts them."""
         return self.environment_rewards.isnan().any(1)
 
     @property

@@ -143,13 +143,13 @@ class Bookkeeping:
         What calls took and how many rows failed, of all responses; of an iteration that generates several times, of all
         of them.
         """
-        size = len(run.rollout)
+        size, kept = len(run.rollout), ~run.rollout.failed
         run.score_parts = {name: whole[:size] for name, whole in scores.by_name(wholes).items()}
         for name, part in run.score_parts.items():
             if "/" in name:
-                run.metrics[f"reward/{name}"] = part.mean()
+                run.metrics[f"reward/{name}"] = part[kept].mean()
             elif len(run.score_parts) > 1:
-                run.metrics[f"reward/part_{name}_mean"] = part.mean()
+                run.metrics[f"reward/part_{name}_mean"] = part[kept].mean()
         if scores.functions:
             self._calls.append(scores.calls(wholes))
             run.metrics |= call_metrics(self._calls)
@@ -220,7 +220,7 @@ class OnlineBookkeeping(Bookkeeping):
         metrics = batch_metrics(batch) | lengths | run.metrics | kl | updates | self._routing() | self._turns(batch)
         metrics |= dropped_metrics(data.bad_rows, data.overlong_prompts, [self._prompts.dropped, *self._dropped])
         if self.trains and "kl/sequence_mean" in metrics:
-            coef = kl_term.updated(float(metrics["kl/sequence_mean"]), len(batch)).coef
+            coef = kl_term.updated(float(metrics["kl/sequence_mean"]), int((~batch.failed).sum())).coef
             run.state = replace(run.state, kl_coef=coef)
         interval = self._config.algorithm.kl.reset_reference_interval
         actor, reference = self.roles.actor, self.roles.reference

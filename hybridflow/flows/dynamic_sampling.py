@@ -113,7 +113,7 @@ def sampled(run: Run, c: DynamicSampling | None) -> tuple[RolloutBatch, Scores |
         if num_rounds:
             run.draw()
         made = _generated(run)
-        is_equal = equal_groups(made.raw_scores, made.rollout.prompt_indices)
+        is_equal = nothing_to_learn(made.raw_scores, made.rollout)
         differ = made.chosen((~is_equal).nonzero().flatten().tolist())
         equal.append(made.chosen(is_equal.nonzero().flatten().tolist()))
         kept = differ if kept is None else kept.followed_by(differ)
@@ -126,6 +126,16 @@ def sampled(run: Run, c: DynamicSampling | None) -> tuple[RolloutBatch, Scores |
     numbers = {"before": num_before, "generated": num_generated, "rounds": num_rounds, "filled": wanted - len(batch)}
     _tell(run, numbers, num_equal=sum(map(len, equal)), num_rest=len(rest), keeps=c.surplus == "keep")
     return filled.rollout, filled.raw_scores
+
+
+def nothing_to_learn(scores: Tensor, rollout: RolloutBatch) -> Tensor:
+    """bool, one a group: whether those of its rows that have not failed score alike. One such row, or none, does so."""
+    failed, groups = rollout.failed, rollout.prompt_indices
+    if failed.any():
+        of_others = torch.full((int(groups.max()) + 1,), -torch.inf, dtype=scores.dtype)
+        of_others = of_others.scatter_reduce(0, groups[~failed], scores[~failed], "amax")
+        scores = torch.where(failed, of_others[groups], scores)
+    return equal_groups(scores, groups)
 
 
 def _from_before(run: Run) -> Groups | None:

@@ -39,7 +39,7 @@ def evaluate(
     show(values * (failures == 0))
     found = {"eval/accuracy": _accuracy(values, failures)}
     if scores is not None:
-        found["eval/score_mean"] = float(scores.put_together(wholes).mean())
+        found["eval/score_mean"] = float(scores.put_together(wholes)[~responses.failed].mean())
     if isinstance(right, Tensor) or caller.failure_score(right, "timeout") is not None:
         found["eval/failed_rows"] = float((failures != 0).sum())
     return found

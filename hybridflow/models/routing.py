@@ -14,7 +14,7 @@ There the trainer's own choice stands.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -84,10 +84,12 @@ class Routing:
     """The engine's experts of the tokens of a micro-batch, in the layers of one model chunk.
 
     experts: (t, layers, k) on the device. differences: where they are counted.
+    counted: the layers that have counted. A layer that is computed again in the backward pass counts once.
     """
 
     experts: Tensor
     differences: Differences | None = None
+    counted: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -146,9 +148,12 @@ def hand_over(index: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, A
     Also when the layer is computed again in the backward pass, where another micro-batch has been in between. index: of
     the layer in its chunk.
     """
-    routing = getattr(kwargs["packed_seq_params"], "routing", None)
+    routing: Routing | None = getattr(kwargs["packed_seq_params"], "routing", None)
     layer.mlp.replayed = None if routing is None else routing.experts[:, index]
-    differences = None if routing is None else routing.differences
+    differences = None
+    if routing is not None and index not in routing.counted:
+        differences = routing.differences
+        routing.counted.add(index)
     layer.mlp.differences = differences
     layer.mlp.router.replay = replayed if differences is None else differences.replayed
 

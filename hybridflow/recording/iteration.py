@@ -35,32 +35,33 @@ class Iteration:
 def batch_metrics(batch: RolloutBatch) -> Metrics:
     """What was generated and how it was judged: of the fields, by their names, that the algorithm's batch has.
 
-    Lengths and means count response tokens. `reward/equal_groups_fraction` is the share of prompts whose responses have
-    all the same raw score, where a prompt has several. `rollout/log_prob_diff_*`, `token_mult_prob_error` (the mean of
-    exp |difference|) and `gen_kl` (k3, of the engine's distribution to the trainer's) compare the engine's log-probs
-    with the trainer's. The engine's are of the distribution that was sampled from: with top_p, top_k, min_p, penalties
-    or biases the difference of that to the trainer's softmax is in them too.
+    Lengths and means count response tokens; no mean over rows counts those that have failed.
+    `reward/equal_groups_fraction` is the share of prompts whose responses have all the same raw score, where a prompt
+    has several. `rollout/log_prob_diff_*`, `token_mult_prob_error` (the mean of exp |difference|) and `gen_kl` (k3, of
+    the engine's distribution to the trainer's) compare the engine's log-probs with the trainer's. The engine's are of
+    the distribution that was sampled from: with top_p, top_k, min_p, penalties or biases the difference of that to the
+    trainer's softmax is in them too.
     """
     known: Mapping[str, Tensor] = vars(batch)
-    mask, metrics = batch.response_mask, Metrics()
+    mask, kept, metrics = batch.response_mask, ~batch.failed, Metrics()
     if "raw_scores" in known:
-        metrics["reward/score_mean"] = known["raw_scores"].mean()
-        metrics["reward/score_std"] = known["raw_scores"].std(correction=0)
-        if len(batch.prompt_indices.unique()) < len(batch):
-            equal = equal_groups(known["raw_scores"], batch.prompt_indices)
-            metrics["reward/equal_groups_fraction"] = equal.float().mean()
+        scores, groups = known["raw_scores"][kept], batch.prompt_indices[kept]
+        metrics["reward/score_mean"] = scores.mean()
+        metrics["reward/score_std"] = scores.std(correction=0)
+        if len(groups.unique()) < len(groups):
+            metrics["reward/equal_groups_fraction"] = equal_groups(scores, groups).float().mean()
     if "scores" in known:
-        metrics["reward/score_shaped_mean"] = known["scores"].mean()
-    response_lengths = tokens_in_mask(mask, batch.lengths).float()
+        metrics["reward/score_shaped_mean"] = known["scores"][kept].mean()
+    response_lengths = tokens_in_mask(mask, batch.lengths)[kept].float()
     metrics["rollout/response_length_mean"] = response_lengths.mean()
     metrics["rollout/response_length_max"] = response_lengths.max()
-    metrics["rollout/truncated_fraction"] = batch.truncated.float().mean()
+    metrics["rollout/truncated_fraction"] = batch.truncated[kept].float().mean()
     if "log_probs" in known and known["log_probs"] is not batch.rollout_log_probs:  # which may be the old ones
         metrics |= _mismatch(known["log_probs"], batch.rollout_log_probs, mask)
     if {"log_probs", "ref_log_probs"} <= known.keys():
         kl = kl_k1(known["log_probs"], known["ref_log_probs"]).masked_fill(~mask, 0.0)
         metrics["kl/reference_mean"] = masked_mean(kl, mask)
-        metrics["kl/sequence_mean"] = kl.sum() / len(batch)
+        metrics["kl/sequence_mean"] = kl.sum() / kept.sum()
     if {"values", "returns"} <= known.keys():
         metrics["critic/explained_variance"] = explained_variance(known["values"], known["returns"], mask)
     return metrics
@@ -77,6 +78,7 @@ def length_metrics(batch: RolloutBatch, buckets: LengthBuckets[int]) -> Metrics:
     for bucket, name in enumerate([*(f"up_to_{end}" for end in buckets.ends), "longer"]):
         rows, area = of_rows == bucket, f"sampling/{name}"
         metrics[f"{area}/prompts"] = float(len(batch.prompt_indices[rows].unique()))
+        rows &= ~batch.failed
         if not rows.any():
             continue
         metrics[f"{area}/response_length_mean"] = response_lengths[rows].mean()

@@ -193,6 +193,8 @@ class WritingRecorder(Recorder):
         seed = f"{self._config.seed}/{done.number}"
         rows = chosen_rows(batch.prompt_indices, len(done.prompts), number, seed=seed)
         scores, parts = vars(batch).get("raw_scores"), done.score_parts
+        if scores is not None:
+            scores = scores.masked_fill(batch.failed, float("nan"))
         found = samples_of(batch, done.prompts, rows, self._decode, kind="train", scores=scores, parts=parts)
         self._samples.write(done.number, found)
 

@@ -36,17 +36,18 @@ def samples_of(
     scores: Tensor | None,
     parts: Mapping[str, Tensor],
 ) -> list[Sample]:
-    """Of these rows of the batch. scores, parts: (N,) each."""
+    """Of these rows of the batch. scores, parts: (N,) each; a row without a score, NaN, has no parts either."""
     found = []
     for row, ids in zip(rows, batch.response_token_lists(list(rows)), strict=True):
         prompt = int(batch.prompt_indices[row])
+        score = None if scores is None or scores[row].isnan() else float(scores[row])
         found.append(
             Sample(
                 kind=kind,
                 prompt=prompts.texts[prompt] or decode(_prompt_ids(batch, row)),  # of a row that brings its own
                 response=decode(ids),
-                score=None if scores is None else float(scores[row]),
-                parts={name: float(part[row]) for name, part in parts.items()},
+                score=score,
+                parts={} if score is None else {name: float(part[row]) for name, part in parts.items()},
                 columns={name: _short(values[prompt]) for name, values in prompts.columns.items()},
                 turns=_turns(batch, row, ids, decode) if batch.has_rewards else [],
             )

@@ -153,7 +153,10 @@ class Scorer:
         return range(len(self._config.functions) + len(self._config.remote))
 
     def shaped(self, scores: Tensor, rollout: RolloutBatch, moments: RunningMoments) -> tuple[Tensor, RunningMoments]:
-        """(N,) scores as training sees them, and new moments: long and cut responses penalised, normalised, clipped."""
+        """(N,) scores as training sees them, and new moments: long and cut responses penalised, normalised, clipped.
+
+        Rows that have failed are in no mean and no deviation. Their own scores mean nothing: they are not trained on.
+        """
         config = self._config
         if config.truncation_penalty:
             scores = penalize_truncated(scores, rollout.truncated, penalty=config.truncation_penalty)
@@ -164,10 +167,11 @@ class Scorer:
                 buffer=config.overlong.buffer,
                 factor=config.overlong.factor,
             )
+        kept = ~rollout.failed
         if config.normalization == "batch":
-            scores = batch_normalized(scores)
+            scores = scores.masked_scatter(kept, batch_normalized(scores[kept]))
         elif config.normalization == "running":
-            moments = moments.updated(scores)
+            moments = moments.updated(scores[kept])
             scores = moments.normalized(scores)
         return scores if config.clip_score is None else clip_scores(scores, config.clip_score), moments
 
@@ -186,7 +190,7 @@ def environment_parts(config: EnvironmentConfig) -> tuple[str, ...]:
 def environment_terms(rollout: RolloutBatch, rank: int, world_size: int) -> tuple[Contribution, ...]:
     """A term of each part of an environment's reward, which all ranks know.
 
-    A row that has failed has the mean of the others of its prompt, which changes no mean: it is not trained on.
+    A row that has failed has the mean of the others of its prompt. Nothing counts that number.
     """
     own = torch.arange(len(rollout))[rank::world_size]
     columns = [_filled(column, rollout.prompt_indices) for column in rollout.environment_rewards.unbind(1)]

@@ -29,6 +29,7 @@ STAGES = [
 RUNS: dict[str, list[str]] = {
     "own": [],
     "replayed": [REPLAY],
+    "activations kept": [REPLAY, "actor.recompute=none"],
     "one step": [REPLAY, "algorithm.update.mini_batch_size=null"],
     "engine log-probs": [REPLAY, "algorithm.policy.old_log_probs=engine"],
     "stages": [REPLAY, *STAGES],

@@ -56,6 +56,13 @@ def test_the_engines_experts_bring_log_probs_nearer(results: dict[str, Any]) -> 
         assert 0 < theirs["rollout/experts_differ"] < 0.2
 
 
+def test_a_layer_that_is_computed_again_counts_once(results: dict[str, Any]) -> None:
+    """The counts are those of the pass for log-probs and of the first step's rows that this pass had not."""
+    again, once = results["replayed"], results["activations kept"]
+    for name in ("rollout/experts_differ", DIFFERENCE):
+        assert [metrics[name] for metrics in again] == [metrics[name] for metrics in once]
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_only_with_the_key_is_anything_recorded(name: str, results: dict[str, Any], runs: Path) -> None:
     dumped = load_file(runs / name.replace(" ", "-") / "batches" / "iteration_000001.safetensors")
