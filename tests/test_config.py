@@ -888,9 +888,33 @@ def test_maxrl_takes_scores_that_are_not_negative(config_file, key: str, value: 
     assert f"reward.{key} = {value}: maxrl divides by the mean score of a group" in problem(path)
 
 
-def test_the_engines_log_probs_are_no_old_ones_where_it_samples_from_less(config_file) -> None:
-    path = config_file({"algorithm.policy.old_log_probs": "engine", "sampling.top_p": 0.9})
-    assert "algorithm.policy.old_log_probs = engine cannot go with sampling.top_p = 0.9" in problem(path)
+def test_a_temperature_that_vllm_raises_is_refused(config_file) -> None:
+    rule = "0.004 is below 0.01: vLLM would sample at 0.01, and the trainer's log-probs would be of another temperature"
+    assert f"sampling.temperature: {rule}" in problem(config_file({"sampling.temperature": 0.004}))
+    bucket = {"sampling.by_prompt_length": [{"up_to": 3, "temperature": 0.004}]}
+    assert f"sampling.by_prompt_length.0.temperature: {rule}" in problem(config_file(bucket))
+    assert load(**{"sampling.temperature": 0.01}).sampling.temperature == 0.01
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("top_p", 0.9),
+        ("min_response_length", 2),  # up to there no end token can be drawn
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", 0.5),
+        ("repetition_penalty", 1.1),
+        ("bad_words", ("no",)),
+        ("allowed_token_ids", (1, 2)),
+        ("logit_bias", {1: 2.0}),
+    ],
+)
+def test_the_engines_log_probs_are_no_old_ones_where_it_samples_from_less(config_file, key: str, value: Any) -> None:
+    given = list(value) if isinstance(value, tuple) else value
+    path = config_file({"algorithm.policy.old_log_probs": "engine", f"sampling.{key}": given})
+    assert f"algorithm.policy.old_log_probs = engine cannot go with sampling.{key} = {value}" in problem(path)
+    path = config_file({"algorithm.policy.importance": {"kind": "token"}, f"sampling.{key}": given})
+    assert f"importance.cap = 2.0 cannot go with sampling.{key} = {value}" in problem(path)
 
 
 def test_an_algorithm_has_the_models_that_it_needs() -> None:

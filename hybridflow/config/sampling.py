@@ -2,12 +2,27 @@
 
 from typing import Annotated, Any, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.config.section import Section
 
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+LEAST_TEMPERATURE = 0.01  # of vLLM 0.32.0: below, vLLM samples at this one, and says so in a log line
+
+
+def _sampled_at(temperature: float) -> float:
+    if temperature < LEAST_TEMPERATURE:
+        raise ValueError(
+            f"{temperature} is below {LEAST_TEMPERATURE}: vLLM would sample at {LEAST_TEMPERATURE}, and the trainer's log-probs would "
+            "be of another temperature"
+        )
+    return temperature
+
+
+Temperature = Annotated[PositiveFloat, AfterValidator(_sampled_at)]
 
 
 class PromptLengthConfig(Section):
@@ -17,7 +32,7 @@ class PromptLengthConfig(Section):
     """Tokens of the longest prompt of this bucket. A prompt belongs to the first bucket that it fits in."""
     samples_per_prompt: PositiveInt | None = None
     """Responses to each prompt of the bucket. null: as sampling says."""
-    temperature: PositiveFloat | None = None
+    temperature: Temperature | None = None
     """The temperature of softmax in the bucket. null: as sampling says."""
     max_response_length: PositiveInt | None = None
     """Tokens of the longest response in the bucket. null: as sampling says, which is also the most."""
@@ -46,8 +61,8 @@ class SamplingConfig(Section):
     """Tokens of the longest response, the end token included."""
     min_response_length: NonNegativeInt = 0
     """Tokens of the shortest response. 0: no limit."""
-    temperature: PositiveFloat = 1.0
-    """The temperature of softmax, in generation and in training. 1: neutral."""
+    temperature: Temperature = 1.0
+    """The temperature of softmax, in generation and in training, 0.01 at least. 1: neutral."""
     top_p: Fraction = 1.0
     """Tokens are drawn from the most likely ones with this much probability together. 1: all tokens."""
     top_k: NonNegativeInt = 0
@@ -115,9 +130,9 @@ class SamplingConfig(Section):
     def changed_distribution(self) -> list[str]:
         """The keys, as `sampling.top_p = 0.9`, by which tokens are not drawn from the whole softmax at a temperature.
 
-        min_response_length and stop words are not among them: of a response they change the end alone.
+        Up to min_response_length no end token can be drawn. Stop words are not among the keys: they change the end alone.
         """
         neutral = SamplingConfig(max_response_length=1)
         keys = ["top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
-        keys += ["bad_words", "allowed_token_ids", "logit_bias"]
+        keys += ["bad_words", "allowed_token_ids", "logit_bias", "min_response_length"]
         return [f"sampling.{key} = {getattr(self, key)}" for key in keys if getattr(self, key) != getattr(neutral, key)]
