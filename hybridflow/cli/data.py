@@ -54,12 +54,13 @@ def _lines(file: str, config: str | None, overrides: list[str]) -> Iterator[str]
     except ValueError as error:
         raise ConfigError(f"FILE: {error}") from error
     # torch loads for seconds: a wrong argument fails before
-    from hybridflow.data.hub_data_sets import fetch_data_sets
-    from hybridflow.data.sources import open_files
+    from hybridflow.data.sources import fetch, open_files
     from hybridflow.data.view import columns, seen_by
 
-    fetch_data_sets(files, "FILE")
-    yield from columns(open_files(files, "FILE"))
+    fetch(files, "FILE")
+    opened = open_files(files, "FILE")
+    yield from opened.notes
+    yield from columns(opened)
     if config is not None:
         yield ""
         given = read_tree(config, [*overrides, f"data.train={json.dumps(named)}"])

@@ -1,5 +1,6 @@
 """What a config names and this machine lacks, as far as can be told of a config that does not hold: torch stays out."""
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def read_config(tree: dict[str, Any], source: str | Path) -> AnyConfig:
     for name in ("train", "heldout"):
         file = _section(tree, "data").get(name)
         if isinstance(file, str):
-            reasons.of(data_files, Path(file).expanduser(), f"data.{name}")
+            reasons.of(data_files, os.path.expanduser(file), f"data.{name}")
     reasons.of(described, [(function, {}) for function in _functions(tree)])
     reasons.refuse()
     raise AssertionError("there was a reason")

@@ -12,10 +12,9 @@ from hybridflow.config.algorithms import Custom
 from hybridflow.config.data import DataFiles
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.data.fields import named
-from hybridflow.data.hub_data_sets import fetch_data_sets
 from hybridflow.data.rows import Row, RowError, attempt
 from hybridflow.data.same_tokens import check_tokenizers
-from hybridflow.data.sources import data_files, open_files
+from hybridflow.data.sources import data_files, fetch, open_files
 from hybridflow.errors import DataError, Reasons
 from hybridflow.placement.placed import check_output_dir, place_either
 from hybridflow.rewards.specs import pool_specs
@@ -85,7 +84,7 @@ def missing_here(config: AnyConfig) -> list[str]:
 
 def _check_rows(key: str, files: DataFiles, config: AnyConfig) -> None:
     """Errors: DataError for a file or data set that is not there, and for first rows that lack a column."""
-    fetch_data_sets(files, key)
+    fetch(files, key)
     if sum(file.stat().st_size for file in data_files(files, key)) > MOST_BYTES:
         return
     rows = open_files(files, key)

@@ -16,8 +16,8 @@ LEAST_TEMPERATURE = 0.01  # of vLLM 0.32.0: below, vLLM samples at this one, and
 def _sampled_at(temperature: float) -> float:
     if temperature < LEAST_TEMPERATURE:
         raise ValueError(
-            f"{temperature} is below {LEAST_TEMPERATURE}: vLLM would sample at {LEAST_TEMPERATURE}, and the trainer's log-probs would "
-            "be of another temperature"
+            f"{temperature} is below {LEAST_TEMPERATURE}: vLLM would sample at {LEAST_TEMPERATURE}, and the trainer's "
+            "log-probs would be of another temperature"
         )
     return temperature
 
@@ -130,7 +130,7 @@ class SamplingConfig(Section):
     def changed_distribution(self) -> list[str]:
         """The keys, as `sampling.top_p = 0.9`, by which tokens are not drawn from the whole softmax at a temperature.
 
-        Up to min_response_length no end token can be drawn. Stop words are not among the keys: they change the end alone.
+        Up to min_response_length no end token can be drawn. Stop words change the end alone: they are not among these.
         """
         neutral = SamplingConfig(max_response_length=1)
         keys = ["top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]

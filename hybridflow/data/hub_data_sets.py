@@ -1,6 +1,6 @@
 """Data sets by their name on the HuggingFace Hub, fetched by `datasets` as Arrow files into its cache.
 
-    fetch_data_sets(files, "data.train")    where a run begins: what is missing is fetched
+    fetch_data_set(source, "data.train")     where a run begins: what is missing is fetched
     files_of_data_set(source, "data.train")  the files there
 
 A note beside them says which files a source has. Without network, what has been fetched for the same source is read;
@@ -12,19 +12,9 @@ import json
 import os
 from pathlib import Path
 
-from hybridflow.config.data import DataFiles, HubSourceConfig, sources_of
+from hybridflow.config.data import HubSourceConfig
 from hybridflow.config.hub import first_line
 from hybridflow.errors import DataError
-
-
-def fetch_data_sets(files: DataFiles, key: str) -> None:
-    """Fetch what the config's `key` names on the Hub and the cache lacks.
-
-    Errors: DataError that names key and data set, and what to do where there is no network.
-    """
-    for source in sources_of(files):
-        if isinstance(source, HubSourceConfig):
-            _fetch(source, key)
 
 
 def files_of_data_set(source: HubSourceConfig, key: str) -> list[Path]:
@@ -35,7 +25,11 @@ def files_of_data_set(source: HubSourceConfig, key: str) -> list[Path]:
     return noted
 
 
-def _fetch(source: HubSourceConfig, key: str) -> None:
+def fetch_data_set(source: HubSourceConfig, key: str) -> None:
+    """Fetch what the cache lacks.
+
+    Errors: DataError that names key and data set, and what to do where there is no network.
+    """
     where = f"{key} = {source.title}"
     if Path(source.hub).exists():
         raise DataError(f"{where}: {source.hub} is here as a file or directory: name its files instead")

@@ -7,12 +7,13 @@ from hybridflow.data.usable import Dropped, UsableRows
 
 
 def left_out(key: str, rows: UsableRows[Any], too_long: str) -> list[str]:
-    """Of a file, at the start: a line for what is too long, one for what cannot be used; or what is still unknown.
+    """Of a file, at the start: how files were chosen, a line for rows that are too long, one for rows that cannot be
+    used; or what is still unknown.
 
     too_long: what rows are that are too long.
     """
     dropped, num_rows = rows.dropped, len(rows) + rows.dropped.num_rows
-    lines = []
+    lines = [*rows.files.notes]
     if dropped.num_overlong:
         lines.append(f"{key}: left out {dropped.num_overlong} of {num_rows} {too_long}")
     if dropped.num_bad:

@@ -12,32 +12,35 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from hybridflow.config.data import DataFiles, HubSourceConfig, Source, sources_of
+from hybridflow.config.data import DataFiles, HubSourceConfig, Source, SourceConfig, sources_of
 from hybridflow.config.hub import is_hub_name
 from hybridflow.config.reasoning_gym import ReasoningGymConfig, TaskConfig
+from hybridflow.data.copies import check_no_archive, copies_of, is_remote, make_copies, needs_copy
 from hybridflow.data.gym_files import rows_of_task
-from hybridflow.data.hub_data_sets import files_of_data_set
+from hybridflow.data.hub_data_sets import fetch_data_set, files_of_data_set
 from hybridflow.data.json_array import JsonArray, begins_as_array
 from hybridflow.data.json_lines import JsonLines
+from hybridflow.data.listing import JSON, JSON_LINES, PARQUET, TEXT_TABLES, local_files, to_parquet
 from hybridflow.data.order import MOST_TURNS, shares
 from hybridflow.data.rows import DataRows, Row
-from hybridflow.data.saved_dataset import ARROW, saved_files
+from hybridflow.data.saved_dataset import ARROW
 from hybridflow.errors import DataError
-
-JSON = ".json"  # lines, or one array
-JSON_LINES = (".jsonl", JSON, ".ndjson")
-PARQUET = ".parquet"
-TEXT_TABLES = {".csv": ",", ".tsv": r"\t"}  # read as text they say no types: 007 and 7 would be one answer
 
 
 class Files:
     """The rows of several sources, one after the other.
 
     names: of the sources; ends: of each the number of rows up to its end; weights: of them, None without.
+    notes: which files were chosen, where a person has not named each.
     """
 
-    def __init__(self, sources: Sequence[tuple[str, Sequence[DataRows]]], weights: tuple[float, ...] | None) -> None:
-        self.names = tuple(name for name, _ in sources)
+    def __init__(
+        self,
+        sources: Sequence[tuple[str, Sequence[DataRows]]],
+        weights: tuple[float, ...] | None,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self.names, self.notes = tuple(name for name, _ in sources), notes
         self.weights = weights
         self._files = [file for _, files in sources for file in files]
         self._file_ends = list(accumulate(len(file) for file in self._files))
@@ -71,10 +74,20 @@ class Files:
         return sum(file.nbytes for file in self._files)
 
 
+def fetch(named: DataFiles | Path, key: str) -> None:
+    """Bring here what the config's `key` names elsewhere, and expand what is compressed. Errors: DataError."""
+    for source in () if isinstance(named, ReasoningGymConfig) else _sources(named):
+        if isinstance(source, HubSourceConfig):
+            fetch_data_set(source, key)
+        elif isinstance(source, SourceConfig):
+            make_copies(source.path, key)
+
+
 def open_files(named: DataFiles | Path, key: str) -> Files:
-    """What the config's `key` names. Errors: DataError where a file cannot be read or holds nothing."""
+    """What the config's `key` names, fetched. Errors: DataError where a file cannot be read or holds nothing."""
     sources = _sources(named)
-    opened = [(source.title, [_opened(file) for file in files]) for source, files in _found(named, key)]
+    found = _found(named, key)
+    opened = [(source.title, [_opened(file) for file in files]) for source, files, _ in found]
     for title, files in opened:
         if not any(len(file) for file in files):
             raise DataError(f"{title}: holds no row ({key}); expected JSON (lines or an array), Parquet or Arrow")
@@ -85,12 +98,12 @@ def open_files(named: DataFiles | Path, key: str) -> Files:
                 f"{key}: the weight {source.weight} of {source.title} is less than one row in {MOST_TURNS:,}. Leave "
                 "the file out, or give a larger weight"
             )
-    return Files(opened, weights or None)
+    return Files(opened, weights or None, tuple(note for *_, notes in found for note in notes))
 
 
 def data_files(named: DataFiles | Path, key: str) -> list[Path]:
     """The files that the config's `key` names, none of which is opened. Errors: DataError where one is not there."""
-    files = [file for _, some in _found(named, key) for file in some]
+    files = [file for _, some, _ in _found(named, key) for file in some]
     for file in files:
         if not file.is_file():
             of_the_hub = is_hub_name(str(file)) and file.suffix not in (*JSON_LINES, PARQUET, ARROW, *TEXT_TABLES)
@@ -103,45 +116,33 @@ def _sources(named: DataFiles | Path) -> Sequence[Source | TaskConfig]:
     return sources_of(str(named) if isinstance(named, Path) else named)
 
 
-def _found(named: DataFiles | Path, key: str) -> list[tuple[Source | TaskConfig, list[Path]]]:
-    """Each source with its files."""
+Found = tuple[list[Path], tuple[str, ...]]  # files, and notes on the choice
+
+
+def _found(named: DataFiles | Path, key: str) -> list[tuple[Source | TaskConfig, list[Path], tuple[str, ...]]]:
+    """Each source with its files and notes."""
     if isinstance(named, ReasoningGymConfig):
         tasks = enumerate(named.reasoning_gym)
-        return [(task, [rows_of_task(task, named.system_prompt, f"{key}.reasoning_gym.{i}")]) for i, task in tasks]
-    return [(source, _files_of(source, key)) for source in _sources(named)]
+        return [(task, [rows_of_task(task, named.system_prompt, f"{key}.reasoning_gym.{i}")], ()) for i, task in tasks]
+    return [(source, *_files_of(source, key)) for source in _sources(named)]
 
 
-def _files_of(source: Source | TaskConfig, key: str) -> list[Path]:
+def _files_of(source: Source | TaskConfig, key: str) -> Found:
     assert not isinstance(source, TaskConfig), "tasks have a place in their section"
     if isinstance(source, HubSourceConfig):
-        return files_of_data_set(source, key)
-    return _expanded(Path(source.path), key)
-
-
-def _expanded(path: Path, key: str) -> list[Path]:
-    """The data files of a directory by name, or as `datasets` saved them; a file is itself."""
-    if not path.is_dir():
-        return [path]
-    saved = saved_files(path, key)
-    if saved is not None:
-        return saved
-    suffixes = (*JSON_LINES, PARQUET, ARROW)
-    found = sorted(file for file in path.iterdir() if file.suffix in suffixes and file.is_file())
-    if not found:
-        names = sorted(file.name for file in path.iterdir())
-        tables = [name for name in names if Path(name).suffix in TEXT_TABLES]
-        raise DataError(
-            f"{path}: is a directory without {', '.join(suffixes[:-1])} or {ARROW} files; it holds "
-            f"{', '.join(names[:10]) or 'nothing'}{_to_parquet(path / tables[0]) if tables else ''}"
-        )
-    return found
+        return files_of_data_set(source, key), ()
+    if is_remote(source.path):
+        return copies_of(source.path, key)
+    files, notes = local_files(Path(source.path), key)
+    return [copy for file in files for copy in (copies_of(file, key)[0] if needs_copy(file) else [file])], notes
 
 
 def _opened(path: Path) -> DataRows:
     if path.suffix == JSON and begins_as_array(path):
         return JsonArray(path)
+    check_no_archive(path)
     if path.suffix in TEXT_TABLES and path.is_file():
-        raise DataError(f"{path}: {path.suffix[1:].upper()} is not read{_to_parquet(path)}")
+        raise DataError(f"{path}: {path.suffix[1:].upper()} is not read{to_parquet(path)}")
     if path.suffix == ARROW:
         from hybridflow.data.arrow import Arrow
 
@@ -151,18 +152,6 @@ def _opened(path: Path) -> DataRows:
     from hybridflow.data.parquet import Parquet  # whose pyarrow takes 60 MB: only where there is such a file
 
     return Parquet(path)
-
-
-def _to_parquet(path: Path) -> str:
-    """How to make Parquet of a table that is text, after looking at the types that pyarrow gives the columns."""
-    delimiter = TEXT_TABLES[path.suffix]
-    return (
-        f"; this makes Parquet of it, with the types that pyarrow finds:\n"
-        f"    import pyarrow.csv, pyarrow.parquet\n"
-        f"    how = pyarrow.csv.ParseOptions(delimiter='{delimiter}', newlines_in_values=True)\n"
-        f"    table = pyarrow.csv.read_csv('{path}', parse_options=how)\n"
-        f"    pyarrow.parquet.write_table(table, '{path.with_suffix(PARQUET)}')"
-    )
 
 
 def _begins_as_parquet(path: Path) -> bool:

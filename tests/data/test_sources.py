@@ -82,7 +82,11 @@ def test_what_holds_nothing_is_refused(tmp_path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     for path, message in (
-        (empty, "is a directory without .jsonl, .json, .ndjson, .parquet or .arrow files; it holds nothing"),
+        (
+            empty,
+            "is a directory without .jsonl, .json, .ndjson, .parquet or .arrow files, compressed or not; the directory "
+            "holds nothing",
+        ),
         (
             lines(tmp_path / "a.jsonl"),
             "holds no row (data.heldout); expected JSON (lines or an array), Parquet or Arrow",

@@ -1,0 +1,108 @@
+"""Which files a path names: a file, a directory of files, one split of a directory, or a pattern.
+
+chosen(["train-0.parquet", "test-0.parquet"], "data.train", "gsm/main")     the first, and a line that says so
+"""
+
+import glob
+import re
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+from hybridflow.data.saved_dataset import ARROW, saved_files
+from hybridflow.errors import DataError
+
+JSON = ".json"  # lines, or one array
+JSON_LINES = (".jsonl", JSON, ".ndjson")
+PARQUET = ".parquet"
+READ = (*JSON_LINES, PARQUET, ARROW)
+TEXT_TABLES = {".csv": ",", ".tsv": r"\t"}  # read as text they say no types: 007 and 7 would be one answer
+COMPRESSED = (".gz", ".zst")
+# words of file names, as `datasets` looks for them
+SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+MOST_SHOWN = 10  # names in one message
+
+
+def local_files(path: Path, key: str) -> tuple[list[Path], tuple[str, ...]]:
+    """The files, and what a person should know of the choice. A file is itself, whether it is there or not.
+
+    A directory saved by `datasets` has its own order. Errors: DataError for a directory without data files, or with
+    splits that `key` does not choose between; for a pattern that nothing matches.
+    """
+    if path.is_dir():
+        saved = saved_files(path, key)
+        if saved is not None:
+            return saved, ()
+        names, notes = chosen([file.name for file in path.iterdir() if file.is_file()], key, str(path))
+        return [path / name for name in names], notes
+    if glob.has_magic(str(path)) and not path.exists():
+        found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+        files = [file for file in found if file.is_file()]
+        if not files:
+            raise DataError(f"{key} = {path}: is a pattern (glob) that no file matches")
+        return files, (f"{key} = {path}: {_listed([file.name for file in files])}",)
+    return [path], ()
+
+
+def chosen(names: Sequence[str], key: str, directory: str) -> tuple[list[str], tuple[str, ...]]:
+    """Of the names in a directory the data files, in order: of one split, where file names tell several.
+
+    data.heldout takes the split that is not train's, any other key train's. Errors: DataError as `local_files`.
+    """
+    data = sorted(name for name in names if is_data(name))
+    if not data:
+        tables = sorted(name for name in names if PurePosixPath(name).suffix in TEXT_TABLES)
+        raise DataError(
+            f"{directory}: is a directory without {', '.join(READ[:-1])} or {ARROW} files, compressed or not; the "
+            f"directory holds {_listed(sorted(names)) or 'nothing'}"
+            f"{to_parquet(Path(directory) / tables[0]) if tables else ''}"
+        )
+    splits = {name: split_of(name) for name in data}
+    told = sorted({split for split in splits.values() if split is not None})
+    if len(told) < 2:
+        return data, ()
+    wanted = [split for split in told if (split == "train") != (key == "data.heldout")]
+    if len(wanted) != 1:
+        raise DataError(
+            f"{key} = {directory}: holds the splits {', '.join(told)} by the names of its files. Name the files of "
+            f"one, such as {directory}/{_pattern(next(name for name in data if splits[name] == (wanted or told)[0]))}"
+        )
+    taken = [name for name in data if splits[name] == wanted[0]]
+    left = [name for name in data if splits[name] != wanted[0]]
+    return taken, (f"{key} = {directory}: takes the split {wanted[0]}: {_listed(taken)}; not {_listed(left)}",)
+
+
+def split_of(name: str) -> str | None:
+    """By a word of the file's name: train of "train-00000-of-00001.parquet"; None of "math.jsonl"."""
+    return next((SPLITS[word] for word in re.split(r"[^a-z0-9]+", name.lower()) if word in SPLITS), None)
+
+
+def is_data(name: str) -> bool:
+    """Whether the suffix is one that is read, compressed JSON lines included."""
+    path = PurePosixPath(name)
+    return path.suffix in READ or (path.suffix in COMPRESSED and PurePosixPath(path.stem).suffix in JSON_LINES)
+
+
+def to_parquet(path: Path) -> str:
+    """How to make Parquet of a table that is text, after looking at the types that pyarrow gives the columns."""
+    delimiter = TEXT_TABLES[path.suffix]
+    return (
+        f"; this makes Parquet of it, with the types that pyarrow finds:\n"
+        f"    import pyarrow.csv, pyarrow.parquet\n"
+        f"    how = pyarrow.csv.ParseOptions(delimiter='{delimiter}', newlines_in_values=True)\n"
+        f"    table = pyarrow.csv.read_csv('{path}', parse_options=how)\n"
+        f"    pyarrow.parquet.write_table(table, '{path.with_suffix(PARQUET)}')"
+    )
+
+
+def _pattern(name: str) -> str:
+    """`train-*.parquet` of `train-00000-of-00001.parquet`; a name without such a number stays."""
+    return re.sub(r"[-_.]\d+(-of-\d+)?", "-*", name, count=1)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
+    return ", ".join(names[:MOST_SHOWN]) + more
