@@ -87,7 +87,7 @@ def test_json_that_cannot_be_written(tmp_path: Path, monkeypatch: Any, capsys: p
         ),
         (
             "data.train={tmp}/absent.jsonl",
-            "fail: inputs, data.train, here: {tmp}/absent.jsonl: cannot be read: No such file or directory. make it "
+            "fail: inputs, data.train, here: {tmp}/absent.jsonl: cannot be read: no such local file. make it "
             "readable",
         ),
         (

@@ -22,6 +22,8 @@ def opened(path: Path) -> Iterator[BinaryIO]:
             if not file.seekable():
                 raise DataError(f"{path}: is no regular file, but rows are read again on use")
             yield file
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: cannot be read: no such local file") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 

@@ -91,7 +91,7 @@ def test_what_holds_nothing_is_refused(tmp_path) -> None:
             lines(tmp_path / "a.jsonl"),
             "holds no row (data.heldout); expected JSON (lines or an array), Parquet or Arrow",
         ),
-        (tmp_path / "absent", "cannot be read: No such file or directory"),
+        (tmp_path / "absent", "cannot be read: no such local file"),
     ):
         with pytest.raises(DataError) as raised:
             open_files(str(path), "data.heldout")

@@ -87,7 +87,7 @@ def shorten(name: str) -> Callable[[Path], object]:
         (write("reward/config.json", "{"), "model of reward.models.0", "{here}/reward/config.json: is not JSON"),
         (remove("policy/tokenizer.json"), "tokenizer", "{here}/policy: has no tokenizer"),
         (remove("policy"), "tokenizer", "{here}/policy: no such directory"),
-        (remove("train.jsonl"), "data.train", "{here}/train.jsonl: cannot be read: No such file or directory"),
+        (remove("train.jsonl"), "data.train", "{here}/train.jsonl: cannot be read: no such local file"),
         (write("train.jsonl", ""), "data.train", "{here}/train.jsonl: holds no row"),
         (write("train.jsonl", "1+1="), "data.train", "{here}/train.jsonl, line 1"),
         (write("train.jsonl", '{"question": "1"}'), "data.train", "{here}/train.jsonl, line 1: has no key 'prompt'"),
