@@ -181,7 +181,7 @@ class DataConfig(FilesConfig):
     prompt_key: str = "prompt"
     """The column that holds the prompt. Of tasks of reasoning-gym with chat_template: messages."""
     chat_template: bool = False
-    """Whether the prompt is a list of messages, rendered by the tokenizer's chat template."""
+    """Whether the tokenizer's chat template renders the prompt: a list of messages, or a text, the user's message."""
     prompts_per_iteration: PositiveInt
     """Prompts of an iteration, over all ranks."""
     max_prompt_length: PositiveInt

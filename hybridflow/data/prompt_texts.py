@@ -1,5 +1,6 @@
 """A row's prompt, as a text or as token ids, and its columns."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ class PromptText:
 
 
 def prompt_text(row: Row, prompt_key: str, template: ChatTemplate | None) -> PromptText:
-    """With a template the prompt is a conversation for it. Errors: RowError."""
+    """With a template the prompt is a conversation for it; a text is the user's message. Errors: RowError."""
     if prompt_key not in row.fields:
         raise RowError(
             f"{row.where}: has no key {prompt_key!r} (data.prompt_key); its keys are {', '.join(row.fields) or 'none'}",
@@ -28,7 +29,12 @@ def prompt_text(row: Row, prompt_key: str, template: ChatTemplate | None) -> Pro
     columns = {key: value for key, value in row.fields.items() if key != prompt_key}
     if is_token_ids(prompt):
         return PromptText(row.where, "", prompt, columns)
-    messages = None if template is None else read_messages(prompt, field, template.options.form)
+    if template is None:
+        messages = None
+    elif isinstance(prompt, str):
+        messages = [as_user(prompt, field, template)]
+    else:
+        messages = read_messages(prompt, field, template.options.form)
     if template is None or messages is None:
         text = _plain_text(prompt, field)
     else:
@@ -37,6 +43,33 @@ def prompt_text(row: Row, prompt_key: str, template: ChatTemplate | None) -> Pro
         raise RowError(f"{field} = {text!r} is empty", "empty")
     check_encodable(text, field)
     return PromptText(row.where, text, None, columns, messages)
+
+
+def as_user(text: str, field: str, template: ChatTemplate) -> Message:
+    """The user's message with this text. Errors: RowError for a text that is rendered, or written as JSON, already."""
+    if not text.strip():
+        raise RowError(f"{field} = {text!r} is empty", "empty")
+    special = next((token for token in template.tokenizer.all_special_tokens if token and token in text), None)
+    if special is not None:
+        raise RowError(
+            f"{field} = {shown(text)} holds {special!r}, as a text has that a chat template has rendered already: such "
+            "texts take data.chat_template: false",
+            "rendered already",
+        )
+    if text.lstrip().startswith("[") and _is_json_list(text):
+        raise RowError(
+            f"{field} = {shown(text)} is a text, the JSON of a list: write the list itself in the file", "wrong type"
+        )
+    return {"role": "user", "content": text}
+
+
+def _is_json_list(text: str) -> bool:
+    """Of messages: a text in brackets may be anybody's question."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(found, list) and any(isinstance(one, dict) for one in found)
 
 
 def _plain_text(prompt: Any, field: str) -> str:

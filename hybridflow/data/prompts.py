@@ -133,7 +133,8 @@ def load_prompts(
 
     Args:
         prompt_key: the key of a row that holds its prompt.
-        chat_template: the prompt is a list of messages, rendered by the tokenizer's chat template.
+        chat_template: the prompt is a list of messages, or the text of one of the user's, rendered by the tokenizer's
+            chat template.
         max_length: tokens a prompt may have, special tokens included.
         overlong: what happens to a longer one: it is left out and counted, or it is an error.
         vocab_size: the token ids that the model knows are those below it.

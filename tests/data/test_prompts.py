@@ -287,7 +287,7 @@ def test_a_file_that_is_gone_is_an_error(prompt_file) -> None:
     path = prompt_file({"prompt": "why"})
     dataset = load(path)
     path.unlink()
-    with pytest.raises(DataError, match=r"prompts.jsonl: cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"prompts.jsonl: cannot be read: no such local file"):
         dataset.batch([0])
 
 
@@ -395,7 +395,10 @@ def test_bad_lines_are_errors_that_name_file_and_line(prompt_file, lines: list, 
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [
-        ("why", ["prompt = 'why'", "is a str", "data.chat_template", "list of messages"]),
+        (3, ["prompt = 3", "is a int", "data.chat_template", "list of messages"]),
+        ("<bos> why", ["prompt = '<bos> why' holds '<bos>'", "take data.chat_template: false"]),
+        (' [{"role": "user"}]', ["is a text, the JSON of a list: write the list itself in the file"]),
+        ("  ", ["prompt = '  ' is empty"]),
         ([], ["prompt = []", "is empty"]),
         (["why"], ["prompt[0] = 'why'", "expected role and content"]),
         ([message("what"), {"role": "user"}], ["prompt[1].content = None", "not a text"]),
@@ -410,6 +413,12 @@ def test_bad_conversations_are_errors(prompt_file, prompt: Any, expected: list[s
         load(path, chat_template=True)
     for part in [f"{path}, line 2", *expected]:
         assert part in str(raised.value)
+
+
+def test_a_text_is_the_users_message_for_a_chat_template(prompt_file) -> None:
+    both = prompt_file({"prompt": "why [is] one"}, {"prompt": [message("why [is] one")]})
+    one, other = load(both, chat_template=True).batch([0, 1]).token_lists()
+    assert one == other and load(both, chat_template=True).batch([0]).conversations == ([message("why [is] one")],)
 
 
 def test_a_tokenizer_without_a_chat_template_is_an_error(prompt_file) -> None:
@@ -431,7 +440,7 @@ def test_a_file_that_is_not_there_or_not_text_is_an_error(tmp_path: Path) -> Non
     path = tmp_path / "absent.jsonl"
     with pytest.raises(DataError) as raised:
         load(path)
-    assert f"{path}: cannot be read: No such file" in str(raised.value)
+    assert f"{path}: cannot be read: no such local file" in str(raised.value)
     binary = tmp_path / "prompts.jsonl"
     binary.write_bytes(b"{\xff\xfe")
     with pytest.raises(DataError, match=r"prompts.jsonl, line 1: is not UTF-8 text .*JSON lines"):
