@@ -87,8 +87,7 @@ def test_json_that_cannot_be_written(tmp_path: Path, monkeypatch: Any, capsys: p
         ),
         (
             "data.train={tmp}/absent.jsonl",
-            "fail: inputs, data.train, here: {tmp}/absent.jsonl: cannot be read: no such local file. make it "
-            "readable",
+            "fail: inputs, data.train, here: {tmp}/absent.jsonl: cannot be read: no such local file. make it readable",
         ),
         (
             "output_dir={tmp}/config.yaml/runs",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hybridflow.architecture.fused_experts import open_safetensors
 from hybridflow.architecture.parts import Block, blocks, whole_shape
 from hybridflow.architecture.shards import Split
 from hybridflow.architecture.spec import ModelSpec
@@ -159,7 +160,7 @@ def _rows_of(part: _Part, start: int, stop: int) -> Iterator[tuple[int, int, int
 
 def open_checkpoint(path: str | Path, spec: ModelSpec) -> SafetensorsDirectory | MegatronDirectory:
     """The weights of a directory of either kind, by their HuggingFace names."""
-    return MegatronDirectory(path, spec) if is_distributed(path) else SafetensorsDirectory(path)
+    return MegatronDirectory(path, spec) if is_distributed(path) else open_safetensors(path, spec)
 
 
 # --------------------------------------------------------------------------------------------------- writing

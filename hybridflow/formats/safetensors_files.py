@@ -90,6 +90,19 @@ class SafetensorsDirectory:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
+    def cut(self, name: str, shape: Shape, pieces: Mapping[str, Shape]) -> None:
+        """Have these tensors in the place of `name`, whose full shape must be `shape`: they lie in it one by one."""
+        file, start, info = self._entries[name]
+        check_readable(file, name, info, shape)
+        assert sum(map(prod, pieces.values())) == prod(shape), f"{name}: {shape} is not made of {list(pieces.values())}"
+        del self._entries[name]
+        for piece, its in pieces.items():
+            if piece in self._entries:
+                raise CheckpointError(f"{file}: has {name}, and {piece} besides")
+            self._entries[piece] = HeaderEntry(file, start, TensorInfo(its, info.dtype))
+            start += prod(its) * info.dtype.itemsize
+        self.tensors = {name: entry.info for name, entry in self._entries.items()}
+
     def file_of(self, name: str) -> Path:
         return self._entries[name].file
 
