@@ -8,22 +8,33 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 
 @dataclass(frozen=True)
 class ConfigFieldRule:
-    """A field of config.json that must have one of these values; the first is what a missing field means."""
+    """A field of config.json that must have one of these values; the first is what a missing field means.
+
+    required: a missing field means a value that is not allowed.
+    """
 
     key: str
     allowed: tuple[Any, ...]
     reason: str
+    required: bool = False
 
 
 @dataclass(frozen=True)
 class Family:
-    """What config.json of a family says, and what holds for all its models. Defaults are those of Llama."""
+    """What config.json of a family says, and what holds for all its models. Defaults are those of Llama.
+
+    What a missing field means is what transformers makes of it, whose reading vLLM takes.
+    """
 
     name: str
     ffn_key: str = "intermediate_size"
     embedding: str = "model.embed_tokens.weight"  # of the tokens, in a checkpoint
     tied: bool = False  # what a missing tie_word_embeddings means
     head_dim: int | None = None  # what a missing head_dim means; None: hidden_size / heads
+    kv_heads: int | None = None  # what a missing num_key_value_heads means; None: as many as heads
+    max_positions: int = 2048  # what a missing max_position_embeddings means
+    pad_token_id: int | None = None  # what a missing one means
+    rope_theta: float = 10000.0  # what a missing one means
     grouped: bool = True  # config.json may give num_key_value_heads and head_dim; else as many as heads, hidden / heads
     norm_eps: float | None = None  # of LayerNorm; None: RMSNorm with rms_norm_eps
     gated: bool = True  # SwiGLU; else ReLU
@@ -38,10 +49,11 @@ class Family:
     embedding_size_key: str = ""  # the width of the embeddings, where it need not be hidden_size
     expert_keys: tuple[str, ...] = ()  # names of the number of experts; none: no experts
     normalize_router: bool | None = True  # None: norm_topk_prob says it
+    normalize_missing: bool = False  # what a missing norm_topk_prob means
     sigmoid_router: bool = False  # float32, with a frozen bias for the choice; else softmax in the weights' dtype
-    dense_layers_key: str = ""  # how many of the first layers have no experts; none: no layer
-    prediction_layers_key: str = ""  # how many layers that guess further tokens follow the others; they are left out
-    shared_experts_key: str = ""  # how many experts every token goes through beside its own; none: no such expert
+    dense_layers_key: str = ""  # how many of the first layers have no experts, missing: 1; none: no layer
+    prediction_layers_key: str = ""  # how many layers that guess further tokens follow, missing: 1; they are left out
+    shared_experts_key: str = ""  # how many experts every token goes through besides, missing: 1; none: no such expert
     has_window: bool = False  # sliding_window counts
     window: int | None = None  # what a missing sliding_window means
     window_switch: bool = False  # it counts only with use_sliding_window
@@ -70,11 +82,22 @@ FAMILIES = {
             ConfigFieldRule("mlp_bias", (False, None), "biases of Llama are not supported"),
         ),
     ),
-    "Mistral": Family("mistral", has_window=True, window=4096, rules=(SILU,)),
-    "Qwen2": Family("qwen2", qkv_bias=True, has_window=True, window=4096, window_switch=True, rules=(SILU,)),
+    "Mistral": Family("mistral", kv_heads=8, max_positions=131072, has_window=True, window=4096, rules=(SILU,)),
+    "Qwen2": Family(
+        "qwen2",
+        kv_heads=32,
+        max_positions=32768,
+        qkv_bias=True,
+        has_window=True,
+        window=4096,
+        window_switch=True,
+        rules=(SILU,),
+    ),
     "Qwen3": Family(
         "qwen3",
         head_dim=128,
+        kv_heads=32,
+        max_positions=32768,
         qk_norm=True,
         has_window=True,
         window=4096,
@@ -84,6 +107,9 @@ FAMILIES = {
     "Glm": Family(
         "glm",
         head_dim=128,
+        kv_heads=2,
+        max_positions=131072,
+        pad_token_id=151329,
         qkv_bias=True,
         rotary_part=0.5,
         rotary_interleaved=True,
@@ -94,6 +120,7 @@ FAMILIES = {
         ffn_key="ffn_dim",
         embedding="model.decoder.embed_tokens.weight",
         tied=True,
+        pad_token_id=1,
         grouped=False,
         norm_eps=1e-5,
         gated=False,
@@ -109,10 +136,20 @@ FAMILIES = {
             ConfigFieldRule("layer_norm_elementwise_affine", (True,), "norms without weights are not supported"),
         ),
     ),
-    "Mixtral": Family("mixtral", expert_keys=("num_local_experts",), has_window=True, rules=(SILU,)),
+    "Mixtral": Family(
+        "mixtral",
+        kv_heads=8,
+        max_positions=131072,
+        rope_theta=1e6,
+        expert_keys=("num_local_experts",),
+        has_window=True,
+        rules=(SILU,),
+    ),
     "Qwen3Moe": Family(
         "qwen3_moe",
         ffn_key="moe_intermediate_size",
+        kv_heads=4,
+        max_positions=32768,
         qk_norm=True,
         expert_keys=("num_experts", "num_local_experts"),
         normalize_router=None,
@@ -129,18 +166,21 @@ FAMILIES = {
     "Glm4Moe": Family(
         "glm4_moe",
         ffn_key="moe_intermediate_size",
+        kv_heads=8,
+        max_positions=131072,
         qkv_bias=True,
         qk_norm_key="use_qk_norm",
         rotary_part=0.5,
         expert_keys=("n_routed_experts", "num_local_experts"),
         normalize_router=None,
+        normalize_missing=True,
         sigmoid_router=True,
         dense_layers_key="first_k_dense_replace",
         shared_experts_key="n_shared_experts",
         prediction_layers_key="num_nextn_predict_layers",
         rules=(
             SILU,
-            ConfigFieldRule("attention_bias", (True,), "GLM-4.5 has biases of queries, keys and values"),
+            ConfigFieldRule("attention_bias", (True,), "GLM-4.5 has biases of queries, keys and values", required=True),
             ConfigFieldRule("n_group", (1, None), "experts in groups are not supported"),
             ConfigFieldRule("topk_group", (1, None), "experts in groups are not supported"),
         ),

@@ -42,8 +42,10 @@ def rope_object(raw: dict[str, Any], refuse: Refuse) -> dict[str, Any]:
     return found[0] if found else {}
 
 
-def read_rope(raw: dict[str, Any], refuse: Refuse) -> Rope:
+def read_rope(raw: dict[str, Any], refuse: Refuse, *, theta: float, positions: int) -> Rope:
     """By name, checked: its kind, theta, and what the kind has.
+
+    theta: what a missing one means. positions: the model's, which a missing ORIGINAL of yarn means.
 
     What depends on the length of a sequence (dynamic, longrope) is not read: vLLM computes it otherwise than
     transformers does.
@@ -53,10 +55,12 @@ def read_rope(raw: dict[str, Any], refuse: Refuse) -> Rope:
     refuse("rope_type", kind, not (isinstance(kind, str) and kind in KINDS), f"known are {', '.join(KINDS)}")
     if ORIGINAL in raw:  # transformers prefers it to the one inside
         rope = rope | {ORIGINAL: raw[ORIGINAL]}
+    if kind == "yarn":
+        rope = {ORIGINAL: positions} | rope
     for key in KINDS[kind]:
         value = rope.get(key)
         refuse(f"{key} of rope_type {kind}", value, not is_number(value) or value <= 0, "must be positive")
-    theta = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
+    theta = rope.get("rope_theta", raw.get("rope_theta", theta))
     refuse("rope_theta", theta, not is_number(theta) or theta <= 0, "must be positive")
     more = _read_yarn(rope, refuse) if kind == "yarn" else ()
     return (("rope_type", kind), ("rope_theta", theta), *((key, rope[key]) for key in KINDS[kind]), *more)

@@ -245,9 +245,11 @@ class _Reader:
         if family.grouped:
             head_dim, kv_heads = (
                 self._size("head_dim", family.head_dim or head_dim),
-                self._size("num_key_value_heads", heads),
+                self._size("num_key_value_heads", self._missing("num_key_value_heads", family.kv_heads) or heads),
             )
-        rope = () if family.position_offset else read_rope(raw, self._refuse)
+        positions = self._size("max_position_embeddings", family.max_positions)
+        theta = family.rope_theta
+        rope = () if family.position_offset else read_rope(raw, self._refuse, theta=theta, positions=positions)
         part = self._rotary_part()
         spec = ModelSpec(
             path=self._file.parent,
@@ -262,7 +264,7 @@ class _Reader:
             vocab_size=self._size("vocab_size"),
             norm_eps=family.norm_eps or raw["rms_norm_eps"],
             tied=head == "lm" and self._tied(),
-            max_positions=self._size("max_position_embeddings", LARGEST),
+            max_positions=positions,
             projected_size=self._projected_size(hidden),
             post_norm=self._post_norm(),
             rotary_dim=None if part == 1 else int(head_dim * part),
@@ -287,8 +289,12 @@ class _Reader:
             raise self._refusal(key, value, f"must be a whole number from 1 to {most}")
         return int(value)
 
+    def _missing(self, key: str, default: int | None) -> int | None:
+        """The default of a field that is not there; a null is none."""
+        return None if key in self._raw else default
+
     def _pad_token_id(self) -> int | None:
-        value = self._raw.get("pad_token_id")
+        value = self._raw.get("pad_token_id", self._family.pad_token_id)
         wrong = value is not None and (not is_number(value) or value != int(value))
         self._refuse("pad_token_id", value, wrong, "must be a token id or null")
         return None if value is None or value < 0 else int(value)  # older files have -1 for none
@@ -298,7 +304,7 @@ class _Reader:
         quantised = bool(raw.get("quantization_config") or raw.get("compression_config"))
         self._refuse("quantization_config", "...", quantised, "quantised weights")
         for rule in self._family.rules:
-            value = raw.get(rule.key, rule.allowed[0])
+            value = raw.get(rule.key, "missing" if rule.required else rule.allowed[0])
             self._refuse(rule.key, value, value not in rule.allowed, rule.reason)
         eps = raw.get("rms_norm_eps", 0.0)
         self._refuse("rms_norm_eps", eps, not is_number(eps) or not 0 <= eps < 1, "must be a number from 0 to 1")
@@ -322,18 +328,19 @@ class _Reader:
     def _experts(self) -> dict[str, Any]:
         keys = [key for key in self._family.expert_keys if self._raw.get(key) is not None]
         if not keys:
-            raise CheckpointError(f"{self._file}: {self._family.expert_keys[0]} is missing or no number: None")
+            named = " or ".join(self._family.expert_keys)
+            raise CheckpointError(f"{self._file}: {named} is missing or no number: None")
         num_experts, chosen = self._size(keys[0], most=MOST_LAYERS), self._size("num_experts_per_tok")
         self._refuse("num_experts_per_tok", chosen, chosen > num_experts, f"there are {num_experts} experts")
         normalize = self._family.normalize_router
         if normalize is None:
-            normalize = bool(self._raw.get("norm_topk_prob", False))
+            normalize = bool(self._raw.get("norm_topk_prob", self._family.normalize_missing))
         found = {"num_experts": num_experts, "experts_per_token": chosen, "normalize_router": normalize}
         return found | self._dense_layers() | self._shared_experts() | self._scaling() | self._prediction_layers()
 
     def _dense_layers(self) -> dict[str, Any]:
         key, most = self._family.dense_layers_key, self._size("num_hidden_layers", most=MOST_LAYERS) - 1
-        count = self._raw.get(key, 0) if key else 0
+        count = self._raw.get(key, 1) if key else 0
         wrong = not is_number(count) or count != int(count) or not 0 <= count <= most
         self._refuse(key, count, wrong, f"must be a whole number from 0 to {most}: the other layers have experts")
         return (
@@ -342,13 +349,15 @@ class _Reader:
 
     def _prediction_layers(self) -> dict[str, Any]:
         key = self._family.prediction_layers_key
-        return {"num_prediction_layers": self._size(key, most=MOST_LAYERS)} if key and self._raw.get(key) else {}
+        count = self._raw.get(key, 1) if key else 0
+        return {"num_prediction_layers": self._size(key, count, most=MOST_LAYERS)} if count else {}
 
     def _shared_experts(self) -> dict[str, Any]:
         key = self._family.shared_experts_key
-        if not key or not self._raw.get(key):
+        count = self._raw.get(key, 1) if key else 0
+        if not count:
             return {}
-        return {"shared_ffn_hidden_size": self._size(key, most=MOST_LAYERS) * self._size(self._family.ffn_key)}
+        return {"shared_ffn_hidden_size": self._size(key, count, most=MOST_LAYERS) * self._size(self._family.ffn_key)}
 
     def _scaling(self) -> dict[str, Any]:
         if not self._family.sigmoid_router:
