@@ -64,7 +64,11 @@ class NonFiniteError(UserError):
 
 
 class RunDirError(UserError):
-    """What a run has left behind is missing or damaged."""
+    """A run's directory is missing, damaged, or in use by another process."""
+
+
+class RunTakenError(RunDirError):
+    """Another process has taken the run's directory, and this one may not write there any more."""
 
 
 class EnvironmentProblem(UserError):

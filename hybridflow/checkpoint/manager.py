@@ -8,9 +8,7 @@ checkpoint_manager.after_iteration(run.state, metrics, recorder, is_last=False) 
 
 import contextlib
 import difflib
-import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,11 +25,12 @@ from hybridflow.checkpoint.change_rules import Effect
 from hybridflow.checkpoint.changes import changes, content_changes
 from hybridflow.checkpoint.resume import check_progress, find_source, restore
 from hybridflow.checkpoint.sharded import SavedRole
+from hybridflow.checkpoint.shared_directory import check_shared, raise_together
 from hybridflow.checkpoint.state import RunState, SavedRun
 from hybridflow.checkpoint.store import CHECKPOINTS
 from hybridflow.checkpoint.writer import CheckpointWriter
 from hybridflow.config import ExperimentConfig, RunConfig
-from hybridflow.errors import CheckpointError, DataError, SaveError, Stopped
+from hybridflow.errors import DataError, SaveError, Stopped
 from hybridflow.formats.directories import sync
 from hybridflow.parallel.agreement import failures
 from hybridflow.parallel.peer_processes import parent_process
@@ -40,6 +39,7 @@ from hybridflow.parallel.rank_log import open_rank_log
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.recording.iteration import Metrics
+from hybridflow.recording.lock import RESTART_SECONDS, RunLock
 from hybridflow.recording.recorder import Recorder, record_run
 from hybridflow.recording.run_dir import dump_batch
 
@@ -83,11 +83,14 @@ class CheckpointManager:
         self._may_lack_best = config.checkpoint.keep_best > 0  # and that of keep_best
         self.notes: list[str] = []
         self._may_load_rollout = False  # whether this start generates what the one before did
+        self._lock = RunLock(config.run_dir) if platform.rank == 0 else None
+        raise_together(lambda: self._take_lock(restarts), group)
         self._end_again(restarts)
-        self._check_shared()
+        if saves and config.checkpoint.saves:
+            check_shared(config.run_dir, group)
         self._source = find_source(config, restarts=restarts, group=group)
         self.state = self._loaded(roles)
-        self._raise_together(lambda: self._check_progress(restarts))
+        raise_together(lambda: self._check_progress(restarts), group)
         self.notes += [*self._when(), *self._kept_best()]
         self._saver = CheckpointWriter(
             roles,
@@ -97,6 +100,7 @@ class CheckpointManager:
             platform=platform,
             group=group,
             store=store,
+            check_lock=self._check_lock,
         )
         self._has_saved = self._source is not None and not self._source.is_fork  # of this run there are checkpoints
         if self._source is not None and not self._source.is_fork:
@@ -107,17 +111,23 @@ class CheckpointManager:
         """Of the run directory, behind what is there where this start goes on with that run. Collective."""
         iteration = self.state.iteration if self.state is not None else 0
         goes_on = self._source is not None and not self._source.is_fork
-        with record_run(
+        recording = record_run(
             self._config,
             num_iterations,
             rank=self._platform.rank,
             decode=decode,
             resumed=iteration if goes_on else None,
             forked=0 if goes_on else iteration,
-        ) as recorder:
-            dist.barrier(self._group)  # rank 0 has moved an earlier run aside
-            open_rank_log()
-            yield recorder
+            check_lock=self._check_lock,
+        )
+        try:
+            with recording as recorder:
+                dist.barrier(self._group)  # rank 0 has moved an earlier run aside
+                open_rank_log()
+                yield recorder
+        finally:
+            if self._lock is not None:
+                self._lock.release()
 
     def after_iteration(self, state: RunState, metrics: Metrics, recorder: Recorder, *, is_last: bool) -> None:
         """Between two iterations: save where it is time to. Collective.
@@ -233,32 +243,13 @@ class CheckpointManager:
 
     # ---- inside
 
-    def _check_shared(self) -> None:
-        """Errors: CheckpointError unless all ranks see one output directory, where they are to save into it."""
-        if not (self._saves and self._config.checkpoint.saves):
-            return
-        directory = self._config.run_dir.parent
-        name = [f".{self._config.name}.{os.urandom(4).hex()}"]
-        dist.broadcast_object_list(name, src=dist.get_process_group_ranks(self._group)[0], group=self._group)
-        probe = directory / name[0]
+    def _take_lock(self, restarts: int) -> None:
+        if self._lock is not None:
+            self._lock.take(patience=RESTART_SECONDS if restarts else 0.0)
 
-        def make() -> None:
-            if self._platform.rank == 0:
-                directory.mkdir(parents=True, exist_ok=True)
-                probe.touch()
-
-        def look() -> None:
-            if not probe.exists():
-                raise CheckpointError(
-                    f"output_dir = {self._config.output_dir!r} on {socket.gethostname()} is not the directory that "
-                    f"rank 0 sees: checkpoints need one that all hosts share; checkpoint.save_interval=0 with "
-                    f"checkpoint.save_minutes=null saves none"
-                )
-
-        self._raise_together(make)
-        self._raise_together(look)
-        if self._platform.rank == 0:
-            probe.unlink()
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.check()
 
     def _end_again(self, restarts: int) -> None:
         """Errors: Stopped where the ranks of this very torchrun have ended as told: to it that was a failure."""
@@ -345,18 +336,6 @@ class CheckpointManager:
             limit = self._config.checkpoint.max_restarts_without_progress
             iteration = self.state.iteration if self.state is not None else 0
             check_progress(self._config.run_dir, iteration, restarts=restarts, limit=limit)
-
-    def _raise_together(self, act: Callable[[], None]) -> None:
-        failure = None
-        try:
-            act()
-        except CheckpointError as error:
-            failure = str(error)
-        except OSError as error:
-            failure = f"{error.filename}: {error.strerror}"
-        found = failures(failure, self._group)
-        if found:
-            raise CheckpointError("; ".join(found))
 
     def _time_is_up(self) -> bool:
         """Another iteration, its save and one more could not end in time."""

@@ -81,9 +81,11 @@ class CheckpointWriter:
         group: dist.ProcessGroup,
         store: Store,
         report: Callable[[str], None] = lambda text: None,
+        check_lock: Callable[[], None] = lambda: None,
     ) -> None:
         self._roles, self._root, self._config, self._config_yaml = roles, root, config, config_yaml
         self._platform, self._group, self._store, self.report = platform, group, store, report
+        self._check_lock = check_lock  # on rank 0, before a checkpoint gets its name
         self._under_way: _Save | None = None
         self._copies: list[Tensor] = []
         self._waiting: SimpleQueue[_Save] | None = None  # for the thread that writes, once there is one
@@ -286,6 +288,7 @@ class CheckpointWriter:
                 records += [_record(tree) for tree in part["records"]]
                 file.unlink()
             finish_save(directory, records)
+        self._check_lock()
         publish(self._root, save.iteration, save.partial, sums)
         save.warning = _tried(lambda: self._prune(save.iteration))
 

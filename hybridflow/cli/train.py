@@ -38,11 +38,12 @@ command resumes the run after any end. SIGTERM and SIGUSR1 make the run save and
 """
 
 import argparse
+import contextlib
 import logging
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -191,31 +192,62 @@ def _train(options: argparse.Namespace) -> None:
     prepare_imports(config.platform)
     from hybridflow.parallel.rank_log import rank_log
 
-    with rank_log(config.run_dir / "logs"):
-        _train_here(config, chosen, options)
+    with rank_log(config.run_dir / "logs"), _own_directory(config, options):
+        _announce(config, chosen, options)
+        _train_here(config, options)
 
 
-def _train_here(config: AnyConfig, chosen: Sequence[str], options: argparse.Namespace) -> None:
-    """As one rank, with nothing but the libraries loaded. chosen: lines on what `auto` has come to."""
-    from hybridflow.parallel.device import device_name
-    from hybridflow.parallel.rank_log import IN_FILES_ALONE, log_error
-    from hybridflow.parallel.torchrun import is_by_command, is_rank, torchrun_rank
-    from hybridflow.placement.placed import check_output_dir, left_out
+@contextlib.contextmanager
+def _own_directory(config: AnyConfig, options: argparse.Namespace) -> Iterator[None]:
+    """Rank 0 has the run's directory for itself within the block. A replay and rollouts alone write elsewhere.
 
-    fixed = isinstance(config, FixedDataConfig)
+    Before anything is loaded, for a second start to end at once. Errors: ConfigError, RunDirError.
+    """
+    from hybridflow.parallel.torchrun import is_by_command, is_rank, restart_count, torchrun_rank
+    from hybridflow.placement.placed import check_output_dir
+    from hybridflow.recording.lock import RESTART_SECONDS, RunLock
+
     rank, world_size = torchrun_rank()
     if is_rank() and not is_by_command():  # else it has been checked before the ranks were started
         from hybridflow.cli.refusals import check_here
 
         check_here(config, world_size)
+    if rank != 0:
+        yield
+        return
+    check_output_dir(config)
+    if options.replay or options.rollout_only:
+        yield
+        return
+    lock = RunLock(config.run_dir)
+    lock.take(patience=RESTART_SECONDS if restart_count() else 0.0)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _announce(config: AnyConfig, chosen: Sequence[str], options: argparse.Namespace) -> None:
+    """Rank 0 says what it loads. chosen: lines on what `auto` has come to."""
+    from hybridflow.parallel.device import device_name
+    from hybridflow.parallel.rank_log import IN_FILES_ALONE
+    from hybridflow.parallel.torchrun import torchrun_rank
+    from hybridflow.placement.placed import left_out
+
+    fixed = isinstance(config, FixedDataConfig)
+    rank, world_size = torchrun_rank()
     if rank == 0:
-        check_output_dir(config)
         where = f"{world_size} ranks, platform {device_name()}"
         engine = "" if options.replay or fixed else " and the engine"
         loading = f"loading {', '.join(config.roles())}{engine}, {where} (half a minute or more)"
         for line in (*config.notes, *chosen, *left_out(config), loading):
             print(f"{config.name}: {line}", flush=True)
             LOG.info("%s", line, extra=IN_FILES_ALONE)
+
+
+def _train_here(config: AnyConfig, options: argparse.Namespace) -> None:
+    """As one rank, with nothing but the libraries loaded."""
+    from hybridflow.parallel.rank_log import log_error
     from hybridflow.parallel.stop import StopRequest
     from hybridflow.parallel.watchdog import Watchdog
     from hybridflow.recording.progress import print_summary

@@ -150,8 +150,10 @@ class WritingRecorder(Recorder):
         metrics: MetricsWriter,
         samples: SampleWriter,
         decode: Callable[[list[int]], str],
+        check_lock: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
+        self._check_lock = check_lock
         self._config, self._progress, self._decode = config, progress, decode
         self._metrics, self._samples = metrics, samples
 
@@ -177,6 +179,7 @@ class WritingRecorder(Recorder):
 
     def iteration(self, done: Iteration) -> None:
         super().iteration(done)
+        self._check_lock()
         if self._config.metrics.dump_batches:
             tensors = done.batch.tensors() if done.portable is None else done.portable
             dump_batch(self._config.run_dir, f"iteration_{done.number:06d}", tensors)
@@ -185,6 +188,7 @@ class WritingRecorder(Recorder):
         self._progress.iteration(done.number, done.metrics)
 
     def sync(self) -> None:
+        self._check_lock()
         self._metrics.sync()
         self._samples.sync()
 
@@ -212,18 +216,21 @@ def record_run(
     decode: Callable[[list[int]], str],
     resumed: int | None = None,
     forked: int = 0,
+    check_lock: Callable[[], None] = lambda: None,
 ) -> Iterator[Recorder]:
     """The recorder of this rank, for the time of a run.
 
     resumed: the iteration after which the run goes on, in the directory that is there: what it holds of later ones
     goes away. None: it starts a new directory, and an earlier one moves aside.
     forked: of a new run, the iteration of another after which it begins.
+    check_lock: raises RunTakenError where the directory is another process's by now. Rank 0 asks before it writes.
 
     The summary of a resumed run covers all of it on rank 0, which has the files; on others what they saw themselves.
     """
     if rank != 0:
         yield Recorder()
         return
+    check_lock()
     notes = _opened(config, resumed)
     written = config.metrics
     completed = forked if resumed is None else resumed
@@ -236,7 +243,9 @@ def record_run(
             others=open_trackers(config, goes_on=resumed is not None, say=progress.message),
         )
         samples = SampleWriter(config.run_dir / "samples.jsonl", resumed=resumed)
-        recorder = WritingRecorder(config, progress, metrics=metrics, samples=samples, decode=decode)
+        recorder = WritingRecorder(
+            config, progress, metrics=metrics, samples=samples, decode=decode, check_lock=check_lock
+        )
         if resumed is not None:
             notes += _gaps(config, metrics.kept, resumed)
             recorder.recall(metrics.kept.numbers() if metrics.kept else ())

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridflow import __version__
-from hybridflow.errors import Stopped
+from hybridflow.errors import RunTakenError, Stopped
 from hybridflow.parallel import torchrun
 from hybridflow.parallel.diagnosis import lost_peer
 from hybridflow.parallel.peer_processes import this_process
@@ -60,6 +60,8 @@ def recorded_start(run_dir: Path) -> Iterator[None]:
         yield
     except Stopped as stopped:
         _append_end(file, "stopped", str(stopped))
+        raise
+    except RunTakenError:  # the file is another process's
         raise
     except BaseException as error:
         _append_end(file, "failed", _why(error))
