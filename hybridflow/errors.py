@@ -71,6 +71,10 @@ class RunTakenError(RunDirError):
     """Another process has taken the run's directory, and this one may not write there any more."""
 
 
+class RecordError(RunDirError):
+    """A file of a run's directory cannot be written."""
+
+
 class EnvironmentProblem(UserError):
     """A package or device that the run needs is not there."""
 

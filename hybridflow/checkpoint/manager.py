@@ -7,30 +7,29 @@ checkpoint_manager.after_iteration(run.state, metrics, recorder, is_last=False) 
 """
 
 import contextlib
-import difflib
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from hybridflow.checkpoint.change_rules import Effect
 from hybridflow.checkpoint.changes import changes, content_changes
+from hybridflow.checkpoint.notes import kept_best, there_are, when_saved
 from hybridflow.checkpoint.resume import check_progress, find_source, restore
 from hybridflow.checkpoint.sharded import SavedRole
 from hybridflow.checkpoint.shared_directory import check_shared, raise_together
 from hybridflow.checkpoint.state import RunState, SavedRun
-from hybridflow.checkpoint.store import CHECKPOINTS
+from hybridflow.checkpoint.store import CHECKPOINTS, step_name
 from hybridflow.checkpoint.writer import CheckpointWriter
 from hybridflow.config import ExperimentConfig, RunConfig
-from hybridflow.errors import DataError, SaveError, Stopped
+from hybridflow.errors import DataError, RecordError, SaveError, Stopped
 from hybridflow.formats.directories import sync
 from hybridflow.parallel.agreement import failures
 from hybridflow.parallel.peer_processes import parent_process
@@ -91,7 +90,7 @@ class CheckpointManager:
         self._source = find_source(config, restarts=restarts, group=group)
         self.state = self._loaded(roles)
         raise_together(lambda: self._check_progress(restarts), group)
-        self.notes += [*self._when(), *self._kept_best()]
+        self.notes += [*when_saved(config, saves=saves), *kept_best(config, saves=saves)]
         self._saver = CheckpointWriter(
             roles,
             self._root,
@@ -132,7 +131,8 @@ class CheckpointManager:
     def after_iteration(self, state: RunState, metrics: Metrics, recorder: Recorder, *, is_last: bool) -> None:
         """Between two iterations: save where it is time to. Collective.
 
-        Errors: Stopped where the run was told to end; SaveError.
+        Errors: Stopped where the run was told to end; SaveError; RecordError where what the iteration leaves behind
+        could not be written, once the run is saved where that is possible.
         """
         self._metrics = {name: float(value) for name, value in metrics.items()}
         now = time.monotonic()
@@ -140,7 +140,11 @@ class CheckpointManager:
         self._saver.report = recorder.message
         with self._watchdog.during("save"):
             self._saver.check()
-            interval, stops = self._config.checkpoint.save_interval, self.should_stop()
+            interval = self._config.checkpoint.save_interval
+            stops = self._stop.agreed(self._group, also=self._time_is_up() or recorder.failure is not None)
+            unwritten = failures(recorder.failure, self._group) if stops else []
+            if unwritten:
+                raise RecordError(f"{'; '.join(unwritten)}; {self._saved_if_possible(state, recorder)}")
             counted = bool(interval) and (is_last or state.iteration % interval == 0)
             # the last of a run that was saved before is saved too: else the next start would do it again
             closes = is_last and self._has_saved and self._config.checkpoint.saves
@@ -156,6 +160,14 @@ class CheckpointManager:
         with self._watchdog.during("save"):
             self._save(state, recorder)
         self._end(state, str(where))
+
+    @contextlib.contextmanager
+    def saved_without(self, state: RunState, recorder: Recorder) -> Iterator[None]:
+        """Where the block raises SaveError, on all ranks, save the run before it ends. Errors: SaveError."""
+        try:
+            yield
+        except SaveError as error:
+            raise SaveError(f"{error}; {self._saved_if_possible(state, recorder)}") from error
 
     def finish(self) -> None:
         """Wait for a save in the background. Errors: SaveError."""
@@ -184,7 +196,7 @@ class CheckpointManager:
         evaluated = any(name.startswith("eval/") for name in metrics)
         if metrics and self._may_lack and (evaluated or not stop.metric.startswith("eval/")):
             self._may_lack = False
-            there = _there_are(stop.metric, metrics)
+            there = there_are(stop.metric, metrics)
             recorder.message(f"warning: stop_when.metric = {stop.metric}: this iteration has no such metric; {there}")
         return None
 
@@ -218,7 +230,7 @@ class CheckpointManager:
                 file = dump_batch(directory, f"iteration_{iteration:06d}", tensors)
                 sync(file)
                 sync(file.parent)
-            except (OSError, SafetensorError) as error:
+            except (OSError, RecordError) as error:
                 failure = f"{directory}: {error}"
         found = failures(failure, self._group)
         if found:
@@ -288,14 +300,6 @@ class CheckpointManager:
             return replace(state, kl_coef=config.algorithm.kl.coef)
         return state
 
-    def _when(self) -> list[str]:
-        """When the run is saved, for the person who watches."""
-        its = self._config.checkpoint
-        if not self._saves or its.save_minutes is None:
-            return []
-        counted = f", and every {its.save_interval} iterations" if its.save_interval else ""
-        return [f"saves every {its.save_minutes:g} minutes (checkpoint.save_minutes){counted}"]
-
     def _minutes_are_over(self) -> bool:
         """By rank 0's clock, alike on all ranks. Collective where the config names minutes."""
         minutes = self._config.checkpoint.save_minutes
@@ -304,19 +308,6 @@ class CheckpointManager:
         over = torch.tensor(time.monotonic() - self._saved_at >= 60 * minutes)
         dist.broadcast(over, src=dist.get_process_group_ranks(self._group)[0], group=self._group)
         return bool(over)
-
-    def _kept_best(self) -> list[str]:
-        """Which checkpoints are the best ones, for the person who watches."""
-        its = self._config.checkpoint
-        if not (its.keep_best and its.saves and self._saves):
-            return []
-        every = self._config.metrics.eval_interval
-        some = its.best_metric.startswith("eval/") and every and (its.save_interval % every or not its.save_interval)
-        known = f"; only iterations that metrics.eval_interval = {every} divides have this metric" if some else ""
-        return [
-            f"checkpoint.keep_best = {its.keep_best}: the checkpoints with the {its.keeps} {its.best_metric} are kept "
-            f"(checkpoint.best_is = {its.best_is}){known}"
-        ]
 
     def _check_best(self, recorder: Recorder) -> None:
         """Tell once that a checkpoint lacks the metric which the best ones are kept by: its name may be wrong."""
@@ -328,7 +319,7 @@ class CheckpointManager:
         if metric not in metrics:
             recorder.message(
                 f"warning: checkpoint.best_metric = {metric}: this iteration has no such metric. A checkpoint without "
-                f"the metric is not kept as one of the best; {_there_are(metric, metrics)}"
+                f"the metric is not kept as one of the best; {there_are(metric, metrics)}"
             )
 
     def _check_progress(self, restarts: int) -> None:
@@ -361,6 +352,19 @@ class CheckpointManager:
         self._saved_at, self._has_saved = time.monotonic(), True
         self._longest_save = max(self._longest_save, self._saver.seconds - before)
 
+    def _saved_if_possible(self, state: RunState, recorder: Recorder) -> str:
+        """Save the run, which ends with an error: what came of that, to say behind the error. Collective."""
+        self._saver.report = recorder.message
+        try:
+            self._save(state, recorder)
+            self._saver.wait()
+        except SaveError as error:
+            return f"the run is not saved: {error}"
+        if self._saver.last_iteration != state.iteration:
+            return "the run is not saved"
+        saved = self._root / step_name(state.iteration)
+        return f"the run is saved after iteration {state.iteration} ({saved}), and the same command resumes"
+
     def _end(self, state: RunState, where: str) -> NoReturn:
         with self._watchdog.during("save"):
             self._saver.wait()
@@ -372,8 +376,3 @@ class CheckpointManager:
                 (self._root / STOPPED).write_text(parent_process())
         dist.barrier(group=self._group)  # the first rank to leave ends the others
         raise Stopped(f"{where} ({why})", saved=saved)
-
-
-def _there_are(metric: str, metrics: Iterable[str]) -> str:
-    """The nearest names, or all."""
-    return f"there are {', '.join(difflib.get_close_matches(metric, metrics) or sorted(metrics))}"

@@ -32,7 +32,8 @@ or one of its batch files. --rollout-only generates and scores responses, dumps 
 write into a directory of their own, NAME-replay or NAME-rollout, without hf/.
 
 A run is saved every 30 minutes (checkpoint.save_minutes), or every checkpoint.save_interval iterations. The same
-command resumes the run after any end. SIGTERM and SIGUSR1 make the run save and end. The exit statuses are:
+command resumes the run after any end. SIGTERM, SIGUSR1 and SIGHUP make the run save and end. The exit statuses
+are:
 
     0  finished      1  error      70  a rank was stuck      75  stopped, and saved      76  stopped, and not saved
 """
@@ -57,6 +58,7 @@ from hybridflow.config.hub import fetch_models
 from hybridflow.errors import ConfigError, ExitStatus, Stopped, UserError
 from hybridflow.launcher.main import main as launch
 from hybridflow.parallel.process_exit import leave
+from hybridflow.parallel.streams import keep_streams
 from hybridflow.user_code import search_beside
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ LOG = logging.getLogger(__name__)
 
 
 def main(arguments: list[str] | None = None) -> int:
+    keep_streams()
     given = sys.argv[1:] if arguments is None else arguments
     parser = _parser()
     options = parser.parse_intermixed_args(given)  # options may stand between overrides

@@ -109,7 +109,8 @@ class FixedDataTrainer:
         last = self.num_iterations if num_iterations is None else num_iterations
         if last < 1:
             raise ConfigError(f"num_iterations = {last}: a run has at least one iteration")
-        with self.checkpoint_manager.recorder(last, self.inputs.decode) as recorder:
+        manager = self.checkpoint_manager
+        with manager.recorder(last, self.inputs.decode) as recorder:
             layouts = {name: model.layout for name, model in self.placed.models.items()}
             recorder.layout(self.placed.world_size, layouts, None)
             understood = self.inputs.understood(self.config)
@@ -119,9 +120,9 @@ class FixedDataTrainer:
                 recorder.phase("evaluating before training")
                 recorder.before_training(self.evaluate())
             train(self, range(self.run.state.iteration + 1, last + 1), last, recorder)
-            self.checkpoint_manager.finish()
+            manager.finish()
             recorder.phase("writing the trained model")
-            with self.watchdog.during("save"):
+            with self.watchdog.during("save"), manager.saved_without(self.run.state, recorder):
                 export_huggingface(
                     self.models.trained()[0],
                     self.config.run_dir / "hf",

@@ -281,7 +281,8 @@ class OnlineTrainer:
         num_iterations = self.config.num_iterations if num_iterations is None else num_iterations
         if num_iterations < 1:
             raise ConfigError(f"num_iterations = {num_iterations}: a run has at least one iteration")
-        with self.checkpoint_manager.recorder(num_iterations, self.inputs.decode) as recorder:
+        manager = self.checkpoint_manager
+        with manager.recorder(num_iterations, self.inputs.decode) as recorder:
             layouts = {name: model.layout for name, model in self.placed.models.items()}
             recorder.layout(self.placed.world_size, layouts, self.placed.rollout)
             understood = self.inputs.understood(self.config)
@@ -295,10 +296,10 @@ class OnlineTrainer:
                 recorder.before_training(self.evaluate())
             iterations = self.generator.iterations(num_iterations, after=self.run.state.iteration)
             train(self, iterations, num_iterations, recorder)
-            self.checkpoint_manager.finish()
+            manager.finish()
             if self.writes_model:
                 recorder.phase("writing the trained actor")
-                with self.watchdog.during("save"):
+                with self.watchdog.during("save"), manager.saved_without(self.run.state, recorder):
                     export_huggingface(
                         self.run.actor,
                         self.config.run_dir / "hf",

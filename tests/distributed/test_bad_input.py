@@ -81,6 +81,11 @@ def test_output_directory_that_cannot_be_written(config):
     assert message == like(f"output_dir = {config}/runs: cannot write to {config}/runs: Not a directory")
 
 
+def test_a_file_where_the_run_directory_should_be(config):
+    message = error_of_one_process(config, "name=config.yaml")
+    assert message == (f"name = config.yaml: {config} is a file: the run's directory has this path (output_dir/name)")
+
+
 @pytest.fixture
 def running(config) -> Iterator[RunLock]:
     """This process holds the run's directory, in which a run has written something."""
