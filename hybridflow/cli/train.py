@@ -58,6 +58,7 @@ from hybridflow.config.hub import fetch_models
 from hybridflow.errors import ConfigError, ExitStatus, Stopped, UserError
 from hybridflow.launcher.main import main as launch
 from hybridflow.parallel.process_exit import leave
+from hybridflow.parallel.proxies import keep_loopback_direct
 from hybridflow.parallel.streams import keep_streams
 from hybridflow.user_code import search_beside
 
@@ -71,6 +72,7 @@ LOG = logging.getLogger(__name__)
 
 def main(arguments: list[str] | None = None) -> int:
     keep_streams()
+    keep_loopback_direct()
     given = sys.argv[1:] if arguments is None else arguments
     parser = _parser()
     options = parser.parse_intermixed_args(given)  # options may stand between overrides
@@ -153,10 +155,9 @@ def _ended_ranks(options: argparse.Namespace, given: Sequence[str]) -> int | Non
     config = read_config(with_neutral(tree), options.config)  # before torch, which loads for seconds
     from hybridflow.parallel import torchrun
 
+    torchrun.forget_world_of_one()
     if torchrun.is_rank():
-        _, world_size = torchrun.torchrun_rank()
-        if options.nproc not in (None, world_size):
-            raise ConfigError(f"--nproc {options.nproc}: torchrun has started {world_size} ranks: leave it out")
+        torchrun.check_rank(options.nproc)
         return None
     torchrun.set_environment(config.env_vars)
     from hybridflow.cli.number_of_ranks import number_of_ranks

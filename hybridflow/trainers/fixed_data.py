@@ -13,6 +13,7 @@ from hybridflow.checkpoint.manager import CheckpointManager
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.digests import fixed_digests
 from hybridflow.data.fixed_inputs import FixedInputs, load_fixed_inputs
+from hybridflow.data.mixture import mixture_lines
 from hybridflow.errors import ConfigError, Stopped
 from hybridflow.flows.bookkeeping import FixedDataBookkeeping
 from hybridflow.flows.finite import NonFinite
@@ -36,7 +37,7 @@ from hybridflow.roles.base import RunContext
 from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.values import TrainedRewardModel
 from hybridflow.trainers.auto import read_for_run
-from hybridflow.trainers.loop import checkpoint_manager_of, environment_notes, lost, start, train
+from hybridflow.trainers.loop import checkpoint_manager_of, environment_notes, lost, start, train, warmup_notes
 
 
 def build_models(placed: PlacedFixed, world: RunContext) -> Roles:
@@ -165,7 +166,8 @@ class FixedDataTrainer:
 
     def _notes(self, last: int) -> list[str]:
         """What the user should know of the choices that were made."""
-        notes = environment_notes(self.config)
+        notes = [*environment_notes(self.config), *warmup_notes(self.config, last)]
+        notes += mixture_lines("data.train", self.inputs.train.rows, last * self.config.data.batch_size)
         if self.run.state.iteration >= last:
             notes.append(f"all {last} iterations are done; checkpoint.load=none starts anew")
         epochs, rows = self.config.num_epochs, len(self.inputs.train)
