@@ -28,8 +28,8 @@ from hybridflow.parallel import torchrun
 from hybridflow.parallel.peer_processes import is_running, this_process
 from hybridflow.recording.starts import typed_command
 
-SIGN_SECONDS = 10.0  # between two signs of the holder
-SILENCE_SECONDS = 90.0
+SIGN_SECONDS = 5.0  # between two signs of the holder
+SILENCE_SECONDS = 60.0
 RESTART_SECONDS = 300.0  # that restarted ranks give those before them to end
 POLL_SECONDS = 0.5
 LOG = logging.getLogger(__name__)
