@@ -64,7 +64,15 @@ class NonFiniteError(UserError):
 
 
 class RunDirError(UserError):
-    """What a run has left behind is missing or damaged."""
+    """A run's directory is missing, damaged, or in use by another process."""
+
+
+class RunTakenError(RunDirError):
+    """Another process has taken the run's directory, and this one may not write there any more."""
+
+
+class RecordError(RunDirError):
+    """A file of a run's directory cannot be written."""
 
 
 class EnvironmentProblem(UserError):

@@ -98,6 +98,7 @@ ENVIRONMENT_USERS = [
     "hybridflow.rollout",
     "hybridflow.rollout.*",
     "hybridflow.parallel.agent",
+    "hybridflow.parallel.proxies",
     "hybridflow.parallel.rank_log",
     "hybridflow.parallel.versions",
     "hybridflow.cli.chat",  # before torch is loaded

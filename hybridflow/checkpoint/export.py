@@ -16,6 +16,7 @@ from torch import Tensor
 from hybridflow.architecture.parts import whole_parts
 from hybridflow.architecture.spec import Head, ModelSpec, config_changes
 from hybridflow.architecture.weights import model_weights, staged_weights
+from hybridflow.errors import CheckpointError, SaveError
 from hybridflow.formats.directories import replace_directory
 from hybridflow.formats.huggingface_files import (
     add_end_tokens,
@@ -28,6 +29,8 @@ from hybridflow.formats.huggingface_files import (
     write_safetensors,
 )
 from hybridflow.formats.safetensors_files import TensorInfo
+from hybridflow.parallel import platform as platforms
+from hybridflow.parallel.agreement import failures
 from hybridflow.parallel.grid import Grid
 from hybridflow.parallel.layout import Group
 from hybridflow.roles.base import TrainedRole
@@ -47,26 +50,34 @@ def export_huggingface(
 
     end_token_ids: at which the model stops; generation_config.json gets those that it lacks.
 
-    One that started without its score head is a *ForSequenceClassification with one label.
+    One that started without its score head is a *ForSequenceClassification with one label. Errors: SaveError, on every
+    rank, where it cannot be written.
     """
     grid, spec, head = role.grid, role.spec, role.head
+    failure: str | None = None
     if grid.inside and grid.dp_rank < grid.layout.coupled:
         own = {name: tensor for name, (_, tensor) in role.weights().items()}
         dtype = next(iter(own.values())).dtype
         tensors = _whole_tensors(own, dtype, spec, grid, head=head)
         if grid.tp_rank == grid.pp_rank == grid.dp_rank == 0:
             partial = target.with_name(f".{target.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            _write_weights(tensors, _plan(spec, dtype, head), partial, max_file_bytes, report)
-            write_config(spec.path, partial, config_changes(spec, head), dtype=dtype)
-            copy_companions(spec.path, partial)
-            add_end_tokens(partial, end_token_ids)
-            replace_directory(partial, target)
-        else:
-            for _ in tensors:  # take part in every gather
-                continue
-    dist.barrier(group=dist.group.WORLD)
+            try:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                _write_weights(tensors, _plan(spec, dtype, head), partial, max_file_bytes, report)
+                write_config(spec.path, partial, config_changes(spec, head), dtype=dtype)
+                copy_companions(spec.path, partial)
+                add_end_tokens(partial, end_token_ids)
+                replace_directory(partial, target)
+            except CheckpointError as error:
+                failure = str(error)
+            except OSError as error:
+                failure = f"{error.filename or partial}: cannot be written: {error.strerror or error}"
+        for _ in tensors:  # take part in every gather, also where nothing can be written any more
+            continue
+    found = failures(failure, platforms.world_group())
+    if found:
+        raise SaveError(f"the trained model cannot be written to {target}: {'; '.join(found)}")
 
 
 def _whole_tensors(

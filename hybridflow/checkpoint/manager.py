@@ -7,31 +7,29 @@ checkpoint_manager.after_iteration(run.state, metrics, recorder, is_last=False) 
 """
 
 import contextlib
-import difflib
-import os
 import shutil
-import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from hybridflow.checkpoint.change_rules import Effect
 from hybridflow.checkpoint.changes import changes, content_changes
+from hybridflow.checkpoint.notes import kept_best, there_are, when_saved
 from hybridflow.checkpoint.resume import check_progress, find_source, restore
 from hybridflow.checkpoint.sharded import SavedRole
+from hybridflow.checkpoint.shared_directory import check_shared, raise_together
 from hybridflow.checkpoint.state import RunState, SavedRun
-from hybridflow.checkpoint.store import CHECKPOINTS
+from hybridflow.checkpoint.store import CHECKPOINTS, step_name
 from hybridflow.checkpoint.writer import CheckpointWriter
 from hybridflow.config import ExperimentConfig, RunConfig
-from hybridflow.errors import CheckpointError, DataError, SaveError, Stopped
+from hybridflow.errors import DataError, RecordError, SaveError, Stopped
 from hybridflow.formats.directories import sync
 from hybridflow.parallel.agreement import failures
 from hybridflow.parallel.peer_processes import parent_process
@@ -40,6 +38,7 @@ from hybridflow.parallel.rank_log import open_rank_log
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.watchdog import Watchdog
 from hybridflow.recording.iteration import Metrics
+from hybridflow.recording.lock import RESTART_SECONDS, RunLock
 from hybridflow.recording.recorder import Recorder, record_run
 from hybridflow.recording.run_dir import dump_batch
 
@@ -83,12 +82,15 @@ class CheckpointManager:
         self._may_lack_best = config.checkpoint.keep_best > 0  # and that of keep_best
         self.notes: list[str] = []
         self._may_load_rollout = False  # whether this start generates what the one before did
+        self._lock = RunLock(config.run_dir) if platform.rank == 0 else None
+        raise_together(lambda: self._take_lock(restarts), group)
         self._end_again(restarts)
-        self._check_shared()
+        if saves and config.checkpoint.saves:
+            check_shared(config.run_dir, group)
         self._source = find_source(config, restarts=restarts, group=group)
         self.state = self._loaded(roles)
-        self._raise_together(lambda: self._check_progress(restarts))
-        self.notes += [*self._when(), *self._kept_best()]
+        raise_together(lambda: self._check_progress(restarts), group)
+        self.notes += [*when_saved(config, saves=saves), *kept_best(config, saves=saves)]
         self._saver = CheckpointWriter(
             roles,
             self._root,
@@ -97,6 +99,7 @@ class CheckpointManager:
             platform=platform,
             group=group,
             store=store,
+            check_lock=self._check_lock,
         )
         self._has_saved = self._source is not None and not self._source.is_fork  # of this run there are checkpoints
         if self._source is not None and not self._source.is_fork:
@@ -107,22 +110,29 @@ class CheckpointManager:
         """Of the run directory, behind what is there where this start goes on with that run. Collective."""
         iteration = self.state.iteration if self.state is not None else 0
         goes_on = self._source is not None and not self._source.is_fork
-        with record_run(
+        recording = record_run(
             self._config,
             num_iterations,
             rank=self._platform.rank,
             decode=decode,
             resumed=iteration if goes_on else None,
             forked=0 if goes_on else iteration,
-        ) as recorder:
-            dist.barrier(self._group)  # rank 0 has moved an earlier run aside
-            open_rank_log()
-            yield recorder
+            check_lock=self._check_lock,
+        )
+        try:
+            with recording as recorder:
+                dist.barrier(self._group)  # rank 0 has moved an earlier run aside
+                open_rank_log()
+                yield recorder
+        finally:
+            if self._lock is not None:
+                self._lock.release()
 
     def after_iteration(self, state: RunState, metrics: Metrics, recorder: Recorder, *, is_last: bool) -> None:
         """Between two iterations: save where it is time to. Collective.
 
-        Errors: Stopped where the run was told to end; SaveError.
+        Errors: Stopped where the run was told to end; SaveError; RecordError where what the iteration leaves behind
+        could not be written, once the run is saved where that is possible.
         """
         self._metrics = {name: float(value) for name, value in metrics.items()}
         now = time.monotonic()
@@ -130,7 +140,11 @@ class CheckpointManager:
         self._saver.report = recorder.message
         with self._watchdog.during("save"):
             self._saver.check()
-            interval, stops = self._config.checkpoint.save_interval, self.should_stop()
+            interval = self._config.checkpoint.save_interval
+            stops = self._stop.agreed(self._group, also=self._time_is_up() or recorder.failure is not None)
+            unwritten = failures(recorder.failure, self._group) if stops else []
+            if unwritten:
+                raise RecordError(f"{'; '.join(unwritten)}; {self._saved_if_possible(state, recorder)}")
             counted = bool(interval) and (is_last or state.iteration % interval == 0)
             # the last of a run that was saved before is saved too: else the next start would do it again
             closes = is_last and self._has_saved and self._config.checkpoint.saves
@@ -146,6 +160,14 @@ class CheckpointManager:
         with self._watchdog.during("save"):
             self._save(state, recorder)
         self._end(state, str(where))
+
+    @contextlib.contextmanager
+    def saved_without(self, state: RunState, recorder: Recorder) -> Iterator[None]:
+        """Where the block raises SaveError, on all ranks, save the run before it ends. Errors: SaveError."""
+        try:
+            yield
+        except SaveError as error:
+            raise SaveError(f"{error}; {self._saved_if_possible(state, recorder)}") from error
 
     def finish(self) -> None:
         """Wait for a save in the background. Errors: SaveError."""
@@ -174,7 +196,7 @@ class CheckpointManager:
         evaluated = any(name.startswith("eval/") for name in metrics)
         if metrics and self._may_lack and (evaluated or not stop.metric.startswith("eval/")):
             self._may_lack = False
-            there = _there_are(stop.metric, metrics)
+            there = there_are(stop.metric, metrics)
             recorder.message(f"warning: stop_when.metric = {stop.metric}: this iteration has no such metric; {there}")
         return None
 
@@ -208,7 +230,7 @@ class CheckpointManager:
                 file = dump_batch(directory, f"iteration_{iteration:06d}", tensors)
                 sync(file)
                 sync(file.parent)
-            except (OSError, SafetensorError) as error:
+            except (OSError, RecordError) as error:
                 failure = f"{directory}: {error}"
         found = failures(failure, self._group)
         if found:
@@ -233,32 +255,13 @@ class CheckpointManager:
 
     # ---- inside
 
-    def _check_shared(self) -> None:
-        """Errors: CheckpointError unless all ranks see one output directory, where they are to save into it."""
-        if not (self._saves and self._config.checkpoint.saves):
-            return
-        directory = self._config.run_dir.parent
-        name = [f".{self._config.name}.{os.urandom(4).hex()}"]
-        dist.broadcast_object_list(name, src=dist.get_process_group_ranks(self._group)[0], group=self._group)
-        probe = directory / name[0]
+    def _take_lock(self, restarts: int) -> None:
+        if self._lock is not None:
+            self._lock.take(patience=RESTART_SECONDS if restarts else 0.0)
 
-        def make() -> None:
-            if self._platform.rank == 0:
-                directory.mkdir(parents=True, exist_ok=True)
-                probe.touch()
-
-        def look() -> None:
-            if not probe.exists():
-                raise CheckpointError(
-                    f"output_dir = {self._config.output_dir!r} on {socket.gethostname()} is not the directory that "
-                    f"rank 0 sees: checkpoints need one that all hosts share; checkpoint.save_interval=0 with "
-                    f"checkpoint.save_minutes=null saves none"
-                )
-
-        self._raise_together(make)
-        self._raise_together(look)
-        if self._platform.rank == 0:
-            probe.unlink()
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.check()
 
     def _end_again(self, restarts: int) -> None:
         """Errors: Stopped where the ranks of this very torchrun have ended as told: to it that was a failure."""
@@ -297,14 +300,6 @@ class CheckpointManager:
             return replace(state, kl_coef=config.algorithm.kl.coef)
         return state
 
-    def _when(self) -> list[str]:
-        """When the run is saved, for the person who watches."""
-        its = self._config.checkpoint
-        if not self._saves or its.save_minutes is None:
-            return []
-        counted = f", and every {its.save_interval} iterations" if its.save_interval else ""
-        return [f"saves every {its.save_minutes:g} minutes (checkpoint.save_minutes){counted}"]
-
     def _minutes_are_over(self) -> bool:
         """By rank 0's clock, alike on all ranks. Collective where the config names minutes."""
         minutes = self._config.checkpoint.save_minutes
@@ -313,19 +308,6 @@ class CheckpointManager:
         over = torch.tensor(time.monotonic() - self._saved_at >= 60 * minutes)
         dist.broadcast(over, src=dist.get_process_group_ranks(self._group)[0], group=self._group)
         return bool(over)
-
-    def _kept_best(self) -> list[str]:
-        """Which checkpoints are the best ones, for the person who watches."""
-        its = self._config.checkpoint
-        if not (its.keep_best and its.saves and self._saves):
-            return []
-        every = self._config.metrics.eval_interval
-        some = its.best_metric.startswith("eval/") and every and (its.save_interval % every or not its.save_interval)
-        known = f"; only iterations that metrics.eval_interval = {every} divides have this metric" if some else ""
-        return [
-            f"checkpoint.keep_best = {its.keep_best}: the checkpoints with the {its.keeps} {its.best_metric} are kept "
-            f"(checkpoint.best_is = {its.best_is}){known}"
-        ]
 
     def _check_best(self, recorder: Recorder) -> None:
         """Tell once that a checkpoint lacks the metric which the best ones are kept by: its name may be wrong."""
@@ -337,7 +319,7 @@ class CheckpointManager:
         if metric not in metrics:
             recorder.message(
                 f"warning: checkpoint.best_metric = {metric}: this iteration has no such metric. A checkpoint without "
-                f"the metric is not kept as one of the best; {_there_are(metric, metrics)}"
+                f"the metric is not kept as one of the best; {there_are(metric, metrics)}"
             )
 
     def _check_progress(self, restarts: int) -> None:
@@ -345,18 +327,6 @@ class CheckpointManager:
             limit = self._config.checkpoint.max_restarts_without_progress
             iteration = self.state.iteration if self.state is not None else 0
             check_progress(self._config.run_dir, iteration, restarts=restarts, limit=limit)
-
-    def _raise_together(self, act: Callable[[], None]) -> None:
-        failure = None
-        try:
-            act()
-        except CheckpointError as error:
-            failure = str(error)
-        except OSError as error:
-            failure = f"{error.filename}: {error.strerror}"
-        found = failures(failure, self._group)
-        if found:
-            raise CheckpointError("; ".join(found))
 
     def _time_is_up(self) -> bool:
         """Another iteration, its save and one more could not end in time."""
@@ -382,6 +352,19 @@ class CheckpointManager:
         self._saved_at, self._has_saved = time.monotonic(), True
         self._longest_save = max(self._longest_save, self._saver.seconds - before)
 
+    def _saved_if_possible(self, state: RunState, recorder: Recorder) -> str:
+        """Save the run, which ends with an error: what came of that, to say behind the error. Collective."""
+        self._saver.report = recorder.message
+        try:
+            self._save(state, recorder)
+            self._saver.wait()
+        except SaveError as error:
+            return f"the run is not saved: {error}"
+        if self._saver.last_iteration != state.iteration:
+            return "the run is not saved"
+        saved = self._root / step_name(state.iteration)
+        return f"the run is saved after iteration {state.iteration} ({saved}), and the same command resumes"
+
     def _end(self, state: RunState, where: str) -> NoReturn:
         with self._watchdog.during("save"):
             self._saver.wait()
@@ -393,8 +376,3 @@ class CheckpointManager:
                 (self._root / STOPPED).write_text(parent_process())
         dist.barrier(group=self._group)  # the first rank to leave ends the others
         raise Stopped(f"{where} ({why})", saved=saved)
-
-
-def _there_are(metric: str, metrics: Iterable[str]) -> str:
-    """The nearest names, or all."""
-    return f"there are {', '.join(difflib.get_close_matches(metric, metrics) or sorted(metrics))}"

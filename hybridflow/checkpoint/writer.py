@@ -81,9 +81,11 @@ class CheckpointWriter:
         group: dist.ProcessGroup,
         store: Store,
         report: Callable[[str], None] = lambda text: None,
+        check_lock: Callable[[], None] = lambda: None,
     ) -> None:
         self._roles, self._root, self._config, self._config_yaml = roles, root, config, config_yaml
         self._platform, self._group, self._store, self.report = platform, group, store, report
+        self._check_lock = check_lock  # on rank 0, before a checkpoint gets its name
         self._under_way: _Save | None = None
         self._copies: list[Tensor] = []
         self._waiting: SimpleQueue[_Save] | None = None  # for the thread that writes, once there is one
@@ -153,22 +155,22 @@ class CheckpointWriter:
         iteration, names = saved.state.iteration, [role.name for role in self._roles]
         failure: str | None = None
         if self._platform.rank == 0:
-            failure = _tried(lambda: self._describe(saved, begin(self._root, iteration, names)))
+            failure = _tried(lambda: self._describe(saved, begin(self._root, iteration, names)), self._root)
         self._raise_together(failure, iteration)
         partial, parts = self._root / f".{step_name(iteration)}.partial", list[tuple[str, ToWrite]]()
 
         def prepare() -> None:
             parts.extend((role.name, prepare_save(role, partial / role.name)) for role in self._roles)
 
-        self._raise_together(_tried(prepare), iteration)
+        self._raise_together(_tried(prepare, partial), iteration)
         total = torch.tensor(sum(part.num_bytes for _, part in parts), dtype=torch.int64)
         dist.all_reduce(total, group=self._group)
         save = _Save(iteration, partial, parts, int(total))
         if self._platform.rank == 0:
-            failure = _tried(lambda: self._check_room(save))
+            failure = _tried(lambda: self._check_room(save), partial)
         self._raise_together(failure, iteration)
         if self._config.async_save:
-            self._raise_together(_tried(lambda: self._copy(save)), iteration)
+            self._raise_together(_tried(lambda: self._copy(save), partial), iteration)
         return save
 
     def _describe(self, saved: SavedRun, partial: Path) -> None:
@@ -247,8 +249,8 @@ class CheckpointWriter:
     def _write(self, save: _Save) -> None:
         """This rank's files, and on rank 0 the checkpoint. No collective: another thread may be in one."""
         try:
-            save.failure = _tried(lambda: self._write_own(save))
-            save.failure = _tried(lambda: self._tell_and_publish(save)) or save.failure
+            save.failure = _tried(lambda: self._write_own(save), save.partial)
+            save.failure = _tried(lambda: self._tell_and_publish(save), save.partial) or save.failure
         finally:
             save.over.set()
 
@@ -286,8 +288,9 @@ class CheckpointWriter:
                 records += [_record(tree) for tree in part["records"]]
                 file.unlink()
             finish_save(directory, records)
+        self._check_lock()
         publish(self._root, save.iteration, save.partial, sums)
-        save.warning = _tried(lambda: self._prune(save.iteration))
+        save.warning = _tried(lambda: self._prune(save.iteration), self._root)
 
     def _prune(self, newest: int) -> None:
         """Old checkpoints go only now that the new one is durable. What is damaged is left for a person to look at.
@@ -316,14 +319,14 @@ class CheckpointWriter:
             remove(self._root, iteration)
 
 
-def _tried(work: Callable[[], None]) -> str | None:
-    """Why it failed. A rank must not leave alone: the others would wait for it."""
+def _tried(work: Callable[[], None], where: Path) -> str | None:
+    """Why it failed. A rank must not leave alone: the others would wait for it. where: if the error does not say."""
     try:
         work()
     except CheckpointError as error:
         return str(error)
     except OSError as error:
-        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        return f"{error.filename or where}: {error.strerror or error}"
     except Exception as error:  # told on all ranks as an error of the run
         return f"{type(error).__name__}: {error}"
     return None

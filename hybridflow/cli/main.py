@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from hybridflow import __version__
+from hybridflow.parallel.proxies import keep_loopback_direct
 
 # name -> (module whose main(arguments) runs it, what it does); in the order in which a person needs them
 COMMANDS = {
@@ -32,6 +33,7 @@ SUFFIXES = (".yaml", ".yml")
 
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
+    keep_loopback_direct()
     if not given:
         print(_overview(), file=sys.stderr)
         return 2

@@ -32,17 +32,19 @@ or one of its batch files. --rollout-only generates and scores responses, dumps 
 write into a directory of their own, NAME-replay or NAME-rollout, without hf/.
 
 A run is saved every 30 minutes (checkpoint.save_minutes), or every checkpoint.save_interval iterations. The same
-command resumes the run after any end. SIGTERM and SIGUSR1 make the run save and end. The exit statuses are:
+command resumes the run after any end. SIGTERM, SIGUSR1 and SIGHUP make the run save and end. The exit statuses
+are:
 
     0  finished      1  error      70  a rank was stuck      75  stopped, and saved      76  stopped, and not saved
 """
 
 import argparse
+import contextlib
 import logging
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -56,6 +58,8 @@ from hybridflow.config.hub import fetch_models
 from hybridflow.errors import ConfigError, ExitStatus, Stopped, UserError
 from hybridflow.launcher.main import main as launch
 from hybridflow.parallel.process_exit import leave
+from hybridflow.parallel.proxies import keep_loopback_direct
+from hybridflow.parallel.streams import keep_streams
 from hybridflow.user_code import search_beside
 
 if TYPE_CHECKING:
@@ -67,6 +71,8 @@ LOG = logging.getLogger(__name__)
 
 
 def main(arguments: list[str] | None = None) -> int:
+    keep_streams()
+    keep_loopback_direct()
     given = sys.argv[1:] if arguments is None else arguments
     parser = _parser()
     options = parser.parse_intermixed_args(given)  # options may stand between overrides
@@ -149,10 +155,9 @@ def _ended_ranks(options: argparse.Namespace, given: Sequence[str]) -> int | Non
     config = read_config(with_neutral(tree), options.config)  # before torch, which loads for seconds
     from hybridflow.parallel import torchrun
 
+    torchrun.forget_world_of_one()
     if torchrun.is_rank():
-        _, world_size = torchrun.torchrun_rank()
-        if options.nproc not in (None, world_size):
-            raise ConfigError(f"--nproc {options.nproc}: torchrun has started {world_size} ranks: leave it out")
+        torchrun.check_rank(options.nproc)
         return None
     torchrun.set_environment(config.env_vars)
     from hybridflow.cli.number_of_ranks import number_of_ranks
@@ -191,31 +196,62 @@ def _train(options: argparse.Namespace) -> None:
     prepare_imports(config.platform)
     from hybridflow.parallel.rank_log import rank_log
 
-    with rank_log(config.run_dir / "logs"):
-        _train_here(config, chosen, options)
+    with rank_log(config.run_dir / "logs"), _own_directory(config, options):
+        _announce(config, chosen, options)
+        _train_here(config, options)
 
 
-def _train_here(config: AnyConfig, chosen: Sequence[str], options: argparse.Namespace) -> None:
-    """As one rank, with nothing but the libraries loaded. chosen: lines on what `auto` has come to."""
-    from hybridflow.parallel.device import device_name
-    from hybridflow.parallel.rank_log import IN_FILES_ALONE, log_error
-    from hybridflow.parallel.torchrun import is_by_command, is_rank, torchrun_rank
-    from hybridflow.placement.placed import check_output_dir, left_out
+@contextlib.contextmanager
+def _own_directory(config: AnyConfig, options: argparse.Namespace) -> Iterator[None]:
+    """Rank 0 has the run's directory for itself within the block. A replay and rollouts alone write elsewhere.
 
-    fixed = isinstance(config, FixedDataConfig)
+    Before anything is loaded, for a second start to end at once. Errors: ConfigError, RunDirError.
+    """
+    from hybridflow.parallel.torchrun import is_by_command, is_rank, restart_count, torchrun_rank
+    from hybridflow.placement.placed import check_output_dir
+    from hybridflow.recording.lock import RESTART_SECONDS, RunLock
+
     rank, world_size = torchrun_rank()
     if is_rank() and not is_by_command():  # else it has been checked before the ranks were started
         from hybridflow.cli.refusals import check_here
 
         check_here(config, world_size)
+    if rank != 0:
+        yield
+        return
+    check_output_dir(config)
+    if options.replay or options.rollout_only:
+        yield
+        return
+    lock = RunLock(config.run_dir)
+    lock.take(patience=RESTART_SECONDS if restart_count() else 0.0)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _announce(config: AnyConfig, chosen: Sequence[str], options: argparse.Namespace) -> None:
+    """Rank 0 says what it loads. chosen: lines on what `auto` has come to."""
+    from hybridflow.parallel.device import device_name
+    from hybridflow.parallel.rank_log import IN_FILES_ALONE
+    from hybridflow.parallel.torchrun import torchrun_rank
+    from hybridflow.placement.placed import left_out
+
+    fixed = isinstance(config, FixedDataConfig)
+    rank, world_size = torchrun_rank()
     if rank == 0:
-        check_output_dir(config)
         where = f"{world_size} ranks, platform {device_name()}"
         engine = "" if options.replay or fixed else " and the engine"
         loading = f"loading {', '.join(config.roles())}{engine}, {where} (half a minute or more)"
         for line in (*config.notes, *chosen, *left_out(config), loading):
             print(f"{config.name}: {line}", flush=True)
             LOG.info("%s", line, extra=IN_FILES_ALONE)
+
+
+def _train_here(config: AnyConfig, options: argparse.Namespace) -> None:
+    """As one rank, with nothing but the libraries loaded."""
+    from hybridflow.parallel.rank_log import log_error
     from hybridflow.parallel.stop import StopRequest
     from hybridflow.parallel.watchdog import Watchdog
     from hybridflow.recording.progress import print_summary

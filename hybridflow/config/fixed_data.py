@@ -43,7 +43,8 @@ class FixedDataConfig(RunConfig):
     num_iterations: PositiveInt | None = None
     """Optimizer steps of the run. Give num_iterations or num_epochs, not both."""
     num_epochs: PositiveInt | None = None
-    """Passes over data.train, in whole batches. Give num_iterations or num_epochs, not both."""
+    """Passes over data.train, in whole batches. With weights, as many rows by turns. Give num_iterations or num_epochs,
+    not both."""
     data: FixedDataSection
     """The rows to learn from: files, columns, and limits of length."""
     actor: TrainedRoleConfig | None = None

@@ -82,6 +82,14 @@ class MixedOrder:
         return [sum(self._lengths[:source]) + index for index in order.next(count)]
 
 
+def rows_of_sources(weights: Sequence[float], num_rows: int) -> list[int]:
+    """Of the first `num_rows` of a MixedOrder, how many each source has given."""
+    own = shares(weights)
+    rounds, within = divmod(num_rows, sum(own))
+    begun = _turns(own)[:within]
+    return [rounds * share + begun.count(source) for source, share in enumerate(own)]
+
+
 def shares(weights: Sequence[float]) -> tuple[int, ...]:
     """Rows of each source among as few as have these proportions, or among 1,000 where more would be needed.
 

@@ -104,7 +104,7 @@ class UsableRows(Generic[Item]):
         """Which rows come next; sources with weights by turns."""
         if self.files.weights is None:
             return PromptOrder(len(self), seed, shuffle, position=position)
-        return MixedOrder(self._lengths(), self.files.weights, seed, shuffle, position=position)
+        return MixedOrder(self.lengths(), self.files.weights, seed, shuffle, position=position)
 
     def at(self, numbers: Sequence[int]) -> list[Item]:
         """In this order; one may appear twice. Errors: DataError also for a row that would be left out."""
@@ -134,7 +134,7 @@ class UsableRows(Generic[Item]):
 
     # ---- inside
 
-    def _lengths(self) -> list[int]:
+    def lengths(self) -> list[int]:
         """Rows of each source. Errors: DataError where one has none left, or has no turn by its weight."""
         kept = self.files.ends if self._kept is None else torch.searchsorted(self._kept, torch.tensor(self.files.ends))
         ends = [int(end) for end in kept]

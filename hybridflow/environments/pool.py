@@ -16,6 +16,7 @@ from hybridflow.config.environment import EnvironmentConfig
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.environments.classes import DescribedClass
 from hybridflow.errors import RewardError
+from hybridflow.parallel.proxies import keep_loopback_direct
 from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.rewards.pool import Answer, Pool
 from hybridflow.rewards.specs import pool_limits
@@ -94,6 +95,7 @@ class AgentPool(RowPool):
 
     def __init__(self, config: EnvironmentConfig, file: str | None, scoring: ScoringConfig, *, num_ranks: int) -> None:
         """num_ranks: on this machine, which share its cores."""
+        keep_loopback_direct(config.listen)
         super().__init__(config, file, _spec(config, file), scoring, num_ranks)
         self._started = False
 

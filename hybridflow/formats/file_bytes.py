@@ -1,5 +1,6 @@
 """Bytes of checkpoint files, read into memory of their own; every failure is a CheckpointError that names the file."""
 
+import ctypes
 import os
 import stat
 from collections.abc import Iterator
@@ -101,5 +102,12 @@ def start_writing(fd: int, start: int, stop: int) -> None:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    """The bytes of a contiguous tensor in host memory, which live as long as the view.
+
+    numpy would do the same, but a storage that numpy has seen never changes its size again. The reshard empties the
+    storages of weights that a checkpoint reads and writes.
+    """
+    assert tensor.is_contiguous() and tensor.device.type == "cpu", f"{tuple(tensor.shape)} on {tensor.device}"
+    found = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    found.tensor = tensor  # type: ignore[attr-defined]  # keeps the memory
+    return memoryview(found).cast("B")

@@ -1,4 +1,4 @@
-"""The wish, from outside, that the run end: SIGTERM of torchrun or a user, SIGUSR1 of a scheduler.
+"""The wish, from outside, that the run end: by SIGTERM of torchrun or a user, SIGUSR1 of a scheduler, SIGHUP of a tty.
 
     stop = StopRequest(grace_seconds=300)
     stop.listen()                 # Watchdog.start does: until then there is nothing to save, and a signal ends at once
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from hybridflow.errors import ExitStatus
 from hybridflow.parallel.process_exit import in_time, leave, say
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # torchrun forwards what it gets, a scheduler or a terminal signals all processes at once: one wish comes twice
 SECOND_SIGNAL_AFTER = 1.0  # seconds
 

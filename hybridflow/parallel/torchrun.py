@@ -12,6 +12,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from hybridflow.errors import EnvironmentProblem
 
+OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 STORE_TIMEOUT = timedelta(seconds=30)
 
 
@@ -35,6 +36,32 @@ BY_COMMAND = "HYBRIDFLOW_BY_COMMAND"  # set for ranks that `hybridflow train` ha
 def is_rank() -> bool:
     """Whether torchrun, or `hybridflow train`, has started this process as a rank."""
     return "RANK" in os.environ
+
+
+def forget_world_of_one() -> None:
+    """A pod or a debugger may have set RANK=0 and WORLD_SIZE=1, without a launcher: this process is no rank then."""
+    if is_rank() and not _has_launcher() and _env_int("WORLD_SIZE", 1) == 1:
+        for name in OF_A_RANK:
+            os.environ.pop(name, None)
+
+
+def check_rank(nproc: int | None) -> None:
+    """Whether this process may be the rank that its environment says. nproc: what --nproc says.
+
+    Errors: EnvironmentProblem where that contradicts --nproc, or says too little.
+    """
+    rank, world_size = torchrun_rank()
+    told = f"RANK = {rank} and WORLD_SIZE = {world_size} are set in the environment"
+    unset = "if they are left over, unset them: env -u RANK -u WORLD_SIZE -u LOCAL_RANK hybridflow train ..."
+    if nproc is not None and (nproc != world_size or not _has_launcher()):
+        raise EnvironmentProblem(f"--nproc {nproc}: {told}: a rank starts no ranks. Leave --nproc out, or {unset}")
+    if world_size > 1 and "MASTER_ADDR" not in os.environ:
+        raise EnvironmentProblem(f"{told}, and MASTER_ADDR is not: a rank cannot find the others; {unset}")
+
+
+def _has_launcher() -> bool:
+    """Whether torchrun, or what does the same, has set the variables of a rank: a pod has no ranks of its own."""
+    return "LOCAL_RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def is_by_command() -> bool:

@@ -366,6 +366,10 @@ def check_output_dir(config: RunConfig) -> None:
     For one rank to call: the first, which writes the run directory.
     """
     directory = Path(config.output_dir)
+    if config.run_dir.exists() and not config.run_dir.is_dir():
+        raise ConfigError(
+            f"name = {config.name}: {config.run_dir} is a file: the run's directory has this path (output_dir/name)"
+        )
     try:
         with _made(directory), tempfile.TemporaryDirectory(prefix=f".{config.name}.", dir=directory) as attempt:
             (Path(attempt) / "file").write_bytes(b"0")

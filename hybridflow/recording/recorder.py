@@ -10,12 +10,13 @@ from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config import RunConfig
+from hybridflow.errors import RecordError
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.recording.iteration import Iteration
 from hybridflow.recording.layout import write_layout
 from hybridflow.recording.progress import ProgressDisplay
 from hybridflow.recording.resume import KeptMetrics, remove_batches
-from hybridflow.recording.run_dir import dump_batch, open_run_dir, reopen_run_dir
+from hybridflow.recording.run_dir import dump_batch, open_run_dir, reopen_run_dir, writing
 from hybridflow.recording.samples import chosen_rows, samples_of
 from hybridflow.recording.starts import recorded_start
 from hybridflow.recording.trackers import open_trackers
@@ -68,6 +69,7 @@ class Recorder:
     """Keeps the history every rank needs for its summary; shows nothing and writes nothing."""
 
     def __init__(self) -> None:
+        self.failure: str | None = None  # the first thing that could not be written
         self._started = time.perf_counter()
         self._accuracies: list[float] = []
         self._losses: list[float] = []
@@ -150,8 +152,10 @@ class WritingRecorder(Recorder):
         metrics: MetricsWriter,
         samples: SampleWriter,
         decode: Callable[[list[int]], str],
+        check_lock: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
+        self._check_lock = check_lock
         self._config, self._progress, self._decode = config, progress, decode
         self._metrics, self._samples = metrics, samples
 
@@ -162,31 +166,58 @@ class WritingRecorder(Recorder):
         self._progress.message(text)
 
     def layout(self, world_size: int, roles: Mapping[str, Layout], rollout: RolloutLayout | None) -> None:
-        write_layout(self._config.run_dir, world_size, roles, rollout)
+        with self._noted():
+            write_layout(self._config.run_dir, world_size, roles, rollout)
 
     def before_training(self, evaluation: dict[str, float]) -> None:
         super().before_training(evaluation)
-        self._metrics.write(0, evaluation)
+        with self._noted():
+            self._metrics.write(0, evaluation)
         known = [text.format(evaluation[name]) for name, text in BEFORE.items() if name in evaluation]
         self.message(f"before training: held-out {', '.join(known)}")
 
     def lost(self, iteration: int, reason: str, tensors: Mapping[str, Tensor]) -> None:
-        written = dump_batch(self._config.run_dir, f"nonfinite_{iteration:06d}", tensors)
-        self._metrics.write(iteration, {"train/lost_to_nonfinite": 1.0})
-        self.message(f"iteration {iteration}: {reason}; the iteration took no step, and its batch is in {written}")
+        where = "nowhere"
+        with self._noted():
+            where = f"in {dump_batch(self._config.run_dir, f'nonfinite_{iteration:06d}', tensors)}"
+        with self._noted():
+            self._metrics.write(iteration, {"train/lost_to_nonfinite": 1.0})
+        self.message(f"iteration {iteration}: {reason}; the iteration took no step, and its batch is {where}")
 
     def iteration(self, done: Iteration) -> None:
         super().iteration(done)
+        self._check_lock()
         if self._config.metrics.dump_batches:
             tensors = done.batch.tensors() if done.portable is None else done.portable
-            dump_batch(self._config.run_dir, f"iteration_{done.number:06d}", tensors)
-        self._metrics.write(done.number, done.metrics)
-        self._write_samples(done)
+            with self._noted():
+                dump_batch(self._config.run_dir, f"iteration_{done.number:06d}", tensors)
+        with self._noted():
+            self._metrics.write(done.number, done.metrics)
+        with self._noted():
+            self._write_samples(done)
         self._progress.iteration(done.number, done.metrics)
 
     def sync(self) -> None:
-        self._metrics.sync()
-        self._samples.sync()
+        self._check_lock()
+        with self._noted():
+            self._metrics.sync()
+            self._samples.sync()
+
+    def close(self) -> None:
+        """What could not be written is tried once more."""
+        for file in (self._metrics, self._samples):
+            with self._noted():
+                file.close()
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """What cannot be written ends the run after the iteration, when it is saved: not here, on one rank alone."""
+        try:
+            yield
+        except RecordError as error:
+            if self.failure is None:
+                self.failure = str(error)
+                self.message(f"warning: {error}")
 
     def _write_samples(self, done: Iteration) -> None:
         batch, number = done.batch, self._config.metrics.num_samples
@@ -202,7 +233,8 @@ class WritingRecorder(Recorder):
         number = self._config.metrics.num_samples
         rows = chosen_rows(responses.prompt_indices, len(prompts), number, seed=f"{self._config.seed}")
         found = samples_of(responses, prompts, rows, self._decode, kind="heldout", scores=marks, parts={})
-        self._samples.write(iteration, found)
+        with self._noted():
+            self._samples.write(iteration, found)
 
 
 @contextlib.contextmanager
@@ -214,19 +246,23 @@ def record_run(
     decode: Callable[[list[int]], str],
     resumed: int | None = None,
     forked: int = 0,
+    check_lock: Callable[[], None] = lambda: None,
 ) -> Iterator[Recorder]:
     """The recorder of this rank, for the time of a run.
 
     resumed: the iteration after which the run goes on, in the directory that is there: what it holds of later ones
     goes away. None: it starts a new directory, and an earlier one moves aside.
     forked: of a new run, the iteration of another after which it begins.
+    check_lock: raises RunTakenError where the directory is another process's by now. Rank 0 asks before it writes.
 
     The summary of a resumed run covers all of it on rank 0, which has the files; on others what they saw themselves.
     """
     if rank != 0:
         yield Recorder()
         return
-    notes = _opened(config, resumed)
+    check_lock()
+    with writing(config.run_dir):
+        notes = _opened(config, resumed)
     written = config.metrics
     completed = forked if resumed is None else resumed
     with recorded_start(config.run_dir), ProgressDisplay(num_iterations, completed=completed) as progress:
@@ -238,7 +274,9 @@ def record_run(
             others=open_trackers(config, goes_on=resumed is not None, say=progress.message),
         )
         samples = SampleWriter(config.run_dir / "samples.jsonl", resumed=resumed)
-        recorder = WritingRecorder(config, progress, metrics=metrics, samples=samples, decode=decode)
+        recorder = WritingRecorder(
+            config, progress, metrics=metrics, samples=samples, decode=decode, check_lock=check_lock
+        )
         if resumed is not None:
             notes += _gaps(config, metrics.kept, resumed)
             recorder.recall(metrics.kept.numbers() if metrics.kept else ())
@@ -247,8 +285,7 @@ def record_run(
         try:
             yield recorder
         finally:
-            metrics.close()
-            samples.close()
+            recorder.close()
 
 
 def _opened(config: RunConfig, resumed: int | None) -> list[str]:

@@ -2,13 +2,27 @@
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+
+from hybridflow.errors import RecordError
+
+
+@contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """Errors: RecordError, which names the file, where the block cannot write it."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        path, why = getattr(error, "filename", None) or file, getattr(error, "strerror", None) or error
+        raise RecordError(f"{path}: cannot be written: {why}") from error
 
 
 def open_run_dir(path: Path, config_yaml: str) -> Path | None:
@@ -41,13 +55,17 @@ def reopen_run_dir(path: Path, config_yaml: str) -> Path | None:
 
 
 def replace_file(target: Path, pieces: Iterable[bytes]) -> None:
-    """Write a file whole: a reader, and who comes after a crash, finds the former one or this one, never half."""
+    """Write a file whole: a reader, and who comes after a crash, finds the former one or this one, never half.
+
+    Errors: RecordError.
+    """
     temporary = target.with_name(f"{target.name}.tmp")
-    with temporary.open("wb") as file:
-        file.writelines(pieces)
-        file.flush()
-        os.fsync(file.fileno())  # else the name may reach the disk before the bytes
-    os.replace(temporary, target)
+    with writing(target):
+        with temporary.open("wb") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())  # else the name may reach the disk before the bytes
+        os.replace(temporary, target)
 
 
 def _free_name(path: Path) -> Path:
@@ -55,15 +73,15 @@ def _free_name(path: Path) -> Path:
 
 
 def dump_batch(run_dir: Path, name: str, tensors: Mapping[str, Tensor]) -> Path:
-    """Write batches/NAME.safetensors: every tensor of a batch, whole or not at all."""
-    directory = run_dir / "batches"
-    directory.mkdir(exist_ok=True)
-    target = directory / f"{name}.safetensors"
+    """Write batches/NAME.safetensors: every tensor of a batch, whole or not at all. Errors: RecordError."""
+    target = run_dir / "batches" / f"{name}.safetensors"
     partial = target.with_suffix(".partial")
-    save_file(
-        {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}, partial
-    )  # it refuses two names of one memory
-    os.replace(partial, target)
+    # save_file refuses two names of one memory
+    apart = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    with writing(target):
+        target.parent.mkdir(exist_ok=True)
+        save_file(apart, partial)
+        os.replace(partial, target)
     return target
 
 

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridflow import __version__
-from hybridflow.errors import Stopped
+from hybridflow.errors import RecordError, RunTakenError, Stopped
 from hybridflow.parallel import torchrun
 from hybridflow.parallel.diagnosis import lost_peer
 from hybridflow.parallel.peer_processes import this_process
 from hybridflow.parallel.versions import installed_version, source_commit
+from hybridflow.recording.run_dir import writing
 
 STARTS = "starts.jsonl"
 PACKAGES = ("torch", "megatron-core", "vllm", "transformers")
@@ -60,6 +61,8 @@ def recorded_start(run_dir: Path) -> Iterator[None]:
         yield
     except Stopped as stopped:
         _append_end(file, "stopped", str(stopped))
+        raise
+    except RunTakenError:  # the file is another process's
         raise
     except BaseException as error:
         _append_end(file, "failed", _why(error))
@@ -138,12 +141,12 @@ def _why(error: BaseException) -> str:
 
 
 def _append_end(file: Path, how: End, why: str) -> None:
-    with contextlib.suppress(OSError):  # a full disk must not hide how the run has ended
+    with contextlib.suppress(OSError, RecordError):  # a full disk must not hide how the run has ended
         _append(file, {"ended": time.time(), "how": how, "why": why})
 
 
 def _append(file: Path, tree: Mapping[str, Any]) -> None:
     """The line break comes first too: a line that a crash has cut short ends there."""
     broken = file.exists() and not file.read_bytes().endswith(b"\n")
-    with file.open("ab") as lines:
+    with writing(file), file.open("ab") as lines:
         lines.write(b"\n" * broken + json.dumps(tree).encode() + b"\n")

@@ -9,16 +9,19 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TextIO
 
 from torch import Tensor
 
+from hybridflow.errors import RecordError
 from hybridflow.formats.directories import sync
 from hybridflow.recording.resume import KeptMetrics, cut_samples, kept_metrics
-from hybridflow.recording.run_dir import replace_file
+from hybridflow.recording.run_dir import replace_file, writing
 from hybridflow.recording.samples import Sample
 
 
@@ -51,7 +54,8 @@ class MetricsWriter:
         others: Sequence[Sink] = (),
     ) -> None:
         run_dir = Path(run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
+        with writing(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
         file = run_dir / "metrics.csv"
         self.kept: KeptMetrics | None = None if resumed is None else kept_metrics(file, resumed)
         self._sinks: list[Sink] = []
@@ -66,17 +70,25 @@ class MetricsWriter:
     def write(self, iteration: int, metrics: Mapping[str, float | Tensor]) -> None:
         """Add a row, on disk when this returns. NaN is allowed; a metric may be absent from any row."""
         values = {name: _number(value) for name, value in metrics.items()}
-        for sink in self._sinks:
-            sink.write(iteration, values)
+        self._each(lambda sink: sink.write(iteration, values))
 
     def sync(self) -> None:
         """metrics.csv is on the disk when this returns, whatever happens to the machine."""
-        for sink in self._sinks:
-            sink.sync()
+        self._each(lambda sink: sink.sync())
 
     def close(self) -> None:
+        self._each(lambda sink: sink.close())
+
+    def _each(self, act: Callable[[Sink], None]) -> None:
+        """Errors: RecordError, the first, when all have had their turn."""
+        errors = []
         for sink in self._sinks:
-            sink.close()
+            try:
+                act(sink)
+            except RecordError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 class SampleWriter:
@@ -85,12 +97,14 @@ class SampleWriter:
 
     def __init__(self, path: str | Path, *, resumed: int | None = None) -> None:
         self._path = Path(path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if resumed is not None:
-            cut_samples(self._path, resumed)
+        with writing(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if resumed is not None:
+                cut_samples(self._path, resumed)
         # backslashreplace writes half a surrogate pair as JSON's own escape
         mode = "w" if resumed is None else "a"
-        self._file = open(path, mode, encoding="utf-8", errors="backslashreplace")
+        with writing(self._path):
+            self._file = open(path, mode, encoding="utf-8", errors="backslashreplace")
 
     def write(self, iteration: int, rows: Sequence[Sample]) -> None:
         for row in rows:
@@ -104,16 +118,20 @@ class SampleWriter:
                 "columns": dict(row["columns"]),
                 **({"turns": row["turns"]} if row.get("turns") else {}),
             }
-            self._file.write(json.dumps(sample, ensure_ascii=False) + "\n")
-        self._file.flush()
+            with writing(self._path):
+                self._file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+        with writing(self._path):
+            self._file.flush()
 
     def sync(self) -> None:
         """What was written is on the disk when this returns."""
-        os.fsync(self._file.fileno())
-        sync(self._path.parent)
+        with writing(self._path):
+            os.fsync(self._file.fileno())
+            sync(self._path.parent)
 
     def close(self) -> None:
-        self._file.close()
+        with writing(self._path):
+            self._file.close()
 
 
 class _CsvFile:
@@ -122,59 +140,87 @@ class _CsvFile:
 
     def __init__(self, path: Path, kept: KeptMetrics | None) -> None:
         self._path = path
-        self._columns: list[str] = list(kept.columns) if kept else ["iteration"]
-        self._replace(kept.rows if kept else ())
-        self._file = path.open("a", encoding="utf-8", newline="")
+        self._columns: list[str] = []
+        self._replace(list(kept.columns) if kept else ["iteration"], kept.rows if kept else ())
+        self._file = self._opened()
 
     def write(self, iteration: int, values: dict[str, float]) -> None:
         new = [name for name in values if name not in self._columns]
         if new:
             self._widen(new)
         cells = {"iteration": str(iteration), **{name: repr(value) for name, value in values.items()}}
-        _csv_writer(self._file).writerow([cells.get(name, "") for name in self._columns])
-        self._file.flush()
+        with writing(self._path):
+            _csv_writer(self._file).writerow([cells.get(name, "") for name in self._columns])
+            self._file.flush()
 
     def sync(self) -> None:
-        os.fsync(self._file.fileno())
-        sync(self._path.parent)  # the name, where the file is new
+        with writing(self._path):
+            os.fsync(self._file.fileno())
+            sync(self._path.parent)  # the name, where the file is new
 
     def close(self) -> None:
-        self._file.close()
+        with writing(self._path):
+            self._file.close()
+
+    def _opened(self) -> TextIO:
+        with writing(self._path):
+            return self._path.open("a", encoding="utf-8", newline="")
 
     def _widen(self, new: list[str]) -> None:
-        self._file.close()
-        with self._path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.reader(file))[1:]
-        self._columns += new
-        self._replace(rows)
-        self._file = self._path.open("a", encoding="utf-8", newline="")
+        self.close()
+        try:
+            with writing(self._path), self._path.open(encoding="utf-8", newline="") as file:
+                rows = list(csv.reader(file))[1:]
+            self._replace([*self._columns, *new], rows)
+        finally:
+            self._file = self._opened()
 
-    def _replace(self, rows: Iterable[Sequence[str]]) -> None:
+    def _replace(self, columns: list[str], rows: Iterable[Sequence[str]]) -> None:
         """Put a file of these rows in place of the present one; a reader sees either, never half."""
         text = io.StringIO(newline="")
         writer = _csv_writer(text)
-        writer.writerow(self._columns)
-        writer.writerows([*row, *[""] * (len(self._columns) - len(row))] for row in rows)
+        writer.writerow(columns)
+        writer.writerows([*row, *[""] * (len(columns) - len(row))] for row in rows)
         replace_file(self._path, [text.getvalue().encode()])
+        self._columns = columns
 
 
 class _TensorBoardFiles:
-    def __init__(self, directory: Path, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # imported for those who asked for it
+    """An event file, written in the calling thread: torch's own writer has a thread, which prints its errors."""
 
-        # purge_step: TensorBoard leaves out what earlier event files of the directory say from this step on
-        self._writer = SummaryWriter(str(directory), purge_step=first_step)
+    def __init__(self, directory: Path, first_step: int) -> None:
+        # imported for those who asked for it
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event: Callable[..., Any] = Event
+        self._path = directory / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        with writing(self._path):
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("wb")
+            self._records = RecordWriter(self._file)
+            self._add(file_version="brain.Event:2")
+            # TensorBoard leaves out what earlier event files of the directory say from this step on
+            self._add(step=first_step, session_log=SessionLog(status=SessionLog.START))
+            self._file.flush()
 
     def write(self, iteration: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, iteration)
-        self._writer.flush()
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        with writing(self._path):
+            for name, value in values.items():
+                self._add(step=iteration, summary=Summary(value=[Summary.Value(tag=name, simple_value=value)]))
+            self._file.flush()
+
+    def _add(self, **event: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **event).SerializeToString())
 
     def sync(self) -> None:
         """Only metrics.csv is read back; curves may lack their last points after a power cut."""
 
     def close(self) -> None:
-        self._writer.close()
+        with writing(self._path):
+            self._file.close()
 
 
 _csv_writer = partial(csv.writer, lineterminator="\n")

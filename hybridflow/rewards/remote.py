@@ -12,6 +12,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.parallel.proxies import is_loopback
 from hybridflow.rewards.one_number import NUMBER
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ async def _answer(
             await asyncio.sleep(backoff_seconds * 2 ** (attempt - 1))
         try:
             async with asyncio.timeout(request_seconds):
-                reply = await _client().post(url, json=asked, headers=headers)
+                reply = await _client(is_loopback(url)).post(url, json=asked, headers=headers)
         except TimeoutError:
             problem = f"none within {request_seconds:g} s"
             continue
@@ -129,11 +130,14 @@ async def _answer(
 
 
 @functools.cache
-def _client() -> "httpx.AsyncClient":
-    """Of this process: connections stay open between rows. Time limits are the caller's: httpx's are of each read."""
+def _client(is_direct: bool) -> "httpx.AsyncClient":
+    """Of this process: connections stay open between rows. Time limits are the caller's: httpx's are of each read.
+
+    is_direct: no proxy of the environment is asked.
+    """
     import httpx
 
-    return httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+    return httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None), trust_env=not is_direct)
 
 
 def _read(reply: "httpx.Response", url: str) -> Any:

@@ -13,6 +13,7 @@ from hybridflow.checkpoint.manager import CheckpointManager
 from hybridflow.config.fixed_data import FixedDataConfig
 from hybridflow.data.digests import fixed_digests
 from hybridflow.data.fixed_inputs import FixedInputs, load_fixed_inputs
+from hybridflow.data.mixture import mixture_lines
 from hybridflow.errors import ConfigError, Stopped
 from hybridflow.flows.bookkeeping import FixedDataBookkeeping
 from hybridflow.flows.finite import NonFinite
@@ -36,7 +37,7 @@ from hybridflow.roles.base import RunContext
 from hybridflow.roles.policy import Actor, Reference
 from hybridflow.roles.values import TrainedRewardModel
 from hybridflow.trainers.auto import read_for_run
-from hybridflow.trainers.loop import checkpoint_manager_of, environment_notes, lost, start, train
+from hybridflow.trainers.loop import checkpoint_manager_of, environment_notes, lost, start, train, warmup_notes
 
 
 def build_models(placed: PlacedFixed, world: RunContext) -> Roles:
@@ -109,7 +110,8 @@ class FixedDataTrainer:
         last = self.num_iterations if num_iterations is None else num_iterations
         if last < 1:
             raise ConfigError(f"num_iterations = {last}: a run has at least one iteration")
-        with self.checkpoint_manager.recorder(last, self.inputs.decode) as recorder:
+        manager = self.checkpoint_manager
+        with manager.recorder(last, self.inputs.decode) as recorder:
             layouts = {name: model.layout for name, model in self.placed.models.items()}
             recorder.layout(self.placed.world_size, layouts, None)
             understood = self.inputs.understood(self.config)
@@ -119,9 +121,9 @@ class FixedDataTrainer:
                 recorder.phase("evaluating before training")
                 recorder.before_training(self.evaluate())
             train(self, range(self.run.state.iteration + 1, last + 1), last, recorder)
-            self.checkpoint_manager.finish()
+            manager.finish()
             recorder.phase("writing the trained model")
-            with self.watchdog.during("save"):
+            with self.watchdog.during("save"), manager.saved_without(self.run.state, recorder):
                 export_huggingface(
                     self.models.trained()[0],
                     self.config.run_dir / "hf",
@@ -164,7 +166,8 @@ class FixedDataTrainer:
 
     def _notes(self, last: int) -> list[str]:
         """What the user should know of the choices that were made."""
-        notes = environment_notes(self.config)
+        notes = [*environment_notes(self.config), *warmup_notes(self.config, last)]
+        notes += mixture_lines("data.train", self.inputs.train.rows, last * self.config.data.batch_size)
         if self.run.state.iteration >= last:
             notes.append(f"all {last} iterations are done; checkpoint.load=none starts anew")
         epochs, rows = self.config.num_epochs, len(self.inputs.train)

@@ -13,13 +13,15 @@ from torch import Tensor
 from hybridflow.checkpoint.manager import CheckpointManager
 from hybridflow.checkpoint.sharded import SavedRole
 from hybridflow.checkpoint.state import RunState
-from hybridflow.config import RunConfig, TrainedRoleConfig
+from hybridflow.config import ExperimentConfig, RunConfig, TrainedRoleConfig
+from hybridflow.config.algorithms import PPO
 from hybridflow.errors import NonFiniteError
 from hybridflow.flows.finite import NonFinite
 from hybridflow.models.kernels import kernel_facts, kernel_line
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel import torchrun
 from hybridflow.parallel.platform import Platform
+from hybridflow.parallel.proxies import keep_loopback_direct
 from hybridflow.parallel.stop import StopRequest
 from hybridflow.parallel.versions import set_line
 from hybridflow.parallel.watchdog import Watchdog
@@ -29,6 +31,7 @@ from hybridflow.recording.recorder import Recorder
 
 def start(config: RunConfig, watchdog: Watchdog | None) -> tuple[Platform, Watchdog]:
     """The ranks find each other, and the watchdog, one that has not started or a new one, begins. Collective."""
+    keep_loopback_direct()
     deadlines = config.watchdog.deadlines()
     platform = platforms.start(config.seed, config.platform, longest_phase_seconds=max(deadlines.values()))
     if watchdog is None:
@@ -142,6 +145,26 @@ def evaluates(interval: int, iteration: int, num_iterations: int) -> bool:
 def environment_notes(config: RunConfig) -> list[str]:
     """Which releases are installed, and which kernels the models take."""
     return [set_line(), _kernels(config)]
+
+
+def warmup_notes(config: RunConfig, num_iterations: int) -> list[str]:
+    """What warm-ups that are longer than the run come to."""
+    notes, run = [], f"the run has {num_iterations} iteration{'s' * (num_iterations > 1)}"
+    for name, role in config.roles().items():
+        its = role.optimizer if isinstance(role, TrainedRoleConfig) else None
+        if its is not None and its.lr and its.warmup_iterations > num_iterations:
+            share = num_iterations / its.warmup_iterations
+            notes.append(
+                f"warning: {name}.optimizer.warmup_iterations = {its.warmup_iterations}: {run}. The learning rate "
+                f"ends at {share:.2g} of lr = {its.lr:g}"
+            )
+    algorithm = config.algorithm if isinstance(config, ExperimentConfig) else None
+    if isinstance(algorithm, PPO) and algorithm.critic_warmup_iterations >= num_iterations:
+        notes.append(
+            f"warning: algorithm.critic_warmup_iterations = {algorithm.critic_warmup_iterations}: {run}. The critic "
+            "alone is trained, the actor never"
+        )
+    return notes
 
 
 def _kernels(config: RunConfig) -> str:

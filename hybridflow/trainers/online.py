@@ -20,6 +20,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.config.rewards import ScoringConfig
 from hybridflow.data.digests import run_digests
 from hybridflow.data.inputs import Inputs, load_inputs
+from hybridflow.data.mixture import mixture_lines
 from hybridflow.data.reencode import Reencoder
 from hybridflow.errors import ConfigError, Stopped
 from hybridflow.flows.bookkeeping import OnlineBookkeeping
@@ -60,7 +61,7 @@ from hybridflow.rollout.routing_records import RoutingRecords
 from hybridflow.trainers.auto import read_for_run
 from hybridflow.trainers.environments import environments_of, right_of
 from hybridflow.trainers.inspection import config_for_inspection
-from hybridflow.trainers.loop import checkpoint_manager_of, environment_notes, lost, start, train
+from hybridflow.trainers.loop import checkpoint_manager_of, environment_notes, lost, start, train, warmup_notes
 from hybridflow.user_code import search_beside
 
 
@@ -281,11 +282,12 @@ class OnlineTrainer:
         num_iterations = self.config.num_iterations if num_iterations is None else num_iterations
         if num_iterations < 1:
             raise ConfigError(f"num_iterations = {num_iterations}: a run has at least one iteration")
-        with self.checkpoint_manager.recorder(num_iterations, self.inputs.decode) as recorder:
+        manager = self.checkpoint_manager
+        with manager.recorder(num_iterations, self.inputs.decode) as recorder:
             layouts = {name: model.layout for name, model in self.placed.models.items()}
             recorder.layout(self.placed.world_size, layouts, self.placed.rollout)
             understood = self.inputs.understood(self.config)
-            for line in self.checkpoint_manager.notes + self.inputs.notes() + understood + self._notes():
+            for line in self.checkpoint_manager.notes + self.inputs.notes() + understood + self._notes(num_iterations):
                 recorder.message(line)
             if self.run.state.iteration >= num_iterations:
                 recorder.message(f"all {num_iterations} iterations are done; checkpoint.load=none starts anew")
@@ -295,10 +297,10 @@ class OnlineTrainer:
                 recorder.before_training(self.evaluate())
             iterations = self.generator.iterations(num_iterations, after=self.run.state.iteration)
             train(self, iterations, num_iterations, recorder)
-            self.checkpoint_manager.finish()
+            manager.finish()
             if self.writes_model:
                 recorder.phase("writing the trained actor")
-                with self.watchdog.during("save"):
+                with self.watchdog.during("save"), manager.saved_without(self.run.state, recorder):
                     export_huggingface(
                         self.run.actor,
                         self.config.run_dir / "hf",
@@ -354,9 +356,14 @@ class OnlineTrainer:
                 show=partial(self.hooks.heldout, self.run.state.iteration, prompts, responses),
             )
 
-    def _notes(self) -> list[str]:
+    def _notes(self, num_iterations: int) -> list[str]:
         """What the user should know of the choices that were made."""
         notes = [*self.generator.notes(), *environment_notes(self.config)]
+        if self.trains:
+            notes += warmup_notes(self.config, num_iterations)
+        again = getattr(self.config.algorithm, "dynamic_sampling", None) is not None  # it may draw several times
+        drawn = num_iterations * self.config.data.prompts_per_iteration
+        notes += mixture_lines("data.train", self.inputs.train.rows, drawn, at_least=again)
         if not self.trains:
             notes.append("rollout only: nothing is trained, and no model is written")
         changed = self.config.sampling.changed_distribution()

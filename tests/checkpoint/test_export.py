@@ -64,8 +64,6 @@ def values_of(weight: Weight, spec: ModelSpec, tp: int) -> Tensor:
 class FakeDistributed:
     """torch.distributed of two ranks that run one after the other."""
 
-    group = SimpleNamespace(WORLD=None)
-
     def __init__(self) -> None:
         self._sent: dict[int, deque[Tensor]] = defaultdict(deque)
         self.rank = 0
@@ -80,14 +78,18 @@ class FakeDistributed:
     def recv(self, tensor: Tensor, *, group_src: int, **options: Any) -> None:
         tensor.copy_(self._sent[group_src].popleft())
 
-    def barrier(self, **options: Any) -> None:
+    def failures(self, own: str | None, group: None) -> list[str]:
         """Nobody waits."""
+        assert own is None, own
+        return []
 
 
 @pytest.fixture
 def fake_distributed(monkeypatch: pytest.MonkeyPatch) -> FakeDistributed:
     fake = FakeDistributed()
     monkeypatch.setattr(export, "dist", fake)
+    monkeypatch.setattr(export, "failures", fake.failures)
+    monkeypatch.setattr(export.platforms, "world_group", lambda: None)
     return fake
 
 

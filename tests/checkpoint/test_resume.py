@@ -5,8 +5,10 @@ Every start is a launch of `hybridflow.train`; what a person would see is what i
 
 import contextlib
 import csv
+import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from hybridflow.checkpoint.store import read_manifest, step_name, steps
 from hybridflow.errors import ExitStatus
 from tests.checkpoint.test_kills import COSTS
 from tests.distributed.tiny_experiment import make_inputs, write_config
-from tests.launch import run_ranks
+from tests.launch import of_no_rank, run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 
@@ -226,6 +228,59 @@ def test_a_disk_that_may_not_be_written_any_more(root: Path) -> None:
         assert "the checkpoint of iteration 4 cannot be written" in said and str(checkpoints) in said
         assert "Read-only file system" in said
         assert rows(root / "readonly") == rows(root / "undisturbed")[:4]
+
+
+def test_a_row_that_cannot_be_written_costs_no_iteration(root: Path) -> None:
+    """The file of metrics is on a full device from the fifth iteration on; checkpoints are not."""
+    copied(root, "unwritten", up_to=4)
+    seldom = "checkpoint.save_interval=100"
+    said = train(root, "unwritten", seldom, status=1, module="tests.checkpoint.full_record_worker")
+    file, saved = root / "unwritten" / "metrics.csv", root / "unwritten" / "checkpoints" / "step_000005"
+    [error] = [line for line in said.splitlines() if line.startswith("hybridflow: error: ")]
+    assert error == (
+        f"hybridflow: error: rank 0: {file}: cannot be written: No space left on device; the run is saved after "
+        f"iteration 5 ({saved}), and the same command resumes"
+    )
+    assert "Traceback" not in said and saved.exists()
+    said = train(root, "unwritten", seldom)
+    assert f"resumes from {saved}" in said
+    assert f"{file} has no row of 1 of the iterations up to 5, the first is 5" in said
+    expected = rows(root / "undisturbed")
+    assert rows(root / "unwritten") == expected[:4] + expected[5:]
+
+
+def test_a_model_that_cannot_be_written_costs_no_iteration(root: Path) -> None:
+    """Nothing is saved before: the run is too short for that. The other ranks of the actor do not wait for ever."""
+    copied(root, "unexported", up_to=6)
+    (root / "unexported" / ".hf.partial").touch()
+    said = train(root, "unexported", status=1)
+    [error] = [line for line in said.splitlines() if line.startswith("hybridflow: error: ")]
+    run = root / "unexported"
+    assert error == (
+        f"hybridflow: error: the trained model cannot be written to {run / 'hf'}: rank 0: {run / '.hf.partial'}: "
+        f"cannot be written: File exists; the run is saved after iteration 8 ({run / 'checkpoints' / 'step_000008'}), "
+        "and the same command resumes"
+    )
+    (run / ".hf.partial").unlink()
+    assert "all 8 iterations are done" in train(root, "unexported")
+    assert (run / "hf" / "model.safetensors").read_bytes() == (
+        root / "undisturbed" / "hf" / "model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize("stdout", ["a pipe that nobody reads", "a full disk", "closed"])
+def test_a_run_that_nobody_can_watch_goes_on(stdout: str, root: Path) -> None:
+    """Two ranks that the command starts: of neither it nor of them."""
+    name = stdout.replace(" ", "_")
+    words = [sys.executable, "-m", "hybridflow", "train", str(root / "config.yaml"), *SETTINGS, f"name={name}"]
+    behind = {"a pipe that nobody reads": "| true", "a full disk": "> /dev/full", "closed": ">&-"}[stdout]
+    script = f"{shlex.join([*words, 'num_iterations=2'])} {behind}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], env=of_no_rank(), stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr, "error" in done.stderr) == (0, False, False), done.stderr
+    assert rows(root / name) == rows(root / "undisturbed")[:2]
+    assert (root / name / "hf" / "model.safetensors").exists()
+    log = (root / name / "logs" / "rank_0.log").read_text()
+    assert ("stdout cannot be written" in log) == (stdout != "closed") and "iteration 2/2" in log
 
 
 def test_hosts_that_share_no_directory_are_told_when_the_run_starts(root: Path) -> None:

@@ -7,16 +7,18 @@ Ranks are forks, but for three runs that torchrun starts and ends: before the ra
 
 import csv
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from hybridflow.recording.lock import RunLock
 from hybridflow.recording.starts import ANOTHER_RANK, read_starts
 from tests.distributed.reward_functions import BAD_ANSWER
 from tests.distributed.tiny_experiment import PROMPTS_PER_ITERATION, make_inputs, write_config
@@ -77,6 +79,43 @@ def test_engine_on_some_of_the_actors_ranks(config):
 def test_output_directory_that_cannot_be_written(config):
     message = error_of_one_process(config, f"output_dir={config}/runs")
     assert message == like(f"output_dir = {config}/runs: cannot write to {config}/runs: Not a directory")
+
+
+def test_a_file_where_the_run_directory_should_be(config):
+    message = error_of_one_process(config, "name=config.yaml")
+    assert message == (f"name = config.yaml: {config} is a file: the run's directory has this path (output_dir/name)")
+
+
+@pytest.fixture
+def running(config) -> Iterator[RunLock]:
+    """This process holds the run's directory, in which a run has written something."""
+    (config.parent / "run").mkdir()
+    (config.parent / "run" / "metrics.csv").write_text("iteration\n1\n")
+    lock = RunLock(config.parent / "run")
+    lock.take()
+    yield lock
+    lock.release()
+
+
+@pytest.mark.parametrize("resumes", ["auto", "none"])
+def test_a_second_start_of_a_run_that_is_under_way(resumes, config, running):
+    """By one name, whether it would resume or start anew: before it loads or writes anything."""
+    message = only_message(training(config, f"checkpoint.load={resumes}"))
+    assert message.startswith(f"{config.parent / 'run'}: is in use by pid {os.getpid()} on ")
+    assert [path.name for path in (config.parent / "run").iterdir()] == ["metrics.csv"]
+    assert (config.parent / "run" / "metrics.csv").read_text() == "iteration\n1\n"
+    running.check()
+
+
+@pytest.mark.thorough
+def test_a_second_start_of_rollouts_alone(config):
+    """They write beside the run, which may go on: their own directory is locked when the models are there."""
+    lock = RunLock(config.parent / "run-rollout")
+    lock.take()
+    message = only_message(training(config, "--rollout-only"))
+    assert message.startswith(f"rank 0: {config.parent / 'run-rollout'}: is in use by pid {os.getpid()} on ")
+    assert not (config.parent / "run-rollout").exists()
+    lock.release()
 
 
 # ---- checkpoints; more of how a model does not suit a layout is in test_placed.py

@@ -1,6 +1,10 @@
 """Which signals a rank takes for the wish that the run end. How they end it: tests/parallel/test_faults.py."""
 
 import signal
+import subprocess
+import sys
+
+import pytest
 
 from hybridflow.parallel.stop import StopRequest
 
@@ -13,3 +17,24 @@ def test_a_signal_that_the_rank_was_started_to_ignore_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+LISTENS = """
+import time
+from hybridflow.parallel.stop import StopRequest
+stop = StopRequest(60.0)
+stop.listen()
+print("listens", flush=True)
+while stop.requested is None:
+    time.sleep(0.01)
+print(stop.requested)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_a_scheduler_and_a_terminal_that_closes_are_heard(name: str) -> None:
+    process = subprocess.Popen([sys.executable, "-c", LISTENS], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "listens\n"
+    process.send_signal(getattr(signal, name))
+    assert process.communicate()[0] == f"{name}\n"
+    assert process.returncode == 0

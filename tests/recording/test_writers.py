@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridflow.errors import RecordError
 from hybridflow.recording import measure
 from hybridflow.recording.measure import Stopwatch, peak_rss_mb
 from hybridflow.recording.writers import MetricsWriter, SampleWriter
@@ -187,7 +188,7 @@ def test_a_header_that_cannot_be_put_in_place_leaves_the_file_whole(
         raise OSError("no space left")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(RecordError, match=r"metrics\.csv: cannot be written: no space"):
         writer.write(2, {"b": 1.0})
     assert csv_text(tmp_path) == before == "iteration,a\n1,1.0\n"
 

@@ -1,0 +1,66 @@
+"""stdout and stderr of a run: it goes on where they cannot be written any more.
+
+A pipe may lose its reader, a terminal may close, and the disk under a redirected stdout may be full. None of these is
+worth an iteration: what is shown there is in the log files of the ranks, too.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any, TextIO, cast
+
+LOG = logging.getLogger(__name__)
+IN_FILES_ALONE = {"shown": True}  # as hybridflow.parallel.rank_log has it, which loads torch
+DESCRIPTORS = (0, 1, 2)
+
+
+class _KeptStream:
+    """A stream whose failures are told once, in the log, and otherwise ignored."""
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream, self._name, self._told = stream, name, False
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._tell(error)
+            return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._tell(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _tell(self, error: OSError) -> None:
+        if not self._told:
+            self._told = True
+            LOG.warning("%s cannot be written: %s; the run continues", self._name, error.strerror, extra=IN_FILES_ALONE)
+
+
+def keep_streams() -> None:
+    """From now on no failure of stdout or stderr is an error of this process.
+
+    A descriptor that is closed becomes /dev/null: else a file of the run would get its number, and with it what
+    libraries print.
+    """
+    for descriptor in DESCRIPTORS:
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            stream = open(os.devnull, "w")
+        if not isinstance(stream, _KeptStream):
+            setattr(sys, name, cast(TextIO, _KeptStream(stream, name)))
