@@ -147,7 +147,7 @@ def test_what_cannot_be_read_is_an_error(tmp_path, capsys) -> None:
     lines, error = told(capsys, tmp_path / "absent.jsonl", status=1)
     assert (lines, error) == (
         [],
-        f"hybridflow.data: error: {tmp_path}/absent.jsonl: cannot be read: No such file or directory\n",
+        f"hybridflow.data: error: {tmp_path}/absent.jsonl: cannot be read: no such local file\n",
     )
 
 
