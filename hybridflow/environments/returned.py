@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridflow.errors import RewardError
+from hybridflow.rewards.functions import unlike
 
 Message = dict[str, Any]
 USERS = (Exception, SystemExit)  # what a user's code raises that is an error of its own
@@ -22,6 +23,7 @@ def reward_parts(returned: Any, parts: Sequence[str], what: str, expected: str) 
     if not isinstance(returned, Mapping) or set(returned) != set(parts):
         raise RewardError(
             f"{what} {shown(returned)}; data.environment.parts asks for a dictionary of {', '.join(parts)}"
+            f"{unlike(returned, parts)}"
         )
     return [_number(returned[part], f"{what} {part} =", expected) for part in parts]
 
