@@ -165,4 +165,4 @@ def _continuations(
 ) -> Continuations:
     options = TemplateOptions(data.chat_template_kwargs, data.message_format)
     template = ChatTemplate(tokenizer, options)
-    return Continuations.of(template, schemas, ends.of_template, earlier_turns=config.earlier_turns)
+    return Continuations.of(template, schemas, ends.of_template, earlier_turns=config.earlier_turns, ends=ends.ids)
