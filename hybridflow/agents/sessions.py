@@ -37,6 +37,7 @@ from hybridflow.rewards.pool import Answer
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
 from hybridflow.rollout.turns import Reply, TurnCounts
 
+LEFT = "a client that left"  # among what the user knows
 LOOK_SECONDS = 0.1  # between two looks at the time limit of rows, while all of them wait
 BAD = 400  # OpenAI's client repeats a request with 408, 409, 429 and from 500 on, but not with this status
 
@@ -242,8 +243,9 @@ class Sessions:
         its, shared = self._rows[row], self._shared
         try:
             asked = self._asked(request, its)
-            again = asked_again(its.branches, request, asked)
+            again = asked_again(its.branches, request, asked, several=shared.several)
             if again is not None:
+                self._tell_again(request)
                 self._gone(again)
             if its.turn >= self._config.max_turns and (shared.several or not its.open_requests):
                 its.spent = True
@@ -314,6 +316,14 @@ class Sessions:
 
     def _refuse(self, request: ChatRequest, code: str, message: str) -> None:
         self._door.refuse(request, Refusal(BAD, code, message))
+
+    def _tell_again(self, request: ChatRequest) -> None:
+        if not request.repeated and LEFT not in self._shared.told:
+            self._shared.told.add(LEFT)
+            self._failures.show(
+                "a client has ended its connection and asks the same again: the row has the later answer alone "
+                "(environment/dropped_turns)"
+            )
 
     def _tell_ignored(self, body: Any) -> None:
         new = ignored_keys(body) - self._shared.told
