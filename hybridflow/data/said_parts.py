@@ -36,10 +36,13 @@ class SaidPart:
         return f"{where}[{self.number}]{keys} = {shown(self.value)}"
 
 
-def first_left_out(text: str, messages: Sequence[Message], render: Render, *, first: int = 0) -> SaidPart | None:
+def first_left_out(
+    text: str, messages: Sequence[Message], render: Render, *, first: int = 0, ended: Render | None = None
+) -> SaidPart | None:
     """The first part of messages, from number `first` on, of which `text` has nothing.
 
-    render: makes the text. Reasoning counts as rendered where the template has it while its message is the last.
+    render: makes the text. ended: makes that of a conversation that ends with its last message, as `render` by default.
+    Reasoning counts as rendered where the template has it while its message is the last.
     """
     suspects, place = [], 0
     for number, message in enumerate(messages[first:], start=first):
@@ -52,7 +55,7 @@ def first_left_out(text: str, messages: Sequence[Message], render: Render, *, fi
     for part in _without_mark(suspects, messages, render):
         if not _without_mark([part], messages, render):
             continue  # beside the other marks alone
-        if part.is_reasoning and not _without_mark([part], messages[: part.number + 1], render):
+        if part.is_reasoning and not _without_mark([part], messages[: part.number + 1], ended or render):
             continue  # earlier thinking, which many templates leave out
         return part
     return None

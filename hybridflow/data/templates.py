@@ -144,7 +144,12 @@ class ChatTemplate:
 
     def _check(self, text: str, messages: Sequence[Message], where: str, how: Mapping[str, Any]) -> None:
         written = self.written(messages)
-        part = first_left_out(text, written, lambda marked: self._of_written(marked, where, how))
+        part = first_left_out(
+            text,
+            written,
+            lambda marked: self._of_written(marked, where, how),
+            ended=lambda marked: self._of_written(marked, where, _without_beginning(how)),
+        )
         if part is not None:
             raise self.left_out(part, written, where)
         self._check_tools(text, written, where, how)
@@ -183,6 +188,11 @@ def _by_template(tokenizer: PreTrainedTokenizerBase, messages: list[Message], ho
         raise RowError(f"the tokenizer's chat template cannot render it: {error}", "no template") from error
     assert isinstance(text, str), f"one conversation was rendered to {type(text).__name__}"
     return text
+
+
+def _without_beginning(how: Mapping[str, Any]) -> dict[str, Any]:
+    """What enters a template where no turn begins behind the last message."""
+    return {name: value for name, value in how.items() if name not in OF_TRANSFORMERS or name == TOOLS}
 
 
 def _plainly_rendered(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Any] | None) -> str:
