@@ -183,7 +183,7 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
 
 def _check_stop(given: Any, own: Sequence[str]) -> None:
     """Errors: RowError unless it asks for nothing, or for what the experiment has."""
-    texts = [given] if isinstance(given, str) else given
+    texts = [given] if given and isinstance(given, str) else given
     if not texts or (isinstance(texts, list) and sorted(map(str, texts)) == sorted(own)):
         return
     raise _problem(

@@ -35,7 +35,8 @@ HOISTS = (
 )
 # thinking before the last question is left out
 FORGETS = (
-    "{% set last = namespace(n=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set last.n = loop.index0 %}{% endif %}"
+    "{% set last = namespace(n=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set last.n = loop.index0 %}{% endif %}"
     "{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
     "{% if m.reasoning_content and loop.index0 > last.n %}<think>{{ m.reasoning_content }}</think>{% endif %}"
     "{% if loop.index0 > last.n %}{{ m.content }}{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}"
@@ -46,15 +47,18 @@ NEXT_ROLE = (
     "[GMASK]{% if tools %}<|system|>\n{{ tools | tojson }}{% endif %}{% for m in messages %}"
     "<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}"
-    "{% for k, v in c.function.arguments.items() %}\n<key>{{ k }}</key><value>{{ v }}</value>{% endfor %}</tool_call>{% endfor %}"
+    "{% for k, v in c.function.arguments.items() %}\n<key>{{ k }}</key><value>{{ v }}</value>"
+    "{% endfor %}</tool_call>{% endfor %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 # as gpt-oss: channels, the last turn alone ends by <|return|>, calls go by <|call|>, results by the call's name
 CHANNELS = (
     "{% set its = namespace(tool=none) %}{% for m in messages %}{% if m.role == 'assistant' %}"
     "{% if '<|channel|>' in m.content %}{{ raise_exception('channels are no content') }}{% endif %}"
-    "{% if m.tool_calls %}{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
-    "{% set its.tool = m.tool_calls[0].function.name %}<|start|>assistant to=functions.{{ its.tool }}<|channel|>commentary json"
+    "{% if m.tool_calls %}"
+    "{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "{% set its.tool = m.tool_calls[0].function.name %}<|start|>assistant to=functions."
+    "{{ its.tool }}<|channel|>commentary json"
     "<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
     "{% elif loop.last and not add_generation_prompt %}"
     "{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
@@ -72,13 +76,17 @@ NINE = (
     "{{ raise_exception('nine letters') }}{% endif %}"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
     "{% endfor %}]</s>{% else %}{{ m.content }}</s>{% endif %}{% elif m.role == 'tool' %}"
-    "{% if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}{{ raise_exception('nine letters') }}{% endif %}"
-    '[TOOL_RESULTS]{"content": {{ m.content }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]{% endif %}{% endfor %}'
+    "{% if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}"
+    "{{ raise_exception('nine letters') }}{% endif %}"
+    '[TOOL_RESULTS]{"content": {{ m.content }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]{% endif %}'
+    "{% endfor %}"
 )
 # as DeepSeek's first: calls where the content is null alone, and their arguments joined as text
 NULL = (
-    "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% elif m.role == 'tool' %}<|result|>{{ m.content }}"
-    "{% elif m.content is none %}<|assistant|>{% for c in m.tool_calls %}<|call|>{{ c.function.name + ' ' + c.function.arguments }}"
+    "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}"
+    "{% elif m.role == 'tool' %}<|result|>{{ m.content }}"
+    "{% elif m.content is none %}<|assistant|>"
+    "{% for c in m.tool_calls %}<|call|>{{ c.function.name + ' ' + c.function.arguments }}"
     "{% endfor %}<|eos|>{% else %}<|assistant|>{{ m.content }}<|eos|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )

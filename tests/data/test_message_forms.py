@@ -57,14 +57,14 @@ def test_reasoning_that_no_template_reads_is_told(spelling: str) -> None:
 
 
 ARGUMENTS = {"city": "OSLO", "days": [1, {"deep": "DEEP"}], "sure": True}
+TEXT = '{"city": "OSLO", "days": [1, {"deep": "DEEP"}], "sure": true}'
 CALLED = {
-    "plain": '<tool_call>{"name": "add", "arguments": {"city": "OSLO", "days": [1, {"deep": "DEEP"}], "sure": true}}',
+    "plain": f'<tool_call>{{"name": "add", "arguments": {TEXT}}}</tool_call>',
     "next role": "<tool_call>add<key>city</key><value>OSLO</value>",
-    "channels": "to=functions.add<|channel|>commentary json<|message|>"
-    '{"city": "OSLO", "days": [1, {"deep": "DEEP"}], "sure": true}<|call|>',
-    "nine": '"arguments": {"city": "OSLO", "days": [1, {"deep": "DEEP"}], "sure": true}',
-    "null": '<|call|>add {"city": "OSLO", "days": [1, {"deep": "DEEP"}], "sure": true}<|eos|>',
-    "one call": '<tool_call>{"name": "add", "arguments": {"city": "OSLO", "days": [1, {"deep": "DEEP"}], "sure": true}}',
+    "channels": f"to=functions.add<|channel|>commentary json<|message|>{TEXT}<|call|>",
+    "nine": f'"arguments": {TEXT}',
+    "null": f"<|call|>add {TEXT}<|eos|>",
+    "one call": f'<tool_call>{{"name": "add", "arguments": {TEXT}}}</tool_call>',
 }
 TALK = [ASK, calls("add", ARGUMENTS), result("TWELVE"), says("assistant", "it is TWELVE")]
 
