@@ -47,8 +47,8 @@ class EnvironmentConfig(_OfClass):
     read the chat template's own calls is refused for a class; for an agent a line tells."""
     earlier_turns: Literal["refuse", "keep", "branch"] = "refuse"
     """What happens where the chat template renders an earlier turn in another way, or an agent's request has another
-    conversation. refuse ends the run at its start, or fails the row. keep leaves tokens as they were sampled, whatever the
-    template does. branch begins another sequence of the row."""
+    conversation. refuse ends the run at its start, or fails the row. keep leaves tokens as they were sampled, whatever
+    the template does. branch begins another sequence of the row."""
     call_seconds: PositiveFloat = 60.0
     """Seconds of one call of the class, from its beginning; of an agent, between an answer and its next request."""
     row_seconds: PositiveFloat | None = None

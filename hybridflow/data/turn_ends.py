@@ -68,6 +68,7 @@ class TurnEnds:
     def _behind_mark(self, alone: str, followed: str) -> Behind:
         """Of what stands behind the mark."""
         own, end = self._cut(alone)
+        own = own if followed.startswith(own) else own.rstrip()  # of a line break that the last message alone has
         if not followed.startswith(own):
             raise RowError(
                 f"{self.where}: the chat template renders a turn of the assistant in another way once more messages "

@@ -48,7 +48,7 @@ def environments_of(
     texts = ResponseTexts.of(tokenizer, ends.ids, special_tokens="content")
     if isinstance(read, AgentInputs):
         make_parser = partial(ToolCallParser, name, tokenizer)
-        told = unread_calls(continuations, SOME_TOOL, make_parser([SOME_TOOL]), name, texts.text)
+        told = unread_calls(continuations, SOME_TOOL, make_parser([SOME_TOOL]), name, texts.hidden)
         if told is not None and rank == 0:  # an agent may have no tools
             print(f"{told}; requests with tools would be answered without calls", file=sys.stderr, flush=True)
         return Agents(
@@ -67,7 +67,7 @@ def environments_of(
     schemas = read.pool.schemas
     parser = ToolCallParser(name, tokenizer, schemas) if schemas else None
     if parser is not None:
-        problem = unread_calls(continuations, schemas[0], parser, name, texts.text)
+        problem = unread_calls(continuations, schemas[0], parser, name, texts.hidden)
         if problem is not None:
             raise ConfigError(problem)
     return Environments(read.pool, continuations, parser, texts.text, end_ids, rank)

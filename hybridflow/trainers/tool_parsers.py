@@ -4,7 +4,7 @@ The template shows how the model was taught to call a tool. A parser of another 
 run would never call a tool.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hybridflow.data.continuations import Continuations
@@ -21,18 +21,18 @@ def unread_calls(
     schema: Mapping[str, Any],
     parser: ToolCallParser,
     name: str,
-    decode: Callable[[list[int]], str],
+    hidden: Iterable[int],
 ) -> str | None:
     """What is wrong with the parser `name`; None where it reads the template's call, or the template writes none.
 
-    schema: of the tool that is called. decode: tokens as the text that a run reads.
+    schema: of the tool that is called. hidden: special tokens that the text of a turn does not show.
     """
     tool, template = str(schema["function"]["name"]), continuations.template
     text = _written(continuations, schema, tool)
     if tool not in text:
         return None
-    ids: list[int] = template.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    text = decode(ids)
+    for token_id in hidden:
+        text = text.replace(str(template.tokenizer.convert_ids_to_tokens(token_id)), "")
     if any(call.name == tool for call in parser.parsed(text).calls):
         return None
     others = parsers_that_read(text, tool, template.tokenizer, [schema])

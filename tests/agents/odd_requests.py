@@ -7,8 +7,9 @@ import argparse
 import copy
 import json
 import random
+import select
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -172,12 +173,20 @@ class OddRows:
     Nobody asks in the last row.
     """
 
-    def __init__(self, seed: int, earlier_turns: EarlierTurns, kind: str = "plain") -> None:
+    def __init__(
+        self,
+        seed: int,
+        earlier_turns: EarlierTurns,
+        kind: str = "plain",
+        says: Sequence[str] = SAID,
+        num_rows: int = NUM_ROWS,
+    ) -> None:
+        self._says, self._num_rows = says, num_rows
         self._tokenizer, self._rng, self.seed = tokenizer_of(KINDS[kind]), random.Random(seed), seed
         end = end_of_turn(self._tokenizer)
         config = {"agent": "a:b", "earlier_turns": earlier_turns, "max_turns": 10**6, "call_seconds": 1e6}
         self.pool = GivenAgents(EnvironmentConfig(**config))
-        self.pool.most_at_once = NUM_ROWS
+        self.pool.most_at_once = num_rows
         continues = Continuations.of(ChatTemplate(self._tokenizer), (), end, earlier_turns=earlier_turns)
         self._end = continues.end
         shared = Agents(
@@ -193,8 +202,8 @@ class OddRows:
             max_model_len=9000,
         )
         prompts = PromptBatch(torch.zeros(0, dtype=torch.int64), torch.tensor([0]), ("",), {}, (None,))
-        self.sessions = shared.conversations(prompts, torch.tensor([NUM_ROWS]), always(6000), (1,))
-        self.sessions.begin(range(NUM_ROWS))
+        self.sessions = shared.conversations(prompts, torch.tensor([num_rows]), always(6000), (1,))
+        self.sessions.begin(range(num_rows))
         self.ended: set[int] = set()
 
     def sent(self, count: int) -> Counter[tuple[int, str]]:
@@ -209,21 +218,30 @@ class OddRows:
         return found
 
     def step(self) -> None:
-        """What the engine does meanwhile."""
+        """What the engine does meanwhile. It has nothing else to do, and leaves the others their time."""
+        select.select([self.sessions._door], [], [], 0.05)
         for reply in self.sessions.replies(wait=False):
             if reply.ends:
                 self.ended.add(reply.row)
             elif not reply.drops:
-                text = self._rng.choice(SAID)
+                text = self._rng.choice(self._says)
                 ids = [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self._end][: reply.max_tokens]
                 cut = ids[-1] != self._end
                 self.sessions.said(reply.row, ids, [-0.5] * len(ids), truncated=cut, branch=reply.branch)
+
+    def answer(self, row: int, body: dict[str, Any]) -> httpx.Response:
+        """To one request."""
+        with ThreadPoolExecutor(1) as thread, httpx.Client(timeout=60, trust_env=False) as client:
+            found = thread.submit(client.post, f"{self.pool.urls[row]}/chat/completions", json=body)
+            while not found.done():
+                self.step()
+        return found.result()
 
     def _send(self, bodies: list[tuple[str, bytes]], number: int) -> Counter[tuple[int, str]]:
         found, rng = Counter[tuple[int, str]](), random.Random(number)
         with httpx.Client(timeout=120, trust_env=False) as client:
             for path, body in bodies:
-                there = [row for row in range(number, NUM_ROWS - 1, NUM_SENDERS) if row not in self.ended]
+                there = [row for row in range(number, self._num_rows - 1, NUM_SENDERS) if row not in self.ended]
                 row = rng.choice(there) if there else 0
                 url = self.pool.urls[row].removesuffix("v1") + path
                 while True:

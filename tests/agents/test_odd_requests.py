@@ -1,11 +1,9 @@
 """Thousands of odd requests at a real door: each is answered or refused, and costs no row but its own."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
-import httpx
 import pytest
 
 from hybridflow.agents.chat_requests import asked_for
@@ -33,11 +31,8 @@ def test_odd_requests_cost_their_own_rows(earlier_turns: Any, count: int) -> Non
     assert found[200, ""] > count / 20
     assert len(rows.ended) == (0 if earlier_turns == "branch" else found[400, "no_continuation"])
     body = {"model": "policy", "messages": [{"role": "user", "content": "what is it?"}]}
-    with ThreadPoolExecutor(1) as thread:
-        answer = thread.submit(httpx.post, f"{rows.pool.urls[-1]}/chat/completions", json=body, timeout=60)
-        while not answer.done():
-            rows.step()
-    assert answer.result().status_code == 200 and "choices" in answer.result().json()
+    answer = rows.answer(-1, body)
+    assert answer.status_code == 200 and "choices" in answer.json()
     rows.sessions._door.close()
 
 

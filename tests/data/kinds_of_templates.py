@@ -96,6 +96,11 @@ ONE_CALL = PLAIN.replace(
     "{% if m.tool_calls and m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
     "{% for c in m.tool_calls or [] %}",
 )
+# ids of nine letters alone
+STRICT = PLAIN.replace(
+    "{{ c.function | tojson }}",
+    "{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}{{ c.function | tojson }}",
+)
 KINDS = {
     "plain": PLAIN,
     "roles": ROLES,
@@ -106,6 +111,7 @@ KINDS = {
     "nine": NINE,
     "null": NULL,
     "one call": ONE_CALL,
+    "strict": STRICT,
 }
 
 

@@ -41,6 +41,7 @@ ANSWERED = {
     "nine": "[INST]and THEN?[/INST]",
     "null": "<|user|>and THEN?<|assistant|>",
     "one call": "\n<|im_start|>user\nand THEN?<|im_end|>\n<|im_start|>assistant\n",
+    "strict": "\n<|im_start|>user\nand THEN?<|im_end|>\n<|im_start|>assistant\n",
 }
 # a template may render a turn otherwise once more messages follow: which of ours do
 REWRITES = {"forgets", "channels"}

@@ -21,7 +21,7 @@ from hybridflow.errors import RewardError
 from hybridflow.rewards.pool import Answer
 from hybridflow.rollout.tool_calls import ToolCallParser
 from hybridflow.trainers.tool_parsers import unread_calls
-from tests.data.kinds_of_templates import CALLS, KINDS, PLAIN, TOOLS, tokenizer_of
+from tests.data.kinds_of_templates import KINDS, PLAIN, TOOLS, tokenizer_of
 
 TALK = "tests.environments.classes_of_users:Talk"
 ASK = {"role": "user", "content": "1+1="}
@@ -87,10 +87,8 @@ def test_a_call_inside_the_thinking_is_not_made(capsys: pytest.CaptureFixture[st
 
 def test_ids_are_as_the_template_wants_them(capsys: pytest.CaptureFixture[str]) -> None:
     """Mistral's kind: the result has its call's id, of nine letters and digits."""
-    strict = PLAIN.replace(CALLS, CALLS + "{% if m.role == 'tool' %}[{{ m.tool_call_id }}]{% endif %}").replace(
-        "{{ c.function | tojson }}",
-        "{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}{{ c.function | tojson }}",
-    )
+    shows = "<|im_end|>\n{% endfor %}"
+    strict = KINDS["strict"].replace(shows, "{% if m.role == 'tool' %}[{{ m.tool_call_id }}]{% endif %}" + shows)
     found, _ = written(strict, ADD, capsys)
     assert f"tool\n3[{short_id('call_1_0')}]<|im_end|>" in found
 
@@ -121,7 +119,7 @@ def test_a_parser_of_another_model_is_told(template: str, name: str, problem: st
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
     [schema, *_] = described(TALK, {}).schemas
     continues = Continuations.of(ChatTemplate(tokenizer), (), end_of_turn(tokenizer))
-    told = unread_calls(continues, schema, ToolCallParser(name, tokenizer, [schema]), name, tokenizer.decode)
+    told = unread_calls(continues, schema, ToolCallParser(name, tokenizer, [schema]), name, [continues.end])
     assert told is None if problem is None else re.search(problem, told or "")
 
 
