@@ -28,15 +28,18 @@ def reward_parts(returned: Any, parts: Sequence[str], what: str, expected: str) 
     return [_number(returned[part], f"{what} {part} =", expected) for part in parts]
 
 
-def checked_messages(given: Any, method: str) -> list[Message]:
-    """Errors: RewardError unless they are messages with a role and a text."""
+def checked_messages(given: Any, method: str, *, begins: bool = False) -> list[Message]:
+    """begins: a conversation, in which the assistant may have spoken before; the model speaks behind the last message.
+
+    Errors: RewardError unless they are messages with a role and a text.
+    """
     if not isinstance(given, list | tuple) or not given:
         raise RewardError(f"{method} returned {shown(given)}; expected a list of messages")
     for message in given:
         fine = isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
         if not fine:
             raise RewardError(f"{method} returned the message {shown(message)}; expected role and content as texts")
-        if message["role"] == "assistant":
+        if message["role"] == "assistant" and not (begins and message is not given[-1]):
             raise RewardError(f"{method} returned a message of the assistant, {shown(message)}: the model speaks there")
     return [dict(message) for message in given]
 
