@@ -25,9 +25,8 @@ def left_out(key: str, rows: UsableRows[Any], too_long: str) -> list[str]:
         )
     if not rows.is_checked:
         size = rows.files.num_bytes / 1e9
-        lines.append(
-            f"{key}: {size:,.2f} GB are more than data.checked_mib. Each of the {num_rows:,} rows is checked on use"
-        )
+        large = f"{size:,.2f} GB are more than data.checked_mib. Each" if rows.checked_bytes else "each"
+        lines.append(f"{key}: {large} of the {num_rows:,} rows is checked on use")
     return lines
 
 

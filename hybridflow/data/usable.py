@@ -96,7 +96,7 @@ class UsableRows(Generic[Item]):
     def __init__(self, files: Files, encode: Encode[Item], rules: Rules, *, checked_bytes: int = CHECKED_BYTES) -> None:
         self.files, self._encode, self._rules = files, encode, rules
         self.dropped, self.not_started = Dropped(), Dropped()  # at the start
-        self.is_checked = files.num_bytes <= checked_bytes
+        self.is_checked, self.checked_bytes = files.num_bytes <= checked_bytes, checked_bytes
         self._kept: Tensor | None = self._check() if self.is_checked else None
 
     def __len__(self) -> int:
