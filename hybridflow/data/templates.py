@@ -24,6 +24,7 @@ from hybridflow.data.rows import RowError, shown
 from hybridflow.data.said_parts import SaidPart, first_left_out
 from hybridflow.errors import ConfigError
 
+KNOWN = "tools_are_known"  # of a template that renders no tools on purpose: the model knows them by training
 ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython")
 # names that are not the template's: transformers gives them a meaning of their own
 OF_TRANSFORMERS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}
@@ -157,6 +158,8 @@ class ChatTemplate:
     def _check_tools(self, text: str, written: list[Message], where: str, how: Mapping[str, Any]) -> None:
         """A name that a message has too says nothing of the tool: such names are looked for with a mark."""
         tools = how.get(TOOLS) or ()
+        if tools and KNOWN in self.source(where, list(tools)):
+            return
         names = [name for tool in tools if (name := _tool_name(tool))]
         if any(name not in text for name in names):
             raise _tools_unread(where)
@@ -200,7 +203,11 @@ def _plainly_rendered(tokenizer: PreTrainedTokenizerBase, messages: list[Message
 
 
 def _tools_unread(where: str) -> RowError:
-    return RowError(f"{where}: the row has tools, which the tokenizer's chat template does not read", "tools")
+    return RowError(
+        f"{where}: the row has tools, which the tokenizer's chat template does not read (a template whose model knows "
+        f"its tools by training has {{%- set {KNOWN} = true -%}})",
+        "tools",
+    )
 
 
 def _tool_name(tool: Any) -> str:
