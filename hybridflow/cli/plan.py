@@ -8,6 +8,9 @@
 The command starts no process and reads no weights. Of each model it reads config.json. The roles are those of the
 config's algorithm. Without --world-size the plan has the smallest number of ranks that fits. If a run cannot work, the
 command prints all reasons and ends with status 1. `hybridflow train` prints the same reasons.
+
+The last line says whether the run fits the memory of a device, and what would help. The status is 3 where the run does
+not fit. The memory is that of --memory-gib, a profile, or the GPUs here; where none is known, the line says so.
 """
 
 import argparse
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PROFILE = "h100-sxm"  # of --time
 UNBOUNDED = 1 << 60
+DOES_NOT_FIT = 3  # exit status; 2 is argparse's
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -99,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
         elif options.search:
             _search(options)
         else:
-            _plan(options)
+            return _plan(options)
     except UserError as error:
         print_error(error, "hybridflow.plan")
         return 1
@@ -202,14 +206,16 @@ def _positive_float(text: str) -> float:
     return number
 
 
-def _plan(options: argparse.Namespace) -> None:
+def _plan(options: argparse.Namespace) -> int:
+    """The exit status."""
     chosen = options.world_size is None and options.hosts is None
     search_beside(options.config)
     config = _resolved(options, options.world_size or _ranks_of(options.hosts))
     if options.smallest:
         print(options.world_size or smallest_world_size(config))
-        return
+        return 0
     # torch loads for a second: a bad config fails before
+    from hybridflow.cli.plan_verdict import known_facts, verdict_report
     from hybridflow.cli.refusals import check_here, missing_here
     from hybridflow.data.same_tokens import check_tokenizers
     from hybridflow.placement.forecast import forecast
@@ -231,24 +237,28 @@ def _plan(options: argparse.Namespace) -> None:
         if options.for_launch:
             base = base_file(options.config)
             print(json.dumps({**for_launch(placed, hosts, unfit), "base": None if base is None else str(base)}))
-            return
+            return 0
         check_tokenizers(config)
         plan["placement"] = placement_lines(placed, hosts)
     plan |= forecast(placed)
     plan["checkpoint"] |= _disk(config)
+    facts = known_facts(options, config, DEFAULT_PROFILE)
     if options.time:
-        plan["time"] = _timed(placed, options)
+        plan["time"] = _timed(placed, options, None if facts is None else facts.memory_bytes)
+    plan["verdict"] = verdict_report(placed, facts)
     if options.json:
         print(json.dumps(plan, indent=2))
     else:
         print_plan(plan, _console())
+    return DOES_NOT_FIT if plan["verdict"]["fits"] is False else 0
 
 
-def _timed(placed: "PlacedRun | PlacedFixed", options: argparse.Namespace) -> "Report":
+def _timed(placed: "PlacedRun | PlacedFixed", options: argparse.Namespace, memory_bytes: int | None) -> "Report":
     from hybridflow.automap.time_report import time_report
     from hybridflow.automap.timing import work_of
 
     profile = _profile(options, {"device_profile": placed.config.device_profile})
+    profile = profile.model_copy(update={"memory_bytes": memory_bytes or profile.memory_bytes})
     work = work_of(placed, profile)
     mean = options.response_tokens or work.mean
     if mean > work.longest:

@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 def print_plan(plan: "Report", console: Console) -> None:
     """The tables of a forecast."""
-    chosen = " (the smallest that fits)" if plan["smallest_that_fits"] else ""
+    chosen = " (the smallest that its layouts go up in)" if plan["smallest_that_fits"] else ""
     console.print(Text(f"{plan['config']}: {plan['name']}, world size {plan['world_size']}{chosen}"))
     if "placement" in plan:
         console.print(Text(f"\n{plan['placement']}"))
@@ -47,6 +47,7 @@ def print_plan(plan: "Report", console: Console) -> None:
         from hybridflow.cli.plan_time import print_time
 
         print_time(plan["time"], console)
+    console.print(Text(f"\n{plan['verdict']['line']}"), soft_wrap=True)
 
 
 def _table(title: str, columns: Iterable[str], num_left: int = 1) -> Table:
