@@ -125,7 +125,9 @@ def _generated(run: PlacedRun, work: Work, device: Device) -> Iterator[TimedOper
         device=device,
     )
     for replica in run.rollout.replicas:
-        yield TimedOperation("generate", "engine", tuple(sorted(replica)), generated)
+        ranks = tuple(sorted(replica))
+        stages = tuple(run.rollout.coordinates(rank).pp for rank in ranks)
+        yield TimedOperation("generate", "engine", ranks, generated, stages)
     yield TimedOperation("exchange", "", world, total((exchange.times(2), note.times(3))))
     waiting = models_that_wait(run)
     for name in scoring_order(config, run.models):
@@ -134,7 +136,7 @@ def _generated(run: PlacedRun, work: Work, device: Device) -> Iterator[TimedOper
     for name in ("critic", "actor"):
         if name in run.models:
             cost = training_cost(run.models[name], config, work, device)
-            yield TimedOperation(f"{name}_update", name, run.models[name].layout.ranks, cost)
+            yield _of_grid(f"{name}_update", run.models[name], run.models[name].layout.ranks, cost)
     yield TimedOperation("exchange", "", world, note.times(4))
     yield from _saved(run, device, work)
 
@@ -156,7 +158,12 @@ def _scored(
     cost = scoring_cost(model, config, work, device, in_units=in_units)
     phase = SCORING_PHASES.get(model.name, "reward")
     for block in model.layout.groups("tp", "pp"):
-        yield TimedOperation(phase, model.name, block, cost)
+        yield _of_grid(phase, model, block, cost)
+
+
+def _of_grid(phase: str, model: PlacedModel, ranks: tuple[int, ...], cost: Cost) -> TimedOperation:
+    stages = tuple(model.layout.coordinates(rank).pp for rank in ranks) if cost.waits else ()
+    return TimedOperation(phase, model.name, ranks, cost, stages)
 
 
 def scoring_cost(model: PlacedModel, config: AnyConfig, work: Work, device: Device, *, in_units: bool = False) -> Cost:
@@ -214,7 +221,7 @@ def _fixed(run: PlacedFixed, work: Work, device: Device) -> Iterator[TimedOperat
     if scored:
         yield TimedOperation("exchange", "", world, exchange)
     cost = training_cost(trained, run.config, work, device)
-    yield TimedOperation(f"{trained.name}_update", trained.name, trained.layout.ranks, cost)
+    yield _of_grid(f"{trained.name}_update", trained, trained.layout.ranks, cost)
     yield TimedOperation("exchange", "", world, exchange_cost(0, run.world_size, device))
     yield from _saved(run, device, work)
 
