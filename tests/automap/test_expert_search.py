@@ -80,7 +80,7 @@ def test_the_best_of_all_expert_sizes_placed_and_timed_one_by_one() -> None:
         "actor.tensor_parallel_size": (1, 2, 4),
         "actor.expert_parallel_size": (1, 2, 4),
         "actor.sequence_parallel": (False, True),
-        "rollout.tensor_parallel_size": (1, 2),
+        "rollout.tensor_parallel_size": (1, 2, 4),
     }
     base = ("actor.micro_batch_tokens=10", "rollout.kv_cache_gib=1e-4", "rollout.max_num_seqs=4")
     found: list[tuple[float, int, tuple[int, int]]] = []
