@@ -49,7 +49,8 @@ class SearchRequest:
     world_size: int
     profile: DeviceProfile
     memory_bytes: int
-    work: Work | None = None  # None: as long as the config allows
+    work: Work | None = None  # None: `work_of_config`
+    refused: str = ""  # why the config as it was given cannot be: `config` then has neutral values for what is chosen
     free: Free | None = None  # the keys that are chosen; None: all
     placement: Placement | None = None  # None: every one
     seconds: float = float("inf")  # to search
@@ -216,6 +217,8 @@ class _Search:
     def _given(self) -> tuple[SearchedPlan | None, str]:
         if self.request.free is not None:
             return None, "is not complete"
+        if self.request.refused:
+            return None, self.request.refused
         try:
             plan = plan_of(self.request.config, self.request, None)
         except ConfigError as error:

@@ -73,7 +73,7 @@ class Prediction:
 
 
 def work_of(run: PlacedRun | PlacedFixed, profile: DeviceProfile) -> Work:
-    """As much as the config allows: every prompt and response is as long as it may be."""
+    """Of prompts that are as long as they may be, and of responses with the expected mean."""
     return work_of_config(run.config, profile)
 
 
@@ -83,8 +83,9 @@ def work_of_config(config: AnyConfig, profile: DeviceProfile) -> Work:
         data = config.data
         return Work(config.sequences_per_step, 1, 0, data.max_length, data.max_length, hosts)
     samples = max(config.sampling.samples.values)
-    longest = config.sampling.max_response_length
-    return Work(config.data.prompts_per_iteration, samples, config.data.max_prompt_length, longest, longest, hosts)
+    prompt, sampling = config.data.max_prompt_length, config.sampling
+    lengths = (prompt, sampling.mean_response_length, sampling.max_response_length)
+    return Work(config.data.prompts_per_iteration, samples, *lengths, hosts)
 
 
 def predict(run: PlacedRun | PlacedFixed, profile: DeviceProfile, work: Work | None = None) -> Prediction:

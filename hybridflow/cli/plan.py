@@ -31,7 +31,7 @@ from hybridflow.cli.command import positive, print_error, program
 from hybridflow.cli.files_of_tree import read_config
 from hybridflow.cli.plan_tables import GIB, WIDTH, print_plan
 from hybridflow.config import RunConfig, read_tree
-from hybridflow.config.auto import autos, with_neutral
+from hybridflow.config.auto import autos, replaceable, with_neutral
 from hybridflow.config.files import base_file
 from hybridflow.config.fixed_data import AnyConfig, config_class
 from hybridflow.config.hub import fetch_models
@@ -75,7 +75,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--prompt-tokens", type=positive, metavar="N", help="tokens of the mean prompt (default: the longest)"
     )
-    parser.add_argument("--response-tokens", type=positive, metavar="N", help="tokens of the mean response")
+    parser.add_argument(
+        "--response-tokens", type=positive, metavar="N", help="tokens of the mean response (default: sampling's)"
+    )
     parser.add_argument("--profile-device", action="store_true", help="measure this machine's profile, with all ranks")
     parser.add_argument("--search", action="store_true", help="search the fastest layout on --gpus devices")
     parser.add_argument("--gpus", type=positive, metavar="N", help="devices to search on")
@@ -114,15 +116,19 @@ def _search(options: argparse.Namespace) -> None:
     if options.gpus is None:
         raise ConfigError("--search: give --gpus, on how many devices")
     tree = with_neutral(read_tree(options.config, options.overrides))
-    config = config_class(tree).from_tree(tree, options.config)
+    config, refused = _searchable(tree, options.config)
     search_beside(options.config)
     # torch loads for a second: a bad config fails before
+    from hybridflow.automap.timing import work_of_config
+    from hybridflow.cli.plan_lengths import with_lengths, work_with
     from hybridflow.cli.plan_search import print_search, ranks_per_host
     from hybridflow.trainers.auto import facts_by
 
+    config = with_lengths(config, options.response_tokens)
     facts = facts_by(_profile(options, tree), _memory(options))
     per_host = ranks_per_host(options.gpus, options.hosts, facts.profile.ranks_per_host)
     profile = facts.profile.model_copy(update={"ranks_per_host": per_host})
+    work = work_with(work_of_config(config, profile), options.prompt_tokens, options.response_tokens)
     print_search(
         config,
         replace(facts, profile=profile),
@@ -132,7 +138,21 @@ def _search(options: argparse.Namespace) -> None:
         output=Path(options.output or "best.yaml"),
         svg=None if options.svg is None else Path(options.svg),
         source=str(options.config),
+        work=work,
+        refused=refused,
     )
+
+
+def _searchable(tree: dict[str, Any], source: str) -> tuple[AnyConfig, str]:
+    """The config, and "" or why it is refused as it is: then with neutral values for all that the search replaces.
+
+    Errors: ConfigError where what stays is wrong.
+    """
+    try:
+        return config_class(tree).from_tree(tree, source), ""
+    except ConfigError as error:
+        replaced = replaceable(tree)
+        return config_class(replaced).from_tree(replaced, source), str(error)
 
 
 def _profile(options: argparse.Namespace, tree: Mapping[str, Any]) -> "DeviceProfile":
@@ -215,6 +235,7 @@ def _plan(options: argparse.Namespace) -> int:
         print(options.world_size or smallest_world_size(config))
         return 0
     # torch loads for a second: a bad config fails before
+    from hybridflow.cli.plan_lengths import with_lengths
     from hybridflow.cli.plan_verdict import known_facts, verdict_report
     from hybridflow.cli.refusals import check_here, missing_here
     from hybridflow.data.same_tokens import check_tokenizers
@@ -222,6 +243,7 @@ def _plan(options: argparse.Namespace) -> int:
     from hybridflow.placement.hosts import for_launch, parse_hosts, place_on_hosts, placement_lines
     from hybridflow.placement.placed import place_either
 
+    config = with_lengths(config, options.response_tokens)
     plan: Report = {"config": str(options.config), "smallest_that_fits": chosen}
     if options.hosts is None:
         world_size, problem = (options.world_size, None) if options.world_size else world_size_to_try(config)
@@ -256,14 +278,9 @@ def _plan(options: argparse.Namespace) -> int:
 def _timed(placed: "PlacedRun | PlacedFixed", options: argparse.Namespace, memory_bytes: int | None) -> "Report":
     from hybridflow.automap.time_report import time_report
     from hybridflow.automap.timing import work_of
+    from hybridflow.cli.plan_lengths import work_with
 
     profile = _profile(options, {"device_profile": placed.config.device_profile})
     profile = profile.model_copy(update={"memory_bytes": memory_bytes or profile.memory_bytes})
-    work = work_of(placed, profile)
-    mean = options.response_tokens or work.mean
-    if mean > work.longest:
-        raise ConfigError(f"--response-tokens {mean:g}: responses have {work.longest:g} tokens at most")
-    return time_report(placed, profile, replace(work, prompt=options.prompt_tokens or work.prompt, mean=mean))
-
-
-# ------------------------------------------------------------------------------------------------ tables
+    work = work_with(work_of(placed, profile), options.prompt_tokens, options.response_tokens)
+    return time_report(placed, profile, work)

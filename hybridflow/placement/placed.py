@@ -320,7 +320,8 @@ def _place_engine(
 def size_kv_cache(
     config: ExperimentConfig, spec: ModelSpec, rollout: RolloutLayout, stages: Stages, *, block_tokens: int
 ) -> KVCacheSize:
-    """What kv_cache_gib gives, or the batch needs, in whole blocks. It must hold one sequence.
+    """What kv_cache_gib gives, or what the batch needs by the expected length of responses, in whole blocks. It must
+    hold one sequence of the longest.
 
     vLLM 0.32.0 keeps one block to itself, and one more where attention has a window.
     """
@@ -334,7 +335,9 @@ def size_kv_cache(
     if config.rollout.kv_cache_gib is None:
         prompts = ceil(config.data.prompts_per_iteration / len(rollout.replicas))
         sequences = min(prompts * max(config.sampling.samples.values), config.rollout.max_num_seqs)
-        return KVCacheSize((sequences * blocks_of_one + own_blocks) * block_bytes, needed, block_tokens, is_given=False)
+        expected = ceil((config.data.max_prompt_length + config.sampling.mean_response_length) / block_tokens)
+        whole = max(sequences * expected, blocks_of_one) + own_blocks
+        return KVCacheSize(whole * block_bytes, needed, block_tokens, is_given=False)
     given = int(config.rollout.kv_cache_gib * GIB)
     if given < needed:
         raise ConfigError(
