@@ -348,7 +348,7 @@ def test_the_tables_name_everything_and_fit_the_page() -> None:
     ):
         assert text in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 112
-    assert len(done.stdout.splitlines()) < 75
+    assert len(done.stdout.splitlines()) < 80
 
 
 @pytest.mark.thorough

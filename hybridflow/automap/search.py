@@ -33,6 +33,7 @@ from hybridflow.config.auto import ENGINE
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.device import uses_cuda
+from hybridflow.placement.cache_room import with_room
 from hybridflow.placement.forecast import Fullest, fullest
 from hybridflow.placement.hosts import HostRanks, check_hosts
 from hybridflow.placement.placed import PlacedFixed, PlacedRun, place_either
@@ -240,7 +241,7 @@ def specs_of(config: AnyConfig) -> dict[str, ModelSpec]:
 
 def plan_of(config: AnyConfig, request: SearchRequest, choice: Choice | None) -> SearchedPlan:
     """Errors: ConfigError where it cannot be placed on the ranks or hosts."""
-    placed = place_either(config, request.world_size)
+    placed = with_room(place_either(config, request.world_size), request.memory_bytes)
     check_hosts(placed, request.hosts)
     return SearchedPlan(config, placed, predict(placed, request.profile, request.iteration), fullest(placed), choice)
 

@@ -239,9 +239,10 @@ def _plan(options: argparse.Namespace) -> int:
     from hybridflow.cli.plan_verdict import known_facts, verdict_report
     from hybridflow.cli.refusals import check_here, missing_here
     from hybridflow.data.same_tokens import check_tokenizers
+    from hybridflow.placement.cache_room import cache_report, cache_words, with_room
     from hybridflow.placement.forecast import forecast
     from hybridflow.placement.hosts import for_launch, parse_hosts, place_on_hosts, placement_lines
-    from hybridflow.placement.placed import place_either
+    from hybridflow.placement.placed import PlacedRun, place_either
 
     config = with_lengths(config, options.response_tokens)
     plan: Report = {"config": str(options.config), "smallest_that_fits": chosen}
@@ -262,9 +263,12 @@ def _plan(options: argparse.Namespace) -> int:
             return 0
         check_tokenizers(config)
         plan["placement"] = placement_lines(placed, hosts)
-    plan |= forecast(placed)
-    plan["checkpoint"] |= _disk(config)
     facts = known_facts(options, config, DEFAULT_PROFILE)
+    placed = placed if facts is None else with_room(placed, max(0, facts.memory_bytes - facts.margin_bytes))
+    plan |= forecast(placed)
+    if isinstance(placed, PlacedRun):
+        plan["kv_cache"] = {**cache_report(placed), "line": cache_words(placed)}
+    plan["checkpoint"] |= _disk(config)
     if options.time:
         plan["time"] = _timed(placed, options, None if facts is None else facts.memory_bytes)
     plan["verdict"] = verdict_report(placed, facts)

@@ -30,7 +30,7 @@ def print_plan(plan: "Report", console: Console) -> None:
     checkpoint, generates = plan["checkpoint"], "reshard" in plan
     tables: list[tuple[Table, Sequence[str]]] = [
         (_roles_table(plan), _rollout_notes(plan) if generates else ()),
-        (_memory_table(plan), MEMORY_NOTES if generates else FIXED_MEMORY_NOTES),
+        (_memory_table(plan), (*MEMORY_NOTES, f"{plan['kv_cache']['line']}.") if generates else FIXED_MEMORY_NOTES),
     ]
     if generates:
         tables.append((_reshard_table(plan["reshard"]), _reshard_notes(plan["reshard"])))

@@ -29,6 +29,7 @@ GIB = 1 << 30
 HEAD_CLASSES = {head: f"*{suffix}" for suffix, head in HEADS.items()}
 # of the KV cache: a prompt that samples share is kept once in whole blocks. On a CPU the least that vLLM 0.32.0 takes,
 # whose default is 128 there; on CUDA its default
+SOME_SEQUENCES = 8  # at a time, of a replica that is of use
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
 
 
@@ -45,31 +46,39 @@ class PlacedModel:
 
 @dataclass(frozen=True)
 class KVCacheSize:
-    """Bytes of the KV cache on a rank of the engine stage with most layers: its own, and what one sequence takes."""
+    """Bytes of the KV cache on a rank of the engine stage with most layers: its own, and what one sequence takes.
+
+    block_bytes: of one block there, own_blocks: that vLLM keeps to itself.
+    """
 
     whole: int
     least: int
     block_tokens: int  # that it is handed out in
     is_given: bool  # in the config; else the batch says it
+    block_bytes: int = 1
+    own_blocks: int = 1
 
-    def of_stage(self, stages: Stages, stage: int, *, free: int | None = None) -> int:
+    def of_stage(self, stages: Stages, stage: int) -> int:
         """In proportion to the layers of a stage: as many blocks on all.
 
         Each rank schedules for itself: with more blocks on one stage than on another they would part in a full cache.
-
-        free: bytes that the rank with least of them has; of those, what the config does not give takes half at most.
-        Errors: ConfigError where that holds no sequence.
         """
-        whole = self.whole
-        if free is not None and not self.is_given:
-            whole = min(whole, free // 2)
-            if whole < self.least:
-                raise ConfigError(
-                    f"rollout.kv_cache_gib is not given, and half of the {free:,} bytes on the rank with the least "
-                    f"free memory cannot hold one sequence of {self.least:,} bytes. `hybridflow plan` shows the memory "
-                    "of each rank"
-                )
-        return whole * len(stages[stage]) // max(map(len, stages))
+        return self.whole * len(stages[stage]) // max(map(len, stages))
+
+    def within(self, free: int) -> "KVCacheSize":
+        """No larger than what is free. Errors: ConfigError where that holds no sequence of the longest."""
+        if free < self.least:
+            raise ConfigError(
+                f"rollout.kv_cache_gib is not given, and the {max(free, 0):,} bytes that are free for it on the rank "
+                f"with the least free memory cannot hold one sequence of {self.least:,} bytes. `hybridflow plan` shows "
+                "the memory of each rank"
+            )
+        return replace(self, whole=min(self.whole, free))
+
+    def sequences(self, tokens: int) -> int:
+        """Of so many tokens, that it holds at a time."""
+        blocks = self.whole // self.block_bytes - self.own_blocks
+        return max(0, blocks // ceil(tokens / self.block_tokens))
 
 
 @dataclass(frozen=True)
@@ -332,22 +341,25 @@ def size_kv_cache(
     num_heads, num_layers = max(1, spec.num_kv_heads // rollout.tp), max(map(len, stages))
     block_bytes = block_tokens * 2 * num_layers * num_heads * spec.head_dim * itemsize
     needed = num_blocks * block_bytes
+    prompts = ceil(config.data.prompts_per_iteration / len(rollout.replicas))
+    sequences = min(prompts * max(config.sampling.samples.values), config.rollout.max_num_seqs)
     if config.rollout.kv_cache_gib is None:
-        prompts = ceil(config.data.prompts_per_iteration / len(rollout.replicas))
-        sequences = min(prompts * max(config.sampling.samples.values), config.rollout.max_num_seqs)
         expected = ceil((config.data.max_prompt_length + config.sampling.mean_response_length) / block_tokens)
         whole = max(sequences * expected, blocks_of_one) + own_blocks
-        return KVCacheSize(whole * block_bytes, needed, block_tokens, is_given=False)
+        return KVCacheSize(whole * block_bytes, needed, block_tokens, False, block_bytes, own_blocks)
     given = int(config.rollout.kv_cache_gib * GIB)
     if given < needed:
+        some = min(sequences, SOME_SEQUENCES)
+        enough = gib_of((some * blocks_of_one + own_blocks) * block_bytes)
         raise ConfigError(
             f"rollout.kv_cache_gib = {config.rollout.kv_cache_gib:g} ({given:,} bytes) cannot hold one sequence of "
             f"data.max_prompt_length + sampling.max_response_length = {length} tokens. An engine rank needs "
             f"{num_blocks} blocks ({own_blocks} of them vLLM's own) of {block_tokens} tokens x 2 (keys and values) x "
             f"{num_layers} layers x {num_heads} key/value heads x head_dim {spec.head_dim} x {itemsize} bytes = "
-            f"{needed:,} bytes. The least value that fits is {gib_of(needed)}"
+            f"{needed:,} bytes. rollout.kv_cache_gib = {enough} holds {some} of the longest at a time; "
+            "without the key the batch and the free memory decide"
         )
-    return KVCacheSize(given, needed, block_tokens, is_given=True)
+    return KVCacheSize(given, needed, block_tokens, True, block_bytes, own_blocks)
 
 
 def gib_of(num_bytes: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from hybridflow.config import ExperimentConfig, TrainedRoleConfig
 from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.errors import UserError
+from hybridflow.placement.cache_room import with_room
 from hybridflow.placement.forecast import Fullest, fullest, longest_sequence
 from hybridflow.placement.placed import PlacedFixed, PlacedRun, place_either
 
@@ -50,6 +51,7 @@ class Verdict:
 
 
 def verdict(run: Run, room: int) -> Verdict:
+    run = with_room(run, room)
     found = Verdict(fullest(run), room)
     if found.fits:
         return found
@@ -105,7 +107,7 @@ def _of_generation(run: Run, found: Verdict) -> Iterator[Change]:
             if name in run.models and getattr(held, kind):
                 yield f"{name}.{key}", True
     engine = roles.get("engine")
-    if engine is None or not isinstance(run, PlacedRun):
+    if engine is None or not isinstance(run, PlacedRun) or not run.kv_cache.is_given:
         return
     # the stages of an engine have parts of what the key says
     share = engine.kv_cache / run.kv_cache.whole
@@ -120,7 +122,7 @@ def _in_turn(run: Run, layout: Sequence[Change], room: int, *, world_size: int) 
     not fit with all of them."""
     changes = dict(layout)
     for _ in range(MOST_TURNS):
-        after = _changed(run, tuple(changes.items()), world_size=world_size)
+        after = _changed(run, tuple(changes.items()), room, world_size=world_size)
         if after is None:
             return None
         found = Verdict(fullest(after), room)
@@ -142,17 +144,17 @@ def _needed(run: Run, changes: Sequence[Change], room: int, *, world_size: int) 
 
 
 def _fits(run: Run, changes: Sequence[Change], room: int, *, world_size: int | None = None) -> bool:
-    changed = _changed(run, changes, world_size=world_size)
+    changed = _changed(run, changes, room, world_size=world_size)
     return changed is not None and fullest(changed).bytes <= room
 
 
-def _changed(run: Run, changes: Sequence[Change], *, world_size: int | None = None) -> Run | None:
+def _changed(run: Run, changes: Sequence[Change], room: int, *, world_size: int | None = None) -> Run | None:
     """None: the config refuses it. Other sizes or ranks leave the number of replicas to follow from the ranks."""
     whole, ranks = dict(changes), world_size or run.world_size
     if ranks != run.world_size or any(key.endswith("tensor_parallel_size") for key in whole):
         whole |= {f"{name}.data_parallel_size": None for name in run.models}
     try:
-        return place_either(with_changes(run.config, whole), ranks, cuda=run.cuda)
+        return with_room(place_either(with_changes(run.config, whole), ranks, cuda=run.cuda), room)
     except UserError:
         return None
 
