@@ -12,7 +12,7 @@ from hybridflow.automap.timing import Work, share_of_responses
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Cut, Layout, RolloutLayout
-from hybridflow.placement.placed import BLOCK_TOKENS, KVCacheSize, gib_of, size_kv_cache
+from hybridflow.placement.kv_cache import BLOCK_TOKENS, KVCacheSize, gib_of, size_kv_cache
 from hybridflow.reshard.groups import engine_stages, standalone_layout
 
 LARGE_PART = 8 << 30  # bytes: of parts no larger there are no halves

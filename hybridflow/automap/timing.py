@@ -23,8 +23,9 @@ from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.placement.deferred_log_probs import asks_for_log_probs, rows_told
 from hybridflow.placement.footprint import ITEM_BYTES, stage_optimizer_bytes
+from hybridflow.placement.kv_cache import KVCacheSize
 from hybridflow.placement.overlapped_scoring import UNITS_PER_BLOCK, models_that_wait
-from hybridflow.placement.placed import KVCacheSize, PlacedFixed, PlacedModel, PlacedRun
+from hybridflow.placement.placed import PlacedFixed, PlacedModel, PlacedRun
 from hybridflow.placement.saving import written_bytes
 from hybridflow.reshard.plan import ReshardPlan, plan_reshard
 

@@ -94,9 +94,18 @@ def main(arguments: list[str] | None = None) -> int:
         help="the file of --profile-device (default profile.json), or of the best config of --search (best.yaml)",
     )
     parser.add_argument("--version", action="version", version=__version__)
+    return _run(_checked(parser, arguments))
+
+
+def _checked(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_intermixed_args(arguments)
     if options.config is None and not options.profile_device:
         parser.error("the following arguments are required: CONFIG")
+    return options
+
+
+def _run(options: argparse.Namespace) -> int:
+    """The exit status."""
     try:
         if options.profile_device:
             from hybridflow.cli.plan_time import measure

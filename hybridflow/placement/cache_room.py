@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from hybridflow.placement.footprint import CUDA_MARGIN, together
 from hybridflow.placement.forecast import RunMemory
-from hybridflow.placement.placed import KVCacheSize, PlacedFixed, PlacedRun
+from hybridflow.placement.kv_cache import KVCacheSize
+from hybridflow.placement.placed import PlacedFixed, PlacedRun
 
 GIB = 1 << 30
 RESERVE = CUDA_MARGIN

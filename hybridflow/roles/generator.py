@@ -22,7 +22,8 @@ from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.platform import Platform, world_group
 from hybridflow.placement.cache_room import cache_report, cache_words, sized_here
 from hybridflow.placement.forecast import engine_bytes
-from hybridflow.placement.placed import KVCacheSize, PlacedRun
+from hybridflow.placement.kv_cache import KVCacheSize
+from hybridflow.placement.placed import PlacedRun
 from hybridflow.recording.measure import own_bytes
 from hybridflow.reshard.device_memory import reserved_space
 from hybridflow.reshard.execute import ReshardCost, WeightReshard
