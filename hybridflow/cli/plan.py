@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--memory-gib", type=_positive_float, metavar="GIB", help="memory of a device (default: the profile's)"
     )
     parser.add_argument(
-        "--minutes", type=_positive_float, default=2.0, metavar="M", help="minutes of the search (default 2)"
+        "--minutes", type=_positive_float, default=0.8, metavar="M", help="minutes of the search (default 0.8)"
     )
     parser.add_argument("--svg", metavar="FILE", help="write a picture of one iteration")
     parser.add_argument(

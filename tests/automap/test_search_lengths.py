@@ -10,6 +10,7 @@ import yaml
 
 from hybridflow.automap.timing import work_of_config
 from hybridflow.cli.plan import main
+from hybridflow.cli.plan_search import FIRST_SHARE
 from hybridflow.config import ExperimentConfig
 from hybridflow.config.fixed_data import load_config
 from hybridflow.errors import ConfigError
@@ -111,3 +112,15 @@ def test_a_value_that_the_search_replaces_is_not_refused(wrong: str, capsys: pyt
 def test_a_value_that_stays_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grpo.yaml", *SEARCH, "actor.micro_batch_tokens=45", "algorithm.update.mini_batch_size=5"]) == 1
     assert "mini_batch_size" in capsys.readouterr().err
+
+
+def test_a_search_ends_within_a_minute_unless_it_is_asked_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search itself and the two questions after it: five seconds each at least."""
+    asked: list[float] = []
+
+    def record(*arguments: object, minutes: float, **options: object) -> None:
+        asked.append(60 * minutes)
+
+    monkeypatch.setattr("hybridflow.cli.plan_search.print_search", record)
+    assert main(["grpo.yaml", "--search", "--gpus", "2", "--profile", "device.json"]) == 0
+    assert FIRST_SHARE * asked[0] + max(2 * 5.0, (1 - FIRST_SHARE) * asked[0]) < 50
