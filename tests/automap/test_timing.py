@@ -281,7 +281,8 @@ def test_the_report_names_phases_idle_ranks_and_the_largest_batch() -> None:
 
 
 def test_the_largest_batch_is_the_last_that_the_forecast_says_fits() -> None:
-    run = placed(1, "algorithm.update.mini_batch_size=4")
+    small = ("rollout.kv_cache_gib=1e-5", "rollout.max_num_seqs=1", "rollout.max_num_batched_tokens=1")
+    run = placed(1, "algorithm.update.mini_batch_size=4", *small)
     sizes = {rows: _peak(place_either(_with_rows(run.config, rows), 1, cuda=False)) for rows in (8, 10, 12)}
     assert sizes[8] < sizes[10] < sizes[12]
     found = largest_batch(run, profile(memory_bytes=sizes[10]), cuda=False)
