@@ -196,8 +196,8 @@ install_project() {
 # transformer-engine-torch is C++ alone. It is compiled with the headers of pip's NVIDIA packages, so that a toolkit of
 # the machine is neither needed nor mixed in, and never downloaded as somebody's build.
 install_for_cuda() {
-    echo "[3/4] hybridflow with [cuda,hub,dev]: about 250 packages; transformer-engine-torch is compiled, which takes" \
-        "20 minutes of one core, at most as many cores as MAX_JOBS says"
+    echo "[3/4] hybridflow with [cuda,hub,dev]: about 250 packages; transformer-engine-torch is compiled, for a" \
+        "quarter of an hour of one core, on as many cores as there are, or as MAX_JOBS says"
     local nvidia
     nvidia=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib") + "/nvidia")')
     CUDA_HOME=$nvidia/cu13 CPATH=$nvidia/cu13/include/cccl${CPATH:+:$CPATH} MAX_JOBS=${MAX_JOBS:-$(nproc)} \

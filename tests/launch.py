@@ -69,7 +69,9 @@ def start_torchrun(
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+        ),  # packages may lie there
         "PYTHONFAULTHANDLER": "1",  # SIGABRT prints the stacks of all threads
         **(environment or {}),
     }

@@ -75,6 +75,7 @@ WHEN = {
     "data/length_max": "On fixed data.",
     "data/dropped_overlong": "With `data.overlong_prompts: drop` or `data.overlong: drop`.",
     "data/dropped_bad": "With `data.bad_rows: drop`.",
+    "data/dropped_not_started": "With a class as `data.environment`, and `on_error: fail_row`.",
 }
 WORDS = """
 ## How some are measured

@@ -88,14 +88,22 @@ class Session:
         return any(branch.settled.answered for branch in self.branches)
 
 
-def asked_again(branches: Sequence[Branch], request: ChatRequest, asked: Asked | AskedTokens) -> ChatRequest | None:
-    """The request of which this one is a repetition, as its client says; None where none is known.
+def asked_again(
+    branches: Sequence[Branch], request: ChatRequest, asked: Asked | AskedTokens, *, several: bool
+) -> ChatRequest | None:
+    """The request of which this one is a repetition; None where none is known.
 
-    Of several equal ones, as of sub-agents that ask the same, nobody knows which client has lost its answer: none. One
-    that has gone already makes room for its repetition.
+    OpenAI's client says so. Other clients that lose patience end their connection and ask the same again. In a row of
+    one conversation nothing but a repetition can be meant by that; sub-agents of a row of `several` may ask the same.
+    Of several equal ones nobody knows which client has lost its answer: none. One that has gone already makes room for
+    its repetition.
     """
-    same = [branch for branch in branches if branch.asked == asked] if request.repeated else []
-    return (same[0].request or same[0].answered) if len(same) == 1 else None
+    same = [branch for branch in branches if branch.asked == asked]
+    if len(same) != 1:
+        return None
+    before = same[0].request or same[0].answered
+    left = before is not None and not several and before.has_left()
+    return before if request.repeated or left else None
 
 
 def with_new(talk: Talk, ids: Sequence[int]) -> tuple[list[int], tuple[int, ...]]:

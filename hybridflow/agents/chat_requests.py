@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.data.fields import KWARGS, TOOLS
+from hybridflow.data.message_forms import REASONING
 from hybridflow.data.messages import Message, read_messages
 from hybridflow.data.rows import RowError, shown
 
@@ -22,7 +23,6 @@ IGNORED = frozenset(
 # each with the values that ask for nothing
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "n": (None, 1),
-    "stop": (None, [], ""),
     "logit_bias": (None, {}),
     "logprobs": (None, False),
     "top_logprobs": (None, 0),
@@ -34,10 +34,12 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "function_call": (None, "none"),
     "web_search_options": (None,),
 }
+STOP = "stop"
 READ = frozenset(
-    f"messages {TOOLS} {KWARGS} tool_choice max_tokens max_completion_tokens stream stream_options".split()
+    f"messages {TOOLS} {KWARGS} tool_choice max_tokens max_completion_tokens stream stream_options {STOP}".split()
 )
-SAID = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")  # of a message
+SAID = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING)  # of a message
+UNREAD = ("function_call", "refusal", "audio")  # of a message: no template renders them
 ID = "id"
 
 
@@ -46,6 +48,7 @@ class Asked:
     """messages: as chat templates take them. fields: that enter the template beside them, the tools and its arguments.
 
     max_tokens: of the turn, None where the client sets no limit. calls_tools: tool calls in the turn are told apart.
+    one_call: of several the client takes the first.
     """
 
     messages: list[Message]
@@ -53,10 +56,14 @@ class Asked:
     max_tokens: int | None
     calls_tools: bool
     tells_usage: bool
+    one_call: bool = False
 
 
-def asked_for(body: Any) -> Asked:
-    """Of a request. Errors: RowError that names the key, the value and the rule."""
+def asked_for(body: Any, stop: Sequence[str] = ()) -> Asked:
+    """Of a request. stop: texts that end a turn, as the experiment has them.
+
+    Errors: RowError that names the key, the value and the rule.
+    """
     if not isinstance(body, dict):
         raise _problem(f"the request {shown(body)} is no JSON object")
     for key, value in body.items():
@@ -64,6 +71,7 @@ def asked_for(body: Any) -> Asked:
             raise _problem(f"{key} = {shown(value)}: is refused, as the model samples as the experiment says")
         if key not in IGNORED and key not in REFUSED and key not in READ:
             raise _problem(f"{key} = {shown(value)}: is no key that is known here")
+    _check_stop(body.get(STOP), stop)
     messages = [_plain(one, f"messages[{i}]") for i, one in enumerate(read_messages(body.get("messages"), "messages"))]
     if messages[-1]["role"] == "assistant":
         raise _problem("messages ends with one of the assistant: a turn that is begun cannot be continued")
@@ -77,6 +85,7 @@ def asked_for(body: Any) -> Asked:
         _limit(body),
         calls_tools=tools is not None and choice != "none",
         tells_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+        one_call=body.get("parallel_tool_calls") is False,
     )
 
 
@@ -126,13 +135,19 @@ def _compared(message: Message) -> Any:
         (call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True))
         for call in message.get("tool_calls", ())
     ]
-    return message["role"], message["content"], calls
+    return message["role"], message["content"], calls, next((message[n] for n in REASONING if message.get(n)), "")
 
 
 def _plain(message: Message, field: str) -> Message:
     """With what templates read, and arguments of tool calls as objects. Errors: RowError."""
-    found = {key: message[key] for key in SAID if message.get(key) not in (None, [])}
-    found["content"] = message["content"]
+    for key in UNREAD:
+        if message.get(key):
+            raise _problem(f"{field}.{key} = {shown(message[key])}: is refused, as no chat template renders it")
+    found = {key: message[key] for key in SAID if message.get(key) not in (None, [], "")}
+    for key in REASONING:
+        if not isinstance(found.get(key, ""), str):
+            raise _problem(f"{field}.{key} = {shown(found[key])}: is no text")
+    found |= {key: message[key] for key in ("role", "content")}
     if "tool_calls" in found:
         if not isinstance(found["tool_calls"], list):
             raise _problem(f"{field}.tool_calls = {shown(found['tool_calls'])}: is no list")
@@ -157,11 +172,23 @@ def _call(call: Any, field: str) -> dict[str, Any]:
 def _tools(tools: Any) -> list[dict[str, Any]] | None:
     if tools is None:
         return None
-    for i, tool in enumerate(tools if isinstance(tools, list) else [tools]):
+    if not isinstance(tools, list):
+        raise _problem(f"{TOOLS} = {shown(tools)}: is no list")
+    for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise _problem(f"{TOOLS}[{i}] = {shown(tool)}: is no function with a name")
     return list(tools)
+
+
+def _check_stop(given: Any, own: Sequence[str]) -> None:
+    """Errors: RowError unless it asks for nothing, or for what the experiment has."""
+    texts = [given] if given and isinstance(given, str) else given
+    if not texts or (isinstance(texts, list) and sorted(map(str, texts)) == sorted(own)):
+        return
+    raise _problem(
+        f"{STOP} = {shown(given)}: is refused, as the model samples as the experiment says: sampling.stop = {list(own)}"
+    )
 
 
 def _limit(body: Mapping[str, Any]) -> int | None:

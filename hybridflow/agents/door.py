@@ -34,6 +34,7 @@ from hybridflow.errors import ConfigError
 MODEL = "policy"  # what the model is called
 RETRIES = "x-stainless-retry-count"  # a header of OpenAI's client
 MOST_BYTES = 1 << 26  # of a request
+MOST_NESTED = 100  # what reads a request goes down by calls of its own
 START_SECONDS = 60.0
 END_SECONDS = 0.1  # for requests under way, at the end; with 0 aiohttp would wait for ever
 URLS = "/v1/chat/completions, /inference/v1/generate and /v1/models"
@@ -56,7 +57,8 @@ Answer = Completion | TokenCompletion | Refusal
 class ChatRequest:
     """One that waits for its answer. row: the name in its URL. body: JSON, not checked. by_tokens: it has token ids.
 
-    repeated: OpenAI's client has sent the same before, and says that the answer was lost.
+    repeated: OpenAI's client has sent the same before, and says that the answer was lost. has_left: whether the
+    client's connection has ended.
     """
 
     row: str
@@ -64,6 +66,7 @@ class ChatRequest:
     repeated: bool
     answer: "asyncio.Future[Answer]" = field(repr=False)
     by_tokens: bool = False
+    has_left: Callable[[], bool] = field(default=lambda: False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -165,22 +168,27 @@ class Door:
 
     async def _answered(self, http: web.Request, *, by_tokens: bool) -> web.StreamResponse:
         try:
-            body = json.loads(await http.read())
+            body = parsed_body(await http.read())
         except ValueError as error:
-            return _problem(Refusal(400, "invalid_request", f"the request is not JSON: {error}"))
-        repeated = http.headers.get(RETRIES, "0") != "0"
-        request = ChatRequest(http.match_info["row"], body, repeated, self._loop.create_future(), by_tokens)
+            return _problem(Refusal(400, "invalid_request", f"the request {error}"))
+        request = ChatRequest(
+            http.match_info["row"],
+            body,
+            http.headers.get(RETRIES, "0") != "0",
+            self._loop.create_future(),
+            by_tokens,
+            lambda: http.transport is None or http.transport.is_closing(),
+        )
         self._put(request)
         try:
             answer = await request.answer
-        except asyncio.CancelledError:
+            if isinstance(answer, Refusal):
+                return _problem(answer)
+            streams = isinstance(answer, Completion) and bool(body.get("stream"))
+            return await _sent(http, answer, streams=streams)
+        except (asyncio.CancelledError, ConnectionError):
             self._put(Gone(request))
             raise
-        if isinstance(answer, Refusal):
-            return _problem(answer)
-        if isinstance(answer, TokenCompletion):
-            return web.json_response(generated(answer, MODEL))
-        return await _streamed(http, answer) if body.get("stream") else web.json_response(whole(answer, MODEL))
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
         its = {"id": MODEL, "object": "model", "created": 0, "owned_by": "hybridflow"}
@@ -192,13 +200,45 @@ class Door:
             os.write(self._writable, b"\0")
 
 
+def parsed_body(raw: bytes) -> Any:
+    """Of a request. Errors: ValueError that tells what it is."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    level, depth = [body], 0
+    while level := [inner for value in level for inner in _inside(value)]:
+        depth += 1
+        if depth > MOST_NESTED:
+            raise ValueError(f"has objects or lists within each other, more than {MOST_NESTED} deep")
+    return body
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+async def _sent(http: web.Request, answer: Completion | TokenCompletion, *, streams: bool) -> web.StreamResponse:
+    """Returns when all of it is sent. Errors: ConnectionError where the client has gone meanwhile."""
+    if streams and isinstance(answer, Completion):
+        return await _streamed(http, answer)
+    made = whole(answer, MODEL) if isinstance(answer, Completion) else generated(answer, MODEL)
+    response = web.json_response(made)
+    await response.prepare(http)
+    await response.write_eof()
+    return response
+
+
 async def _streamed(http: web.Request, completion: Completion) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(http)
     for chunk in chunks(completion, MODEL):
         await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
     await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
+    with contextlib.suppress(ConnectionError):  # a client may leave once it has read that
+        await response.write_eof()
     return response
 
 

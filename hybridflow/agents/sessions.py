@@ -7,7 +7,6 @@ continue the row's conversation adds the tokens of what is new. The row ends wit
 """
 
 import functools
-import json
 import secrets
 import select
 import time
@@ -22,6 +21,7 @@ from hybridflow.agents.branches import NO_ROOM, Branch, NewTokens, Session, aske
 from hybridflow.agents.chat_requests import Asked, AskedTokens, asked_for, ignored_keys, tokens_asked_for
 from hybridflow.agents.completions import Completion, TokenCompletion
 from hybridflow.agents.door import ChatRequest, Door, Gone, Refusal
+from hybridflow.agents.reading import TurnReading
 from hybridflow.agents.talk import Talk, new_tokens, sent, tokens_behind, turn_message
 from hybridflow.batch import PromptBatch
 from hybridflow.config.length_buckets import LengthBuckets
@@ -37,6 +37,7 @@ from hybridflow.rewards.pool import Answer
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
 from hybridflow.rollout.turns import Reply, TurnCounts
 
+LEFT = "a client that left"  # among what the user knows
 LOOK_SECONDS = 0.1  # between two looks at the time limit of rows, while all of them wait
 BAD = 400  # OpenAI's client repeats a request with 408, 409, 429 and from 500 on, but not with this status
 
@@ -46,7 +47,7 @@ class Agents:
     """What the rows of every rollout on this rank share. ends: tokens that end a turn. counts: of this rank.
 
     parser: of tool calls, for an agent's tools. token: that agents send. max_prompt_length: tokens of a first request
-    that is the prompt. max_model_len: tokens of a row.
+    that is the prompt. max_model_len: tokens of a row. stop: texts that end a turn.
     """
 
     pool: AgentPool
@@ -60,7 +61,7 @@ class Agents:
     max_prompt_length: int
     max_model_len: int
     counts: TurnCounts = field(default_factory=TurnCounts)
-    parsers: dict[str, ToolCallParser] = field(default_factory=dict)
+    stop: Sequence[str] = ()
     told: set[str] = field(default_factory=set)  # keys of requests that were left aside, and the user knows it
 
     @property
@@ -94,16 +95,10 @@ class Agents:
 
         return of_request
 
-    def parsed(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Parsed:
-        """A turn with a call that cannot be read is a text: OpenAI's format has no such calls."""
-        key = json.dumps(tools, sort_keys=True)
-        if key not in self.parsers:
-            self.parsers[key] = self.parser(tools)
-        found = self.parsers[key].parsed(text)
-        broken = sum(bool(call.problem) for call in found.calls)
-        self.counts.tool_calls += len(found.calls)
-        self.counts.failed_calls += broken
-        return Parsed(text, ()) if broken else found
+    @functools.cached_property
+    def reading(self) -> TurnReading:
+        """Of turns with tool calls."""
+        return TurnReading(self.parser, self.continues, self.counts)
 
 
 class Sessions:
@@ -140,7 +135,7 @@ class Sessions:
         of_row = its.branches[branch]
         talk, request = of_row.talk, of_row.request
         assert request is not None and of_row.asked is not None, "a turn of the model answers a request"
-        ended = token_ids[-1] in shared.ends
+        ended = token_ids[-1] if token_ids[-1] in shared.ends else None
         shared.counts.turns += 1
         name, behind = f"{its.name}-{of_row.number}", (*talk.behind, *token_ids)
         of_row.talk = replace(talk, behind=behind, ended=ended, cut=truncated, answered=True)
@@ -148,26 +143,26 @@ class Sessions:
             told = TokenCompletion(name, token_ids, log_probs, "length" if truncated else "stop", talk.tokens)
             self._door.answer(request, told)
         else:
-            self._answer_chat(its.row, of_row, of_row.asked, token_ids, name, talk.tokens)
+            self._answer_chat(row, of_row, of_row.asked, token_ids, name, talk.tokens)
         of_row.request, of_row.answered = None, request
         if not its.open_requests:
             its.expected = time.monotonic()
 
     def _answer_chat(
-        self, row: int, branch: Branch, asked: Asked, token_ids: Sequence[int], name: str, prompt_tokens: int
+        self, row: int, branch: Branch, asked: Asked, token_ids: Sequence[int], answer: str, prompt_tokens: int
     ) -> None:
         shared, talk = self._shared, branch.talk
         assert branch.request is not None, "it waits"
-        text, truncated = shared.decode(list(token_ids[:-1] if talk.ended else token_ids)), talk.cut
-        tools: Any = asked.fields.get(TOOLS)
-        reads_calls = tools is not None and asked.calls_tools and not truncated
-        parsed = shared.parsed(text, tools) if reads_calls else Parsed(text, ())
-        message = turn_message(parsed, f"call_{row}_{branch.number}")
+        text, truncated = shared.decode(list(token_ids if talk.ended is None else token_ids[:-1])), talk.cut
+        reads_calls = TOOLS in asked.fields and asked.calls_tools and not truncated
+        parsed = shared.reading.parsed(text, asked, self._rows[row].columns) if reads_calls else Parsed(text, ())
+        name = f"call_{self._rows[row].row}_{branch.number}"
+        message = turn_message(parsed, lambda number: shared.continues.call_id(f"{name}_{number}"))
         reason = "length" if truncated else "tool_calls" if parsed.calls else "stop"
         self._door.answer(
             branch.request,
             Completion(
-                f"chatcmpl-{name}",
+                f"chatcmpl-{answer}",
                 sent(message),
                 reason,  # type: ignore[arg-type]  # mypy takes it for any text
                 prompt_tokens,
@@ -247,10 +242,10 @@ class Sessions:
             return
         its, shared = self._rows[row], self._shared
         try:
-            asked = tokens_asked_for(request.body) if request.by_tokens else asked_for(request.body)
-            self._tell_ignored(request.body)
-            again = asked_again(its.branches, request, asked)
+            asked = self._asked(request, its)
+            again = asked_again(its.branches, request, asked, several=shared.several)
             if again is not None:
+                self._tell_again(request)
                 self._gone(again)
             if its.turn >= self._config.max_turns and (shared.several or not its.open_requests):
                 its.spent = True
@@ -265,6 +260,16 @@ class Sessions:
             self._fail(row, str(error))
         else:
             self._accept(row, request, asked, branch, ids)
+
+    def _asked(self, request: ChatRequest, its: Session) -> Asked | AskedTokens:
+        """Errors: RowError."""
+        if request.by_tokens:
+            asked: Asked | AskedTokens = tokens_asked_for(request.body)
+        else:
+            asked = asked_for(request.body, self._shared.stop)
+            self._shared.reading.check(asked, its.columns)
+        self._tell_ignored(request.body)
+        return asked
 
     def _accept(self, row: int, request: ChatRequest, asked: Asked | AskedTokens, branch: int, ids: list[int]) -> None:
         its, most = self._rows[row], self._config.max_turn_tokens
@@ -311,6 +316,14 @@ class Sessions:
 
     def _refuse(self, request: ChatRequest, code: str, message: str) -> None:
         self._door.refuse(request, Refusal(BAD, code, message))
+
+    def _tell_again(self, request: ChatRequest) -> None:
+        if not request.repeated and LEFT not in self._shared.told:
+            self._shared.told.add(LEFT)
+            self._failures.show(
+                "a client has ended its connection and asks the same again: the row has the later answer alone "
+                "(environment/dropped_turns)"
+            )
 
     def _tell_ignored(self, body: Any) -> None:
         new = ignored_keys(body) - self._shared.told

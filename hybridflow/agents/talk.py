@@ -1,7 +1,7 @@
 """What a branch of a row has said so far, and what a further request adds to that: messages here, tokens there."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,14 +18,15 @@ class Talk:
     """What a branch of a row has said so far. prompt: tokens, none where the first request is to bring them.
 
     behind: tokens after the prompt. messages: none before the first answer, and with a request of tokens: such a branch
-    goes on with tokens alone. ended: the model's last turn has its end token. cut: that turn has met a limit.
+    goes on with tokens alone. ended: the token by which the model has ended its last turn. cut: that turn has met a
+    limit.
     """
 
     prompt: list[int]
     messages: list[Message] | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
     behind: tuple[int, ...] = ()
-    ended: bool = True
+    ended: int | None = None
     cut: bool = False
     answered: bool = False  # the model has spoken
 
@@ -55,8 +56,7 @@ def new_tokens(talk: Talk, asked: Asked, columns: Mapping[str, Any], continues: 
 
     columns: of the row. Errors: RowError where the template fails; OtherConversation.
     """
-    own = {KWARGS: columns[KWARGS]} if KWARGS in columns else {}
-    fields, template = {**own, **asked.fields}, continues.with_tools(asked.fields.get(TOOLS, ()))
+    fields, template = fields_of(asked, columns), continues.with_tools(asked.fields.get(TOOLS, ()))
     if talk.messages is None and talk.answered:
         raise OtherConversation("the row's requests have token ids: it cannot go on with messages")
     if talk.messages is None:
@@ -78,13 +78,19 @@ def new_tokens(talk: Talk, asked: Asked, columns: Mapping[str, Any], continues: 
     return template.tokens(talk.messages, new, fields, ended=talk.ended)
 
 
-def turn_message(parsed: Parsed, name: str) -> Message:
-    """Of the assistant, as chat templates take it. name: of its tool calls, before their numbers."""
+def fields_of(asked: Asked, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """What enters the chat template beside messages: the request's tools and arguments, or the row's arguments."""
+    own = {KWARGS: columns[KWARGS]} if KWARGS in columns else {}
+    return {**own, **asked.fields}
+
+
+def turn_message(parsed: Parsed, call_id: Callable[[int], str]) -> Message:
+    """Of the assistant, as chat templates take it. call_id: of a tool call that has none, by its number."""
     message: Message = {"role": "assistant", "content": parsed.content}
     if parsed.calls:
         message["tool_calls"] = [
             {
-                "id": f"{name}_{number}",
+                "id": call.id or call_id(number),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }

@@ -3,19 +3,22 @@
     hybridflow chat runs/math                     line by line; /reset begins anew, /quit or Ctrl-D ends
     hybridflow chat runs/math --prompt "12+7="    one answer, on stdout alone
 
-With a chat template the model sees the whole conversation. Without a chat template each line is a prompt of its own. At
-temperature 0, the default, the likeliest token is taken. Responses end at the same tokens as in training.
+With a chat template the model sees the whole conversation. Without a chat template each line is a prompt of its own.
+The keys data.chat_template and data.chat_template_kwargs of a run hold as in training. At temperature 0, the default,
+the likeliest token is taken. Responses end at the same tokens as in training.
 """
 
 import argparse
+import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybridflow import __version__
 from hybridflow.cli.command import print_error, program
+from hybridflow.config import read_tree
 from hybridflow.errors import RunDirError, UserError
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from hybridflow.architecture.spec import ModelSpec
     from hybridflow.data.end_tokens import EndTokens
 
+CONFIG = "config.yaml"
 MOST_LENGTH = 8192  # tokens of a conversation, where the model takes more
 Message = dict[str, str]
 
@@ -67,12 +71,27 @@ def model_directory(given: Path) -> Path:
         return given / "hf"
     if (given / "config.json").is_file():
         return given
-    if (given / "config.yaml").is_file():
+    if (given / CONFIG).is_file():
         raise RunDirError(
             f"{given}: the run has written no model yet. {given}/hf appears at the end of the run. `hybridflow convert "
             "megatron-to-hf` writes the model of a checkpoint"
         )
     raise RunDirError(f"{given}: is neither a run's directory nor a model's: no config.yaml and no config.json")
+
+
+def prompts_of_run(given: Path) -> tuple[bool | None, Mapping[str, Any]]:
+    """How a run's prompts were made: whether by the chat template, and the arguments of the template.
+
+    None where nobody says it: a model of no run, or one that was trained on fixed data. given: as `model_directory`.
+    """
+    file = next((file for file in (given / CONFIG, given.parent / CONFIG) if file.is_file()), None)
+    if file is None or (file.parent != given and given.name != "hf"):
+        return None, {}
+    data = read_tree(file).get("data")
+    if not isinstance(data, dict):
+        return None, {}
+    kwargs = data.get("chat_template_kwargs")
+    return data.get("chat_template"), kwargs if isinstance(kwargs, dict) else {}
 
 
 def spec_that_talks(model: Path) -> "ModelSpec":
@@ -88,8 +107,40 @@ def spec_that_talks(model: Path) -> "ModelSpec":
     return spec
 
 
+class ChatPrompts:
+    """What has been said, as the model reads it: by the tokenizer's chat template, or each prompt alone.
+
+    by_template: as the run says; None where nobody says it. arguments: of the template.
+    """
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", by_template: bool | None, arguments: Mapping[str, Any]
+    ) -> None:
+        self._tokenizer, self.arguments = tokenizer, arguments
+        self.has_template = tokenizer.chat_template is not None and by_template is not False
+        self.messages: list[Message] = []
+
+    def prompt(self, text: str) -> list[int]:
+        """Token ids of what the model goes on from, with this text said last."""
+        if not self.has_template:
+            ids: list[int] = self._tokenizer(text)["input_ids"]
+            return ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id else ids
+        self.messages.append({"role": "user", "content": text})
+        rendered = self._tokenizer.apply_chat_template(
+            self.messages, add_generation_prompt=True, tokenize=False, **self.arguments
+        )
+        return list(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
+    def kind(self) -> str:
+        """For people."""
+        if not self.has_template:
+            return "no chat template: each line is a prompt of its own"
+        given = f", with data.chat_template_kwargs {json.dumps(self.arguments)}" if self.arguments else ""
+        return f"a conversation{given}"
+
+
 class Chat:
-    """A conversation with a model."""
+    """A model that answers in a conversation."""
 
     def __init__(self, model: Path, options: argparse.Namespace) -> None:
         spec = spec_that_talks(model)  # before torch, which loads for seconds
@@ -101,18 +152,18 @@ class Chat:
 
         prepare_imports("auto")
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(model)
-        self.has_template = self.tokenizer.chat_template is not None
-        self._ends: EndTokens = end_tokens(model, self.tokenizer, spec.vocab_size, template=self.has_template)
+        self.conversation = ChatPrompts(self.tokenizer, *prompts_of_run(options.model))
+        by_template = self.conversation.has_template
+        self._ends: EndTokens = end_tokens(model, self.tokenizer, spec.vocab_size, template=by_template)
         self._length, self._options = min(spec.max_positions, MOST_LENGTH), options
         self._engine: ChatEngine = ChatEngine(model, max_length=self._length)
-        self.messages: list[Message] = []
 
     def answer(self, text: str) -> Iterator[str]:
         """What the model says to it, piece by piece. Errors: UserError where it is too long."""
-        ids = self._prompt(text)
+        ids = self.conversation.prompt(text)
         room = self._length - len(ids)
         if room < 1:
-            self.messages.clear()
+            self.conversation.messages.clear()
             raise RunDirError(f"the prompt has {len(ids)} tokens, the model takes {self._length}: begin anew")
         shown = whole = ""
         for made in self._engine.stream(
@@ -127,15 +178,7 @@ class Chat:
                 yield whole[len(shown) :]
                 shown = whole
         yield whole[len(shown) :]
-        self.messages.append({"role": "assistant", "content": whole})
-
-    def _prompt(self, text: str) -> list[int]:
-        if not self.has_template:
-            ids: list[int] = self.tokenizer(text)["input_ids"]
-            return ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
-        self.messages.append({"role": "user", "content": text})
-        rendered = self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False)
-        return list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
+        self.conversation.messages.append({"role": "assistant", "content": whole})
 
 
 def _talk(options: argparse.Namespace) -> None:
@@ -146,11 +189,10 @@ def _talk(options: argparse.Namespace) -> None:
     if options.prompt is not None:
         _print(chat.answer(options.prompt))
         return
-    kind = "a conversation" if chat.has_template else "no chat template: each line is a prompt of its own"
-    print(f"{kind}; /reset begins anew, /quit ends", flush=True)
+    print(f"{chat.conversation.kind()}; /reset begins anew, /quit ends", flush=True)
     while (line := _read()) is not None:
         if line == "/reset":
-            chat.messages.clear()
+            chat.conversation.messages.clear()
         elif line:
             try:
                 _print(chat.answer(line))

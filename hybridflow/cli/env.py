@@ -11,6 +11,7 @@ import os
 import platform
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +19,7 @@ from pathlib import Path
 from hybridflow import __version__
 from hybridflow.cli.command import program
 from hybridflow.inspection import imports
-from hybridflow.parallel.versions import installed_set, source_commit
+from hybridflow.parallel.versions import SOURCE, installed_set, source_commit
 
 EXTRA_PACKAGES = (
     "vllm",
@@ -135,7 +136,7 @@ def _lines_of(file: str) -> dict[str, str]:
 
 def _packages() -> dict[str, str]:
     """Version by name, of what hybridflow asks for and is installed."""
-    asked = [text.partition(";")[0] for text in metadata.requires("hybridflow") or () if "extra ==" not in text]
+    asked = [text.partition(";")[0] for text in _asked_for() if "extra ==" not in text]
     names = ["".join(c if c.isalnum() or c in "-_." else " " for c in text).split()[0] for text in asked]
     found = {}
     for name in (*names, *EXTRA_PACKAGES, *COMPANIONS):
@@ -144,6 +145,16 @@ def _packages() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _asked_for() -> list[str]:
+    """Requirements of hybridflow, as installed; of a checkout that is not installed those of pyproject.toml."""
+    try:
+        return metadata.requires("hybridflow") or []
+    except metadata.PackageNotFoundError:
+        file = SOURCE / "pyproject.toml"
+        found: list[str] = tomllib.loads(file.read_text())["project"]["dependencies"] if file.is_file() else []
+        return found
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from hybridflow.data.rows import Row, RowError, attempt
 from hybridflow.data.same_tokens import check_tokenizers
 from hybridflow.data.sources import data_files, fetch, open_files
 from hybridflow.errors import DataError, Reasons
+from hybridflow.inspection.attention import check_heads
 from hybridflow.placement.placed import check_output_dir, place_either
 from hybridflow.rewards.specs import pool_specs
 from hybridflow.user_code import load_function
@@ -38,6 +39,8 @@ def check_here(config: AnyConfig, world_size: int, *, output: bool = False) -> N
     """
     reasons = Reasons()
     reasons.of(place_either, config, world_size)
+    if isinstance(config, ExperimentConfig) and not reasons.lines:
+        reasons.of(check_heads, config)
     note_missing(config, reasons)
     if output:
         reasons.of(check_output_dir, config)

@@ -192,6 +192,12 @@ class DataConfig(FilesConfig):
     """A class that begins each row's conversation, answers the model and gives the reward. null: a response is one
     turn."""
 
+    @property
+    def passes_over(self) -> bool:
+        """Whether rows that do not start are left out when their turn comes."""
+        its = self.environment
+        return its is not None and not its.is_agent and its.on_error == "fail_row"
+
     @model_validator(mode="before")
     @classmethod
     def _messages_of_tasks(cls, given: Any) -> Any:

@@ -43,11 +43,12 @@ class EnvironmentConfig(_OfClass):
     parts: dict[PartName, FiniteFloat] = {}
     """Where the reward is a dictionary: its keys, each with a weight."""
     tool_parser: str = "hermes"
-    """vLLM's parser of the model's tool calls, where the class or the agent's requests have tools."""
+    """vLLM's parser of the model's tool calls, where the class or the agent's requests have tools. One that does not
+    read the chat template's own calls is refused for a class; for an agent a line tells."""
     earlier_turns: Literal["refuse", "keep", "branch"] = "refuse"
     """What happens where the chat template renders an earlier turn in another way, or an agent's request has another
-    conversation. refuse ends the run, or fails the agent's row. keep leaves tokens as they were sampled, whatever the
-    template does. branch begins another sequence of the row."""
+    conversation. refuse ends the run at its start, or fails the row. keep leaves tokens as they were sampled, whatever
+    the template does. branch begins another sequence of the row."""
     call_seconds: PositiveFloat = 60.0
     """Seconds of one call of the class, from its beginning; of an agent, between an answer and its next request."""
     row_seconds: PositiveFloat | None = None
@@ -58,7 +59,7 @@ class EnvironmentConfig(_OfClass):
     """Processes per rank for instances or agents. null: a share of the machine's cores, at most 8."""
     on_error: Literal["fail_row", "end_run"] = "fail_row"
     """What happens when the class or agent raises, is late or ends its process. fail_row counts the row and trains on
-    nothing of it; end_run ends the run."""
+    nothing of it, or passes over a row whose start raises; end_run ends the run."""
     prompt: Literal["request", "column"] = "request"
     """What the prompt of an agent's row is. request: the agent's first request. column: the messages of
     data.prompt_key, with which that request has to agree."""

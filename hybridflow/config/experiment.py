@@ -106,6 +106,12 @@ class ExperimentConfig(RunConfig):
                 f"{field}: data.environment.earlier_turns = branch gives a row several sequences, of which "
                 "reward.models would have to score one: leave either out"
             )
+        for i, model in enumerate(self.reward.models if self.reward is not None else ()):
+            if model.reencode:
+                raise ValueError(
+                    f"{field} cannot go with reward.models.{i}.reencode = true: the reward model's template would "
+                    "render all turns of a row as one message of the assistant"
+                )
         if environment.is_agent and environment.begins_rows:
             self._check_prompts_of_requests(field)
         longest = environment.max_turn_tokens
@@ -117,13 +123,10 @@ class ExperimentConfig(RunConfig):
 
     def _check_prompts_of_requests(self, field: str) -> None:
         """What needs prompts before an agent has made its first request."""
-        models = self.reward.models if self.reward is not None else ()
-        needs = [f"reward.models.{i}.reencode" for i, model in enumerate(models) if model.reencode]
-        needs += ["sampling.by_prompt_length"] if self.sampling.by_prompt_length else []
-        if needs:
+        if self.sampling.by_prompt_length:
             raise ValueError(
-                f"{field}: {needs[0]} needs prompts before the agent's first request: set data.environment.prompt: "
-                f"column, and give each row its messages under data.prompt_key"
+                f"{field}: sampling.by_prompt_length needs prompts before the agent's first request: set "
+                "data.environment.prompt: column, and give each row its messages under data.prompt_key"
             )
 
     def _check_best(self) -> None:

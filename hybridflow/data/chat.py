@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from hybridflow.data.message_forms import REASONING
 from hybridflow.data.messages import Message, counts
 from hybridflow.data.rows import RowError, shown
 from hybridflow.data.templates import ChatTemplate
@@ -45,17 +46,18 @@ def rendered(
     fields: of the row, whose tools enter the template.
     """
     arguments = template.arguments(fields or {}, field)
-    said = [
-        i
-        for i, message in enumerate(messages)
-        if i >= first and message["role"] == "assistant" and counts(message, f"{field}[{i}]")
-    ]
-    if not said:
-        raise RowError(f"{field}: has no message of the assistant to be trained on", "no assistant")
+    marked = MARKED.search(template.source(field, arguments.get("tools"))) is not None
+    said = _trained(messages, field, first)
     turns = template.options.turns
+    if (turns == "each" or not marked) and said[0] == 0:
+        said = said[1:]  # what nobody has asked for is context: a run generates nothing behind an empty prompt
+        if not said:
+            raise RowError(
+                f"{field}[0] is the assistant's, and no other message of the assistant follows", "no assistant"
+            )
     if turns == "each":
         return _each(messages, template, field, said, arguments)
-    if MARKED.search(template.source(field, arguments.get("tools"))):
+    if marked:
         return [_by_marks(messages, template, field, said, arguments)]
     try:
         return [_by_prefix(messages, template, field, said, arguments)]
@@ -63,6 +65,25 @@ def rendered(
         if turns == "together" or error.reason != NOT_TOLD_APART:
             raise
         return _each(messages, template, field, said, arguments)
+
+
+def _trained(messages: Sequence[Message], field: str, first: int) -> list[int]:
+    """Numbers of the messages that are trained on. Errors: RowError where there is none, or one says nothing."""
+    said = [
+        i
+        for i, message in enumerate(messages)
+        if i >= first and message["role"] == "assistant" and counts(message, f"{field}[{i}]")
+    ]
+    if not said:
+        raise RowError(f"{field}: has no message of the assistant to be trained on", "no assistant")
+    for i in said:
+        if not any(str(messages[i].get(key) or "").strip() for key in ("content", "tool_calls", *REASONING)):
+            raise RowError(
+                f"{field}[{i}].content = {messages[i]['content']!r} is empty: an answer of the assistant needs a text; "
+                f"weight: 0 leaves the answer untrained",
+                "empty",
+            )
+    return said
 
 
 def _by_marks(
@@ -74,7 +95,7 @@ def _by_marks(
 ) -> Rendered:
     try:
         texts, spans = RENDER(
-            [[{key: value for key, value in message.items() if key != "weight"} for message in messages]],
+            [template.written(messages)],
             chat_template=template.source(field, arguments.get("tools")),
             return_assistant_tokens_mask=True,
             **template.tokenizer.special_tokens_map,

@@ -1,12 +1,12 @@
 """What follows a turn of the model in a conversation, as tokens of its own: nothing sampled is encoded again.
 
-    continuations.tokens(messages, answers, fields, ended=True)     # of "\n<|im_start|>user\nno<|im_end|>\n..."
+    continuations.tokens(messages, answers, fields, ended=end_id)     # of "\n<|im_start|>user\nno<|im_end|>\n..."
 
-It is the chat template's text of the whole conversation less that of the conversation through the model's turn, cut
-right behind the special token that ends the turn. A template that renders an earlier turn in another way than the model
-has written it (as one that leaves out earlier thinking does) is refused, unless `data.environment.earlier_turns` says
-otherwise. keep: the tokens stay as they were sampled. branch: whoever asks begins another sequence, with all of the
-conversation as the template has it.
+See `turn_ends` for where the turn ends in the template's text. A template that renders an earlier turn in another way
+than the model has written it (as one that leaves out earlier thinking does) is refused, unless
+`data.environment.earlier_turns` says otherwise. keep: the tokens stay as they were sampled. branch: whoever asks begins
+another sequence, with all of the conversation as the template has it. Whatever it says, the text behind the turn has
+all that was answered: a message that the template leaves out, or writes before the turn, is an error.
 """
 
 import sys
@@ -16,27 +16,32 @@ from typing import Any, Literal
 
 from hybridflow.data.messages import Message, check_encodable, check_token_ids
 from hybridflow.data.rows import RowError
+from hybridflow.data.said_parts import first_left_out
 from hybridflow.data.templates import ChatTemplate
+from hybridflow.data.tokenizers import is_special
+from hybridflow.data.turn_ends import Behind, TurnEnds
 from hybridflow.errors import ConfigError, OtherConversation
 
 EarlierTurns = Literal["refuse", "keep", "branch"]
 SAID = "hybridflow"  # what the assistant says where a template is tried
 THOUGHT = f"<think>\n{SAID}\n</think>\n\n{SAID}"
 WHERE = "data.environment"
+ASK, MORE = [{"role": "user", "content": "?"}], [{"role": "user", "content": "!"}]
 
 
 @dataclass(frozen=True)
 class Continuations:
     """Of one template and its arguments. Errors when it is made: ConfigError where the template cannot be used.
 
-    schemas: of the environment's tools. earlier_turns: what happens where the template renders one in another way.
-    vocab_size: the model knows the tokens below it.
+    schemas: of the environment's tools. end: a token that ends a turn. earlier_turns: what happens where the template
+    renders one in another way. vocab_size: the model knows the tokens below it. turn_ends: see there.
     """
 
     template: ChatTemplate
     schemas: Sequence[Mapping[str, Any]]
-    end: int  # the token that ends a turn
+    end: int
     earlier_turns: EarlierTurns
+    turn_ends: TurnEnds
     vocab_size: int = sys.maxsize
 
     @classmethod
@@ -47,17 +52,32 @@ class Continuations:
         end: int | None,
         *,
         earlier_turns: EarlierTurns = "refuse",
+        ends: Sequence[int] = (),
     ) -> "Continuations":
-        name = template.tokenizer.name_or_path
-        if end is None:
-            raise ConfigError(
-                f"{WHERE}: the chat template of {name} ends what the assistant says by no special token, so that a "
-                f"turn cannot be told from what follows"
-            )
-        made = cls(template, tuple(schemas), end, earlier_turns)
-        if earlier_turns == "refuse":
-            made._check(name)
+        """end: which the template writes behind a turn; None where the next role's token ends it, one of `ends`."""
+        name, turn_ends = template.tokenizer.name_or_path, TurnEnds(template, WHERE, writes_end=end is not None)
+        try:
+            if end is None:
+                end = _of_next_role(turn_ends, name, ends)
+            made = cls(template, tuple(schemas), end, earlier_turns, turn_ends)
+            made._check()
+        except RowError as error:
+            raise ConfigError(f"{WHERE}: the chat template of {name} cannot be used: {error}") from error
         return made
+
+    @property
+    def takes_one_call(self) -> bool:
+        """Whether a turn may have one call of a tool at most."""
+        return self.template.form.single_call
+
+    @property
+    def results_need_calls(self) -> bool:
+        """Whether a message of the role tool has to follow a call."""
+        return self.template.form.result_needs_call
+
+    def call_id(self, name: str) -> str:
+        """An id of a tool call that the template takes."""
+        return self.template.form.call_id(name)
 
     def arguments(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Of the template, for a row. Errors: RowError where the template reads no tools."""
@@ -71,6 +91,13 @@ class Continuations:
     def with_tools(self, schemas: Sequence[Mapping[str, Any]]) -> "Continuations":
         """The same where a row has tools of its own."""
         return replace(self, schemas=tuple(schemas))
+
+    def opening(self, fields: Mapping[str, Any]) -> str:
+        """A text behind which a turn begins, such as one that ends in <think>; nothing where the template fails."""
+        try:
+            return self.template.whole(ASK, WHERE, self.arguments(fields), begins=True)
+        except RowError:
+            return ""
 
     def first_tokens(self, messages: Sequence[Message], fields: Mapping[str, Any]) -> list[int]:
         """What the model goes on from in a new conversation.
@@ -87,55 +114,76 @@ class Continuations:
         return ids
 
     def tokens(
-        self, through: Sequence[Message], answers: Sequence[Message], fields: Mapping[str, Any], *, ended: bool
+        self, through: Sequence[Message], answers: Sequence[Message], fields: Mapping[str, Any], *, ended: int | None
     ) -> list[int]:
         """What the environment writes behind the model's last turn, up to the beginning of its next.
 
-        through: the conversation, that turn included. ended: it has the token that ends a turn; else that comes first.
-        Errors: OtherConversation where an earlier turn is rendered in another way; RowError as `first_tokens`.
+        through: the conversation, that turn included. ended: the token by which the model has ended the turn; None
+        where it has not, and the template's end comes first. Errors: OtherConversation where an earlier turn is
+        rendered in another way; RowError as `first_tokens`.
         """
-        ids = self._encoded(self._text(through, answers, self.arguments(fields)))
-        assert ids[0] == self.end, f"a continuation begins with the token {ids[0]}, not with the end {self.end}"
-        return ids[1:] if ended else ids
+        behind = self._said_behind(through, answers, self.arguments(fields))
+        ids = self._encoded(behind.text)
+        stands_in = behind.has_end or ids[:1] == [ended]
+        return ids[1:] if ended is not None and stands_in else ids
 
-    def _text(self, through: Sequence[Message], answers: Sequence[Message], arguments: Mapping[str, Any]) -> str:
-        end = self._end
-        head = self.template.whole(through, WHERE, arguments)
-        whole = self.template.whole([*through, *answers], WHERE, arguments, begins=True)
-        before = head[: head.rindex(end)]
-        if self.earlier_turns == "branch" and not before.startswith(
-            self.template.whole(through[:-1], WHERE, arguments, begins=True)
-        ):
+    def _said_behind(
+        self, through: Sequence[Message], answers: Sequence[Message], arguments: Mapping[str, Any]
+    ) -> Behind:
+        """Errors: as `tokens`."""
+        found, messages = self._behind(through, answers, arguments), [*through, *answers]
+
+        def render(marked: list[Message]) -> str:
+            return self._behind(marked[: len(through)], marked[len(through) :], arguments).text
+
+        written = self.template.written(messages)
+        part = first_left_out(found.text, written, render, first=len(through))
+        if part is None:
+            return found
+        problem = self.template.left_out(part, written, "messages")
+        if self.earlier_turns == "branch":
+            raise OtherConversation(str(problem))  # the whole conversation may have it, before the turn
+        raise RowError(f"{problem}; or renders it before the model's turn: earlier_turns: branch", problem.reason)
+
+    def _behind(self, through: Sequence[Message], answers: Sequence[Message], arguments: Mapping[str, Any]) -> Behind:
+        if self.earlier_turns == "keep":
+            return self.turn_ends.behind_kept(through, answers, arguments)
+        if self.earlier_turns == "branch" and not self.turn_ends.begins_as_a_run(through, arguments):
             raise self._rewrites("a turn of the assistant in another way than it lets a run begin one")
-        if whole.startswith(before + end):
-            return whole[len(before) :]
-        if self.earlier_turns != "keep":
+        found = self.turn_ends.behind(through, answers, arguments)
+        if found is None:
             raise self._rewrites("an earlier turn of the assistant in another way once more messages follow")
-        parts = whole.split(end)
-        return end + end.join(parts[head.count(end) :])
+        return found
 
-    @property
-    def _end(self) -> str:
-        text = self.template.tokenizer.convert_ids_to_tokens(self.end)
-        assert isinstance(text, str), f"the token {self.end} is one"
-        return text
-
-    def _check(self, name: str) -> None:
-        """By a small conversation. Errors: ConfigError."""
-        ask = [{"role": "user", "content": "?"}]
-        more = [{"role": "user", "content": "!"}]
+    def _check(self) -> None:
+        """By small conversations. Errors: ConfigError; RowError."""
+        arguments = self.arguments({})
+        turn = {"role": "assistant", "content": SAID}
         try:
-            arguments = self.arguments({})
-            thinks = "</think>" in self.template.source(WHERE, arguments.get("tools"))
-            for said in (SAID, THOUGHT) if thinks else (SAID,):
-                turn = [*ask, {"role": "assistant", "content": said}]
-                if not thinks and not self.template.whole(turn, WHERE, arguments).startswith(
-                    self.template.whole(ask, WHERE, arguments, begins=True)
-                ):
-                    raise self._rewrites("a turn of the assistant in another way than it lets a run begin one")
-                self._text(turn, more, arguments)
-        except RowError as error:
-            raise ConfigError(f"{WHERE}: the chat template of {name} cannot be used: {error}") from error
+            if self.earlier_turns == "refuse":
+                self._check_rewrites(arguments)
+            else:
+                self._said_behind([*ASK, turn], MORE, arguments)
+            for schema in self.schemas[:1]:
+                self._said_behind(*self._call_of(schema), arguments)
+        except OtherConversation:
+            if self.earlier_turns != "branch":
+                raise
+
+    def _check_rewrites(self, arguments: Mapping[str, Any]) -> None:
+        thinks = "</think>" in self.template.source(WHERE, arguments.get("tools"))
+        for said in (SAID, THOUGHT) if thinks else (SAID,):
+            turn = [*ASK, {"role": "assistant", "content": said}]
+            if not thinks and not self.turn_ends.begins_as_a_run(turn, arguments):
+                raise self._rewrites("a turn of the assistant in another way than it lets a run begin one")
+            self._said_behind(turn, MORE, arguments)
+
+    def _call_of(self, schema: Mapping[str, Any]) -> tuple[list[Message], list[Message]]:
+        """A conversation with a call of a tool, and the call's result."""
+        name, own = schema["function"]["name"], self.call_id("call_0_0")
+        call = {"id": own, "type": "function", "function": {"name": name, "arguments": {}}}
+        result = {"role": "tool", "name": name, "tool_call_id": own, "content": SAID}
+        return [*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}], [result]
 
     def _rewrites(self, what: str) -> ConfigError:
         return OtherConversation(
@@ -144,3 +192,20 @@ class Continuations:
             f"turns, or set data.environment.earlier_turns: keep, with which they stay as they were sampled, or "
             f"earlier_turns: branch, with which each such turn begins another sequence of the row"
         )
+
+
+def _of_next_role(turn_ends: TurnEnds, name: str, ends: Sequence[int]) -> int:
+    """The token with which the next message begins, where the model ends its turn by that. Errors: ConfigError."""
+    tokenizer = turn_ends.template.tokenizer
+    none = f"{WHERE}: the chat template of {name} ends what the assistant says by no special token"
+    behind = turn_ends.behind_kept([*ASK, {"role": "assistant", "content": SAID}], MORE, {})
+    ids: list[int] = tokenizer(behind.text, add_special_tokens=False, verbose=False)["input_ids"]
+    if not ids or not is_special(ids[0], tokenizer):
+        raise ConfigError(f"{none}, so that a turn cannot be told from what follows")
+    if ids[0] not in ends:
+        token = tokenizer.convert_ids_to_tokens(ids[0])
+        raise ConfigError(
+            f"{none}, and {token!r} of the next message is no end token of the model's: name token {ids[0]} in "
+            f"eos_token_id of generation_config.json"
+        )
+    return ids[0]

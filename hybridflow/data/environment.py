@@ -18,7 +18,7 @@ from hybridflow.config.rewards import ScoringConfig
 from hybridflow.data.continuations import Continuations
 from hybridflow.data.end_tokens import EndTokens, end_tokens
 from hybridflow.data.prompts import Begun
-from hybridflow.data.rows import Row, RowError
+from hybridflow.data.rows import NotStarted, Row, RowError
 from hybridflow.data.templates import ChatTemplate, TemplateOptions
 from hybridflow.data.tokenizers import load_tokenizer
 from hybridflow.environments.agents import agent_file
@@ -42,11 +42,16 @@ class EnvironmentInputs:
         """What each row begins with, by an instance that ends again, on the group's first rank. Collective over it."""
         answers = self._answers([row.fields for row in rows])
         return [
-            Begun(answer.value["messages"], self.continuations.fields(row.fields))
+            Begun(answer.value["messages"], self.continuations.fields(row.fields), self._not_started)
             if not answer.problem
-            else RowError(f"{row.where}: {self.pool.field}: {answer.problem}", "not started")
+            else self._not_started(f"{row.where}: {self.pool.field}: {answer.problem}")
             for row, answer in zip(rows, answers, strict=True)
         ]
+
+    def _not_started(self, problem: str) -> RowError:
+        if self.pool.config.on_error == "end_run":
+            return RowError(problem, "not started")
+        return NotStarted(problem)
 
     def hooks(self, key: str) -> dict[str, Any]:
         """What `load_prompts` takes of it. Ranks with other files would wait for each other: that is told before."""
@@ -165,4 +170,4 @@ def _continuations(
 ) -> Continuations:
     options = TemplateOptions(data.chat_template_kwargs, data.message_format)
     template = ChatTemplate(tokenizer, options)
-    return Continuations.of(template, schemas, ends.of_template, earlier_turns=config.earlier_turns)
+    return Continuations.of(template, schemas, ends.of_template, earlier_turns=config.earlier_turns, ends=ends.ids)

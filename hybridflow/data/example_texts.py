@@ -98,7 +98,10 @@ class _Reader:
         return self._rendered(messages, name, first)
 
     def _rendered(self, messages: Sequence[Message], name: str, first: int) -> tuple[Rendered, ...]:
-        return tuple(rendered(messages, self.template, self.where(name), fields=self.row.fields, first=first))
+        found = tuple(rendered(messages, self.template, self.where(name), fields=self.row.fields, first=first))
+        for one in found:
+            check_encodable(one.text, self.where(name))
+        return found
 
     @property
     def is_implicit(self) -> bool:

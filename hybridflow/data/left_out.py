@@ -18,21 +18,32 @@ def left_out(key: str, rows: UsableRows[Any], too_long: str) -> list[str]:
         lines.append(f"{key}: left out {dropped.num_overlong} of {num_rows} {too_long}")
     if dropped.num_bad:
         lines.append(f"{key}: left out {dropped.num_bad} of {num_rows} rows that cannot be used: {reasons(dropped)}")
+    if rows.not_started.num_rows:
+        lines.append(
+            f"{key}: {rows.not_started.num_rows} of {num_rows} rows do not start now. A row that does not start when "
+            f"its turn comes is passed over: {reasons(rows.not_started)}"
+        )
     if not rows.is_checked:
         size = rows.files.num_bytes / 1e9
-        lines.append(
-            f"{key}: {size:,.2f} GB are more than data.checked_mib. Each of the {num_rows:,} rows is checked on use"
-        )
+        large = f"{size:,.2f} GB are more than data.checked_mib. Each" if rows.checked_bytes else "each"
+        lines.append(f"{key}: {large} of the {num_rows:,} rows is checked on use")
     return lines
 
 
-def dropped_metrics(bad_rows: str, overlong: str, dropped: Sequence[Dropped]) -> dict[str, float]:
-    """Rows left out at the start and when those of an iteration were drawn; where the config lets them be."""
+def dropped_metrics(
+    bad_rows: str, overlong: str, dropped: Sequence[Dropped], *, begins: bool = False
+) -> dict[str, float]:
+    """Rows left out at the start and when those of an iteration were drawn; where the config lets them be.
+
+    begins: an environment begins rows, and one that it does not begin is left out.
+    """
     found = {}
     if overlong == "drop":
         found["data/dropped_overlong"] = float(sum(its.num_overlong for its in dropped))
     if bad_rows == "drop":
         found["data/dropped_bad"] = float(sum(its.num_bad for its in dropped))
+    if begins:
+        found["data/dropped_not_started"] = float(sum(its.num_not_started for its in dropped))
     return found
 
 

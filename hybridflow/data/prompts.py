@@ -21,14 +21,16 @@ from transformers import PreTrainedTokenizerBase
 from hybridflow.batch import PromptBatch
 from hybridflow.config.data import DataFiles
 from hybridflow.data.fields import named
-from hybridflow.data.messages import Message, check_token_ids
+from hybridflow.data.messages import Message, check_encodable, check_token_ids
 from hybridflow.data.order import PromptOrder
 from hybridflow.data.prompt_texts import PromptText, prompt_text
-from hybridflow.data.rows import OverlongError, Row, RowError, attempt, shown
+from hybridflow.data.rows import NotStarted, OverlongError, Row, RowError, attempt, shown
 from hybridflow.data.sources import open_files
 from hybridflow.data.templates import ChatTemplate, TemplateOptions
 from hybridflow.data.usable import CHECKED_BYTES, Dropped, Order, Rules, UsableRows
 from hybridflow.errors import DataError
+
+MOST_KEPT = 4096  # prompts
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,12 @@ class Prompt:
 class Begun:
     """What an environment begins a row with; None where that is not known yet, and the prompt has no tokens.
 
-    fields: of the row, as the chat template reads them.
+    fields: of the row, as the chat template reads them. failed: what it is where the template cannot render it.
     """
 
     messages: list[Message] | None
     fields: Mapping[str, Any]
+    failed: Callable[[str], RowError] = lambda problem: RowError(problem, "not rendered")
 
 
 FirstMessages = Callable[[Sequence[Row]], list[Begun | RowError]]
@@ -65,6 +68,7 @@ class PromptDataset:
 
     def __init__(self, rows: UsableRows[Prompt], column_names: Sequence[str]) -> None:
         self.rows, self.column_names = rows, tuple(column_names)
+        self._begun: dict[int, Prompt] = {}  # of the last draws, in case that an environment does not begin one again
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -77,11 +81,32 @@ class PromptDataset:
 
         Errors: DataError if the file is no longer what it was when it was loaded.
         """
-        return self._packed(self.rows.at(indices))
+        found = self.rows.found(indices)
+        known = [
+            self._begun.get(number, item) if isinstance(item, NotStarted) else item
+            for number, item in zip(indices, found, strict=True)
+        ]
+        for item in known:
+            if isinstance(item, RowError):
+                raise item
+        return self._packed([item for item in known if not isinstance(item, RowError)])
+
+    def all_that_start(self) -> PromptBatch:
+        """All prompts but those that an environment does not begin now. Errors: DataError where none is left."""
+        found = self.rows.found(range(len(self)))
+        wrong = [item for item in found if isinstance(item, RowError)]
+        started = [item for item in found if not isinstance(item, RowError)]
+        for error in wrong:
+            if not isinstance(error, NotStarted) or not started:
+                raise error
+        return self._packed(started)
 
     def draw(self, order: Order, count: int) -> DrawnPrompts:
         """The next `count` prompts in order; rows that are left out are passed over."""
         drawn = self.rows.draw(order, count)
+        if drawn.dropped.num_not_started or self.rows.not_started.num_rows:
+            kept = list(self._begun.items())[-MOST_KEPT:]
+            self._begun = dict(kept) | dict(zip(drawn.numbers, drawn.items, strict=True))
         return DrawnPrompts(self._packed(drawn.items), tuple(drawn.numbers), drawn.dropped)
 
     @property
@@ -211,10 +236,19 @@ class _Encoder:
         if its.messages is None:
             text = PromptText(row.where, "", [], dict(row.fields))
         else:
-            rendered = self.template.prompt(its.messages, its.fields, f"{row.where}: data.environment")
-            text = PromptText(row.where, rendered, None, dict(row.fields), its.messages)
+            text = PromptText(row.where, self._rendered(row, its, its.messages), None, dict(row.fields), its.messages)
         self.first = self.first or text
         check_same_columns(self.first, text)
+        return text
+
+    def _rendered(self, row: Row, its: Begun, messages: list[Message]) -> str:
+        assert self.template is not None, "an environment needs a template"
+        where = f"{row.where}: data.environment"
+        try:
+            text = self.template.prompt(messages, its.fields, where)
+            check_encodable(text, where)
+        except RowError as error:
+            raise its.failed(str(error)) from error
         return text
 
     def _text(self, row: Row) -> PromptText:

@@ -30,6 +30,13 @@ class OverlongError(RowError):
         self.length = length
 
 
+class NotStarted(RowError):
+    """An environment does not begin one row now. Another time it may: the row is passed over when its turn comes."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "not started")
+
+
 @dataclass(frozen=True)
 class Row:
     where: str  # file and line, for messages

@@ -3,9 +3,11 @@
     template = ChatTemplate(tokenizer, options)
     template.prompt(messages, row.fields, "a.jsonl, line 3: prompt")      # the assistant's turn begins at the end
 
-What is rendered has to hold what was said: a message that leaves no character of its own is an error that names it.
+What is rendered has to hold what was said: a message, a call of a tool or a tool that leaves no character of its own
+is an error that names it. See `said_parts`; `message_forms` has what templates differ in.
 """
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +18,17 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridflow.data.end_tokens import end_of_turn
 from hybridflow.data.fields import KWARGS, TOOLS
+from hybridflow.data.message_forms import MARK, MessageForm, called_function, message_form
 from hybridflow.data.messages import Format, Message
 from hybridflow.data.rows import RowError, shown
+from hybridflow.data.said_parts import SaidPart, first_left_out
 from hybridflow.errors import ConfigError
 
-MARK = "\u2042hybridflow\u2042"  # that no template and no row has
+KNOWN = "tools_are_known"  # of a template that renders no tools on purpose: the model knows them by training
 ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython")
+# names that are not the template's: transformers gives them a meaning of their own
+OF_TRANSFORMERS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}
+RESERVED = OF_TRANSFORMERS | {"messages"}
 
 
 @dataclass(frozen=True)
@@ -40,35 +47,64 @@ class ChatTemplate:
 
     def prompt(self, messages: Sequence[Message], fields: Mapping[str, Any], where: str) -> str:
         """What a run generates from. An assistant's message at the end is to be continued. Errors: RowError."""
-        arguments = self.arguments(fields, where)
-        continues = messages[-1]["role"] == "assistant"
-        how: dict[str, bool] = {"continue_final_message": True} if continues else {"add_generation_prompt": True}
-        text = self._rendered(list(messages), where, **how, **arguments)
-        self._check_all_said(text, list(messages), where, how | arguments)
+        how = self.arguments(fields, where)
+        how["continue_final_message" if messages[-1]["role"] == "assistant" else "add_generation_prompt"] = True
+        text = self._rendered(messages, where, how)
+        self._check(text, messages, where, how)
         return text
 
     def whole(
         self, messages: Sequence[Message], where: str, arguments: Mapping[str, Any], *, begins: bool = False
     ) -> str:
         """A conversation; begins: the assistant's turn begins at the end. Errors: RowError."""
-        return self._rendered(list(messages), where, add_generation_prompt=begins, **arguments)
+        return self._rendered(messages, where, {**arguments, "add_generation_prompt": begins})
 
     def check_all_said(self, text: str, messages: Sequence[Message], where: str, arguments: Mapping[str, Any]) -> None:
-        """Errors: RowError for the first message of which `text` has nothing."""
-        self._check_all_said(text, list(messages), where, dict(arguments))
+        """Errors: RowError for the first message, call or tool of which `text` has nothing."""
+        self._check(text, messages, where, arguments)
+
+    def left_out(self, part: SaidPart, messages: Sequence[Message], where: str) -> RowError:
+        """What to tell of a part that is not rendered."""
+        message = messages[part.number]
+        if part.path == ("content",):
+            known = ", ".join(self._known_roles())
+            return RowError(
+                f"{where}[{part.number}]: the chat template leaves out this message of the role {message['role']!r}, "
+                f"{shown(part.value)}; it renders messages of {known or 'no role alone'}",
+                "not rendered",
+            )
+        return RowError(
+            f"{part.told(where)}: the tokenizer's chat template leaves it out; give the tokenizer a template that "
+            f"renders {part.path[0]}, or leave the key out",
+            "not rendered",
+        )
 
     def arguments(self, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Of a row: its tools, and the config's arguments with the row's own in their place. Errors: RowError."""
-        own = _parsed(fields.get(KWARGS), f"{where}: {KWARGS}", dict)
-        found = {**self.options.kwargs, **(own or {})}
+        own = _parsed(fields.get(KWARGS), f"{where}: {KWARGS}", dict) or {}
+        for name in own:
+            if name in RESERVED:
+                raise RowError(f"{where}: {KWARGS}.{name}: is no argument of a chat template", "wrong type")
+        found = {**self.options.kwargs, **own}
         tools = _parsed(fields.get(TOOLS), f"{where}: {TOOLS}", list)
         if tools:
             if TOOLS not in self.source(where, tools):
-                raise RowError(
-                    f"{where}: the row has tools, which the tokenizer's chat template does not read", "tools"
-                )
+                raise _tools_unread(where)
             found[TOOLS] = tools
         return found
+
+    @cached_property
+    def form(self) -> MessageForm:
+        """How the template takes reasoning and calls."""
+        try:
+            return message_form(self.tokenizer, self.source("", [{}]), _plainly_rendered)
+        except RowError:
+            return MessageForm()  # without a template, which the first row says
+
+    def written(self, messages: Sequence[Message]) -> list[Message]:
+        """As the template reads them."""
+        plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+        return self.form.written(plain) if any(message.keys() - _EVERYWHERE for message in plain) else plain
 
     def source(self, where: str, tools: list[Any] | None = None) -> str:
         """The template's text. Errors: RowError where there is none."""
@@ -91,56 +127,101 @@ class ChatTemplate:
         except RowError:
             return  # the first row says so
         for name in self.options.kwargs:
+            if name in RESERVED:
+                raise ConfigError(f"data.chat_template_kwargs.{name}: is no argument of a chat template: leave it out")
             if name not in source:
                 raise ConfigError(
                     f"data.chat_template_kwargs.{name}: the tokenizer's chat template does not read it: leave it out"
                 )
 
-    def _rendered(self, messages: list[Message], where: str, **how: Any) -> str:
-        plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+    def _rendered(self, messages: Sequence[Message], where: str, how: Mapping[str, Any]) -> str:
+        return self._of_written(self.written(messages), where, how)
+
+    def _of_written(self, messages: list[Message], where: str, how: Mapping[str, Any]) -> str:
         try:
-            text = self.tokenizer.apply_chat_template(plain, tokenize=False, **how)
-        except Exception as error:  # a template is a program of the model's authors and raises what it likes
-            raise RowError(
-                f"{where}: the tokenizer's chat template cannot render it: {error}", "no template"
-            ) from error
-        assert isinstance(text, str), f"one conversation was rendered to {type(text).__name__}"
-        return text
+            return _by_template(self.tokenizer, messages, how)
+        except RowError as error:
+            raise RowError(f"{where}: {error}", error.reason) from error
 
-    def _check_all_said(self, text: str, messages: list[Message], where: str, how: dict[str, Any]) -> None:
-        place = 0
-        for number, message in enumerate(messages):
-            said = message["content"].strip()
-            at = text.find(said, place) if said else place
-            # what another message says too may be found where that one says it
-            told_apart = not any(said in other["content"] for other in messages if said and other is not message)
-            if at >= 0 and told_apart:
-                place = at + len(said)
-                continue
-            if not self._leaves_a_mark(messages, number, where, how):
-                known = ", ".join(self._known_roles())
-                raise RowError(
-                    f"{where}[{number}]: the chat template leaves out this message of the role {message['role']!r}, "
-                    f"{shown(said)}; it renders messages of {known or 'no role alone'}",
-                    "not rendered",
-                )
+    def _check(self, text: str, messages: Sequence[Message], where: str, how: Mapping[str, Any]) -> None:
+        written = self.written(messages)
+        part = first_left_out(
+            text,
+            written,
+            lambda marked: self._of_written(marked, where, how),
+            ended=lambda marked: self._of_written(marked, where, _without_beginning(how)),
+        )
+        if part is not None:
+            raise self.left_out(part, written, where)
+        self._check_tools(text, written, where, how)
 
-    def _leaves_a_mark(self, messages: list[Message], number: int, where: str, how: dict[str, Any]) -> bool:
-        """Whether what a message says is rendered at all: a template may cut it, or write it otherwise."""
-        marked = [dict(message) for message in messages]
-        marked[number]["content"] += MARK
-        return MARK in self._rendered(marked, where, **how)
+    def _check_tools(self, text: str, written: list[Message], where: str, how: Mapping[str, Any]) -> None:
+        """A name that a message has too says nothing of the tool: such names are looked for with a mark."""
+        tools = how.get(TOOLS) or ()
+        if tools and KNOWN in self.source(where, list(tools)):
+            return
+        names = [name for tool in tools if (name := _tool_name(tool))]
+        if any(name not in text for name in names):
+            raise _tools_unread(where)
+        if any(name in (message["content"] or "") for message in written for name in names):
+            marked = self._of_written(written, where, {**how, TOOLS: [_marked_tool(tool) for tool in tools]})
+            if any(name + MARK not in marked for name in names):
+                raise _tools_unread(where)
 
     def _known_roles(self) -> list[str]:
         found = []
         for role in ROLES:
             messages = [{"role": "user", "content": "?"}, {"role": role, "content": MARK}]
             try:
-                rendered = self._rendered(messages[1:] if role in ("system", "user") else messages, "")
+                rendered = self._rendered(messages[1:] if role in ("system", "user") else messages, "", {})
             except RowError:
                 continue
             found += [role] if MARK in rendered else []
         return found
+
+
+_EVERYWHERE = {"role", "content", "name"}  # keys that all templates take alike
+
+
+def _by_template(tokenizer: PreTrainedTokenizerBase, messages: list[Message], how: Mapping[str, Any]) -> str:
+    """Errors: RowError."""
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **how)
+    except Exception as error:  # a template is a program of the model's authors and raises what it likes
+        raise RowError(f"the tokenizer's chat template cannot render it: {error}", "no template") from error
+    assert isinstance(text, str), f"one conversation was rendered to {type(text).__name__}"
+    return text
+
+
+def _without_beginning(how: Mapping[str, Any]) -> dict[str, Any]:
+    """What enters a template where no turn begins behind the last message."""
+    return {name: value for name, value in how.items() if name not in OF_TRANSFORMERS or name == TOOLS}
+
+
+def _plainly_rendered(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Any] | None) -> str:
+    return _by_template(tokenizer, messages, {} if tools is None else {TOOLS: tools})
+
+
+def _tools_unread(where: str) -> RowError:
+    return RowError(
+        f"{where}: the row has tools, which the tokenizer's chat template does not read (a template whose model knows "
+        f"its tools by training has {{%- set {KNOWN} = true -%}})",
+        "tools",
+    )
+
+
+def _tool_name(tool: Any) -> str:
+    """Nothing of a tool in a form that is not known here."""
+    name = called_function(tool).get("name") if isinstance(tool, Mapping) else None
+    return name if isinstance(name, str) else ""
+
+
+def _marked_tool(tool: Any) -> Any:
+    if not (name := _tool_name(tool)):
+        return tool
+    function = called_function(tool)
+    marked = {**function, "name": name + MARK}
+    return marked if function is tool else {**tool, "function": marked}
 
 
 def _parsed(value: Any, where: str, kind: type) -> Any:

@@ -5,8 +5,8 @@
 
 Files of up to `checked_bytes` are checked as a whole at the start: what is wrong in them is known before a run begins,
 and what is left out has no place in the order of rows. A row of larger files is looked at when its turn comes; one that
-is left out then is passed over, and the place in the order counts it. Either way the order is a function of the seed
-and the place.
+is left out then is passed over, and the place in the order counts it. So is a row that an environment does not begin,
+whatever the size of the file. Either way the order is a function of the seed and the place.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.data.order import MixedOrder, PromptOrder
-from hybridflow.data.rows import Item, OverlongError, Row, RowError
+from hybridflow.data.rows import Item, NotStarted, OverlongError, Row, RowError
 from hybridflow.data.sources import Files
 from hybridflow.errors import DataError
 
@@ -42,7 +42,10 @@ class Rules:
     overlong: Literal["error", "drop"]
 
     def drops(self, error: RowError) -> bool:
-        return (self.overlong if isinstance(error, OverlongError) else self.bad_rows) == "drop"
+        return (
+            isinstance(error, NotStarted)
+            or (self.overlong if isinstance(error, OverlongError) else self.bad_rows) == "drop"
+        )
 
 
 @dataclass
@@ -68,8 +71,12 @@ class Dropped:
         return sum(count for reason, count in self.counts.items() if reason == "too long")
 
     @property
+    def num_not_started(self) -> int:
+        return self.counts.get("not started", 0)
+
+    @property
     def num_bad(self) -> int:
-        return self.num_rows - self.num_overlong
+        return self.num_rows - self.num_overlong - self.num_not_started
 
 
 @dataclass(frozen=True)
@@ -88,8 +95,8 @@ class UsableRows(Generic[Item]):
 
     def __init__(self, files: Files, encode: Encode[Item], rules: Rules, *, checked_bytes: int = CHECKED_BYTES) -> None:
         self.files, self._encode, self._rules = files, encode, rules
-        self.dropped = Dropped()  # at the start
-        self.is_checked = files.num_bytes <= checked_bytes
+        self.dropped, self.not_started = Dropped(), Dropped()  # at the start
+        self.is_checked, self.checked_bytes = files.num_bytes <= checked_bytes, checked_bytes
         self._kept: Tensor | None = self._check() if self.is_checked else None
 
     def __len__(self) -> int:
@@ -108,11 +115,15 @@ class UsableRows(Generic[Item]):
 
     def at(self, numbers: Sequence[int]) -> list[Item]:
         """In this order; one may appear twice. Errors: DataError also for a row that would be left out."""
-        found = self._judged(self._rows_of(numbers))
+        found = self.found(numbers)
         for item in found:
             if isinstance(item, RowError):
                 raise item
         return [item for item in found if not isinstance(item, RowError)]
+
+    def found(self, numbers: Sequence[int]) -> list[Item | RowError]:
+        """As `at`, with the error in the place of a row that cannot be used."""
+        return self._judged(self._rows_of(numbers))
 
     def draw(self, order: Order, count: int) -> Drawn[Item]:
         """The next `count` that can be used."""
@@ -164,7 +175,10 @@ class UsableRows(Generic[Item]):
         for numbers in _chunks(len(self.files), self.files.num_bytes):
             judged = self._judged(self.files.rows_at(numbers))
             for number, item in zip(numbers, judged, strict=True):
-                if isinstance(item, RowError):
+                if isinstance(item, NotStarted):
+                    self.not_started.add(item)
+                    kept.append(number)
+                elif isinstance(item, RowError):
                     self.dropped.add(self._left_out(item))
                 else:
                     kept.append(number)

@@ -9,7 +9,7 @@ behind the turn, or a reward. A row that has no token or turn left for an answer
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -26,16 +26,27 @@ from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
 from hybridflow.rollout.turns import Reply, TurnCounts
 
 Message = dict[str, Any]
+SECOND_CALL = "a turn may have one tool call: this one, behind the first, was not made"
 LOOK_SECONDS = 0.1  # between two looks at the time limit of rows, while all of them wait
 
 
 class Continues(Protocol):
     """See `data.continuations.Continuations`."""
 
+    @property
+    def takes_one_call(self) -> bool: ...
+
+    @property
+    def results_need_calls(self) -> bool: ...
+
+    def call_id(self, name: str) -> str: ...
+
+    def opening(self, fields: Mapping[str, Any]) -> str: ...
+
     def first_tokens(self, messages: Sequence[Message], fields: Mapping[str, Any]) -> list[int]: ...
 
     def tokens(
-        self, through: Sequence[Message], answers: Sequence[Message], fields: Mapping[str, Any], *, ended: bool
+        self, through: Sequence[Message], answers: Sequence[Message], fields: Mapping[str, Any], *, ended: int | None
     ) -> list[int]: ...
 
 
@@ -60,7 +71,7 @@ class Conversation:
     used: int = 0
     branch: int = 0
     turn: int = 0
-    ended: bool = True  # the model's last turn has its end token
+    ended: int | None = None  # the token by which the model has ended its last turn
     text: str = ""
     asked: float | None = None
     cut: bool = False
@@ -127,12 +138,12 @@ class Conversations:
         self, row: int, token_ids: Sequence[int], log_probs: Sequence[float], *, truncated: bool, branch: int = 0
     ) -> None:
         its = self._rows[row]
-        its.turn, its.used, its.ended = its.turn + 1, its.used + len(token_ids), token_ids[-1] in self._shared.ends
-        its.text = self._shared.decode(list(token_ids[:-1] if its.ended else token_ids))
+        its.turn, its.used = its.turn + 1, its.used + len(token_ids)
+        its.ended = token_ids[-1] if token_ids[-1] in self._shared.ends else None
+        its.text = self._shared.decode(list(token_ids if its.ended is None else token_ids[:-1]))
         its.asked = time.monotonic()
         self._shared.counts.turns += 1
-        parser = self._shared.parser
-        parsed = Parsed(its.text, ()) if parser is None or truncated else parser.parsed(its.text)
+        parsed = Parsed(its.text, ()) if truncated else self._parsed(its)
         its.messages = [*its.messages, _message(parsed)]
         self._shared.counts.tool_calls += len(parsed.calls)
         its.last = its.used >= its.limit
@@ -157,6 +168,22 @@ class Conversations:
         self._failures.end()
 
     # ---- calls
+
+    def _parsed(self, its: Conversation) -> Parsed:
+        """A turn with ids for its calls. A call too many is the model's mistake, which is told as any other."""
+        parser, continues = self._shared.parser, self._shared.continues
+        if parser is None:
+            return Parsed(its.text, ())
+        found = parser.parsed(its.text, continues.opening(its.columns))
+        calls = [
+            replace(
+                call,
+                id=call.id or continues.call_id(f"call_{its.turn}_{number}"),
+                problem=call.problem or (SECOND_CALL if number and continues.takes_one_call else ""),
+            )
+            for number, call in enumerate(found.calls)
+        ]
+        return replace(found, calls=tuple(calls))
 
     def _begun(self, row: int) -> Conversation:
         prompt = self._prompt_of[row]
@@ -198,10 +225,10 @@ class Conversations:
             zeros = (0.0,) * len(self._config.weights)
             self._end(row, Reply(row, ends=True, truncated=True, rewards=zeros))
             return
-        answers = value["messages"]
+        answers = self._readable(its, value["messages"])
         try:
             branch, ids, used = self._behind(its, answers)
-        except DataError as error:
+        except (DataError, OtherConversation) as error:
             self._fail(row, f"its messages cannot be read by the model: {error}")
             return
         if its.turn >= self._config.max_turns or used >= its.limit:
@@ -211,6 +238,15 @@ class Conversations:
         its.messages, its.branch, its.used = [*its.messages, *answers], branch, used
         self._answered(its)
         self._ready.append(Reply(row, tuple(ids), self._turn_tokens(its), branch=branch))
+
+    def _readable(self, its: Conversation, answers: Sequence[Message]) -> list[Message]:
+        """What is told of a call that cannot be read is the user's, where no result may stand without a call."""
+        if its.messages[-1].get("tool_calls") or not self._shared.continues.results_need_calls:
+            return list(answers)
+        return [
+            {"role": "user", "content": message["content"]} if message["role"] == "tool" else message
+            for message in answers
+        ]
 
     def _behind(self, its: Conversation, answers: Sequence[Message]) -> tuple[int, list[int], int]:
         """The sequence that goes on with these messages, the tokens that are new in it, and what is `used` with them.
@@ -270,6 +306,7 @@ def _message(parsed: Parsed) -> Message:
     message: Message = {"role": "assistant", "content": parsed.content}
     if readable:
         message["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in readable
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in readable
         ]
     return message

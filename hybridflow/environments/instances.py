@@ -54,7 +54,7 @@ class Instances:
         if kind == "start":
             instance.environment = _called("the constructor", self._class, **self._arguments)
             first = _called("start", instance.environment.start, asked["columns"])
-            return {"messages": checked_messages(first, "start")}
+            return {"messages": checked_messages(first, "start", begins=True)}
         if asked.get("calls"):
             return self._tool_messages(instance.environment, asked["calls"])
         return self._answer(_called("step", instance.environment.step, Said(*asked["said"])))
@@ -70,7 +70,7 @@ class Instances:
         """Of each call its result, or what was wrong with it."""
         told = [self._tool_result(environment, call) for call in calls]
         messages = [
-            {"role": "tool", "name": call["name"], "content": content}
+            {"role": "tool", "name": call["name"], **_id_of(call), "content": content}
             for call, (content, _) in zip(calls, told, strict=True)
         ]
         return {"messages": messages, "failed_calls": sum(failed for _, failed in told)}
@@ -94,6 +94,10 @@ class Instances:
         if isinstance(returned, list | tuple):
             return {"messages": checked_messages(returned, "step")}
         return {"reward": reward_parts(returned, self._parts, "step returned", "messages, or a finite number")}
+
+
+def _id_of(call: Mapping[str, Any]) -> dict[str, Any]:
+    return {"tool_call_id": call["id"]} if call.get("id") else {}
 
 
 def _called(what: str, function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -159,8 +159,9 @@ class Bookkeeping:
         self._dropped.append(dropped)
         for reason in [reason for reason in dropped.first if reason not in self._told]:
             self._told.add(reason)
+            what = "has not started" if reason == "not started" else f"is {reason}"
             self.hooks.say(
-                f"data.train: a row that is {reason} is left out, and so is every later one: {dropped.first[reason]}"
+                f"data.train: a row that {what} is left out, and so is every later one: {dropped.first[reason]}"
             )
 
     def _step_metrics(self, batch: RolloutBatch) -> Metrics:
@@ -218,7 +219,8 @@ class OnlineBookkeeping(Bookkeeping):
         kl_term = KLTerm(self._config.algorithm.kl, run.state.kl_coef)
         kl = {"kl/coef": kl_term.coef} if self._config.algorithm.kl.use != "none" else {}
         metrics = batch_metrics(batch) | lengths | run.metrics | kl | updates | self._routing() | self._turns(batch)
-        metrics |= dropped_metrics(data.bad_rows, data.overlong_prompts, [self._prompts.dropped, *self._dropped])
+        dropped, begins = [self._prompts.dropped, *self._dropped], data.passes_over
+        metrics |= dropped_metrics(data.bad_rows, data.overlong_prompts, dropped, begins=begins)
         if self.trains and "kl/sequence_mean" in metrics:
             coef = kl_term.updated(float(metrics["kl/sequence_mean"]), int((~batch.failed).sum())).coef
             run.state = replace(run.state, kl_coef=coef)

@@ -2,9 +2,11 @@
 
 import torch
 
+from hybridflow.architecture.spec import read_spec
+from hybridflow.config import ExperimentConfig
 from hybridflow.inspection.findings import Finding
 from hybridflow.parallel.device import FIRST_WITH_FLASH, uses_cuda
-from hybridflow.rollout.attention import engine_attention
+from hybridflow.rollout.attention import check_head_size, engine_attention
 
 AREA = "attention"
 
@@ -20,6 +22,12 @@ def training_attention(dtype: str, *, cuda: bool) -> str:
     """What `models.attention` takes: flash attention knows 16-bit types alone."""
     flash = cuda and dtype != "float32"
     return "torch varlen_attn (flash attention)" if flash else "torch scaled_dot_product_attention"
+
+
+def check_heads(config: ExperimentConfig) -> None:
+    """Errors: ConfigError where the engine of a run has no attention for the heads of the actor."""
+    spec, cuda = read_spec(config.actor.model), uses_cuda(config.platform)
+    check_head_size(spec, config.actor.dtype, cuda=cuda)
 
 
 def attention_in_use(dtype: str) -> dict[str, str]:

@@ -97,6 +97,7 @@ TITLES: dict[str, tuple[str, str]] = {
     "data/length_max": ("Longest sequence", "tokens"),
     "data/dropped_overlong": ("Rows left out: too long", "rows"),
     "data/dropped_bad": ("Rows left out: cannot be used", "rows"),
+    "data/dropped_not_started": ("Rows left out: start raised", "rows"),
     "time/iteration_seconds": ("Time of an iteration", "s"),
     "time/rollout_seconds": ("Time of the rollout stage", "s"),
     "time/estimate_seconds": ("Time of the estimate stage", "s"),

@@ -188,10 +188,19 @@ def _parts(value: Any, where: str, prompt: str, parts: tuple[str, ...]) -> tuple
         return (_checked(value, where, f"{prompt}{hint}"),)
     if not isinstance(value, Mapping) or set(value) != set(parts):
         raise RewardError(
-            f"{where}: scored {_shown(value)}; expected a dictionary with the keys of `parts`, {', '.join(parts)}; "
-            f"{prompt}"
+            f"{where}: scored {_shown(value)}; expected a dictionary with the keys of `parts`, {', '.join(parts)}"
+            f"{unlike(value, parts)}; {prompt}"
         )
     return tuple(_checked(value[part], f"{where}, part {part}", prompt) for part in parts)
+
+
+def unlike(value: Any, parts: Sequence[str]) -> str:
+    """What to add to a message: the keys that a dictionary lacks, and those that it has besides."""
+    if not isinstance(value, Mapping):
+        return ""
+    lacking = ", ".join(part for part in parts if part not in value)
+    extra = ", ".join(str(key) for key in value if key not in parts)
+    return (f"; {lacking} is missing" if lacking else "") + (f"; {extra} is not among them" if extra else "")
 
 
 def _has_rows(returned: Any) -> bool:

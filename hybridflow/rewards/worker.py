@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from random import seed as seed_random  # as it is before a user's code has run
 from typing import Any, NoReturn
@@ -74,7 +74,7 @@ def run_worker(
     channel.send({"ready": True})
     with contextlib.suppress(ChannelClosed):
         if any(spec.awaited for spec in specs.values()):
-            asyncio.run(_serve_many(channel, loaded))
+            _run_to_end(_serve_many(channel, loaded))
         _serve(channel, loaded)
     os._exit(0)
 
@@ -99,6 +99,22 @@ def _serve(channel: MessageChannel, loaded: Mapping[int, Loaded]) -> NoReturn:
                 os._exit(0)
             _tidy(home, path)
             channel.send_all(answer)
+
+
+def _run_to_end(serving: Coroutine[Any, Any, None]) -> None:
+    """As asyncio.run, but that a task of a user's ends no other: by sys.exit, or by a stop of the loop.
+
+    asyncio gives such a task its exception, and ends the loop besides.
+    """
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        task = loop.create_task(serving)
+        while True:
+            try:
+                return loop.run_until_complete(task)
+            except (SystemExit, KeyboardInterrupt, RuntimeError):
+                if task.done():
+                    raise
 
 
 async def _serve_many(channel: MessageChannel, loaded: Mapping[int, Loaded]) -> None:

@@ -4,6 +4,11 @@ From vLLM 0.32.0, `get_attn_backend_cls` of platforms/cpu.py and `_get_backend_p
 first of a list that takes the dtype.
 """
 
+from hybridflow.architecture.spec import ModelSpec
+from hybridflow.errors import ConfigError
+
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that its kernel on CPUs is written for
+MOST_OF_FLASH, LEAST_OF_TRITON = 256, 32  # sizes of a head; flash attention takes multiples of 8
 HALF_PRECISION_ONLY = ("FLASH_ATTN", "FLASHINFER")
 CUDA_ORDER = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 BLACKWELL_ORDER = ("FLASHINFER", "FLASH_ATTN", "TRITON_ATTN")
@@ -15,3 +20,20 @@ def engine_attention(capability: tuple[int, int] | None, dtype: str) -> str:
         return "CPU_ATTN"
     order = BLACKWELL_ORDER if capability[0] == 10 else CUDA_ORDER
     return next(name for name in order if dtype != "float32" or name not in HALF_PRECISION_ONLY)
+
+
+def check_head_size(spec: ModelSpec, dtype: str, *, cuda: bool) -> None:
+    """Errors: ConfigError where no attention of the engine takes the heads of the actor's model."""
+    size = spec.head_dim
+    if cuda:
+        flash = dtype != "float32" and size % 8 == 0 and size <= MOST_OF_FLASH
+        fits, which = flash or size >= LEAST_OF_TRITON, f"{LEAST_OF_TRITON} or more, and in 16 bits multiples of 8"
+    else:
+        fits, which = size in CPU_HEADS, f"of {', '.join(map(str, CPU_HEADS))}"
+    if not fits:
+        where = "GPUs" if cuda else "CPUs"
+        hint = "" if cuda else ". For a plan of GPUs set platform=cuda"
+        raise ConfigError(
+            f"actor.model: {spec.path} has heads of {size} (head_dim). vLLM generates on {where} with heads {which} "
+            f"alone{hint}"
+        )

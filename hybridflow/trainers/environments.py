@@ -1,5 +1,6 @@
 """The environments of a run, put together from what it has read, and what they say is right."""
 
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -12,10 +13,24 @@ from hybridflow.data.environment import AgentInputs
 from hybridflow.data.inputs import Inputs
 from hybridflow.data.response_text import ResponseTexts
 from hybridflow.environments.conversations import Environments
+from hybridflow.errors import ConfigError
 from hybridflow.rewards.calls import FunctionCaller
 from hybridflow.rollout.tool_calls import ToolCallParser
+from hybridflow.trainers.tool_parsers import unread_calls
 
-NO_TOOL = {"type": "function", "function": {"name": "none", "description": "", "parameters": {}}}
+# stands for the tools that an agent tells later
+SOME_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look a word up.",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string", "description": "The word."}},
+            "required": ["word"],
+        },
+    },
+}
 
 
 def environments_of(
@@ -23,7 +38,7 @@ def environments_of(
 ) -> Environments | Agents | None:
     """None where the config has none. vocab_size: the actor's.
 
-    Errors: ConfigError where vLLM has no such parser of tool calls.
+    Errors: ConfigError where vLLM has no such parser of tool calls, or that of another model.
     """
     read, ends, tokenizer = inputs.environment, inputs.ends, inputs.tokenizer
     if read is None:
@@ -33,7 +48,9 @@ def environments_of(
     texts = ResponseTexts.of(tokenizer, ends.ids, special_tokens="content")
     if isinstance(read, AgentInputs):
         make_parser = partial(ToolCallParser, name, tokenizer)
-        make_parser([NO_TOOL])  # what is wrong with its name is told now; an agent tells its tools later
+        told = unread_calls(continuations, SOME_TOOL, make_parser([SOME_TOOL]), name, texts.hidden)
+        if told is not None and rank == 0:  # an agent may have no tools
+            print(f"{told}; requests with tools would be answered without calls", file=sys.stderr, flush=True)
         return Agents(
             read.pool,
             continuations,
@@ -45,9 +62,14 @@ def environments_of(
             read.token,
             config.data.max_prompt_length,
             config.max_sequence_length,
+            stop=config.sampling.stop,
         )
     schemas = read.pool.schemas
     parser = ToolCallParser(name, tokenizer, schemas) if schemas else None
+    if parser is not None:
+        problem = unread_calls(continuations, schemas[0], parser, name, texts.hidden)
+        if problem is not None:
+            raise ConfigError(problem)
     return Environments(read.pool, continuations, parser, texts.text, end_ids, rank)
 
 

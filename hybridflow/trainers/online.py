@@ -343,7 +343,7 @@ class OnlineTrainer:
         """Greedy responses to the held-out prompts: how many are right, and their mean score."""
         heldout = self.inputs.heldout
         assert heldout is not None, "the config names no held-out data"
-        prompts = heldout.batch(list(range(len(heldout))))
+        prompts = heldout.all_that_start()
         with self.watchdog.during("evaluate"):
             responses = self.generation.greedy_responses(prompts)
             right = right_of(self.config, self.caller, responses)

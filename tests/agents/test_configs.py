@@ -61,6 +61,11 @@ def config_of(environment: str, *overrides: str) -> ExperimentConfig:
             "data.environment.agent = a:b: algorithm remax",
         ),
         (
+            "class: 'a:B'",
+            ("reward={models: [{model: other, reencode: true}]}",),
+            "class = a:B cannot go with reward.models.0.reencode = true: the reward model's template would render all",
+        ),
+        (
             "agent: 'a:b'",
             ("sampling.by_prompt_length=[{up_to: 8, max_response_length: 16}]",),
             "sampling.by_prompt_length needs prompts before the agent's first request",

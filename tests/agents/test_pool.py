@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,14 @@ from hybridflow.rewards.pool import Answer
 pytestmark = pytest.mark.slow  # starts Python a few times
 
 HERE = "tests.agents.test_pool"
+
+
+class Wild(BaseException):
+    """What no `except Exception` takes."""
+
+
+async def leaving() -> None:
+    sys.exit("nothing to do")
 
 
 async def does(base_url: str, row: dict[str, Any]) -> Any:
@@ -37,6 +46,16 @@ async def does(base_url: str, row: dict[str, Any]) -> Any:
             return float(os.getpid())
         case "exit":
             os._exit(3)
+        case "leave":
+            sys.exit("nothing to do")
+        case "leave in a task":
+            task = asyncio.create_task(leaving())
+            await asyncio.sleep(0.1)
+            await task
+        case "stop":
+            asyncio.get_running_loop().stop()
+        case "wild":
+            raise Wild("away")
         case "print":
             print(f"seen {row['n']}")
         case "parts":
@@ -85,6 +104,25 @@ def test_a_process_starts_before_its_rows(pool: AgentPool) -> None:
     begun = time.monotonic()
     pids = {answer.value["reward"][0] for answer in answers(pool, run(pool, "pid", 8)[1])}
     assert len(pids) == 2 and time.monotonic() - begun < 2
+
+
+@pytest.mark.parametrize(
+    ("what", "problem"),
+    [
+        ("leave", "the agent raised SystemExit: nothing to do"),
+        ("leave in a task", "the agent raised SystemExit: nothing to do"),
+        ("wild", "raised Wild: away"),
+        ("stop", ""),
+    ],
+)
+def test_an_agent_that_leaves_takes_no_other_row_along(what: str, problem: str, pool: AgentPool) -> None:
+    """Others of its process go on, and the process is the same afterwards."""
+    before = {answer.value["reward"][0] for answer in answers(pool, run(pool, "pid", 8)[1])}
+    others = run(pool, "wait", 8)[1]
+    odd = answers(pool, run(pool, what, 4)[1])
+    assert [answer.problem for answer in odd] == [problem] * 4
+    assert [answer.value["reward"] for answer in answers(pool, others)] == [[float(n)] for n in range(8)]
+    assert {answer.value["reward"][0] for answer in answers(pool, run(pool, "pid", 8)[1])} == before
 
 
 async def prepared(base_url: str, row: dict[str, Any], word: str) -> float:

@@ -79,10 +79,12 @@ class Rows:
         self.door, self.threads = shared.door, ThreadPoolExecutor(10)
         assert self.sessions.begin(range(count)) == [0] * count
 
-    def ask(self, *messages: Any, row: int = 0, headers: Any = None, **more: Any) -> Future[httpx.Response]:
+    def ask(
+        self, *messages: Any, row: int = 0, headers: Any = None, client: Any = httpx, **more: Any
+    ) -> Future[httpx.Response]:
         url = f"{self.pool.urls[row]}/chat/completions"
         body = {"model": "gpt", "messages": list(messages), **more}
-        return self.threads.submit(httpx.post, url, json=body, headers=headers, timeout=60)
+        return self.threads.submit(client.post, url, json=body, headers=headers, timeout=60)
 
     def ask_tokens(self, token_ids: Any, row: int = 0, **sampling: Any) -> Future[httpx.Response]:
         url = f"{self.pool.urls[row].removesuffix('/v1')}/inference/v1/generate"
@@ -247,14 +249,28 @@ def test_a_request_that_comes_again_takes_the_place_of_the_first(rows: Rows) -> 
 
 
 def test_an_answer_is_no_answer_to_another_request(rows: Rows) -> None:
-    """The same request without the header of a repetition: which of two answers counts is not known."""
-    rows.ask(USER)
-    rows.replies()
-    rows.sessions.said(0, ids(f"3{END}"), [-0.5] * len(ids(f"3{END}")), truncated=False)
-    again = rows.ask(USER)
-    [reply] = rows.replies()
+    """The same request of a client that is still there: which of two answers counts is not known."""
+    with httpx.Client(timeout=60) as client:
+        rows.ask(USER, client=client)
+        rows.replies()
+        rows.sessions.said(0, ids(f"3{END}"), [-0.5] * len(ids(f"3{END}")), truncated=False)
+        again = rows.ask(USER)
+        [reply] = rows.replies()
     assert reply.failed and not reply.drops and reply.token_ids == ()
     assert again.result(60).json()["error"]["code"] == "no_continuation"
+
+
+def test_a_client_that_has_left_may_ask_the_same_again(rows: Rows, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has lost its patience while the answer was on the way, and says nothing of it."""
+    first = rows.ask(USER)
+    rows.replies()
+    speak(rows, THREE)
+    first.result(60)  # its connection ends with that
+    again = rows.ask(USER)
+    assert rows.replies() == [Reply(0, drops=True), Reply(0, FIRST, 32)]
+    speak(rows, FOUR)
+    assert said(again)["content"] == "4"
+    assert "asks the same again: the row has the later answer alone" in capsys.readouterr().err
 
 
 def test_an_agent_that_returns_while_the_model_answers_ends_the_turn(rows: Rows) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hybridflow.cli.chat import model_directory
+from hybridflow.cli.chat import ChatPrompts, model_directory, prompts_of_run
 from hybridflow.errors import RunDirError
 from tests.distributed.tiny_experiment import make_inputs
 from tests.launch import ROOT
@@ -66,3 +66,26 @@ def test_a_reward_model_is_refused(tmp_path: Path) -> None:
     told = f"hybridflow chat: error: {run / 'hf'}: is a reward model: it scores an answer and writes none. Chat needs"
     assert done.returncode == 1 and done.stderr.startswith(told) and done.stderr.count("\n") == 1, done.stderr
     assert done.stdout == ""
+
+
+SAID = "{% for m in messages %}{{ m.content }}{% endfor %}"
+THINKS = SAID + "{% if add_generation_prompt %}{{ '+' if think else '-' }}{% endif %}"
+
+
+def test_prompts_are_made_as_the_run_made_them(policy: Path, tmp_path: Path) -> None:
+    """With the arguments of its template, and without a template where it was trained without."""
+    tokenizer = AutoTokenizer.from_pretrained(policy, chat_template=THINKS)
+    (tmp_path / "hf").mkdir()
+    for data, rendered in (
+        ("{chat_template: true, chat_template_kwargs: {think: true}}", "12+"),
+        ("{chat_template: true}", "12-"),
+        ("{chat_template: false}", "12"),
+        ("{batch_size: 1, chat_template_kwargs: {think: true}}", "12+"),
+    ):
+        (tmp_path / "config.yaml").write_text(f"name: x\ndata: {data}\n")
+        for given in (tmp_path, tmp_path / "hf"):
+            made = ChatPrompts(tokenizer, *prompts_of_run(given))
+            assert made.prompt("12") == tokenizer(rendered, add_special_tokens=False)["input_ids"], (data, given)
+    (tmp_path / "config.yaml").unlink()
+    assert prompts_of_run(tmp_path / "hf") == (None, {})
+    assert ChatPrompts(tokenizer, None, {}).prompt("1") == tokenizer("1-", add_special_tokens=False)["input_ids"]

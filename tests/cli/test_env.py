@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hybridflow import __version__
+from hybridflow.cli import env
 from hybridflow.cli.env import CUBLAS, advice, verdict
 from hybridflow.inspection.imports import IMPORTS
 from hybridflow.parallel.versions import installed_set
@@ -60,3 +61,13 @@ def test_a_package_that_does_not_import_is_named_and_secrets_are_not_told(tmp_pa
     assert lines[2] == f"releases: the set for {installed_set()[0]}"
     assert lines[-5] == "    transformers: fails: RuntimeError: operator torchvision::nms does not exist"
     assert lines[-1] == "    vllm: fails with status 7: no word"
+
+
+def test_a_checkout_that_is_not_installed_tells_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = env._packages()
+
+    def not_installed(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(env.metadata, "requires", not_installed)
+    assert env._packages() == installed and installed["torch"] == metadata.version("torch")

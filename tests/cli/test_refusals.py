@@ -11,6 +11,7 @@ import pytest
 from hybridflow.cli import train
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.launch import ROOT, of_no_rank
+from tests.tiny_models import make_checkpoints
 
 pytestmark = pytest.mark.slow  # starts Python a few times
 
@@ -130,3 +131,12 @@ def test_options_that_do_not_go_together(given: tuple[str, ...], rule: str, caps
     with pytest.raises(SystemExit) as raised:
         train.main(["x.yaml", *given])
     assert raised.value.code == 2 and rule in capsys.readouterr().err
+
+
+def test_heads_of_no_engine_are_told_by_plan(inputs: Path, tmp_path: Path) -> None:
+    model = make_checkpoints(tmp_path, family="llama", tied=False, head_dim=16) / "policy"
+    path = config(tmp_path, inputs, actor__model=str(model), critic__model=str(model), reference__model=str(model))
+    status, lines = told("plan", path)
+    assert status == 1 and lines[0].startswith(
+        f"actor.model: {model} has heads of 16 (head_dim). vLLM generates on CPUs with heads of 32, 64, 80"
+    )

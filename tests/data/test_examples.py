@@ -91,6 +91,11 @@ PAIR = {"prompt": "what ", "chosen": "one", "rejected": "two"}
         ),
         ("sft", {"prompt": "what", "completion": ""}, "completion = '' is empty"),
         ("sft", '{"prompt": "what", "completion": "\\ud83d"}', r"completion holds '\ud83d', which is no character"),
+        (
+            "sft",
+            '{"messages": [{"role": "user", "content": "what"}, {"role": "assistant", "content": "one \\ud83d"}]}',
+            r"messages holds '\ud83d', which is no character",
+        ),
         ("sft", {"prompt": "\u200b", "completion": "one"}, "the tokenizer makes no tokens of the prompt"),
         ("sft", {"prompt": "what ", "completion": "\u200b"}, "the tokenizer makes no tokens of the completion"),
         ("pairs", {"prompt": "what", "chosen": "one"}, "has no field 'rejected'; its fields are prompt, chosen"),

