@@ -1,6 +1,7 @@
 """`hybridflow config`: what each subcommand prints, what a wrong one is told, and that nothing heavy is loaded."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from hybridflow.cli.config import main
 from hybridflow.config.fixed_data import load_config
 from hybridflow.config.json_schema import config_schema
 from hybridflow.config.starters import starters
+from hybridflow.placement.forecast import fullest
+from hybridflow.placement.placed import place
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
@@ -85,6 +88,37 @@ def test_a_starter_is_the_quickstart_without_a_base(tmp_path: Path, printed, nam
     for key in ("train", "model"):
         [line, *_] = [line for line in text.splitlines() if line.strip(" -").startswith(f"{key}:")]
         assert "# CHANGE" in line
+
+
+@pytest.mark.parametrize("name", starters())
+def test_what_must_be_decided_is_marked(printed, name: str) -> None:
+    """The quickstarts are float32 with a cache for a tiny model: neither is for a GPU."""
+    lines = [line for line in printed("init", name).splitlines() if re.search(r"\b(dtype|kv_cache_gib): ", line)]
+    assert lines and all("# CHANGE: " in line for line in lines)
+
+
+def test_editing_the_marked_lines_alone_plans_no_float32(tmp_path: Path, printed) -> None:
+    edits = {
+        "model": f"model: {ROOT / 'configs' / 'shapes' / 'llama-3-8b'}",
+        "dtype": "dtype: bfloat16",
+        "kv_cache_gib": "kv_cache_gib: null",
+        "max_prompt_length": "max_prompt_length: 1024",
+        "max_response_length": "max_response_length: 1024",
+        "tensor_parallel_size": "tensor_parallel_size: 2",
+    }
+    edited = []
+    for line in printed("init", "grpo").splitlines():
+        key = line.split(":")[0].strip(" -")
+        value = edits.get(key) if "# CHANGE" in line else None
+        edited.append(line if value is None else f"{line[: len(line) - len(line.lstrip())]}{value}")
+    file = tmp_path / "mine.yaml"
+    file.write_text("\n".join(edited))
+    config = load_config(file)
+    assert {role.dtype for role in config.roles().values()} == {"bfloat16"}
+    assert config.rollout.kv_cache_gib is None
+    # 8 billion parameters in 2 bytes on two ranks: 7.5 GiB each
+    found = fullest(place(config, 2, cuda=True))
+    assert 7.4 * 2**30 < found.roles["actor"].weights < 7.6 * 2**30
 
 
 def test_without_a_name_the_starters_are_listed(printed) -> None:

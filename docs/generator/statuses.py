@@ -36,6 +36,7 @@ The launcher ends with the status of the first rank that failed.
 | 0 | The command has done its work. |
 | 1 | One message says what is wrong, or a check of `health`, `checkpoints` or `convert verify` has failed. |
 | 2 | The command line is wrong. |
+| 3 | `hybridflow plan`: the run does not fit the memory of a device. |
 
 ## Of torchrun
 

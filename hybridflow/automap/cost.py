@@ -11,6 +11,7 @@ the share of them that the part keeps busy at full speed, 0 on devices of one's 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from math import ceil, log2
 from typing import Literal
 
@@ -29,9 +30,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Cost:
-    """Parts, one after another."""
+    """Parts, one after another. waits: of them, seconds in which the ranks of each pipeline stage wait for others; ()
+    where there is one stage."""
 
     parts: tuple[Part, ...] = ()
+    waits: tuple[float, ...] = ()
 
     @cached_property
     def seconds(self) -> float:
@@ -64,17 +67,25 @@ class Cost:
 
     def times(self, count: float, *, busy: float = 1.0) -> "Cost":
         """So often one after another, on `busy` times as many ranks at once."""
-        return Cost(tuple(Part(part.bound, part.seconds * count, part.load * busy) for part in self.parts))
+        parts = tuple(Part(part.bound, part.seconds * count, part.load * busy) for part in self.parts)
+        return Cost(parts, tuple(count * seconds for seconds in self.waits))
+
+    def wait_of(self, stage: int) -> float:
+        """The share of its seconds in which a rank of the stage waits."""
+        return self.waits[stage] / self.seconds if self.waits and self.seconds else 0.0
 
 
 def total(costs: Iterable[Cost]) -> Cost:
     """One after another; parts alike but for their seconds become one."""
     sums: dict[tuple[Bound, float], float] = {}
+    waits: tuple[float, ...] = ()
     for cost in costs:
+        if cost.waits:
+            waits = tuple(map(sum, zip_longest(waits, cost.waits, fillvalue=0.0)))
         for part in cost.parts:
             key = (part.bound, part.load)
             sums[key] = sums.get(key, 0.0) + part.seconds
-    return Cost(tuple(Part(bound, seconds, load) for (bound, load), seconds in sums.items() if seconds))
+    return Cost(tuple(Part(bound, seconds, load) for (bound, load), seconds in sums.items() if seconds), waits)
 
 
 class Device:

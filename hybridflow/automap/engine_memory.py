@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import gcd
+from math import gcd, lcm
 
 from hybridflow.automap.engine_options import EngineOption
 from hybridflow.automap.options import Options
@@ -133,12 +133,12 @@ class EngineMemory:
 
 
 def _one_of_each(train: Layout, option: EngineOption) -> Layout:
-    """With only as many replicas as an engine replica reaches over: the others are alike."""
+    """With only as many replicas as an engine replica, or a copy of the experts, reaches over: the others are alike."""
     tp, pp = min(option.tp, train.tp), min(option.pp, train.pp)
     if max(option.tp, train.tp) % tp or max(option.pp, train.pp) % pp:
         return train  # an engine of neighbours, wherever they lie
     for_tp = gcd(option.tp // tp, train.dp)
-    dp = for_tp * gcd(option.pp // pp, train.dp // for_tp)
+    dp = lcm(for_tp * gcd(option.pp // pp, train.dp // for_tp), train.coupled)
     return Layout(
         train.tp,
         train.pp,

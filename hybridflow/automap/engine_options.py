@@ -1,7 +1,7 @@
 """How the engine may run on so many ranks: its parallel sizes and its KV cache, with their seconds. Pure."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridflow.architecture.spec import ModelSpec
@@ -12,9 +12,10 @@ from hybridflow.automap.timing import Work, share_of_responses
 from hybridflow.config import ExperimentConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.layout import Cut, Layout, RolloutLayout
-from hybridflow.placement.placed import BLOCK_TOKENS, KVCacheSize, gib_of, size_kv_cache
+from hybridflow.placement.kv_cache import BLOCK_TOKENS, KVCacheSize, gib_of, size_kv_cache
 from hybridflow.reshard.groups import engine_stages, standalone_layout
 
+LARGE_PART = 8 << 30  # bytes: of parts no larger there are no halves
 CACHES = (1.0, 0.75, 0.5, 0.375, 0.25, 0.125, 0.0625)  # of what the batch takes
 
 
@@ -76,12 +77,17 @@ class EngineOptions:
         rollout = standalone_layout(ranks, tp, pp, expert_parallel=expert_parallel)
         stages = engine_stages(self.actor.num_layers, Layout(1, 1, num_ranks, ranks), rollout)
         given = self.config.rollout.kv_cache_gib
+        if given is None and "kv_cache_gib" not in self.free:
+            # the run takes what there is room for: a size of these at least
+            default = self._sized(None, rollout, stages)
+            assert default is not None, "what the batch takes holds a sequence"
+            yield from (self._option(rollout, None, replace(default, whole=size)) for size in _parts_of(default))
+            return
         gibs: list[float | None] = [given]
         if "kv_cache_gib" in self.free:
             whole = self._sized(None, rollout, stages)
             assert whole is not None, "what the batch takes holds a sequence"
-            sizes = sorted({max(int(whole.whole * part), whole.least) for part in CACHES}, reverse=True)
-            gibs = [*(float(gib_of(size)) for size in sizes), *([given] if given is not None else [])]
+            gibs = [*(float(gib_of(size)) for size in _parts_of(whole)), *([given] if given is not None else [])]
         for gib in dict.fromkeys(gibs):
             sized = self._sized(gib, rollout, stages)
             if sized is not None:
@@ -110,3 +116,11 @@ class EngineOptions:
         hosts = max(1, rollout.tp * rollout.pp * replicas // self.work.ranks_per_host)
         seconds = at_once(cost, replicas, hosts=hosts)
         return EngineOption(rollout.tp, rollout.pp, gib, cache, seconds, rollout.expert_parallel)
+
+
+def _parts_of(cache: KVCacheSize) -> list[int]:
+    """Bytes of the whole and of parts, the largest first: of a large cache also small ones, which go in anywhere."""
+    parts = [cache.whole * part for part in CACHES]
+    while parts[-1] > LARGE_PART:
+        parts.append(parts[-1] / 2)
+    return sorted({max(int(part), cache.least) for part in parts}, reverse=True)

@@ -42,7 +42,10 @@ def generation_cost(spec: ModelSpec, *, cut: Cut, pp: int, dtype: str, responses
 def _generation_cost(spec: ModelSpec, cut: Cut, pp: int, dtype: str, responses: Responses, device: Device) -> Cost:
     model = Model(spec, cut.tp, dtype, "lm", sequence_parallel=False, device=device, expert_tp=cut.expert_tp)
     wakes = device.overhead(device.profile.overheads.engine_wake, busy=cut.tp * pp)
-    return total((wakes, prefill_cost(model, pp, responses), decode_cost(model, pp, responses)))
+    found = total((wakes, prefill_cost(model, pp, responses), decode_cost(model, pp, responses)))
+    # each stage waits while the others have the token: of stages that share the layers evenly
+    waits = tuple(found.seconds * (pp - 1) / pp for _ in range(pp)) if pp > 1 else ()
+    return Cost(found.parts, waits)
 
 
 def prefill_cost(model: Model, pp: int, responses: Responses) -> Cost:

@@ -22,7 +22,15 @@ from hybridflow.automap.cost import Device
 from hybridflow.automap.device import DeviceProfile
 from hybridflow.automap.engine_options import EngineOption, EngineOptions
 from hybridflow.automap.role_time import MeanRows, Model
-from hybridflow.automap.sizes import at_once, deals_experts, shares_experts, stage_counts, tensor_sizes, values
+from hybridflow.automap.sizes import (
+    at_once,
+    deals_experts,
+    expert_sizes,
+    shares_experts,
+    stage_counts,
+    tensor_sizes,
+    values,
+)
 from hybridflow.automap.timing import (
     Work,
     offload_cost,
@@ -44,6 +52,7 @@ from hybridflow.placement.placed import PlacedModel
 GIB = 1 << 30
 ROUNDED = 1 - 1e-9  # a sum in another order may be as much less
 MODEL_CHUNKS = (1, 2, 4)  # a stage
+MOST_EXPERT_HOSTS = 4  # that the ranks of an expert group lie on
 SEQUENCES = (1, 2, 4, 8, 16, 32)  # of the longest, that micro_batch_tokens holds
 
 Free = Mapping[str, frozenset[str]]  # role, or `engine` -> its keys that may be chosen
@@ -66,7 +75,7 @@ class RoleOption:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return self.layout.tp, self.layout.pp
+        return self.layout.tp, self.layout.pp, self.layout.ep
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -239,9 +248,11 @@ class Options:
                     yield from (sizes | experts for experts in self._experts(name, given, tp, num_ranks // (tp * pp)))
 
     def _experts(self, name: str, given: RoleConfig, tp: int, dp: int) -> Iterator[dict[str, Any]]:
-        """Whole ones on each tensor-parallel rank, or a share of each; as the config says where it says so."""
+        """Whole ones on each tensor-parallel rank or over several replicas, or a share of each; as the config says
+        where it says so."""
         spec = self.specs[name]
-        for ep in values(self.free[name], given, "expert_parallel_size", (1, tp) if tp > 1 else (1,)):
+        all_sizes = expert_sizes(spec, tp, dp, most=MOST_EXPERT_HOSTS * self.work.ranks_per_host)
+        for ep in values(self.free[name], given, "expert_parallel_size", all_sizes):
             etp = None if "expert_parallel_size" in self.free[name] else given.expert_tensor_parallel_size
             fits = deals_experts(spec, ep) if ep > 1 else True
             each = expert_tensor_parallel(tp, ep, etp)
@@ -266,7 +277,8 @@ class Options:
         for key, all_values in choices.items():
             found = [{**one, key: value} for one in found for value in values(free, given, key, all_values)]
         for one in found:
-            if layout.tp > 1 or not one["sequence_parallel"]:
+            apart = layout.tp > 1 and layout.coupled > 1  # replicas share experts: `RoleConfig` has the rule
+            if one["sequence_parallel"] in ((True,) if apart else (False, True) if layout.tp > 1 else (False,)):
                 yield one
 
     def _budgets(self, given: RoleConfig, layout: Layout) -> list[int]:
@@ -327,7 +339,7 @@ class Options:
     def _without_offloading(model: PlacedModel) -> tuple[Any, ...]:
         config, layout = model.config, model.layout
         recompute = config.recompute if isinstance(config, TrainedRoleConfig) else ""
-        sizes = (layout.tp, layout.pp, layout.vpp, len(layout.ranks))
+        sizes = (layout.tp, layout.pp, layout.vpp, layout.ep, layout.expert_tp, len(layout.ranks))
         return (model.name, *sizes, config.sequence_parallel, config.micro_batch_tokens, recompute)
 
     def _seconds(self, model: PlacedModel) -> tuple[float, float, float]:

@@ -7,7 +7,8 @@ With m micro-batches on p stages of v chunks, and t_s the seconds of one on stag
 
     m max t + (sum t - max t) / v
 
-(Narayanan et al. 2021, arXiv 2104.04473, section 2.2, where all t are alike: the bubble is (p - 1) t / v).
+(Narayanan et al. 2021, arXiv 2104.04473, section 2.2, where all t are alike: the bubble is (p - 1) t / v). Of this a
+rank of stage s computes for m t_s, and waits for the rest.
 """
 
 from collections import Counter
@@ -334,7 +335,8 @@ def pipelined(stages: Sequence[Cost], count: int, *, chunks: int) -> Cost:
     alone = [stage.times(number / chunks) for stage, number in alike.items()]  # while the pipeline fills and empties
     rounds = count - 1 / chunks
     busy = rounds and (count * whole - whole / chunks) / (rounds * longest.seconds)
-    return total((*alone, longest.times(rounds, busy=busy)))
+    found = total((*alone, longest.times(rounds, busy=busy)))
+    return Cost(found.parts, tuple(max(0.0, found.seconds - count * stage.seconds) for stage in stages))
 
 
 def _between_stages(model: Model, layout: Layout, mb: Pass) -> Cost:

@@ -33,6 +33,7 @@ from hybridflow.config.auto import ENGINE
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.device import uses_cuda
+from hybridflow.placement.cache_room import with_room
 from hybridflow.placement.forecast import Fullest, fullest
 from hybridflow.placement.hosts import HostRanks, check_hosts
 from hybridflow.placement.placed import PlacedFixed, PlacedRun, place_either
@@ -49,7 +50,8 @@ class SearchRequest:
     world_size: int
     profile: DeviceProfile
     memory_bytes: int
-    work: Work | None = None  # None: as long as the config allows
+    work: Work | None = None  # None: `work_of_config`
+    refused: str = ""  # why the config as it was given cannot be: `config` then has neutral values for what is chosen
     free: Free | None = None  # the keys that are chosen; None: all
     placement: Placement | None = None  # None: every one
     seconds: float = float("inf")  # to search
@@ -216,6 +218,8 @@ class _Search:
     def _given(self) -> tuple[SearchedPlan | None, str]:
         if self.request.free is not None:
             return None, "is not complete"
+        if self.request.refused:
+            return None, self.request.refused
         try:
             plan = plan_of(self.request.config, self.request, None)
         except ConfigError as error:
@@ -237,7 +241,7 @@ def specs_of(config: AnyConfig) -> dict[str, ModelSpec]:
 
 def plan_of(config: AnyConfig, request: SearchRequest, choice: Choice | None) -> SearchedPlan:
     """Errors: ConfigError where it cannot be placed on the ranks or hosts."""
-    placed = place_either(config, request.world_size)
+    placed = with_room(place_either(config, request.world_size), request.memory_bytes)
     check_hosts(placed, request.hosts)
     return SearchedPlan(config, placed, predict(placed, request.profile, request.iteration), fullest(placed), choice)
 

@@ -46,6 +46,12 @@ def deals_experts(spec: ModelSpec, ep: int) -> bool:
     return ep > 1 and spec.num_experts > 0 and spec.num_experts % ep == 0
 
 
+def expert_sizes(spec: ModelSpec, tp: int, dp: int, *, most: int) -> list[int]:
+    """Of expert parallelism: 1, and whole experts on the tp ranks of a replica or of several, at most `most` ranks."""
+    over = [tp * replicas for replicas in range(1, dp + 1) if dp % replicas == 0]
+    return [1, *(ep for ep in over if ep <= max(most, tp) and deals_experts(spec, ep))]
+
+
 def values(free: frozenset[str], given: RoleConfig | RolloutConfig, key: str, all_values: Iterable[Any]) -> list[Any]:
     """All where the key is free, else the config's."""
     return list(all_values) if key in free else [getattr(given, key)]

@@ -10,6 +10,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.config.fixed_data import AnyConfig
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.ranks import shown
+from hybridflow.placement.cache_room import with_room
 from hybridflow.placement.forecast import fullest
 from hybridflow.placement.placed import PlacedFixed, PlacedRun, place_either
 
@@ -77,7 +78,8 @@ def largest_batch(run: PlacedRun | PlacedFixed, profile: DeviceProfile, *, cuda:
 
     def fits(count: int) -> bool:
         with contextlib.suppress(ConfigError):
-            return _peak(place_either(_with_rows(config, count * step), run.world_size, cuda=cuda)) <= room
+            placed = place_either(_with_rows(config, count * step), run.world_size, cuda=cuda)
+            return _peak(with_room(placed, room)) <= room
         return False
 
     count = _largest(fits, MOST_ROWS // step)

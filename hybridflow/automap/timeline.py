@@ -16,11 +16,15 @@ class TimedOperation:
     role: str
     ranks: tuple[int, ...]
     cost: Cost
+    stages: tuple[int, ...] = ()  # of the ranks, where these are a pipeline
 
 
 @dataclass(frozen=True)
 class Span:
-    """What ranks do from `begin` on, in seconds since the iteration's begin."""
+    """What ranks do from `begin` on, in seconds since the iteration's begin.
+
+    waits: of the ranks, the share of the seconds in which each waits for the other stages of its pipeline; () for none.
+    """
 
     phase: str
     role: str
@@ -28,6 +32,7 @@ class Span:
     begin: float
     seconds: float
     bound: Bound
+    waits: tuple[float, ...] = ()
 
 
 Crowded = Callable[[float, str], float]  # how many times longer with so many busy ranks on a host, by role
@@ -43,9 +48,14 @@ def schedule(
     """In the order in which they were given. shared: whether ranks of a host share its processors."""
     times = _sharing(operations, ranks_per_host, crowded) if shared else _alone(operations)
     return tuple(
-        Span(each.phase, each.role, each.ranks, begin, end - begin, each.cost.bound)
+        Span(each.phase, each.role, each.ranks, begin, end - begin, each.cost.bound, _waits(each))
         for each, (begin, end) in zip(operations, times, strict=True)
     )
+
+
+def _waits(operation: TimedOperation) -> tuple[float, ...]:
+    of_stage = [operation.cost.wait_of(stage) for stage in range(len(operation.cost.waits))]
+    return tuple(of_stage[stage] for stage in operation.stages) if of_stage else ()
 
 
 def _alone(operations: Sequence[TimedOperation]) -> list[tuple[float, float]]:
@@ -137,6 +147,9 @@ def busy_seconds(spans: Sequence[Span]) -> Mapping[int, float]:
     """By rank: the seconds in which it does something."""
     found: dict[int, float] = {}
     for span in spans:
-        for rank in span.ranks if span.bound != "waiting" else ():
-            found[rank] = found.get(rank, 0.0) + span.seconds
+        if span.bound == "waiting":
+            continue
+        waits = span.waits or (0.0,) * len(span.ranks)
+        for rank, wait in zip(span.ranks, waits, strict=True):
+            found[rank] = found.get(rank, 0.0) + (1 - wait) * span.seconds
     return found

@@ -23,8 +23,9 @@ from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.placement.deferred_log_probs import asks_for_log_probs, rows_told
 from hybridflow.placement.footprint import ITEM_BYTES, stage_optimizer_bytes
+from hybridflow.placement.kv_cache import KVCacheSize
 from hybridflow.placement.overlapped_scoring import UNITS_PER_BLOCK, models_that_wait
-from hybridflow.placement.placed import KVCacheSize, PlacedFixed, PlacedModel, PlacedRun
+from hybridflow.placement.placed import PlacedFixed, PlacedModel, PlacedRun
 from hybridflow.placement.saving import written_bytes
 from hybridflow.reshard.plan import ReshardPlan, plan_reshard
 
@@ -73,7 +74,7 @@ class Prediction:
 
 
 def work_of(run: PlacedRun | PlacedFixed, profile: DeviceProfile) -> Work:
-    """As much as the config allows: every prompt and response is as long as it may be."""
+    """Of prompts that are as long as they may be, and of responses with the expected mean."""
     return work_of_config(run.config, profile)
 
 
@@ -83,8 +84,9 @@ def work_of_config(config: AnyConfig, profile: DeviceProfile) -> Work:
         data = config.data
         return Work(config.sequences_per_step, 1, 0, data.max_length, data.max_length, hosts)
     samples = max(config.sampling.samples.values)
-    longest = config.sampling.max_response_length
-    return Work(config.data.prompts_per_iteration, samples, config.data.max_prompt_length, longest, longest, hosts)
+    prompt, sampling = config.data.max_prompt_length, config.sampling
+    lengths = (prompt, sampling.mean_response_length, sampling.max_response_length)
+    return Work(config.data.prompts_per_iteration, samples, *lengths, hosts)
 
 
 def predict(run: PlacedRun | PlacedFixed, profile: DeviceProfile, work: Work | None = None) -> Prediction:
@@ -125,7 +127,9 @@ def _generated(run: PlacedRun, work: Work, device: Device) -> Iterator[TimedOper
         device=device,
     )
     for replica in run.rollout.replicas:
-        yield TimedOperation("generate", "engine", tuple(sorted(replica)), generated)
+        ranks = tuple(sorted(replica))
+        stages = tuple(run.rollout.coordinates(rank).pp for rank in ranks)
+        yield TimedOperation("generate", "engine", ranks, generated, stages)
     yield TimedOperation("exchange", "", world, total((exchange.times(2), note.times(3))))
     waiting = models_that_wait(run)
     for name in scoring_order(config, run.models):
@@ -134,7 +138,7 @@ def _generated(run: PlacedRun, work: Work, device: Device) -> Iterator[TimedOper
     for name in ("critic", "actor"):
         if name in run.models:
             cost = training_cost(run.models[name], config, work, device)
-            yield TimedOperation(f"{name}_update", name, run.models[name].layout.ranks, cost)
+            yield _of_grid(f"{name}_update", run.models[name], run.models[name].layout.ranks, cost)
     yield TimedOperation("exchange", "", world, note.times(4))
     yield from _saved(run, device, work)
 
@@ -156,7 +160,12 @@ def _scored(
     cost = scoring_cost(model, config, work, device, in_units=in_units)
     phase = SCORING_PHASES.get(model.name, "reward")
     for block in model.layout.groups("tp", "pp"):
-        yield TimedOperation(phase, model.name, block, cost)
+        yield _of_grid(phase, model, block, cost)
+
+
+def _of_grid(phase: str, model: PlacedModel, ranks: tuple[int, ...], cost: Cost) -> TimedOperation:
+    stages = tuple(model.layout.coordinates(rank).pp for rank in ranks) if cost.waits else ()
+    return TimedOperation(phase, model.name, ranks, cost, stages)
 
 
 def scoring_cost(model: PlacedModel, config: AnyConfig, work: Work, device: Device, *, in_units: bool = False) -> Cost:
@@ -214,7 +223,7 @@ def _fixed(run: PlacedFixed, work: Work, device: Device) -> Iterator[TimedOperat
     if scored:
         yield TimedOperation("exchange", "", world, exchange)
     cost = training_cost(trained, run.config, work, device)
-    yield TimedOperation(f"{trained.name}_update", trained.name, trained.layout.ranks, cost)
+    yield _of_grid(f"{trained.name}_update", trained, trained.layout.ranks, cost)
     yield TimedOperation("exchange", "", world, exchange_cost(0, run.world_size, device))
     yield from _saved(run, device, work)
 

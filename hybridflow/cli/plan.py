@@ -8,6 +8,9 @@
 The command starts no process and reads no weights. Of each model it reads config.json. The roles are those of the
 config's algorithm. Without --world-size the plan has the smallest number of ranks that fits. If a run cannot work, the
 command prints all reasons and ends with status 1. `hybridflow train` prints the same reasons.
+
+The last line says whether the run fits the memory of a device, and what would help. The status is 3 where the run does
+not fit. The memory is that of --memory-gib, a profile, or the GPUs here; where none is known, the line says so.
 """
 
 import argparse
@@ -28,7 +31,7 @@ from hybridflow.cli.command import positive, print_error, program
 from hybridflow.cli.files_of_tree import read_config
 from hybridflow.cli.plan_tables import GIB, WIDTH, print_plan
 from hybridflow.config import RunConfig, read_tree
-from hybridflow.config.auto import autos, with_neutral
+from hybridflow.config.auto import autos, replaceable, with_neutral
 from hybridflow.config.files import base_file
 from hybridflow.config.fixed_data import AnyConfig, config_class
 from hybridflow.config.hub import fetch_models
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PROFILE = "h100-sxm"  # of --time
 UNBOUNDED = 1 << 60
+DOES_NOT_FIT = 3  # exit status; 2 is argparse's
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,7 +75,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--prompt-tokens", type=positive, metavar="N", help="tokens of the mean prompt (default: the longest)"
     )
-    parser.add_argument("--response-tokens", type=positive, metavar="N", help="tokens of the mean response")
+    parser.add_argument(
+        "--response-tokens", type=positive, metavar="N", help="tokens of the mean response (default: sampling's)"
+    )
     parser.add_argument("--profile-device", action="store_true", help="measure this machine's profile, with all ranks")
     parser.add_argument("--search", action="store_true", help="search the fastest layout on --gpus devices")
     parser.add_argument("--gpus", type=positive, metavar="N", help="devices to search on")
@@ -79,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--memory-gib", type=_positive_float, metavar="GIB", help="memory of a device (default: the profile's)"
     )
     parser.add_argument(
-        "--minutes", type=_positive_float, default=2.0, metavar="M", help="minutes of the search (default 2)"
+        "--minutes", type=_positive_float, default=0.8, metavar="M", help="minutes of the search (default 0.8)"
     )
     parser.add_argument("--svg", metavar="FILE", help="write a picture of one iteration")
     parser.add_argument(
@@ -88,9 +94,18 @@ def main(arguments: list[str] | None = None) -> int:
         help="the file of --profile-device (default profile.json), or of the best config of --search (best.yaml)",
     )
     parser.add_argument("--version", action="version", version=__version__)
+    return _run(_checked(parser, arguments))
+
+
+def _checked(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_intermixed_args(arguments)
     if options.config is None and not options.profile_device:
         parser.error("the following arguments are required: CONFIG")
+    return options
+
+
+def _run(options: argparse.Namespace) -> int:
+    """The exit status."""
     try:
         if options.profile_device:
             from hybridflow.cli.plan_time import measure
@@ -99,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
         elif options.search:
             _search(options)
         else:
-            _plan(options)
+            return _plan(options)
     except UserError as error:
         print_error(error, "hybridflow.plan")
         return 1
@@ -110,15 +125,19 @@ def _search(options: argparse.Namespace) -> None:
     if options.gpus is None:
         raise ConfigError("--search: give --gpus, on how many devices")
     tree = with_neutral(read_tree(options.config, options.overrides))
-    config = config_class(tree).from_tree(tree, options.config)
+    config, refused = _searchable(tree, options.config)
     search_beside(options.config)
     # torch loads for a second: a bad config fails before
+    from hybridflow.automap.timing import work_of_config
+    from hybridflow.cli.plan_lengths import with_lengths, work_with
     from hybridflow.cli.plan_search import print_search, ranks_per_host
     from hybridflow.trainers.auto import facts_by
 
+    config = with_lengths(config, options.response_tokens)
     facts = facts_by(_profile(options, tree), _memory(options))
     per_host = ranks_per_host(options.gpus, options.hosts, facts.profile.ranks_per_host)
     profile = facts.profile.model_copy(update={"ranks_per_host": per_host})
+    work = work_with(work_of_config(config, profile), options.prompt_tokens, options.response_tokens)
     print_search(
         config,
         replace(facts, profile=profile),
@@ -128,7 +147,21 @@ def _search(options: argparse.Namespace) -> None:
         output=Path(options.output or "best.yaml"),
         svg=None if options.svg is None else Path(options.svg),
         source=str(options.config),
+        work=work,
+        refused=refused,
     )
+
+
+def _searchable(tree: dict[str, Any], source: str) -> tuple[AnyConfig, str]:
+    """The config, and "" or why it is refused as it is: then with neutral values for all that the search replaces.
+
+    Errors: ConfigError where what stays is wrong.
+    """
+    try:
+        return config_class(tree).from_tree(tree, source), ""
+    except ConfigError as error:
+        replaced = replaceable(tree)
+        return config_class(replaced).from_tree(replaced, source), str(error)
 
 
 def _profile(options: argparse.Namespace, tree: Mapping[str, Any]) -> "DeviceProfile":
@@ -202,20 +235,25 @@ def _positive_float(text: str) -> float:
     return number
 
 
-def _plan(options: argparse.Namespace) -> None:
+def _plan(options: argparse.Namespace) -> int:
+    """The exit status."""
     chosen = options.world_size is None and options.hosts is None
     search_beside(options.config)
     config = _resolved(options, options.world_size or _ranks_of(options.hosts))
     if options.smallest:
         print(options.world_size or smallest_world_size(config))
-        return
+        return 0
     # torch loads for a second: a bad config fails before
+    from hybridflow.cli.plan_lengths import with_lengths
+    from hybridflow.cli.plan_verdict import known_facts, verdict_report
     from hybridflow.cli.refusals import check_here, missing_here
     from hybridflow.data.same_tokens import check_tokenizers
+    from hybridflow.placement.cache_room import cache_report, cache_words, with_room
     from hybridflow.placement.forecast import forecast
     from hybridflow.placement.hosts import for_launch, parse_hosts, place_on_hosts, placement_lines
-    from hybridflow.placement.placed import place_either
+    from hybridflow.placement.placed import PlacedRun, place_either
 
+    config = with_lengths(config, options.response_tokens)
     plan: Report = {"config": str(options.config), "smallest_that_fits": chosen}
     if options.hosts is None:
         world_size, problem = (options.world_size, None) if options.world_size else world_size_to_try(config)
@@ -231,29 +269,31 @@ def _plan(options: argparse.Namespace) -> None:
         if options.for_launch:
             base = base_file(options.config)
             print(json.dumps({**for_launch(placed, hosts, unfit), "base": None if base is None else str(base)}))
-            return
+            return 0
         check_tokenizers(config)
         plan["placement"] = placement_lines(placed, hosts)
+    facts = known_facts(options, config, DEFAULT_PROFILE)
+    placed = placed if facts is None else with_room(placed, max(0, facts.memory_bytes - facts.margin_bytes))
     plan |= forecast(placed)
+    if isinstance(placed, PlacedRun):
+        plan["kv_cache"] = {**cache_report(placed), "line": cache_words(placed)}
     plan["checkpoint"] |= _disk(config)
     if options.time:
-        plan["time"] = _timed(placed, options)
+        plan["time"] = _timed(placed, options, None if facts is None else facts.memory_bytes)
+    plan["verdict"] = verdict_report(placed, facts)
     if options.json:
         print(json.dumps(plan, indent=2))
     else:
         print_plan(plan, _console())
+    return DOES_NOT_FIT if plan["verdict"]["fits"] is False else 0
 
 
-def _timed(placed: "PlacedRun | PlacedFixed", options: argparse.Namespace) -> "Report":
+def _timed(placed: "PlacedRun | PlacedFixed", options: argparse.Namespace, memory_bytes: int | None) -> "Report":
     from hybridflow.automap.time_report import time_report
     from hybridflow.automap.timing import work_of
+    from hybridflow.cli.plan_lengths import work_with
 
     profile = _profile(options, {"device_profile": placed.config.device_profile})
-    work = work_of(placed, profile)
-    mean = options.response_tokens or work.mean
-    if mean > work.longest:
-        raise ConfigError(f"--response-tokens {mean:g}: responses have {work.longest:g} tokens at most")
-    return time_report(placed, profile, replace(work, prompt=options.prompt_tokens or work.prompt, mean=mean))
-
-
-# ------------------------------------------------------------------------------------------------ tables
+    profile = profile.model_copy(update={"memory_bytes": memory_bytes or profile.memory_bytes})
+    work = work_with(work_of(placed, profile), options.prompt_tokens, options.response_tokens)
+    return time_report(placed, profile, work)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hybridflow.automap.auto import Facts
     from hybridflow.automap.engine_memory import EngineMemory
     from hybridflow.automap.search import Found, SearchedPlan, SearchRequest
+    from hybridflow.automap.timing import Work
 
 FIRST_SHARE = 0.6  # of the minutes: the search itself; what is left is for the two questions after it
 GIB = 1 << 30
@@ -50,19 +51,27 @@ def print_search(
     output: Path | None,
     svg: Path | None,
     source: str,
+    work: "Work",
+    refused: str,
 ) -> None:
-    """Errors: ConfigError where nothing fits, with the least that would, and where a file cannot be written."""
+    """refused: see `SearchRequest`.
+
+    Errors: ConfigError where nothing fits, with the least that would, and where a file cannot be written.
+    """
     from hybridflow.automap.auto import why_nothing_fits
     from hybridflow.automap.search import SearchRequest, known_of, least_that_fits, search
 
     began, seconds = time.monotonic(), 60 * minutes
     room = facts.memory_bytes - facts.margin_bytes
-    request = SearchRequest(config, world_size, facts.profile, room, seconds=FIRST_SHARE * seconds)
+    request = SearchRequest(
+        config, world_size, facts.profile, room, work=work, refused=refused, seconds=FIRST_SHARE * seconds
+    )
     known = known_of(request)
     found = search(request, known=known)
     if not found.plans:
         raise ConfigError("\n".join(why_nothing_fits(request, least_that_fits(request), facts.what)))
     console.print(Text(f"{source}: {config.name} on {world_size} x {_device(facts)}\n"))
+    console.print(Text(f"{_lengths(work)}\n"))
     console.print(_plans_table(found))
     for line in _distinguished(found):
         console.print(Text(line))
@@ -74,6 +83,11 @@ def print_search(
     for line in _otherwise(request, known, found.plans[0], seconds - (time.monotonic() - began)):
         console.print(Text(line))
     _written(found.plans[0], output, svg, source, console)
+
+
+def _lengths(work: "Work") -> str:
+    responses = f"responses of {work.mean:g} tokens in the mean and {work.longest:g} at most"
+    return f"By the load of {work.sequences:,} sequences: prompts of {work.prompt:g} tokens, {responses}"
 
 
 def _device(facts: "Facts") -> str:
@@ -157,7 +171,8 @@ def _why(found: "Found") -> list[str]:
     if len(found.plans) > 1:
         lines += why(best, found.plans[1], "the second")
     if found.given is None:
-        lines.append(f"The config as given does not fit: {found.why_not.splitlines()[0]}.")
+        fits = "is refused" if found.request.refused else "does not fit"
+        lines.append(f"The config as given {fits}: {found.why_not.splitlines()[0]}.")
     elif found.given.config == best.config:
         lines.append("The config as given is the first.")
     else:

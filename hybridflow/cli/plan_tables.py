@@ -23,14 +23,14 @@ GIB = 1 << 30
 
 def print_plan(plan: "Report", console: Console) -> None:
     """The tables of a forecast."""
-    chosen = " (the smallest that fits)" if plan["smallest_that_fits"] else ""
+    chosen = " (the smallest that its layouts go up in)" if plan["smallest_that_fits"] else ""
     console.print(Text(f"{plan['config']}: {plan['name']}, world size {plan['world_size']}{chosen}"))
     if "placement" in plan:
         console.print(Text(f"\n{plan['placement']}"))
     checkpoint, generates = plan["checkpoint"], "reshard" in plan
     tables: list[tuple[Table, Sequence[str]]] = [
         (_roles_table(plan), _rollout_notes(plan) if generates else ()),
-        (_memory_table(plan), MEMORY_NOTES if generates else FIXED_MEMORY_NOTES),
+        (_memory_table(plan), (*MEMORY_NOTES, f"{plan['kv_cache']['line']}.") if generates else FIXED_MEMORY_NOTES),
     ]
     if generates:
         tables.append((_reshard_table(plan["reshard"]), _reshard_notes(plan["reshard"])))
@@ -47,6 +47,7 @@ def print_plan(plan: "Report", console: Console) -> None:
         from hybridflow.cli.plan_time import print_time
 
         print_time(plan["time"], console)
+    console.print(Text(f"\n{plan['verdict']['line']}"), soft_wrap=True)
 
 
 def _table(title: str, columns: Iterable[str], num_left: int = 1) -> Table:

@@ -18,10 +18,11 @@ NOTES = (
     "Seconds of the slowest rank. Roles on ranks of their own work at the same time: do not add up their seconds. "
     "Seconds of reward functions are unknown and left out.",
 )
+IDLE = "Idle: waiting for other ranks, also in the bubbles of a pipeline, of a role or of the engine."
 
 
 def print_time(report: "Report", console: Console) -> None:
-    for table, notes in ((_phases(report), NOTES), (_idle(report), _largest(report))):
+    for table, notes in ((_phases(report), NOTES), (_idle(report), (IDLE, *_largest(report)))):
         console.print()
         console.print(table)
         for note in notes:

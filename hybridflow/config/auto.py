@@ -52,6 +52,16 @@ def with_neutral(tree: Mapping[str, Any]) -> Tree:
     return found
 
 
+def replaceable(tree: Mapping[str, Any]) -> Tree:
+    """With neutral values for all that a search chooses, where roles lie included: what is left has to be right."""
+    found: Tree = copy.deepcopy(dict(tree))
+    for _, section, keys in sections(found):
+        section |= {key: AUTO for key in keys if key in section}
+        for key in ("ranks", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+            section.pop(key, None)
+    return with_neutral(found)
+
+
 def _neutral(key: str, section: Mapping[str, Any]) -> Any:
     if key == "tensor_parallel_size":
         return 2 if section.get("sequence_parallel") is True else 1

@@ -59,6 +59,8 @@ class SamplingConfig(Section):
     """Responses to each prompt."""
     max_response_length: PositiveInt
     """Tokens of the longest response, the end token included."""
+    expected_response_length: PositiveInt | None = None
+    """Tokens of the mean response, for plans and the size of the KV cache. null: max_response_length."""
     min_response_length: NonNegativeInt = 0
     """Tokens of the shortest response. 0: no limit."""
     temperature: Temperature = 1.0
@@ -97,7 +99,16 @@ class SamplingConfig(Section):
                 f"min_response_length = {self.min_response_length} exceeds "
                 f"max_response_length = {self.max_response_length}"
             )
+        if self.mean_response_length > self.max_response_length:
+            raise ValueError(
+                f"expected_response_length = {self.mean_response_length} exceeds "
+                f"max_response_length = {self.max_response_length}"
+            )
         return self
+
+    @property
+    def mean_response_length(self) -> int:
+        return self.expected_response_length or self.max_response_length
 
     def sections(self) -> "tuple[SamplingConfig, ...]":
         """What holds in each bucket, and last what holds for longer prompts."""

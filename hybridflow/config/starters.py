@@ -29,12 +29,12 @@ COMMENTS = (
     (r"data\.(max_prompt_length|max_length)", "CHANGE: tokens"),
     (r"sampling\.max_response_length", "CHANGE: tokens, the end token included"),
     (r"(.*\.)?model", "CHANGE: a HuggingFace directory, or a name on the Hub"),
-    (r".*\.dtype", "bfloat16 on GPUs"),
+    (r".*\.dtype", "CHANGE: bfloat16 on GPUs; float32 takes twice the memory"),
     (r".*\.tensor_parallel_size", "CHANGE: ranks that a layer is split over; 1 on one GPU"),
     (r".*\.optimizer\.lr", "CHANGE: for the tiny model; large models learn with less, such as 1.0e-6"),
     (r"reward\.functions\.[0-9]+\.function", "CHANGE: package.module:function that scores a response"),
     (r"metrics\.eval_reward", "CHANGE: package.module:function whose 1.0 counts as right"),
-    (r"rollout\.kv_cache_gib", "GiB per rank; null on GPUs: what the batch needs"),
+    (r"rollout\.kv_cache_gib", "CHANGE: GiB per rank; null on GPUs: by the lengths and the free memory"),
 )
 
 

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,6 +151,10 @@ class Replay:
         file = self.files[number]
         told = ", ".join(differences(read_batch(file), computed)) or "it holds the rollout alone"
         return [f"iteration {number}: largest differences to {file}: {told}"]
+
+    def cache_report(self) -> dict[str, Any] | None:
+        """There is no engine."""
+        return None
 
     def notes(self) -> list[str]:
         return [

@@ -11,6 +11,7 @@ from hybridflow.errors import UserError
 from hybridflow.inspection.findings import Finding, Host, counted, gigabytes
 from hybridflow.parallel.host_memory import LEAST_MEMORY
 from hybridflow.parallel.ranks import shown
+from hybridflow.placement.cache_room import RESERVE, with_room
 from hybridflow.placement.footprint import CUDA_MARGIN, together
 from hybridflow.placement.forecast import forecast, memory_of
 from hybridflow.placement.hosts import HostRanks, check_hosts
@@ -33,6 +34,7 @@ def fit_findings(config: AnyConfig, world_size: int, hosts: tuple[Host, ...], fr
     """Every reason why the config cannot run on so many ranks; else what it will hold against what is free."""
     try:
         run = place_either(config, world_size, cuda=bool(free.gpus))
+        run = with_room(run, min(free.gpus.values()) - RESERVE) if free.gpus else run
         check_hosts(run, [HostRanks(host.name, range(host.ranks[0], host.ranks[-1] + 1)) for host in hosts])
     except UserError as error:
         advice = f"python -m hybridflow.plan CONFIG --world-size {world_size} says the same without any rank"

@@ -9,7 +9,7 @@ neighbouring replicas as that takes share one copy of the experts.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -57,10 +57,15 @@ class Cut(NamedTuple):
 
     def places(self, group: Group) -> tuple[Place, ...]:
         """The parts that make up a copy of the weights, in the order of the ranks that hold them."""
-        if group == "dense":
-            return tuple(Place(self.tp, rank) for rank in range(self.tp))
-        tp, ep = self.expert_tp, self.ep
-        return tuple(Place(tp, i % tp, ep, i // tp) for i in range(tp * ep))
+        return _places(self, group)
+
+
+@cache
+def _places(cut: Cut, group: Group) -> tuple[Place, ...]:
+    if group == "dense":
+        return tuple(Place(cut.tp, rank) for rank in range(cut.tp))
+    tp, ep = cut.expert_tp, cut.ep
+    return tuple(Place(tp, i % tp, ep, i // tp) for i in range(tp * ep))
 
 
 WHOLE = Cut()

@@ -11,7 +11,6 @@ import contextlib
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import ceil
 from pathlib import Path
 
 from hybridflow.architecture.spec import HEADS, Head, ModelSpec, read_spec
@@ -21,15 +20,11 @@ from hybridflow.errors import ConfigError, Reasons
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.device import uses_cuda
 from hybridflow.parallel.layout import Layout, RolloutLayout, Stages
-from hybridflow.placement.footprint import ITEM_BYTES
+from hybridflow.placement.kv_cache import BLOCK_TOKENS, KVCacheSize, size_kv_cache
 from hybridflow.recording.trackers import check_trackers
 from hybridflow.reshard.groups import check_engine_stages, engine_stages, rollout_layout, standalone_layout
 
-GIB = 1 << 30
 HEAD_CLASSES = {head: f"*{suffix}" for suffix, head in HEADS.items()}
-# of the KV cache: a prompt that samples share is kept once in whole blocks. On a CPU the least that vLLM 0.32.0 takes,
-# whose default is 128 there; on CUDA its default
-BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
 
 
 @dataclass(frozen=True)
@@ -41,35 +36,6 @@ class PlacedModel:
     spec: ModelSpec
     layout: Layout
     head: Head  # the one that the role runs it with, whichever its directory has
-
-
-@dataclass(frozen=True)
-class KVCacheSize:
-    """Bytes of the KV cache on a rank of the engine stage with most layers: its own, and what one sequence takes."""
-
-    whole: int
-    least: int
-    block_tokens: int  # that it is handed out in
-    is_given: bool  # in the config; else the batch says it
-
-    def of_stage(self, stages: Stages, stage: int, *, free: int | None = None) -> int:
-        """In proportion to the layers of a stage: as many blocks on all.
-
-        Each rank schedules for itself: with more blocks on one stage than on another they would part in a full cache.
-
-        free: bytes that the rank with least of them has; of those, what the config does not give takes half at most.
-        Errors: ConfigError where that holds no sequence.
-        """
-        whole = self.whole
-        if free is not None and not self.is_given:
-            whole = min(whole, free // 2)
-            if whole < self.least:
-                raise ConfigError(
-                    f"rollout.kv_cache_gib is not given, and half of the {free:,} bytes on the rank with the least "
-                    f"free memory cannot hold one sequence of {self.least:,} bytes. `hybridflow plan` shows the memory "
-                    "of each rank"
-                )
-        return whole * len(stages[stage]) // max(map(len, stages))
 
 
 @dataclass(frozen=True)
@@ -315,46 +281,6 @@ def _place_engine(
         else standalone_layout(ranks, tp, pp, expert_parallel=whole)
     )
     return layout, engine_stages(actor.num_layers, train, layout)
-
-
-def size_kv_cache(
-    config: ExperimentConfig, spec: ModelSpec, rollout: RolloutLayout, stages: Stages, *, block_tokens: int
-) -> KVCacheSize:
-    """What kv_cache_gib gives, or the batch needs, in whole blocks. It must hold one sequence.
-
-    vLLM 0.32.0 keeps one block to itself, and one more where attention has a window.
-    """
-    length, itemsize = config.max_sequence_length, ITEM_BYTES[config.actor.dtype]
-    own_blocks = 2 if spec.sliding_window else 1
-    blocks_of_one = ceil(length / block_tokens)
-    num_blocks = blocks_of_one + own_blocks
-    num_heads, num_layers = max(1, spec.num_kv_heads // rollout.tp), max(map(len, stages))
-    block_bytes = block_tokens * 2 * num_layers * num_heads * spec.head_dim * itemsize
-    needed = num_blocks * block_bytes
-    if config.rollout.kv_cache_gib is None:
-        prompts = ceil(config.data.prompts_per_iteration / len(rollout.replicas))
-        sequences = min(prompts * max(config.sampling.samples.values), config.rollout.max_num_seqs)
-        return KVCacheSize((sequences * blocks_of_one + own_blocks) * block_bytes, needed, block_tokens, is_given=False)
-    given = int(config.rollout.kv_cache_gib * GIB)
-    if given < needed:
-        raise ConfigError(
-            f"rollout.kv_cache_gib = {config.rollout.kv_cache_gib:g} ({given:,} bytes) cannot hold one sequence of "
-            f"data.max_prompt_length + sampling.max_response_length = {length} tokens. An engine rank needs "
-            f"{num_blocks} blocks ({own_blocks} of them vLLM's own) of {block_tokens} tokens x 2 (keys and values) x "
-            f"{num_layers} layers x {num_heads} key/value heads x head_dim {spec.head_dim} x {itemsize} bytes = "
-            f"{needed:,} bytes. The least value that fits is {gib_of(needed)}"
-        )
-    return KVCacheSize(given, needed, block_tokens, is_given=True)
-
-
-def gib_of(num_bytes: int) -> str:
-    """As many GiB as a config may say, with four digits and no less than the bytes."""
-    gib = num_bytes / GIB
-    digits = f"{gib:.3e}"
-    if int(float(digits) * GIB) < num_bytes:
-        mantissa, exponent = digits.split("e")
-        digits = f"{float(mantissa) + 0.001:.3f}e{exponent}"
-    return f"{float(digits):.10f}".rstrip("0").rstrip(".")
 
 
 # ------------------------------------------------------------------------------------------------ the output directory

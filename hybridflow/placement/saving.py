@@ -38,9 +38,13 @@ def written_bytes(model: PlacedModel, *, bucket_bytes: int | None) -> dict[int, 
     """By rank of the model's grid. bucket_bytes: of the buckets that its weights lie in; None: there is one."""
     layout, found = model.layout, {}
     stages = [_Stage(model, stage, bucket_bytes) for stage in range(layout.pp)]
+    alike: dict[tuple[int, int, int, bool], int] = {}  # of the other tensor-parallel ranks none writes what all hold
     for rank in layout.ranks:
         at = layout.coordinates(rank)
-        found[rank] = stages[at.pp].bytes_of(at)
+        key = (at.pp, layout.copy_index("dense", at), layout.copy_index("experts", at), at.tp > 0)
+        if key not in alike:
+            alike[key] = stages[at.pp].bytes_of(at)
+        found[rank] = alike[key]
     if isinstance(model.config, TrainedRoleConfig):
         found[layout.ranks[0]] += STEPS_BYTES
     return found

@@ -21,13 +21,21 @@ class RunLayout:
     rollout: RolloutLayout | None  # None: nothing is generated
 
 
-def write_layout(run_dir: Path, world_size: int, roles: Mapping[str, Layout], rollout: RolloutLayout | None) -> None:
-    """A run that goes on in another layout has the latest."""
+def write_layout(
+    run_dir: Path,
+    world_size: int,
+    roles: Mapping[str, Layout],
+    rollout: RolloutLayout | None,
+    kv_cache: Mapping[str, Any] | None = None,
+) -> None:
+    """A run that goes on in another layout has the latest. kv_cache: its size, for people."""
     tree = {
         "world_size": world_size,
         "roles": {name: _tree(layout) for name, layout in roles.items()},
         "rollout": rollout and _fields(rollout, "tp pp replicas expert_parallel"),
     }
+    if kv_cache is not None:
+        tree["kv_cache"] = dict(kv_cache)
     replace_file(run_dir / LAYOUT, [json.dumps(tree).encode() + b"\n"])
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -83,8 +84,14 @@ class Recorder:
     def message(self, text: str) -> None:
         """A line for the person who watches."""
 
-    def layout(self, world_size: int, roles: Mapping[str, Layout], rollout: RolloutLayout | None) -> None:
-        """Where the run lies."""
+    def layout(
+        self,
+        world_size: int,
+        roles: Mapping[str, Layout],
+        rollout: RolloutLayout | None,
+        kv_cache: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Where the run lies, and the size of the engine's cache."""
 
     def before_training(self, evaluation: dict[str, float]) -> None:
         self.recall([evaluation])
@@ -165,9 +172,15 @@ class WritingRecorder(Recorder):
     def message(self, text: str) -> None:
         self._progress.message(text)
 
-    def layout(self, world_size: int, roles: Mapping[str, Layout], rollout: RolloutLayout | None) -> None:
+    def layout(
+        self,
+        world_size: int,
+        roles: Mapping[str, Layout],
+        rollout: RolloutLayout | None,
+        kv_cache: Mapping[str, Any] | None = None,
+    ) -> None:
         with self._noted():
-            write_layout(self._config.run_dir, world_size, roles, rollout)
+            write_layout(self._config.run_dir, world_size, roles, rollout, kv_cache)
 
     def before_training(self, evaluation: dict[str, float]) -> None:
         super().before_training(evaluation)

@@ -8,7 +8,7 @@ with generator.resharded():             # alias / permute / gather, and back
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from hybridflow.models.layer_specs import DTYPES
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.platform import Platform, world_group
+from hybridflow.placement.cache_room import cache_report, cache_words, sized_here
+from hybridflow.placement.forecast import engine_bytes
+from hybridflow.placement.kv_cache import KVCacheSize
 from hybridflow.placement.placed import PlacedRun
 from hybridflow.recording.measure import own_bytes
 from hybridflow.reshard.device_memory import reserved_space
@@ -119,9 +122,9 @@ class Generator:
         self.own_bytes, self.params = 0, {}
         join_groups(self.layout, placed.stages, platform.local_rank)
         with self.resharded():  # the engine takes the memory that it finds as its own
-            free = -int(exchange.maximum(torch.tensor(-platform.free_bytes(), device=exchange.device)))
+            self.kv_cache = self._sized_cache()
             if platform.rank in self.layout:
-                self.engine = self._new_engine(actor, free)
+                self.engine = self._new_engine(actor)
                 self.params = {
                     "sampled": self.engine.sampling_params(config.sampling, eos_token_ids),
                     "greedy": self.engine.greedy_params(config.sampling, eos_token_ids),
@@ -143,7 +146,19 @@ class Generator:
         second = second_runner(self._placed.config.sampling, cuda=self._placed.cuda, pp=self.layout.pp)
         return self.routing is not None and not second
 
-    def _new_engine(self, actor: Actor, free: int) -> RolloutEngine:
+    def _sized_cache(self) -> KVCacheSize:
+        """Alike on all ranks, by the rank that has least. Collective over the world."""
+        placed, platform = self._placed, self._platform
+        there = torch.tensor([-platform.memory_bytes(), -platform.free_bytes()], device=self._exchange.device)
+        memory, free = (-int(each) for each in self._exchange.maximum(there))
+        if placed.kv_cache.is_given:
+            return placed.kv_cache
+        if not placed.cuda:  # all else of a host takes of the same memory
+            return placed.kv_cache.within(free // 2)
+        beside = engine_bytes(placed.config, self._actor.spec, cut=self.layout.cut, pp=self.layout.pp)
+        return sized_here(placed, memory=memory, free=free, beside=beside)
+
+    def _new_engine(self, actor: Actor) -> RolloutEngine:
         config, rollout = self._placed.config, self._placed.config.rollout
         if self.why_eager is not None:
             rollout = rollout.model_copy(update={"enforce_eager": True})
@@ -157,10 +172,8 @@ class Generator:
             max_length=config.max_sequence_length,
             sampling=config.sampling,
             config=rollout,
-            kv_cache_bytes=self._placed.kv_cache.of_stage(
-                self._placed.stages, self.layout.coordinates(self._platform.rank).pp, free=free
-            ),
-            block_tokens=self._placed.kv_cache.block_tokens,
+            kv_cache_bytes=self.kv_cache.of_stage(self._placed.stages, self.layout.coordinates(self._platform.rank).pp),
+            block_tokens=self.kv_cache.block_tokens,
             platform=self._platform,
             routing=self.routing,
         )
@@ -209,9 +222,14 @@ class Generator:
 
     def notes(self) -> list[str]:
         """What the user should know of the choices that were made."""
-        if self.why_eager is None:
-            return []
-        return [f"rollout: the engine runs without CUDA graphs: {self.why_eager}"]
+        lines = [] if self.kv_cache.is_given else [f"rollout: {cache_words(self._placed, self.kv_cache)}"]
+        if self.why_eager is not None:
+            lines.append(f"rollout: the engine runs without CUDA graphs: {self.why_eager}")
+        return lines
+
+    def cache_report(self) -> dict[str, Any] | None:
+        """The size of the KV cache, for the record of the run."""
+        return cache_report(self._placed, self.kv_cache)
 
     def compared(self, number: int, computed: Mapping[str, Tensor]) -> list[str]:
         """Lines on how far what an iteration computed is from what was computed before: nothing was."""

@@ -111,6 +111,11 @@ def facts_of(tree: dict[str, Any], memory_bytes: int) -> Facts:
     )
 
 
+def facts_of_gpus(tree: dict[str, Any]) -> Facts | None:
+    """Of the GPUs of this machine; None where the config's run would not use any here."""
+    return facts_of(tree, memory_here()) if uses_cuda(tree.get("platform", "auto")) else None
+
+
 def facts_by(profile: DeviceProfile, memory_bytes: int | None) -> Facts:
     """Of devices that need not be here."""
     margin = LEAST_MEMORY if profile.shared is not None else CUDA_MARGIN

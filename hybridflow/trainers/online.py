@@ -285,7 +285,8 @@ class OnlineTrainer:
         manager = self.checkpoint_manager
         with manager.recorder(num_iterations, self.inputs.decode) as recorder:
             layouts = {name: model.layout for name, model in self.placed.models.items()}
-            recorder.layout(self.placed.world_size, layouts, self.placed.rollout)
+            cache = self.generator.cache_report()
+            recorder.layout(self.placed.world_size, layouts, self.placed.rollout, cache)
             understood = self.inputs.understood(self.config)
             for line in self.checkpoint_manager.notes + self.inputs.notes() + understood + self._notes(num_iterations):
                 recorder.message(line)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hybridflow.automap.cost import Cost, Part
+from hybridflow.automap.cost import Cost, Part, total
 from hybridflow.automap.role_time import (
     MeanRows,
     Model,
@@ -130,6 +130,23 @@ def test_a_pipeline(stages: tuple[float, ...], count: int, chunks: int, expected
     assert found.seconds == pytest.approx(expected)
     work = sum(part.seconds * part.load for part in found.parts)  # of all stages, whoever waits meanwhile
     assert work == pytest.approx(0.5 * count * sum(stages))
+
+
+@pytest.mark.parametrize(
+    ("stages", "count", "chunks", "waits"),
+    [
+        ((2.0, 2.0), 4, 1, (2.0, 2.0)),  # 10 s, of which each computes 8: (p - 1) / (m + p - 1) = 1 / 5
+        ((4.0,) * 4, 8, 1, (12.0,) * 4),  # 44 s: 3 / 11
+        ((4.0,) * 4, 8, 2, (6.0,) * 4),  # half the bubble
+        ((1.0, 3.0), 2, 1, (5.0, 1.0)),  # 2 x 3 + 1 = 7 s
+        ((5.0,), 3, 1, ()),
+    ],
+)
+def test_a_stage_waits_for_what_is_left_of_the_pipeline(stages, count, chunks, waits) -> None:
+    found = pipelined([seconds(value) for value in stages], count, chunks=chunks)
+    assert found.waits == pytest.approx(waits)
+    twice = total((found.times(2), seconds(1.0)))  # two steps, and something that all do
+    assert twice.waits == pytest.approx([2 * wait for wait in waits])
 
 
 def test_a_replica_scores_its_micro_batches() -> None:

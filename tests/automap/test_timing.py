@@ -19,6 +19,7 @@ from hybridflow.automap.timing import (
     save_cost,
     scored_rows,
     scoring_cost,
+    training_cost,
     work_of,
 )
 from hybridflow.config.fixed_data import load_config
@@ -86,6 +87,34 @@ def test_roles_on_ranks_of_their_own_work_at_the_same_time() -> None:
     # the critic's ranks wait while the engine generates
     assert found.idle[2] > found.idle[0] >= 0
     assert found.idle[2] == pytest.approx(found.idle[3])
+
+
+PP2 = ("actor.pipeline_parallel_size=2", "actor.micro_batch_tokens=10", "rollout.tensor_parallel_size=1")
+ALONE = ("critic=null", "reference=null", "reward={functions: [{function: hybridflow.rewards:numeric_match}]}")
+
+
+def test_ranks_are_idle_in_the_bubbles_of_a_pipeline() -> None:
+    """8 rows of one micro-batch each: a stage waits for what its part of the update and of the scoring leaves."""
+    run = run_of(2, *PP2, *ALONE, "sampling.samples_per_prompt=2", "algorithm={name: grpo, kl: {use: none}}")
+    found = predict(run, profile())
+    update = next(span for span in found.spans if span.phase == "actor_update")
+    cost = training_cost(run.actor, run.config, work_of(run, profile()), Device(profile()))
+    assert update.ranks == (0, 1) and update.waits == pytest.approx([wait / cost.seconds for wait in cost.waits])
+    assert min(update.waits) > 0  # the head makes the last stage the longer one: the first waits for it
+    assert update.waits[0] > update.waits[1]
+    # nothing else waits: each engine is one rank, and all begin together
+    cut = [span for span in found.spans if span.phase in ("actor_update", "log_probs")]
+    assert all(span.ranks == (0, 1) for span in cut)
+    waited = [sum(span.waits[rank] * span.seconds for span in cut) for rank in (0, 1)]
+    assert found.idle == pytest.approx([seconds / found.seconds for seconds in waited])
+
+
+def test_an_engine_of_stages_waits_for_its_tokens() -> None:
+    """Of two stages one works at a time."""
+    keys = (*ALONE, "sampling.samples_per_prompt=2", "algorithm={name: grpo, kl: {use: none}}")
+    found = predict(run_of(2, *keys, "rollout.pipeline_parallel_size=2"), profile())
+    generated = found.phases["generate"]
+    assert found.idle == pytest.approx((generated / 2 / found.seconds,) * 2)
 
 
 def test_a_step_of_each_mini_batch_and_epoch() -> None:
@@ -252,7 +281,8 @@ def test_the_report_names_phases_idle_ranks_and_the_largest_batch() -> None:
 
 
 def test_the_largest_batch_is_the_last_that_the_forecast_says_fits() -> None:
-    run = placed(1, "algorithm.update.mini_batch_size=4")
+    small = ("rollout.kv_cache_gib=1e-5", "rollout.max_num_seqs=1", "rollout.max_num_batched_tokens=1")
+    run = placed(1, "algorithm.update.mini_batch_size=4", *small)
     sizes = {rows: _peak(place_either(_with_rows(run.config, rows), 1, cuda=False)) for rows in (8, 10, 12)}
     assert sizes[8] < sizes[10] < sizes[12]
     found = largest_batch(run, profile(memory_bytes=sizes[10]), cuda=False)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridflow.cpu.kernels import library, paged
 from hybridflow.cpu.megatron.overlays import prepare
-from hybridflow.placement.placed import BLOCK_TOKENS
+from hybridflow.placement.kv_cache import BLOCK_TOKENS
 from hybridflow.rollout.patches import prepare_vllm
 from tests.bench.shared_prompt import cpu
 

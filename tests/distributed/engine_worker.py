@@ -22,7 +22,7 @@ from hybridflow.config import RolloutConfig, SamplingConfig
 from hybridflow.cpu.engine import decoder, sampling
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.layout import RolloutLayout, Stages
-from hybridflow.placement.placed import BLOCK_TOKENS
+from hybridflow.placement.kv_cache import BLOCK_TOKENS
 from hybridflow.rollout.engine import Request, Response, RolloutEngine
 from hybridflow.rollout.patches import join_groups
 from tests.distributed.engine_weights import EngineShards, single_steps, vllms_own_layers, vllms_own_loader

@@ -30,7 +30,7 @@ from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.exchange import Exchange
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.layout import RolloutLayout
-from hybridflow.placement.placed import BLOCK_TOKENS
+from hybridflow.placement.kv_cache import BLOCK_TOKENS
 from hybridflow.reshard.execute import WeightReshard
 from hybridflow.reshard.groups import engine_stages, rollout_layout, standalone_layout
 from hybridflow.reshard.plan import plan_reshard

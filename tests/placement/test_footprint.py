@@ -32,7 +32,7 @@ from hybridflow.placement.footprint import (
     together,
     training_activation_bytes,
 )
-from hybridflow.placement.placed import KVCacheSize
+from hybridflow.placement.kv_cache import KVCacheSize
 from hybridflow.reshard.groups import rollout_layout
 from hybridflow.reshard.plan import plan_reshard
 from tests.tiny_models import make_checkpoints

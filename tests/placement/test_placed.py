@@ -12,6 +12,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.placement import placed
+from hybridflow.placement.cache_room import with_room
 from hybridflow.placement.placed import PlacedRun, check_output_dir, place
 from tests.distributed.tiny_experiment import make_inputs, write_config
 from tests.messages import like
@@ -247,7 +248,7 @@ def gib(num_bytes: int) -> str:
 def test_a_cache_that_just_holds_one_sequence(inputs, tmp_path, keys, cuda, least):
     load(inputs, tmp_path, *keys, gib(least), cuda=cuda)
     message = problem(inputs, tmp_path, *keys, gib(least - 1), cuda=cuda)
-    assert message.startswith("rollout.kv_cache_gib = ") and f" = {least:,} bytes. The least value" in message
+    assert message.startswith("rollout.kv_cache_gib = ") and f" = {least:,} bytes. rollout.kv_cache_gib = " in message
 
 
 def test_a_cache_too_small_for_one_sequence(inputs, tmp_path):
@@ -256,8 +257,8 @@ def test_a_cache_too_small_for_one_sequence(inputs, tmp_path):
         like(
             "rollout.kv_cache_gib = 0.0002 (214,748 bytes) cannot hold one sequence of data.max_prompt_length + "
             "sampling.max_response_length = 20 tokens. An engine rank needs 2 blocks (1 of them vLLM's own) of 32 "
-            "tokens x 2 (keys and values) x 6 layers x 4 key/value heads x head_dim 32 x 4 bytes = 393,216 bytes. The "
-            "least value that fits is 0.0003663"
+            "tokens x 2 (keys and values) x 6 layers x 4 key/value heads x head_dim 32 x 4 bytes = 393,216 bytes. "
+            "rollout.kv_cache_gib = 0.0003663 holds 1 of the longest at a time"
         )
     )
     load(inputs, tmp_path, *TP1, "rollout.kv_cache_gib=0.0003663")
@@ -277,18 +278,18 @@ def test_a_cache_too_small_for_one_sequence(inputs, tmp_path):
 )
 def test_by_default_the_cache_holds_the_batch(inputs, tmp_path, keys, cuda, whole):
     run = load(inputs, tmp_path, *keys, "rollout.kv_cache_gib=null", cuda=cuda)
-    assert run.kv_cache.of_stage(run.stages, 0) == run.kv_cache.of_stage(run.stages, 0, free=2 * whole) == whole
-    assert run.kv_cache.of_stage(run.stages, 0, free=2 * whole - 2) == whole - 1
+    assert run.kv_cache.of_stage(run.stages, 0) == run.kv_cache.within(whole).whole == whole
+    assert run.kv_cache.within(whole - 1).whole == whole - 1
 
 
 def test_without_memory_for_one_sequence_that_is_said(inputs, tmp_path):
     run = load(inputs, tmp_path, *TP1, "rollout.kv_cache_gib=null")
     with pytest.raises(
-        ConfigError, match=r"half of the 786,431 bytes .* one sequence of 393,216 bytes\. `hybridflow plan`"
+        ConfigError, match=r"the 393,215 bytes that are free .* one sequence of 393,216 bytes\. `hybridflow plan`"
     ):
-        run.kv_cache.of_stage(run.stages, 0, free=4 * 32 * TOKEN - 1)
+        run.kv_cache.within(2 * 32 * TOKEN - 1)
     given = load(inputs, tmp_path, *TP1, gib(2 * 32 * TOKEN))
-    assert given.kv_cache.of_stage(given.stages, 0, free=0) == 2 * 32 * TOKEN, "what is given is taken as it is"
+    assert with_room(given, 0) is given, "what is given is taken as it is"
 
 
 def test_ranks_that_share_a_key_value_head_hold_it_each(inputs, tmp_path):

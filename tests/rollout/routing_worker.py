@@ -23,7 +23,7 @@ from hybridflow.cpu.engine.device import CpuEngine
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.layout import RolloutLayout, Stages
-from hybridflow.placement.placed import BLOCK_TOKENS
+from hybridflow.placement.kv_cache import BLOCK_TOKENS
 from hybridflow.rollout.engine import Request, RolloutEngine
 from hybridflow.rollout.patches import join_groups
 from tests.distributed.engine_weights import single_steps, vllms_own_loader

@@ -1,0 +1,81 @@
+"""The last line of `hybridflow plan`: whether the run fits the memory of a device, and what would help."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from hybridflow.config import RunConfig
+from hybridflow.placement.footprint import CUDA_MARGIN
+from hybridflow.placement.verdict import Change, verdict
+
+if TYPE_CHECKING:
+    from hybridflow.automap.auto import Facts
+    from hybridflow.placement.forecast import Report
+    from hybridflow.placement.placed import PlacedFixed, PlacedRun
+
+GIB = 1 << 30
+UNKNOWN = "No verdict: no device memory is known. Give --memory-gib, --profile, or device_profile in the config."
+
+
+def known_facts(options: argparse.Namespace, config: RunConfig, default_profile: str) -> "Facts | None":
+    """Of the devices that are named, or are here; None where none are known."""
+    from hybridflow.automap.device import load_profile
+    from hybridflow.trainers.auto import facts_by, facts_of_gpus
+
+    memory = None if options.memory_gib is None else int(options.memory_gib * GIB)
+    named = options.profile or config.device_profile
+    if named or options.memory_gib:
+        return facts_by(load_profile(named or default_profile), memory)
+    here = facts_of_gpus({"platform": config.platform, "device_profile": None})
+    return facts_by(load_profile(default_profile), None) if here is None and options.time else here
+
+
+def verdict_report(run: "PlacedRun | PlacedFixed", facts: "Facts | None") -> "Report":
+    """fits: None where no memory is known."""
+    if facts is None:
+        return {"fits": None, "line": UNKNOWN}
+    found = verdict(run, max(0, facts.memory_bytes - facts.margin_bytes))
+    fullest = found.fullest
+    report: Report = {
+        "fits": found.fits,
+        "memory_bytes": facts.memory_bytes,
+        "room_bytes": found.room,
+        "rank": fullest.rank,
+        "moment": fullest.moment,
+        "bytes": fullest.bytes,
+        "left_bytes": found.left,
+        "help": {"alone": dict(found.alone), "together": dict(found.together), "ranks": found.ranks},
+    }
+    libraries = "CUDA, NCCL, graphs" if facts.margin_bytes == CUDA_MARGIN else "libraries"
+    room = f"{_gib(found.room)} GiB ({_gib(facts.memory_bytes)} less {_gib(facts.margin_bytes)} for {libraries})"
+    where = f"rank {fullest.rank} in {fullest.moment}"
+    if found.fits:
+        line = f"Fits: {where} is fullest: {_gib(fullest.bytes)} of {room}; {_gib(found.left)} GiB are left."
+    else:
+        line = f"Does not fit: {where} needs {_gib(fullest.bytes)} GiB, {_gib(-found.left)} more than {room}. " + _help(
+            found.alone, found.together, found.ranks, run.world_size
+        )
+    return {**report, "line": line}
+
+
+def _help(alone: tuple[Change, ...], together: tuple[Change, ...], ranks: int | None, world_size: int) -> str:
+    search = f"--search --gpus {world_size} looks for another layout."
+    if alone:
+        return f"Would help: {', or '.join(map(_word, alone))}; {search}"
+    words = " ".join(map(_word, together))
+    if ranks is None:
+        return (
+            f"Would help: {words}; {search}"
+            if together
+            else f"Neither smaller micro-batches nor more ranks suffice; {search}"
+        )
+    return f"Would help: {ranks} ranks{f' with {words}' if together else ''}; {search}"
+
+
+def _word(change: Change) -> str:
+    key, value = change
+    return f"{key}={'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _gib(num_bytes: int) -> str:
+    """Two digits, or of little as many as tell something."""
+    return f"{num_bytes / GIB:.{2 if num_bytes >= GIB / 100 or not num_bytes else 6}f}".rstrip("0").rstrip(".")

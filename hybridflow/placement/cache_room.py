@@ -1,0 +1,79 @@
+"""The size of the KV cache where the config gives none: what the batch needs, or what there is room for. Pure.
+
+    run = with_room(place(config, 8), 76 << 30)       a default that is larger than what is free becomes that
+    cache_words(run), cache_report(run)               bytes, and how many sequences they hold
+
+Of the memory of a device a reserve stays free, for what no table counts: the CUDA context, NCCL, CUDA graphs.
+"""
+
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from hybridflow.placement.footprint import CUDA_MARGIN, together
+from hybridflow.placement.forecast import RunMemory
+from hybridflow.placement.kv_cache import KVCacheSize
+from hybridflow.placement.placed import PlacedFixed, PlacedRun
+
+GIB = 1 << 30
+RESERVE = CUDA_MARGIN
+Run = TypeVar("Run", PlacedRun, PlacedFixed, PlacedRun | PlacedFixed)
+
+
+def with_room(run: Run, room: int) -> Run:
+    """With a default cache that goes into so many bytes a rank beside all else, one sequence of the longest at least.
+
+    What the config gives stays as it is.
+    """
+    if not isinstance(run, PlacedRun) or run.kv_cache.is_given:
+        return run
+    size = max(min(run.kv_cache.whole, bytes_left(run, room)), run.kv_cache.least)
+    return replace(run, kv_cache=replace(run.kv_cache, whole=size))
+
+
+def bytes_left(run: PlacedRun, room: int) -> int:
+    """For the cache of the largest stage, such that no rank holds more than the room; negative: there is none."""
+    memory, whole = RunMemory(run), run.kv_cache.whole
+    found = []
+    for rows_of in memory.moments().values():
+        for rank in memory.one_of_each():
+            rows = rows_of(rank)
+            own = rows["engine"].kv_cache if "engine" in rows else 0
+            if own:  # a stage with fewer layers has its part
+                found.append((room - together(list(rows.values())).total + own) * whole // own)
+    return min(found)
+
+
+def sized_here(run: PlacedRun, *, memory: int, free: int, beside: int) -> KVCacheSize:
+    """On GPUs: of the rank that has least. memory: of its device; free: now; beside: what the engine takes in a step.
+
+    Errors: ConfigError where a default cache would hold no sequence.
+    """
+    if run.kv_cache.is_given:
+        return run.kv_cache
+    return run.kv_cache.within(min(bytes_left(run, memory - RESERVE), free - beside - RESERVE))
+
+
+def cache_report(run: PlacedRun, size: KVCacheSize | None = None) -> dict[str, Any]:
+    """Of an engine rank of the largest stage; sequences of a replica that its blocks hold at a time."""
+    size = size or run.kv_cache
+    sampling, prompt = run.config.sampling, run.config.data.max_prompt_length
+    longest, expected = run.config.max_sequence_length, prompt + sampling.mean_response_length
+    return {
+        "bytes": size.whole,
+        "is_given": size.is_given,
+        "longest_tokens": longest,
+        "longest_sequences": size.sequences(longest),
+        "expected_tokens": expected,
+        "expected_sequences": size.sequences(expected),
+        "reserve_bytes": RESERVE if run.cuda and not size.is_given else 0,
+    }
+
+
+def cache_words(run: PlacedRun, size: KVCacheSize | None = None) -> str:
+    """A line for people."""
+    found = cache_report(run, size)
+    whose = "given" if found["is_given"] else "default"
+    reserve = f", {found['reserve_bytes'] / GIB:g} GiB stay free" if found["reserve_bytes"] else ""
+    longest = f"{found['longest_sequences']:,} sequences of the longest {found['longest_tokens']:,} tokens"
+    expected = f"{found['expected_sequences']:,} of the expected {found['expected_tokens']:,}"
+    return f"KV cache: {found['bytes'] / GIB:.4g} GiB a rank ({whose}{reserve}): {longest}, {expected}"

@@ -1,0 +1,99 @@
+"""Bytes of the engine's KV cache: what the config gives, or a batch needs; and how many sequences it holds. Pure."""
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from hybridflow.architecture.spec import ModelSpec
+from hybridflow.config import ExperimentConfig
+from hybridflow.errors import ConfigError
+from hybridflow.parallel.layout import RolloutLayout, Stages
+from hybridflow.placement.footprint import ITEM_BYTES
+
+GIB = 1 << 30
+SOME_SEQUENCES = 8  # at a time, of a replica that is of use
+# of the KV cache: a prompt that samples share is kept once in whole blocks. On a CPU the least that vLLM 0.32.0 takes,
+# whose default is 128 there; on CUDA its default
+BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
+
+
+@dataclass(frozen=True)
+class KVCacheSize:
+    """Bytes of the KV cache on a rank of the engine stage with most layers: its own, and what one sequence takes.
+
+    block_bytes: of one block there, own_blocks: that vLLM keeps to itself.
+    """
+
+    whole: int
+    least: int
+    block_tokens: int  # that it is handed out in
+    is_given: bool  # in the config; else the batch says it
+    block_bytes: int = 1
+    own_blocks: int = 1
+
+    def of_stage(self, stages: Stages, stage: int) -> int:
+        """In proportion to the layers of a stage: as many blocks on all.
+
+        Each rank schedules for itself: with more blocks on one stage than on another they would part in a full cache.
+        """
+        return self.whole * len(stages[stage]) // max(map(len, stages))
+
+    def within(self, free: int) -> "KVCacheSize":
+        """No larger than what is free. Errors: ConfigError where that holds no sequence of the longest."""
+        if free < self.least:
+            raise ConfigError(
+                f"rollout.kv_cache_gib is not given, and the {max(free, 0):,} bytes that are free for it on the rank "
+                f"with the least free memory cannot hold one sequence of {self.least:,} bytes. `hybridflow plan` shows "
+                "the memory of each rank"
+            )
+        return replace(self, whole=min(self.whole, free))
+
+    def sequences(self, tokens: int) -> int:
+        """Of so many tokens, that it holds at a time."""
+        blocks = self.whole // self.block_bytes - self.own_blocks
+        return max(0, blocks // ceil(tokens / self.block_tokens))
+
+
+def size_kv_cache(
+    config: ExperimentConfig, spec: ModelSpec, rollout: RolloutLayout, stages: Stages, *, block_tokens: int
+) -> KVCacheSize:
+    """What kv_cache_gib gives, or what the batch needs by the expected length of responses, in whole blocks. It must
+    hold one sequence of the longest.
+
+    vLLM 0.32.0 keeps one block to itself, and one more where attention has a window.
+    """
+    length, itemsize = config.max_sequence_length, ITEM_BYTES[config.actor.dtype]
+    own_blocks = 2 if spec.sliding_window else 1
+    blocks_of_one = ceil(length / block_tokens)
+    num_blocks = blocks_of_one + own_blocks
+    num_heads, num_layers = max(1, spec.num_kv_heads // rollout.tp), max(map(len, stages))
+    block_bytes = block_tokens * 2 * num_layers * num_heads * spec.head_dim * itemsize
+    needed = num_blocks * block_bytes
+    prompts = ceil(config.data.prompts_per_iteration / len(rollout.replicas))
+    sequences = min(prompts * max(config.sampling.samples.values), config.rollout.max_num_seqs)
+    if config.rollout.kv_cache_gib is None:
+        expected = ceil((config.data.max_prompt_length + config.sampling.mean_response_length) / block_tokens)
+        whole = max(sequences * expected, blocks_of_one) + own_blocks
+        return KVCacheSize(whole * block_bytes, needed, block_tokens, False, block_bytes, own_blocks)
+    given = int(config.rollout.kv_cache_gib * GIB)
+    if given < needed:
+        some = min(sequences, SOME_SEQUENCES)
+        enough = gib_of((some * blocks_of_one + own_blocks) * block_bytes)
+        raise ConfigError(
+            f"rollout.kv_cache_gib = {config.rollout.kv_cache_gib:g} ({given:,} bytes) cannot hold one sequence of "
+            f"data.max_prompt_length + sampling.max_response_length = {length} tokens. An engine rank needs "
+            f"{num_blocks} blocks ({own_blocks} of them vLLM's own) of {block_tokens} tokens x 2 (keys and values) x "
+            f"{num_layers} layers x {num_heads} key/value heads x head_dim {spec.head_dim} x {itemsize} bytes = "
+            f"{needed:,} bytes. rollout.kv_cache_gib = {enough} holds {some} of the longest at a time; "
+            "without the key the batch and the free memory decide"
+        )
+    return KVCacheSize(given, needed, block_tokens, True, block_bytes, own_blocks)
+
+
+def gib_of(num_bytes: int) -> str:
+    """As many GiB as a config may say, with four digits and no less than the bytes."""
+    gib = num_bytes / GIB
+    digits = f"{gib:.3e}"
+    if int(float(digits) * GIB) < num_bytes:
+        mantissa, exponent = digits.split("e")
+        digits = f"{float(mantissa) + 0.001:.3f}e{exponent}"
+    return f"{float(digits):.10f}".rstrip("0").rstrip(".")

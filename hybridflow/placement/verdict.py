@@ -1,0 +1,173 @@
+"""Whether a placed run fits the memory of its devices, and which changes of its keys make it fit. Pure.
+
+    found = verdict(place_either(config, 8), 76 << 30)
+    found.fits, found.fullest, found.help      help: changes that suffice, each by itself or all of `together`
+
+A change is tried: the config that has it is placed again, and its table of memory is asked.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import floor
+from typing import Any
+
+from hybridflow.config import ExperimentConfig, TrainedRoleConfig
+from hybridflow.config.fixed_data import AnyConfig
+from hybridflow.errors import UserError
+from hybridflow.placement.cache_room import with_room
+from hybridflow.placement.forecast import Fullest, fullest, longest_sequence
+from hybridflow.placement.placed import PlacedFixed, PlacedRun, place_either
+
+GIB = 1 << 30
+MOST_TOLD = 3  # changes of which each alone suffices
+MOST_DOUBLINGS, MOST_RANKS = 4, 2048  # of the ranks that are tried
+MOST_TURNS = 6  # of changes, each with what is the fullest moment then
+MOST_TENSOR_PARALLEL = 8  # GPUs of a host
+Change = tuple[str, Any]  # key of the config, value
+Run = PlacedRun | PlacedFixed
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """room: bytes that the table of memory may fill. alone: each suffices. together: suffice together, else empty.
+
+    ranks: the number on which the run fits with `together`, where it does not on its own.
+    """
+
+    fullest: Fullest
+    room: int
+    alone: tuple[Change, ...] = ()
+    together: tuple[Change, ...] = ()
+    ranks: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.fullest.bytes <= self.room
+
+    @property
+    def left(self) -> int:
+        """Bytes of the fullest rank; negative: that it lacks."""
+        return self.room - self.fullest.bytes
+
+
+def verdict(run: Run, room: int) -> Verdict:
+    run = with_room(run, room)
+    found = Verdict(fullest(run), room)
+    if found.fits:
+        return found
+    alone = tuple(change for change in _changes(run, found) if _fits(run, (change,), room))
+    if alone:
+        return replace(found, alone=alone[:MOST_TOLD])
+    layouts = [(), *_wider(run, found)]
+    for doublings in range(MOST_DOUBLINGS + 1):
+        ranks = run.world_size << doublings
+        for layout in layouts if not doublings or ranks <= MOST_RANKS else ():
+            changes = _in_turn(run, layout, room, world_size=ranks)
+            if changes is not None:
+                needed = _needed(run, changes, room, world_size=ranks)
+                return replace(found, together=needed, ranks=ranks if doublings else None)
+    return found
+
+
+def _wider(run: Run, found: Verdict) -> Iterator[tuple[Change, ...]]:
+    """The roles of the fullest rank on twice as many tensor-parallel ranks, four times, and so on, within a host."""
+    models = {name: run.models[name].config for name in found.fullest.roles if name in run.models}
+    for doublings in range(1, MOST_DOUBLINGS + 1):
+        sizes = {name: role.tensor_parallel_size << doublings for name, role in models.items()}
+        if max(sizes.values()) > MOST_TENSOR_PARALLEL:
+            return
+        changes: list[Change] = []
+        for name, size in sizes.items():
+            changes += [(f"{name}.tensor_parallel_size", size), (f"{name}.sequence_parallel", True)]
+        yield tuple(changes)
+
+
+def _changes(run: Run, found: Verdict) -> Iterator[Change]:
+    """What takes less in the fullest moment, what costs least time first."""
+    if found.fullest.moment == "generation":
+        yield from _of_generation(run, found)
+        return
+    models = {name: run.models[name].config for name in found.fullest.roles if name in run.models}
+    trained = {name: role for name, role in models.items() if isinstance(role, TrainedRoleConfig)}
+    for name, role in models.items():
+        if role.tensor_parallel_size > 1 and not role.sequence_parallel:
+            yield f"{name}.sequence_parallel", True
+    longest = longest_sequence(run.config)
+    for name, role in models.items():
+        if role.micro_batch_tokens > longest:
+            yield f"{name}.micro_batch_tokens", longest
+    for recompute, of in (("selective", ("none",)), ("full", ("none", "selective"))):
+        yield from ((f"{name}.recompute", recompute) for name, role in trained.items() if role.recompute in of)
+
+
+def _of_generation(run: Run, found: Verdict) -> Iterator[Change]:
+    roles = found.fullest.roles
+    for key, kind in (("offload_optimizer", "optimizer"), ("offload_gradients", "gradients")):
+        for name, held in roles.items():
+            if name in run.models and getattr(held, kind):
+                yield f"{name}.{key}", True
+    engine = roles.get("engine")
+    if engine is None or not isinstance(run, PlacedRun) or not run.kv_cache.is_given:
+        return
+    # the stages of an engine have parts of what the key says
+    share = engine.kv_cache / run.kv_cache.whole
+    size = max(run.kv_cache.whole + found.left / share, run.kv_cache.least)
+    gib = floor(100 * size / GIB) / 100
+    if gib * GIB >= run.kv_cache.least:
+        yield "rollout.kv_cache_gib", gib
+
+
+def _in_turn(run: Run, layout: Sequence[Change], room: int, *, world_size: int) -> tuple[Change, ...] | None:
+    """The layout with the changes of the fullest moment, then of the one that is the fullest after them; None: it does
+    not fit with all of them."""
+    changes = dict(layout)
+    for _ in range(MOST_TURNS):
+        after = _changed(run, tuple(changes.items()), room, world_size=world_size)
+        if after is None:
+            return None
+        found = Verdict(fullest(after), room)
+        more = dict(_changes(after, found))
+        if found.fits or not more:
+            return tuple(changes.items()) if found.fits else None
+        changes |= more
+    return None
+
+
+def _needed(run: Run, changes: Sequence[Change], room: int, *, world_size: int) -> tuple[Change, ...]:
+    """Without those that the others suffice without, the costliest left out first."""
+    kept = tuple(changes)
+    for change in reversed(changes):
+        fewer = tuple(each for each in kept if each != change)
+        if _fits(run, fewer, room, world_size=world_size):
+            kept = fewer
+    return kept
+
+
+def _fits(run: Run, changes: Sequence[Change], room: int, *, world_size: int | None = None) -> bool:
+    changed = _changed(run, changes, room, world_size=world_size)
+    return changed is not None and fullest(changed).bytes <= room
+
+
+def _changed(run: Run, changes: Sequence[Change], room: int, *, world_size: int | None = None) -> Run | None:
+    """None: the config refuses it. Other sizes or ranks leave the number of replicas to follow from the ranks."""
+    whole, ranks = dict(changes), world_size or run.world_size
+    if ranks != run.world_size or any(key.endswith("tensor_parallel_size") for key in whole):
+        whole |= {f"{name}.data_parallel_size": None for name in run.models}
+    try:
+        return with_room(place_either(with_changes(run.config, whole), ranks, cuda=run.cuda), room)
+    except UserError:
+        return None
+
+
+def with_changes(config: Any, changes: Mapping[str, Any]) -> AnyConfig:
+    """Errors: ConfigError of a config that refuses them."""
+    tree = config.model_dump(mode="json")
+    for path, value in changes.items():
+        *sections, key = path.split(".")
+        node: Any = tree
+        for section in sections:
+            node = node[int(section)] if isinstance(node, list) else node[section]
+        node[key] = value
+    found: AnyConfig = type(config).from_tree(tree, "the plan")
+    assert isinstance(found, ExperimentConfig) == isinstance(config, ExperimentConfig), "of one kind"
+    return found

@@ -1,0 +1,124 @@
+"""`hybridflow plan`'s last line: whether the run fits, on which rank and in which moment, and what would help."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from hybridflow.cli.plan import main
+from hybridflow.placement.footprint import CUDA_MARGIN
+
+ROOT = Path(__file__).resolve().parents[1]
+GIB = 1 << 30
+CONFIG = "configs/llama3_8b_8gpus.yaml"
+
+
+@pytest.fixture(autouse=True)
+def directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]):
+    def run(*arguments: str, status: int) -> dict:
+        assert main([CONFIG, "--json", *arguments]) == status, capsys.readouterr().err
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.fixture
+def last_line(capsys: pytest.CaptureFixture[str]):
+    def run(*arguments: str, status: int) -> str:
+        assert main([CONFIG, *arguments]) == status, capsys.readouterr().err
+        return capsys.readouterr().out.splitlines()[-1]
+
+    return run
+
+
+def fullest_of(found: dict) -> tuple[int, int, str]:
+    worst = {moment: rows["worst_rank"] for moment, rows in found["memory"].items()}
+    moment = max(worst, key=lambda each: worst[each]["total"])
+    return worst[moment]["total"], worst[moment]["rank"], moment
+
+
+def test_the_last_byte_decides(plan) -> None:
+    """Room is what is given, less 4 GiB for what the table does not count."""
+    size, rank, moment = fullest_of(plan(status=0))
+    for spare, status in ((0, 0), (-1, 3)):
+        found = plan("--memory-gib", repr((size + CUDA_MARGIN + spare) / GIB), status=status)["verdict"]
+        assert (found["fits"], found["rank"], found["moment"]) == (not status, rank, moment)
+        assert (found["bytes"], found["left_bytes"]) == (size, spare)
+
+
+def test_a_plan_that_fits_tells_what_is_left(last_line) -> None:
+    """60.60 GiB as in the table of memory: 80 - 4 - 60.60."""
+    line = last_line("--memory-gib", "80", status=0)
+    assert line.startswith("Fits: rank 0 in training is fullest: 60.6 of 76 GiB (80 less 4 for")
+    assert line.endswith("15.4 GiB are left.")
+
+
+def test_the_memory_of_a_profile_is_known(last_line) -> None:
+    assert "of 76 GiB (80 less 4 " in last_line("--profile", "h100-sxm", status=0)
+    assert last_line("device_profile=l40s", status=3).startswith("Does not fit: rank 0 in training needs 60.6 GiB, ")
+
+
+def test_memory_that_is_given_goes_before_that_of_a_profile(plan) -> None:
+    assert plan("--profile", "h100-sxm", "--memory-gib", "40", status=3)["verdict"]["memory_bytes"] == 40 * GIB
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="the GPUs here have a memory")
+def test_no_verdict_without_a_known_memory(last_line) -> None:
+    assert last_line(status=0).startswith("No verdict: no device memory is known.")
+
+
+def test_a_cache_that_fits_is_told_to_a_hundredth(plan, last_line) -> None:
+    """Generation holds 19.03 GiB beside the cache (43.03 with 24): 76 - 19.03 = 56.97 GiB are left for it."""
+    arguments = ("--memory-gib", "80", "rollout.kv_cache_gib=70")
+    found = plan(*arguments, status=3)
+    held = found["memory"]["generation"]["worst_rank"]["total"] - 70 * GIB
+    told = found["verdict"]["help"]["alone"]["rollout.kv_cache_gib"]
+    assert told == int(100 * (76 * GIB - held) / GIB) / 100 == 56.96
+    line = last_line(*arguments, status=3)
+    assert "Does not fit: rank 0 in generation needs 89.03 GiB, 13.03 more than 76 GiB" in line
+    assert "Would help: rollout.kv_cache_gib=56.96;" in line
+    plan(*arguments, f"rollout.kv_cache_gib={told}", status=0)
+    plan(*arguments, f"rollout.kv_cache_gib={told + 0.01}", status=3)
+
+
+BIG = ("--memory-gib", "80", "actor.recompute=none", "critic.recompute=none", "actor.micro_batch_tokens=65536")
+
+
+def test_each_change_that_is_told_is_enough(plan) -> None:
+    found = plan(*BIG, status=3)["verdict"]["help"]
+    assert found["alone"] == {"actor.micro_batch_tokens": 2048, "actor.recompute": "full"}
+    for key, value in found["alone"].items():
+        plan(*BIG, f"{key}={value}", status=0)
+
+
+def test_changes_that_are_enough_together(plan) -> None:
+    """Nothing of two large micro-batches may stay."""
+    both = (*BIG, "critic.micro_batch_tokens=65536")
+    found = plan(*both, status=3)["verdict"]["help"]
+    assert not found["alone"] and found["ranks"] is None
+    assert {key.split(".")[0] for key in found["together"]} == {"actor", "critic"} and len(found["together"]) == 2
+    plan(*both, *(f"{key}={value}" for key, value in found["together"].items()), status=0)
+
+
+def test_more_ranks_where_no_change_suffices(plan) -> None:
+    found = plan("--memory-gib", "40", status=3)["verdict"]["help"]
+    assert (found["alone"], found["ranks"]) == ({}, 16)
+    changes = [f"{key}={value}" for key, value in found["together"].items()]
+    plan("--memory-gib", "40", "--world-size", "16", "actor.data_parallel_size=null", *changes, status=0)
+
+
+def test_what_does_not_ask_for_memory_has_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([CONFIG, "--smallest", "--memory-gib", "5"]) == 0
+    assert capsys.readouterr().out == "8\n"
+    assert main([CONFIG, "--for-launch", "--hosts", "a=8", "--memory-gib", "5"]) == 0
+
+
+def test_the_batch_that_fits_follows_the_memory(plan) -> None:
+    found = plan("--time", "--profile", "h100-sxm", "--memory-gib", "70", status=0)["time"]["largest_batch"]
+    assert found["room"] == 66 * GIB
