@@ -158,7 +158,7 @@ def test_a_revision_that_was_not_fetched_is_not_taken_from_another(data_sets: Pa
             "{hub: tests/launcher, split: train}",
             "tests/launcher is here as a file or directory: name its files instead",
         ),
-        ("some-org/sums", "some-org/sums: cannot be read: No such file or directory"),
+        ("some-org/sums", "some-org/sums: cannot be read: no such local file"),
     ],
 )
 def test_what_is_no_data_set(tmp_path: Path, given: str, rule: str) -> None:

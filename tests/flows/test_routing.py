@@ -57,10 +57,10 @@ def test_the_engines_experts_bring_log_probs_nearer(results: dict[str, Any]) -> 
 
 
 def test_a_layer_that_is_computed_again_counts_once(results: dict[str, Any]) -> None:
-    """The counts are those of the pass for log-probs and of the first step's rows that this pass had not."""
-    again, once = results["replayed"], results["activations kept"]
+    """In the first iteration: what is computed again has other last digits in its gradients."""
+    again, once = results["replayed"][0], results["activations kept"][0]
     for name in ("rollout/experts_differ", DIFFERENCE):
-        assert [metrics[name] for metrics in again] == [metrics[name] for metrics in once]
+        assert again[name] == once[name]
 
 
 @pytest.mark.parametrize("name", RUNS)
