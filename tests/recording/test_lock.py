@@ -92,13 +92,17 @@ def test_a_killed_process_of_this_machine_holds_nothing(
 def test_a_pid_that_another_process_has_got_holds_nothing(run_dir: Path) -> None:
     own = Holder.here()
     written(run_dir, replace(own, start_time=own.start_time - 1))
-    RunLock(run_dir).take()
+    lock = RunLock(run_dir)
+    lock.take()
+    assert holder_of(lock).pid == os.getpid()
 
 
 def test_restarted_ranks_wait_for_those_before_them_to_end(run_dir: Path, other: subprocess.Popen) -> None:
     ends = threading.Timer(0.3, other.kill)
     ends.start()
-    RunLock(run_dir).take(patience=60)
+    lock = RunLock(run_dir)
+    lock.take(patience=60)
+    assert holder_of(lock).pid == os.getpid()
 
 
 def test_a_lock_of_another_machine_that_is_renewed_keeps_others_out(run_dir: Path) -> None:
