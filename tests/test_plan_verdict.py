@@ -3,8 +3,10 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hybridflow.cli.plan import main
 from hybridflow.placement.footprint import CUDA_MARGIN
@@ -71,6 +73,20 @@ def test_memory_that_is_given_goes_before_that_of_a_profile(plan) -> None:
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="the GPUs here have a memory")
 def test_no_verdict_without_a_known_memory(last_line) -> None:
     assert last_line(status=0).startswith("No verdict: no device memory is known.")
+    assert last_line("platform=cuda", status=0).startswith("No verdict: no device memory is known.")
+
+
+def test_the_gpus_that_are_here_have_a_memory(plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulated H100 of 79 GiB: the verdict goes by the smallest that fits, without an option."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
+    here = SimpleNamespace(total_memory=79 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: here)
+    found = plan(status=0)["verdict"]
+    assert (found["memory_bytes"], found["room_bytes"]) == (79 * GIB, 79 * GIB - CUDA_MARGIN)
+    assert found["left_bytes"] == found["room_bytes"] - found["bytes"]
+    here.total_memory = 40 * GIB
+    assert plan(status=3)["verdict"]["memory_bytes"] == 40 * GIB
 
 
 def test_a_cache_that_fits_is_told_to_a_hundredth(plan, last_line) -> None:

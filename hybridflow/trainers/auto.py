@@ -112,8 +112,8 @@ def facts_of(tree: dict[str, Any], memory_bytes: int) -> Facts:
 
 
 def facts_of_gpus(tree: dict[str, Any]) -> Facts | None:
-    """Of the GPUs of this machine; None where the config's run would not use any here."""
-    return facts_of(tree, memory_here()) if uses_cuda(tree.get("platform", "auto")) else None
+    """Of the GPUs of this machine; None where there are none, or the config's run would not use any."""
+    return facts_of(tree, memory_here()) if uses_cuda() and uses_cuda(tree.get("platform", "auto")) else None
 
 
 def facts_by(profile: DeviceProfile, memory_bytes: int | None) -> Facts:
