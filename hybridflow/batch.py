@@ -248,14 +248,16 @@ class Tokens:
 
         A row, or where rows have several sequences a branch.
         """
-        return sent(torch.searchsorted(self._batch.branch_lengths.cumsum(0), self.where, right=True), self._device)
+        return to_device_async(
+            torch.searchsorted(self._batch.branch_lengths.cumsum(0), self.where, right=True), self._device
+        )
 
     def at_places(self, values: Tensor) -> Tensor:
         """The entries of a (T,) tensor of the same batch at these places, (r,)."""
-        return sent(values[self.where], self._device)
+        return to_device_async(values[self.where], self._device)
 
 
-def sent(values: Tensor, device: torch.device) -> Tensor:
+def to_device_async(values: Tensor, device: torch.device) -> Tensor:
     """On `device`; from the host by a copy that nobody waits for, which on a GPU takes page-locked memory.
 
     Any other would stop the host until the device has done all that it was given, in every micro-batch.

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridflow.agents.chat_requests import Asked, AskedTokens
-from hybridflow.agents.door import ChatRequest
-from hybridflow.agents.talk import Talk
+from hybridflow.agents.chat_server import ChatRequest
+from hybridflow.agents.transcript import Transcript
 from hybridflow.errors import OtherConversation
 
-NewTokens = Callable[[Talk, Asked | AskedTokens], list[int]]  # Errors: OtherConversation
+NewTokens = Callable[[Transcript, Asked | AskedTokens], list[int]]  # Errors: OtherConversation
 OTHERWISE = "; data.environment.earlier_turns: branch begins another sequence of the row then"
 
 NO_ROOM = (
@@ -25,8 +25,8 @@ class Branch:
     before: the talk without that request. number: of the row's last request here.
     """
 
-    talk: Talk
-    before: Talk
+    talk: Transcript
+    before: Transcript
     asked: Asked | AskedTokens | None = None
     request: ChatRequest | None = None
     answered: ChatRequest | None = None
@@ -35,10 +35,10 @@ class Branch:
     @classmethod
     def begun(cls, prompt: list[int]) -> "Branch":
         """Nobody has asked yet."""
-        return cls(Talk(prompt), Talk(prompt))
+        return cls(Transcript(prompt), Transcript(prompt))
 
     @property
-    def settled(self) -> Talk:
+    def settled(self) -> Transcript:
         """Without a request that the model still answers."""
         return self.talk if self.request is None else self.before
 
@@ -106,7 +106,7 @@ def asked_again(
     return before if request.repeated or left else None
 
 
-def with_new(talk: Talk, ids: Sequence[int]) -> tuple[list[int], tuple[int, ...]]:
+def with_new(talk: Transcript, ids: Sequence[int]) -> tuple[list[int], tuple[int, ...]]:
     """Prompt and what is behind it once these tokens follow: they are the prompt where there is none yet."""
     return (talk.prompt, (*talk.behind, *ids)) if talk.prompt else (list(ids), ())
 
@@ -135,4 +135,4 @@ def place_of(
             return number, new_tokens(branches[number].talk, asked)
         except OtherConversation:
             continue
-    return len(branches), new_tokens(Talk([]), asked)
+    return len(branches), new_tokens(Transcript([]), asked)

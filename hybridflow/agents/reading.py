@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridflow.agents.chat_requests import Asked
-from hybridflow.agents.talk import fields_of
+from hybridflow.agents.transcript import fields_of
 from hybridflow.data.continuations import Continuations
 from hybridflow.data.fields import TOOLS
 from hybridflow.data.rows import RowError

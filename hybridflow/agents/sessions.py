@@ -19,10 +19,10 @@ from torch import Tensor
 
 from hybridflow.agents.branches import NO_ROOM, Branch, NewTokens, Session, asked_again, place_of, with_new
 from hybridflow.agents.chat_requests import Asked, AskedTokens, asked_for, ignored_keys, tokens_asked_for
+from hybridflow.agents.chat_server import ChatRequest, ChatServer, Gone, Refusal
 from hybridflow.agents.completions import Completion, TokenCompletion
-from hybridflow.agents.door import ChatRequest, Door, Gone, Refusal
 from hybridflow.agents.reading import TurnReading
-from hybridflow.agents.talk import Talk, new_tokens, sent, tokens_behind, turn_message
+from hybridflow.agents.transcript import Transcript, new_tokens, sent, tokens_behind, turn_message
 from hybridflow.batch import PromptBatch
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.data.continuations import Continuations
@@ -35,7 +35,7 @@ from hybridflow.environments.time_limits import TimeLimits
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.pool import Answer
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
-from hybridflow.rollout.turns import Reply, TurnCounts
+from hybridflow.rollout.turns import TurnCounts, TurnEvent
 
 LEFT = "a client that left"  # among what the user knows
 LOOK_SECONDS = 0.1  # between two looks at the time limit of rows, while all of them wait
@@ -75,9 +75,9 @@ class Agents:
         return self.pool.config.several
 
     @functools.cached_property
-    def door(self) -> Door:
+    def door(self) -> ChatServer:
         """Opened with the first rollout of a rank that leads an engine replica."""
-        return Door(self.pool.config.listen, token=self.token, max_model_len=self.max_model_len)
+        return ChatServer(self.pool.config.listen, token=self.token, max_model_len=self.max_model_len)
 
     def conversations(
         self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]
@@ -88,7 +88,7 @@ class Agents:
     def new_tokens(self, columns: Mapping[str, Any]) -> NewTokens:
         """Of the requests of a row with these columns."""
 
-        def of_request(talk: Talk, asked: Asked | AskedTokens) -> list[int]:
+        def of_request(talk: Transcript, asked: Asked | AskedTokens) -> list[int]:
             if isinstance(asked, AskedTokens):
                 return tokens_behind(talk, asked)
             return new_tokens(talk, asked, columns, self.continues)
@@ -112,7 +112,7 @@ class Sessions:
         self._numbers: dict[str, int] = {}  # by name, of rows that have not ended
         self._by_ticket: dict[int, int] = {}  # of agents that run, whose row
         self._waiting = deque[int]()  # rows whose agents do not run yet
-        self._ready: list[Reply] = []
+        self._ready: list[TurnEvent] = []
         self._failures = Failures(self._config, shared.rank)
         for answer in self._pool.start_processes():
             self._failures.show_printed(answer)
@@ -172,7 +172,7 @@ class Sessions:
         )
         branch.talk = replace(talk, messages=[*(talk.messages or ()), message])
 
-    def replies(self, *, wait: bool) -> list[Reply]:
+    def replies(self, *, wait: bool) -> list[TurnEvent]:
         while True:
             if wait and not self._ready:
                 self._wait()
@@ -221,7 +221,7 @@ class Sessions:
         drops = bool(its.open_requests)  # nobody waits for their answers
         if answer.problem and its.spent and its.answered:  # what it raises is no fault of its own
             zeros = (0.0,) * len(self._config.weights)
-            self._end(row, Reply(row, ends=True, truncated=True, rewards=zeros, drops=drops))
+            self._end(row, TurnEvent(row, ends=True, truncated=True, rewards=zeros, drops=drops))
         elif answer.problem:
             self._fail(row, answer.problem)
         elif not its.answered:
@@ -231,7 +231,7 @@ class Sessions:
             cut = its.spent or any(branch.settled.cut for branch in its.branches)
             # a model computes nothing for less than two tokens, and the row's own prompt stays where it was not used
             behind = (self._shared.continues.end,) if first.prompt and not first.used else ()
-            self._end(row, Reply(row, behind, ends=True, truncated=cut, rewards=rewards, drops=drops))
+            self._end(row, TurnEvent(row, behind, ends=True, truncated=cut, rewards=rewards, drops=drops))
 
     # ---- requests
 
@@ -287,7 +287,7 @@ class Sessions:
         of_row.ask(request, asked, ids, its.number)
         self._answered(its)
         limits = [limit for limit in (left, most, asked.max_tokens) if limit is not None]
-        self._ready.append(Reply(row, tuple(ids), min(limits), branch=branch))
+        self._ready.append(TurnEvent(row, tuple(ids), min(limits), branch=branch))
 
     def _room(self, its: Session, prompt: list[int], branch: int) -> tuple[str, int]:
         """Why a sequence may not begin with such a prompt, nothing where it may; and how many tokens may follow that.
@@ -312,7 +312,7 @@ class Sessions:
                 branch.forget()
                 its.turn -= 1
                 its.expected = its.expected if its.open_requests else time.monotonic()
-                self._ready.append(Reply(row, drops=True, branch=number))
+                self._ready.append(TurnEvent(row, drops=True, branch=number))
 
     def _refuse(self, request: ChatRequest, code: str, message: str) -> None:
         self._door.refuse(request, Refusal(BAD, code, message))
@@ -335,7 +335,7 @@ class Sessions:
 
     # ---- ends
 
-    def _end(self, row: int, reply: Reply) -> None:
+    def _end(self, row: int, reply: TurnEvent) -> None:
         its = self._rows[row]
         self._answered(its)
         for request in its.open_requests:

@@ -138,7 +138,7 @@ def _one_of_each(train: Layout, option: EngineOption) -> Layout:
     if max(option.tp, train.tp) % tp or max(option.pp, train.pp) % pp:
         return train  # an engine of neighbours, wherever they lie
     for_tp = gcd(option.tp // tp, train.dp)
-    dp = lcm(for_tp * gcd(option.pp // pp, train.dp // for_tp), train.coupled)
+    dp = lcm(for_tp * gcd(option.pp // pp, train.dp // for_tp), train.replicas_per_expert_copy)
     return Layout(
         train.tp,
         train.pp,

@@ -277,7 +277,9 @@ class Options:
         for key, all_values in choices.items():
             found = [{**one, key: value} for one in found for value in values(free, given, key, all_values)]
         for one in found:
-            apart = layout.tp > 1 and layout.coupled > 1  # replicas share experts: `RoleConfig` has the rule
+            apart = (
+                layout.tp > 1 and layout.replicas_per_expert_copy > 1
+            )  # replicas share experts: `RoleConfig` has the rule
             if one["sequence_parallel"] in ((True,) if apart else (False, True) if layout.tp > 1 else (False,)):
                 yield one
 

@@ -111,7 +111,7 @@ class Model:
     device: Device
     hosts: int = 1
     expert_tp: int | None = None  # ranks that share each expert; None: tp
-    senders: int = 1  # ranks that send each other tokens for experts; 1: none are sent
+    ep_ranks: int = 1  # ranks that send each other tokens for experts; 1: none are sent
 
     # ---- layers
 
@@ -144,7 +144,7 @@ class Model:
             self.spec,
             self.tp,
             self.expert_tp,
-            self.senders,
+            self.ep_ranks,
             self.dtype,
             self.head,
             self.sequence_parallel,
@@ -217,10 +217,10 @@ class Model:
 
     def _to_experts(self, mb: Pass) -> Cost:
         """A copy for each rank that shares one of a token's experts, each way; the largest link is that of a host."""
-        if self.senders == 1:
+        if self.ep_ranks == 1:
             return Cost()
         copies = mb.tokens / (self.tp if self.sequence_parallel else 1) * self.spec.experts_per_token * self._expert_tp
-        size = copies * self.spec.hidden_size * self.device.itemsize(self.dtype) * (self.senders - 1) / self.senders
+        size = copies * self.spec.hidden_size * self.device.itemsize(self.dtype) * (self.ep_ranks - 1) / self.ep_ranks
         return self.device.send(size, hosts=self.hosts).times(2, busy=self.tp)
 
     @property
@@ -256,10 +256,10 @@ class Model:
 
 
 def model_of(spec: ModelSpec, layout: Layout, config: RoleConfig, device: Device, *, head: Head) -> Model:
-    senders = layout.expert_tp * layout.ep if layout.coupled > 1 else 1
-    hosts = hosts_of(layout, "tp", device) if senders <= device.profile.ranks_per_host else 2
+    ep_ranks = layout.expert_tp * layout.ep if layout.replicas_per_expert_copy > 1 else 1
+    hosts = hosts_of(layout, "tp", device) if ep_ranks <= device.profile.ranks_per_host else 2
     how = (config.dtype, head, config.sequence_parallel)
-    return Model(spec, layout.tp, *how, device, hosts, layout.expert_tp, senders)
+    return Model(spec, layout.tp, *how, device, hosts, layout.expert_tp, ep_ranks)
 
 
 # ------------------------------------------------------------------------------------------------ on a grid

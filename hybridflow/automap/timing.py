@@ -294,7 +294,7 @@ def _crosses_hosts(plan: ReshardPlan, ranks_per_host: int) -> bool:
         return False
     first = plan.rollout.ranks[0]
     dp = plan.origin(first).dp
-    begin = dp - dp % plan.train.coupled  # of the replicas that share a copy of the experts
+    begin = dp - dp % plan.train.replicas_per_expert_copy  # of the replicas that share a copy of the experts
     sources = (plan.train.rank_at(source._replace(dp=begin + source.dp)) for source in plan.sources(first))
     return any(source // ranks_per_host != first // ranks_per_host for source in sources)
 

@@ -55,7 +55,7 @@ def export_huggingface(
     """
     grid, spec, head = role.grid, role.spec, role.head
     failure: str | None = None
-    if grid.inside and grid.dp_rank < grid.layout.coupled:
+    if grid.inside and grid.dp_rank < grid.layout.replicas_per_expert_copy:
         own = {name: tensor for name, (_, tensor) in role.weights().items()}
         dtype = next(iter(own.values())).dtype
         tensors = _whole_tensors(own, dtype, spec, grid, head=head)

@@ -107,8 +107,8 @@ class LayoutConfig(Section):
         return expert_tensor_parallel(*sizes)
 
     @property
-    def coupled(self) -> int:
-        """Replicas that share one copy of the experts, as `Layout.coupled`."""
+    def replicas_per_expert_copy(self) -> int:
+        """Replicas that share one copy of the experts, as `Layout.replicas_per_expert_copy`."""
         return self.expert_tp * self.expert_parallel_size // self.tensor_parallel_size
 
     def _check_experts(self) -> None:
@@ -135,12 +135,13 @@ class LayoutConfig(Section):
 
     def _check_copies(self, name: str, dp: int) -> None:
         """Raise ConfigError unless the replicas make up whole copies of the experts."""
-        tp, ep, etp, coupled = self.tensor_parallel_size, self.expert_parallel_size, self.expert_tp, self.coupled
-        if dp % coupled:
+        tp, ep, etp = self.tensor_parallel_size, self.expert_parallel_size, self.expert_tp
+        replicas = self.replicas_per_expert_copy
+        if dp % replicas:
             raise ConfigError(
                 f"{name}: a copy of the experts lies on expert_tensor_parallel_size x expert_parallel_size = {etp} x "
-                f"{ep} ranks, which are {coupled} replicas of tensor_parallel_size = {tp}: {coupled} does not divide "
-                f"{dp} data-parallel replicas: {dp} = {dp // coupled} x {coupled} + {dp % coupled}"
+                f"{ep} ranks, which are {replicas} replicas of tensor_parallel_size = {tp}: {replicas} does not divide "
+                f"{dp} data-parallel replicas: {dp} = {dp // replicas} x {replicas} + {dp % replicas}"
             )
 
     def layout_on(self, ranks: tuple[int, ...]) -> Layout:

@@ -42,4 +42,8 @@ def world_size_to_try(config: AnyConfig) -> tuple[int, ConfigError | None]:
 
 
 def _least_ranks(role: RoleConfig) -> int:
-    return role.tensor_parallel_size * role.pipeline_parallel_size * (role.data_parallel_size or role.coupled)
+    return (
+        role.tensor_parallel_size
+        * role.pipeline_parallel_size
+        * (role.data_parallel_size or role.replicas_per_expert_copy)
+    )

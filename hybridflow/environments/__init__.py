@@ -1,3 +1,5 @@
-"""Environments of many turns: classes of the user's that talk with the model. `Said` is what they are given."""
+"""Environments of many turns: classes of users that talk with the model. `step` is given a `ModelTurn`."""
 
-from hybridflow.environments.said import Said as Said
+from hybridflow.environments.model_turn import ModelTurn as ModelTurn
+
+Said = ModelTurn  # the name that users' classes import

@@ -4,7 +4,7 @@
 
 See `rollout.turns.Answers`. A turn goes to the row's instance: its tool calls, else `step`. What comes back is tokens
 behind the turn, or a reward. A row that has no token or turn left for an answer is asked once more, with
-`Said.truncated`: what is no number then is 0 in each part, and the row counts as truncated.
+`ModelTurn.truncated`: what is no number then is 0 in each part, and the row counts as truncated.
 """
 
 import time
@@ -17,13 +17,13 @@ from torch import Tensor
 from hybridflow.batch import PromptBatch
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.environments.failures import Failures
+from hybridflow.environments.model_turn import ModelTurn
 from hybridflow.environments.pool import EnvironmentPool
-from hybridflow.environments.said import Said
 from hybridflow.environments.time_limits import TimeLimits
 from hybridflow.errors import DataError, OtherConversation
 from hybridflow.rewards.pool import Answer
 from hybridflow.rollout.tool_calls import Parsed, ToolCallParser
-from hybridflow.rollout.turns import Reply, TurnCounts
+from hybridflow.rollout.turns import TurnCounts, TurnEvent
 
 Message = dict[str, Any]
 SECOND_CALL = "a turn may have one tool call: this one, behind the first, was not made"
@@ -124,7 +124,7 @@ class Conversations:
         self._prompt_of = [prompt for prompt, count in enumerate(counts.tolist()) for _ in range(count)]
         self._rows: list[Conversation] = []
         self._by_ticket: dict[int, int] = {}  # of calls under way, whose row
-        self._ready: list[Reply] = []
+        self._ready: list[TurnEvent] = []
         self._failures, self._times = Failures(self._config, shared.rank), TimeLimits(self._config)
 
     # ---- as `rollout.turns.Answers`
@@ -153,7 +153,7 @@ class Conversations:
         else:
             self._call(row, "turn", calls=() if its.cut else [asdict(call) for call in parsed.calls])
 
-    def replies(self, *, wait: bool) -> list[Reply]:
+    def replies(self, *, wait: bool) -> list[TurnEvent]:
         while True:
             for ticket, answer in self._pool.answers(LOOK_SECONDS if wait and not self._ready else 0.0).items():
                 self._failures.show_printed(answer)
@@ -198,7 +198,7 @@ class Conversations:
 
     def _call(self, row: int, kind: str, *, calls: Sequence[dict[str, Any]] = ()) -> None:
         its = self._rows[row]
-        said = Said(its.text, its.cut, its.turn, max(its.limit - its.used, 0), its.last)
+        said = ModelTurn(its.text, its.cut, its.turn, max(its.limit - its.used, 0), its.last)
         message = {"kind": kind, "row": its.instance, "said": tuple(vars(said).values()), "calls": list(calls)}
         self._by_ticket[self._pool.call(its.instance, message)] = row
 
@@ -219,11 +219,11 @@ class Conversations:
         its = self._rows[row]
         self._shared.counts.failed_calls += value.get("failed_calls", 0)
         if "reward" in value:
-            self._end(row, Reply(row, ends=True, truncated=its.cut, rewards=tuple(value["reward"])))
+            self._end(row, TurnEvent(row, ends=True, truncated=its.cut, rewards=tuple(value["reward"])))
             return
         if its.last:
             zeros = (0.0,) * len(self._config.weights)
-            self._end(row, Reply(row, ends=True, truncated=True, rewards=zeros))
+            self._end(row, TurnEvent(row, ends=True, truncated=True, rewards=zeros))
             return
         answers = self._readable(its, value["messages"])
         try:
@@ -237,7 +237,7 @@ class Conversations:
             return
         its.messages, its.branch, its.used = [*its.messages, *answers], branch, used
         self._answered(its)
-        self._ready.append(Reply(row, tuple(ids), self._turn_tokens(its), branch=branch))
+        self._ready.append(TurnEvent(row, tuple(ids), self._turn_tokens(its), branch=branch))
 
     def _readable(self, its: Conversation, answers: Sequence[Message]) -> list[Message]:
         """What is told of a call that cannot be read is the user's, where no result may stand without a call."""
@@ -266,7 +266,7 @@ class Conversations:
 
     # ---- ends
 
-    def _end(self, row: int, reply: Reply) -> None:
+    def _end(self, row: int, reply: TurnEvent) -> None:
         its = self._rows[row]
         self._answered(its)
         self._pool.finish(its.instance)

@@ -5,7 +5,7 @@ import sys
 from hybridflow.config.environment import EnvironmentConfig
 from hybridflow.errors import RewardError
 from hybridflow.rewards.pool import Answer
-from hybridflow.rollout.turns import Reply
+from hybridflow.rollout.turns import TurnEvent
 
 MOST_SHOWN = 3  # failures of a rollout that a rank tells in full
 
@@ -16,7 +16,7 @@ class Failures:
     def __init__(self, config: EnvironmentConfig, rank: int) -> None:
         self._config, self._rank, self._number = config, rank, 0
 
-    def reply(self, row: int, number: int, turn: int, problem: str, *, drops: bool = False) -> Reply:
+    def reply(self, row: int, number: int, turn: int, problem: str, *, drops: bool = False) -> TurnEvent:
         """The end of a row that has failed. number: of the row in the rollout; turn: in which that was.
 
         Errors: RewardError where that ends the run.
@@ -28,7 +28,7 @@ class Failures:
         if self._number <= MOST_SHOWN:
             self.show(f"a row has failed, and is not trained on: {told}")
         nothing = (float("nan"),) * len(self._config.weights)
-        return Reply(row, ends=True, rewards=nothing, failed=True, drops=drops)
+        return TurnEvent(row, ends=True, rewards=nothing, failed=True, drops=drops)
 
     def end(self) -> None:
         """The rollout is over."""

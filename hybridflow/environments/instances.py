@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.environments.classes import load_class, tool_names
+from hybridflow.environments.model_turn import ModelTurn
 from hybridflow.environments.returned import USERS, checked_messages, reward_parts
-from hybridflow.environments.said import Said
 from hybridflow.errors import RewardError
 
 
@@ -57,7 +57,7 @@ class Instances:
             return {"messages": checked_messages(first, "start", begins=True)}
         if asked.get("calls"):
             return self._tool_messages(instance.environment, asked["calls"])
-        return self._answer(_called("step", instance.environment.step, Said(*asked["said"])))
+        return self._answer(_called("step", instance.environment.step, ModelTurn(*asked["said"])))
 
     def _closed(self, row: int) -> dict[str, Any]:
         instance = self._there.pop(row, None)

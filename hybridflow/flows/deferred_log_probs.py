@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.batch import RolloutBatch, Tokens, token_index
-from hybridflow.parallel.exchange import Contribution, Exchange
+from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.roles.objectives import PolicyObjective
 from hybridflow.roles.policy import Actor
 
@@ -37,7 +37,7 @@ class DeferredLogProbs:
         self._is_taken = False
         self._whole: Tensor | None = None
 
-    def others(self) -> Contribution:
+    def others(self) -> PartialTensor:
         return self._actor.log_probs(self._rollout, self._others) if len(self._others) else self._nothing()
 
     def masked(self, log_probs: Tensor) -> Tensor:
@@ -73,8 +73,8 @@ class DeferredLogProbs:
         found[self._places] = self._whole[self._places]
         return replace(batch, **{"log_probs": found})
 
-    def _nothing(self) -> Contribution:
-        return Contribution.nothing(len(self._rollout.input_ids))
+    def _nothing(self) -> PartialTensor:
+        return PartialTensor.nothing(len(self._rollout.input_ids))
 
 
 def _all_but(rows: Tensor, number: int) -> Tensor:

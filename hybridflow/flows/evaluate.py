@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from hybridflow.batch import PromptBatch, RolloutBatch
-from hybridflow.parallel.exchange import Contribution, Exchange
+from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.rewards.calls import FunctionCaller
 from hybridflow.rewards.scorer import Scorer
 
@@ -25,7 +25,7 @@ def evaluate(
 
     A row that it fails on, where that does not end the run, is not right, and is counted. show: gets the marks, (N,).
     """
-    own: list[Contribution] = []
+    own: list[PartialTensor] = []
     if isinstance(right, int):
         marks = caller.scores(right, responses, prompts)
         own = [*marks.parts, marks.failures]

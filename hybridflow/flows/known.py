@@ -7,13 +7,13 @@ from torch import Tensor
 
 from hybridflow.batch import RolloutBatch
 from hybridflow.flows.finite import check_finite
-from hybridflow.parallel.exchange import Contribution, Exchange
+from hybridflow.parallel.exchange import Exchange, PartialTensor
 
 
 class Pending(Protocol):
     """A tensor of which this rank knows parts."""
 
-    def parts(self) -> tuple[Contribution, ...]: ...
+    def parts(self) -> tuple[PartialTensor, ...]: ...
 
     def put_together(self, wholes: Sequence[Tensor]) -> Tensor:
         """The tensor, of its parts when they are whole."""

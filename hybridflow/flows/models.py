@@ -9,7 +9,7 @@ from torch import Tensor
 from hybridflow.batch import RolloutBatch
 from hybridflow.checkpoint.sharded import SavedRole
 from hybridflow.config.losses import KL
-from hybridflow.parallel.exchange import Contribution
+from hybridflow.parallel.exchange import PartialTensor
 from hybridflow.parallel.platform import Platform
 from hybridflow.rewards.scorer import Scorer
 from hybridflow.roles.base import Role, TrainedRole
@@ -31,9 +31,9 @@ class Roles:
         """In the order in which an iteration updates them."""
         return tuple(role for role in (self.critic, self.actor, self.reward_model) if role is not None)
 
-    def scoring(self) -> dict[str, tuple[Role, Callable[[RolloutBatch], Contribution]]]:
+    def scoring(self) -> dict[str, tuple[Role, Callable[[RolloutBatch], PartialTensor]]]:
         """By config key: each model, and how it is asked what it makes of a rollout."""
-        known: dict[str, tuple[Role, Callable[[RolloutBatch], Contribution]]] = {}
+        known: dict[str, tuple[Role, Callable[[RolloutBatch], PartialTensor]]] = {}
         if self.actor is not None:
             known["actor"] = (self.actor, self.actor.log_probs)
         if self.critic is not None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.flows.work_queue import TokenLists, WorkQueue
-from hybridflow.parallel.exchange import Contribution, Exchange
+from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.parallel.layout import RolloutLayout
 from hybridflow.parallel.store_client import StoreClient
@@ -49,7 +49,7 @@ class OverlappedModel:
     """A model that scores while others generate, the call that scores, and its blocks on each replica's ranks."""
 
     role: Role
-    results: Callable[[RolloutBatch], Contribution]
+    results: Callable[[RolloutBatch], PartialTensor]
     blocks: Mapping[int, Sequence[Block]]
 
     @property

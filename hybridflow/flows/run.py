@@ -36,7 +36,7 @@ from hybridflow.flows.iteration_data import IterationData
 from hybridflow.flows.known import Known as Known
 from hybridflow.flows.known import Pending, exchanged
 from hybridflow.flows.mini_batches import mini_batch_rows
-from hybridflow.parallel.exchange import Contribution
+from hybridflow.parallel.exchange import PartialTensor
 from hybridflow.placement.deferred_log_probs import first_step_tells
 from hybridflow.recording.iteration import Metrics
 from hybridflow.rewards.scorer import Scores
@@ -153,7 +153,7 @@ class Run(IterationData):
 
     # ---- log-probs
 
-    def old_log_probs(self, rollout: RolloutBatch) -> Contribution | Tensor:
+    def old_log_probs(self, rollout: RolloutBatch) -> PartialTensor | Tensor:
         """(T,) log-probs in the ratio's denominator: the actor's before its updates, or the engine's.
 
         Some flows read old log-probs in ratios alone. There the first mini-batch has NaN until its update computes the
@@ -167,7 +167,7 @@ class Run(IterationData):
         self.deferred = DeferredLogProbs(self.actor, rollout, rows)
         return self.deferred.others()
 
-    def ref_log_probs(self, rollout: RolloutBatch) -> dict[str, Contribution]:
+    def ref_log_probs(self, rollout: RolloutBatch) -> dict[str, PartialTensor]:
         """The reference's log-probs, named ref_log_probs; an empty dict where the config has no KL."""
         return {"ref_log_probs": self.reference.log_probs(rollout)} if self.has_reference else {}
 

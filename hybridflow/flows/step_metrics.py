@@ -34,7 +34,9 @@ def step_metrics(
 def routing_metrics(actor: Actor, exchange: Exchange) -> Metrics:
     """How often the trainer would have chosen other experts than the engine, whose choice it replays. Collective."""
     own = actor.routing_counts.clone()
-    alike = actor.grid.layout.coupled == 1  # tensor-parallel ranks choose alike: one tells; else each its own tokens'
+    alike = (
+        actor.grid.layout.replicas_per_expert_copy == 1
+    )  # tensor-parallel ranks choose alike: one tells; else each its own tokens'
     if not actor.grid.inside or (alike and actor.grid.tp_rank):
         own.zero_()
     differ, pairs = exchange.summed(own).tolist()

@@ -69,13 +69,13 @@ class PackedModel(LanguageModule):
             self.make_head(spec)
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
-        self.routing_counts: Tensor | None = None  # of `models.routing.Differences`, while somebody counts
+        self.routing_counts: Tensor | None = None  # of `models.routing.RoutingMismatch`, while somebody counts
         for index, layer in enumerate(self._checked_layers()):
             if isinstance(layer.mlp, MixtureOfExperts):
                 take_engines_experts(layer, index)
                 layer.mlp.group, layer.mlp.router.normalize = grid.groups.tp, spec.normalize_router
                 layer.mlp.router.scaling = spec.routed_scaling
-                if layout.coupled > 1:
+                if layout.replicas_per_expert_copy > 1:
                     _share_experts(layer.mlp, config, grid)
         for module in self.modules():
             finish: Any = getattr(module, "finish_init", None)
@@ -186,7 +186,7 @@ def _routers_kept(chunk: PackedModel) -> PackedModel:
 
 def _share_experts(mixture: MixtureOfExperts, config: TransformerConfig, grid: Grid) -> None:
     """With other replicas: each rank routes tokens of its own, and gradients are summed over copies of the experts."""
-    mixture.senders = grid.groups.tp_ep
+    mixture.ep_group = grid.groups.tp_ep
     mark(mixture.router.weight, sequence_parallel=config.sequence_parallel)
     for parameter in mixture.experts.parameters():
         mark(parameter, allreduce=False)

@@ -18,7 +18,7 @@ from hybridflow.parallel.layout import Place
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def computed_elsewhere(
+def dispatch_and_combine(
     tokens: Tensor,
     shares: Tensor,
     experts: Tensor,

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear, softmax
 from torch.nn.utils import skip_init
 
-from hybridflow.models.expert_dispatch import computed_elsewhere
+from hybridflow.models.expert_dispatch import dispatch_and_combine
 from hybridflow.models.layers import Function
-from hybridflow.models.routing import Differences, Replay, replayed
+from hybridflow.models.routing import Replay, RoutingMismatch, replayed
 from hybridflow.parallel.layout import Place
 
 
@@ -163,7 +163,7 @@ class MixtureOfExperts(MegatronModule):
     """megatron's MLP of a layer: (tokens, 1, hidden) in, the same and no bias out.
 
     `group` (tensor parallel) and `router.normalize` are set by who builds the model; megatron hands on its config.
-    place: which part of the experts this rank has. `senders`: the ranks that share a copy of the experts, where these
+    place: which part of the experts this rank has. `ep_group`: the ranks that share a copy of the experts, where these
     are of several replicas; else None.
     replayed: (t, k), the engine's experts of the tokens that come next, all of them also with sequence parallelism.
     differences: where those are counted that the trainer would not have chosen.
@@ -188,14 +188,14 @@ class MixtureOfExperts(MegatronModule):
         if shared_size:
             self.shared_experts = SharedExpert(config, shared_size, swiglu)
         self.group: dist.ProcessGroup | None = None
-        self.senders: dist.ProcessGroup | None = None
+        self.ep_group: dist.ProcessGroup | None = None
         self._place = place
         self.replayed: Tensor | None = None
-        self.differences: Differences | None = None
+        self.differences: RoutingMismatch | None = None
 
     def forward(self, hidden: Tensor, **kwargs: object) -> tuple[Tensor, None]:
-        if self.senders is not None:
-            return self._computed_elsewhere(hidden, self.senders), None
+        if self.ep_group is not None:
+            return self._computed_elsewhere(hidden, self.ep_group), None
         if self.config.sequence_parallel:
             # what comes back of the gradient is summed below already
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
@@ -224,7 +224,7 @@ class MixtureOfExperts(MegatronModule):
         tokens = hidden.flatten(0, 1)
         shares, experts = self.router(tokens, self._own_replayed(len(tokens)))
         compute, num_held = self.experts.compute, self.experts.num_held
-        output = computed_elsewhere(
+        output = dispatch_and_combine(
             tokens, shares, experts, place=self._place, num_held=num_held, group=group, compute=compute
         )
         return output.view(hidden.shape) + self._shared(hidden) if self._has_shared else output.view(hidden.shape)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridflow.batch import RolloutBatch, offsets, sent, token_index
+from hybridflow.batch import RolloutBatch, offsets, to_device_async, token_index
 from hybridflow.models.attention import PackedSequences
 from hybridflow.models.prompt_groups import PromptGroup, micro_batch_groups, prompt_groups
 from hybridflow.models.routing import RoutedTokens, RowExperts
@@ -196,12 +196,12 @@ def _micro_batch(
     all_lengths = (*lengths.tolist(), *([missing] if missing else []))
     packed = PackedSequences.of(all_lengths, device, layout.shared(device))
     return MicroBatch(
-        input_ids=sent(input_ids, device),
-        positions=sent(positions, device),
+        input_ids=to_device_async(input_ids, device),
+        positions=to_device_async(positions, device),
         packed=packed,
-        rows=sent(rows, device),
+        rows=to_device_async(rows, device),
         where=where,
-        targets=sent(batch.input_ids[where], device),
+        targets=to_device_async(batch.input_ids[where], device),
         routed=routed,
     )
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridflow.batch import offsets, sent
+from hybridflow.batch import offsets, to_device_async
 
 Replay = Callable[[Tensor, Tensor], Tensor]  # (t, k) own choice, (t, k) the engine's -> (t, k) int64 to be taken
 
@@ -55,7 +55,7 @@ def replayed(own: Tensor, experts: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Differences:
+class RoutingMismatch:
     """Counts how often the trainer would have chosen another set of experts.
 
     counts: (2,) int64, added to in place: pairs of a token and a layer that differ, and pairs. rows: the tokens that
@@ -73,10 +73,10 @@ class Differences:
         self.counts.add_(torch.stack([differ.sum(), recorded.sum()]))
         return replayed(own, experts)
 
-    def within(self, start: int, num_tokens: int) -> "Differences":
+    def within(self, start: int, num_tokens: int) -> "RoutingMismatch":
         """Of a rank that has these tokens alone."""
         own = self.rows[(self.rows >= start) & (self.rows < start + num_tokens)] - start
-        return Differences(self.counts, own)
+        return RoutingMismatch(self.counts, own)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Routing:
     """
 
     experts: Tensor
-    differences: Differences | None = None
+    differences: RoutingMismatch | None = None
     counted: set[int] = field(default_factory=set)
 
 
@@ -134,12 +134,12 @@ def routing_of(
 ) -> Routing | None:
     """The experts of these layers, on the device of `rows`; None where there are none.
 
-    rows, counts: of `Differences`; None: nobody counts.
+    rows, counts: of `RoutingMismatch`; None: nobody counts.
     """
     if tokens is None:
         return None
-    own = sent(tokens.of_layers(layers), rows.device)
-    return Routing(own, None if counts is None else Differences(counts, rows))
+    own = to_device_async(tokens.of_layers(layers), rows.device)
+    return Routing(own, None if counts is None else RoutingMismatch(counts, rows))
 
 
 def hand_over(index: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ PIECE_BYTES = 1 << 26  # of a large tensor on its way: what the device has room 
 
 
 @dataclass(frozen=True)
-class Contribution:
+class PartialTensor:
     """What this rank knows of a (size,) tensor: values[i] at where[i]; nothing on ranks that compute none of it."""
 
     size: int
@@ -28,10 +28,10 @@ class Contribution:
     values: Tensor  # (n,), of one dtype on every rank
 
     @classmethod
-    def nothing(cls, size: int, dtype: torch.dtype = torch.float32) -> "Contribution":
+    def nothing(cls, size: int, dtype: torch.dtype = torch.float32) -> "PartialTensor":
         return cls(size, torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=dtype))
 
-    def parts(self) -> "tuple[Contribution, ...]":
+    def parts(self) -> "tuple[PartialTensor, ...]":
         return (self,)
 
     def put_together(self, wholes: Sequence[Tensor]) -> Tensor:
@@ -47,11 +47,11 @@ class Exchange:
     device: torch.device
     seconds: float = field(default=0.0)
 
-    def whole(self, contribution: Contribution) -> Tensor:
+    def whole(self, contribution: PartialTensor) -> Tensor:
         """(size,) tensor on the CPU holding every rank's values, zero where no rank has one."""
         return self.wholes([contribution])[0]
 
-    def wholes(self, contributions: Sequence[Contribution]) -> list[Tensor]:
+    def wholes(self, contributions: Sequence[PartialTensor]) -> list[Tensor]:
         """Several at once, of one dtype: one collective of all ranks."""
         sizes = [x.size for x in contributions]
         return list(self.summed(self._laid_out(contributions)).cpu().split(sizes))
@@ -89,7 +89,7 @@ class Exchange:
         """The maximum over the ranks, in place."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
-    def _laid_out(self, contributions: Sequence[Contribution]) -> Tensor:
+    def _laid_out(self, contributions: Sequence[PartialTensor]) -> Tensor:
         """What this rank knows, one after the other, zero elsewhere."""
         flat = torch.zeros(sum(x.size for x in contributions), dtype=contributions[0].values.dtype, device=self.device)
         for x, result in zip(contributions, flat.split([x.size for x in contributions]), strict=True):

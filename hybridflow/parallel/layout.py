@@ -90,7 +90,7 @@ class Layout:
             f"tp x pp x dp = {self.tp} x {self.pp} x {self.dp} does not fill {len(self.ranks)} ranks"
         )
         assert list(self.ranks) == sorted(set(self.ranks)), f"ranks must ascend: {self.ranks}"
-        assert self.expert_tp * self.ep % self.tp == 0 and self.dp % self.coupled == 0, (
+        assert self.expert_tp * self.ep % self.tp == 0 and self.dp % self.replicas_per_expert_copy == 0, (
             f"etp x ep = {self.expert_tp} x {self.ep} must be a multiple of tp = {self.tp} that divides "
             f"tp x dp = {self.tp} x {self.dp}"
         )
@@ -101,7 +101,7 @@ class Layout:
         return expert_tensor_parallel(self.tp, self.ep, self.etp)
 
     @property
-    def coupled(self) -> int:
+    def replicas_per_expert_copy(self) -> int:
         """Replicas that share one copy of the experts, neighbours in dp."""
         return self.expert_tp * self.ep // self.tp
 
@@ -114,7 +114,7 @@ class Layout:
 
     def place_index(self, group: Group, at: TrainingCoordinates) -> int:
         """Which of `places` the rank there holds."""
-        return at.tp if group == "dense" else at.dp % self.coupled * self.tp + at.tp
+        return at.tp if group == "dense" else at.dp % self.replicas_per_expert_copy * self.tp + at.tp
 
     def place(self, group: Group, at: TrainingCoordinates) -> Place:
         return self.places(group)[self.place_index(group, at)]
@@ -124,15 +124,17 @@ class Layout:
         if group == "dense":
             return near._replace(tp=index)
         replica, tp = divmod(index, self.tp)
-        return near._replace(tp=tp, dp=near.dp // self.coupled * self.coupled + replica)
+        return near._replace(
+            tp=tp, dp=near.dp // self.replicas_per_expert_copy * self.replicas_per_expert_copy + replica
+        )
 
     def copies(self, group: Group) -> int:
         """How many copies of the weights there are."""
-        return self.dp if group == "dense" else self.dp // self.coupled
+        return self.dp if group == "dense" else self.dp // self.replicas_per_expert_copy
 
     def copy_index(self, group: Group, at: TrainingCoordinates) -> int:
         """Which of the copies the rank there has a part of."""
-        return at.dp if group == "dense" else at.dp // self.coupled
+        return at.dp if group == "dense" else at.dp // self.replicas_per_expert_copy
 
     @cached_property
     def _index(self) -> dict[int, int]:

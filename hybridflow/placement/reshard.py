@@ -87,7 +87,11 @@ class ReshardForecast:
         """All that `_Local` depends on: where it receives from first, its place in its engine."""
         origin, rollout = self._plan.origin(rank), self._plan.rollout
         engine = rollout.coordinates(rank)[1:] if rank in rollout else None
-        return rank in self._plan.train, origin._replace(dp=origin.dp % self._plan.train.coupled), engine
+        return (
+            rank in self._plan.train,
+            origin._replace(dp=origin.dp % self._plan.train.replicas_per_expert_copy),
+            engine,
+        )
 
     def _local(self, rank: int) -> _Local:
         key = self._key(rank)
@@ -99,7 +103,7 @@ class ReshardForecast:
                 for source, piece in operation.pieces:
                     if source != rank:
                         at = train.coordinates(source)
-                        at = at._replace(dp=at.dp % train.coupled)
+                        at = at._replace(dp=at.dp % train.replicas_per_expert_copy)
                         pieces[self._bucket[name], at].append((operation.weight, piece))
             received = {key: tuple(parcels_of(found)) for key, found in pieces.items()}
             buffers: Counter[int] = Counter()
@@ -128,7 +132,7 @@ class ReshardForecast:
                     packed[key] = [
                         (content(parcel), _elements(parcel)) for parcel in parcels if not self._is_whole(parcel)
                     ]
-                at = source._replace(dp=dp - dp % train.coupled + source.dp)
+                at = source._replace(dp=dp - dp % train.replicas_per_expert_copy + source.dp)
                 found[train.rank_at(at)][bucket].update(packed[key])
         return found
 
@@ -204,7 +208,11 @@ class EngineHoldings:
     def standing(self, rank: int) -> _Kind:
         """All that `of` depends on."""
         origin, engine = self._plan.origin(rank), self._plan.rollout.coordinates(rank)
-        return rank in self._plan.train, origin._replace(dp=origin.dp % self._plan.train.coupled), engine[1:]
+        return (
+            rank in self._plan.train,
+            origin._replace(dp=origin.dp % self._plan.train.replicas_per_expert_copy),
+            engine[1:],
+        )
 
     def _count(self, rank: int) -> tuple[int, int]:
         outlines = self._plan.outlines(rank)

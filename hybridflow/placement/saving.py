@@ -156,7 +156,7 @@ class _Stage:
     def _buffers(self, chunk: list[Weight]) -> Iterator[tuple[list[Weight], int]]:
         """(weights, holders of copies) of megatron's buffers: experts that replicas share have their own."""
         layout = self.model.layout
-        if layout.coupled == 1:
+        if layout.replicas_per_expert_copy == 1:
             yield chunk, layout.dp
             return
         for group in GROUPS:

@@ -149,7 +149,7 @@ class ReshardPlan:
 
     def _standing(self, rank: int) -> _Standing:
         engine, origin = self._generating.get(rank), self.origin(rank)
-        within = origin._replace(dp=origin.dp % self.train.coupled)
+        within = origin._replace(dp=origin.dp % self.train.replicas_per_expert_copy)
         return _Standing(None if engine is None else (engine.pp, engine.tp), within, rank in self.train)
 
     def _corner(self, kind: Kind, origin: TrainingCoordinates, engine_tp: int) -> tuple[Place, Place]:
@@ -288,7 +288,7 @@ class ReshardPlan:
         """The engine ranks that the replicas of each copy of the experts serve."""
         found = defaultdict(list)
         for rank in self.rollout.ranks:
-            found[self.origin(rank).dp // self.train.coupled].append(rank)
+            found[self.origin(rank).dp // self.train.replicas_per_expert_copy].append(rank)
         return found
 
     def origin(self, rank: int) -> TrainingCoordinates:
@@ -345,7 +345,7 @@ class ReshardPlan:
             return ()
         return tuple(
             (receiver, piece)
-            for receiver in self._receivers[self.origin(rank).dp // self.train.coupled]
+            for receiver in self._receivers[self.origin(rank).dp // self.train.replicas_per_expert_copy]
             if receiver != rank and self._generates(receiver, kind)
             for source, piece in self._pieces(kind, receiver)
             if source == rank

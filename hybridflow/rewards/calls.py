@@ -18,7 +18,7 @@ import torch
 
 from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.errors import RewardError
-from hybridflow.parallel.exchange import Contribution
+from hybridflow.parallel.exchange import PartialTensor
 from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.rewards.pool import Outcome, Pool, Rows
 from hybridflow.roles.precomputed_scores import NOBODY
@@ -42,9 +42,9 @@ class Group:
 class FunctionScores:
     """Of a function, (N,) each: its parts, the seconds that a row took, and which rows have failed (FAILURES)."""
 
-    parts: tuple[Contribution, ...]
-    seconds: Contribution
-    failures: Contribution
+    parts: tuple[PartialTensor, ...]
+    seconds: PartialTensor
+    failures: PartialTensor
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,9 @@ class FunctionCaller:
             "rows": list(rows),
         }
 
-    def _contribution(self, size: int, rows: list[int], values: Sequence[float]) -> Contribution:
+    def _contribution(self, size: int, rows: list[int], values: Sequence[float]) -> PartialTensor:
         where, found = torch.tensor(rows, dtype=torch.int64), torch.tensor(values, dtype=torch.float32)
-        return Contribution(size, where, found)
+        return PartialTensor(size, where, found)
 
     def _show(self, function: int, outcomes: Sequence[Outcome]) -> None:
         """On this rank: what was printed; and why rows have failed, where that does not end the run."""

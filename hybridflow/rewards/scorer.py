@@ -18,7 +18,7 @@ from hybridflow.batch import PromptBatch, RolloutBatch
 from hybridflow.config import RewardConfig
 from hybridflow.config.environment import EnvironmentConfig
 from hybridflow.config.length_buckets import LengthBuckets
-from hybridflow.parallel.exchange import Contribution
+from hybridflow.parallel.exchange import PartialTensor
 from hybridflow.recording.measure import Stopwatch
 from hybridflow.rewards.calls import FAILURES, FunctionCaller, FunctionScores, RolloutCalls
 from hybridflow.rewards.specs import function_names, function_weights
@@ -43,12 +43,12 @@ class Scores:
     functions: of each function of the sum, what its calls have taken and which rows have failed.
     """
 
-    terms: tuple[Contribution, ...]
+    terms: tuple[PartialTensor, ...]
     weights: tuple[float, ...]
     names: tuple[str, ...]
     functions: tuple[FunctionScores, ...] = ()
 
-    def parts(self) -> tuple[Contribution, ...]:
+    def parts(self) -> tuple[PartialTensor, ...]:
         """All that is exchanged: the terms, then what the functions took, then their failures."""
         seconds = tuple(function.seconds for function in self.functions)
         return (*self.terms, *seconds, *(function.failures for function in self.functions))
@@ -187,14 +187,14 @@ def environment_parts(config: EnvironmentConfig) -> tuple[str, ...]:
     return tuple(f"environment/{part}" for part in config.parts) or ("environment",)
 
 
-def environment_terms(rollout: RolloutBatch, rank: int, world_size: int) -> tuple[Contribution, ...]:
+def environment_terms(rollout: RolloutBatch, rank: int, world_size: int) -> tuple[PartialTensor, ...]:
     """A term of each part of an environment's reward, which all ranks know.
 
     A row that has failed has the mean of the others of its prompt. Nothing counts that number.
     """
     own = torch.arange(len(rollout))[rank::world_size]
     columns = [_filled(column, rollout.prompt_indices) for column in rollout.environment_rewards.unbind(1)]
-    return tuple(Contribution(len(rollout), own, column[own]) for column in columns)
+    return tuple(PartialTensor(len(rollout), own, column[own]) for column in columns)
 
 
 def _filled(rewards: Tensor, groups: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridflow.architecture.spec import ModelSpec
 from hybridflow.architecture.weights import Weight
-from hybridflow.batch import RolloutBatch, sent, token_index
+from hybridflow.batch import RolloutBatch, to_device_async, token_index
 from hybridflow.config import TrainedRoleConfig
 from hybridflow.models import pipeline
 from hybridflow.models.build import PackedModel, build_model
@@ -30,7 +30,7 @@ from hybridflow.models.optimizer import TrainedModel, learning_rate
 from hybridflow.models.pipeline import Output, Readout
 from hybridflow.models.prompt_groups import replica_rows
 from hybridflow.models.routing import RowExperts
-from hybridflow.parallel.exchange import Contribution, Exchange
+from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.parallel.grid import Grid, ProcessGroups
 from hybridflow.parallel.platform import Platform, overlaps_exchanges, rounded_rows
 from hybridflow.placement.placed import PlacedModel
@@ -133,7 +133,7 @@ class Role:
         ]
         if one and not micro_batches:
             micro_batches = [filler(padded, self._platform.device)]
-        if self.grid.layout.coupled > 1:  # replicas that share experts compute together, pass by pass
+        if self.grid.layout.replicas_per_expert_copy > 1:  # replicas that share experts compute together, pass by pass
             lacking = self._most_passes(len(micro_batches)) - len(micro_batches)
             micro_batches += [filler(padded, self._platform.device) for _ in range(lacking)]
         if self.grid.layout.vpp > 1:  # the interleaved schedule takes them in groups of pp
@@ -146,12 +146,12 @@ class Role:
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.grid.groups.tp_ep)
         return int(most)
 
-    def _token_results(self, batch: RolloutBatch, readout: Readout, some: Tensor | None = None) -> Contribution:
+    def _token_results(self, batch: RolloutBatch, readout: Readout, some: Tensor | None = None) -> PartialTensor:
         """Of (T,) float32: `readout`'s "out" for every response token. some: of these rows alone, others are zero."""
         size = len(batch.input_ids)
         return self._results(batch, prediction_micro_batches, _token_places, size, readout=readout, some=some)
 
-    def _sequence_results(self, batch: RolloutBatch, readout: Readout) -> Contribution:
+    def _sequence_results(self, batch: RolloutBatch, readout: Readout) -> PartialTensor:
         """Of (N,) float32: `readout`'s "out" for every sequence."""
         return self._results(batch, self._of_sequences, _sequence_places, len(batch), readout=readout)
 
@@ -168,10 +168,10 @@ class Role:
         *,
         readout: Readout,
         some: Tensor | None = None,
-    ) -> Contribution:
+    ) -> PartialTensor:
         """What this replica has computed ahead, whose units are of the same rows, and what it computes now."""
         if not self.grid.inside:
-            return Contribution.nothing(size)
+            return PartialTensor.nothing(size)
         ahead = self.ahead if self.ahead is not None and self.ahead.covers(batch, some) else None
         read = _read_by(make, batch)
         if ahead is None:
@@ -189,8 +189,8 @@ class Role:
             where += [places(batch, its)[known.where] for its, known in ahead.own_results()]
             values += [known.values for _, known in ahead.own_results()]
         if not where:
-            return Contribution.nothing(size)
-        return Contribution(size, torch.cat(where), torch.cat(values))
+            return PartialTensor.nothing(size)
+        return PartialTensor(size, torch.cat(where), torch.cat(values))
 
 
 def _read_by(make: MakeMicroBatches, batch: RolloutBatch) -> RolloutBatch:
@@ -286,7 +286,7 @@ class TrainedRole(Role):
 
         def loss(output: Output, mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             each, known = per_output(output, mb)
-            total = (each * sent(weights[mb.where], each.device)).sum()
+            total = (each * to_device_async(weights[mb.where], each.device)).sum()
             self._losses.append((mb.where, each.detach()))
             finite = 1 + 0 * total.detach()  # 1, or NaN: a loss that is not finite leaves no gradient that is
             sums = {name: known[name].detach().sum() for name in names}

@@ -34,7 +34,7 @@ from hybridflow.rollout.engine import Response, RolloutEngine
 from hybridflow.rollout.generation import RolloutListener, generate
 from hybridflow.rollout.patches import join_groups
 from hybridflow.rollout.runner import second_runner
-from hybridflow.rollout.turns import Agreement, Answers, TurnCounts, TurnTaking
+from hybridflow.rollout.turns import Answers, LeaderBroadcast, TurnCounts, TurnTaking
 
 
 class EnvironmentRows(Protocol):
@@ -62,7 +62,7 @@ class EnvironmentTurns:
     """leads: this rank is the first of its engine replica, and so the one that asks."""
 
     environments: EnvironmentRows
-    agreement: Agreement
+    agreement: LeaderBroadcast
     leads: bool
 
     def of(self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]) -> TurnTaking:
@@ -138,7 +138,7 @@ class Generator:
         replicas, rank = self.layout.replicas, self._platform.rank
         group = groups.own(replicas) if len(replicas[0]) > 1 else None
         leader = replicas[self.layout.coordinates(rank).replica][0] if rank in self.layout else rank
-        agreement = Agreement(group, leader, self._exchange.device)
+        agreement = LeaderBroadcast(group, leader, self._exchange.device)
         return EnvironmentTurns(environments, agreement, leads=rank in self.layout and rank == leader)
 
     def _hooks_routers(self) -> bool:

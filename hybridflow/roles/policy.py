@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.loss_mean import token_sum
-from hybridflow.batch import RolloutBatch, Tokens, sent
+from hybridflow.batch import RolloutBatch, Tokens, to_device_async
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.models.micro_batch import MicroBatch
 from hybridflow.models.named_weights import named_weights
 from hybridflow.models.output_layer import Outputs
 from hybridflow.models.pipeline import Readout
 from hybridflow.models.routing import RoutingSizes, RowExperts
-from hybridflow.parallel.exchange import Contribution, Exchange
+from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.parallel.vocab import Temperature, vocab_kernels
 from hybridflow.placement.placed import PlacedModel
 from hybridflow.roles.base import PerOutputLoss, Role, RunContext, StepReport, TrainedRole
@@ -33,7 +33,7 @@ class Reference(Role):
         for chunk in self.chunks:
             chunk.requires_grad_(False)
 
-    def log_probs(self, batch: RolloutBatch) -> Contribution:
+    def log_probs(self, batch: RolloutBatch) -> PartialTensor:
         """Of (T,): log-probs of the response tokens, at the sampling temperature."""
         with self._watch.phase("reference"):
             return self._token_results(batch, _log_probs(self, batch))
@@ -78,7 +78,7 @@ class Actor(TrainedRole):
         self.routing_counts.zero_()
         self._first_step_counts = True
 
-    def log_probs(self, batch: RolloutBatch, some: Tensor | None = None) -> Contribution:
+    def log_probs(self, batch: RolloutBatch, some: Tensor | None = None) -> PartialTensor:
         """Of (T,): log-probs of the response tokens, at the sampling temperature.
 
         some: (n,) int64, of these rows alone; the others' are zero.
@@ -156,7 +156,7 @@ def _temperatures(temperature: SamplingTemperature, batch: RolloutBatch) -> Call
         return lambda micro_batch: temperature.values[0]
     of_rows = torch.tensor(temperature.each(batch.prompt_lengths.tolist()), dtype=torch.float32)
     of_tokens = of_rows.repeat_interleave(batch.lengths)  # (T,)
-    return lambda micro_batch: sent(of_tokens[micro_batch.where], micro_batch.targets.device)
+    return lambda micro_batch: to_device_async(of_tokens[micro_batch.where], micro_batch.targets.device)
 
 
 def _log_probs_and_entropy(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridflow.batch import RolloutBatch, balanced_partition
 from hybridflow.models.prompt_groups import prompt_groups
-from hybridflow.parallel.exchange import Contribution
+from hybridflow.parallel.exchange import PartialTensor
 
 NOBODY = -1
 UNEVEN = 1.15
@@ -96,11 +96,11 @@ class PrecomputedScores:
 
     def __init__(self, units: ScoringUnits) -> None:
         self.units = units
-        self.known: dict[int, Contribution] = {}
+        self.known: dict[int, PartialTensor] = {}
         self._rollout: RolloutBatch | None = None
         self._left: list[list[int]] = []
 
-    def keep(self, unit: int, contribution: Contribution) -> None:
+    def keep(self, unit: int, contribution: PartialTensor) -> None:
         """Store the scores of a unit on this rank, which contributes them to the whole."""
         self.known[unit] = contribution
 
@@ -121,7 +121,7 @@ class PrecomputedScores:
         wanted = range(len(batch)) if some is None else some.sort().values.tolist()
         return sorted(row for rows in self.units.rows for row in rows) == list(wanted)
 
-    def own_results(self) -> list[tuple[Tensor, Contribution]]:
+    def own_results(self) -> list[tuple[Tensor, PartialTensor]]:
         """(rows of the unit, scores) of each unit that this rank has kept."""
         return [(torch.tensor(self.units.rows[unit], dtype=torch.int64), kept) for unit, kept in self.known.items()]
 

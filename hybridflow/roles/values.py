@@ -8,11 +8,11 @@ from torch import Tensor
 from hybridflow.algorithms.loss_mean import LossMean
 from hybridflow.architecture.weight_files import open_checkpoint
 from hybridflow.architecture.weights import VALUE_HEAD
-from hybridflow.batch import RolloutBatch, Tokens, sent
+from hybridflow.batch import RolloutBatch, Tokens, to_device_async
 from hybridflow.config import RewardModelConfig
 from hybridflow.errors import CheckpointError
 from hybridflow.models.micro_batch import MicroBatch
-from hybridflow.parallel.exchange import Contribution
+from hybridflow.parallel.exchange import PartialTensor
 from hybridflow.placement.placed import PlacedModel
 from hybridflow.roles.base import PerOutputLoss, Role, RunContext, StepReport, TrainedRole
 from hybridflow.roles.objectives import ValueObjective
@@ -24,7 +24,7 @@ class Critic(TrainedRole):
     def __init__(self, placed: PlacedModel, *, world: RunContext) -> None:
         super().__init__(placed, world=world, bucket_bytes=None)
 
-    def values(self, batch: RolloutBatch) -> Contribution:
+    def values(self, batch: RolloutBatch) -> PartialTensor:
         """Of (T,): values at the response tokens."""
         with self._watch.phase("values"):
             return self._token_results(batch, _as_is)
@@ -57,7 +57,7 @@ class RewardModel(Role):
             chunk.requires_grad_(False)
         self.weight = placed.config.weight
 
-    def scores(self, batch: RolloutBatch) -> Contribution:
+    def scores(self, batch: RolloutBatch) -> PartialTensor:
         """Of (N,): scores of the sequences."""
         return self._sequence_results(batch, _as_is)
 
@@ -68,7 +68,7 @@ class TrainedRewardModel(TrainedRole):
     def __init__(self, placed: PlacedModel, *, world: RunContext, head_seed: int) -> None:
         super().__init__(placed, world=world, bucket_bytes=None, head_seed=head_seed)
 
-    def scores(self, batch: RolloutBatch) -> Contribution:
+    def scores(self, batch: RolloutBatch) -> PartialTensor:
         """Of (N,): scores of the sequences."""
         with self._watch.phase("scores"):
             return self._sequence_results(batch, _as_is)
@@ -86,7 +86,7 @@ def _linear(gradients: Tensor) -> PerOutputLoss:
     """sum_i g_i s_i."""
 
     def per_sequence(scores: Tensor, mb: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        return scores * sent(gradients[mb.where], scores.device), {}
+        return scores * to_device_async(gradients[mb.where], scores.device), {}
 
     return per_sequence
 

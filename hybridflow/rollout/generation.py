@@ -18,7 +18,7 @@ from hybridflow.batch import (
 )
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.errors import RewardError
-from hybridflow.parallel.exchange import Contribution, Exchange
+from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.parallel.seeds import request_seed
 from hybridflow.rollout.engine import Request, Response, RolloutEngine
@@ -173,8 +173,8 @@ def _whole(
     """Every replica's rows in one batch. The tokens of a replica are those of its first rank."""
     num_rows, where = int(num_samples.sum()), torch.tensor(rows, dtype=torch.int64)
 
-    def part(size: int, at: Tensor, values: Sequence[float], dtype: torch.dtype) -> Contribution:
-        return Contribution(size, at, torch.tensor(values, dtype=dtype))
+    def part(size: int, at: Tensor, values: Sequence[float], dtype: torch.dtype) -> PartialTensor:
+        return PartialTensor(size, at, torch.tensor(values, dtype=dtype))
 
     counts, truncated = exchange.wholes(
         [

@@ -25,7 +25,7 @@ HEAD = 6  # numbers of a reply before its tokens
 
 
 @dataclass(frozen=True)
-class Reply:
+class TurnEvent:
     """What is answered to a turn of a row: tokens behind it and how many the next turn may have, or the row's end.
 
     token_ids: behind the turn, also where the row ends. truncated: the row has ended at a limit. rewards: NaN of a row
@@ -88,14 +88,14 @@ class Answers(Protocol):
     ) -> None:
         """A turn of the model has ended, with a log-prob for each token; truncated: at its limit of tokens."""
 
-    def replies(self, *, wait: bool) -> list[Reply]:
+    def replies(self, *, wait: bool) -> list[TurnEvent]:
         """Those that have come. wait: until there is one."""
 
     def end(self) -> None:
         """No row is under way any more."""
 
 
-class Agreement:
+class LeaderBroadcast:
     """Of the ranks of an engine replica: the first one's list of replies, on all of them."""
 
     def __init__(self, group: dist.ProcessGroup | None, leader: int, device: torch.device) -> None:
@@ -103,7 +103,7 @@ class Agreement:
         self._group, self._leader, self._device = group, leader, device
         self.leads = group is None or dist.get_rank() == leader
 
-    def on_all(self, replies: Sequence[Reply]) -> list[Reply]:
+    def on_all(self, replies: Sequence[TurnEvent]) -> list[TurnEvent]:
         """Those of the first rank; rewards stay with it."""
         if self._group is None:
             return list(replies)
@@ -131,7 +131,7 @@ class Agreement:
         return [int(number) for number in tensor.tolist()]
 
 
-def _packed(replies: Sequence[Reply]) -> list[int]:
+def _packed(replies: Sequence[TurnEvent]) -> list[int]:
     return [
         number
         for reply in replies
@@ -147,12 +147,12 @@ def _packed(replies: Sequence[Reply]) -> list[int]:
     ]
 
 
-def _unpacked(numbers: list[int]) -> list[Reply]:
+def _unpacked(numbers: list[int]) -> list[TurnEvent]:
     found, at = [], 0
     while at < len(numbers):
         row, branch, most, ends, how, size = numbers[at : at + HEAD]
         ids = tuple(numbers[at + HEAD : at + HEAD + size])
-        told = Reply(row, ids, most, bool(ends), bool(how & 1), failed=bool(how & 2), drops=bool(how & 4))
+        told = TurnEvent(row, ids, most, bool(ends), bool(how & 1), failed=bool(how & 2), drops=bool(how & 4))
         found.append(replace(told, branch=branch))
         at += HEAD + size
     return found
@@ -231,7 +231,7 @@ class _Row:
         """Of a branch, the row's prompt included."""
         return len(self.branches[number].token_ids) + (0 if number else len(self._first.prompt))
 
-    def response(self, last: Reply) -> Response:
+    def response(self, last: TurnEvent) -> Response:
         """Branches in which the model has said nothing are left out, and of a row that has failed all but the first.
 
         After one that begins with the row's prompt they stand in an order of their own, shortest beginnings first: an
@@ -264,7 +264,7 @@ def _order(branch: _Branch) -> tuple[int, list[int]]:
 class TurnTaking:
     """How the rows of a replica take turns. answers: on its first rank. several: a row may have several sequences."""
 
-    agreement: Agreement
+    agreement: LeaderBroadcast
     answers: Answers | None
     counts: TurnCounts
     several: bool = False
@@ -307,7 +307,7 @@ class TurnTaking:
             self.answers.end()
         engine.settle()
 
-    def _agreed(self, *, wait: bool) -> list[Reply]:
+    def _agreed(self, *, wait: bool) -> list[TurnEvent]:
         return self.agreement.on_all(self.answers.replies(wait=wait) if self.answers is not None else ())
 
     def _add(
@@ -323,7 +323,7 @@ class TurnTaking:
         name = f"{number}.{branch}.{row.branches[branch].asked}"
         engine.add(name, request, params[request.bucket], max_tokens=most)
 
-    def _drop(self, engine: RolloutEngine, reply: Reply, row: _Row) -> None:
+    def _drop(self, engine: RolloutEngine, reply: TurnEvent, row: _Row) -> None:
         for number, branch in enumerate(row.branches):
             if branch.speaks if reply.ends else number == reply.branch:
                 if branch.speaks:

@@ -1,6 +1,6 @@
 """Agents that do at random what agents do: a row has what its agent was told, each answer behind what was asked.
 
-Sub-agents ask at the same time, histories are cut, clients hang up and ask again. Door, sessions and turns are real;
+Sub-agents ask at the same time, histories are cut, clients hang up and ask again. Server, sessions and turns are real;
 the engine stands in, and draws tokens by the prompt and the seed.
 """
 
@@ -27,7 +27,7 @@ from hybridflow.data.templates import ChatTemplate
 from hybridflow.rewards.pool import Answer
 from hybridflow.rollout import turns
 from hybridflow.rollout.engine import Request, Response
-from hybridflow.rollout.turns import Agreement, TurnTaking
+from hybridflow.rollout.turns import LeaderBroadcast, TurnTaking
 from tests.agents.test_sessions import AGAIN, END_ID, TOKENIZER, GivenAgents
 from tests.environments.tiny_chat import END
 
@@ -203,10 +203,10 @@ def test_a_row_has_what_its_agent_was_told(seed: int, monkeypatch: pytest.Monkey
     nothing, rows = torch.zeros(0, dtype=torch.int64), range(rng.randint(1, 6))
     prompts = PromptBatch(nothing, torch.tensor([0]), ("",), {}, (None,))
     sessions = agents.conversations(prompts, torch.tensor([len(rows)]), always(MOST_BEHIND), (1,))
-    taking = TurnTaking(Agreement(None, 0, torch.device("cpu")), sessions, agents.counts, several)
+    taking = TurnTaking(LeaderBroadcast(None, 0, torch.device("cpu")), sessions, agents.counts, several)
     found = dict(taking.stream(Drawn(rng), [Request([], seed=row) for row in rows], rows, [None]))
     pool.wait(meanwhile=sessions.end)
-    agents.door.close()
+    agents.chat_server.close()
     assert sorted(found) == list(rows)
     for row, response in found.items():
         if math.isnan(response.rewards[0]):

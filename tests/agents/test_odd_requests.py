@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hybridflow.agents.chat_requests import asked_for
-from hybridflow.agents.door import MOST_NESTED, parsed_body
+from hybridflow.agents.chat_server import MOST_NESTED, parsed_body
 from hybridflow.data.rows import RowError
 from tests.agents.odd_requests import PLAIN, OddRows, odd_bodies
 

@@ -18,7 +18,7 @@ from hybridflow.config.length_buckets import always
 from hybridflow.data.continuations import Continuations
 from hybridflow.data.templates import ChatTemplate
 from hybridflow.rewards.pool import Answer
-from hybridflow.rollout.turns import Reply
+from hybridflow.rollout.turns import TurnEvent
 from tests.environments.tiny_chat import END, make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -91,7 +91,7 @@ class Rows:
         body = {"model": "policy", "token_ids": token_ids, "sampling_params": {"logprobs": 1, **sampling}}
         return self.threads.submit(httpx.post, url, json=body, timeout=60)
 
-    def replies(self) -> list[Reply]:
+    def replies(self) -> list[TurnEvent]:
         return self.sessions.replies(wait=True)
 
 
@@ -118,17 +118,17 @@ def said(answer: Future[httpx.Response]) -> dict[str, Any]:
 
 def test_a_request_is_tokens_and_a_limit(rows: Rows) -> None:
     first = rows.ask(USER, max_tokens=5)
-    assert rows.replies() == [Reply(0, FIRST, 5)]
+    assert rows.replies() == [TurnEvent(0, FIRST, 5)]
     rows.sessions.said(0, ids(f"3{END}"), [-0.5] * len(ids(f"3{END}")), truncated=False)
     message = said(first)
     assert (message["role"], message["content"]) == ("assistant", "3")
     assert first.result().json()["usage"] == {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
     rows.ask(USER, message, {"role": "user", "content": "no"})
     more = ids(f"<|user|>no{END}<|assistant|>")
-    assert rows.replies() == [Reply(0, more, 32 - 2 - len(more))]
+    assert rows.replies() == [TurnEvent(0, more, 32 - 2 - len(more))]
     rows.sessions.said(0, ids("45"), [-0.5] * len(ids("45")), truncated=True)
     rows.pool.returned = {0: Answer({"reward": [1.5]}, "", 0.0, "")}
-    assert rows.replies() == [Reply(0, ends=True, truncated=True, rewards=(1.5,))]
+    assert rows.replies() == [TurnEvent(0, ends=True, truncated=True, rewards=(1.5,))]
     assert rows.pool.finished == [0]
 
 
@@ -139,13 +139,13 @@ def test_a_text_that_is_no_text_is_refused(rows: Rows) -> None:
     answer = httpx.post(f"{rows.pool.urls[0]}/chat/completions", content=body, timeout=60)
     assert answer.status_code == 400 and "which is no character" in answer.text
     rows.ask(USER)
-    assert replies.result(60) == [Reply(0, FIRST, 32)]
+    assert replies.result(60) == [TurnEvent(0, FIRST, 32)]
 
 
 def test_a_request_may_be_token_ids(rows: Rows) -> None:
     """All of a row each time: what is behind the row's own tokens is new. Then the agent goes on with tokens alone."""
     first = rows.ask_tokens(list(FIRST), max_tokens=3, temperature=0.2)
-    assert rows.replies() == [Reply(0, FIRST, 3)]
+    assert rows.replies() == [TurnEvent(0, FIRST, 3)]
     own = ids(f"3{END}")
     rows.sessions.said(0, own, [-0.25, -1.5], truncated=False)
     body = first.result(60).json()
@@ -165,7 +165,7 @@ def test_a_request_may_be_token_ids(rows: Rows) -> None:
     ]
     more = ids(f"<|user|>no{END}<|assistant|>")
     second = rows.ask_tokens([*FIRST, *own, *more])
-    assert rows.replies() == [Reply(0, more, 32 - 2 - len(more))]
+    assert rows.replies() == [TurnEvent(0, more, 32 - 2 - len(more))]
     rows.sessions.said(0, ids("45"), [-1.0, -1.0], truncated=True)
     assert second.result(60).json()["choices"][0]["finish_reason"] == "length"
     rows.ask(USER, {"role": "assistant", "content": "3"}, {"role": "user", "content": "no"})
@@ -209,7 +209,7 @@ def test_token_ids_that_are_not_the_rows_fail_the_row(rows: Rows) -> None:
 def test_a_row_without_a_token_left_is_cut_whatever_its_agent_raises(by_tokens: bool, rows: Rows) -> None:
     own, more = ids(f"3{END}"), "0" * 32
     first = rows.ask_tokens(list(FIRST)) if by_tokens else rows.ask(USER)
-    assert rows.replies() == [Reply(0, FIRST, 32)]
+    assert rows.replies() == [TurnEvent(0, FIRST, 32)]
     rows.sessions.said(0, own, [-0.5] * len(own), truncated=False)
     assert first.result(60).status_code == 200
     if by_tokens:
@@ -221,12 +221,12 @@ def test_a_row_without_a_token_left_is_cut_whatever_its_agent_raises(by_tokens: 
     assert second.result().status_code == 400
     assert second.result().json()["error"]["code"] == "context_length_exceeded"
     rows.pool.returned = {0: Answer(None, "the agent raised BadRequestError: ", 0.0, "")}
-    assert rows.replies() == [Reply(0, ends=True, truncated=True, rewards=(0.0,))]
+    assert rows.replies() == [TurnEvent(0, ends=True, truncated=True, rewards=(0.0,))]
 
 
 def test_a_second_request_while_the_model_answers_fails_the_row(rows: Rows) -> None:
     rows.ask(USER)
-    assert rows.replies() == [Reply(0, FIRST, 32)]
+    assert rows.replies() == [TurnEvent(0, FIRST, 32)]
     second = rows.ask(USER, USER)
     [reply] = rows.replies()
     assert (reply.ends, reply.failed, reply.drops, reply.token_ids) == (True, True, True, (END_ID, END_ID))
@@ -237,13 +237,13 @@ def test_a_second_request_while_the_model_answers_fails_the_row(rows: Rows) -> N
 def test_a_request_that_comes_again_takes_the_place_of_the_first(rows: Rows) -> None:
     """While the model answers, and after its answer was lost."""
     first = rows.ask(USER)
-    assert rows.replies() == [Reply(0, FIRST, 32)]
+    assert rows.replies() == [TurnEvent(0, FIRST, 32)]
     rows.ask(USER, headers=AGAIN)
-    assert rows.replies() == [Reply(0, drops=True), Reply(0, FIRST, 32)]
+    assert rows.replies() == [TurnEvent(0, drops=True), TurnEvent(0, FIRST, 32)]
     assert first.result(60).json()["error"]["code"] == "repeated"
     rows.sessions.said(0, ids(f"3{END}"), [-0.5] * len(ids(f"3{END}")), truncated=False)
     third = rows.ask(USER, headers=AGAIN)
-    assert rows.replies() == [Reply(0, drops=True), Reply(0, FIRST, 32)]
+    assert rows.replies() == [TurnEvent(0, drops=True), TurnEvent(0, FIRST, 32)]
     rows.sessions.said(0, ids(f"4{END}"), [-0.5] * len(ids(f"4{END}")), truncated=False)
     assert said(third)["content"] == "4"
 
@@ -267,7 +267,7 @@ def test_a_client_that_has_left_may_ask_the_same_again(rows: Rows, capsys: pytes
     speak(rows, THREE)
     first.result(60)  # its connection ends with that
     again = rows.ask(USER)
-    assert rows.replies() == [Reply(0, drops=True), Reply(0, FIRST, 32)]
+    assert rows.replies() == [TurnEvent(0, drops=True), TurnEvent(0, FIRST, 32)]
     speak(rows, FOUR)
     assert said(again)["content"] == "4"
     assert "asks the same again: the row has the later answer alone" in capsys.readouterr().err
@@ -280,7 +280,7 @@ def test_an_agent_that_returns_while_the_model_answers_ends_the_turn(rows: Rows)
     rows.ask(USER, said(asked), {"role": "user", "content": "no"})
     rows.replies()
     rows.pool.returned = {0: Answer({"reward": [1.0]}, "", 0.0, "")}
-    assert rows.replies() == [Reply(0, ends=True, rewards=(1.0,), drops=True)]
+    assert rows.replies() == [TurnEvent(0, ends=True, rewards=(1.0,), drops=True)]
 
 
 def test_a_row_that_has_ended_answers_nobody() -> None:
@@ -303,11 +303,11 @@ def test_rows_that_are_left_when_a_rollout_has_no_time_left_fail() -> None:
     rows.pool.most_at_once = 3
     for row in (0, 2):
         rows.ask(USER, row=row)
-        assert rows.replies() == [Reply(row, FIRST, 32)]
+        assert rows.replies() == [TurnEvent(row, FIRST, 32)]
     rows.sessions.said(2, THREE, [-0.5] * len(THREE), truncated=False)
     rows.pool.returned = {2: Answer({"reward": [1.0]}, "", 0.0, "")}
-    assert rows.replies() == [Reply(2, ends=True, rewards=(1.0,))]
-    failed: list[Reply] = []
+    assert rows.replies() == [TurnEvent(2, ends=True, rewards=(1.0,))]
+    failed: list[TurnEvent] = []
     while len(failed) < 3:
         failed += rows.replies()
     assert [(reply.row, reply.failed, reply.drops) for reply in failed] == [
@@ -326,7 +326,7 @@ def test_times_are_looked_at() -> None:
         rows = Rows(**limit)
         if asks:
             rows.ask(USER)
-            assert rows.replies() == [Reply(0, FIRST, 32)]
+            assert rows.replies() == [TurnEvent(0, FIRST, 32)]
         [reply] = rows.replies()
         assert reply.failed and reply.drops == asks
         rows.door.close()
@@ -354,21 +354,21 @@ def speak(rows: Rows, token_ids: tuple[int, ...], branch: int = 0, *, truncated:
 def test_another_conversation_begins_a_branch_and_each_goes_on_by_itself(branching: Rows) -> None:
     """A sub-agent asks while the model answers the agent; 48 tokens are in each sequence."""
     main = branching.ask(USER)
-    assert branching.replies() == [Reply(0, FIRST, 48 - len(FIRST))]
+    assert branching.replies() == [TurnEvent(0, FIRST, 48 - len(FIRST))]
     sub = branching.ask(OTHER)
-    assert branching.replies() == [Reply(0, SECOND, 48 - len(SECOND), branch=1)]
+    assert branching.replies() == [TurnEvent(0, SECOND, 48 - len(SECOND), branch=1)]
     speak(branching, FOUR, 1)
     speak(branching, THREE)
     assert (said(main)["content"], said(sub)["content"]) == ("3", "4")
     assert sub.result().json()["usage"]["prompt_tokens"] == len(SECOND)
     branching.ask(OTHER, said(sub), NO)
-    assert branching.replies() == [Reply(0, MORE, 48 - len(SECOND) - 2 - len(MORE), branch=1)]
+    assert branching.replies() == [TurnEvent(0, MORE, 48 - len(SECOND) - 2 - len(MORE), branch=1)]
     branching.ask(USER, said(main), NO)
-    assert branching.replies() == [Reply(0, MORE, 48 - len(FIRST) - 2 - len(MORE))]
+    assert branching.replies() == [TurnEvent(0, MORE, 48 - len(FIRST) - 2 - len(MORE))]
     speak(branching, FOUR, 1)
     speak(branching, THREE)
     branching.pool.returned = {0: Answer({"reward": [1.5]}, "", 0.0, "")}
-    assert branching.replies() == [Reply(0, ends=True, rewards=(1.5,))]
+    assert branching.replies() == [TurnEvent(0, ends=True, rewards=(1.5,))]
 
 
 def test_a_shortened_history_begins_a_branch(branching: Rows) -> None:
@@ -378,10 +378,10 @@ def test_a_shortened_history_begins_a_branch(branching: Rows) -> None:
     summary = {"role": "user", "content": f"said {said(main)['content']}"}
     branching.ask(summary)
     begins = ids(f"<|user|>said 3{END}<|assistant|>")
-    assert branching.replies() == [Reply(0, begins, 48 - len(begins), branch=1)]
+    assert branching.replies() == [TurnEvent(0, begins, 48 - len(begins), branch=1)]
     speak(branching, FOUR, 1, truncated=True)
     branching.pool.returned = {0: Answer({"reward": [1.0]}, "", 0.0, "")}
-    assert branching.replies() == [Reply(0, ends=True, truncated=True, rewards=(1.0,))]
+    assert branching.replies() == [TurnEvent(0, ends=True, truncated=True, rewards=(1.0,))]
 
 
 def test_token_ids_go_on_with_the_longest_branch_that_they_begin_with(branching: Rows) -> None:
@@ -389,10 +389,10 @@ def test_token_ids_go_on_with_the_longest_branch_that_they_begin_with(branching:
     branching.replies()
     speak(branching, THREE)
     branching.ask_tokens(list(FIRST[:-1]))
-    assert branching.replies() == [Reply(0, FIRST[:-1], 48 - len(FIRST) + 1, branch=1)]
+    assert branching.replies() == [TurnEvent(0, FIRST[:-1], 48 - len(FIRST) + 1, branch=1)]
     speak(branching, FOUR, 1)
     branching.ask_tokens([*FIRST, *THREE, *MORE])
-    assert branching.replies() == [Reply(0, MORE, 48 - len(FIRST) - 2 - len(MORE))]
+    assert branching.replies() == [TurnEvent(0, MORE, 48 - len(FIRST) - 2 - len(MORE))]
 
 
 def test_a_request_that_comes_again_is_no_branch(branching: Rows) -> None:
@@ -401,7 +401,7 @@ def test_a_request_that_comes_again_is_no_branch(branching: Rows) -> None:
     branching.ask(OTHER)
     branching.replies()
     branching.ask(OTHER, headers=AGAIN)
-    assert branching.replies() == [Reply(0, drops=True, branch=1), Reply(0, SECOND, 48 - len(SECOND), branch=1)]
+    assert branching.replies() == [TurnEvent(0, drops=True, branch=1), TurnEvent(0, SECOND, 48 - len(SECOND), branch=1)]
 
 
 def test_of_equal_requests_none_is_taken_for_another(branching: Rows) -> None:
@@ -422,7 +422,7 @@ def test_a_turn_that_was_dropped_is_none_of_the_rows() -> None:
     rows.ask(USER)
     rows.replies()
     rows.ask(USER, headers=AGAIN)
-    assert rows.replies() == [Reply(0, drops=True), Reply(0, FIRST, 32)]
+    assert rows.replies() == [TurnEvent(0, drops=True), TurnEvent(0, FIRST, 32)]
     rows.door.close()
 
 
@@ -454,7 +454,7 @@ def test_a_row_that_recovers_is_not_cut(branching: Rows) -> None:
     assert [reply.branch for reply in branching.replies()] == [1]
     speak(branching, FOUR, 1)
     branching.pool.returned = {0: Answer({"reward": [1.0]}, "", 0.0, "")}
-    assert branching.replies() == [Reply(0, ends=True, rewards=(1.0,))]
+    assert branching.replies() == [TurnEvent(0, ends=True, rewards=(1.0,))]
 
 
 def test_the_turns_of_all_branches_count(branching: Rows) -> None:
@@ -469,7 +469,7 @@ def test_the_turns_of_all_branches_count(branching: Rows) -> None:
     assert refused.result().json()["error"]["code"] == "turns_used_up"
     speak(branching, THREE, 3)
     branching.pool.returned = {0: Answer({"reward": [1.0]}, "", 0.0, "")}
-    assert branching.replies() == [Reply(0, ends=True, truncated=True, rewards=(1.0,), drops=True)]
+    assert branching.replies() == [TurnEvent(0, ends=True, truncated=True, rewards=(1.0,), drops=True)]
 
 
 def test_what_would_be_a_branch_is_told_where_rows_have_none(rows: Rows) -> None:

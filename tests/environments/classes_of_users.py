@@ -5,7 +5,7 @@ import random
 import time
 from typing import Any
 
-from hybridflow.environments import Said
+from hybridflow.environments import ModelTurn, Said
 
 
 class Talk:
@@ -14,7 +14,7 @@ class Talk:
     tools = ("add", "fails")
 
     def __init__(self, turns: int = 3, delay: float = 0.0) -> None:
-        self.turns, self.delay, self.said = turns, delay, list[Said]()
+        self.turns, self.delay, self.said = turns, delay, list[ModelTurn]()
 
     def start(self, row: dict[str, Any]) -> list[dict[str, str]]:
         self.row = row
@@ -57,7 +57,7 @@ class Sleeps:
         self.number = int(row["question"].partition("+")[0])
         return [{"role": "user", "content": row["question"]}]
 
-    def step(self, said: Said) -> float | list[dict[str, str]]:
+    def step(self, said: ModelTurn) -> float | list[dict[str, str]]:
         if self.number < 2:
             return float(len(said.text))
         time.sleep(60 if self.number == 2 else 2)
@@ -70,7 +70,7 @@ class NeverDone:
     def start(self, row: dict[str, Any]) -> list[dict[str, str]]:
         return [{"role": "user", "content": row["question"]}]
 
-    def step(self, said: Said) -> list[dict[str, str]]:
+    def step(self, said: ModelTurn) -> list[dict[str, str]]:
         return [{"role": "user", "content": "no"}]
 
 
@@ -81,7 +81,7 @@ class Fragile(NeverDone):
         self.row = row
         return super().start(row)
 
-    def step(self, said: Said) -> Any:
+    def step(self, said: ModelTurn) -> Any:
         number = int(self.row["question"].partition("+")[0])
         if number == 1:
             raise ValueError("on purpose")
@@ -93,7 +93,7 @@ class Fragile(NeverDone):
 
 
 class Parts(NeverDone):
-    def step(self, said: Said) -> dict[str, float]:
+    def step(self, said: ModelTurn) -> dict[str, float]:
         return {"right": 1.0, "short": len(said.text) / 10}
 
 
@@ -131,7 +131,7 @@ class Workers(NeverDone):
     def __init__(self) -> None:
         self.on_close = ""
 
-    def step(self, said: Said) -> float:
+    def step(self, said: ModelTurn) -> float:
         word, _, rest = said.text.partition(" ")
         if word == "sleep":
             time.sleep(600)

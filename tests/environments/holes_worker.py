@@ -18,7 +18,7 @@ from hybridflow.flows import bookkeeping, known
 from hybridflow.flows import run as run_module
 from hybridflow.flows.replay import Replay
 from hybridflow.parallel import platform as platforms
-from hybridflow.parallel.exchange import Contribution, Exchange
+from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.trainers.online import OnlineTrainer
 from tests.distributed.given import trained_weights
 from tests.environments.rollouts_worker import TALK, named
@@ -42,7 +42,7 @@ def trained(config: ExperimentConfig, run: Path, *, holes: bool) -> dict[str, Te
         masks.append(batch.response_mask)
         return replace(batch, rollout_log_probs=hollow(batch.rollout_log_probs)) if holes else batch
 
-    def wholes(self: Exchange, contributions: list[Contribution]) -> list[Tensor]:
+    def wholes(self: Exchange, contributions: list[PartialTensor]) -> list[Tensor]:
         return [hollow(x) if holes else x for x in exchanged(self, contributions)]
 
     def hollow(x: Tensor) -> Tensor:

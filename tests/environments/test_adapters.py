@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hybridflow.environments import Said
+from hybridflow.environments import ModelTurn
 from hybridflow.environments.classes import described
 from tests.environments.tiny_chat import make_tokenizer
 from tests.launch import ROOT, run_ranks
@@ -62,8 +62,8 @@ def instance(path: str, arguments: dict[str, Any]) -> Any:
     return getattr(importlib.import_module(module), name)(**arguments)
 
 
-def said(text: str, turn: int = 1, *, last: bool = False) -> Said:
-    return Said(text, False, turn, 100, last)
+def said(text: str, turn: int = 1, *, last: bool = False) -> ModelTurn:
+    return ModelTurn(text, False, turn, 100, last)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from hybridflow.data.templates import ChatTemplate
 from hybridflow.environments.conversations import Environments
 from hybridflow.errors import RewardError
 from hybridflow.rewards.pool import Answer
-from hybridflow.rollout.turns import Reply
+from hybridflow.rollout.turns import TurnEvent
 from tests.environments.tiny_chat import END, TEMPLATE, make_tokenizer
 
 RAISES = "{%- if messages[-1].content == 'raise' -%}{{ raise_exception('on purpose') }}{%- endif -%}" + TEMPLATE
@@ -49,7 +49,7 @@ class GivenPool:
         return self._next
 
 
-def replies(answer: str, *, vocab_size: int = 100, **more: Any) -> list[Reply]:
+def replies(answer: str, *, vocab_size: int = 100, **more: Any) -> list[TurnEvent]:
     """To a row's first turn."""
     pool = GivenPool(EnvironmentConfig(**{"class": "a:B", **more}), answer)
     continues = replace(Continuations.of(ChatTemplate(TOKENIZER), (), END_ID), vocab_size=vocab_size)
@@ -64,7 +64,7 @@ def replies(answer: str, *, vocab_size: int = 100, **more: Any) -> list[Reply]:
 
 def test_messages_are_tokens_behind_the_turn() -> None:
     ids = TOKENIZER(f"<|user|>no{END}<|assistant|>", add_special_tokens=False)["input_ids"]
-    assert replies("no") == [Reply(0, tuple(ids), 32 - 2 - len(ids))]
+    assert replies("no") == [TurnEvent(0, tuple(ids), 32 - 2 - len(ids))]
 
 
 @pytest.mark.parametrize(

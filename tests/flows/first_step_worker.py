@@ -21,7 +21,7 @@ from hybridflow.errors import NonFiniteError
 from hybridflow.flows import run as flows_run
 from hybridflow.parallel import platform as platforms
 from hybridflow.parallel.agreement import digest_tensors
-from hybridflow.parallel.exchange import Contribution
+from hybridflow.parallel.exchange import PartialTensor
 from hybridflow.recording.recorder import record_run
 from hybridflow.roles import policy
 from hybridflow.roles.policy import Actor
@@ -133,7 +133,7 @@ def counted() -> Iterator[list[int]]:
     found: list[int] = []
     log_probs = Actor.log_probs
 
-    def noted(self: Actor, *args: Any) -> Contribution:
+    def noted(self: Actor, *args: Any) -> PartialTensor:
         made = log_probs(self, *args)
         if not self._alone:  # what was run ahead is in what is asked for later
             found.append(len(made.where))

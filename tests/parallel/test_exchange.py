@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.parallel import exchange as exchanges
-from hybridflow.parallel.exchange import Contribution, Exchange
+from hybridflow.parallel.exchange import Exchange, PartialTensor
 
 
 @pytest.fixture(scope="module")
@@ -24,21 +24,21 @@ def exchange() -> Iterator[Exchange]:
 
 def test_values_stand_where_they_belong_and_zeros_elsewhere(exchange: Exchange) -> None:
     parts = [
-        Contribution(4, torch.tensor([3, 1]), torch.tensor([5.0, -0.5])),
-        Contribution.nothing(2),
-        Contribution(1, torch.tensor([0]), torch.tensor([2.0**-149])),  # the smallest number: x + 0 = x exactly
+        PartialTensor(4, torch.tensor([3, 1]), torch.tensor([5.0, -0.5])),
+        PartialTensor.nothing(2),
+        PartialTensor(1, torch.tensor([0]), torch.tensor([2.0**-149])),  # the smallest number: x + 0 = x exactly
     ]
     first, second, third = exchange.wholes(parts)
     assert first.tolist() == [0, -0.5, 0, 5] and second.tolist() == [0, 0] and third.tolist() == [2.0**-149]
     assert exchange.whole(parts[0]).tolist() == [0, -0.5, 0, 5]
-    assert exchange.whole(Contribution.nothing(0)).tolist() == []
+    assert exchange.whole(PartialTensor.nothing(0)).tolist() == []
 
 
 def test_the_type_is_that_of_the_contributions(exchange: Exchange) -> None:
-    numbers = Contribution(3, torch.tensor([2]), torch.tensor([1 << 40]))
+    numbers = PartialTensor(3, torch.tensor([2]), torch.tensor([1 << 40]))
     assert exchange.whole(numbers).tolist() == [0, 0, 1 << 40]
     with pytest.raises(AssertionError, match=r"torch\.float32 among torch\.int64"):
-        exchange.wholes([numbers, Contribution.nothing(3)])
+        exchange.wholes([numbers, PartialTensor.nothing(3)])
 
 
 def test_sums_and_maxima_are_made_in_place_and_timed(exchange: Exchange) -> None:

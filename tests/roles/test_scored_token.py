@@ -22,7 +22,7 @@ from hybridflow.data.examples import load_examples
 from hybridflow.data.prompts import load_prompts
 from hybridflow.data.tokenizers import load_tokenizer
 from hybridflow.parallel import platform as platforms
-from hybridflow.parallel.exchange import Contribution, Exchange
+from hybridflow.parallel.exchange import Exchange, PartialTensor
 from hybridflow.parallel.grid import ProcessGroups
 from hybridflow.roles.base import RunContext
 from hybridflow.roles.values import RewardModel, TrainedRewardModel
@@ -139,7 +139,7 @@ def generated(directory: Path) -> RolloutBatch:
     )
 
 
-def whole(scores: Contribution, size: int) -> Tensor:
+def whole(scores: PartialTensor, size: int) -> Tensor:
     assert len(scores.where) in (0, size), "a replica has all rows"
     out = torch.zeros(size)
     out[scores.where] = scores.values.float()

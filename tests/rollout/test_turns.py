@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridflow.rollout.engine import Request
-from hybridflow.rollout.turns import Agreement, Reply, _Row
+from hybridflow.rollout.turns import LeaderBroadcast, TurnEvent, _Row
 from tests.launch import run_ranks
 from tests.rollout.turns_worker import LISTS
 
@@ -21,7 +21,7 @@ def test_replies_are_the_same_on_all_ranks_however_long(tmp_path: Path) -> None:
 
 
 def test_one_rank_asks_nobody() -> None:
-    alone = Agreement(None, 0, torch.device("cpu"))
+    alone = LeaderBroadcast(None, 0, torch.device("cpu"))
     assert alone.leads and alone.on_all(LISTS[1]) == LISTS[1] and alone.numbers([4], 1) == [4]
 
 
@@ -35,7 +35,7 @@ def test_a_turn_continues_the_tokens_with_a_seed_of_its_own() -> None:
     third = row.next_request(0)
     assert (first.prompt, second.prompt, third.prompt) == ([1, 2], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6])
     assert len({first.seed, second.seed, third.seed}) == 3 and first.seed == 7 and second.bucket == 1
-    found = row.response(Reply(0, ends=True, truncated=True, rewards=(1.0,)))
+    found = row.response(TurnEvent(0, ends=True, truncated=True, rewards=(1.0,)))
     assert found.token_ids == [3, 4, 5, 6] and found.sampled == [True, True, False, True] and found.truncated
     assert found.log_probs == [-0.1, -0.2, 0.0, -0.3] and found.rewards == (1.0,) and found.branch_starts == ()
 
@@ -69,7 +69,7 @@ def test_nothing_of_a_failed_row_is_the_policys() -> None:
     row.branches[0].add([3, 4], [-0.1, -0.2])
     row.write(1, [8, 9])
     row.branches[1].add([5], [-0.3])
-    found = row.response(Reply(0, ends=True, failed=True, rewards=(float("nan"),)))
+    found = row.response(TurnEvent(0, ends=True, failed=True, rewards=(float("nan"),)))
     assert found.sampled == [False, False] and found.log_probs == [0.0, 0.0] and found.token_ids == [3, 4]
     assert found.branch_starts == ()
 
@@ -94,8 +94,8 @@ def row_of(*order: int, prompt: bool = True) -> tuple[_Row, dict[int, int]]:
 def test_branches_have_seeds_and_an_order_that_no_clock_decides() -> None:
     (row, seeds), (other, others) = row_of(30, 20, 10), row_of(10, 30, 20)
     assert seeds == others and len(set(seeds.values())) == 3
-    found = row.response(Reply(0, ends=True, rewards=(1.0,)))
-    assert found == other.response(Reply(0, ends=True, rewards=(1.0,)))
+    found = row.response(TurnEvent(0, ends=True, rewards=(1.0,)))
+    assert found == other.response(TurnEvent(0, ends=True, rewards=(1.0,)))
     assert found.token_ids == [3, 10, 10, 11, 20, 20, 21, 30, 30, 30, 31] and found.branch_starts == (1, 4, 7)
     assert found.sampled == [True, *[False, False, True] * 2, False, False, False, True]
     assert found.log_probs == [-0.1, 0, 0, -1.0, 0, 0, -2.0, 0, 0, 0, -3.0]
@@ -104,8 +104,8 @@ def test_branches_have_seeds_and_an_order_that_no_clock_decides() -> None:
 def test_so_have_those_of_a_row_without_a_prompt() -> None:
     (row, seeds), (other, others) = row_of(30, 20, 10, prompt=False), row_of(10, 30, 20, prompt=False)
     assert seeds == others
-    found = row.response(Reply(0, ends=True, rewards=(1.0,)))
-    assert found == other.response(Reply(0, ends=True, rewards=(1.0,)))
+    found = row.response(TurnEvent(0, ends=True, rewards=(1.0,)))
+    assert found == other.response(TurnEvent(0, ends=True, rewards=(1.0,)))
     assert found.token_ids == [10, 10, 11, 20, 20, 21, 30, 30, 30, 31] and found.branch_starts == (3, 6)
 
 
@@ -145,7 +145,7 @@ def test_a_branch_without_an_answer_is_left_out() -> None:
     row.write(2, [9])
     row.next_request(2)
     row.drop(2)
-    assert row.response(Reply(0, ends=True, rewards=(1.0,))).branch_starts == (1,)
+    assert row.response(TurnEvent(0, ends=True, rewards=(1.0,))).branch_starts == (1,)
 
 
 def test_a_row_without_a_prompt_begins_with_a_branch_that_has_an_answer() -> None:
@@ -156,5 +156,5 @@ def test_a_row_without_a_prompt_begins_with_a_branch_that_has_an_answer() -> Non
     row.write(1, [6, 7])
     assert row.next_request(1).prompt == [6, 7]
     row.branches[1].add([8], [-0.5])
-    found = row.response(Reply(0, ends=True, rewards=(1.0,)))
+    found = row.response(TurnEvent(0, ends=True, rewards=(1.0,)))
     assert (found.token_ids, found.sampled, found.branch_starts) == ([6, 7, 8], [False, False, True], ())

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from hybridflow.environments import Said
+from hybridflow.environments import ModelTurn
 
 
 class Calculator:
@@ -24,5 +24,5 @@ class Calculator:
         """
         return str(a * b)
 
-    def step(self, said: Said) -> float:
+    def step(self, said: ModelTurn) -> float:
         return float(said.text.strip() == self.answer)

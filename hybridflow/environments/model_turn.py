@@ -1,10 +1,10 @@
-"""What an environment is told of a turn of the model."""
+"""What an environment is given of a turn of the model."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Said:
+class ModelTurn:
     """A turn of the model.
 
     text: without the token that ends the turn. truncated: it has met a limit, of tokens or of turns. turn: from 1.

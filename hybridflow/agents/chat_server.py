@@ -1,6 +1,6 @@
 """The HTTP server at which agents reach the model: one in the first rank of an engine replica, in a thread of its own.
 
-    door = Door("127.0.0.1", token=None, max_model_len=4096)
+    door = ChatServer("127.0.0.1", token=None, max_model_len=4096)
     url = door.base_url("3-8f0c...")              # of a row; an agent's client takes it as base_url
     for event in door.taken(): ...                # requests that have come, and those whose client has gone
     door.answer(request, completion)              # or door.refuse(request, Refusal(...))
@@ -76,7 +76,7 @@ class Gone:
     request: ChatRequest
 
 
-class Door:
+class ChatServer:
     """See the module. Errors: ConfigError where the address cannot be listened at."""
 
     def __init__(self, address: str, *, token: str | None, max_model_len: int) -> None:

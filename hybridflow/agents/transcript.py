@@ -14,7 +14,7 @@ from hybridflow.rollout.tool_calls import Parsed
 
 
 @dataclass(frozen=True)
-class Talk:
+class Transcript:
     """What a branch of a row has said so far. prompt: tokens, none where the first request is to bring them.
 
     behind: tokens after the prompt. messages: none before the first answer, and with a request of tokens: such a branch
@@ -40,7 +40,7 @@ class Talk:
         return len(self.prompt) + len(self.behind)
 
 
-def tokens_behind(talk: Talk, asked: AskedTokens) -> list[int]:
+def tokens_behind(talk: Transcript, asked: AskedTokens) -> list[int]:
     """Those of a request of token ids that the row does not have yet. Errors: OtherConversation."""
     known = [*talk.prompt, *talk.behind]
     if asked.token_ids[: len(known)] != known:
@@ -51,7 +51,7 @@ def tokens_behind(talk: Talk, asked: AskedTokens) -> list[int]:
     return asked.token_ids[len(known) :]
 
 
-def new_tokens(talk: Talk, asked: Asked, columns: Mapping[str, Any], continues: Continuations) -> list[int]:
+def new_tokens(talk: Transcript, asked: Asked, columns: Mapping[str, Any], continues: Continuations) -> list[int]:
     """Those of a request behind the tokens that the row has; all of a first request that brings the prompt.
 
     columns: of the row. Errors: RowError where the template fails; OtherConversation.

@@ -14,8 +14,8 @@ import pytest
 from openai import AuthenticationError, OpenAI
 
 from hybridflow.agents.chat_requests import asked_for, continuation_of, ignored_keys
+from hybridflow.agents.chat_server import ChatRequest, ChatServer, Gone, Refusal
 from hybridflow.agents.completions import Completion, chunks, whole
-from hybridflow.agents.door import ChatRequest, Door, Gone, Refusal
 from hybridflow.data.rows import RowError
 from hybridflow.errors import ConfigError
 from tests.agents.addresses import own_address
@@ -106,13 +106,13 @@ def test_chunks_say_what_the_whole_says() -> None:
 
 
 @pytest.fixture()
-def door() -> Iterator[Door]:
-    made = Door("127.0.0.1", token=None, max_model_len=99)
+def door() -> Iterator[ChatServer]:
+    made = ChatServer("127.0.0.1", token=None, max_model_len=99)
     yield made
     made.close()
 
 
-def event(door: Door) -> ChatRequest | Gone:
+def event(door: ChatServer) -> ChatRequest | Gone:
     """The next one, which the door tells by its file."""
     poll = select.poll()
     poll.register(door.fileno(), select.POLLIN)
@@ -125,7 +125,7 @@ def in_a_thread(call: Callable[[], Any]) -> Any:
     return ThreadPoolExecutor(1).submit(call)
 
 
-def test_a_client_gets_the_answer_to_its_request(door: Door) -> None:
+def test_a_client_gets_the_answer_to_its_request(door: ChatServer) -> None:
     client = OpenAI(base_url=door.base_url("7-a"), api_key="-", max_retries=0)
     asked = in_a_thread(lambda: client.chat.completions.create(model="gpt", messages=[USER], tools=[ADD]))
     request = event(door)
@@ -138,7 +138,7 @@ def test_a_client_gets_the_answer_to_its_request(door: Door) -> None:
     assert [(its.id, its.max_model_len) for its in client.models.list()] == [("policy", 99)]
 
 
-def test_a_refusal_names_its_reason(door: Door) -> None:
+def test_a_refusal_names_its_reason(door: ChatServer) -> None:
     asked = in_a_thread(lambda: httpx.post(f"{door.base_url('7-a')}/chat/completions", json=body()))
     door.refuse(event(door), Refusal(400, "row_ended", "the row has ended"))
     found = asked.result(10)
@@ -151,7 +151,7 @@ def test_a_refusal_names_its_reason(door: Door) -> None:
     }
 
 
-def test_what_is_no_request_is_told_at_once(door: Door) -> None:
+def test_what_is_no_request_is_told_at_once(door: ChatServer) -> None:
     url = door.base_url("7-a")
     broken = httpx.post(f"{url}/chat/completions", content=b"{")
     assert broken.status_code == 400 and "the request is not JSON" in broken.json()["error"]["message"]
@@ -163,7 +163,7 @@ def test_what_is_no_request_is_told_at_once(door: Door) -> None:
     assert door.taken() == []
 
 
-def test_a_client_that_goes_away_is_told_of(door: Door) -> None:
+def test_a_client_that_goes_away_is_told_of(door: ChatServer) -> None:
     async def leave() -> None:
         async with httpx.AsyncClient() as client:
             with pytest.raises(TimeoutError):
@@ -176,7 +176,7 @@ def test_a_client_that_goes_away_is_told_of(door: Door) -> None:
     door.answer(first, COMPLETION)  # nobody hears it
 
 
-def _two(door: Door) -> list[ChatRequest | Gone]:
+def _two(door: ChatServer) -> list[ChatRequest | Gone]:
     found: list[ChatRequest | Gone] = []
     while len(found) < 2:
         poll = select.poll()
@@ -187,7 +187,7 @@ def _two(door: Door) -> list[ChatRequest | Gone]:
 
 
 def test_a_token_is_asked_for_where_there_is_one() -> None:
-    door = Door("127.0.0.1", token="secret", max_model_len=9)
+    door = ChatServer("127.0.0.1", token="secret", max_model_len=9)
     url = door.base_url("7-a")
     with pytest.raises(AuthenticationError, match="the API key is not the word of token_file"):
         OpenAI(base_url=url, api_key="-", max_retries=0).models.list()
@@ -201,7 +201,7 @@ def test_a_door_at_another_interface_is_reached_there_alone(family: socket.Addre
     address = own_address(family)
     if address is None:
         pytest.skip(f"no address of {family.name} by which this host would reach others")
-    door = Door(address, token="secret", max_model_len=9)
+    door = ChatServer(address, token="secret", max_model_len=9)
     url = door.base_url("7-a")
     its = urlsplit(url)
     assert its.hostname == address and its.port
@@ -223,4 +223,4 @@ def test_a_door_at_another_interface_is_reached_there_alone(family: socket.Addre
 
 def test_an_address_of_another_host_is_refused() -> None:
     with pytest.raises(ConfigError, match=re.escape("data.environment.listen = 192.0.2.7: cannot be listened at")):
-        Door("192.0.2.7", token="secret", max_model_len=9)
+        ChatServer("192.0.2.7", token="secret", max_model_len=9)
