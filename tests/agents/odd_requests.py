@@ -206,7 +206,7 @@ class OddRows:
         self.sessions.begin(range(num_rows))
         self.ended: set[int] = set()
 
-    def to_device_async(self, count: int) -> Counter[tuple[int, str]]:
+    def sent(self, count: int) -> Counter[tuple[int, str]]:
         """(status, code) of the answers to so many odd requests."""
         bodies, found = list(islice(odd_bodies(self.seed), count)), Counter[tuple[int, str]]()
         with ThreadPoolExecutor(NUM_SENDERS) as threads:
