@@ -88,7 +88,7 @@ class ChatServer:
             os.set_blocking(end, False)
         self._loop = asyncio.new_event_loop()
         self._started, self._port, self._problem = threading.Event(), 0, ""
-        self._thread = threading.Thread(target=self._serve, name="door", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="chat server", daemon=True)
         self._thread.start()
         self.close = weakref.finalize(self, _stop, self._loop, self._thread, (self._readable, self._writable))
         if not self._started.wait(START_SECONDS) or self._problem:
@@ -101,7 +101,7 @@ class ChatServer:
         host = f"[{self._address}]" if ipaddress.ip_address(self._address).version == 6 else self._address
         return f"http://{host}:{self._port}/{row}/v1"
 
-    def taken(self) -> list[ChatRequest | Gone]:
+    def take_events(self) -> list[ChatRequest | Gone]:
         """The events since the last call, in order."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._readable, 1 << 16)

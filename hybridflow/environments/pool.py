@@ -14,6 +14,7 @@ from typing import Any
 
 from hybridflow.config.environment import EnvironmentConfig
 from hybridflow.config.rewards import ScoringConfig
+from hybridflow.environments.agents import END_SECONDS
 from hybridflow.environments.classes import DescribedClass
 from hybridflow.errors import RewardError
 from hybridflow.parallel.proxies import keep_loopback_direct
@@ -21,7 +22,6 @@ from hybridflow.rewards.functions import FunctionSpec
 from hybridflow.rewards.pool import Answer, Pool
 from hybridflow.rewards.specs import pool_limits
 
-END_SECONDS = 5.0  # in which an agent may end that is told to
 START_SECONDS = 300.0  # in which a process may import what its agents need
 
 
@@ -38,12 +38,17 @@ class RowPool(Pool):
         self.num_workers = limits.num_workers
         super().__init__([spec], limits)
 
+    @property
+    def most_at_once(self) -> int:
+        """Rows that may be under way beside each other; whoever calls keeps to it."""
+        return self.num_workers * self.config.concurrency
+
     def answers(self, seconds: float | None) -> dict[int, Answer]:
-        """As `Pool.answers`; without those of rows that end."""
+        """As `Pool.answers`; of the last calls of rows only those with something printed."""
         found = super().answers(seconds)
         ended = self._closing & found.keys()
         self._closing -= ended
-        return {ticket: answer for ticket, answer in found.items() if ticket not in ended}
+        return {ticket: answer for ticket, answer in found.items() if ticket not in ended or answer.printed}
 
     def _begun(self, message: Mapping[str, Any], seconds: float | None = None) -> tuple[int, int]:
         """A new row and the ticket of its first call."""
@@ -99,11 +104,6 @@ class AgentPool(RowPool):
         super().__init__(config, file, _spec(config, file), scoring, num_ranks)
         self._started = False
 
-    @property
-    def most_at_once(self) -> int:
-        """Rows whose agents may run beside each other; whoever calls keeps to it."""
-        return self.num_workers * self.config.concurrency
-
     def start_processes(self) -> list[Answer]:
         """Returns when all of them have imported what their agents need: that is no row's time.
 
@@ -124,8 +124,8 @@ class AgentPool(RowPool):
         return self._begun({"kind": "run", "base_url": base_url, "columns": dict(columns)})
 
     def finish(self, row: int) -> None:
-        """End it. An agent that still runs is cancelled; one that does not end then loses its process."""
-        self._end(row, "end", END_SECONDS)
+        """End it. An agent that still runs is cancelled, and left alone where it goes on all the same."""
+        self._end(row, "end", END_SECONDS + self.config.call_seconds)
 
 
 def _spec(config: EnvironmentConfig, file: str | None) -> FunctionSpec:

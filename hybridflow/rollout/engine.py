@@ -92,7 +92,7 @@ class RolloutEngine:
         hooked = routing is not None and not second  # a graph would not call the hooks
         self._platform = platform
         self._needs_text = bool(sampling.stop or sampling.bad_words)
-        self._sleeps = config.sleep_level == 1
+        self._sleeps, self._most_rows = config.sleep_level == 1, config.max_num_seqs
         place = layout.coordinates(platform.rank)
         with preserved_random_state():
             self._llm = vllm.LLM(
@@ -202,6 +202,11 @@ class RolloutEngine:
         self.settle()
 
     # ---- one step after the other
+
+    @property
+    def most_rows(self) -> int:
+        """Requests that a step computes at most; others wait."""
+        return self._most_rows
 
     def add(self, name: str, request: Request, params: "SamplingParams", *, max_tokens: int | None) -> str:
         """A request from the next step on; its name within vLLM. max_tokens: that it may have, where it is fewer."""

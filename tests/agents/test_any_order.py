@@ -148,6 +148,8 @@ class Drawn:
     def abort(self, name: str) -> None:
         self._late[name] = self._there.pop(name)
 
+    most_rows = 1 << 30
+
     @property
     def is_busy(self) -> bool:
         return bool(self._there)
@@ -206,7 +208,7 @@ def test_a_row_has_what_its_agent_was_told(seed: int, monkeypatch: pytest.Monkey
     taking = TurnTaking(LeaderBroadcast(None, 0, torch.device("cpu")), sessions, agents.counts, several)
     found = dict(taking.stream(Drawn(rng), [Request([], seed=row) for row in rows], rows, [None]))
     pool.wait(meanwhile=sessions.end)
-    agents.chat_server.close()
+    agents.server.close()
     assert sorted(found) == list(rows)
     for row, response in found.items():
         if math.isnan(response.rewards[0]):

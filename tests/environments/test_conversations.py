@@ -14,8 +14,9 @@ from hybridflow.data.templates import ChatTemplate
 from hybridflow.environments.conversations import Environments
 from hybridflow.errors import RewardError
 from hybridflow.rewards.pool import Answer
-from hybridflow.rollout.turns import TurnEvent
+from hybridflow.rollout.rows import TurnEvent
 from tests.environments.tiny_chat import END, TEMPLATE, make_tokenizer
+from tests.rollout.turn_rows import DrivenRows
 
 RAISES = "{%- if messages[-1].content == 'raise' -%}{{ raise_exception('on purpose') }}{%- endif -%}" + TEMPLATE
 TOKENIZER = make_tokenizer(RAISES)
@@ -29,6 +30,7 @@ class GivenPool:
 
     def __init__(self, config: EnvironmentConfig, answer: str) -> None:
         self.config, self._answer, self._waiting, self._next = config, answer, dict[int, Answer](), 0
+        self.most_at_once = 1
 
     def start(self, columns: Any, *, seed: str) -> tuple[int, int]:
         return 0, self._ticket({"messages": [USER]})
@@ -56,10 +58,10 @@ def replies(answer: str, *, vocab_size: int = 100, **more: Any) -> list[TurnEven
     shared = Environments(pool, continues, None, TOKENIZER.decode, frozenset({END_ID}), rank=0)
     ids = torch.tensor(TOKENIZER(f"<|user|>1+1={END}<|assistant|>", add_special_tokens=False)["input_ids"])
     prompts = PromptBatch(ids, torch.tensor([len(ids)]), ("",), {}, ([USER],))
-    rows = shared.conversations(prompts, torch.tensor([1]), always(32), (1,))
-    assert rows.begin([0]) == [32] and rows.replies(wait=False) == []
-    rows.said(0, TOKENIZER(f"3{END}", add_special_tokens=False)["input_ids"], [-0.5, -0.5], truncated=False)
-    return rows.replies(wait=True)
+    rows = DrivenRows(shared.conversations(prompts, torch.tensor([1]), always(32), (1,)), [ids.tolist()])
+    assert rows.events(wait=False) == [TurnEvent(0, max_tokens=32)]
+    rows.said(0, TOKENIZER(f"3{END}", add_special_tokens=False)["input_ids"], truncated=False)
+    return rows.events(wait=True)
 
 
 def test_messages_are_tokens_behind_the_turn() -> None:

@@ -22,6 +22,7 @@ from hybridflow.rewards.pool import Answer
 from hybridflow.rollout.tool_calls import ToolCallParser
 from hybridflow.trainers.tool_parsers import unread_calls
 from tests.data.kinds_of_templates import KINDS, PLAIN, TOOLS, tokenizer_of
+from tests.rollout.turn_rows import DrivenRows
 
 TALK = "tests.environments.classes_of_users:Talk"
 ASK = {"role": "user", "content": "1+1="}
@@ -30,6 +31,8 @@ ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
 class HerePool:
     """In the pool's place: the class is called in this process."""
+
+    most_at_once = 1
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self.config, self._class, self._waiting = config, Instances(TALK, {}, ()), dict[int, Answer]()
@@ -60,12 +63,11 @@ def written(template: str, said: str, capsys: pytest.CaptureFixture[str]) -> tup
     shared = Environments(HerePool(config), continues, parser, tokenizer.decode, frozenset({continues.end}), rank=0)
     ids = torch.tensor(continues.first_tokens([ASK], {}))
     prompts = PromptBatch(ids, torch.tensor([len(ids)]), ("",), {"question": ("1+1=",)}, ([ASK],))
-    rows = shared.conversations(prompts, torch.tensor([1]), always(9000), (1,))
-    rows.begin([0])
-    rows.replies(wait=False)
+    rows = DrivenRows(shared.conversations(prompts, torch.tensor([1]), always(9000), (1,)), [ids.tolist()])
+    rows.events(wait=False)
     turn = [*tokenizer(said, add_special_tokens=False)["input_ids"], continues.end]
-    rows.said(0, turn, [-0.5] * len(turn), truncated=False)
-    [reply] = rows.replies(wait=True)
+    rows.said(0, turn, truncated=False)
+    [reply] = rows.events(wait=True)
     assert not reply.failed, capsys.readouterr().err
     return tokenizer.decode(list(reply.token_ids)), shared
 
