@@ -200,8 +200,10 @@ class Sessions:
 
     def _run_waiting(self) -> None:
         """Agents run when the engine has room for a turn, and the processes for an agent."""
-        rows, most = self._rows, self._pool.most_at_once
-        while self._waiting and len(self._by_ticket) < most and rows.num_speaking < rows.room:
+        while self._waiting and len(self._by_ticket) < self._pool.most_at_once:
+            about_to_ask = sum(not its.record.turn for its in self._by_ticket.values())
+            if self._rows.num_speaking + about_to_ask >= self._rows.room:
+                return
             its = self._waiting.popleft()
             record = its.record
             record.worker, its.ticket = self._pool.run(self._server.base_url(its.name), record.columns)

@@ -52,7 +52,7 @@ class EnvironmentConfig(_OfClass):
     call_seconds: PositiveFloat = 60.0
     """Seconds of one call of the class, from its beginning; of an agent, between an answer and its next request."""
     row_seconds: PositiveFloat | None = None
-    """Seconds of a whole row, generation included. null: no limit."""
+    """Seconds of a row from its first turn or its agent's start, generation included. null: no limit."""
     rollout_seconds: PositiveFloat | None = None
     """Seconds of a whole rollout. Rows that have not ended then have failed. null: no limit but the watchdog's."""
     num_workers: PositiveInt | None = None
@@ -64,7 +64,7 @@ class EnvironmentConfig(_OfClass):
     """What the prompt of an agent's row is. request: the agent's first request. column: the messages of
     data.prompt_key, with which that request has to agree."""
     concurrency: PositiveInt = 32
-    """Agents that run at a time in each process. Others wait."""
+    """Instances or agents at a time in each process. Other rows begin when one of these has ended."""
     listen: str = "127.0.0.1"
     """The IP address at which agents reach the model. One that is not loopback needs token_file."""
     token_file: PathText | None = None
@@ -143,7 +143,7 @@ class EnvironmentConfig(_OfClass):
 
 KINDS = {"class": "a class", "agent": "an agent", "verifiers": "an environment of verifiers"}
 VERIFIERS_AGENT = "hybridflow.environments.verifiers_agent:run"
-OF_AGENTS = ("prompt", "concurrency", "listen", "token_file")
+OF_AGENTS = ("prompt", "listen", "token_file")
 
 
 def _check_address(address: str, token_file: str | None) -> None:

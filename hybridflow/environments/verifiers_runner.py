@@ -42,9 +42,10 @@ class Switchboard:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        from aiohttp import ClientSession, ClientTimeout, web
+        from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 
-        async with ClientSession(timeout=ClientTimeout(total=None)) as session:
+        connections = TCPConnector(limit=0)  # 100 by default: further rows would wait for an answer of these
+        async with ClientSession(timeout=ClientTimeout(total=None), connector=connections) as session:
 
             async def forwarded(request: web.Request) -> web.Response:
                 trace = request.headers.get(TRACE, "")

@@ -59,7 +59,7 @@ class GivenAgents:
 class Rows:
     """Sessions of some rows of one prompt, and the requests to them."""
 
-    def __init__(self, count: int = 1, **more: Any) -> None:
+    def __init__(self, count: int = 1, *, room: int = 100, **more: Any) -> None:
         self.pool = GivenAgents(EnvironmentConfig(**{"agent": "a:b", **more}))
         earlier_turns = self.pool.config.earlier_turns
         continues = Continuations.of(ChatTemplate(TOKENIZER), (), END_ID, earlier_turns=earlier_turns)
@@ -78,7 +78,7 @@ class Rows:
         empty = torch.zeros(0, dtype=torch.int64)
         prompts = PromptBatch(empty, torch.tensor([0]), ("",), {"answer": ("2",)}, (None,))
         self.sessions: Sessions = shared.conversations(prompts, torch.tensor([count]), always(32), (1,))
-        self.driven = DrivenRows(self.sessions, [[]] * count, several=shared.several)
+        self.driven = DrivenRows(self.sessions, [[]] * count, several=shared.several, room=room)
         self.door, self.threads = shared.server, ThreadPoolExecutor(10)
         assert self.driven.rows.take_events() == []
 
@@ -482,3 +482,34 @@ def test_what_would_be_a_branch_is_told_where_rows_have_none(rows: Rows) -> None
     assert rows.replies()[0].failed
     message = refused.result(60).json()["error"]["message"]
     assert message.endswith("data.environment.earlier_turns: branch begins another sequence of the row then")
+
+
+LOST = Answer(None, "the process that called it ended with status 3", 0.0, "", lost=True)
+
+
+def test_an_agent_starts_again_where_its_process_ends_before_the_model_has_answered() -> None:
+    """With its URL and its room; once it has an answer, the row fails."""
+    rows = Rows()
+    rows.ask(USER)
+    assert rows.replies() == [TurnEvent(0, FIRST, 32)]
+    rows.pool.returned = {0: LOST}
+    assert rows.replies() == [TurnEvent(0, drops=True)] and len(rows.pool.urls) == 2
+    assert rows.pool.urls[0] == rows.pool.urls[1] and rows.pool.finished == [0]
+    first = rows.ask(USER)
+    assert rows.replies() == [TurnEvent(0, FIRST, 32)]
+    rows.driven.said(0, THREE, truncated=False)
+    assert said(first)["content"] == "3"
+    rows.pool.returned = {1: LOST}
+    [reply] = rows.replies()
+    assert reply.failed and rows.pool.finished == [0, 1]
+    rows.door.close()
+
+
+def test_agents_run_when_the_engine_has_room() -> None:
+    """An agent that has not asked yet is about to."""
+    rows = Rows(3, room=1)
+    rows.ask(USER)
+    assert rows.replies() == [TurnEvent(0, FIRST, 32)] and len(rows.pool.urls) == 1
+    rows.driven.said(0, THREE, truncated=False)
+    assert rows.driven.events(wait=False) == [] and len(rows.pool.urls) == 2
+    rows.door.close()
