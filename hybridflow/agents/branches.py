@@ -1,4 +1,4 @@
-"""An agent's row with its sequences, and which of them a request goes on with."""
+"""The sequences of an agent's row, and which of these a request goes on with."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -60,8 +60,8 @@ def asked_again(
 
     OpenAI's client says so. Other clients that lose patience end their connection and ask the same again. In a row of
     one conversation nothing but a repetition can be meant by that; sub-agents of a row of `several` may ask the same.
-    Of several equal ones nobody knows which client has lost its answer: none. One that has gone already makes room for
-    its repetition.
+    Of several equal ones nobody knows which client has lost an answer: none. One that has gone already makes room for
+    the repetition.
     """
     same = [each for each in requests if each.asked == asked]
     if len(same) != 1:

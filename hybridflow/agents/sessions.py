@@ -1,4 +1,4 @@
-"""The rows of a rollout whose agents speak to a URL: each request of an agent is a turn of the model in its row.
+"""The rows of a rollout whose agents speak to a URL: each request of an agent is one turn of the model.
 
     sessions = Agents(pool, continues, ...).conversations(prompts, counts, limits, seed)
 
@@ -63,7 +63,7 @@ class Agents:
     max_model_len: int
     counts: TurnCounts = field(default_factory=TurnCounts)
     stop: Sequence[str] = ()
-    told: set[str] = field(default_factory=set)  # keys of requests that were left aside, and the user knows it
+    shown: set[str] = field(default_factory=set)  # keys of requests that were left aside, and the user knows
 
     @property
     def num_rewards(self) -> int:
@@ -123,23 +123,23 @@ class Sessions:
         self._rows = rows
         self._waiting.extend(self._new(record) for record in rows.records)
         self._by_number = list(self._waiting)
-        self._left = {its.name: its for its in self._waiting}
+        self._left = {session.name: session for session in self._waiting}
         self._run_waiting()
 
     def said(self, row: RowRecord, branch: int, turn: Response) -> None:
-        its, shared, sequence = self._by_number[row.number], self._shared, row.sequences[branch]
-        of_sequence, token_ids = its.requests[branch], turn.token_ids
+        session, shared, sequence = self._by_number[row.number], self._shared, row.sequences[branch]
+        of_sequence, token_ids = session.requests[branch], turn.token_ids
         request, asked = of_sequence.request, of_sequence.asked
         assert request is not None and asked is not None, "a turn of the model answers a request"
         ended = token_ids[-1] if token_ids[-1] in shared.ends else None
         shared.counts.turns += 1
-        name, num_prompt = f"{its.name}-{of_sequence.number}", sequence.num_tokens - len(token_ids)
+        name, num_prompt = f"{session.name}-{of_sequence.number}", sequence.num_tokens - len(token_ids)
         sequence.transcript = replace(sequence.transcript, ended=ended, cut=turn.truncated, answered=True)
         if isinstance(asked, AskedTokens):
             reason: Literal["length", "stop"] = "length" if turn.truncated else "stop"
             self._server.answer(request, TokenCompletion(name, token_ids, turn.log_probs, reason, num_prompt))
         else:
-            message, why = self._message(its, branch, asked, token_ids)
+            message, why = self._message(session, branch, asked, token_ids)
             answer = Completion(
                 f"chatcmpl-{name}", in_openai_form(message), why, num_prompt, len(token_ids), asked.tells_usage
             )
@@ -147,18 +147,18 @@ class Sessions:
             messages = [*(sequence.transcript.messages or ()), message]
             sequence.transcript = replace(sequence.transcript, messages=messages)
         of_sequence.request, of_sequence.answered = None, request
-        if not its.open_requests:
+        if not session.open_requests:
             row.waiting_since = time.monotonic()
 
     def _message(
-        self, its: Session, branch: int, asked: Asked, token_ids: Sequence[int]
+        self, session: Session, branch: int, asked: Asked, token_ids: Sequence[int]
     ) -> tuple[Message, Literal["length", "tool_calls", "stop"]]:
         """A turn of the model, and why it has ended."""
-        shared, transcript = self._shared, its.record.sequences[branch].transcript
+        shared, transcript = self._shared, session.record.sequences[branch].transcript
         text = shared.decode(list(token_ids if transcript.ended is None else token_ids[:-1]))
         reads_calls = TOOLS in asked.fields and asked.calls_tools and not transcript.cut
-        parsed = shared.reading.parsed(text, asked, its.record.columns) if reads_calls else Parsed(text, ())
-        name = f"call_{its.record.of_rollout}_{its.requests[branch].number}"
+        parsed = shared.reading.parsed(text, asked, session.record.columns) if reads_calls else Parsed(text, ())
+        name = f"call_{session.record.of_rollout}_{session.requests[branch].number}"
         message = turn_message(parsed, lambda number: shared.continues.call_id(f"{name}_{number}"))
         return message, "length" if transcript.cut else "tool_calls" if parsed.calls else "stop"
 
@@ -201,188 +201,188 @@ class Sessions:
     def _run_waiting(self) -> None:
         """Agents run when the engine has room for a turn, and the processes for an agent."""
         while self._waiting and len(self._by_ticket) < self._pool.most_at_once:
-            about_to_ask = sum(not its.record.turn for its in self._by_ticket.values())
+            about_to_ask = sum(not session.record.turn for session in self._by_ticket.values())
             if self._rows.num_speaking + about_to_ask >= self._rows.room:
                 return
-            its = self._waiting.popleft()
-            record = its.record
-            record.worker, its.ticket = self._pool.run(self._server.base_url(its.name), record.columns)
-            its.starts += 1
+            session = self._waiting.popleft()
+            record = session.record
+            record.worker, session.ticket = self._pool.run(self._server.base_url(session.name), record.columns)
+            session.starts += 1
             record.begun = record.waiting_since = time.monotonic()
-            self._by_ticket[its.ticket] = its
+            self._by_ticket[session.ticket] = session
 
-    def _returned(self, its: Session, answer: Answer) -> None:
-        record, drops = its.record, bool(its.open_requests)  # nobody waits for their answers
-        if answer.lost and not record.answered and its.starts < MOST_STARTS:
-            self._start_again(its)
-        elif answer.problem and its.spent and record.answered:  # what it raises is no fault of its own
+    def _returned(self, session: Session, answer: Answer) -> None:
+        record, drops = session.record, bool(session.open_requests)  # nobody waits for their answers
+        if answer.lost and not record.answered and session.starts < MOST_STARTS:
+            self._start_again(session)
+        elif answer.problem and session.spent and record.answered:  # what it raises is no fault of session own
             zeros = (0.0,) * len(self._config.weights)
-            self._end(its, TurnEvent(record.number, ends=True, truncated=True, rewards=zeros, drops=drops))
+            self._end(session, TurnEvent(record.number, ends=True, truncated=True, rewards=zeros, drops=drops))
         elif answer.problem:
-            self._fail(its, answer.problem)
+            self._fail(session, answer.problem)
         elif not record.answered:
-            self._fail(its, "the agent returned before the model had answered a request")
+            self._fail(session, "the agent returned before the model had answered a request")
         else:
             first, rewards = record.sequences[0], tuple(answer.value["reward"])
-            cut = its.spent or any(sequence.settled.cut for sequence in record.sequences)
+            cut = session.spent or any(sequence.settled.cut for sequence in record.sequences)
             # a model computes nothing for less than two tokens, and the row's own prompt stays where it was not used
-            behind = (self._shared.continues.end,) if its.has_prompt and not first.used else ()
+            behind = (self._shared.continues.end,) if session.has_prompt and not first.used else ()
             event = TurnEvent(record.number, behind, ends=True, truncated=cut, rewards=rewards, drops=drops)
-            self._end(its, event)
+            self._end(session, event)
 
-    def _start_again(self, its: Session) -> None:
+    def _start_again(self, session: Session) -> None:
         """The process has ended, and the agent had no answer of the model."""
-        for request in its.open_requests:
+        for request in session.open_requests:
             self._gone(request)
-        self._answered(its)
-        assert its.record.worker is not None, "the agent ran"
-        self._pool.finish(its.record.worker)
-        its.record.worker = None
-        self._waiting.append(its)
+        self._answered(session)
+        assert session.record.worker is not None, "the agent ran"
+        self._pool.finish(session.record.worker)
+        session.record.worker = None
+        self._waiting.append(session)
 
     # ---- requests
 
     def _requested(self, request: ChatRequest) -> None:
-        its, shared = self._left.get(request.row), self._shared
-        if its is None:
+        session, shared = self._left.get(request.row), self._shared
+        if session is None:
             self._refuse(request, "row_ended", "the row of this URL has ended")
             return
         try:
-            asked = self._asked(request, its)
-            again = asked_again(its.requests, request, asked, several=shared.several)
+            asked = self._asked(request, session)
+            again = asked_again(session.requests, request, asked, several=shared.several)
             if again is not None:
                 self._tell_again(request)
                 self._gone(again)
-            if its.record.turn >= self._config.max_turns and (shared.several or not its.open_requests):
-                its.spent = True
-                used = f"data.environment.max_turns = {its.record.turn} turns are used up"
+            if session.record.turn >= self._config.max_turns and (shared.several or not session.open_requests):
+                session.spent = True
+                used = f"data.environment.max_turns = {session.record.turn} turns are used up"
                 self._refuse(request, "turns_used_up", used)
                 return
-            sequences, new = its.record.sequences, shared.new_tokens(its.record.columns)
+            sequences, new = session.record.sequences, shared.new_tokens(session.record.columns)
             branch, ids = place_of(sequences, asked, new, several=shared.several)
             check_token_ids(ids, "the request", shared.continues.vocab_size)
         except RowError as error:
             self._refuse(request, "invalid_request", str(error))
         except ConfigError as error:
             self._refuse(request, "no_continuation", str(error))
-            self._fail(its, str(error))
+            self._fail(session, str(error))
         else:
-            self._accept(its, request, asked, branch, ids)
+            self._accept(session, request, asked, branch, ids)
 
-    def _asked(self, request: ChatRequest, its: Session) -> Asked | AskedTokens:
+    def _asked(self, request: ChatRequest, session: Session) -> Asked | AskedTokens:
         """Errors: RowError."""
         if request.by_tokens:
             asked: Asked | AskedTokens = tokens_asked_for(request.body)
         else:
             asked = asked_for(request.body, self._shared.stop)
-            self._shared.reading.check(asked, its.record.columns)
+            self._shared.reading.check(asked, session.record.columns)
         self._tell_ignored(request.body)
         return asked
 
     def _accept(
-        self, its: Session, request: ChatRequest, asked: Asked | AskedTokens, branch: int, ids: list[int]
+        self, session: Session, request: ChatRequest, asked: Asked | AskedTokens, branch: int, ids: list[int]
     ) -> None:
-        record, most = its.record, self._config.max_turn_tokens
+        record, most = session.record, self._config.max_turn_tokens
         sequence = record.sequences[branch] if branch < len(record.sequences) else RowSequence()
         opening = sequence.opening or len(ids)
-        too_long, left = self._room(its, opening, branch)
+        too_long, left = self._room(session, opening, branch)
         left -= sequence.num_tokens + len(ids) - opening
         if too_long or left < 1:
-            its.spent = record.answered
+            session.spent = record.answered
             self._refuse(request, "context_length_exceeded", too_long or NO_ROOM)
             return
-        its.number, its.spent = its.number + 1, False
-        self._answered(its)
+        session.number, session.spent = session.number + 1, False
+        self._answered(session)
         limits = [limit for limit in (left, most, asked.max_tokens) if limit is not None]
         self._rows.apply(TurnEvent(record.number, tuple(ids), min(limits), branch=branch))
-        if branch == len(its.requests):
-            its.requests.append(SequenceRequest())
-        of_sequence, sequence = its.requests[branch], record.sequences[branch]
-        of_sequence.asked, of_sequence.request, of_sequence.number = asked, request, its.number
+        if branch == len(session.requests):
+            session.requests.append(SequenceRequest())
+        of_sequence, sequence = session.requests[branch], record.sequences[branch]
+        of_sequence.asked, of_sequence.request, of_sequence.number = asked, request, session.number
         sequence.before = talk = sequence.transcript
         messages, fields = (asked.messages, asked.fields) if isinstance(asked, Asked) else (None, talk.fields)
         sequence.transcript = replace(talk, messages=messages, fields=fields)
 
-    def _room(self, its: Session, num_opening: int, branch: int) -> tuple[str, int]:
+    def _room(self, session: Session, num_opening: int, branch: int) -> tuple[str, int]:
         """Why a sequence may not begin with so many tokens, nothing where it may; and how many may follow these.
 
         All sequences of a row have the same room, but for one that goes on from a prompt of the data file.
         """
-        most, limit = self._shared.max_prompt_length, its.record.limit
-        if self._shared.several and (branch or not its.has_prompt):
+        most, limit = self._shared.max_prompt_length, session.record.limit
+        if self._shared.several and (branch or not session.has_prompt):
             return "", most + limit - num_opening
         problem = f"the request has {num_opening} tokens, more than data.max_prompt_length = {most}"
         return problem if num_opening > most else "", limit
 
     def _gone(self, request: ChatRequest) -> None:
         """Nobody waits for the answer: the turn goes, and the same request may come again."""
-        its = self._left.get(request.row)
-        if its is None:
+        session = self._left.get(request.row)
+        if session is None:
             return
-        for branch, each in enumerate(its.requests):
-            if request is (each.request or each.answered):  # of an earlier one a later one has told
-                self._refuse(request, "repeated", "the same request has come again")  # where its client is there
+        for branch, each in enumerate(session.requests):
+            if request is (each.request or each.answered):  # of an earlier one a later one has shown
+                self._refuse(request, "repeated", "the same request has come again")  # if a client is there
                 each.request = each.answered = None
-                self._rows.apply(TurnEvent(its.record.number, drops=True, branch=branch))
-                if not its.open_requests:
-                    its.record.waiting_since = time.monotonic()
+                self._rows.apply(TurnEvent(session.record.number, drops=True, branch=branch))
+                if not session.open_requests:
+                    session.record.waiting_since = time.monotonic()
 
     def _refuse(self, request: ChatRequest, code: str, message: str) -> None:
         self._server.refuse(request, Refusal(BAD, code, message))
 
     def _tell_again(self, request: ChatRequest) -> None:
-        if not request.repeated and LEFT not in self._shared.told:
-            self._shared.told.add(LEFT)
+        if not request.repeated and LEFT not in self._shared.shown:
+            self._shared.shown.add(LEFT)
             self._failures.show(
                 "a client has ended its connection and asks the same again: the row has the later answer alone "
                 "(environment/dropped_turns)"
             )
 
     def _tell_ignored(self, body: Any) -> None:
-        new = ignored_keys(body) - self._shared.told
+        new = ignored_keys(body) - self._shared.shown
         if new:
-            self._shared.told.update(new)
+            self._shared.shown.update(new)
             self._failures.show(
                 f"requests ask for {', '.join(sorted(new))}: left aside, as the model samples as `sampling` says"
             )
 
     # ---- ends
 
-    def _end(self, its: Session, event: TurnEvent) -> None:
-        self._answered(its)
-        for request in its.open_requests:
+    def _end(self, session: Session, event: TurnEvent) -> None:
+        self._answered(session)
+        for request in session.open_requests:
             self._refuse(request, "row_ended", "the row of this URL has ended")
-        del self._left[its.name]
-        if its.ticket is not None:
-            self._by_ticket.pop(its.ticket, None)
-        if its.record.worker is not None:
-            self._pool.finish(its.record.worker)
+        del self._left[session.name]
+        if session.ticket is not None:
+            self._by_ticket.pop(session.ticket, None)
+        if session.record.worker is not None:
+            self._pool.finish(session.record.worker)
         self._rows.apply(event)
 
-    def _fail(self, its: Session, problem: str) -> None:
+    def _fail(self, session: Session, problem: str) -> None:
         """Errors: RewardError where that ends the run."""
-        event = self._failures.event(its.record, problem, drops=bool(its.open_requests))
-        first = its.record.sequences[0]
+        event = self._failures.event(session.record, problem, drops=bool(session.open_requests))
+        first = session.record.sequences[0]
         if not first.used:  # a model computes nothing for less than two tokens
             event = replace(event, token_ids=(self._shared.continues.end,) * (1 if first.num_settled else 2))
-        self._end(its, event)
+        self._end(session, event)
 
     def _look_at_the_time(self) -> None:
         """Agents that are late have failed, and all rows that are left when the rollout has no time left."""
         if late := self._times.rollout():
             self._waiting.clear()
-            for its in list(self._left.values()):
-                self._fail(its, late)
-        for its in list(self._by_ticket.values()):
-            since = its.record.waiting_since
+            for session in list(self._left.values()):
+                self._fail(session, late)
+        for session in list(self._by_ticket.values()):
+            since = session.record.waiting_since
             late = self._times.request(since) if since is not None else ""
-            if late or (late := self._times.row(its.record.begun)):
-                self._fail(its, late)
+            if late or (late := self._times.row(session.record.begun)):
+                self._fail(session, late)
 
-    def _answered(self, its: Session) -> None:
-        if its.record.waiting_since is not None:
-            self._shared.counts.seconds += time.monotonic() - its.record.waiting_since
-        its.record.waiting_since = None
+    def _answered(self, session: Session) -> None:
+        if session.record.waiting_since is not None:
+            self._shared.counts.seconds += time.monotonic() - session.record.waiting_since
+        session.record.waiting_since = None
 
     def _wait(self) -> None:
         """For the pool or the server."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
-import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
@@ -23,7 +23,7 @@ from hybridflow.data.templates import ChatTemplate, TemplateOptions
 from hybridflow.data.tokenizers import load_tokenizer
 from hybridflow.environments.agents import agent_file
 from hybridflow.environments.classes import DescribedClass, described
-from hybridflow.environments.pool import AgentPool, EnvironmentPool
+from hybridflow.environments.pool import AgentPool, EnvironmentPool, name_of
 from hybridflow.environments.verifiers_agent import number_of_tasks, task_problem
 from hybridflow.parallel.agreement import check_agreement
 from hybridflow.rewards.pool import Answer
@@ -39,7 +39,10 @@ class EnvironmentInputs:
     group: dist.ProcessGroup | None = None
 
     def first_messages(self, rows: Sequence[Row]) -> list[Begun | RowError]:
-        """What each row begins with, by an instance that ends again, on the group's first rank. Collective over it."""
+        """What each row begins with, by an instance that ends again, on one of the group's ranks.
+
+        Collective over the group.
+        """
         answers = self._answers([row.fields for row in rows])
         return [
             Begun(answer.value["messages"], self.continuations.fields(row.fields), self._not_started)
@@ -57,15 +60,26 @@ class EnvironmentInputs:
         """What `load_prompts` takes of it. Ranks with other files would wait for each other: that is told before."""
         group = self.group
         agrees = {} if group is None else {"agrees": lambda digest: check_agreement({key: digest}, group)}
-        return {"first_messages": self.first_messages, **agrees}
+        return {"first_messages": self.first_messages, "start_ahead": self.start_ahead, **agrees}
+
+    def start_ahead(self, rows: Sequence[Row]) -> None:
+        """Begin what `first_messages` asks for next, on this rank."""
+        self.pool.start_ahead([row.fields for row in rows if self._is_own(row.fields)])
+
+    def _is_own(self, columns: Mapping[str, Any]) -> bool:
+        """Whether the row begins on this rank: by the columns, so that a row begins where it was started ahead."""
+        if self.group is None:
+            return True
+        return crc32(name_of(columns).encode()) % dist.get_world_size(self.group) == dist.get_rank(self.group)
 
     def _answers(self, rows: Sequence[Mapping[str, Any]]) -> list[Answer]:
-        if self.group is None:
-            return self.pool.first_messages(rows)
-        first = dist.get_rank(self.group) == 0
-        box = [self.pool.first_messages(rows) if first else []]
-        dist.broadcast_object_list(box, group_src=0, group=self.group, device=torch.device("cpu"))
-        return box[0]
+        own = [number for number, columns in enumerate(rows) if self._is_own(columns)]
+        answers = dict(zip(own, self.pool.first_messages([rows[number] for number in own]), strict=True))
+        if self.group is not None:
+            of_ranks: list[dict[int, Answer]] = [{}] * dist.get_world_size(self.group)
+            dist.all_gather_object(of_ranks, answers, group=self.group)
+            answers = {number: answer for of_rank in of_ranks for number, answer in of_rank.items()}
+        return [answers[number] for number in range(len(rows))]
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,11 @@ class DrawnPrompts:
 class PromptDataset:
     """Prompts of files; see `usable` for what is checked when."""
 
-    def __init__(self, rows: UsableRows[Prompt], column_names: Sequence[str]) -> None:
-        self.rows, self.column_names = rows, tuple(column_names)
+    def __init__(
+        self, rows: UsableRows[Prompt], column_names: Sequence[str], start_ahead: Callable[[Sequence[Row]], None] | None
+    ) -> None:
+        """start_ahead: of an environment, for the rows of the next draw."""
+        self.rows, self.column_names, self._start_ahead = rows, tuple(column_names), start_ahead
         self._begun: dict[int, Prompt] = {}  # of the last draws, in case that an environment does not begin one again
 
     def __len__(self) -> int:
@@ -108,6 +111,11 @@ class PromptDataset:
             kept = list(self._begun.items())[-MOST_KEPT:]
             self._begun = dict(kept) | dict(zip(drawn.numbers, drawn.items, strict=True))
         return DrawnPrompts(self._packed(drawn.items), tuple(drawn.numbers), drawn.dropped)
+
+    def start_ahead(self, order: Order, count: int) -> None:
+        """Let an environment begin the rows that `draw` looks at first the next time."""
+        if self._start_ahead is not None:
+            self._start_ahead(self.rows.rows_ahead(order, count))
 
     @property
     def nbytes(self) -> int:
@@ -152,6 +160,7 @@ def load_prompts(
     checked_bytes: int = CHECKED_BYTES,
     key: str = "data.train",
     first_messages: FirstMessages | None = None,
+    start_ahead: Callable[[Sequence[Row]], None] | None = None,
     agrees: Callable[[bytes], None] = lambda digest: None,
 ) -> PromptDataset:
     """Find the rows of files, and check them where these are no larger than `checked_bytes`. Blank lines are skipped.
@@ -168,6 +177,7 @@ def load_prompts(
         template: what enters the chat template beside a row.
         key: that of the config, for messages.
         first_messages: of an environment, which begins the conversation of a row; then all of a row are columns.
+        start_ahead: of that environment, which may begin the rows of the next draw already.
         agrees: is given the digest of the files before rows are looked at, and may raise.
 
     Raises:
@@ -187,7 +197,9 @@ def load_prompts(
     if encoder.first is None:  # nobody has looked at a row yet
         rows.draw(PromptOrder(len(rows), 0, False), 1)
     assert encoder.first is not None, "a row that can be used has columns"
-    return PromptDataset(rows, tuple(encoder.first.columns))
+    return PromptDataset(
+        rows, tuple(encoder.first.columns), None if start_ahead is None else encoder.started(start_ahead)
+    )
 
 
 def _why_none(dropped: Dropped, max_length: int) -> str:
@@ -220,10 +232,21 @@ class _Encoder:
             for its in found
         ]
 
+    def started(self, start_ahead: Callable[[Sequence[Row]], None]) -> Callable[[Sequence[Row]], None]:
+        """With rows as `first_messages` has them."""
+
+        def start(rows: Sequence[Row]) -> None:
+            start_ahead([row for row in self._named(rows) if isinstance(row, Row)])
+
+        return start
+
+    def _named(self, rows: Sequence[Row]) -> list[Row | RowError]:
+        return [attempt(lambda row: named(row, self.columns), row) for row in rows]
+
     def _begun(self, rows: Sequence[Row]) -> list[PromptText | RowError]:
         """The conversations that an environment begins, all of a row as its columns."""
         assert self.first_messages is not None and self.template is not None, "an environment needs a template"
-        given = [attempt(lambda row: named(row, self.columns), row) for row in rows]
+        given = self._named(rows)
         there = [row for row in given if isinstance(row, Row)]
         begun = iter(self.first_messages(there))
         return [row if isinstance(row, RowError) else attempt(self._begun_text, (row, next(begun))) for row in given]

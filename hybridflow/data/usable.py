@@ -10,6 +10,7 @@ whatever the size of the file. Either way the order is a function of the seed an
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol
 
@@ -142,6 +143,10 @@ class UsableRows(Generic[Item]):
             if fruitless >= 2 * len(self):
                 raise DataError(f"no row can be used: {next(iter(drawn.dropped.first.values()))}")
         return drawn
+
+    def rows_ahead(self, order: Order, count: int) -> list[Row]:
+        """The rows that `draw` looks at first the next time."""
+        return [row for row in self._rows_of(copy(order).next(count)) if row.problem is None]
 
     # ---- inside
 

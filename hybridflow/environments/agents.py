@@ -22,16 +22,16 @@ from hybridflow.rewards.probe import asked, serve
 from hybridflow.user_code import load_function
 
 KEY = "data.environment.agent"
-END_SECONDS = 5.0  # in which an agent may end once its row has
+END_SECONDS = 5.0  # in which an agent may end once the row has
 PREPARE = "hybridflow_prepare"  # an attribute of our own agents: what they do before their first row
 
 
 def agent_file(path: str, arguments: Mapping[str, Any]) -> str | None:
     """The file of the agent's module. Errors: ConfigError where there is no such agent."""
-    [told] = asked("hybridflow.environments.agents", [[path, dict(arguments)]], f"{KEY} = {path}")
-    if told["problem"]:
-        raise ConfigError(told["problem"])
-    file: str | None = told["file"]
+    [found] = asked("hybridflow.environments.agents", [[path, dict(arguments)]], f"{KEY} = {path}")
+    if found["problem"]:
+        raise ConfigError(found["problem"])
+    file: str | None = found["file"]
     return file
 
 
@@ -69,7 +69,7 @@ def _told(path: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class AgentRuns:
-    """Of one worker. path: package.module:function. arguments: by keyword. parts: of its rewards, none of numbers."""
+    """Of one worker. path: package.module:function. arguments: by keyword. parts: of the reward, none of numbers."""
 
     def __init__(self, path: str, arguments: Mapping[str, Any], parts: Sequence[str]) -> None:
         self._run, self._arguments, self._parts = load_agent(path, arguments), dict(arguments), tuple(parts)

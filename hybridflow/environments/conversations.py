@@ -2,7 +2,7 @@
 
     conversations = Environments(pool, continuations, parser, ...).conversations(prompts, counts, limits, seed)
 
-See `rollout.turns.Answers`. A turn goes to the row's instance: its tool calls, else `step`. What comes back is tokens
+See `rollout.turns.Answers`. A turn goes to the row's instance: tool calls, else `step`. What comes back is tokens
 behind the turn, or a reward. A row that has no token or turn left for an answer is asked once more, with
 `ModelTurn.truncated`: what is no number then is 0 in each part, and the row counts as truncated.
 """
@@ -58,7 +58,7 @@ class Continues(Protocol):
 class Conversation:
     """What a class makes of a row. branch: the last of the row's sequences, which goes on.
 
-    tickets: of the calls to the row's instance that are under way; start: of its first call. text: the last turn.
+    tickets: of the calls to the row's instance that are under way; start: of the first call. text: the last turn.
     last: the call that is under way ends the row. problem: why the row fails once the model has ended a turn.
     """
 
@@ -144,20 +144,23 @@ class Conversations:
         self._begin_waiting()
 
     def said(self, row: RowRecord, branch: int, turn: Response) -> None:
-        its, token_ids, counts = self._under_way[row.number], turn.token_ids, self._shared.counts
+        conversation, token_ids, counts = self._under_way[row.number], turn.token_ids, self._shared.counts
         ended = token_ids[-1] if token_ids[-1] in self._shared.ends else None
-        its.text = self._shared.decode(list(token_ids if ended is None else token_ids[:-1]))
+        conversation.text = self._shared.decode(list(token_ids if ended is None else token_ids[:-1]))
         row.waiting_since = time.monotonic()
         counts.turns += 1
-        parsed = Parsed(its.text, ()) if turn.truncated else self._parsed(its)
+        parsed = Parsed(conversation.text, ()) if turn.truncated else self._parsed(conversation)
         counts.tool_calls += len(parsed.calls)
-        its.last = its.used >= row.limit
-        messages, cut = [*its.messages, _message(parsed)], turn.truncated or (its.last and bool(parsed.calls))
-        its.sequence.transcript = Transcript(messages, ended=ended, cut=cut, answered=True)
-        if its.problem:
-            self._fail(its, its.problem)
+        conversation.last = conversation.used >= row.limit
+        messages, cut = (
+            [*conversation.messages, _message(parsed)],
+            turn.truncated or (conversation.last and bool(parsed.calls)),
+        )
+        conversation.sequence.transcript = Transcript(messages, ended=ended, cut=cut, answered=True)
+        if conversation.problem:
+            self._fail(conversation, conversation.problem)
         else:
-            self._call(its, "turn", calls=() if cut else [asdict(call) for call in parsed.calls])
+            self._call(conversation, "turn", calls=() if cut else [asdict(call) for call in parsed.calls])
 
     def work(self, *, wait: bool) -> None:
         while True:
@@ -177,16 +180,16 @@ class Conversations:
 
     # ---- calls
 
-    def _parsed(self, its: Conversation) -> Parsed:
-        """A turn with ids for its calls. A call too many is the model's mistake, and gets a result as any other."""
+    def _parsed(self, conversation: Conversation) -> Parsed:
+        """A turn with ids for calls. A call too many is the model's mistake, and gets a result as any other."""
         parser, continues = self._shared.parser, self._shared.continues
         if parser is None:
-            return Parsed(its.text, ())
-        found = parser.parsed(its.text, continues.opening(its.record.columns))
+            return Parsed(conversation.text, ())
+        found = parser.parsed(conversation.text, continues.opening(conversation.record.columns))
         calls = [
             replace(
                 call,
-                id=call.id or continues.call_id(f"call_{its.record.turn}_{number}"),
+                id=call.id or continues.call_id(f"call_{conversation.record.turn}_{number}"),
                 problem=call.problem or (SECOND_CALL if number and continues.takes_one_call else ""),
             )
             for number, call in enumerate(found.calls)
@@ -206,138 +209,142 @@ class Conversations:
         """Rows begin when the engine has room for a turn, and the processes for an instance."""
         rows, most = self._rows, self._pool.most_at_once
         while self._waiting and len(self._under_way) < most and rows.num_speaking < rows.room:
-            its = self._waiting.popleft()
-            self._under_way[its.record.number] = its
-            its.record.begun = time.monotonic()
-            self._start(its)
-            rows.apply(TurnEvent(its.record.number, max_tokens=self._turn_tokens(its, 0)))
+            conversation = self._waiting.popleft()
+            self._under_way[conversation.record.number] = conversation
+            conversation.record.begun = time.monotonic()
+            self._start(conversation)
+            rows.apply(TurnEvent(conversation.record.number, max_tokens=self._turn_tokens(conversation, 0)))
 
-    def _start(self, its: Conversation) -> None:
+    def _start(self, conversation: Conversation) -> None:
         """An instance."""
-        record, its.starts = its.record, its.starts + 1
+        record, conversation.starts = conversation.record, conversation.starts + 1
         seed = ",".join(map(str, (*self._seed, self._prompt_of[record.of_rollout])))
-        record.worker, its.start = self._pool.start(record.columns, seed=seed)
-        self._expect(its, its.start)
+        record.worker, conversation.start = self._pool.start(record.columns, seed=seed)
+        self._expect(conversation, conversation.start)
 
-    def _call(self, its: Conversation, kind: str, *, calls: Sequence[dict[str, Any]] = ()) -> None:
-        record = its.record
-        left = max(record.limit - its.used, 0)
-        turn = ModelTurn(its.text, its.sequence.transcript.cut, record.turn, left, its.last)
+    def _call(self, conversation: Conversation, kind: str, *, calls: Sequence[dict[str, Any]] = ()) -> None:
+        record = conversation.record
+        left = max(record.limit - conversation.used, 0)
+        turn = ModelTurn(conversation.text, conversation.sequence.transcript.cut, record.turn, left, conversation.last)
         assert record.worker is not None, "an instance has been started"
         message = {"kind": kind, "row": record.worker, "said": tuple(vars(turn).values()), "calls": list(calls)}
-        self._expect(its, self._pool.call(record.worker, message))
+        self._expect(conversation, self._pool.call(record.worker, message))
 
-    def _expect(self, its: Conversation, ticket: int) -> None:
-        its.tickets.add(ticket)
-        self._by_ticket[ticket] = its
+    def _expect(self, conversation: Conversation, ticket: int) -> None:
+        conversation.tickets.add(ticket)
+        self._by_ticket[ticket] = conversation
 
-    def _take(self, its: Conversation, ticket: int, answer: Answer) -> None:
-        its.tickets.discard(ticket)
-        problem, record = answer.problem, its.record
-        if ticket == its.start and not problem:
+    def _take(self, conversation: Conversation, ticket: int, answer: Answer) -> None:
+        conversation.tickets.discard(ticket)
+        problem, record = answer.problem, conversation.record
+        if ticket == conversation.start and not problem:
             if answer.value["messages"] != self._prompts.conversations[self._prompt_of[record.of_rollout]]:
                 problem = "start gave other messages than before for the same row: it has to depend on the row alone"
-        elif answer.lost and record.turn == 1 and record.waiting_since is None and its.starts < MOST_STARTS:
-            self._start(its)  # the process has ended, and the instance had not heard of a turn
+        elif answer.lost and record.turn == 1 and record.waiting_since is None and conversation.starts < MOST_STARTS:
+            self._start(conversation)  # the process has ended, and the instance had not heard of a turn
             return
         if problem and record.waiting_since is None:
-            its.problem = problem  # the model speaks: its turn ends first
+            conversation.problem = problem  # the model speaks: conversation turn ends first
         elif problem:
-            self._fail(its, problem)
-        elif ticket != its.start:
-            self._go_on(its, answer.value)
+            self._fail(conversation, problem)
+        elif ticket != conversation.start:
+            self._go_on(conversation, answer.value)
 
-    def _go_on(self, its: Conversation, value: Mapping[str, Any]) -> None:
-        record, sequence = its.record, its.sequence
+    def _go_on(self, conversation: Conversation, value: Mapping[str, Any]) -> None:
+        record, sequence = conversation.record, conversation.sequence
         self._shared.counts.failed_calls += value.get("failed_calls", 0)
         if "reward" in value:
             rewards, cut = tuple(value["reward"]), sequence.transcript.cut
-            self._end(its, TurnEvent(record.number, ends=True, truncated=cut, rewards=rewards))
+            self._end(conversation, TurnEvent(record.number, ends=True, truncated=cut, rewards=rewards))
             return
-        if its.last:
+        if conversation.last:
             zeros = (0.0,) * len(self._config.weights)
-            self._end(its, TurnEvent(record.number, ends=True, truncated=True, rewards=zeros))
+            self._end(conversation, TurnEvent(record.number, ends=True, truncated=True, rewards=zeros))
             return
-        answers = self._readable(its, value["messages"])
+        answers = self._readable(conversation, value["messages"])
         try:
-            branch, ids, used = self._behind(its, answers)
+            branch, ids, used = self._behind(conversation, answers)
         except (DataError, OtherConversation) as error:
-            self._fail(its, f"its messages cannot be read by the model: {error}")
+            self._fail(conversation, f"conversation messages cannot be read by the model: {error}")
             return
         if record.turn >= self._config.max_turns or used >= record.limit:
-            its.last = True
+            conversation.last = True
             sequence.transcript = replace(sequence.transcript, cut=True)
-            self._call(its, "step")
+            self._call(conversation, "step")
             return
-        self._answered(its)
-        messages = [*its.messages, *answers]
-        self._rows.apply(TurnEvent(record.number, tuple(ids), self._turn_tokens(its, used), branch=branch))
+        self._answered(conversation)
+        messages = [*conversation.messages, *answers]
+        self._rows.apply(TurnEvent(record.number, tuple(ids), self._turn_tokens(conversation, used), branch=branch))
         record.sequences[branch].transcript = Transcript(messages)
 
-    def _readable(self, its: Conversation, answers: Sequence[Message]) -> list[Message]:
+    def _readable(self, conversation: Conversation, answers: Sequence[Message]) -> list[Message]:
         """A result of a call that cannot be read is the user's, where no result may stand without a call."""
-        if its.messages[-1].get("tool_calls") or not self._shared.continues.results_need_calls:
+        if conversation.messages[-1].get("tool_calls") or not self._shared.continues.results_need_calls:
             return list(answers)
         return [
             {"role": "user", "content": message["content"]} if message["role"] == "tool" else message
             for message in answers
         ]
 
-    def _behind(self, its: Conversation, answers: Sequence[Message]) -> tuple[int, list[int], int]:
+    def _behind(self, conversation: Conversation, answers: Sequence[Message]) -> tuple[int, list[int], int]:
         """The sequence that goes on with these messages, the tokens that are new in it, and what is `used` with them.
 
         Errors: OtherConversation where the row may have one sequence alone; DataError where they can be no tokens of
         the model's.
         """
-        continues, columns, transcript = self._shared.continues, its.record.columns, its.sequence.transcript
+        continues, columns, transcript = (
+            self._shared.continues,
+            conversation.record.columns,
+            conversation.sequence.transcript,
+        )
         try:
-            ids = continues.tokens(its.messages, answers, columns, ended=transcript.ended)
+            ids = continues.tokens(conversation.messages, answers, columns, ended=transcript.ended)
         except OtherConversation:
             if not self._shared.several:
                 raise
-            ids = continues.first_tokens([*its.messages, *answers], columns)
-            return its.branch + 1, ids, len(ids) - len(its.record.sequences[0].prompt)
-        return its.branch, ids, its.used + len(ids)
+            ids = continues.first_tokens([*conversation.messages, *answers], columns)
+            return conversation.branch + 1, ids, len(ids) - len(conversation.record.sequences[0].prompt)
+        return conversation.branch, ids, conversation.used + len(ids)
 
     # ---- ends
 
-    def _end(self, its: Conversation, event: TurnEvent) -> None:
-        self._answered(its)
-        for ticket in its.tickets:
+    def _end(self, conversation: Conversation, event: TurnEvent) -> None:
+        self._answered(conversation)
+        for ticket in conversation.tickets:
             self._by_ticket.pop(ticket, None)
-        if its.record.worker is not None:
-            self._pool.finish(its.record.worker)
-        self._under_way.pop(its.record.number, None)
+        if conversation.record.worker is not None:
+            self._pool.finish(conversation.record.worker)
+        self._under_way.pop(conversation.record.number, None)
         self._rows.apply(event)
 
-    def _fail(self, its: Conversation, problem: str) -> None:
+    def _fail(self, conversation: Conversation, problem: str) -> None:
         """Errors: RewardError where that ends the run."""
-        self._end(its, self._failures.event(its.record, problem))
+        self._end(conversation, self._failures.event(conversation.record, problem))
 
     def _look_at_the_time(self) -> None:
-        """Rows that wait and have no time left have failed; one that the model writes ends its turn first."""
+        """Rows that wait and have no time left have failed; one that the model writes ends the turn first."""
         whole = self._times.rollout()
-        for its in list(self._under_way.values()):
-            late = whole or self._times.row(its.record.begun)
-            if its.record.waiting_since is None:
-                its.problem = its.problem or whole
+        for conversation in list(self._under_way.values()):
+            late = whole or self._times.row(conversation.record.begun)
+            if conversation.record.waiting_since is None:
+                conversation.problem = conversation.problem or whole
             elif late:
-                self._fail(its, late)
+                self._fail(conversation, late)
         while whole and self._waiting:  # no model computes a row without a token behind the prompt
-            its = self._waiting.popleft()
-            event = self._failures.event(its.record, whole)
-            self._end(its, replace(event, token_ids=(self._shared.continues.end,)))
+            conversation = self._waiting.popleft()
+            event = self._failures.event(conversation.record, whole)
+            self._end(conversation, replace(event, token_ids=(self._shared.continues.end,)))
 
     # ---- inside
 
-    def _turn_tokens(self, its: Conversation, used: int) -> int:
-        left = its.record.limit - used
+    def _turn_tokens(self, conversation: Conversation, used: int) -> int:
+        left = conversation.record.limit - used
         return left if self._config.max_turn_tokens is None else min(left, self._config.max_turn_tokens)
 
-    def _answered(self, its: Conversation) -> None:
-        if its.record.waiting_since is not None:
-            self._shared.counts.seconds += time.monotonic() - its.record.waiting_since
-        its.record.waiting_since = None
+    def _answered(self, conversation: Conversation) -> None:
+        if conversation.record.waiting_since is not None:
+            self._shared.counts.seconds += time.monotonic() - conversation.record.waiting_since
+        conversation.record.waiting_since = None
 
 
 def _message(parsed: Parsed) -> Message:

@@ -36,8 +36,8 @@ class TimeLimits:
 
     def request(self, expected: float) -> str:
         """Of an agent that has been expected to ask, or to end, since then."""
-        told = _late(expected, self.config.call_seconds, f"took longer than {KEY}.call_seconds")
-        return told and f"{told} without a request or a reward"
+        late = _late(expected, self.config.call_seconds, f"took longer than {KEY}.call_seconds")
+        return late and f"{late} without a request or a reward"
 
 
 def _late(begun: float, limit: float, what: str) -> str:

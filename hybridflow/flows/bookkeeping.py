@@ -193,6 +193,7 @@ class OnlineBookkeeping(Bookkeeping):
         order = self._prompts.order(self._config.seed, data.shuffle, position=run.state.num_prompts_drawn)
         self._generation.set_seed_position(order.position)
         drawn = self._prompts.draw(order, data.prompts_per_iteration)
+        self._prompts.start_ahead(order, data.prompts_per_iteration)
         self._note_dropped(drawn.dropped)
         run.prompt_rows, run.prompts = drawn.numbers, drawn.batch
         run.state = replace(run.state, num_prompts_drawn=order.position)
