@@ -59,7 +59,7 @@ class EnvironmentRows(Protocol):
 
 @dataclass(frozen=True)
 class EnvironmentTurns:
-    """leads: this rank is the first of its engine replica, and so the one that asks."""
+    """leads: this rank is the first of an engine replica, and therefore asks for the turns."""
 
     environments: EnvironmentRows
     agreement: LeaderBroadcast
@@ -121,7 +121,7 @@ class Generator:
         self.engine: RolloutEngine | None = None
         self.own_bytes, self.params = 0, {}
         join_groups(self.layout, placed.stages, platform.local_rank)
-        with self.resharded():  # the engine takes the memory that it finds as its own
+        with self.resharded():  # the engine counts memory that was taken before as the engine's
             self.kv_cache = self._sized_cache()
             if platform.rank in self.layout:
                 self.engine = self._new_engine(actor)
@@ -190,7 +190,7 @@ class Generator:
                 self.costs.append(self.reshard.to_trainer())
 
     def give_back(self) -> None:
-        """This rank has nothing more to generate within the block: its cache is released, the trainer has its weights.
+        """This rank has nothing more to generate within the block: the cache is released, the trainer has the weights.
 
         Local: other replicas still work. What a rank holds from now on is at most what it holds while models train.
         """
@@ -200,7 +200,7 @@ class Generator:
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
-        """Within the block the engine has its KV cache, empty at first. Its weights must be in place."""
+        """Within the block the engine has its KV cache, empty at first. The engine's weights must be in place."""
         if self.engine is None:
             yield
             return

@@ -1,6 +1,6 @@
 """Scores of a part of a rollout, computed before the rest was generated, in units of rows that a model runs together.
 
-In its last bits a matrix product's result for a row may depend on the rows beside it. So what is run together is fixed
+The last bits of a matrix product's row may depend on the rows beside. So what is run together is fixed
 before a token is generated, by the prompts alone, and results depend neither on who was waiting nor for how long:
 
     units = cut_in_units(prompts_of_replicas, samples, costs, per_replica=4, num_shares=2)
@@ -57,7 +57,7 @@ def cut_in_units(
 ) -> ScoringUnits:
     """Each replica's prompts in `per_replica` units of nearly equal cost, or one a prompt where there are fewer.
 
-    samples, costs: of each prompt, its number of rows and what it is expected to cost. The rows of a prompt, which a
+    samples, costs: of each prompt, the number of rows and the expected cost. The rows of a prompt, which a
     model runs once for all of them, stay together unless that leaves `num_shares` data-parallel replicas unlike work.
     """
     first = [0, *accumulate(samples)]
@@ -91,7 +91,7 @@ def _cut(start: int, end: int, num_pieces: int) -> list[range]:
 class PrecomputedScores:
     """Scores that a model computed of a rollout before it was whole, and who computes the rest.
 
-    known: by unit, as far as this rank contributes it, with its places within the unit.
+    known: by unit, as far as this rank contributes the scores, with the places within the unit.
     """
 
     def __init__(self, units: ScoringUnits) -> None:
