@@ -1,4 +1,4 @@
-"""Core attention on a CPU: by the kernels in C; where there are none, what torch has there for its log-sum-exps.
+"""Core attention on a CPU: by the kernels in C; where there are none, what torch has there for log-sum-exps.
 
 `models.layer_specs` opens this door.
 """

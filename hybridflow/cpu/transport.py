@@ -1,6 +1,6 @@
-"""Pieces that a rank reads in the memory of its peers, in place of their messages, where it can: on CPUs of one host.
+"""Pieces that a rank reads in the memory of peers, in place of messages, where it can: on CPUs of one host.
 
-Both sides know the pieces and their order. Before the first, each tells those that would read where its pieces lie;
+Both sides know the pieces and their order. Before the first, each tells those that would read where the pieces lie;
 after those of a bucket each reader says so, and what was read may then go or change.
 """
 
@@ -24,7 +24,7 @@ class Traffic(NamedTuple):
 
 
 class PeerSource(NamedTuple):
-    """A peer whose memory is read: its process, and where the pieces lie that are to come."""
+    """A peer whose memory is read: the process, and where the pieces lie that are to come."""
 
     process: int
     places: Iterator[tuple[int, int]]
@@ -45,11 +45,11 @@ class Reads:
         if not sources and not targets:
             return
         own = peer_memory.introduction()
-        told = {peer: torch.cat([own, places_of(pieces)]) for peer, pieces in sources.items()}
+        introductions = {peer: torch.cat([own, places_of(pieces)]) for peer, pieces in sources.items()}
         heard = {peer: own.new_empty(len(own) + 2 * len(pieces)) for peer, pieces in targets.items()}
-        self._exchange(told, heard)
+        self._exchange(introductions, heard)
         answers = {peer: torch.tensor([peer_memory.can_read(x[: len(own)])]) for peer, x in heard.items()}
-        asked = {peer: torch.zeros(1, dtype=torch.bool) for peer in told}
+        asked = {peer: torch.zeros(1, dtype=torch.bool) for peer in introductions}
         self._exchange(answers, asked)
         self.sources = {
             peer: PeerSource(int(x[1]), map(tuple, x[len(own) :].view(-1, 2).tolist()))
@@ -86,6 +86,6 @@ class Reads:
 
 
 def places_of(pieces: Sequence[Tensor]) -> Tensor:
-    """(2 x pieces,) int64: the address of each and its bytes from row to row."""
+    """(2 x pieces,) int64: the address of each and the bytes from row to row."""
     places = [(x.data_ptr(), x.stride(0) * x.element_size() if x.dim() == 2 else x.nbytes) for x in pieces]
     return torch.tensor([number for place in places for number in place], dtype=torch.int64)

@@ -1,7 +1,7 @@
 """Carry out a reshard plan on the actor's live weights, and undo it: bitwise the same before and after.
 
 There is one copy of the weights. Where the engine's shard is the trainer's memory, as it stands or permuted in place,
-nothing else is needed. Where it is more than that, the engine has memory of its own: bucket by bucket it is allocated
+nothing else is needed. Where the engine's shard is more, the engine has own memory: bucket by bucket it is allocated
 and filled, from this rank and from others, and a training storage that is wholly contained in it is released at once.
 On the way back training storages are filled from the engine's memory, without communication, and that is released.
 """
@@ -236,7 +236,7 @@ class WeightReshard:
         return received, sent
 
     def _sends(self, messages: Sequence[Message]) -> tuple[list[list[Tensor]], list[tuple[int, int]]]:
-        """(contents, (peer, index of its content)): what several peers get is held once."""
+        """(contents, (peer, index of the peer's content)): a content for several peers is held once."""
         known: dict[Content, int] = {}
         contents: list[list[Tensor]] = []
         sends = []
@@ -310,5 +310,5 @@ def _contiguous_target(parts: list[Tensor]) -> Tensor:
 
 
 def _packed(buffer: Tensor, parts: list[Tensor]) -> list[Tensor]:
-    """The parts in a buffer, each in its shape."""
+    """The parts in a buffer, each in the part's shape."""
     return [flat.view(part.shape) for flat, part in zip(buffer.split([x.numel() for x in parts]), parts, strict=True)]

@@ -34,7 +34,7 @@ class AddressSpace(Protocol):
         """Memory at a reserved address, of any content. Errors: torch.OutOfMemoryError, and nothing is mapped."""
 
     def unmap(self, address: int, size: int) -> None:
-        """The memory goes back to the device, once that has done all that it was asked to; its content is lost."""
+        """The memory goes back to the device after the device's queued work; the content is lost."""
 
     def free(self, address: int, size: int) -> None:
         """Give up the addresses. Nothing is mapped there."""

@@ -6,7 +6,7 @@ from torch import Tensor, UntypedStorage
 
 from hybridflow.models.memory import refill_with_zeros
 
-if TYPE_CHECKING:  # vLLM is imported when its settings stand
+if TYPE_CHECKING:  # vLLM is imported when vLLM's settings stand
     from vllm import LLM
 
 

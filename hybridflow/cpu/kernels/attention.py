@@ -43,7 +43,7 @@ class Arguments(ctypes.Structure):
 class Items:
     """What can be computed by itself: sequences, and prompts with all that follow them."""
 
-    stretches: Tensor  # (stretches, 3) int64: first token, length, place of its first key among those of its item
+    stretches: Tensor  # (stretches, 3) int64: first token, length, place of the first key among the item's keys
     items: Tensor  # (items, 4) int64: first stretch, how many, whether the others follow the first, all their tokens
 
     @classmethod

@@ -33,7 +33,7 @@ SOURCES = (
     "sampling.c",
     "vocabulary.c",
 )
-# no -ffast-math: its start-up code has the whole process flush small numbers to zero
+# no -ffast-math: the start-up code has the whole process flush small numbers to zero
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
 VARIABLE = "HYBRIDFLOW_NATIVE"
@@ -108,7 +108,7 @@ def _alone(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _cache() -> Iterator[Path]:
-    """One that stays; where the home cannot be written to one for this time: what is loaded needs its file no more."""
+    """A cache that stays. Without a writable home a temporary one: a loaded library needs no file any more."""
     with contextlib.ExitStack() as stack:
         try:
             directory = Path.home() / ".cache" / "hybridflow"

@@ -1,7 +1,7 @@
 """Gradients of weights on a CPU, added to their buffers as they are multiplied: as apex's extension does on CUDA.
 
 It saves a tensor of the weight's size and a pass over it, and bfloat16 gradients are not rounded before they are added.
-megatron's layers call it where they are told to fuse (`models/optimizer.py`); `overlays` gives it to them.
+megatron's layers call it where `models/optimizer.py` sets them to fuse; `overlays` gives it to them.
 """
 
 import torch
