@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridflow.parallel.device import uses_cuda
 
-MADV_DONTNEED = 4  # linux/mman.h; Python's mmap names it for its own mappings alone
+MADV_DONTNEED = 4  # linux/mman.h; Python's mmap names it for Python's mappings alone
 
 
 def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
