@@ -174,7 +174,7 @@ def _ended_ranks(options: argparse.Namespace, given: Sequence[str]) -> int | Non
         debug=options.debug,
     )
     if end.message is not None:
-        print(end.message if end.told else error_text(end.message, "hybridflow"), file=sys.stderr, flush=True)
+        print(end.message if end.by_rank else error_text(end.message, "hybridflow"), file=sys.stderr, flush=True)
     return end.status
 
 

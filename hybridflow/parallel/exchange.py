@@ -1,6 +1,6 @@
 """Make a sharded result whole: every rank that needs it ends with the same global tensor, bit for bit.
 
-A role computes the part of its replica and returns it at once; the exchange comes where the result is needed. Ranks
+A role computes the part of a replica and returns it at once; the exchange comes where the result is needed. Ranks
 outside the role's grid go straight on, so that roles on disjoint ranks run at the same time. Each element is computed
 by one replica and contributed by one rank of it; the others add zero, and x + 0 = x exactly. The time spent here is
 time spent waiting for the slowest rank plus the transfer of a few bytes a token.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridflow.parallel.device import wait_for
 
-PIECE_BYTES = 1 << 26  # of a large tensor on its way: what the device has room for beside everything else
+PIECE_BYTES = 1 << 26  # of a large tensor under way: what the device has room for beside everything else
 
 
 @dataclass(frozen=True)

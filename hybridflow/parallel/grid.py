@@ -1,6 +1,6 @@
 """A layout's process groups on this rank: the only user of megatron's group collection.
 
-Every role has its own grid; several may lie over the same ranks or over others. Nothing is written into megatron's
+Every role has a grid; several may lie over the same ranks or over others. Nothing is written into megatron's
 global parallel state.
 """
 
@@ -105,7 +105,7 @@ class Grid:
 
     @property
     def contributes(self) -> bool:
-        """Whether this rank contributes its replica's results to an exchange: one rank of each replica does."""
+        """Whether this rank contributes a replica's results to an exchange: one rank of each replica does."""
         return self.inside and self.tp_rank == 0 and self.is_last_stage
 
     @property
@@ -129,7 +129,7 @@ class GroupsOfGrid(ProcessGroupCollection):
 
 
 def _collection(layout: Layout, groups: ProcessGroups) -> ProcessGroupCollection:
-    """Its groups are None on ranks outside the layout."""
+    """The groups of the collection are None on ranks outside the layout."""
     tp, dp, pp = (groups.own(layout.groups(axis)) for axis in ("tp", "dp", "pp"))
     both = groups.own(layout.groups("tp", "pp"))
     dense = {"tp": tp, "dp": dp, "pp": pp, "mp": both}

@@ -78,7 +78,7 @@ class Platform:
         return host_memory()[1] * _env_int("GROUP_WORLD_SIZE", 1) // self.world_size
 
     def synchronize(self) -> None:
-        """Wait for the device, so that a clock read next measures work and not its enqueueing."""
+        """Wait for the device, so that a clock read next measures work and not the enqueueing."""
         if self.has_cuda:
             torch.cuda.synchronize(self.device)
 
@@ -141,7 +141,7 @@ def overlaps_exchanges() -> bool:
 
 
 def adds_gradients_in_products() -> bool:
-    """Whether `adapt_megatron` gives megatron's layers a product that adds a weight's gradient to its buffer.
+    """Whether `adapt_megatron` gives megatron's layers a product that adds a weight's gradient to the weight's buffer.
 
     On CUDA that is apex's, which layers know of by their config.
     """
@@ -192,13 +192,13 @@ def _set_default_timeouts(longest_phase_seconds: float) -> timedelta:
 
 
 def fresh_store() -> Store:
-    """The store of the process group, by a connection of its own that any thread may use, under a prefix that this
+    """The store of the process group, by a connection that any thread may use, under a prefix that this
     start alone uses: torchrun's outlives restarts. Collective over the world.
     """
     prefix = [os.urandom(8).hex()]
     dist.broadcast_object_list(prefix, src=0, group=dist.group.WORLD)
     store = dist.distributed_c10d._get_default_store()
-    own: Store = store.clone()  # type: ignore[attr-defined]  # torch has it, its stub not
+    own: Store = store.clone()  # type: ignore[attr-defined]  # torch has it, the stub not
     return PrefixStore(f"hybridflow/{prefix[0]}", own)
 
 
@@ -234,7 +234,7 @@ def stop() -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch on every device, alike on every rank. What must be random draws from its own generator."""
+    """Seed torch on every device, alike on every rank. What must be random draws from a separate generator."""
     torch.manual_seed(seed)
 
 
