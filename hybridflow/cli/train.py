@@ -265,7 +265,7 @@ def _train_here(config: AnyConfig, options: argparse.Namespace) -> None:
         raise
     except Exception as error:
         log_error(error)
-        watchdog.failed(error)  # does not return where another rank's end is the cause
+        watchdog.note_failure(error)  # does not return where another rank's end is the cause
         raise
     if trainer.platform.rank == 0:
         rows = summary.rows(trainer.config.run_dir, exported=trainer.writes_model)

@@ -50,7 +50,7 @@ class PackedSequences(PackedSeqParams):
     routing: Routing | None = None  # the engine's experts of every token; None: each layer chooses experts
 
     @classmethod
-    def of(
+    def from_lengths(
         cls, lengths: tuple[int, ...], device: torch.device, shared: SharedPrompts | None = None
     ) -> "PackedSequences":
         where, longest = bounds(lengths, device), max(lengths)
@@ -222,16 +222,16 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
 def flash_or_exact(dtype: torch.dtype) -> Attend:
     """On GPUs: flash attention takes 16-bit types only."""
     if dtype == torch.float32:
-        return either(attention_by_length, attention_with_copies)
-    return either(varlen_attention, partial(merged_attention, kernel=VARLEN))
+        return choose_by_sharing(attention_by_length, attention_with_copies)
+    return choose_by_sharing(varlen_attention, partial(merged_attention, kernel=VARLEN))
 
 
 def by_length_or_merged(kernel: AttentionKernel) -> Attend:
     """Without a kernel for packed sequences: where prompts are shared, by one that tells log-sum-exps."""
-    return either(attention_by_length, partial(merged_attention, kernel=kernel))
+    return choose_by_sharing(attention_by_length, partial(merged_attention, kernel=kernel))
 
 
-def either(plain: Attend, shared: Callable[..., Tensor]) -> Attend:
+def choose_by_sharing(plain: Attend, shared: Callable[..., Tensor]) -> Attend:
     """`shared` where responses of a micro-batch share a prompt."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *, packed: PackedSequences, scale: float) -> Tensor:

@@ -114,7 +114,7 @@ class RunOrder:
             (prompt.length, tuple(stretch.length for stretch in stretches))
             for prompt, stretches in zip(self.prompts, self.responses, strict=True)
         ]
-        return SharedPrompts.of(lengths, start=sum(stretch.length for stretch in self.alone), device=device)
+        return SharedPrompts.from_lengths(lengths, start=sum(stretch.length for stretch in self.alone), device=device)
 
 
 def _read_lengths(batch: RolloutBatch, pad_token_id: int | None) -> Tensor:
@@ -144,7 +144,7 @@ def _prediction_micro_batch(
     predicts = batch.response_mask[tokens + 1]  # each token that is run has a successor in the sequence
     where = tokens[predicts] + 1
     rows = predicts.nonzero().squeeze(1)
-    routed = None if experts is None else experts.at(tokens)
+    routed = None if experts is None else experts.for_tokens(tokens)
     return _micro_batch(batch, tokens, layout, rows=rows, where=where, padded=padded, device=device, routed=routed)
 
 
@@ -194,7 +194,7 @@ def _micro_batch(
         routed = None if routed is None else routed.padded(missing)
         positions = torch.cat([positions, torch.arange(missing)])
     all_lengths = (*lengths.tolist(), *([missing] if missing else []))
-    packed = PackedSequences.of(all_lengths, device, layout.shared(device))
+    packed = PackedSequences.from_lengths(all_lengths, device, layout.shared(device))
     return MicroBatch(
         input_ids=to_device_async(input_ids, device),
         positions=to_device_async(positions, device),
@@ -217,7 +217,7 @@ def filler(padded: Padded, device: torch.device) -> MicroBatch:
     return MicroBatch(
         input_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
         positions=torch.arange(tokens, device=device),
-        packed=PackedSequences.of((tokens,), device),
+        packed=PackedSequences.from_lengths((tokens,), device),
         rows=nothing.to(device),
         where=nothing,
         targets=nothing.to(device),

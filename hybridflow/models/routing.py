@@ -122,7 +122,7 @@ class RowExperts:
     lengths: Tensor
     layers: tuple[int, ...]
 
-    def at(self, tokens: Tensor) -> RoutedTokens:
+    def for_tokens(self, tokens: Tensor) -> RoutedTokens:
         """Of tokens of the batch by their flat positions, (t,) int64."""
         rows = torch.searchsorted(self.lengths.cumsum(0), tokens, right=True)
         within = tokens - offsets(self.lengths)[rows]

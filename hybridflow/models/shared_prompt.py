@@ -14,7 +14,7 @@ Tensors are (tokens, heads, head_dim), log-sum-exps (tokens, heads). Keys and va
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class SharedPrompts:
     spans: AttentionSpans  # from responses to prompts
 
     @classmethod
-    def of(cls, lengths: Sequence[tuple[int, tuple[int, ...]]], *, start: int, device: torch.device) -> "SharedPrompts":
+    def from_lengths(cls, lengths: Sequence[tuple[int, tuple[int, ...]]], *, start: int, device: torch.device) -> Self:
         """`start`: the first token of the first prompt. The responses begin where the last prompt ends."""
         keys = tuple(prompt for prompt, _ in lengths)
         queries = tuple(sum(responses) for _, responses in lengths)

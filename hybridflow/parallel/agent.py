@@ -70,7 +70,7 @@ def run_ranks(
         max_restarts=0,
         signals_to_handle="SIGQUIT",  # this module forwards the others to the ranks
     )
-    with _forward_signals(grace_seconds) as signals, _added(environment or {}):
+    with _forward_signals(grace_seconds) as signals, _set_variables(environment or {}):
         try:
             elastic_launch(config, sys.executable)("-u", *arguments)
         except ChildFailedError as error:
@@ -136,7 +136,7 @@ def _forward_signals(grace_seconds: float) -> Iterator[_StopSignals]:
 
 
 @contextmanager
-def _added(environment: Mapping[str, str]) -> Iterator[None]:
+def _set_variables(environment: Mapping[str, str]) -> Iterator[None]:
     """Variables of this process, which ranks inherit, within the block; what is set already stays."""
     new = [name for name in environment if name not in os.environ]
     os.environ.update({name: environment[name] for name in new})

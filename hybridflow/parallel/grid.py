@@ -77,23 +77,19 @@ class Grid:
 
     @property
     def tp_rank(self) -> int:
-        return self._own_coordinates.tp
+        return self.own_coordinates.tp
 
     @property
     def pp_rank(self) -> int:
-        return self._own_coordinates.pp
+        return self.own_coordinates.pp
 
     @property
     def dp_rank(self) -> int:
-        return self._own_coordinates.dp
-
-    @property
-    def at(self) -> TrainingCoordinates:
-        return self._own_coordinates
+        return self.own_coordinates.dp
 
     def place(self, group: Group) -> Place:
         """Which part of the weights of a group this rank holds."""
-        return self.layout.place(group, self._own_coordinates)
+        return self.layout.place(group, self.own_coordinates)
 
     @property
     def is_first_stage(self) -> bool:
@@ -109,7 +105,7 @@ class Grid:
         return self.inside and self.tp_rank == 0 and self.is_last_stage
 
     @property
-    def _own_coordinates(self) -> TrainingCoordinates:
+    def own_coordinates(self) -> TrainingCoordinates:
         assert self.coordinates is not None, self._outside()
         return self.coordinates
 

@@ -56,7 +56,7 @@ class Platform:
         if self.has_cuda:
             torch.cuda.empty_cache()
 
-    def settle(self) -> None:
+    def freeze_objects(self) -> None:
         """All objects that there are stay: no search for garbage looks at them any more, until the next `start`.
 
         vLLM searches at every sleep and every wake-up on CUDA, for as long as there are objects to look at.
@@ -266,12 +266,12 @@ def prepare_imports(platform: PlatformName) -> None:
     Errors: EnvironmentProblem of `choose_platform`.
     """
     choose_platform(platform)
-    quiet()
+    quiet_libraries()
     if not uses_cuda():
         overlays.prepare()
 
 
-def quiet() -> None:
+def quiet_libraries() -> None:
     """Keep what a user of this program cannot act on out of every rank's output."""
     about_cuda = () if uses_cuda() else (".*(CUDA|cuda).*",)  # that there is none is known, and meant
     for message in (

@@ -107,7 +107,7 @@ class Watchdog:
         self._entered = None
 
     @contextlib.contextmanager
-    def during(self, phase: str) -> Iterator[None]:
+    def phase(self, phase: str) -> Iterator[None]:
         """The block is this phase; after it the one before begins anew, if there was one."""
         before = self._entered
         self.enter(phase)
@@ -122,7 +122,7 @@ class Watchdog:
         """This rank ends as it should. From now on nothing changes the exit status: neither a signal nor a peer."""
         self._end_watch(PEACEFUL)
 
-    def failed(self, error: BaseException) -> None:
+    def note_failure(self, error: BaseException) -> None:
         """This rank ends with an error that it reports itself; comes before it does.
 
         Where the error may come from a rank that is gone, it waits for the thread to find that out, and then it does

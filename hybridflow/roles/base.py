@@ -88,7 +88,7 @@ class Role:
         self._alone = False
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def computing_all_rows(self) -> Iterator[None]:
         """Within the block this replica computes all rows of a batch, and others need not. The caller measures."""
         watch, self._watch, self._alone = self._watch, Stopwatch(), True
         try:
@@ -171,7 +171,7 @@ class Role:
     ) -> PartialTensor:
         """What this replica has computed ahead, whose units are of the same rows, and what it computes now."""
         if not self.grid.inside:
-            return PartialTensor.nothing(size)
+            return PartialTensor.empty(size)
         ahead = self.ahead if self.ahead is not None and self.ahead.covers(batch, some) else None
         read = _read_by(make, batch)
         if ahead is None:
@@ -179,7 +179,7 @@ class Role:
             experts = self._engines_experts(read, rows)
             micro_batches = self._micro_batches(read, [rows[self.grid.dp_rank]], make, experts=experts)
         else:
-            left = [torch.tensor(rows, dtype=torch.int64) for rows in ahead.left(self.grid.dp_rank)]
+            left = [torch.tensor(rows, dtype=torch.int64) for rows in ahead.rows_left(self.grid.dp_rank)]
             micro_batches = self._micro_batches(read, [batch.branches_of(rows).tolist() for rows in left], make)
         results = pipeline.forward(self.chunks, self.grid, micro_batches, readout)
         where, values = [], []
@@ -189,7 +189,7 @@ class Role:
             where += [places(batch, rows)[known.where] for rows, known in ahead.own_results()]
             values += [known.values for _, known in ahead.own_results()]
         if not where:
-            return PartialTensor.nothing(size)
+            return PartialTensor.empty(size)
         return PartialTensor(size, torch.cat(where), torch.cat(values))
 
 

@@ -65,8 +65,10 @@ class EnvironmentTurns:
     agreement: LeaderBroadcast
     leads: bool
 
-    def of(self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]) -> TurnTaking:
-        """For the next rollout."""
+    def begin(
+        self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]
+    ) -> TurnTaking:
+        """Open the turns of the next rollout."""
         answers = self.environments.conversations(prompts, counts, limits, seed) if self.leads else None
         return TurnTaking(self.agreement, answers, self.environments.counts, self.environments.several)
 
@@ -253,7 +255,7 @@ class Generator:
         sampling, seed, taking = self._placed.config.sampling, self._placed.config.seed, None
         if self.turns is not None:
             counts = torch.tensor(samples_per_prompt.each(prompts.lengths.tolist()), dtype=torch.int64)
-            taking = self.turns.of(prompts, counts, sampling.limits, (seed, iteration, generation, first_prompt))
+            taking = self.turns.begin(prompts, counts, sampling.limits, (seed, iteration, generation, first_prompt))
         return generate(
             self.engine,
             prompts,

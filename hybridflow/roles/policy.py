@@ -38,7 +38,7 @@ class Reference(Role):
         with self._watch.phase("reference"):
             return self._token_results(batch, _log_probs(self, batch))
 
-    def become(self, actor: "Actor") -> None:
+    def copy_weights(self, actor: "Actor") -> None:
         """Take the actor's weights as they are now. Both lie alike: each rank copies the weights on that rank."""
         weights, self.ahead = actor.weights(), None
         for weight, parameter in named_weights(self.chunks, self.spec, head="lm"):

@@ -6,7 +6,7 @@ before a token is generated, by the prompts alone, and results depend neither on
     units = cut_in_units(prompts_of_replicas, samples, costs, per_replica=4, num_shares=2)
     role.ahead = PrecomputedScores(units)                       # while the rollout is made
     role.ahead.keep(unit, contribution)             # by a replica that waits, of rows that it has generated
-    role.ahead.settle(rollout, owners, dp, tokens)  # the rollout is whole: what is left is dealt out
+    role.ahead.assign_rest(rollout, owners, dp, tokens)  # the rollout is whole: what is left is dealt out
     role.log_probs(rollout)                         # runs this replica's share of it
 """
 
@@ -104,7 +104,7 @@ class PrecomputedScores:
         """Store the scores of a unit on this rank, which contributes them to the whole."""
         self.known[unit] = contribution
 
-    def settle(self, rollout: RolloutBatch, owners: Sequence[int], dp: int, tokens: Sequence[int]) -> None:
+    def assign_rest(self, rollout: RolloutBatch, owners: Sequence[int], dp: int, tokens: Sequence[int]) -> None:
         """The rollout is whole.
 
         owners: by unit the data-parallel rank that has computed it, or NOBODY; tokens: by unit, see `tokens_of_units`.
@@ -125,7 +125,7 @@ class PrecomputedScores:
         """(rows of the unit, scores) of each unit that this rank has kept."""
         return [(torch.tensor(self.units.rows[unit], dtype=torch.int64), kept) for unit, kept in self.known.items()]
 
-    def left(self, dp_rank: int) -> list[list[int]]:
+    def rows_left(self, dp_rank: int) -> list[list[int]]:
         """The rows of each unit that this replica has still to run."""
         return [list(self.units.rows[unit]) for unit in self._left[dp_rank]]
 

@@ -47,7 +47,7 @@ class Items:
     items: Tensor  # (items, 4) int64: first stretch, how many, whether the others follow the first, all their tokens
 
     @classmethod
-    def of(cls, alone: Iterable[Stretch], groups: Iterable[Sequence[Stretch]] = ()) -> "Items":
+    def from_stretches(cls, alone: Iterable[Stretch], groups: Iterable[Sequence[Stretch]] = ()) -> "Items":
         """alone: attends to itself. groups: a prompt, then what follows it, which attends to the prompt as well."""
         stretches: list[tuple[int, int, int]] = []
         items: list[tuple[int, int, int, int]] = []

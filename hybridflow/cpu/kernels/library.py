@@ -83,7 +83,7 @@ def compiled(compiler: str, directory: Path, flags: Sequence[str] = ()) -> Path:
     Errors: OSError, subprocess.SubprocessError.
     """
     target = directory / f"{_digest(compiler, flags)}.so"
-    with _alone(directory):
+    with _lock(directory):
         if not target.exists():
             handle, part = tempfile.mkstemp(dir=directory, suffix=".part")
             os.close(handle)
@@ -98,7 +98,7 @@ def compiled(compiler: str, directory: Path, flags: Sequence[str] = ()) -> Path:
 
 
 @contextlib.contextmanager
-def _alone(directory: Path) -> Iterator[None]:
+def _lock(directory: Path) -> Iterator[None]:
     """The ranks of a host come at once, and one compiles for all."""
     with (directory / "lock").open("w") as lock:
         with contextlib.suppress(OSError):  # a file system without locks: each compiles
