@@ -21,7 +21,7 @@ from hybridflow.config import OptimizerConfig
 from hybridflow.models.build import PackedModel
 from hybridflow.models.memory import HostMemory, Offloaded, Released, live_bytes, storages
 from hybridflow.parallel.grid import Grid
-from hybridflow.parallel.platform import adapt_megatron, adds_gradients_in_products, gathers_within
+from hybridflow.parallel.platform import adapt_megatron, fuse_weight_gradients, gathers_within
 
 
 class BucketedDataParallel(DistributedDataParallel):
@@ -45,8 +45,7 @@ class BucketedDataParallel(DistributedDataParallel):
             overlap_param_gather=overlap and zero1,
         )
         super().__init__(model.config, config, model, pg_collection=grid.groups)
-        if adds_gradients_in_products():
-            _add_in_products(model)
+        fuse_weight_gradients(model)
         if bucket_elements is not None:
             for buffer in self.flat_buffers():
                 _split_storage(buffer)
@@ -91,17 +90,6 @@ class BucketedDataParallel(DistributedDataParallel):
         """megatron's `buffers`, which hide torch's method of that name, and those of experts that replicas share."""
         found: list[_ParamAndGradBuffer] = self.__dict__["buffers"]
         return [*found, *self.expert_parallel_buffers]
-
-
-def _add_in_products(model: PackedModel) -> None:
-    """Have layers add their weights' gradients to the buffers themselves (`cpu/megatron/weight_gradients.py`).
-
-    Not a layer that shares a weight with the embeddings: what autograd adds up for those is the buffer's as well.
-    """
-    modules: Iterable[Any] = model.modules()
-    for module in modules:
-        if hasattr(module, "gradient_accumulation_fusion") and module.weight is not None:
-            module.gradient_accumulation_fusion = True
 
 
 def _wait(groups: Iterable[_ParamAndGradBucketGroup]) -> None:

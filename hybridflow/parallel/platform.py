@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from hybridflow.cpu.kernels import library as kernels
 from hybridflow.cpu.kernels import matrix
-from hybridflow.cpu.megatron import overlays
+from hybridflow.cpu.megatron import overlays, weight_gradients
 from hybridflow.cpu.megatron.products import compiles_for_shapes, repeated
 from hybridflow.parallel.agreement import failures
 from hybridflow.parallel.collectives import Collectives
@@ -104,9 +104,9 @@ def start(seed: int, platform: PlatformName = "auto", *, longest_phase_seconds: 
     timeout = _set_default_timeouts(longest_phase_seconds)
     if not dist.is_initialized():
         join_world(backend, timeout)
-    if device.type == "cuda":  # a communicator's first use must be one that all ranks take part in
+    if uses_cuda():  # a communicator's first use must be one that all ranks take part in
         dist.all_reduce(torch.zeros(1, device=device), group=dist.group.WORLD)
-    if device.type == "cpu":
+    else:
         agree_on_kernels(world_group())
     _prepare_megatron(seed)
     return Platform(device, dist.get_rank(), _env_int("LOCAL_RANK", 0), dist.get_world_size())
@@ -140,12 +140,10 @@ def overlaps_exchanges() -> bool:
     return uses_cuda()
 
 
-def adds_gradients_in_products() -> bool:
-    """Whether `adapt_megatron` gives megatron's layers a product that adds a weight's gradient to the weight's buffer.
-
-    On CUDA that is apex's, which layers know of by their config.
-    """
-    return not uses_cuda()
+def fuse_weight_gradients(model: torch.nn.Module) -> None:
+    """On a CPU layers add gradients to the buffers as they multiply; on CUDA the layers' config asks apex for that."""
+    if not uses_cuda():
+        weight_gradients.fuse(model)
 
 
 def rounded_rows(dtype: torch.dtype) -> Callable[[int], int]:
