@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from hybridflow.cpu import fresh_pages
 from hybridflow.cpu.kernels import library as kernels
 from hybridflow.cpu.kernels import matrix
 from hybridflow.cpu.megatron import overlays, weight_gradients
@@ -144,6 +145,11 @@ def fuse_weight_gradients(model: torch.nn.Module) -> None:
     """On a CPU layers add gradients to the buffers as they multiply; on CUDA the layers' config asks apex for that."""
     if not uses_cuda():
         weight_gradients.fuse(model)
+
+
+def zero_function() -> Callable[[torch.Tensor], object]:
+    """What writes zeros over bytes that torch's allocator has just given."""
+    return torch.Tensor.zero_ if uses_cuda() else fresh_pages.zero
 
 
 def rounded_rows(dtype: torch.dtype) -> Callable[[int], int]:
