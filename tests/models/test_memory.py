@@ -1,6 +1,5 @@
 """Memory that goes and comes back under the tensors that view it."""
 
-
 import pytest
 import torch
 
