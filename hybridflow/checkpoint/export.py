@@ -119,7 +119,7 @@ def _to_first_stage(parts: Sequence[Tensor], stage: int, grid: Grid) -> None:
 
 def _gather(shard: Tensor, grid: Grid, of: Group) -> list[Tensor]:
     """The shards of one copy of a weight, on the first rank that has one; empty elsewhere."""
-    is_first = grid.layout.place_index(of, grid.at) == 0
+    is_first = grid.layout.place_index(of, grid.own_coordinates) == 0
     shards = [torch.empty_like(shard) for _ in grid.layout.places(of)] if is_first else None
     dist.gather(shard, shards, group=grid.groups.tp if of == "dense" else grid.groups.tp_ep, group_dst=0)
     return shards or []

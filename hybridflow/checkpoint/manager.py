@@ -138,7 +138,7 @@ class CheckpointManager:
         now = time.monotonic()
         self._longest_iteration = max(self._longest_iteration, now - self._iteration_began)
         self._saver.report = recorder.message
-        with self._watchdog.during("save"):
+        with self._watchdog.phase("save"):
             self._saver.check()
             interval = self._config.checkpoint.save_interval
             stops = self._stop.agreed(self._group, also=self._time_is_up() or recorder.failure is not None)
@@ -157,7 +157,7 @@ class CheckpointManager:
     def save_and_stop(self, state: RunState, recorder: Recorder, where: Stopped) -> NoReturn:
         """Save `state`, the one before the iteration that was stopped, and end. Errors: Stopped, always."""
         self._saver.report = recorder.message
-        with self._watchdog.during("save"):
+        with self._watchdog.phase("save"):
             self._save(state, recorder)
         self._end(state, str(where))
 
@@ -171,7 +171,7 @@ class CheckpointManager:
 
     def finish(self) -> None:
         """Wait for a save in the background. Errors: SaveError."""
-        with self._watchdog.during("save"):
+        with self._watchdog.phase("save"):
             self._saver.wait()
         self._stop.disarm()
 
@@ -366,7 +366,7 @@ class CheckpointManager:
         return f"the run is saved after iteration {state.iteration} ({saved}), and the same command resumes"
 
     def _end(self, state: RunState, where: str) -> NoReturn:
-        with self._watchdog.during("save"):
+        with self._watchdog.phase("save"):
             self._saver.wait()
         self._stop.disarm()
         why = self._stop.requested or "another rank was told, or checkpoint.max_hours are nearly over"

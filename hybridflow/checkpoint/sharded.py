@@ -155,7 +155,7 @@ def _dealt(weights: list[tuple[Weight, nn.Parameter]], grid: Grid) -> set[int]:
     found: set[int] = set()
     for group in GROUPS:
         numbers = [i for i, (weight, _) in enumerate(weights) if weight.group == group]
-        copies, copy = grid.layout.copies(group), grid.layout.copy_index(group, grid.at)
+        copies, copy = grid.layout.copies(group), grid.layout.copy_index(group, grid.own_coordinates)
         found |= {numbers[i] for i in balanced_partition([weights[i][1].numel() for i in numbers], copies)[copy]}
     return found
 

@@ -28,8 +28,8 @@ def read_config(tree: dict[str, Any], source: str | Path) -> AnyConfig:
     for name in ("train", "heldout"):
         file = _section(tree, "data").get(name)
         if isinstance(file, str):
-            reasons.of(data_files, os.path.expanduser(file), f"data.{name}")
-    reasons.of(described, [(function, {}) for function in _functions(tree)])
+            reasons.collect(data_files, os.path.expanduser(file), f"data.{name}")
+    reasons.collect(described, [(function, {}) for function in _functions(tree)])
     reasons.refuse()
     raise AssertionError("there was a reason")
 

@@ -174,7 +174,7 @@ def _ended_ranks(options: argparse.Namespace, given: Sequence[str]) -> int | Non
         debug=options.debug,
     )
     if end.message is not None:
-        print(end.message if end.told else error_text(end.message, "hybridflow"), file=sys.stderr, flush=True)
+        print(end.message if end.by_rank else error_text(end.message, "hybridflow"), file=sys.stderr, flush=True)
     return end.status
 
 
@@ -265,7 +265,7 @@ def _train_here(config: AnyConfig, options: argparse.Namespace) -> None:
         raise
     except Exception as error:
         log_error(error)
-        watchdog.failed(error)  # does not return where another rank's end is the cause
+        watchdog.note_failure(error)  # does not return where another rank's end is the cause
         raise
     if trainer.platform.rank == 0:
         rows = summary.rows(trainer.config.run_dir, exported=trainer.writes_model)

@@ -326,11 +326,11 @@ class ExperimentConfig(RunConfig):
         """
         layouts = self.role_layouts(world_size, reasons)
         for name, layout in layouts.items():
-            reasons.of(self._check_replicas, name, layout)
-        reasons.of(self._check_engine, layouts.get("actor"), world_size)
+            reasons.collect(self._check_replicas, name, layout)
+        reasons.collect(self._check_engine, layouts.get("actor"), world_size)
         if not reasons.lines:
             placed = {f"{name}.ranks": layout.ranks for name, layout in layouts.items()}
-            reasons.of(check_placement, placed | {"rollout.ranks": self.rollout_ranks(world_size)}, world_size)
+            reasons.collect(check_placement, placed | {"rollout.ranks": self.rollout_ranks(world_size)}, world_size)
         return layouts
 
     def _check_replicas(self, name: str, layout: Layout) -> None:

@@ -163,7 +163,7 @@ class FixedDataConfig(RunConfig):
             )
         if not reasons.lines:
             placed = {f"{name}.ranks": layout.ranks for name, layout in layouts.items()}
-            reasons.of(check_placement, placed, world_size)
+            reasons.collect(check_placement, placed, world_size)
         return layouts
 
 

@@ -257,7 +257,7 @@ class RunConfig(Section):
 
     def role_layouts(self, world_size: int, reasons: Reasons) -> dict[str, Layout]:
         """Of the roles that have one: each grid fills its ranks."""
-        found = {name: reasons.of(role.layout, name, world_size) for name, role in self.roles().items()}
+        found = {name: reasons.collect(role.layout, name, world_size) for name, role in self.roles().items()}
         return {name: layout for name, layout in found.items() if layout is not None}
 
     def to_yaml(self) -> str:

@@ -93,7 +93,7 @@ def packed_micro_batch(prompts: list[Tensor], device: torch.device) -> MicroBatc
     return MicroBatch(
         input_ids=torch.cat(prompts).to(device),
         positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
-        packed=PackedSequences.of(lengths, device),
+        packed=PackedSequences.from_lengths(lengths, device),
         rows=tokens.to(device),
         where=tokens,
         targets=tokens.to(device),

@@ -1,8 +1,8 @@
 """The memory of another process of this host, read where it lies: process_vm_readv(2), for ranks on CPUs.
 
 The reader copies once, as many pieces as it likes; a message is copied twice, and wakes threads on both sides. Linux
-lets a process read those of its own user. Where Yama allows it to their ancestors alone (Ubuntu), each process names
-its parent, torchrun's agent, whose descendants are trusted as well. What is not allowed is found by trying.
+lets a process read those of the same user. Where Yama allows it to their ancestors alone (Ubuntu), each process names
+the parent, torchrun's agent, whose descendants are trusted as well. What is not allowed is found by trying.
 """
 
 import ctypes
@@ -60,7 +60,7 @@ def can_read(introduction: Tensor) -> bool:
 def read(process: int, pieces: Sequence[PeerRectangle]) -> None:
     """Copy all pieces out of the memory of `process`, which leaves it as it is meanwhile.
 
-    Errors: RuntimeError, worded as that of a lost connection: the process is gone, or its memory is.
+    Errors: RuntimeError, worded as that of a lost connection: the process or the process's memory is gone.
     """
     for piece in pieces:
         x = piece.target if piece.target.dim() == 2 else piece.target.unsqueeze(0)

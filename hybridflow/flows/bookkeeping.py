@@ -228,7 +228,7 @@ class OnlineBookkeeping(Bookkeeping):
         interval = self._config.algorithm.kl.reset_reference_interval
         actor, reference = self.roles.actor, self.roles.reference
         if self.trains and interval is not None and run.iteration % interval == 0 and actor and reference:
-            reference.become(actor)
+            reference.copy_weights(actor)
         metrics |= self._costs(run, batch)
         self._generation.scoring.disable()  # which rank has scored what depends on timing: nobody needs it now
         portable = self.roles.portable(batch.tensors()) if self._config.metrics.dump_batches else None
@@ -243,7 +243,7 @@ class OnlineBookkeeping(Bookkeeping):
         counts = self._generation.turn_counts
         if counts is not None:
             values = torch.tensor(counts.values(), dtype=torch.float64, device=self.exchange.device)
-            found |= count_metrics(dict(zip(counts.names(), self.exchange.summed(values).tolist(), strict=True)))
+            found |= count_metrics(dict(zip(counts.names(), self.exchange.sum(values).tolist(), strict=True)))
         return found
 
     def _costs(self, run: IterationData, batch: RolloutBatch) -> Metrics:

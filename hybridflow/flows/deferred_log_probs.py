@@ -67,14 +67,14 @@ class DeferredLogProbs:
             if self._computed:
                 where = self._tokens[torch.cat([where for where, _ in self._computed])]
                 own = replace(own, where=where, values=torch.cat([values.float() for _, values in self._computed]))
-            self._whole = exchange.whole(own)
+            self._whole = exchange.gather(own)
             self._computed.clear()
         found = vars(batch)["log_probs"].clone()
         found[self._places] = self._whole[self._places]
         return replace(batch, **{"log_probs": found})
 
     def _nothing(self) -> PartialTensor:
-        return PartialTensor.nothing(len(self._rollout.input_ids))
+        return PartialTensor.empty(len(self._rollout.input_ids))
 
 
 def _all_but(rows: Tensor, number: int) -> Tensor:

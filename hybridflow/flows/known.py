@@ -38,7 +38,7 @@ def exchanged(
     """
     parts = {name: () if isinstance(x, Tensor) else x.parts() for name, x in asked.items()}
     flat = [part for its in parts.values() for part in its]
-    wholes = iter(exchange.wholes(flat) if flat else [])
+    wholes = iter(exchange.gather_all(flat) if flat else [])
     found = {name: [next(wholes) for _ in its] for name, its in parts.items()}
     known = {name: x if isinstance(x, Tensor) else x.put_together(found[name]) for name, x in asked.items()}
     check_finite(known, batch)

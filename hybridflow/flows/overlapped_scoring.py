@@ -259,10 +259,10 @@ class OverlappedScoring:
                 part[list(model.ahead.known)] = model.role.grid.dp_rank + 1
         if self._calls is not None:
             parts[-1][list(self._calls.close())] = self._rank + 1
-        owners = [(part - 1).tolist() for part in self._exchange.summed(done).cpu().split(sizes)]
+        owners = [(part - 1).tolist() for part in self._exchange.sum(done).cpu().split(sizes)]
         tokens = {units: tokens_of_units(rollout, units) for units in {model.ahead.units for model in self._models}}
         for model, own in zip(self._models, owners, strict=False):
-            model.ahead.settle(rollout, own, model.role.grid.dp, tokens[model.ahead.units])
+            model.ahead.assign_rest(rollout, own, model.role.grid.dp, tokens[model.ahead.units])
         if self._calls is not None:
             self._calls.settle(rollout, owners[-1])
 
@@ -298,7 +298,7 @@ def _run(model: OverlappedModel, unit: int, rows: Sequence[int], batch: RolloutB
     wanted = set(model.ahead.units.rows[unit])
     if len(wanted) < len(rows):
         batch = batch.select(torch.tensor([place for place, row in enumerate(rows) if row in wanted]))
-    with model.role.alone():
+    with model.role.computing_all_rows():
         result = model.results(batch)
     if model.role.grid.contributes:
         model.ahead.keep(unit, result)

@@ -24,7 +24,7 @@ def step_metrics(
     for role in roles:
         for names in dict.fromkeys(step.names for step in role.steps):  # one, unless objectives differ
             numbers = [i for i, step in enumerate(role.steps) if step.names == names]
-            results = exchange.summed(torch.stack([role.steps[i].values for i in numbers]))
+            results = exchange.sum(torch.stack([role.steps[i].values for i in numbers]))
             _check(role, numbers, results, rows[role.name], batch=batch, exchange=exchange)
             means = zip(names, results.mean(0).tolist(), strict=True)
             metrics |= {f"{role.name}/{name}": mean for name, mean in means}
@@ -39,7 +39,7 @@ def routing_metrics(actor: Actor, exchange: Exchange) -> Metrics:
     )  # tensor-parallel ranks choose alike: one tells; else each its own tokens'
     if not actor.grid.inside or (alike and actor.grid.tp_rank):
         own.zero_()
-    differ, pairs = exchange.summed(own).tolist()
+    differ, pairs = exchange.sum(own).tolist()
     return {"rollout/experts_differ": differ / pairs} if pairs else {}
 
 

@@ -28,7 +28,7 @@ from hybridflow.inspection.versions import installed, version_findings
 from hybridflow.parallel.agreement import code_digests
 from hybridflow.parallel.device import CPU, choose_platform, uses_cuda
 from hybridflow.parallel.host_memory import host_memory
-from hybridflow.parallel.platform import quiet
+from hybridflow.parallel.platform import quiet_libraries
 from hybridflow.parallel.process_exit import in_time
 from hybridflow.parallel.rank0_commands import Answer, Order, doing
 from hybridflow.parallel.standalone_groups import StandaloneGroup
@@ -228,7 +228,7 @@ def _choose_device(config: AnyConfig | None) -> str | None:
     except EnvironmentProblem as error:
         return str(error)
     finally:
-        quiet()
+        quiet_libraries()
     return None
 
 

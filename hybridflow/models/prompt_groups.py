@@ -45,7 +45,7 @@ def prompt_groups(batch: RolloutBatch, rows: Sequence[int]) -> list[PromptGroup]
 
 
 def _keys(batch: RolloutBatch, rows: Sequence[int]) -> list[Hashable]:
-    """Equal for rows that can share. A row without a response has no key but its own number."""
+    """Equal for rows that can share. A row without a response has no key but the row's number."""
     some = torch.tensor(rows, dtype=torch.int64)
     indices: list[int] = batch.prompt_indices[some].tolist()
     if len(set(indices)) == len(rows):
@@ -70,7 +70,7 @@ def replica_rows(batch: RolloutBatch, num_replicas: int) -> list[list[int]]:
     """The rows of each replica, each ascending, balanced by the tokens that are run.
 
     Whole groups dealt out by `balanced_partition`, or, if that leaves the busiest replica less to run, groups in a row
-    cut wherever a replica has its share: with fewer prompts than replicas a whole group each would leave some idle.
+    cut wherever a replica has a full share: with fewer prompts than replicas a whole group each would leave some idle.
     """
     lengths, groups = batch.lengths.tolist(), prompt_groups(batch, range(len(batch)))
     costs = [group.tokens(lengths) for group in groups]
@@ -122,7 +122,7 @@ def micro_batch_groups(groups: list[PromptGroup], lengths: Sequence[int], max_to
     """Cut groups into runs whose tokens stay within `max_tokens`: rows by themselves, longest first, then groups.
 
     Rows of one length end up side by side, and so do prompts of one length: attention runs them as one batch. A group
-    that no micro-batch can hold is cut, and each part has its own copy of the prompt. A row longer than the budget is
+    that no micro-batch can hold is cut, and each part has a copy of the prompt. A row longer than the budget is
     an error of the caller.
     """
     units = [unit for group in _in_order(groups, lengths) for unit in _fitting(group, lengths, max_tokens)]
@@ -143,7 +143,7 @@ def _in_order(groups: list[PromptGroup], lengths: Sequence[int]) -> list[PromptG
 
 
 def _fitting(group: PromptGroup, lengths: Sequence[int], max_tokens: int) -> list[PromptGroup]:
-    """The group, its rows longest first, or parts of it."""
+    """The group with the longest rows first, or parts of the group."""
     parts: list[list[int]] = []
     room = 0
     for row in sorted(group.rows, key=lambda row: (-lengths[row], row)):

@@ -81,7 +81,7 @@ def installed_set() -> tuple[str | None, str]:
 
 
 def set_line() -> str:
-    """For people: the set and its releases."""
+    """For people: the set and the set's releases."""
     name, releases = installed_set()
     return f"releases: {releases}: {f'the set for {name}' if name else 'no set that is known to go together'}"
 
@@ -118,7 +118,7 @@ def replace_in(owner: object, **names: object) -> None:
 
 
 def check_version(package: str, found: str) -> None:
-    """Called before anything of `package` is replaced. found: its own `__version__`; +cpu and the like do not matter.
+    """Called before anything of `package` is replaced. found: `__version__` there; +cpu and the like do not matter.
 
     Errors: EnvironmentProblem where the replacements were written for other releases than that one, unless
     HYBRIDFLOW_TRY_VERSIONS=1 asks for a warning, once a process; or where that variable is neither 0 nor 1.

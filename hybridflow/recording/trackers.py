@@ -31,7 +31,7 @@ def check_trackers(metrics: MetricsConfig) -> None:
     reasons = Reasons()
     for key, module in MODULES.items():
         if getattr(metrics, key) is not None:
-            reasons.of(_check_installed, key, module)
+            reasons.collect(_check_installed, key, module)
     reasons.refuse()
 
 

@@ -59,14 +59,16 @@ class EnvironmentRows(Protocol):
 
 @dataclass(frozen=True)
 class EnvironmentTurns:
-    """leads: this rank is the first of its engine replica, and so the one that asks."""
+    """leads: this rank is the first of an engine replica, and therefore asks for the turns."""
 
     environments: EnvironmentRows
     agreement: LeaderBroadcast
     leads: bool
 
-    def of(self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]) -> TurnTaking:
-        """For the next rollout."""
+    def begin(
+        self, prompts: PromptBatch, counts: Tensor, limits: LengthBuckets[int], seed: Sequence[int]
+    ) -> TurnTaking:
+        """Open the turns of the next rollout."""
         answers = self.environments.conversations(prompts, counts, limits, seed) if self.leads else None
         return TurnTaking(self.agreement, answers, self.environments.counts, self.environments.several)
 
@@ -121,7 +123,7 @@ class Generator:
         self.engine: RolloutEngine | None = None
         self.own_bytes, self.params = 0, {}
         join_groups(self.layout, placed.stages, platform.local_rank)
-        with self.resharded():  # the engine takes the memory that it finds as its own
+        with self.resharded():  # the engine counts memory that was taken before as the engine's
             self.kv_cache = self._sized_cache()
             if platform.rank in self.layout:
                 self.engine = self._new_engine(actor)
@@ -190,7 +192,7 @@ class Generator:
                 self.costs.append(self.reshard.to_trainer())
 
     def give_back(self) -> None:
-        """This rank has nothing more to generate within the block: its cache is released, the trainer has its weights.
+        """This rank has nothing more to generate within the block: the cache is released, the trainer has the weights.
 
         Local: other replicas still work. What a rank holds from now on is at most what it holds while models train.
         """
@@ -200,7 +202,7 @@ class Generator:
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
-        """Within the block the engine has its KV cache, empty at first. Its weights must be in place."""
+        """Within the block the engine has its KV cache, empty at first. The engine's weights must be in place."""
         if self.engine is None:
             yield
             return
@@ -253,7 +255,7 @@ class Generator:
         sampling, seed, taking = self._placed.config.sampling, self._placed.config.seed, None
         if self.turns is not None:
             counts = torch.tensor(samples_per_prompt.each(prompts.lengths.tolist()), dtype=torch.int64)
-            taking = self.turns.of(prompts, counts, sampling.limits, (seed, iteration, generation, first_prompt))
+            taking = self.turns.begin(prompts, counts, sampling.limits, (seed, iteration, generation, first_prompt))
         return generate(
             self.engine,
             prompts,

@@ -176,19 +176,19 @@ def _whole(
     def part(size: int, at: Tensor, values: Sequence[float], dtype: torch.dtype) -> PartialTensor:
         return PartialTensor(size, at, torch.tensor(values, dtype=dtype))
 
-    counts, truncated = exchange.wholes(
+    counts, truncated = exchange.gather_all(
         [
             part(num_rows, where, [len(r.token_ids) for r in responses], torch.int64),
             part(num_rows, where, [int(r.truncated) for r in responses], torch.int64),
         ]
     )
     at, size = token_index(counts, where), int(counts.sum())
-    token_ids = exchange.whole(part(size, at, [t for r in responses for t in r.token_ids], torch.int64))
-    log_probs = exchange.whole(part(size, at, [p for r in responses for p in r.log_probs], torch.float32))
+    token_ids = exchange.gather(part(size, at, [t for r in responses for t in r.token_ids], torch.int64))
+    log_probs = exchange.gather(part(size, at, [p for r in responses for p in r.log_probs], torch.float32))
     if not num_rewards:
         return _joined(prompts, num_samples, counts, truncated.bool(), token_ids=token_ids, log_probs=log_probs)
-    flags = exchange.whole(part(size, at, [flag for r in responses for flag in _flags(r)], torch.int64))
-    rewards = exchange.wholes(
+    flags = exchange.gather(part(size, at, [flag for r in responses for flag in _flags(r)], torch.int64))
+    rewards = exchange.gather_all(
         [part(num_rows, where, [r.rewards[i] for r in responses], torch.float32) for i in range(num_rewards)]
     )
     if rewards[0].isnan().all():

@@ -225,7 +225,7 @@ class RoutingRecords:
         tokens = [sum(lengths[row] for row in parcel.rows) for parcel in incoming]
         sizes = [count * len(parcel.layers) * per_layer for count, parcel in zip(tokens, incoming, strict=True)]
         found = []
-        for parcel, told in zip(incoming, exchange.swapped(outgoing, sizes), strict=True):
+        for parcel, told in zip(incoming, exchange.swap(outgoing, sizes), strict=True):
             if len(told):
                 whole = told.view(self.sizes.dtype).view(-1, len(parcel.layers), self.sizes.chosen)
                 of_rows = whole.split([lengths[row] for row in parcel.rows])

@@ -65,7 +65,7 @@ class FixedDataTrainer:
         self.config, self.placed = config, place_fixed(config, world_size)
         check_hosts(self.placed, parse_hosts(torchrun.hosts_of_ranks()))
         self.platform, self.watchdog = start(config, watchdog)
-        with self.watchdog.during("start"):
+        with self.watchdog.phase("start"):
             self._build()
 
     def _build(self) -> None:
@@ -95,7 +95,7 @@ class FixedDataTrainer:
         )
         self.run = Run(config, self.book)
         self.run.state = self.checkpoint_manager.state or self.run.state
-        platform.settle()
+        platform.freeze_objects()
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Self:
@@ -123,7 +123,7 @@ class FixedDataTrainer:
             train(self, range(self.run.state.iteration + 1, last + 1), last, recorder)
             manager.finish()
             recorder.phase("writing the trained model")
-            with self.watchdog.during("save"), manager.saved_without(self.run.state, recorder):
+            with self.watchdog.phase("save"), manager.saved_without(self.run.state, recorder):
                 export_huggingface(
                     self.models.trained()[0],
                     self.config.run_dir / "hf",
@@ -142,7 +142,7 @@ class FixedDataTrainer:
         """The loss of the held-out rows and, of pairs, how many are the right way round and by how much."""
         heldout = self.inputs.heldout
         assert heldout is not None, "the config names no held-out data"
-        with self.watchdog.during("evaluate"):
+        with self.watchdog.phase("evaluate"):
             examples = heldout.examples(range(len(heldout)))
             return evaluate_fixed(self.run, self.config.algorithm, examples, self.config.data.batch_size)
 

@@ -136,7 +136,7 @@ class OnlineTrainer:
         self.flow = flow_of(config.algorithm)
         self.platform, self.watchdog = start(config, watchdog)
         self.stop = self.watchdog.stop
-        with self.watchdog.during("start"):
+        with self.watchdog.phase("start"):
             self._build(files)
 
     def _build(self, files: dict[int, Path] | None) -> None:
@@ -193,7 +193,7 @@ class OnlineTrainer:
         )
         self.run = Run(config, self.book, self.generation)
         self.run.state = with_records(self.checkpoint_manager.state or self.run.state, self._records)
-        self.platform.settle()
+        self.platform.freeze_objects()
 
     def _caller(self) -> FunctionCaller:
         """Its processes start while the models are built."""
@@ -301,7 +301,7 @@ class OnlineTrainer:
             manager.finish()
             if self.writes_model:
                 recorder.phase("writing the trained actor")
-                with self.watchdog.during("save"), manager.saved_without(self.run.state, recorder):
+                with self.watchdog.phase("save"), manager.saved_without(self.run.state, recorder):
                     export_huggingface(
                         self.run.actor,
                         self.config.run_dir / "hf",
@@ -344,7 +344,7 @@ class OnlineTrainer:
         heldout = self.inputs.heldout
         assert heldout is not None, "the config names no held-out data"
         prompts = heldout.all_that_start()
-        with self.watchdog.during("evaluate"):
+        with self.watchdog.phase("evaluate"):
             responses = self.generation.greedy_responses(prompts)
             right = right_of(self.config, self.caller, responses)
             return evaluate(

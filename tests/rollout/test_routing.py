@@ -88,7 +88,7 @@ def test_what_the_newer_runner_returns_comes_with_a_response_and_into_the_batch(
         {row: its.experts for row, its in enumerate(responses)}, [0, 0], RolloutLayout(1, 1, ((0,),)), ((0, 1, 2),)
     )
     kept = records.keep(batch_of(ids, [4, 6]), recorded)
-    found = records.of_rows(kept, [[0, 1]]).at(torch.arange(10)).experts
+    found = records.of_rows(kept, [[0, 1]]).for_tokens(torch.arange(10)).experts
     assert found[[3, 9]].sum() == 0 and found[:3].tolist() == experts[0, :3].tolist()
     assert found[4:9].tolist() == experts[1].tolist()
 

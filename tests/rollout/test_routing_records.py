@@ -102,7 +102,7 @@ def check_rows(world: World, actor: Layout, batch: RolloutBatch, experts: Tensor
         at, mine = actor.coordinates(rank), found[rank]
         assert mine is not None and mine.layers == stages[at.pp]
         tokens = token_index(batch.lengths, torch.tensor(rows[at.dp], dtype=torch.int64))
-        routed = mine.at(tokens.flip(0))  # in any order
+        routed = mine.for_tokens(tokens.flip(0))  # in any order
         assert torch.equal(routed.of_layers(mine.layers), experts[tokens.flip(0)][:, list(mine.layers)])
         assert torch.equal(routed.of_layers(mine.layers[1:]), experts[tokens.flip(0)][:, list(mine.layers[1:])])
 
