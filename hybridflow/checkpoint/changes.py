@@ -5,7 +5,7 @@
     for line in found.lines():           # actor.optimizer.lr: 0.0003 -> 0.0001  (takes effect from iteration 13 on)
         recorder.message(line)
 
-A run is resumed where it is, or forked: another run that begins with its weights. A fork may change more. Data,
+A run is resumed where it is, or forked: another run begins with the weights. A fork may change more. Data,
 tokenizer and model configs are compared by content (`content_changes`), so files may move. Pure: trees in, differences
 out.
 """
@@ -100,18 +100,18 @@ class Changes:
 def changes(saved: Tree, now: Tree, *, next_iteration: int, fork: bool = False) -> Changes:
     """Between two resolved configs, as `config.model_dump(mode="json")` gives them or config.yaml has them.
 
-    saved may be of another version: a key that it lacks has its default, and one that nobody knows is shown.
-    next_iteration: the first that the new config is for.
+    saved may be of another version: a missing key has the default, and an unknown key is shown.
+    next_iteration: the first iteration under the new config.
     """
     before, after = flat_config(saved), flat_config(now)
     found: list[Change] = []
-    told: list[str] = []
+    shown: list[str] = []
     for key in [*after, *(key for key in before if key not in after)]:
         old, new = before.get(key, NOT_THERE), after.get(key, NOT_THERE)
-        if old == new or any(key.startswith(f"{above}.") for above in told) or _of_one_algorithm(key, before, after):
+        if old == new or any(key.startswith(f"{up}.") for up in shown) or _of_one_algorithm(key, before, after):
             continue
         rule = rule_of(key)
-        told.append(key)
+        shown.append(key)
         effect, why = _judged(key, rule, before, after, next_iteration=next_iteration, fork=fork)
         found.append(Change(key, old, new, rule, effect, why))
     return Changes(tuple(found), next_iteration, fork)
@@ -122,7 +122,7 @@ def content_changes(
 ) -> Changes:
     """Between the digests, in hex, of what two starts of a run have read; names as `data.digests.run_digests` has them.
 
-    The digest of the config itself is left out: `changes` tells its keys.
+    The digest of the config itself is left out: `changes` names the keys that differ.
     """
     found = []
     for name in saved:
@@ -150,9 +150,9 @@ def table_rows() -> list[str]:
 
 
 def flat_config(tree: Tree) -> dict[str, Any]:
-    """Path -> value of every key of the config, also those that `tree` lacks, and of those that only it has.
+    """Path -> value of every key of the config, also of keys that `tree` lacks, and of keys that only `tree` has.
 
-    A section is there as GIVEN; a list of sections by its indices.
+    A section has the value GIVEN; paths into a list of sections hold indices.
     """
     return dict(_flat(config_class(tree), _as_written_now(tree), ""))
 
@@ -283,7 +283,7 @@ def _flat_section(sections: tuple[type[Section], ...], value: Any, path: str) ->
 
 
 def _section_of(sections: tuple[type[Section], ...], value: Tree) -> type[Section]:
-    """Of several, an algorithm by its name, and a source of data by its keys."""
+    """Among several sections, `name` finds an algorithm, and the keys find a source of data."""
     known = {**ALGORITHMS, **FIXED_ALGORITHMS}
     if len(sections) > 1 and set(sections) <= set(known.values()):
         return known.get(str(value.get("name")), PPO)
