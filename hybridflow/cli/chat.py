@@ -3,7 +3,7 @@
     hybridflow chat runs/math                     line by line; /reset begins anew, /quit or Ctrl-D ends
     hybridflow chat runs/math --prompt "12+7="    one answer, on stdout alone
 
-With a chat template the model sees the whole conversation. Without a chat template each line is a prompt of its own.
+With a chat template the model sees the whole conversation. Without a chat template each line is a prompt.
 The keys data.chat_template and data.chat_template_kwargs of a run hold as in training. At temperature 0, the default,
 the likeliest token is taken. Responses end at the same tokens as in training.
 """

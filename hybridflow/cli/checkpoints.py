@@ -2,9 +2,9 @@
 
     hybridflow checkpoints runs/math [--verify] [--metric NAME ...]
 
-DIR is a run's directory, its checkpoints/, or one checkpoint. Without --verify the command compares the size of every
-file with the checkpoint's manifest. With --verify it reads every byte. The exit status is 0 if all checkpoints are
-intact, and 1 if one is damaged or there is none.
+DIR is a run's directory, the checkpoints/ in there, or one checkpoint. Without --verify the command compares the size
+of every file with the checkpoint's manifest. With --verify the command reads every byte. The exit status is 0 if all
+checkpoints are intact, and 1 if one is damaged or there is none.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("directory", metavar="DIR", type=Path, help="a run, its checkpoints/, or one checkpoint")
+    parser.add_argument("directory", metavar="DIR", type=Path, help="a run, a checkpoints/, or one checkpoint")
     parser.add_argument("--verify", action="store_true", help="read every byte")
     parser.add_argument(
         "--metric", action="append", metavar="NAME", help="show this metric; may be given several times"

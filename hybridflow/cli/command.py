@@ -15,7 +15,7 @@ def program(module: str) -> str:
 
 
 def as_typed() -> str:
-    """`hybridflow` where a shell finds this environment's, else its path, else `python -m hybridflow`: to be copied."""
+    """`hybridflow` where a shell finds this environment's script, else the path, else `python -m hybridflow`."""
     script = Path(sys.executable).with_name("hybridflow")
     found = shutil.which("hybridflow")
     if found is not None and Path(found).parent == script.parent:

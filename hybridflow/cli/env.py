@@ -170,7 +170,7 @@ def _table(title: str, values: Mapping[str, str]) -> list[str]:
 
 
 def _tried(name: str) -> tuple[bool, str]:
-    """(whether it failed, what came of it), in a process of its own: a broken package may end it. name: of IMPORTS."""
+    """(whether the import failed, the result), in a new process: a broken package may end it. name: of IMPORTS."""
     command = [sys.executable, "-P", imports.__file__, name]
     env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
     try:

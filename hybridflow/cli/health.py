@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 -m hybridflow.health [CONFIG] [section.key=value ...] [--json FILE]
 
-Start the check as `hybridflow.train`: on all hosts, with as many ranks. One process without torchrun checks its own
+Start the check as `hybridflow.train`: on all hosts, with as many ranks. One process without torchrun checks this
 host. With CONFIG each host also checks that it can read the models, prompts and functions of CONFIG. Rank 0 then checks
 that the run fits the ranks and their memory. The check builds no model and reads no weights. The exit status is 1 if a
 line fails. A warning is no failure. Each line that is not ok names a remedy. docs/guides/cluster/health.md explains all

@@ -18,7 +18,7 @@ from hybridflow.cli.command import print_error, program
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 360, 56, 44, 36
 FEW, BESIDE = 6, 220  # curves whose names fit in the picture; room for those of more
 LINE, CHARACTER, MARGIN = 16, 7, 8  # the height of a name, the width of a letter at most, around all of them
-COLORS = (  # told apart by eyes that see red and green alike, as far as fourteen can be
+COLORS = (  # as distinct as fourteen colours can be for eyes that see red and green alike
     *("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b"),
     *("#e377c2", "#7f7f7f", "#bcbd22", "#000000", "#aa8800", "#005f73", "#7cb518"),
 )

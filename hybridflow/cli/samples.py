@@ -2,9 +2,9 @@
 
     hybridflow samples runs/math [--iteration N] [--number K] [--seed S]
 
-RUN is a run's directory or its samples.jsonl. The file holds metrics.num_samples responses of each iteration. Without
---iteration the command shows the last iteration. --seed chooses the others. What an environment has written stands
-within marks. The exit status is 1 if there is nothing to show.
+RUN is a run's directory or the samples.jsonl in there. The file holds metrics.num_samples responses of each iteration.
+Without --iteration the command shows the last iteration. --seed chooses the others. What an environment has written
+stands within marks. The exit status is 1 if there is nothing to show.
 """
 
 import argparse
@@ -107,7 +107,7 @@ def of_iteration(samples: Sequence[ShownSample], iteration: int | None, run: Pat
 
 
 def chosen(samples: Sequence[ShownSample], number: int, seed: int) -> list[tuple[str, ShownSample]]:
-    """So many of the best, worst and other ones at most, each with its kind and shown once. Without scores: others.
+    """At most `number` samples of each kind: best, worst, other. A sample appears once. Without scores all are other.
 
     Of equal scores the first of the file comes first. No more than a quarter, or one, is called best, or worst.
     """
