@@ -105,7 +105,7 @@ class FixedDataTrainer:
     def fit(self, num_iterations: int | None = None) -> RunSummary:
         """Train up to iteration `num_iterations` (default: the config's) and write the run directory.
 
-        Ends with runs/NAME/hf. Errors: Stopped where it was told to end before, and is saved.
+        Ends with runs/NAME/hf. Errors: Stopped after a request to end and a save.
         """
         last = self.num_iterations if num_iterations is None else num_iterations
         if last < 1:
@@ -147,7 +147,7 @@ class FixedDataTrainer:
             return evaluate_fixed(self.run, self.config.algorithm, examples, self.config.data.batch_size)
 
     def iterate(self, iteration: int, last: int, recorder: Recorder) -> Iteration | None:
-        """One iteration of the flow; None where it lost its step to a number that is not finite, and may."""
+        """One iteration of the flow; None where the config allows a lost step, and a number was not finite."""
         before = self.run.state
         self.hooks.say, self.hooks.show = recorder.message, recorder.phase
         self.book.begin(self.run, iteration, last)

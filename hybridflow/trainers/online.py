@@ -150,7 +150,7 @@ class OnlineTrainer:
         digests = run_digests(config, self.inputs)
         check_agreement(digests, platforms.world_group())
         if files is None:
-            prepare_vllm()  # a missing vLLM is told before the models load
+            prepare_vllm()  # reports a missing vLLM before the models load
         self.exchange = Exchange(platforms.world_group(), self.platform.device)
         watch = Stopwatch(self.platform.synchronize)
         self.caller = self._caller()
@@ -196,7 +196,7 @@ class OnlineTrainer:
         self.platform.settle()
 
     def _caller(self) -> FunctionCaller:
-        """Its processes start while the models are built."""
+        """The caller's processes start while the models are built."""
         specs, scoring = self.inputs.functions, self.config.reward or ScoringConfig()
         own = self.platform.rank, self.platform.world_size
         hosts = parse_hosts(torchrun.hosts_of_ranks())
@@ -276,8 +276,8 @@ class OnlineTrainer:
     def fit(self, num_iterations: int | None = None) -> RunSummary:
         """Train up to iteration `num_iterations` (default: the config's) and write the run directory.
 
-        Ends with runs/NAME/hf, unless it is a replay or rolls out alone. Errors: Stopped where it was told to end
-        before, and is saved.
+        Ends with runs/NAME/hf, except for a replay and for rollouts alone. Errors: Stopped after a request to end and
+        a save.
         """
         num_iterations = self.config.num_iterations if num_iterations is None else num_iterations
         if num_iterations < 1:
@@ -313,7 +313,7 @@ class OnlineTrainer:
     def iterate(self, iteration: int, num_iterations: int, recorder: Recorder) -> Iteration | None:
         """Run one iteration of the flow; None where a number was not finite and `nonfinite` lets the run go on.
 
-        Errors: Stopped where the run was told to end, after a save; NonFinite where `nonfinite` ends the run.
+        Errors: Stopped after a request to end and a save; NonFinite where `nonfinite` ends the run.
         """
         self.book.skip_to(self.run, iteration)
         before = self.run.state
