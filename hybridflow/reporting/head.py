@@ -152,8 +152,8 @@ def best_of(curve: Curve, *, lowest: bool) -> tuple[int, float] | None:
 
 
 def _lowest_is_best(config: Mapping[str, str], metric: str) -> bool:
-    told = _value(config, BEST_IS) if metric == _value(config, BEST_METRIC) else None
-    return told == "lowest" if told in ("highest", "lowest") else lower_is_better(metric)
+    best = _value(config, BEST_IS) if metric == _value(config, BEST_METRIC) else None
+    return best == "lowest" if best in ("highest", "lowest") else lower_is_better(metric)
 
 
 def _shown(value: float, unit: str) -> str:
