@@ -151,5 +151,6 @@ def _write_weights(
         write_safetensors(directory / file, inside, arrived)
         total += sum(map(num_bytes, inside.values()))
         report(f"wrote {file} ({total / 1e6:.1f} MB so far)")
-    assert next(arriving, None) is None, "tensors without a file"
+    left = next(arriving, None)
+    assert left is None, f"{left[0]} has no file"
     write_index(directory, plan, total)

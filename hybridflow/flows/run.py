@@ -25,7 +25,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.config.length_buckets import LengthBuckets
 from hybridflow.config.losses import PolicyLoss, Update
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, FlowError
 from hybridflow.flows.bookkeeping import Bookkeeping, OnlineBookkeeping
 from hybridflow.flows.deferred_log_probs import DeferredLogProbs
 from hybridflow.flows.finite import check_finite
@@ -104,7 +104,8 @@ class Run(IterationData):
     @property
     def max_length(self) -> int:
         """data.max_length, tokens of a sequence. Only for flows on rows of files."""
-        assert isinstance(self._config, FixedDataConfig), "rows of files have one"
+        if not isinstance(self._config, FixedDataConfig):
+            raise FlowError("the flow asks for run.max_length: only a run on the rows of files has data.max_length")
         return self._config.data.max_length
 
     @overload
@@ -133,7 +134,8 @@ class Run(IterationData):
 
     def take(self, prompt_rows: Sequence[int], rollout: RolloutBatch, parts: Mapping[str, Tensor]) -> None:
         """Replace the iteration's prompts (by their numbers in the data set), rollout and parts of scores."""
-        assert isinstance(self._book, OnlineBookkeeping), "rows of files are not chosen"
+        if not isinstance(self._book, OnlineBookkeeping):
+            raise FlowError("the flow calls run.take: a run on the rows of files chooses no prompts")
         self.prompt_rows, self.rollout, self.score_parts = tuple(prompt_rows), rollout, parts
         self.prompts = self._book.prompts_at(prompt_rows)
 
@@ -226,7 +228,8 @@ class Run(IterationData):
 
     @property
     def _online(self) -> ExperimentConfig:
-        assert isinstance(self._config, ExperimentConfig), "a run on the rows of files generates nothing"
+        if not isinstance(self._config, ExperimentConfig):
+            raise FlowError("the flow asks for sampling and rewards: a run on the rows of files generates nothing")
         return self._config
 
     def _rows(self, prompt_indices: Tensor, update: Update, epoch: int = 0) -> Sequence[Tensor]:

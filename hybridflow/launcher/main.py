@@ -27,9 +27,8 @@ from hybridflow.launcher.output import say
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    assert __doc__ is not None, "it is the help"
     try:
-        return run(parse(sys.argv[1:] if arguments is None else arguments, __doc__))
+        return run(parse(sys.argv[1:] if arguments is None else arguments, __doc__ or ""))
     except LaunchError as error:
         for line in str(error).splitlines():
             say(f"error: {line}", error=True)

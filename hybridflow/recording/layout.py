@@ -58,5 +58,5 @@ def read_layout(run_dir: Path) -> RunLayout | None:
         engine = tree["rollout"]
         rollout = engine and RolloutLayout(**engine | {"replicas": tuple(map(tuple, engine["replicas"]))})
         return RunLayout(tree["world_size"], roles, rollout)
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, UserError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, UserError) as error:
         raise RunDirError(f"{file}: is damaged: {error}") from error

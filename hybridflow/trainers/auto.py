@@ -19,7 +19,7 @@ from hybridflow.automap.device import DeviceProfile, load_profile
 from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.config.auto import autos, with_neutral
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig, config_class
-from hybridflow.errors import ConfigError, UserError
+from hybridflow.errors import ConfigError, DisagreementError, UserError
 from hybridflow.parallel import torchrun
 from hybridflow.parallel.device import choose_platform, uses_cuda
 from hybridflow.parallel.host_memory import LEAST_MEMORY, host_memory
@@ -63,7 +63,8 @@ def read_for_run(kind: type[Kind], path: str | Path, overrides: Sequence[str] = 
         return kind.from_tree(tree, path)
     kind.from_tree(with_neutral(tree), path)  # one of the other kind is refused before any rank waits
     config, lines = load_for_run(path, overrides)
-    assert isinstance(config, kind), f"read as {kind.__name__}, resolved to {type(config).__name__}"
+    if not isinstance(config, kind):
+        raise DisagreementError(f"{path}: is a {kind.__name__} here, and a {type(config).__name__} on rank 0")
     if torchrun.torchrun_rank()[0] == 0:
         print("\n".join(lines), flush=True)
     return config

@@ -141,7 +141,8 @@ class FixedDataTrainer:
     def evaluate(self) -> dict[str, float]:
         """The loss of the held-out rows and, of pairs, how many are the right way round and by how much."""
         heldout = self.inputs.heldout
-        assert heldout is not None, "the config names no held-out data"
+        if heldout is None:
+            raise ConfigError("data.heldout = null: evaluate() needs held-out rows")
         with self.watchdog.during("evaluate"):
             examples = heldout.examples(range(len(heldout)))
             return evaluate_fixed(self.run, self.config.algorithm, examples, self.config.data.batch_size)

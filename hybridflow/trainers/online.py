@@ -122,7 +122,10 @@ class OnlineTrainer:
         replay: Path | None = None,
         rollout_only: bool = False,
     ) -> None:
-        assert replay is None or not rollout_only, "a replay does not generate"
+        if replay is not None and rollout_only:
+            raise ConfigError(
+                f"replay = {replay}, rollout_only = True: a replay generates nothing; give one of the two"
+            )
         files = None if replay is None else dumped_batches(replay)
         if files is not None and getattr(config.algorithm, "dynamic_sampling", None) is not None:
             raise ConfigError("algorithm.dynamic_sampling: a batch is of several generations, which no replay has")
@@ -342,7 +345,8 @@ class OnlineTrainer:
     def evaluate(self) -> dict[str, float]:
         """Greedy responses to the held-out prompts: how many are right, and their mean score."""
         heldout = self.inputs.heldout
-        assert heldout is not None, "the config names no held-out data"
+        if heldout is None:
+            raise ConfigError("data.heldout = null: evaluate() needs held-out prompts")
         prompts = heldout.all_that_start()
         with self.watchdog.during("evaluate"):
             responses = self.generation.greedy_responses(prompts)
