@@ -139,16 +139,6 @@ def rule_of(key: str) -> ChangeRule:
     return max(matching, key=lambda found: found[0].count(".") - found[0].count("*"), default=("", UNKNOWN))[1]
 
 
-def table_rows() -> list[str]:
-    """The table in markdown, a row a rule, for a reader who wants to know what may change."""
-    header = ["| keys | on resume | in a fork | because |", "|---|---|---|---|"]
-    return header + [
-        f"| {', '.join(f'`{key}`' for key in rule.keys)} | {rule.resume.value} | {rule.fork.value} | "
-        f"{rule.why or 'a choice for the iterations to come'} |"
-        for rule in (*TABLE, *(_content(rule) for rule in CONTENTS))
-    ]
-
-
 def flat_config(tree: Tree) -> dict[str, Any]:
     """Path -> value of every key of the config, also of keys that `tree` lacks, and of keys that only `tree` has.
 
@@ -211,12 +201,6 @@ def _of_one_algorithm(key: str, before: Tree, after: Tree) -> bool:
 
 def _difference(change: Change) -> str:
     return f"{change.key}: {change.before} -> {change.after}"
-
-
-def _content(rule: ChangeRule) -> ChangeRule:
-    """As the table names it beside the keys of the config."""
-    of_files = tuple(f"content of {key}" if key.startswith("data.") else key for key in rule.keys)
-    return ChangeRule(of_files, rule.resume, rule.fork, rule.why)
 
 
 def _readable(digest: str) -> str:

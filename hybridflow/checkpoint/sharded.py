@@ -6,7 +6,7 @@ megatron's `save` and `load` are not called: 0.19.2 ignores a given strategy and
 Of what several ranks hold alike, data-parallel replicas share the writing.
 
     decoder.layers.mlp.linear_fc1.weight                              as tools.convert writes and reads it
-    optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight      one for each name of `optimizer_state.state_names`
+    optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight      one for each of `OwnedState.tensors`
     optimizer.num_steps
 """
 

@@ -68,9 +68,6 @@ def _places(cut: Cut, group: Group) -> tuple[Place, ...]:
     return tuple(Place(tp, i % tp, ep, i // tp) for i in range(tp * ep))
 
 
-WHOLE = Cut()
-
-
 @dataclass(frozen=True)
 class Layout:
     """One role's TP x PP x DP over its ranks."""

@@ -29,7 +29,6 @@ ALGORITHMS = {  # algorithm.name of the config
     "dpo": "DPO",
     "kto": "KTO",
 }
-STATES = {"finished": "finished", "stopped": "stopped", "failed": "failed", "lost": "failed", None: "unknown"}
 EVALUATED = ("eval/accuracy", "eval/reward_accuracy", "eval/loss", "eval/score_mean")
 TRAINED = ("reward/score_mean", "actor/loss", "reward_model/loss")
 MOST_SCORES = 3
