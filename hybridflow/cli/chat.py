@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow import __version__
-from hybridflow.cli.command import print_error, program
+from hybridflow.cli.command import argument_parser, print_error
 from hybridflow.config import read_tree
 from hybridflow.errors import RunDirError, UserError
 
@@ -33,9 +33,7 @@ Message = dict[str, str]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program("hybridflow.cli.chat"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser("hybridflow.cli.chat", __doc__)
     parser.add_argument("model", metavar="RUN_OR_MODEL", type=Path, help="a run's directory, or a model's")
     parser.add_argument("--prompt", metavar="TEXT", help="answer this text and end")
     parser.add_argument(

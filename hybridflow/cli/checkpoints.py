@@ -7,7 +7,6 @@ of every file with the checkpoint's manifest. With --verify the command reads ev
 checkpoints are intact, and 1 if one is damaged or there is none.
 """
 
-import argparse
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,7 @@ from hybridflow.checkpoint.listing import (
     size_of,
 )
 from hybridflow.checkpoint.store import CHECKPOINTS, CONFIG
-from hybridflow.cli.command import print_error, program
+from hybridflow.cli.command import argument_parser, print_error
 from hybridflow.errors import UserError
 from hybridflow.formats.file_sum import Read
 
@@ -40,11 +39,7 @@ WIDTH = 112  # columns of a pipe
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program("hybridflow.checkpoints"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser("hybridflow.checkpoints", __doc__)
     parser.add_argument("directory", metavar="DIR", type=Path, help="a run, a checkpoints/, or one checkpoint")
     parser.add_argument("--verify", action="store_true", help="read every byte")
     parser.add_argument(

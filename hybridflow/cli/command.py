@@ -8,6 +8,12 @@ import sys
 from pathlib import Path
 
 
+def argument_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """description: the docstring of the command's module."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=program(module), description=description, formatter_class=raw)
+
+
 def program(module: str) -> str:
     """As a person typed it: `hybridflow plan`, `hybridflow-plan`, or else `python -m hybridflow.plan`."""
     started = Path(sys.argv[0]).name

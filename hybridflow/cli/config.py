@@ -15,7 +15,7 @@ import os
 import sys
 
 from hybridflow import __version__
-from hybridflow.cli.command import print_error, program
+from hybridflow.cli.command import argument_parser, print_error
 from hybridflow.config.files import as_yaml
 from hybridflow.config.json_schema import schema_text
 from hybridflow.config.key_list import entries
@@ -37,11 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("hybridflow.cli.config"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser("hybridflow.cli.config", __doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     init = commands.add_parser("init", help="print a starter config; without NAME, the names")

@@ -5,7 +5,6 @@
 Needs no plotting library.
 """
 
-import argparse
 import csv
 import itertools
 import sys
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from hybridflow.cli.command import print_error, program
+from hybridflow.cli.command import argument_parser, print_error
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 360, 56, 44, 36
 FEW, BESIDE = 6, 220  # curves whose names fit in the picture; room for those of more
@@ -26,9 +25,7 @@ Curve = list[tuple[float, float]]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program("tools.plot_curve"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser("tools.plot_curve", __doc__)
     parser.add_argument("target", type=Path, metavar="SVG", help="the file to write")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="directories of runs")
     parser.add_argument("--metric", default="eval/accuracy", help="a column of metrics.csv (default eval/accuracy)")

@@ -7,7 +7,6 @@ Without --iteration the command shows the last iteration. --seed chooses the oth
 stands within marks. The exit status is 1 if there is nothing to show.
 """
 
-import argparse
 import json
 import random
 import sys
@@ -21,7 +20,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from hybridflow import __version__
-from hybridflow.cli.command import print_error, program
+from hybridflow.cli.command import argument_parser, print_error
 from hybridflow.data.rows import shown
 from hybridflow.errors import DataError, UserError
 from hybridflow.recording.marked_turns import Turn, marked
@@ -46,11 +45,7 @@ class ShownSample:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program("hybridflow.samples"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser("hybridflow.samples", __doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's directory, or a samples.jsonl")
     parser.add_argument("--iteration", type=int, metavar="N", help="the iteration to show (default: the last)")
     parser.add_argument(

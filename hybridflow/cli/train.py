@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hybridflow import __version__
-from hybridflow.cli.command import as_typed, error_text, positive, program
+from hybridflow.cli.command import argument_parser, as_typed, error_text, positive
 from hybridflow.cli.files_of_tree import read_config
 from hybridflow.config import ExperimentConfig, read_tree
 from hybridflow.config.auto import autos, with_neutral
@@ -98,9 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("hybridflow.train"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser("hybridflow.train", __doc__)
     parser.add_argument("config", metavar="CONFIG", help="the experiment's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the config")
     parser.add_argument(
