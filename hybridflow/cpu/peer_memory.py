@@ -18,7 +18,6 @@ from torch import Tensor
 
 PR_SET_PTRACER = 0x59616D61
 MAX_RUNS, MAX_BYTES = 1024, 1 << 30  # of a call: IOV_MAX, and half of what Linux reads at most
-FIELDS = 4  # of an introduction
 
 _probe = ctypes.c_int64(secrets.randbits(62) + 1)
 
@@ -36,7 +35,7 @@ class PeerRectangle:
 
 
 def introduction() -> Tensor:
-    """(FIELDS,) int64: of which host and of which processes there, which process, and where it has which number.
+    """(4,) int64: of which host and of which processes there, which process, and where it has which number.
 
     Whoever is given this may try to read.
     """

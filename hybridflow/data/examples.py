@@ -70,10 +70,6 @@ class ExampleDataset:
         """Rows that were left out at the start."""
         return self.rows.dropped
 
-    @property
-    def num_dropped(self) -> int:
-        return self.dropped.num_rows
-
 
 def load_examples(
     path: DataFiles | Path,

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridflow.data.files import BLOCK, check_unchanged, content_digest, opened, stamp
-from hybridflow.data.json_lines import parsed
-from hybridflow.data.rows import Row, RowError, shown
+from hybridflow.data.json_lines import row_of
+from hybridflow.data.rows import Row, shown
 from hybridflow.errors import DataError
 
 STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
@@ -56,14 +56,7 @@ class JsonArray:
                 file.seek(start)
                 texts.append(file.read(end - start))
             check_unchanged(self.path, file, self._stamp)
-        return [self._row(number, text) for number, text in zip(numbers, texts, strict=True)]
-
-    def _row(self, number: int, text: bytes) -> Row:
-        where = f"{self.path}, row {number + 1}"
-        try:
-            return Row(where, parsed(text, where))
-        except RowError as error:
-            return Row(where, {}, error)
+        return [row_of(text, f"{self.path}, row {i + 1}") for i, text in zip(numbers, texts, strict=True)]
 
 
 def begins_as_array(path: Path) -> bool:

@@ -131,10 +131,6 @@ class PromptDataset:
         """Rows that were left out at the start."""
         return self.rows.dropped
 
-    @property
-    def num_dropped(self) -> int:
-        return self.dropped.num_rows
-
     def _packed(self, prompts: Sequence[Prompt]) -> PromptBatch:
         return PromptBatch(
             input_ids=torch.tensor([i for prompt in prompts for i in prompt.token_ids], dtype=torch.int64),

@@ -1,4 +1,4 @@
-"""What the optimizer steps of an iteration told, put together over all ranks."""
+"""The results of the optimizer steps of an iteration, put together over all ranks."""
 
 from collections.abc import Mapping, Sequence
 
@@ -34,9 +34,8 @@ def step_metrics(
 def routing_metrics(actor: Actor, exchange: Exchange) -> Metrics:
     """How often the trainer would have chosen other experts than the engine, whose choice it replays. Collective."""
     own = actor.routing_counts.clone()
-    alike = (
-        actor.grid.layout.replicas_per_expert_copy == 1
-    )  # tensor-parallel ranks choose alike: one tells; else each its own tokens'
+    # tensor-parallel ranks choose alike, and one counts; else each rank counts the rank's tokens
+    alike = actor.grid.layout.replicas_per_expert_copy == 1
     if not actor.grid.inside or (alike and actor.grid.tp_rank):
         own.zero_()
     differ, pairs = exchange.sum(own).tolist()

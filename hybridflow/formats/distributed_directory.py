@@ -75,7 +75,8 @@ class DistributedDirectory:
         """Fill `out`, which may be a view with strides, with the box of its shape at `offset`."""
         stored, size = self._stored[key], tuple(out.shape)
         whole, shape = stored.info.shape, [o + n for o, n in zip(offset, size, strict=True)]
-        assert all(end <= n for end, n in zip(shape, whole, strict=True)), f"{key}: {offset} + {size} in {whole}"
+        if any(end > n for end, n in zip(shape, whole, strict=True)):
+            raise CheckpointError(f"{self.path / METADATA}: {key} has shape {whole}, asked for {size} at {offset}")
         self.check_complete(key)
         for chunk in stored.chunks_in(offset, size):
             low = tuple(map(max, offset, chunk.offset))

@@ -15,7 +15,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from torch import Tensor, nn
 
-from hybridflow.config import OptimizerConfig
 from hybridflow.models.optimizer import TrainedModel
 
 MAIN = "fp32_param"  # megatron's names, as in megatron's checkpoints
@@ -29,12 +28,6 @@ class OwnedState(NamedTuple):
     start: int  # elements start .. stop of the flattened parameter
     stop: int
     tensors: Mapping[str, Tensor]  # (stop - start,) float32 each, the optimizer's own memory
-
-
-def state_names(config: OptimizerConfig, dtype: torch.dtype) -> tuple[str, ...]:
-    """What there is for each parameter: float32 weights are their own main weights."""
-    moments = MOMENTS[config.name] if config.name == "adam" or config.momentum else ()
-    return moments if dtype == torch.float32 else (*moments, MAIN)
 
 
 def owned_states(model: TrainedModel) -> Iterator[OwnedState]:

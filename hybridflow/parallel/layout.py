@@ -68,9 +68,6 @@ def _places(cut: Cut, group: Group) -> tuple[Place, ...]:
     return tuple(Place(tp, i % tp, ep, i // tp) for i in range(tp * ep))
 
 
-WHOLE = Cut()
-
-
 @dataclass(frozen=True)
 class Layout:
     """One role's TP x PP x DP over the role's ranks."""
@@ -86,14 +83,14 @@ class Layout:
     etp: int | None = None  # ranks that share each expert; None: see `expert_tp`
 
     def __post_init__(self) -> None:
-        assert self.tp * self.pp * self.dp == len(self.ranks), (
-            f"tp x pp x dp = {self.tp} x {self.pp} x {self.dp} does not fill {len(self.ranks)} ranks"
-        )
-        assert list(self.ranks) == sorted(set(self.ranks)), f"ranks must ascend: {self.ranks}"
-        assert self.expert_tp * self.ep % self.tp == 0 and self.dp % self.replicas_per_expert_copy == 0, (
-            f"etp x ep = {self.expert_tp} x {self.ep} must be a multiple of tp = {self.tp} that divides "
-            f"tp x dp = {self.tp} x {self.dp}"
-        )
+        if self.tp * self.pp * self.dp != len(self.ranks):
+            grid = f"tp x pp x dp = {self.tp} x {self.pp} x {self.dp}"
+            raise ValueError(f"{grid} does not fill {len(self.ranks)} ranks")
+        if list(self.ranks) != sorted(set(self.ranks)):
+            raise ValueError(f"ranks must ascend: {self.ranks}")
+        if self.expert_tp * self.ep % self.tp or self.dp % self.replicas_per_expert_copy:
+            experts, own = f"{self.expert_tp} x {self.ep}", f"tp x dp = {self.tp} x {self.dp}"
+            raise ValueError(f"etp x ep = {experts} must be a multiple of tp = {self.tp} that divides {own}")
 
     @property
     def expert_tp(self) -> int:

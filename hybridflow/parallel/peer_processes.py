@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from hybridflow.errors import EnvironmentProblem
+
 FIELD_STATE, FIELD_START_TIME, FIELD_EXIT_CODE = 3, 22, 52  # of /proc/PID/stat
 ENDED = ("Z", "X")  # a process whose parent has not asked about it yet, and one that is going away
 NOT_RUNNING = {"T": "stopped", "t": "held by a debugger", "D": "in an uninterruptible wait"}
@@ -63,7 +65,8 @@ def signal_name(number: int) -> str:
 
 def this_process(rank: int) -> Peer:
     fields = _stat_fields(os.getpid())
-    assert fields is not None, "a process sees itself in /proc"
+    if fields is None:
+        raise EnvironmentProblem(f"/proc/{os.getpid()}/stat: cannot be read; a run needs /proc to tell processes apart")
     return Peer(rank, socket.gethostname(), _machine(), os.getpid(), _number(fields, FIELD_START_TIME))
 
 

@@ -32,7 +32,7 @@ from hybridflow.parallel.gloo import use_one_thread
 from hybridflow.parallel.host_memory import host_memory
 from hybridflow.parallel.layout import PlatformName
 from hybridflow.parallel.torchrun import STORE_TIMEOUT, _agent_store, _env_int, _has_agent_store, torchrun_rank
-from hybridflow.parallel.versions import check_version
+from hybridflow.parallel.versions import check_version, replace_in
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 TIMEOUT_MARGIN = timedelta(minutes=10)  # beyond the watchdog's longest deadline
@@ -190,8 +190,7 @@ def _set_default_timeouts(longest_phase_seconds: float) -> timedelta:
     """
     timeout = max(COLLECTIVE_TIMEOUT, timedelta(seconds=longest_phase_seconds) + TIMEOUT_MARGIN)
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-        assert hasattr(dist.distributed_c10d, name), f"torch {torch.__version__} has no {name}"
-        setattr(dist.distributed_c10d, name, timeout)
+        replace_in(dist.distributed_c10d, **{name: timeout})
     return timeout
 
 

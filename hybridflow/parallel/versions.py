@@ -113,7 +113,10 @@ def source_commit(source: Path = SOURCE) -> str | None:
 def replace_in(owner: object, **names: object) -> None:
     """Give a module or a class of a package other functions by these names."""
     for name, value in names.items():
-        assert hasattr(owner, name), f"{owner} has no {name} to replace"
+        if not hasattr(owner, name):
+            raise EnvironmentProblem(
+                f"{owner}: has no {name} to replace; install the releases of launch/constraints.txt"
+            )
         setattr(owner, name, value)
 
 

@@ -180,10 +180,10 @@ def _specs(config: RunConfig, reasons: Reasons) -> dict[str, ModelSpec]:
 
 
 def _placed(name: str, config: RoleConfig, spec: ModelSpec, layout: Layout) -> PlacedModel:
-    return PlacedModel(name, config, spec, layout, _head(name))
+    return PlacedModel(name, config, spec, layout, head_of(name))
 
 
-def _head(name: str) -> Head:
+def head_of(name: str) -> Head:
     return "lm" if name in ("actor", "reference") else "score"
 
 
@@ -216,7 +216,7 @@ def _check_alike(actor: ModelSpec, reference: ModelSpec) -> None:
 
 def _check_head(name: str, spec: ModelSpec) -> None:
     """What is trained to score may start from either; what is only read needs its head, and so does the actor."""
-    head = _head(name)
+    head = head_of(name)
     if name not in ("critic", "reward_model") and spec.head != head:
         trained = " with a trained score.weight" if head == "score" else ""
         raise ConfigError(

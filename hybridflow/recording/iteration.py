@@ -143,7 +143,7 @@ def training_costs(
     trained_bytes: Mapping[str, int],
     num_steps: Mapping[str, int],
 ) -> Metrics:
-    """As `cost_metrics`, of a run on fixed data. num_steps: of the model that it trains, by its name."""
+    """As `cost_metrics`, of a run on fixed data. num_steps: by name, the steps of the model that the run trains."""
     total = sum(watch.seconds.get(name, 0.0) for name in ("estimate", "update"))
     idle, [trained] = exchange.seconds / total, num_steps
     own = {

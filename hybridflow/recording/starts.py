@@ -36,7 +36,7 @@ class RunStart:
     """One start of a run. Times are seconds since 1970. `ended` and `how` are None where no end is recorded.
 
     process: of rank 0: (machine, pid, start time), as `hybridflow.parallel.peer_processes` tells processes apart.
-    how: `lost` is written by the next start, for a start that has ended without a line of its own.
+    how: `lost` is written by the next start, for a start that has ended and written no line.
     """
 
     began: float
@@ -95,7 +95,7 @@ def last_sign(run_dir: Path, start: RunStart) -> float:
 def typed_command(words: Sequence[str], *, by_command: bool, is_rank: bool) -> str:
     """The command of a process as a person has typed it. words: the process's own, the interpreter first.
 
-    torchrun's own options are not known to its ranks: dots stand for them.
+    The ranks do not know torchrun's options: dots stand for the options.
     """
     words = list(words[1:])
     while words and words[0] in ("-u", "-I", "-P", "-s", "-E", "-B"):

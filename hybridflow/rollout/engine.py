@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from hybridflow.config import RolloutConfig, SamplingConfig
+from hybridflow.errors import EnvironmentProblem
 from hybridflow.models.routing import RoutingSizes
 from hybridflow.parallel.layout import RolloutLayout, Stages
 from hybridflow.parallel.platform import Platform, preserved_random_state
@@ -154,7 +155,8 @@ class RolloutEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forget keys and values of earlier weights; must follow every reshard and every wake_up."""
-        assert self._llm.reset_prefix_cache(), "the prefix cache cannot be reset while requests run"
+        was_reset = self._llm.reset_prefix_cache()
+        assert was_reset, "the prefix cache cannot be reset while requests run"
 
     def parameters(self) -> dict[str, Tensor]:
         """The engine's parameters by its own names."""
@@ -258,7 +260,8 @@ def _check_stage(runner: Any, stages: Stages, pp: int) -> None:
     """The groups and the partition that vLLM found must be those of this engine, not of a layout joined since."""
     numbers = (re.search(r"\.layers\.(\d+)\.", name) for name, _ in runner.model.named_parameters())
     layers = tuple(sorted({int(number[1]) for number in numbers if number}))
-    assert layers == tuple(stages[pp]), f"stage {pp} of the engine has layers {layers}, the layout says {stages[pp]}"
+    if layers != tuple(stages[pp]):
+        raise EnvironmentProblem(f"vLLM's stage {pp} has the layers {layers}, the layout says {stages[pp]}")
 
 
 def _sampling_params(
@@ -297,5 +300,7 @@ def response_of(output: "CompletionOutput") -> Response:
 
     token_ids, log_probs = list(output.token_ids), output.logprobs
     assert isinstance(log_probs, FlatLogprobs), "log-probs were asked for, in one list"
-    assert log_probs.token_ids == token_ids, "every sampled token has its log-prob, and no other has"
+    if log_probs.token_ids != token_ids:
+        counts = f"{len(token_ids)} tokens and log-probs of {len(log_probs.token_ids)} tokens"
+        raise EnvironmentProblem(f"vLLM returned {counts}; every sampled token needs one, and no other token")
     return Response(token_ids, log_probs.logprobs, truncated=output.finish_reason == "length")

@@ -66,11 +66,6 @@ class RoutingRecords:
         self._kept: dict[int, Tensor] = {}  # (tokens, own layers, k)
         self._next = 0
 
-    @property
-    def kept_bytes(self) -> int:
-        """Of the records on this rank."""
-        return sum(kept.nbytes for kept in self._kept.values())
-
     def keep(self, batch: RolloutBatch, recorded: Recorded) -> RolloutBatch:
         """The batch with its rows' records. Collective over the world.
 

@@ -105,7 +105,7 @@ class FixedDataTrainer:
     def fit(self, num_iterations: int | None = None) -> RunSummary:
         """Train up to iteration `num_iterations` (default: the config's) and write the run directory.
 
-        Ends with runs/NAME/hf. Errors: Stopped where it was told to end before, and is saved.
+        Ends with runs/NAME/hf. Errors: Stopped after a request to end and a save.
         """
         last = self.num_iterations if num_iterations is None else num_iterations
         if last < 1:
@@ -141,13 +141,14 @@ class FixedDataTrainer:
     def evaluate(self) -> dict[str, float]:
         """The loss of the held-out rows and, of pairs, how many are the right way round and by how much."""
         heldout = self.inputs.heldout
-        assert heldout is not None, "the config names no held-out data"
+        if heldout is None:
+            raise ConfigError("data.heldout = null: evaluate() needs held-out rows")
         with self.watchdog.phase("evaluate"):
             examples = heldout.examples(range(len(heldout)))
             return evaluate_fixed(self.run, self.config.algorithm, examples, self.config.data.batch_size)
 
     def iterate(self, iteration: int, last: int, recorder: Recorder) -> Iteration | None:
-        """One iteration of the flow; None where it lost its step to a number that is not finite, and may."""
+        """One iteration of the flow; None where the config allows a lost step, and a number was not finite."""
         before = self.run.state
         self.hooks.say, self.hooks.show = recorder.message, recorder.phase
         self.book.begin(self.run, iteration, last)

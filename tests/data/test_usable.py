@@ -43,7 +43,7 @@ def draw(dataset: PromptDataset, counts: list[int], *, seed: int = 0, shuffle: b
 
 def test_what_is_wrong_is_left_out_at_the_start(tmp_path) -> None:
     dataset = load(write(tmp_path / "a.jsonl"), checked=1 << 20)
-    assert (len(dataset), dataset.num_dropped, dataset.rows.is_checked) == (8, 4, True)
+    assert (len(dataset), dataset.dropped.num_rows, dataset.rows.is_checked) == (8, 4, True)
     assert dataset.dropped.counts == {"too long": 2, "not JSON": 2}
     assert draw(dataset, [8], shuffle=False)[:2] == ([0, 1, 2, 4, 6, 8, 9, 11], 8)
     kept = [0, 1, 2, 4, 6, 8, 9, 11]
@@ -52,7 +52,7 @@ def test_what_is_wrong_is_left_out_at_the_start(tmp_path) -> None:
 
 def test_what_is_wrong_is_passed_over_when_its_turn_comes(tmp_path) -> None:
     dataset = load(write(tmp_path / "a.jsonl"), checked=0)
-    assert (len(dataset), dataset.num_dropped, dataset.rows.is_checked) == (NUM_ROWS, 0, False)
+    assert (len(dataset), dataset.dropped.num_rows, dataset.rows.is_checked) == (NUM_ROWS, 0, False)
     rows, position, passed = draw(dataset, [3, 3, 4], shuffle=False)
     assert (rows, position) == ([0, 1, 2, 4, 6, 8, 9, 11, 0, 1], 14)
     assert [its.counts for its in passed] == [{}, {"too long": 2, "not JSON": 1}, {"not JSON": 1}]

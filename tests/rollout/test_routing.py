@@ -12,6 +12,7 @@ from vllm import CompletionOutput, RequestOutput, SamplingParams
 from vllm.logprobs import FlatLogprobs, Logprob
 
 from hybridflow.batch import RolloutBatch, response_mask
+from hybridflow.errors import EnvironmentProblem
 from hybridflow.models.routing import RoutingSizes, replayed
 from hybridflow.parallel.layout import Layout, RolloutLayout
 from hybridflow.rollout.engine import Request, RolloutEngine
@@ -110,7 +111,7 @@ def batch_of(ids: list[int], lengths: list[int]) -> RolloutBatch:
 
 @pytest.mark.parametrize("experts", [None, np.zeros((4, 3, 2), "uint8")])
 def test_a_token_without_experts_is_no_rounding_error(experts: np.ndarray | None) -> None:
-    with pytest.raises(AssertionError, match="expected \\(5, 3, 2\\)"):
+    with pytest.raises(EnvironmentProblem, match="expected \\(5, 3, 2\\)"):
         ReturnedRouting(RoutingSizes(3, 2, 128)).experts("0-a", returned(experts), 5)
 
 

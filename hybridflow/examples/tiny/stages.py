@@ -12,7 +12,6 @@ the last character, decoded greedily, to held-out prompts that no stage has seen
 The table is in OUT/stages.json too. Two ranks of one thread each; what stands in OUT/seed_N is made anew.
 """
 
-import argparse
 import json
 import random
 import shutil
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
-from hybridflow.cli.command import print_error, program
+from hybridflow.cli.command import argument_parser, print_error
 from hybridflow.examples.tiny.models import Policy, Settings, write_start
 from hybridflow.examples.tiny.runs import HALF_TRAINED, RunFailed, Runs, Train, by_command, last_of, rows
 from hybridflow.examples.tiny.task import Problem, split_problems, write_answers, write_judged, wrong_answer
@@ -98,9 +97,7 @@ def table(reached: list[Reached]) -> Table:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program("tools.stages"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser("tools.stages", __doc__)
     parser.add_argument("out", type=Path, metavar="OUT", help="directory for everything")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="a run through all stages each")
     options = parser.parse_args(arguments)

@@ -89,7 +89,7 @@ def write_judged(directory: Path, name: str, problems: Sequence[Problem], wrong:
     write_lines(directory / f"labelled{name}.jsonl", labelled)
 
 
-def write_lines(path: Path, rows: Sequence[Mapping[str, str | bool]]) -> None:
+def write_lines(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
