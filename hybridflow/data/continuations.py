@@ -10,8 +10,9 @@ all that was answered: a message that the template leaves out, or writes before 
 """
 
 import sys
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hybridflow.data.messages import Message, check_encodable, check_token_ids
@@ -26,6 +27,7 @@ EarlierTurns = Literal["refuse", "keep", "branch"]
 SAID = "hybridflow"  # what the assistant says where a template is tried
 THOUGHT = f"<think>\n{SAID}\n</think>\n\n{SAID}"
 WHERE = "data.environment"
+WINDOW_FROM, LAST_TURNS = 8, 4  # turns: from so many on the last ones are rendered alone
 ASK, MORE = [{"role": "user", "content": "?"}], [{"role": "user", "content": "!"}]
 
 
@@ -43,6 +45,7 @@ class Continuations:
     earlier_turns: EarlierTurns
     turn_ends: TurnEnds
     vocab_size: int = sys.maxsize
+    misread: list[str] = field(default_factory=list)  # why a template has to be given whole conversations
 
     @classmethod
     def of(
@@ -122,10 +125,40 @@ class Continuations:
         where it has not, and the template's end comes first. Errors: OtherConversation where an earlier turn is
         rendered in another way; RowError as `first_tokens`.
         """
-        behind = self._said_behind(through, answers, self.arguments(fields))
+        arguments = self.arguments(fields)
+        behind = self._said_behind(self._window(through, answers, arguments), answers, arguments)
         ids = self._encoded(behind.text)
         stands_in = behind.has_end or ids[:1] == [ended]
         return ids[1:] if ended is not None and stands_in else ids
+
+    def _window(
+        self, through: Sequence[Message], answers: Sequence[Message], arguments: Mapping[str, Any]
+    ) -> Sequence[Message]:
+        """As much of a long conversation as the text behind its last turn depends on.
+
+        To render all of it with each turn would be work that grows with the square. With turns 8, 16, 32, ... all is
+        rendered, and compared: a template that looks further back is given whole conversations from then on. Errors:
+        RowError where earlier turns of the row were rendered without what such a template reads.
+        """
+        window, turns = recent(through), _num_turns(through)
+        if len(window) == len(through) or self.misread:
+            return through
+        if turns.bit_count() > 1:
+            return window
+        if self._behind_or_none(window, answers, arguments) != self._behind_or_none(through, answers, arguments):
+            self.misread.append(f"turn {turns} depends on more than the last turns")
+            if turns > WINDOW_FROM:
+                raise RowError("the chat template renders a turn by messages far back: later rows are whole", "window")
+        return through
+
+    def _behind_or_none(
+        self, through: Sequence[Message], answers: Sequence[Message], arguments: Mapping[str, Any]
+    ) -> Behind | None:
+        """None: another conversation."""
+        try:
+            return self._behind(through, answers, arguments)
+        except OtherConversation:
+            return None
 
     def _said_behind(
         self, through: Sequence[Message], answers: Sequence[Message], arguments: Mapping[str, Any]
@@ -192,6 +225,24 @@ class Continuations:
             f"turns, or set data.environment.earlier_turns: keep, with which they stay as they were sampled, or "
             f"earlier_turns: branch, with which each such turn begins another sequence of the row"
         )
+
+
+def _num_turns(messages: Sequence[Message]) -> int:
+    return sum(message["role"] == "assistant" for message in messages)
+
+
+def recent(through: Sequence[Message]) -> list[Message]:
+    """What comes before the first turn, that turn, the one before the last user's message, and the last ones.
+
+    A turn goes with the messages that answer it, so that roles follow each other as in the whole.
+    """
+    starts = [number for number, message in enumerate(through) if message["role"] == "assistant"]
+    if len(starts) < WINDOW_FROM:
+        return list(through)
+    last_user = max((number for number, message in enumerate(through) if message["role"] == "user"), default=0)
+    kept = {0, max(bisect_right(starts, last_user) - 1, 0), *range(len(starts) - LAST_TURNS, len(starts))}
+    ends = [*starts[1:], len(through)]
+    return [*through[: starts[0]], *(each for turn in sorted(kept) for each in through[starts[turn] : ends[turn]])]
 
 
 def _of_next_role(turn_ends: TurnEnds, name: str, ends: Sequence[int]) -> int:
