@@ -205,7 +205,7 @@ class Sessions:
         messages = self._prompts.conversations[number] if self._prompts.conversations else None
         if messages is not None:
             columns[self._shared.prompt_key] = messages
-        limit = self._limits.at(int(self._prompts.lengths[number]))
+        limit = self._limits.for_length(int(self._prompts.lengths[number]))
         return Session(row, f"{row}-{secrets.token_hex(8)}", columns, limit, [Branch.begun(prompt)], bool(prompt))
 
     def _run_waiting(self) -> None:

@@ -32,7 +32,7 @@ class Processes:
         if self.group is not None:
             dist.barrier(group=self.group)
 
-    def gathered(self, lines: list[str]) -> list[str]:
+    def gather(self, lines: list[str]) -> list[str]:
         """The lines of all processes, on each of them."""
         if self.group is None:
             return lines

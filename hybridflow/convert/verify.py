@@ -38,7 +38,7 @@ def verify(one: Path, other: Path, *, processes: Processes = ALONE, console: Con
             places = (first.files, name), (second.files, name)
             if found := first_difference(*places, a[name], compared=progress.advance):
                 unequal.append(f"{name}: {found}")
-        differences += processes.gathered(unequal)
+        differences += processes.gather(unequal)
     _report(surveys, len(common), total, differences, console)
     return differences
 

@@ -193,7 +193,7 @@ class Conversations:
         seed = ",".join(map(str, (*self._seed, prompt)))
         instance, ticket = self._pool.start(columns, seed=seed)
         length = int(self._prompts.lengths[prompt])
-        limit, now = self._limits.at(length), time.monotonic()
+        limit, now = self._limits.for_length(length), time.monotonic()
         return Conversation(row, columns, list(messages), limit, instance, ticket, now, length)
 
     def _call(self, row: int, kind: str, *, calls: Sequence[dict[str, Any]] = ()) -> None:

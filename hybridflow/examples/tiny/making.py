@@ -95,7 +95,7 @@ def fill(directory: Path, settings: Settings, runs: Runs) -> dict[str, object]:
     num_runs = 1 if settings.num_experts else 3
     say(f"1/{num_runs} the policy: SFT from random weights, which stops early")
     half = runs.run("policy", "sft", f"actor.model={work / 'start'}", *rows(*answers), *HALF_TRAINED) / "hf"
-    policy = Policy.of(half, settings)
+    policy = Policy.load(half, settings)
     accuracies = checked_accuracies(policy, settings, split)
     shutil.copytree(half, directory / "policy")
     report: dict[str, object] = {"seed": runs.seed, "policy": accuracies}

@@ -85,7 +85,7 @@ class Policy:
     max_tokens: int  # of an answer
 
     @classmethod
-    def of(cls, directory: Path, settings: Settings) -> "Policy":
+    def load(cls, directory: Path, settings: Settings) -> "Policy":
         model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
         return cls(model, tokenizer, settings.max_answer_tokens)
 

@@ -83,7 +83,7 @@ class Stages:
 
     def _right(self, model: Path) -> float:
         """The share of the held-out prompts that a model answers right."""
-        return Policy.of(model, self._settings).share_right(self._heldout)
+        return Policy.load(model, self._settings).share_right(self._heldout)
 
 
 def table(reached: list[Reached]) -> Table:
