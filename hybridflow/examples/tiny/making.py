@@ -109,7 +109,7 @@ def fill(directory: Path, settings: Settings, runs: Runs) -> dict[str, object]:
 
 
 def fill_with_tools(directory: Path, settings: Settings, runs: Runs) -> dict[str, object]:
-    """The same of the task with a calculator: a policy, and rows for its environment. Errors: RunFailed."""
+    """The same for the task with a calculator: a policy, and rows for the environment. Errors: RunFailed."""
     begin, work = time.perf_counter(), runs.directory
     products = split_products(random.Random(runs.seed))
     write_start(work / "start", settings, runs.seed)
