@@ -195,7 +195,7 @@ class Sessions:
         messages = self._prompts.conversations[number] if self._prompts.conversations else None
         if messages is not None:
             columns[self._shared.prompt_key] = messages
-        record.columns, record.limit = columns, self._limits.at(int(self._prompts.lengths[number]))
+        record.columns, record.limit = columns, self._limits.for_length(int(self._prompts.lengths[number]))
         return Session(record, f"{record.of_rollout}-{secrets.token_hex(8)}", bool(record.sequences[0].prompt))
 
     def _run_waiting(self) -> None:
@@ -215,7 +215,7 @@ class Sessions:
         record, drops = session.record, bool(session.open_requests)  # nobody waits for their answers
         if answer.lost and not record.answered and session.starts < MOST_STARTS:
             self._start_again(session)
-        elif answer.problem and session.spent and record.answered:  # what it raises is no fault of session own
+        elif answer.problem and session.spent and record.answered:  # what the agent raises is no fault of the agent
             zeros = (0.0,) * len(self._config.weights)
             self._end(session, TurnEvent(record.number, ends=True, truncated=True, rewards=zeros, drops=drops))
         elif answer.problem:

@@ -37,7 +37,7 @@ from hybridflow.config.fixed_algorithms import FIXED_ALGORITHMS
 from hybridflow.config.fixed_data import config_class
 from hybridflow.config.keys import sections_in
 from hybridflow.config.losses import Importance, with_importance
-from hybridflow.config.old_keys import renamed
+from hybridflow.config.old_keys import with_new_names
 from hybridflow.config.section import Section
 from hybridflow.errors import ConfigError
 from hybridflow.models.optimizer import learning_rate
@@ -229,7 +229,7 @@ def _matches(key: str, pattern: str) -> bool:
 
 def _as_written_now(tree: Tree) -> Tree:
     """With the keys of an earlier version's resolved config where they are now."""
-    tree, _ = renamed(dict(tree), "the checkpoint")
+    tree, _ = with_new_names(dict(tree), "the checkpoint")
     algorithm = tree.get("algorithm")
     if not isinstance(algorithm, Mapping) or not isinstance(algorithm.get("policy"), Mapping):
         return tree

@@ -192,7 +192,7 @@ class CheckpointManager:
             value = torch.tensor(float(metrics[stop.metric]), dtype=torch.float64)
             first = dist.get_process_group_ranks(self._group)[0]
             dist.broadcast(value, src=first, group=self._group)  # the ranks end together, come what may
-            return stop.told(float(value)) if stop.holds(float(value)) else None
+            return stop.reason(float(value)) if stop.holds(float(value)) else None
         evaluated = any(name.startswith("eval/") for name in metrics)
         if metrics and self._may_lack and (evaluated or not stop.metric.startswith("eval/")):
             self._may_lack = False
@@ -206,7 +206,7 @@ class CheckpointManager:
         if stop is None or source is None or source.is_fork or stop.metric not in source.saved.metrics:
             return None
         value = source.saved.metrics[stop.metric]
-        return stop.told(value) if stop.holds(value) else None
+        return stop.reason(value) if stop.holds(value) else None
 
     def pop_save_seconds(self) -> float:
         """Seconds that training waited for saves since the last call, on the slowest rank; counts anew. Collective."""

@@ -19,7 +19,7 @@ from hybridflow.cli.command import argument_parser, print_error
 from hybridflow.config.files import as_yaml
 from hybridflow.config.json_schema import schema_text
 from hybridflow.config.key_list import entries
-from hybridflow.config.resolved import differences, resolved
+from hybridflow.config.resolved import differences, resolved_tree
 from hybridflow.config.starters import starter_text, starters, title
 from hybridflow.errors import UserError
 
@@ -62,7 +62,7 @@ def _output(options: argparse.Namespace) -> str:
         case "init":
             return _starter(options.name)
         case "show":
-            tree, notes = resolved(options.config, options.overrides)
+            tree, notes = resolved_tree(options.config, options.overrides)
             for note in notes:
                 print(f"hybridflow config: {note}", file=sys.stderr)
             return as_yaml(tree)

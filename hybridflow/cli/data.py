@@ -52,7 +52,7 @@ def _lines(file: str, config: str | None, overrides: list[str]) -> Iterator[str]
         raise ConfigError(f"FILE: {error}") from error
     # torch loads for seconds: a wrong argument fails before
     from hybridflow.data.sources import fetch, open_files
-    from hybridflow.data.view import columns, seen_by
+    from hybridflow.data.view import columns, data_lines
 
     fetch(files, "FILE")
     opened = open_files(files, "FILE")
@@ -63,4 +63,4 @@ def _lines(file: str, config: str | None, overrides: list[str]) -> Iterator[str]
         given = read_tree(config, [*overrides, f"data.train={json.dumps(named)}"])
         fetch_models(given, weights=False)
         tree = with_neutral(given)
-        yield from seen_by(config_class(tree).from_tree(tree, config))
+        yield from data_lines(config_class(tree).from_tree(tree, config))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.fixed_data import AnyConfig, config_class
-from hybridflow.config.hub import cached
+from hybridflow.config.hub import cached_directory
 from hybridflow.errors import ConfigError, Reasons
 
 ROLES = ("actor", "critic", "reference", "reward_model")
@@ -23,7 +23,7 @@ def read_config(tree: dict[str, Any], source: str | Path) -> AnyConfig:
     from hybridflow.rewards.probe import described
 
     for key, model in _models(tree):
-        if not Path(cached(model)).expanduser().exists():
+        if not Path(cached_directory(model)).expanduser().exists():
             reasons.lines.append(f"{key}.model = {model}: no such directory")
     for name in ("train", "heldout"):
         file = _section(tree, "data").get(name)

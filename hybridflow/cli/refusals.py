@@ -11,7 +11,7 @@ from hybridflow.config import ExperimentConfig
 from hybridflow.config.algorithms import Custom
 from hybridflow.config.data import DataFiles
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
-from hybridflow.data.fields import named
+from hybridflow.data.fields import rename_fields
 from hybridflow.data.rows import Row, RowError, attempt
 from hybridflow.data.same_tokens import check_tokenizers
 from hybridflow.data.sources import data_files, fetch, open_files
@@ -101,7 +101,7 @@ def _check_rows(key: str, files: DataFiles, config: AnyConfig) -> None:
 def _check_columns(row: Row, config: AnyConfig) -> None:
     if row.problem is not None:
         raise row.problem
-    fields = named(row, config.data.columns).fields
+    fields = rename_fields(row, config.data.columns).fields
     if isinstance(config, FixedDataConfig):
         ways = FIELDS[config.algorithm.kind]
         if any(set(way) <= fields.keys() for way in ways):

@@ -53,7 +53,7 @@ def entries(prefix: str = "") -> list[Entry]:
 
 
 def _without_repeats(every: list[Entry]) -> list[Entry]:
-    """What a section says of who has it is not said again of its keys."""
+    """The entries; a key does not repeat the owners that the section names."""
     said: dict[str, list[str]] = {}
     for entry in every:
         said.setdefault(entry.path, []).append(entry.only)

@@ -13,7 +13,7 @@ from hybridflow.config.other_trainers import algorithm_hint, hint, leaves
 from hybridflow.config.sampling import REPLACED, PromptLengthConfig, SamplingConfig
 
 
-def explained(error: ValidationError, model: type[BaseModel], path: str | Path) -> str:
+def explanation(error: ValidationError, model: type[BaseModel], path: str | Path) -> str:
     lines = []
     for problem in error.errors():
         location = _without_tag(problem["loc"])

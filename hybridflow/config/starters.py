@@ -39,7 +39,7 @@ COMMENTS = (
 
 
 def starters() -> dict[str, Path]:
-    """Each file by its name: `ppo` for quickstart.yaml, `grpo` for quickstart_grpo.yaml."""
+    """Name -> file: `ppo` for quickstart.yaml, `grpo` for quickstart_grpo.yaml."""
     found = {
         path.stem.removeprefix(PREFIX).lstrip("_") or PLAIN: path for path in shipped_configs().glob(f"{PREFIX}*.yaml")
     }

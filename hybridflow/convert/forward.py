@@ -64,7 +64,7 @@ def huggingface_logits(path: Path, prompts: list[Tensor], *, trust_remote_code: 
         path, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code
     ).eval()
     with torch.no_grad():
-        if score:  # its own forward pass gives the score of the last token alone
+        if score:  # the model's own forward pass scores the last token alone
             return torch.cat([model.score(model.base_model(prompt[None])[0])[0] for prompt in prompts])
         return torch.cat([model(prompt[None]).logits[0] for prompt in prompts])
 

@@ -5,7 +5,7 @@
     hybridflow convert megatron-to-hf runs/math/checkpoint models/math-7B --dtype bfloat16
     hybridflow convert show           models/math-7B
 
-A critic starts from a model with a value head in place of its language model head:
+A critic starts from a model with a value head in place of the language model head:
 
     hybridflow convert hf-to-megatron models/Qwen2.5-7B models/critic-7B --value-head
 

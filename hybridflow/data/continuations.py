@@ -1,4 +1,4 @@
-"""What follows a turn of the model in a conversation, as tokens of its own: nothing sampled is encoded again.
+"""The tokens that follow a turn of the model in a conversation: nothing sampled is encoded again.
 
     continuations.tokens(messages, answers, fields, ended=end_id)     # of "\n<|im_start|>user\nno<|im_end|>\n..."
 
@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from hybridflow.data.message_parts import first_left_out
 from hybridflow.data.messages import Message, check_encodable, check_token_ids
 from hybridflow.data.rows import RowError
-from hybridflow.data.said_parts import first_left_out
 from hybridflow.data.templates import ChatTemplate
 from hybridflow.data.tokenizers import is_special
 from hybridflow.data.turn_ends import Behind, TurnEnds
@@ -33,7 +33,7 @@ ASK, MORE = [{"role": "user", "content": "?"}], [{"role": "user", "content": "!"
 
 @dataclass(frozen=True)
 class Continuations:
-    """Of one template and its arguments. Errors when it is made: ConfigError where the template cannot be used.
+    """Of one template with arguments. `from_template` raises ConfigError where the template cannot be used.
 
     schemas: of the environment's tools. end: a token that ends a turn. earlier_turns: what happens where the template
     renders one in another way. vocab_size: the model knows the tokens below it. turn_ends: see there.
@@ -48,7 +48,7 @@ class Continuations:
     misread: list[str] = field(default_factory=list)  # why a template has to be given whole conversations
 
     @classmethod
-    def of(
+    def from_template(
         cls,
         template: ChatTemplate,
         schemas: Sequence[Mapping[str, Any]],
@@ -92,7 +92,7 @@ class Continuations:
         return {**rest, "tools": [dict(schema) for schema in self.schemas]} if self.schemas else rest
 
     def with_tools(self, schemas: Sequence[Mapping[str, Any]]) -> "Continuations":
-        """The same where a row has tools of its own."""
+        """The same with the tools of one row."""
         return replace(self, schemas=tuple(schemas))
 
     def opening(self, fields: Mapping[str, Any]) -> str:
@@ -119,7 +119,7 @@ class Continuations:
     def tokens(
         self, through: Sequence[Message], answers: Sequence[Message], fields: Mapping[str, Any], *, ended: int | None
     ) -> list[int]:
-        """What the environment writes behind the model's last turn, up to the beginning of its next.
+        """What the environment writes behind the model's last turn, up to the beginning of the model's next turn.
 
         through: the conversation, that turn included. ended: the token by which the model has ended the turn; None
         where it has not, and the template's end comes first. Errors: OtherConversation where an earlier turn is
@@ -169,7 +169,7 @@ class Continuations:
         def render(marked: list[Message]) -> str:
             return self._behind(marked[: len(through)], marked[len(through) :], arguments).text
 
-        written = self.template.written(messages)
+        written = self.template.as_read(messages)
         part = first_left_out(found.text, written, render, first=len(through))
         if part is None:
             return found
@@ -180,10 +180,10 @@ class Continuations:
 
     def _behind(self, through: Sequence[Message], answers: Sequence[Message], arguments: Mapping[str, Any]) -> Behind:
         if self.earlier_turns == "keep":
-            return self.turn_ends.behind_kept(through, answers, arguments)
+            return self.turn_ends.text_behind_kept(through, answers, arguments)
         if self.earlier_turns == "branch" and not self.turn_ends.begins_as_a_run(through, arguments):
             raise self._rewrites("a turn of the assistant in another way than it lets a run begin one")
-        found = self.turn_ends.behind(through, answers, arguments)
+        found = self.turn_ends.text_behind(through, answers, arguments)
         if found is None:
             raise self._rewrites("an earlier turn of the assistant in another way once more messages follow")
         return found
@@ -246,10 +246,10 @@ def recent(through: Sequence[Message]) -> list[Message]:
 
 
 def _of_next_role(turn_ends: TurnEnds, name: str, ends: Sequence[int]) -> int:
-    """The token with which the next message begins, where the model ends its turn by that. Errors: ConfigError."""
+    """The first token of the next message, where the model ends a turn by this token. Errors: ConfigError."""
     tokenizer = turn_ends.template.tokenizer
     none = f"{WHERE}: the chat template of {name} ends what the assistant says by no special token"
-    behind = turn_ends.behind_kept([*ASK, {"role": "assistant", "content": SAID}], MORE, {})
+    behind = turn_ends.text_behind_kept([*ASK, {"role": "assistant", "content": SAID}], MORE, {})
     ids: list[int] = tokenizer(behind.text, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids or not is_special(ids[0], tokenizer):
         raise ConfigError(f"{none}, so that a turn cannot be told from what follows")

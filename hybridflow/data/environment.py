@@ -1,4 +1,4 @@
-"""The environment of a config as a run reads it: the user's code, its processes, and what the template makes of it."""
+"""The environment of a config as a run reads it: the user's code, the processes, and the chat template's part."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class EnvironmentInputs:
         return NotStarted(problem)
 
     def hooks(self, key: str) -> dict[str, Any]:
-        """What `load_prompts` takes of it. Ranks with other files would wait for each other: that is told before."""
+        """What `load_prompts` takes. Ranks with different files would wait for each other, so a check precedes."""
         group = self.group
         agrees = {} if group is None else {"agrees": lambda digest: check_agreement({key: digest}, group)}
         return {"first_messages": self.first_messages, "start_ahead": self.start_ahead, **agrees}
@@ -106,7 +106,7 @@ class AgentInputs:
 
 
 def _no_problem(columns: Mapping[str, Any]) -> str:
-    """An agent looks at its columns itself."""
+    """An agent checks columns itself."""
     return ""
 
 
@@ -140,14 +140,14 @@ def environment_inputs(
 
 @dataclass(frozen=True)
 class FoundEnvironment:
-    """file: of the module of the class or agent. tools: their names; an agent tells its own with each request."""
+    """file: of the module of the class or agent. tools: their names; an agent names tools with each request."""
 
     file: str | None
     tools: tuple[str, ...]
 
 
 def check_environment(config: ExperimentConfig) -> FoundEnvironment | None:
-    """What a run would find of the class or agent, its tools and the chat template; None without an environment.
+    """What a run would find of class or agent, tools and chat template; None without an environment.
 
     vLLM's parser of tool calls is not looked for, which takes long to load. Errors: ConfigError, CheckpointError.
     """
@@ -158,7 +158,7 @@ def check_environment(config: ExperimentConfig) -> FoundEnvironment | None:
         number_of_tasks(environment.verifiers, environment.python, environment.arguments)
     if environment.is_agent:
         return FoundEnvironment(agent_file(environment.path, environment.called_with), ())
-    if not path.is_dir():  # which is told of the model
+    if not path.is_dir():  # the check of the model reports this
         found = described(environment.path, environment.arguments)
     else:
         tokenizer = load_tokenizer(path)
@@ -183,5 +183,5 @@ def _continuations(
     schemas: Sequence[Mapping[str, Any]],
 ) -> Continuations:
     options = TemplateOptions(data.chat_template_kwargs, data.message_format)
-    template = ChatTemplate(tokenizer, options)
-    return Continuations.of(template, schemas, ends.of_template, earlier_turns=config.earlier_turns, ends=ends.ids)
+    template, turns = ChatTemplate(tokenizer, options), config.earlier_turns
+    return Continuations.from_template(template, schemas, ends.of_template, earlier_turns=turns, ends=ends.ids)

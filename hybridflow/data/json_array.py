@@ -1,4 +1,4 @@
-"""A file that is one JSON array of objects: its rows are found at the start, one is parsed when it is asked for.
+"""A file that is one JSON array of objects: rows are found at the start, and a row is parsed on request.
 
     file = JsonArray(Path("train.json"))
     [first, other] = file.rows_at([0, 7])
@@ -34,7 +34,7 @@ class JsonArray:
         with opened(path) as file:
             self._stamp = stamp(file)
             self.num_bytes = self._stamp[0]
-            # closed with its last user: an error on its way out still refers to it
+            # closed with the last user: an error that is being raised still refers to the file
             self._places = _find_rows(path, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
             self.digest = content_digest(file, self.num_bytes)
             check_unchanged(path, file, self._stamp)

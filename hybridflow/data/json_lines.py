@@ -1,4 +1,4 @@
-"""A JSON-lines file: its lines are found at the start, by their ends alone; a row is parsed when it is asked for.
+"""A JSON-lines file: lines are found at the start, by their ends alone; a row is parsed on request.
 
     file = JsonLines(Path("train.jsonl"))
     [first, other] = file.rows_at([0, 7])
@@ -22,7 +22,7 @@ NEWLINE, RETURN, BRACE = b"\n"[0], b"\r"[0], b"{"[0]
 
 
 class JsonLines:
-    """The rows of a file: its lines that are not blank. Errors: DataError where it cannot be read."""
+    """The rows of a file: lines that are not blank. Errors: DataError where the file cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

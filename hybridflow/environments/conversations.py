@@ -199,7 +199,7 @@ class Conversations:
     def _new(self, record: RowRecord) -> Conversation:
         prompt = self._prompt_of[record.of_rollout]
         record.columns = {name: values[prompt] for name, values in self._prompts.columns.items()}
-        record.limit = self._limits.at(int(self._prompts.lengths[prompt]))
+        record.limit = self._limits.for_length(int(self._prompts.lengths[prompt]))
         messages = self._prompts.conversations[prompt]
         assert messages is not None, "the prompt of a row with an environment is a conversation"
         record.sequences[0].transcript = Transcript(list(messages))
@@ -244,7 +244,7 @@ class Conversations:
             self._start(conversation)  # the process has ended, and the instance had not heard of a turn
             return
         if problem and record.waiting_since is None:
-            conversation.problem = problem  # the model speaks: conversation turn ends first
+            conversation.problem = problem  # the model speaks: the turn ends first
         elif problem:
             self._fail(conversation, problem)
         elif ticket != conversation.start:
@@ -265,7 +265,7 @@ class Conversations:
         try:
             branch, ids, used = self._behind(conversation, answers)
         except (DataError, OtherConversation) as error:
-            self._fail(conversation, f"conversation messages cannot be read by the model: {error}")
+            self._fail(conversation, f"its messages cannot be read by the model: {error}")
             return
         if record.turn >= self._config.max_turns or used >= record.limit:
             conversation.last = True

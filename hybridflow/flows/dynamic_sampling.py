@@ -144,7 +144,7 @@ def _from_before(run: Run) -> Groups | None:
     if surplus is None:
         return None
     groups = groups_of(surplus)
-    return groups if groups.sizes.tolist() == run.samples.each(groups.prompt_lengths) else None
+    return groups if groups.sizes.tolist() == run.samples.for_lengths(groups.prompt_lengths) else None
 
 
 def _generated(run: Run) -> Groups:

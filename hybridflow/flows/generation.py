@@ -111,7 +111,7 @@ class Generation:
         rollout = self._hooks.load_rollout(prompts, iteration)
         self.scoring.begin(
             prompts,
-            self._sampling.samples.each(prompts.lengths.tolist()),
+            self._sampling.samples.for_lengths(prompts.lengths.tolist()),
             limits=self._sampling.limits,
             generates=rollout is None,
             left_out={self._roles.actor: deferred} if self._roles.actor is not None else {},

@@ -121,7 +121,7 @@ class OverlappedScoring:
         """
         self._prompts, self._samples, self._begun = prompts, torch.tensor(samples, dtype=torch.int64), True
         shares = prompts_of_replicas(prompts, self._samples, limits, len(self._layout.replicas))
-        longest = torch.tensor(limits.each(prompts.lengths.tolist()), dtype=torch.int64)
+        longest = torch.tensor(limits.for_lengths(prompts.lengths.tolist()), dtype=torch.int64)
         costs = (prompts.lengths + self._samples * longest).tolist()
         per_replica = UNITS_PER_BLOCK * ceil(self._num_shares / len(self._layout.replicas))
         self._units = cut_in_units(shares, samples, costs, per_replica=per_replica, num_shares=self._num_shares)

@@ -253,7 +253,7 @@ def _check_prompts(
     file: Path, rollout: RolloutBatch, prompts: PromptBatch, samples_per_prompt: LengthBuckets[int]
 ) -> None:
     """The rows answer these prompts: as many each, side by side, and token by token where a prompt has tokens."""
-    counts = samples_per_prompt.each(prompts.lengths.tolist())
+    counts = samples_per_prompt.for_lengths(prompts.lengths.tolist())
     expected = torch.arange(len(prompts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
     if not torch.equal(rollout.prompt_indices, expected):
         raise DataError(

@@ -244,7 +244,7 @@ class Run(IterationData):
         """Rows of the next rollout whose old log-probs come with the first step: the first mini-batch."""
         if not self._defers():
             return []
-        samples = torch.tensor(self.samples.each(self.prompts.lengths.tolist()))
+        samples = torch.tensor(self.samples.for_lengths(self.prompts.lengths.tolist()))
         prompt_indices = torch.arange(len(samples)).repeat_interleave(samples)
         return self._rows(prompt_indices, self._online.algorithm.update)[0].tolist()
 

@@ -18,7 +18,7 @@ from hybridflow.config.data import DataFiles
 from hybridflow.config.fixed_data import AnyConfig, FixedDataConfig
 from hybridflow.data.digests import class_digests, function_digests
 from hybridflow.data.environment import check_environment
-from hybridflow.data.fields import named
+from hybridflow.data.fields import rename_fields
 from hybridflow.data.fixed_inputs import load_rows
 from hybridflow.data.prompt_texts import prompt_text
 from hybridflow.data.rows import Row, RowError, attempt
@@ -122,7 +122,7 @@ def _prompts(
     def check(row: Row) -> None:
         if row.problem is not None:
             raise row.problem
-        own = named(row, data.columns)
+        own = rename_fields(row, data.columns)
         if data.environment is None or not data.environment.begins_rows:
             prompt_text(own, data.prompt_key, template)
 

@@ -254,7 +254,7 @@ class Generator:
         """
         sampling, seed, taking = self._placed.config.sampling, self._placed.config.seed, None
         if self.turns is not None:
-            counts = torch.tensor(samples_per_prompt.each(prompts.lengths.tolist()), dtype=torch.int64)
+            counts = torch.tensor(samples_per_prompt.for_lengths(prompts.lengths.tolist()), dtype=torch.int64)
             taking = self.turns.begin(prompts, counts, sampling.limits, (seed, iteration, generation, first_prompt))
         return generate(
             self.engine,

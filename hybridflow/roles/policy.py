@@ -154,7 +154,7 @@ def _temperatures(temperature: SamplingTemperature, batch: RolloutBatch) -> Call
         return lambda micro_batch: temperature
     if not temperature.varies:
         return lambda micro_batch: temperature.values[0]
-    of_rows = torch.tensor(temperature.each(batch.prompt_lengths.tolist()), dtype=torch.float32)
+    of_rows = torch.tensor(temperature.for_lengths(batch.prompt_lengths.tolist()), dtype=torch.float32)
     of_tokens = of_rows.repeat_interleave(batch.lengths)  # (T,)
     return lambda micro_batch: to_device_async(of_tokens[micro_batch.where], micro_batch.targets.device)
 

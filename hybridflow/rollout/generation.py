@@ -56,7 +56,7 @@ def prompts_of_replicas(
     num_samples: of each prompt, (prompts,); limits: on the length of a response. How long responses will be is not
     known, and by the limits is the same for every layout and every start.
     """
-    steps = num_samples * torch.tensor(limits.each(prompts.lengths.tolist()), dtype=torch.int64)
+    steps = num_samples * torch.tensor(limits.for_lengths(prompts.lengths.tolist()), dtype=torch.int64)
     return balanced_partition((prompts.lengths + PROMPT_TOKENS_A_STEP * steps).tolist(), num_replicas)
 
 
@@ -91,7 +91,7 @@ def generate(
     parts of a reward.
     """
     lengths = prompts.lengths.tolist()
-    counts = torch.tensor(samples_per_prompt.each(lengths), dtype=torch.int64)  # of responses, (prompts,)
+    counts = torch.tensor(samples_per_prompt.for_lengths(lengths), dtype=torch.int64)  # of responses, (prompts,)
     asked = prompts_of_replicas(prompts, counts, limits, len(layout.replicas))
     rows: list[int] = []
     responses: list[Response] = []
@@ -103,7 +103,8 @@ def generate(
         again = (generation,) if generation else ()
         seeds = [request_seed(seed, iteration, first_prompt + p, s, *again) for p, s in samples]
         requests = [
-            Request(token_lists[p], seed, buckets.at(lengths[p])) for (p, _), seed in zip(samples, seeds, strict=True)
+            Request(token_lists[p], seed, buckets.for_length(lengths[p]))
+            for (p, _), seed in zip(samples, seeds, strict=True)
         ]
         first = offsets(counts).tolist()
         rows = [first[p] + s for p, s in samples]

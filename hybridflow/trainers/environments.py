@@ -45,7 +45,7 @@ def environments_of(
         return None
     name, end_ids = read.pool.config.tool_parser, frozenset(ends.ids)
     continuations = replace(read.continuations, vocab_size=vocab_size)
-    texts = ResponseTexts.of(tokenizer, ends.ids, special_tokens="content")
+    texts = ResponseTexts.from_tokenizer(tokenizer, ends.ids, special_tokens="content")
     if isinstance(read, AgentInputs):
         make_parser = partial(ToolCallParser, name, tokenizer)
         unread = unread_calls(continuations, SOME_TOOL, make_parser([SOME_TOOL]), name, texts.hidden)

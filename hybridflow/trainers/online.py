@@ -69,7 +69,7 @@ def reencoders(placed: PlacedRun, decode: Callable[[list[int]], str]) -> dict[in
     """Of reward models that have tokenizers of their own, by their numbers."""
     models = placed.config.reward.models if placed.config.reward is not None else ()
     return {
-        i: Reencoder.of(
+        i: Reencoder.for_model(
             f"reward.models.{i}",
             model.model,
             decode,

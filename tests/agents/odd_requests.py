@@ -188,7 +188,7 @@ class OddRows:
         config = {"agent": "a:b", "earlier_turns": earlier_turns, "max_turns": 10**6, "call_seconds": 1e6}
         self.pool = GivenAgents(EnvironmentConfig(**config))
         self.pool.most_at_once = num_rows
-        continues = Continuations.of(ChatTemplate(self._tokenizer), (), end, earlier_turns=earlier_turns)
+        continues = Continuations.from_template(ChatTemplate(self._tokenizer), (), end, earlier_turns=earlier_turns)
         self._end = continues.end
         shared = Agents(
             self.pool,

@@ -199,7 +199,9 @@ def test_a_row_has_what_its_agent_was_told(seed: int, monkeypatch: pytest.Monkey
     pool = Running(
         EnvironmentConfig(**{"agent": "a:b", "max_turns": rng.choice([4, 30]), **how}), seed, several=several
     )
-    continues = Continuations.of(ChatTemplate(TOKENIZER), (), END_ID, earlier_turns=pool.config.earlier_turns)
+    continues = Continuations.from_template(
+        ChatTemplate(TOKENIZER), (), END_ID, earlier_turns=pool.config.earlier_turns
+    )
     limits = (MOST_PROMPT, MOST_PROMPT + MOST_BEHIND)
     agents = Agents(pool, continues, None, TOKENIZER.decode, frozenset({END_ID}), 0, "prompt", None, *limits)
     nothing, rows = torch.zeros(0, dtype=torch.int64), range(rng.randint(1, 6))

@@ -62,7 +62,7 @@ class Rows:
     def __init__(self, count: int = 1, *, room: int = 100, **more: Any) -> None:
         self.pool = GivenAgents(EnvironmentConfig(**{"agent": "a:b", **more}))
         earlier_turns = self.pool.config.earlier_turns
-        continues = Continuations.of(ChatTemplate(TOKENIZER), (), END_ID, earlier_turns=earlier_turns)
+        continues = Continuations.from_template(ChatTemplate(TOKENIZER), (), END_ID, earlier_turns=earlier_turns)
         shared = Agents(
             self.pool,
             replace(continues, vocab_size=100),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hybridflow.config.data import DataFiles, SourceConfig
-from hybridflow.data.left_out import left_out
+from hybridflow.data.left_out import left_out_lines
 from hybridflow.data.order import PromptOrder
 from hybridflow.data.prompts import PromptDataset, load_prompts
 from hybridflow.data.sources import open_files
@@ -136,22 +136,22 @@ def test_a_source_of_which_nothing_is_left_is_refused(tmp_path) -> None:
 
 def test_what_is_printed_once(tmp_path) -> None:
     path = write(tmp_path / "a.jsonl")
-    assert left_out("data.train", load(path, checked=1 << 20).rows, "prompts longer than a limit") == [
+    assert left_out_lines("data.train", load(path, checked=1 << 20).rows, "prompts longer than a limit") == [
         "data.train: left out 2 of 12 prompts longer than a limit",
         like(
             "data.train: left out 2 of 12 rows that cannot be used: 2 not JSON (first: "
             f"{path}, line 6: is not JSON: Expecting property name enclosed in double quotes at column 2)"
         ),
     ]
-    assert left_out("data.train", load(path, checked=1).rows, "prompts longer than a limit") == [
+    assert left_out_lines("data.train", load(path, checked=1).rows, "prompts longer than a limit") == [
         like("data.train: 0.00 GB are more than data.checked_mib. Each of the 12 rows is checked on use")
     ]
     # of an environment, whatever the size: a row is begun when it is drawn
-    assert left_out("data.train", load(path, checked=0).rows, "prompts longer than a limit") == [
+    assert left_out_lines("data.train", load(path, checked=0).rows, "prompts longer than a limit") == [
         "data.train: each of the 12 rows is checked on use"
     ]
     clean = write(tmp_path / "b.jsonl", long=(), broken=())
-    assert left_out("data.train", load(clean, checked=1 << 20).rows, "too long") == []
+    assert left_out_lines("data.train", load(clean, checked=1 << 20).rows, "too long") == []
 
 
 def test_a_large_file_is_there_at_once_and_costs_a_number_a_row(tmp_path) -> None:

@@ -57,7 +57,7 @@ class GivenPool:
 def replies(answer: str, *, vocab_size: int = 100, **more: Any) -> list[TurnEvent]:
     """To a row's first turn."""
     pool = GivenPool(EnvironmentConfig(**{"class": "a:B", **more}), answer)
-    continues = replace(Continuations.of(ChatTemplate(TOKENIZER), (), END_ID), vocab_size=vocab_size)
+    continues = replace(Continuations.from_template(ChatTemplate(TOKENIZER), (), END_ID), vocab_size=vocab_size)
     shared = Environments(pool, continues, None, TOKENIZER.decode, frozenset({END_ID}), rank=0)
     ids = torch.tensor(TOKENIZER(f"<|user|>1+1={END}<|assistant|>", add_special_tokens=False)["input_ids"])
     prompts = PromptBatch(ids, torch.tensor([len(ids)]), ("",), {}, ([USER],))
@@ -118,7 +118,7 @@ class ManualPool(GivenPool):
 
 def manual(count: int, *, most_at_once: int = 100, room: int = 100, **more: Any) -> tuple[ManualPool, DrivenRows]:
     pool = ManualPool(EnvironmentConfig(**{"class": "a:B", **more}), most_at_once)
-    continues = Continuations.of(ChatTemplate(TOKENIZER), (), END_ID)
+    continues = Continuations.from_template(ChatTemplate(TOKENIZER), (), END_ID)
     shared = Environments(pool, continues, None, TOKENIZER.decode, frozenset({END_ID}), rank=0)
     ids = torch.tensor(TOKENIZER(f"<|user|>1+1={END}<|assistant|>", add_special_tokens=False)["input_ids"])
     prompts = PromptBatch(ids, torch.tensor([len(ids)]), ("",), {}, ([USER],))

@@ -58,7 +58,9 @@ def written(template: str, said: str, capsys: pytest.CaptureFixture[str]) -> tup
     """What stands behind the model's turn, and the counts of the rollout."""
     tokenizer, schemas = tokenizer_of(template), described(TALK, {}).schemas
     config = EnvironmentConfig(**{"class": TALK, "earlier_turns": "keep"})
-    continues = Continuations.of(ChatTemplate(tokenizer), schemas, end_of_turn(tokenizer), earlier_turns="keep")
+    continues = Continuations.from_template(
+        ChatTemplate(tokenizer), schemas, end_of_turn(tokenizer), earlier_turns="keep"
+    )
     parser = ToolCallParser("hermes", tokenizer, schemas)
     shared = Environments(HerePool(config), continues, parser, tokenizer.decode, frozenset({continues.end}), rank=0)
     ids = torch.tensor(continues.first_tokens([ASK], {}))
@@ -120,7 +122,7 @@ def test_a_parser_of_another_model_is_told(template: str, name: str, problem: st
     tokenizer = tokenizer_of(template if "tools" in template else TOOLS + template)
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
     [schema, *_] = described(TALK, {}).schemas
-    continues = Continuations.of(ChatTemplate(tokenizer), (), end_of_turn(tokenizer))
+    continues = Continuations.from_template(ChatTemplate(tokenizer), (), end_of_turn(tokenizer))
     told = unread_calls(continues, schema, ToolCallParser(name, tokenizer, [schema]), name, [continues.end])
     assert told is None if problem is None else re.search(problem, told or "")
 

@@ -7,8 +7,8 @@ sft            fine-tuned on answers, ended while much is still wrong           
 reward_model   from sft, on pairs of a right and a wrong answer                        OUT/seed_N/runs/reward_model
 dpo            from sft, on the same pairs, with sft as the reference                  OUT/seed_N/runs/dpo
 
-Each is one of configs/quickstart_*.yaml with overrides, and its command is printed. Right is an answer that is right to
-the last character, decoded greedily, to held-out prompts that no stage has seen; of the reward model, a held-out pair.
+Each stage is one of configs/quickstart_*.yaml with overrides; the command is shown. Right is an answer without a wrong
+character, decoded greedily, to held-out prompts that no stage has seen; of the reward model, a held-out pair.
 The table is in OUT/stages.json too. Two ranks of one thread each; what stands in OUT/seed_N is made anew.
 """
 
@@ -82,7 +82,7 @@ class Stages:
 
     def _right(self, model: Path) -> float:
         """The share of the held-out prompts that a model answers right."""
-        return Policy.of(model, self._settings).share_right(self._heldout)
+        return Policy.load(model, self._settings).share_right(self._heldout)
 
 
 def table(reached: list[Reached]) -> Table:
