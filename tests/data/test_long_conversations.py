@@ -14,14 +14,14 @@ from tests.data.kinds_of_templates import KINDS, PLAIN, says, tokenizer_of
 ROUNDS = PLAIN.replace("{{ m.content }}", "[{{ loop.index }}]{{ m.content }}")
 LATE = "{% if loop.index > 23 %}{{ messages[4].content }}{% endif %}"
 RECALLS = PLAIN.replace("{{ m.content }}", LATE + "{{ m.content }}")
-    "{{ m.content }}", "{% if loop.index > 23 %}{{ messages[4].content }}{% endif %}{{ m.content }}"
-)
 
 
 def of_template(template: str, mode: EarlierTurns = "keep") -> Continuations:
     tokenizer = tokenizer_of(template)
     ends = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>", "<|eos|>"])
-    return Continuations.from_template(ChatTemplate(tokenizer), (), end_of_turn(tokenizer), earlier_turns=mode, ends=ends)
+    return Continuations.from_template(
+        ChatTemplate(tokenizer), (), end_of_turn(tokenizer), earlier_turns=mode, ends=ends
+    )
 
 
 def conversation(turns: int, *, asked_once: bool = False) -> list[Message]:
