@@ -7,9 +7,9 @@ A config may build on one other file:
     algorithm: {name: dr_grpo}           # another name: the section of the base is replaced as a whole
     reference: null                      # replaces the section
 
-Mappings merge by key; everything else replaces what the base says, lists and null included. A section `algorithm` of
-another name than the base's replaces that section, since their keys differ; a base's section without a name is ppo's. A
-base has no other base. Overrides come last.
+Mappings merge by key; everything else replaces what the base says: lists, null and the empty mapping {}. A section
+`algorithm` of another name than the base's replaces that section, since their keys differ; a base's section without a
+name is ppo's. A base has no other base. Overrides come last.
 """
 
 import itertools
@@ -76,7 +76,12 @@ def _merged(base: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(base)
     for key, value in tree.items():
         own = found.get(key)
-        if isinstance(own, dict) and isinstance(value, dict) and (key != "algorithm" or _same_name(own, value)):
+        if (
+            isinstance(own, dict)
+            and isinstance(value, dict)
+            and value
+            and (key != "algorithm" or _same_name(own, value))
+        ):
             found[key] = _merged(own, value)
         else:
             found[key] = value

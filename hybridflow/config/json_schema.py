@@ -34,8 +34,10 @@ MAY_BE_AUTO = {
 }
 ABOUT_BASE = (
     "Another config that this one builds on, as a path from this file's directory. "
-    "Mappings merge by key; everything else replaces what the base says."
+    "Mappings merge by key; everything else, {} included, replaces what the base says."
 )
+ABOUT_ALGORITHM = "How the models are trained. The name chooses the keys of this section."
+OF_NO_GENERATION = "null: an algorithm on fixed data generates nothing."
 NAMELESS = "PPOWithoutName"  # a section `algorithm` without a name is ppo's, with the old keys
 
 
@@ -58,12 +60,14 @@ def config_schema() -> Schema:
     for name, algorithms in ALGORITHMS_OF.items():
         _add_algorithms(parts[name]["properties"], algorithms)
         parts[name]["properties"] = {BASE: {"type": "string", "description": ABOUT_BASE}, **parts[name]["properties"]}
-    parts["FixedDataConfig"]["properties"] |= {key: {"type": "null"} for key in OF_GENERATION}
+    parts["FixedDataConfig"]["properties"] |= {
+        key: {"type": "null", "description": OF_NO_GENERATION} for key in OF_GENERATION
+    }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A config of hybridflow",
         "type": "object",
-        "properties": {"algorithm": _one_of({**ALGORITHMS, **FIXED_ALGORITHMS})},
+        "properties": {"algorithm": {"description": ABOUT_ALGORITHM, **_one_of({**ALGORITHMS, **FIXED_ALGORITHMS})}},
         "allOf": [*_of_either_kind(), {"if": {"required": [BASE]}, "else": _complete(needed)}],
         "$defs": dict(sorted(parts.items())),
     }

@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -24,9 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hybridflow.errors import RunDirError, RunTakenError
-from hybridflow.parallel import torchrun
 from hybridflow.parallel.peer_processes import is_running, this_process
-from hybridflow.recording.starts import typed_command
+from hybridflow.recording.starts import own_command
 
 SIGN_SECONDS = 5.0  # between two signs of the holder
 SILENCE_SECONDS = 60.0
@@ -49,7 +47,7 @@ class Holder:
     @classmethod
     def here(cls) -> "Holder":
         own = this_process(0)
-        command = typed_command(sys.orig_argv, by_command=torchrun.is_by_command(), is_rank=torchrun.is_rank())
+        command = own_command()
         return cls(own.machine, own.pid, own.start_time, socket.gethostname(), time.time(), command)
 
     def is_same_process(self, other: "Holder") -> bool:
