@@ -25,6 +25,7 @@ from hybridflow.data.sources import Files
 from hybridflow.data.tokenizers import load_tokenizer
 from hybridflow.data.understood import example_summary, prompt_summary
 from hybridflow.data.usable import Dropped, UsableRows
+from hybridflow.rewards.specs import check_columns
 
 NUM_LOOKED_AT = 1000  # rows, for the columns
 NUM_MEASURED = 10_000  # rows whose tokens are counted, evenly spread
