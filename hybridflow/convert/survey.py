@@ -82,12 +82,12 @@ def survey(files: CheckpointFiles, spec: ModelSpec) -> Survey:
     problems: list[str] = []
     weights, dropped = {}, {}
     for name, shape in wanted.items():
-        with _noted(problems):
+        with _collect_problem(problems):
             if name in files:
                 check_readable(files.file_of(name), name, files.tensors[name], shape)
                 weights[name] = files.tensors[name]
     for name in files.tensors:
-        with _noted(problems):
+        with _collect_problem(problems):
             if name not in wanted:
                 dropped[name] = _why_not_needed(files, spec, weights, name)
     problems += [f"{files.path}: {key} is no weight of the model" for key in getattr(files, "unknown", ())]
@@ -105,7 +105,7 @@ def _check_num_layers(files: CheckpointFiles, spec: ModelSpec) -> None:
 
 
 @contextmanager
-def _noted(problems: list[str]) -> Iterator[None]:
+def _collect_problem(problems: list[str]) -> Iterator[None]:
     """Go on after an error: a user mends all of them at once."""
     try:
         yield
