@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from hybridflow.architecture.spec import ModelSpec, read_spec
-from hybridflow.architecture.weight_files import open_checkpoint
+from hybridflow.architecture.weight_files import MegatronDirectory, open_checkpoint
 from hybridflow.architecture.weights import LM_HEAD, Shape, embedding, model_weights
 from hybridflow.convert.compare import CheckpointFiles, first_difference
 from hybridflow.errors import CheckpointError
@@ -90,7 +90,8 @@ def survey(files: CheckpointFiles, spec: ModelSpec) -> Survey:
         with _collect_problem(problems):
             if name not in wanted:
                 dropped[name] = _why_not_needed(files, spec, weights, name)
-    problems += [f"{files.path}: {key} is no weight of the model" for key in getattr(files, "unknown", ())]
+    unknown = files.unknown if isinstance(files, MegatronDirectory) else ()
+    problems += [f"{files.path}: {key} is no weight of the model" for key in unknown]
     missing = {name: shape for name, shape in wanted.items() if name not in files}
     return Survey(files, spec, weights, dropped, missing, tuple(problems))
 

@@ -69,6 +69,7 @@ def data_lines(config: AnyConfig) -> Iterator[str]:
     if isinstance(config, ExperimentConfig):
         ends = end_tokens(model, tokenizer, vocab_size, template=config.data.chat_template)
         prompts = train_prompts(config.data, tokenizer, vocab_size, ends)
+        check_columns(config, prompts.column_names, "data.train")
         yield from prompt_summary(config, prompts, ends, tokenizer)
         yield from tokenizer_notes(config, tokenizer)
         yield from _rows(
