@@ -3,6 +3,7 @@
 megatron's own local layers, or Transformer Engine's, with our norms, activations, attention and experts in them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -55,10 +56,17 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def transformer_config(
-    spec: ModelSpec, grid: Grid, *, dtype: str, sequence_parallel: bool, recompute: str
+    spec: ModelSpec,
+    grid: Grid,
+    *,
+    dtype: str,
+    sequence_parallel: bool,
+    recompute: str,
+    arguments: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
+    """arguments: of megatron's that a config gives, in place of ours."""
     traits = spec.traits
-    return TransformerConfig(
+    ours: dict[str, Any] = dict(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         ffn_hidden_size=spec.mlp_size("dense") or spec.ffn_hidden_size,
@@ -100,6 +108,7 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall" if grid.pp > 1 else "allgather",  # else it refuses varying lengths
         **RECOMPUTE[recompute],
     )
+    return TransformerConfig(**{**ours, **(arguments or {})})
 
 
 def _expert_config(spec: ModelSpec) -> dict[str, Any]:

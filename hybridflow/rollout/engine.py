@@ -118,6 +118,7 @@ class RolloutEngine:
                 logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
                 generation_config="vllm",  # sampling is what the experiment's config says, nothing else
                 seed=0,
+                **config.engine_arguments.given(),
             )
         self._engine = self._llm.llm_engine
         self.kv_cache = device.kv_cache(self._llm)
