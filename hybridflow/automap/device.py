@@ -134,11 +134,15 @@ class DeviceProfile(Section):
     sources: dict[str, str]
     memory_bytes: PositiveInt  # of the device of a rank; of a CPU, a rank's share
     products: dict[DType, ProductRates]
+    # of a product's rate: what products of several experts in one kernel reach
+    grouped_efficiency: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     attention_forward: PositiveFloat  # FLOP/s, causal, counting the half that is not masked
     attention_backward: PositiveFloat
     memory_bandwidth: PositiveFloat  # reading what is far larger than any cache
     elementwise_bandwidth: PositiveFloat  # of elementwise kernels over activations, reads and writes together
     elementwise_backward: PositiveFloat | None = None  # None: the same
+    # of adding a micro-batch's gradients to their float32 sum; None: they are added where they are computed
+    gradient_bandwidth: PositiveFloat | None = None
     logits_forward: PositiveFloat | None = None  # logits/s whose log-probs are computed; None: by their bytes
     logits_backward: PositiveFloat | None = None
     inside: Link  # a host
@@ -156,6 +160,7 @@ class DeviceProfile(Section):
         if not self.products:
             raise ValueError("products: give the rates of a dtype at least")
         numbers = {"memory_bytes", "products", "memory_bandwidth", "inside", "between"}
+        numbers |= self.model_fields_set & {"grouped_efficiency", "gradient_bandwidth"}
         missing = sorted(numbers - self.sources.keys())
         if missing:
             raise ValueError(f"sources: {missing[0]} has none: say where the number comes from")

@@ -40,7 +40,7 @@ def generation_cost(spec: ModelSpec, *, cut: Cut, pp: int, dtype: str, responses
 
 
 def _generation_cost(spec: ModelSpec, cut: Cut, pp: int, dtype: str, responses: Responses, device: Device) -> Cost:
-    model = Model(spec, cut.tp, dtype, "lm", sequence_parallel=False, device=device, expert_tp=cut.expert_tp)
+    model = Model(spec, cut.tp, dtype, "lm", sequence_parallel=False, device=device, cut=cut)
     wakes = device.overhead(device.profile.overheads.engine_wake, busy=cut.tp * pp)
     found = total((wakes, prefill_cost(model, pp, responses), decode_cost(model, pp, responses)))
     # each stage waits while the others have the token: of stages that share the layers evenly
@@ -78,16 +78,13 @@ def decode_cost(model: Model, pp: int, responses: Responses) -> Cost:
 def decode_step(model: Model, pp: int, sequences: float, context: float) -> Cost:
     """One token for each of the running sequences."""
     spec, device, overheads = model.spec, model.device, model.device.profile.overheads
-    products = total(
-        device.product(sequences * share, k, n, dtype=model.dtype, busy=model.tp) for k, n, share in model.matrices
-    )
     heads = max(1.0, spec.num_kv_heads / model.tp)
     read = 2 * heads * spec.head_dim * device.itemsize(model.dtype) * sequences * context
     size = sequences * spec.hidden_size * device.itemsize(model.dtype)
     message = overheads.engine_message if model.tp > 1 else 0.0
     layer = total(
         (
-            products,
+            model.products(sequences),
             device.memory(read, busy=model.tp),
             device.all_reduce(size, model.tp, hosts=model.hosts).times(2),
             device.overhead(overheads.engine_layer + 2 * message, busy=model.tp),

@@ -203,7 +203,9 @@ class Options:
         """Seconds of one rank."""
         profile = self.device.profile
         model = Model(spec, 1, role.dtype, _head(name), False, self.device)
-        in_layer = sum(2 * k * n * share for k, n, share in model.matrices)
+        in_layer = sum(2 * k * n for k, n in model.matrices)
+        if model.experts:
+            in_layer += model.experts.copies * sum(2 * k * n for k, n in model.experts.matrices)
         at_end = 2 * spec.hidden_size * spec.padded_vocab_size if model.head == "lm" else 0
         products = (2 if backward else 1) * (rows.tokens * in_layer * spec.num_layers + rows.outputs * at_end)
         attention = 4 * rows.pairs * spec.num_heads * spec.head_dim * spec.num_layers * (2.5 if backward else 1.0)
