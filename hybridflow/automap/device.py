@@ -160,7 +160,8 @@ class DeviceProfile(Section):
         if not self.products:
             raise ValueError("products: give the rates of a dtype at least")
         numbers = {"memory_bytes", "products", "memory_bandwidth", "inside", "between"}
-        numbers |= self.model_fields_set & {"grouped_efficiency", "gradient_bandwidth"}
+        numbers |= {"grouped_efficiency"} if self.grouped_efficiency < 1 else set()
+        numbers |= {"gradient_bandwidth"} if self.gradient_bandwidth else set()
         missing = sorted(numbers - self.sources.keys())
         if missing:
             raise ValueError(f"sources: {missing[0]} has none: say where the number comes from")

@@ -16,6 +16,8 @@ from hybridflow.automap.cost import Cost, Device, total
 from hybridflow.automap.role_time import Model, Pass
 from hybridflow.parallel.layout import Cut
 
+# of a layer with experts beyond those of an MLP, in vLLM 0.32.0: the router, the k largest, two that sort, the sum
+ROUTING_KERNELS = 5
 SEGMENTS = 24  # that the decode steps are cut in, each with one number of sequences
 
 
@@ -82,12 +84,13 @@ def decode_step(model: Model, pp: int, sequences: float, context: float) -> Cost
     read = 2 * heads * spec.head_dim * device.itemsize(model.dtype) * sequences * context
     size = sequences * spec.hidden_size * device.itemsize(model.dtype)
     message = overheads.engine_message if model.tp > 1 else 0.0
+    routing = ROUTING_KERNELS * overheads.operation if model.experts else 0.0
     layer = total(
         (
             model.products(sequences),
             device.memory(read, busy=model.tp),
             device.all_reduce(size, model.tp, hosts=model.hosts).times(2),
-            device.overhead(overheads.engine_layer + 2 * message, busy=model.tp),
+            device.overhead(overheads.engine_layer + 2 * message + routing, busy=model.tp),
         )
     )
     return total((layer.times(spec.num_layers), _messages(model, pp, sequences), _sampled(model, sequences)))
