@@ -3,7 +3,7 @@
 With t tokens on each tp rank, k of E experts a token, and ep runs of E / ep experts, each shared by etp ranks:
 
     rows       t k etp / tp of a rank in the mean; the rank with most has them times the imbalance
-    products   E / ep experts of as many rows each, (h, 2 f / etp) and (f / etp, h), at the efficiency of grouped products
+    products   E / ep experts, each of as many of the rows: (h, 2 f / etp) and (f / etp, h), in one kernel
     messages   where etp x ep > tp, each rank sends its rows there, and the outputs come back
 
 Imbalance is the load of the fullest of ep runs over the mean. With loads of single experts that spread by a share s of
@@ -60,7 +60,8 @@ class ExpertWork:
     def held(self, tokens: float) -> float:
         """Experts of a rank that some of so many tokens on each sender choose, all alike in favour."""
         spec, seen = self.spec, tokens * max(1.0, self.senders / self.cut.tp)
-        return spec.num_experts / self.cut.ep * (1 - (1 - spec.experts_per_token / spec.num_experts) ** seen)
+        missed: float = (1 - spec.experts_per_token / spec.num_experts) ** seen
+        return spec.num_experts / self.cut.ep * (1 - missed)
 
     def products(self, tokens: float, *, backward: bool = False) -> Cost:
         """The experts' own; backward two for each of forward."""

@@ -1,6 +1,5 @@
 """Scoring and updates by hand: a layer, the pipeline's bubble, bytes of gradients, a step; rows in micro-batches."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest

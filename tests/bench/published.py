@@ -1,4 +1,4 @@
-"""Seconds of published runs beside what `hybridflow plan --time` says of them: the tables of docs/explanation/planning.md.
+"""Seconds of published runs beside what `hybridflow plan --time` says of them, for docs/explanation/planning.md.
 
     python -m tests.bench.published            prints both tables
     python -m tests.bench.published --write    writes them into the page
@@ -21,10 +21,9 @@ from hybridflow.automap.device import load_profile
 from hybridflow.automap.generation_time import Responses, generation_cost
 from hybridflow.automap.timing import Prediction, Work, predict
 from hybridflow.config import ExperimentConfig
-from hybridflow.parallel.layout import Cut
+from hybridflow.parallel.layout import Cut, Layout
 from hybridflow.placement.footprint import stage_elements
 from hybridflow.placement.placed import place
-from hybridflow.parallel.layout import Layout
 from tests.bench.published_runs import (
     LATENCIES,
     LLAMA_1B,
@@ -84,7 +83,7 @@ def nemo_row(run: NemoRun) -> Row:
 
 
 def predict_nemo(run: NemoRun) -> Prediction:
-    """Rows are packed in budgets of one longest sequence; optimizer state waits in host memory while the engine works."""
+    """Rows are packed in budgets of one longest sequence; optimizer state is in host memory while the engine works."""
     profile, shape = load_profile("h100-sxm"), str(SHAPES / run.model)
     role = {"model": shape, "micro_batch_tokens": run.limit}
     sizes = {key: value for key, value in run.actor.items() if key != "recompute"}
