@@ -151,7 +151,7 @@ def _own_rows(run: OwnRun, own: Path) -> Iterator[Row]:
     for phase, seconds in run.seconds.items():
         predicted = found.phases[phase] if phase else found.seconds
         gives = run.fitted.get(phase)
-        words = "" if gives is None else "in parts, see below" if not gives else f"gives {gives}"
+        words = "" if gives is None else "by its phases" if not gives else f"gives {gives}"
         yield Row(run.what, phase or "iteration", seconds, predicted, words, blind=gives is None)
 
 

@@ -139,7 +139,8 @@ OWN_RUNS = (
             "algorithm": {"name": "grpo"},
         },
         {"": 8.5, "generate": 4.5, "reference": 1.03, "actor_update": 2.91},
-        {"": "", "generate": "engine_sequence", "reference": "efficiency", "actor_update": "efficiency"},
+        {"": "", "generate": "engine_sequence", "reference": "efficiency"}
+        | {"actor_update": "efficiency, gradient_bandwidth"},
     ),
     OwnRun(
         "PPO, four 1B models, 256 x (128 + 256)",
