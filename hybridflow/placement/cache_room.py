@@ -69,11 +69,14 @@ def cache_report(run: PlacedRun, size: KVCacheSize | None = None) -> dict[str, A
     }
 
 
-def cache_words(run: PlacedRun, size: KVCacheSize | None = None) -> str:
-    """A line for people."""
+def cache_words(run: PlacedRun, size: KVCacheSize | None = None, *, bounded: bool = True) -> str:
+    """A line for people. bounded: whether a default goes by the memory there is."""
     found = cache_report(run, size)
     whose = "given" if found["is_given"] else "default"
-    reserve = f", {found['reserve_bytes'] / GIB:g} GiB stay free" if found["reserve_bytes"] else ""
+    reserve = f", {found['reserve_bytes'] / GIB:g} GiB stay free" if bounded and found["reserve_bytes"] else ""
     longest = f"{found['longest_sequences']:,} sequences of the longest {found['longest_tokens']:,} tokens"
     expected = f"{found['expected_sequences']:,} of the expected {found['expected_tokens']:,}"
-    return f"KV cache: {found['bytes'] / GIB:.4g} GiB a rank ({whose}{reserve}): {longest}, {expected}"
+    words = f"KV cache: {found['bytes'] / GIB:.4g} GiB a rank ({whose}{reserve}): {longest}, {expected}"
+    if bounded or found["is_given"]:
+        return words
+    return f"{words}. This is what the batch needs, as no device memory is known: a run takes at most what is free"
