@@ -44,7 +44,7 @@ class Cost:
 
     @cached_property
     def load(self) -> float:
-        """The mean over its time."""
+        """The mean over the seconds."""
         return sum(part.seconds * part.load for part in self.parts) / self.seconds if self.seconds else 0.0
 
     @property
@@ -72,7 +72,7 @@ class Cost:
         return Cost(parts, tuple(count * seconds for seconds in self.waits))
 
     def wait_of(self, stage: int) -> float:
-        """The share of its seconds in which a rank of the stage waits."""
+        """The share of the seconds in which a rank of the stage waits."""
         return self.waits[stage] / self.seconds if self.waits and self.seconds else 0.0
 
 
@@ -156,7 +156,7 @@ class Device:
         return self._of("memory", num_bytes / self.profile.host_bandwidth, busy)
 
     def to_disk(self, num_bytes: float) -> Cost:
-        """Of a host, all its ranks together."""
+        """Of a host, all ranks together."""
         return self._of("memory", num_bytes / self.profile.disk_bandwidth, 1.0)
 
     def overhead(self, seconds: float, *, busy: float = 1.0) -> Cost:

@@ -4,7 +4,7 @@ With t tokens on each tp rank, k of E experts a token, and ep runs of E / ep exp
 
     rows       t k etp / tp of a rank in the mean; the rank with most has them times the imbalance
     products   E / ep experts, each of as many of the rows: (h, 2 f / etp) and (f / etp, h), in one kernel
-    messages   where etp x ep > tp, each rank sends its rows there, and the outputs come back
+    messages   where etp x ep > tp, each rank sends rows there, and the outputs come back
 
 Imbalance is the load of the fullest of ep runs over the mean. With loads of single experts that spread by a share s of
 their mean, a run of n experts spreads by s / sqrt(n), and of ep normal values the largest is about sqrt(2 ln ep) above:

@@ -1,4 +1,4 @@
-"""Seconds that an engine replica takes for its responses: prefill, decode steps by how many run, and the tail. Pure.
+"""Seconds that an engine replica takes for responses: prefill, decode steps by how many run, and the tail. Pure.
 
 A decode step with b sequences at context length c reads the replica's weights and b c keys and values once:
 
@@ -36,7 +36,7 @@ class Responses:
 
 
 def generation_cost(spec: ModelSpec, *, cut: Cut, pp: int, dtype: str, responses: Responses, device: Device) -> Cost:
-    """One replica of tp x pp ranks. Its stages work one after another: a step waits for the token of the one before."""
+    """One replica of tp x pp ranks. The stages work one after another: a step waits for the token of the one before."""
     key = ("generate", spec, cut, pp, dtype, responses)
     return device.known(key, lambda: _generation_cost(spec, cut, pp, dtype, responses, device))
 
@@ -60,7 +60,7 @@ def prefill_cost(model: Model, pp: int, responses: Responses) -> Cost:
 
 
 def decode_cost(model: Model, pp: int, responses: Responses) -> Cost:
-    """Full while others wait for a place, then fewer and fewer. Each response has one token of its prefill."""
+    """Full while others wait for a place, then fewer and fewer. The prefill has given one token of each response."""
     at_once = min(responses.number, responses.at_once)
     mean, longest = max(responses.mean - 1, 0.0), max(responses.longest - 1, 0.0)
     waiting = responses.number - at_once

@@ -1,4 +1,4 @@
-"""Seconds that a model takes on its grid: scoring rows, and an update of its weights. Pure.
+"""Seconds that a model takes on a grid: scoring rows, and an update of its weights. Pure.
 
     forward_cost(spec, layout, config, rows, device, head="lm")     one replica scores its rows
     update_cost(spec, layout, config, rows, device, head="lm")      one optimizer step on a mini-batch
@@ -35,7 +35,7 @@ LOGIT_BYTES = 4  # log-probs of logits are computed in float32
 class MeanRows:
     """Sequences that a replica runs in one go, by their means.
 
-    samples: rows that share a prompt. whole: outputs are one a sequence, so that its last token is run, too.
+    samples: rows that share a prompt. whole: outputs are one a sequence, so that the last token is run, too.
     """
 
     number: float
@@ -46,7 +46,7 @@ class MeanRows:
 
     @property
     def shared(self) -> float:
-        """Tokens of a prompt that are run once for all its rows, as `models.prompt_groups` has it; 0: none."""
+        """Tokens of a prompt that are run once for all rows, as `models.prompt_groups` has it; 0: none."""
         saved = (self.samples - 1) * (self.prompt - 1)
         return self.prompt - 1 if saved and saved >= SAVED_TO_PAY * self.samples * self.length else 0.0
 
@@ -88,7 +88,7 @@ class MeanRows:
 
 @dataclass(frozen=True)
 class Pass:
-    """A micro-batch on a rank: what its products see."""
+    """A micro-batch on a rank: what the products see."""
 
     tokens: float
     outputs: float
@@ -103,7 +103,7 @@ def passes(rows: MeanRows, budget: int) -> tuple[int, Pass]:
 
 @dataclass(frozen=True)
 class Model:
-    """What of a role its time depends on, on a tensor-parallel rank. hosts: that a tensor-parallel group lies on."""
+    """What the seconds of a role depend on, on a tensor-parallel rank. hosts: that a tensor-parallel group lies on."""
 
     spec: ModelSpec
     tp: int
@@ -125,7 +125,7 @@ class Model:
         return self.device.launched(work, self.device.profile.overheads.layer_forward, busy=self.tp)
 
     def backward_layer(self, mb: Pass, recompute: str) -> Cost:
-        """Its gradients: two products for each of forward; what is not kept runs again."""
+        """The gradients of a layer: two products for each of forward; what is not kept runs again."""
         return self.device.known(("backward", *self._key, mb, recompute), lambda: self._backward_layer(mb, recompute))
 
     def _backward_layer(self, mb: Pass, recompute: str) -> Cost:
@@ -230,7 +230,7 @@ class Model:
     # ---- ends
 
     def output(self, mb: Pass, *, backward: bool = False) -> Cost:
-        """The head over the wanted rows, and log-probs of its logits; backward more logits than exist at once are made
+        """The head over the wanted rows, and log-probs of logits; backward more logits than exist at once are made
         again."""
         return self.device.known(("output", *self._key, mb.outputs, backward), lambda: self._output(mb, backward))
 
@@ -290,7 +290,7 @@ def update_cost(
     own = rows.split(layout.dp)
     gradients = gradient_cost(spec, layout, config, own, device, head=head)
     reduced = reduction_cost(spec, layout, config, device, head=head)
-    if device.profile.shared is None:  # while the last micro-batch runs backward, which is two thirds of its time
+    if device.profile.shared is None:  # while the last micro-batch runs backward, two thirds of the seconds
         hidden = 2 / 3 * gradients.seconds / max(own.micro_batches(config.micro_batch_tokens), 1)
         reduced = reduced.times(max(0.0, 1 - hidden / reduced.seconds) if reduced.seconds else 1.0)
     return total((gradients.times(1, busy=layout.dp), reduced, step_cost(spec, layout, config, device, head=head)))
@@ -299,7 +299,7 @@ def update_cost(
 def gradient_cost(
     spec: ModelSpec, layout: Layout, config: TrainedRoleConfig, rows: MeanRows, device: Device, *, head: Head
 ) -> Cost:
-    """One replica adds up the gradients of its rows, at least of one micro-batch. Loads are of one replica."""
+    """One replica adds up the gradients of `rows`, at least of one micro-batch. Loads are of one replica."""
     count, mb = passes(rows, config.micro_batch_tokens)
     model = model_of(spec, layout, config, device, head=head)
     overhead = device.overhead(2 * device.profile.overheads.micro_batch, busy=layout.tp)
@@ -340,7 +340,7 @@ def pipelined(stages: Sequence[Cost], count: int, *, chunks: int) -> Cost:
 
 
 def _between_stages(model: Model, layout: Layout, mb: Pass) -> Cost:
-    """What a stage sends on, of each of its chunks."""
+    """What a stage sends on, of each chunk."""
     if layout.pp == 1:
         return Cost()
     split = layout.tp if model.sequence_parallel else 1

@@ -5,9 +5,9 @@
     found.given                          the config as it is, where it fits
 
 It goes over placements (HybridFlow's algorithm 1, arXiv 2409.19256, section 6) in the order of a bound that each has:
-the seconds that its roles take at least, whatever the memory. A placement whose bound is no less than the seconds of
+the seconds that the roles take at least, whatever the memory. A placement whose bound is no less than the seconds of
 what is known already is not looked into, nor are those after it. What is left is placed as `hybridflow.plan` places it,
-counted by its memory table and timed by `predict`, which has the last word.
+counted by the memory table of `hybridflow.plan` and timed by `predict`, which has the last word.
 
 Where this departs from the paper: the engine may lie on ranks of its own; recomputation, offloading, micro-batches and
 the KV cache are chosen, too; memory is the exact table and not a least number of devices; scoring and updates of groups
@@ -72,7 +72,7 @@ class SearchRequest:
 
 @dataclass(frozen=True)
 class SearchedPlan:
-    """A config that fits, with its predicted seconds."""
+    """A config that fits, with predicted seconds."""
 
     config: AnyConfig
     placed: PlacedRun | PlacedFixed
@@ -106,7 +106,7 @@ class Found:
 def search(request: SearchRequest, *, known: EngineMemory | None = None, exhaustive: bool = False) -> Found:
     """The best plans, the config as given among them where it fits: never worse than that. No plan where none fits.
 
-    known: `known_of` a request that differs in its ranks or memory alone: what is found of options serves both.
+    known: `known_of` a request that differs in ranks or memory alone: what is found of options serves both.
     """
     return _Search(request, known=known, exhaustive=exhaustive).run()
 
@@ -293,7 +293,7 @@ def replace_ranks(config: ExperimentConfig, ranks: tuple[int, ...] | None) -> An
 
 
 def _section(tree: Mapping[str, Any], name: str) -> Any:
-    """Of a role, by its key: actor, reward.models.0."""
+    """Of a role, by key: actor, reward.models.0."""
     node: Any = tree
     for key in name.split("."):
         node = node[int(key)] if isinstance(node, list) else node[key]

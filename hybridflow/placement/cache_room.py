@@ -38,13 +38,13 @@ def bytes_left(run: PlacedRun, room: int) -> int:
         for rank in memory.one_of_each():
             rows = rows_of(rank)
             own = rows["engine"].kv_cache if "engine" in rows else 0
-            if own:  # a stage with fewer layers has its part
+            if own:  # a stage with fewer layers has a part
                 found.append((room - together(list(rows.values())).total + own) * whole // own)
     return min(found)
 
 
 def sized_here(run: PlacedRun, *, memory: int, free: int, beside: int) -> KVCacheSize:
-    """On GPUs: of the rank that has least. memory: of its device; free: now; beside: what the engine takes in a step.
+    """On GPUs: of the rank that has least. memory: of the device; free: now; beside: what the engine takes in a step.
 
     Errors: ConfigError where a default cache would hold no sequence.
     """
@@ -54,7 +54,7 @@ def sized_here(run: PlacedRun, *, memory: int, free: int, beside: int) -> KVCach
 
 
 def cache_report(run: PlacedRun, size: KVCacheSize | None = None) -> dict[str, Any]:
-    """Of an engine rank of the largest stage; sequences of a replica that its blocks hold at a time."""
+    """Of an engine rank of the largest stage; sequences of a replica that the blocks hold at a time."""
     size = size or run.kv_cache
     sampling, prompt = run.config.sampling, run.config.data.max_prompt_length
     longest, expected = run.config.max_sequence_length, prompt + sampling.mean_response_length

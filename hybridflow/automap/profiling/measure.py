@@ -1,4 +1,4 @@
-"""The profile of the machine that this runs on, by all its ranks together; see the modules beside it.
+"""The profile of the machine that this runs on, by all ranks together; see the modules beside it.
 
 profile = measure_profile("our machine", tell=print)        # on every rank that torchrun has started, or alone
 """
