@@ -3,7 +3,7 @@
     levels = CostTables(options, placement, engines)
     level = levels.of("critic")                        each option's seconds and bytes, whatever others are chosen
     level = levels.beside(level, chosen)               beside what the roles before it have chosen
-    levels.engine_beside(chosen)                       what an engine takes on the chosen actor beyond its own level
+    levels.engine_beside(chosen)                       what an engine takes on the chosen actor beyond the level
 
 A cell is of ranks that have the same roles in the same stages, see `cells`.
 """
@@ -64,14 +64,14 @@ class Sums:
 
     @property
     def most_bytes(self) -> Int:
-        """Of the fullest cell in its fullest moment."""
+        """Of the fullest cell in the fullest moment."""
         found: Int = np.maximum(self.held + self.activations, self.resting).max(axis=-1)
         return found
 
 
 @dataclass(frozen=True)
 class CostTable(Sums):
-    """A role with all its options, and what each of these adds: arrays of (options,) or (options, cells)."""
+    """A role with all options, and what each of these adds: arrays of (options,) or (options, cells)."""
 
     name: str
     options: Sequence[RoleOption | EngineOption]
@@ -178,7 +178,7 @@ class CostTables:
         return CostTable(generating, none, none, held, no_bytes, resting, name=ENGINE, options=options)
 
     def engine_beside(self, chosen: Chosen) -> Sums | None:
-        """What the engine takes on the chosen actor beyond its level, and in the place of what that has of resting:
+        """What the engine takes on the chosen actor beyond the level, and in the place of what that has of resting:
         seconds of the hand-off, at least, and those that the actor's scoring takes longer. None: it cannot lie so."""
         actor, option = chosen["actor"], chosen[ENGINE]
         assert isinstance(actor, RoleOption) and isinstance(option, EngineOption), "they are chosen"

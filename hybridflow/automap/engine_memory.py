@@ -39,7 +39,7 @@ class EngineMemory:
     blocks: dict[tuple[object, ...], bool] = field(default_factory=dict)  # see `Branches`
 
     def least(self, option: EngineOption) -> int:
-        """On a rank, whichever the actor's layout: its weights may lie in the actor's memory."""
+        """On a rank, whichever the actor's layout: the engine's weights may lie in the actor's memory."""
         return self._beside(option) + (option.kv_cache.whole if option.pp == 1 else 0)
 
     def awake(self, option: EngineOption) -> int:
@@ -55,7 +55,7 @@ class EngineMemory:
     def of(
         self, train: Layout, option: EngineOption, ranks: Sequence[int], *, colocated: bool
     ) -> tuple[int, ...] | None:
-        """By stage, of the rank with most; None where a tensor-parallel group would leave its host, or is none."""
+        """By stage, of the rank with most; None where a tensor-parallel group would leave a host, or is none."""
         config = self.options.generating
         if config.rollout.tensor_parallel_size is None and "tensor_parallel_size" not in self.options.free[ENGINE]:
             if option.tp != train.tp:
@@ -66,7 +66,7 @@ class EngineMemory:
         if colocated and not self._on_one_host(train, option, ranks):
             return None
         shards = self._hand_off(train, option, colocated=colocated).shards
-        # a stage of the engine has its part of the cache by its layers
+        # a stage of the engine has a part of the cache by layers
         most = max(layers for _, _, layers in shards)
         beside = self._beside(option)
         by_stage: dict[int, int] = {}

@@ -60,7 +60,7 @@ def forecast(run: PlacedRun | PlacedFixed) -> Report:
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """What a role holds on a rank of each of its pipeline stages."""
+    """What a role holds on a rank of each pipeline stage."""
 
     model: PlacedModel
     max_length: int  # tokens of the longest sequence
@@ -208,7 +208,7 @@ def storage_elements(config: ExperimentConfig) -> int:
 
 
 def engine_bytes(config: ExperimentConfig, actor: ModelSpec, *, cut: Cut, pp: int) -> int:
-    """What an engine rank takes beside its weights and the KV cache while it generates."""
+    """What an engine rank takes beside weights and the KV cache while it generates."""
     activations = engine_activation_bytes(
         actor,
         cut=cut,
