@@ -2,7 +2,7 @@
 
     scoring.begin(prompts, samples)                  # cut in units, before a token is generated
     generator.generate(..., listener=scoring)        # calls on_response, on_engine_step, on_replica_done
-    scoring.settle(rollout)                          # one exchange: who has done what; the rest is dealt out
+    scoring.deal_out_remaining(rollout)              # one exchange: who has done what; the rest is dealt out
     run.scores(rollout), reference.log_probs(rollout), ...
 
 Users' functions that may be are called, in processes of their own, from the first finished prompt on. A replica that
@@ -76,7 +76,7 @@ class _Unfinished:
 
 
 class OverlappedScoring:
-    """Of this rank. Building it is collective over the world, and so are `begin` and `settle`.
+    """Of this rank. Building it is collective over the world, and so are `begin` and `deal_out_remaining`.
 
     models: those of `placement.overlapped_scoring.models_that_wait`, alike on all ranks; with them goes a store client.
     """
@@ -166,12 +166,13 @@ class OverlappedScoring:
             self._ready.clear()
         self._looked = time.monotonic()
 
-    def on_replica_done(self, own: RolloutBatch) -> None:
+    def on_replica_done(self, prompts: Sequence[int], responses: Sequence[Response]) -> None:
         """See `RolloutListener`. Run units of scoring, one after the other, until all replicas have generated."""
         if not self._models:
             return
         units = self._own_units()
-        self._own, self._places = own, _places_within(self._units, units)
+        self._own = responses_to(self._prompts, prompts, self._samples, responses)
+        self._places = _places_within(self._units, units)
         self._pending = {i: list(units) for i, model in enumerate(self._models) if self._blocks(model)}
         self._own_numbers = set(units)
         if self._board is not None:
@@ -179,9 +180,9 @@ class OverlappedScoring:
         while (step := self._agreed(self._next_step())) is not None:
             number, taken = step
             with self._watch.phase(PHASE):
-                for (unit, responses), block in zip(taken, self._blocks(self._models[number]), strict=False):
+                for (unit, given), block in zip(taken, self._blocks(self._models[number]), strict=False):
                     if self._rank in block:
-                        _run(self._models[number], unit, self._units.rows[unit], self._batch(unit, responses))
+                        _run(self._models[number], unit, self._units.rows[unit], self._batch(unit, given))
 
     def _next_step(self) -> Step | None:
         """What the ranks of this replica do next; None when nobody generates any more. Asked of its first rank."""
@@ -245,7 +246,7 @@ class OverlappedScoring:
 
     # ---- when it is whole
 
-    def settle(self, rollout: RolloutBatch) -> None:
+    def deal_out_remaining(self, rollout: RolloutBatch) -> None:
         """Tell all ranks which units are scored, and deal out the rest. Of a rollout from disk nothing is scored."""
         if not self._begun:
             return
@@ -262,9 +263,9 @@ class OverlappedScoring:
         owners = [(part - 1).tolist() for part in self._exchange.summed(done).cpu().split(sizes)]
         tokens = {units: tokens_of_units(rollout, units) for units in {model.ahead.units for model in self._models}}
         for model, own in zip(self._models, owners, strict=False):
-            model.ahead.settle(rollout, own, model.role.grid.dp, tokens[model.ahead.units])
+            model.ahead.deal_out_remaining(rollout, own, model.role.grid.dp, tokens[model.ahead.units])
         if self._calls is not None:
-            self._calls.settle(rollout, owners[-1])
+            self._calls.call_remaining(rollout, owners[-1])
 
     # ---- inside
 

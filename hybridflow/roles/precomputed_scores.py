@@ -6,7 +6,7 @@ before a token is generated, by the prompts alone, and results depend neither on
     units = cut_in_units(prompts_of_replicas, samples, costs, per_replica=4, num_shares=2)
     role.ahead = PrecomputedScores(units)                       # while the rollout is made
     role.ahead.keep(unit, contribution)             # by a replica that waits, of rows that it has generated
-    role.ahead.settle(rollout, owners, dp, tokens)  # the rollout is whole: what is left is dealt out
+    role.ahead.deal_out_remaining(rollout, owners, dp, tokens)  # the rollout is whole
     role.log_probs(rollout)                         # runs this replica's share of it
 """
 
@@ -104,8 +104,8 @@ class PrecomputedScores:
         """Store the scores of a unit on this rank, which contributes them to the whole."""
         self.known[unit] = contribution
 
-    def settle(self, rollout: RolloutBatch, owners: Sequence[int], dp: int, tokens: Sequence[int]) -> None:
-        """The rollout is whole.
+    def deal_out_remaining(self, rollout: RolloutBatch, owners: Sequence[int], dp: int, tokens: Sequence[int]) -> None:
+        """Decide who computes the units that nobody has computed: the rollout is whole.
 
         owners: by unit the data-parallel rank that has computed it, or NOBODY; tokens: by unit, see `tokens_of_units`.
         """
@@ -115,7 +115,7 @@ class PrecomputedScores:
         self._rollout = rollout
 
     def covers(self, batch: RolloutBatch, some: Tensor | None = None) -> bool:
-        """Whether the scores are of this batch object, settled, and of exactly these rows (None: all rows)."""
+        """Whether the scores are of this batch object, once it is whole, and of exactly these rows (None: all rows)."""
         if self._rollout is not batch:
             return False
         wanted = range(len(batch)) if some is None else some.sort().values.tolist()

@@ -305,7 +305,7 @@ class TurnTaking:
             stepped()
         if self.answers is not None:
             self.answers.end()
-        engine.settle()
+        engine.wait_until_idle()
 
     def _agreed(self, *, wait: bool) -> list[TurnEvent]:
         return self.agreement.on_all(self.answers.replies(wait=wait) if self.answers is not None else ())

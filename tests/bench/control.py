@@ -1,4 +1,4 @@
-"""What each rank does for a token of an iteration beside its models: microseconds and bytes, by stage.
+"""What each rank does for a token of an iteration beside its models: microseconds of a CPU and bytes, by stage.
 
     git worktree add /tmp/before COMMIT
     python -m tests.bench.control /tmp/before [--tokens 10000000] [--rounds 3]      # both checkouts by turns
@@ -14,6 +14,7 @@ this rank does what every rank does for every row: who computes which rows, and 
 import argparse
 import contextlib
 import cProfile
+import gc
 import json
 import os
 import pstats
@@ -28,6 +29,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parents[2]
 PROMPT, SPREAD, GROUP, MINI_BATCHES, REPLICAS = 100, 200, 8, 4, 64
+STAND_IN = "a model's results"  # what nobody counts
 Cells = dict[str, float]
 
 
@@ -81,7 +83,7 @@ def table(found: dict[str, Cells]) -> str:
 
 
 class Stages:
-    """Seconds of each stage without those of stages within it, and the most memory that was resident in it."""
+    """A CPU's seconds of each stage without those of stages within it, and the most memory that was resident in it."""
 
     def __init__(self) -> None:
         self.seconds: Cells = {}
@@ -110,13 +112,13 @@ class Stages:
         setattr(owner, attribute, counted)
 
     def _turn(self) -> None:
-        now = time.perf_counter()
+        now = time.process_time()
         if self._open:
             name = self._open[-1]
             self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
             self.peak[name] = max(self.peak.get(name, 0.0), resident("VmHWM"))
         Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
-        self._since = time.perf_counter()
+        self._since = time.process_time()
 
 
 def resident(which: str) -> float:
@@ -136,6 +138,7 @@ def iteration(algorithm: str, num_tokens: int, *, profile: bool) -> Cells:
         done = book.finished(run, flow(run))
     if profile:
         pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
+    del stages.seconds[STAND_IN], stages.peak[STAND_IN]
     tokens = len(done.batch.input_ids)
     held = sum(x.nbytes for x in vars(done.batch).values())
     seconds = {f"us: {name}": 1e6 * value / tokens for name, value in sorted(stages.seconds.items())}
@@ -172,7 +175,7 @@ def wrap_stages(stages: Stages) -> None:
         stages.wrap(module, "check_finite", "finite checks")
     stages.wrap(Scorer, "scores", "calls of functions")
     stages.wrap(RolloutCalls, "submit", "calls of functions")
-    for name in ("on_response", "begin", "settle", "settle_owners"):
+    for name in ("on_response", "begin", "settle", "deal_out_remaining"):
         if hasattr(OverlappedScoring, name):
             stages.wrap(OverlappedScoring, name, "calls of functions")
     stages.wrap(bookkeeping.Bookkeeping, "agree_on", "agreement on the batch")
@@ -188,7 +191,7 @@ class Model:
     """Numbers for every response token; a step that nobody takes."""
 
     training_model = records = None
-    lr = 1e-4
+    _alone, lr = False, 1e-4
 
     def __init__(self, name: str, stages: Stages) -> None:
         self.name, self._stages, self.steps, self.takes_steps = name, stages, [], True
@@ -204,12 +207,12 @@ class Model:
         import torch
 
         from hybridflow.batch import token_index
-        from hybridflow.models.prompt_groups import replica_rows
         from hybridflow.parallel.exchange import PartialTensor
+        from hybridflow.roles.base import Role
 
         with self._stages.stage("rows of replicas"):
-            replica_rows(batch, REPLICAS)
-        with self._stages.stage("(stands for a model)"):
+            Role._rows_of_replicas(self, batch, some)
+        with self._stages.stage(STAND_IN):
             where = batch.response_mask.nonzero().flatten()
             if some is not None:
                 own = token_index(batch.lengths, some)
@@ -221,11 +224,10 @@ class Model:
     def update(self, batch: Any, objective: Any) -> None:
         import torch
 
-        from hybridflow.models.prompt_groups import replica_rows
-        from hybridflow.roles.base import StepReport
+        from hybridflow.roles.base import Role, StepReport
 
         with self._stages.stage("rows of replicas"):
-            replica_rows(batch, REPLICAS)
+            Role._rows_of_replicas(self, batch)
         with self._stages.stage("weights of the loss"):
             objective.mean(batch)
         self.steps.append(StepReport(("loss", "grad_norm"), torch.ones(2, dtype=torch.float64), None))
@@ -299,9 +301,7 @@ def stand_in_run(algorithm: str, num_tokens: int, stages: Stages) -> tuple[Any, 
     actor, reference = Model("actor", stages), Model("reference", stages)
     critic = Model("critic", stages) if algorithm == "ppo" else None
     roles, hooks = Roles(actor=actor, critic=critic, reference=reference, scorer=scorer), RunHooks()
-    scoring = OverlappedScoring(
-        [], scorer, layout, rank=0, groups=groups, notices=None, exchange=exchange, watch=watch
-    )
+    scoring = OverlappedScoring([], scorer, layout, rank=0, groups=groups, notices=None, exchange=exchange, watch=watch)
     engine = Engine(outputs(num_rows), stages)
     generator = stand_in_generator(config, engine, layout=layout, platform=platform, exchange=exchange)
     generation = Generation(generator, scoring, roles, config.sampling, platform=platform, watch=watch, hooks=hooks)
@@ -316,6 +316,8 @@ def stand_in_run(algorithm: str, num_tokens: int, stages: Stages) -> tuple[Any, 
         watchdog=Watchdog(deadlines, StopRequest(1.0, signals=())),
         hooks=hooks,
     )
+    gc.collect()
+    gc.freeze()  # as a trainer on GPUs does when it starts: no search for garbage looks at the given responses
     return Run(config, book, generation), book, flow_of(config.algorithm)
 
 

@@ -168,7 +168,7 @@ def test_a_rank_has_what_it_has_begun_and_its_share_of_the_rest(pool: Pool) -> N
     pool.outcome(pool.submit(ROW, {"prompts": ["a"], "responses": ["1"], "columns": {}, "rows": [0]}))  # it has begun
     assert calls.close() == (1,)
     own = rollout()
-    calls.settle(own, [NOBODY, 1, NOBODY])  # of the rest rank 1 of 2 has the second
+    calls.call_remaining(own, [NOBODY, 1, NOBODY])  # of the rest rank 1 of 2 has the second
     assert calls.covers(own) and not calls.covers(rollout())
     assert known(calls.scores()[GROUP]) == [{2: 21.0, 3: 22.0, 4: 22.0, 5: 23.0}]
 
@@ -182,7 +182,7 @@ def test_what_no_worker_has_begun_goes_to_all_ranks(pool: Pool) -> None:
         while not slow._outcomes:  # of the first row
             slow._receive()
         assert calls.close() == (1,)
-        calls.settle(rollout(), [NOBODY, 0, NOBODY])
+        calls.call_remaining(rollout(), [NOBODY, 0, NOBODY])
         assert known(calls.scores()[0]) == [{row: 1.0 for row in (2, 3, 0, 1, 4, 5)}]
 
 
@@ -199,7 +199,7 @@ def test_of_an_error_the_first_row_is_told_whoever_was_first(pool: Pool) -> None
     for prompt in (2, 1, 0):
         calls.submit(group(prompt))
     calls.close()
-    calls.settle(rollout(), [0, 0, 0])
+    calls.call_remaining(rollout(), [0, 0, 0])
     with pytest.raises(RewardError, match="row 3: "):
         calls.scores()
     calls.forget()

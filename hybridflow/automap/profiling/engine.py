@@ -94,12 +94,12 @@ def _step(generator: Generator, sequences: int) -> float:
     with generator.resharded(), generator.awake():
         for _ in range(2):  # the first time compiles
             clock = [time.perf_counter()]
-            _generate(generator.engine, requests, generator.params["sampled"], clock)
+            _run_engine(generator.engine, requests, generator.params["sampled"], clock)
     steps = [end - begin for begin, end in itertools.pairwise(clock)]
     return statistics.median(steps[3:])
 
 
-def _generate(engine: RolloutEngine, requests: list[Request], params: list[Any], clock: list[float]) -> None:
+def _run_engine(engine: RolloutEngine, requests: list[Request], params: list[Any], clock: list[float]) -> None:
     """clock: the end of each step is added."""
     for _ in engine.stream(requests, params, stepped=lambda: clock.append(time.perf_counter())):
         pass
